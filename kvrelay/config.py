@@ -1,0 +1,110 @@
+"""Every option, once: its name, type, limits and help. The command line and the YAML config file are made from this.
+
+Options come in groups, one frozen struct each; a command takes the groups it needs (`cli.py`). An unknown option is an
+error. This is the only file that reads the environment.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+Count = Annotated[int, Meta(ge=0)]
+Positive = Annotated[int, Meta(ge=1)]
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of all option groups."""
+
+
+class ModelOptions(Options, frozen=True, kw_only=True):
+    """Which model, and how its weights are held."""
+
+    model: Annotated[str, Meta(description="smollm2, a folder, a .gguf file or a hub id")] = "smollm2"
+    load: Annotated[
+        Literal["auto", "dummy"],
+        Meta(description="where weights come from: the checkpoint, or random (dummy) for benchmarks"),
+    ] = "auto"
+    device: Annotated[Literal["cpu", "cuda"], Meta(description="where the model runs")] = "cpu"
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"], Meta(description="precision; auto is float32 on cpu, bfloat16 on cuda")
+    ] = "auto"
+    threads: Annotated[Count, Meta(description="CPU threads per worker; 0 shares the cores among the workers")] = 0
+    tp: Annotated[Positive, Meta(description="tensor-parallel degree")] = 1
+    gpu_memory: Annotated[float, Meta(gt=0.0, le=1.0, description="share of GPU memory a worker may use")] = 0.9
+
+
+class EngineOptions(Options, frozen=True, kw_only=True):
+    """How a worker batches and caches."""
+
+    block_size: Annotated[int, Meta(ge=1, le=1024, description="tokens per KV block")] = 16
+    kv_blocks: Annotated[Count, Meta(description="KV blocks per worker; 0 sizes the pool from memory")] = 0
+    swap_blocks: Annotated[Count, Meta(description="host KV blocks for swapped requests")] = 0
+    max_batch: Annotated[Positive, Meta(description="sequences that run at once")] = 64
+    token_budget: Annotated[Positive, Meta(description="tokens computed per step, prompts and decodes together")] = 512
+    max_model_len: Annotated[Count, Meta(description="longest prompt plus output; 0 takes the model's own limit")] = 0
+    max_queue: Annotated[Positive, Meta(description="requests waiting per worker before new ones get 429")] = 512
+    max_running_prefills: Annotated[Count, Meta(description="prompts computed at once; 0 is no limit but the budget")] = 0
+    prefix_cache: Annotated[bool, Meta(description="reuse the KV of prompts that begin alike")] = True
+    check_invariants: Annotated[bool, Meta(description="verify every block count after every step (slow; for tests)")] = False
+
+
+class RouterOptions(Options, frozen=True, kw_only=True):
+    """How clients reach the server and what they may send."""
+
+    host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535, description="HTTP port; 0 picks a free one")] = 8000
+    api_key: Annotated[str, Meta(description="key that clients must send; several are separated by commas")] = ""
+    served_model_name: Annotated[str, Meta(description="name clients use for the model; default is MODEL")] = ""
+    max_body_bytes: Annotated[Positive, Meta(description="largest request body")] = 32 * 1024 * 1024
+    policy: Annotated[Literal["round_robin", "least_loaded"], Meta(description="how a worker is chosen")] = "least_loaded"
+    tool_parser: Annotated[Literal["auto", "hermes", "none"], Meta(description="how tool calls are read from the output")] = (
+        "auto"
+    )
+    reasoning_parser: Annotated[
+        Literal["none", "think"], Meta(description="think: text inside <think> tags becomes reasoning_content")
+    ] = "none"
+    log_requests: Annotated[bool, Meta(description="log one line per request")] = False
+
+
+class ClusterOptions(Options, frozen=True, kw_only=True):
+    """Which workers there are and how they find each other."""
+
+    whole: Annotated[Count, Meta(description="workers that prefill and decode")] = 0
+    prefill: Annotated[Count, Meta(description="prefill workers")] = 0
+    decode: Annotated[Count, Meta(description="decode workers")] = 0
+    encode: Annotated[Count, Meta(description="encode workers")] = 0
+    registry: Annotated[str, Meta(description="embedded, or where the registry listens (tcp://HOST:PORT)")] = "embedded"
+    lease_s: Annotated[float, Meta(gt=0.0, le=600.0, description="a worker silent for so long is taken for dead")] = 4.0
+
+
+class WorkerOptions(Options, frozen=True, kw_only=True):
+    """Where one worker process belongs."""
+
+    role: Annotated[Literal["whole", "prefill", "decode", "encode"], Meta(description="what the worker does")] = "whole"
+    registry: Annotated[str, Meta(description="registry address, such as tcp://127.0.0.1:5600")] = "tcp://127.0.0.1:5600"
+    worker_host: Annotated[str, Meta(description="address on which the worker listens for routers")] = "127.0.0.1"
+    lease_s: Annotated[float, Meta(gt=0.0, le=600.0, description="a worker silent for so long is taken for dead")] = 4.0
+
+
+class Environment(msgspec.Struct, frozen=True, kw_only=True):
+    """What the surroundings say."""
+
+    cache_dir: pathlib.Path  # fetched and converted models, compiled kernels
+    log_level: str
+    offline: bool  # never ask a registry or hub
+    native_kernels: bool  # compile and use the C kernels where a compiler is found
+
+
+def read_environment() -> Environment:
+    base = os.environ.get("XDG_CACHE_HOME") or str(pathlib.Path.home() / ".cache")
+    return Environment(
+        cache_dir=pathlib.Path(os.environ.get("KVRELAY_CACHE") or pathlib.Path(base) / "kvrelay"),
+        log_level=os.environ.get("KVRELAY_LOG", "info").lower(),
+        offline=os.environ.get("KVRELAY_OFFLINE", os.environ.get("HF_HUB_OFFLINE", "")) not in ("", "0"),
+        native_kernels=os.environ.get("KVRELAY_NATIVE", "1") != "0",
+    )

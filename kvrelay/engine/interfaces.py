@@ -1,0 +1,105 @@
+"""What the engine needs from others. It owns these protocols; `worker/` hands in the implementations.
+
+The engine decides: it fills a `StepPlan` with which tokens of which sequence to compute into which blocks. The runner
+computes: it answers with a `StepResult`. Neither knows how the other works inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as List
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvrelay.ids import RequestId
+from kvrelay.sampling import SamplingParams
+from kvrelay.wire.serving import TokenLogprobs
+
+
+class SequenceView(Protocol):
+    """What a runner may read of a sequence. It never writes any of it."""
+
+    @property
+    def key(self) -> int:
+        """Unique within the engine; never reused."""
+
+    @property
+    def request_id(self) -> RequestId: ...
+
+    @property
+    def sample(self) -> int: ...
+
+    @property
+    def params(self) -> SamplingParams: ...
+
+    @property
+    def tokens(self) -> List[int]:
+        """Prompt, then output so far."""
+
+    @property
+    def num_prompt_tokens(self) -> int: ...
+
+    @property
+    def block_table(self) -> List[int]:
+        """Block ids, in order of position: token p lives in block_table[p // block_size] at offset p % block_size."""
+
+
+@dataclass(slots=True)
+class Row:
+    """One sequence's share of a step: compute tokens[start : start + count], whose KV goes to the sequence's blocks.
+
+    If `samples` > 0, the logits after the last of them give that many next tokens (more than one only when a prompt with
+    n > 1 ends: they are samples `sequence.sample` .. + samples - 1, which the engine forks afterwards).
+    """
+
+    sequence: SequenceView
+    start: int
+    count: int
+    samples: int
+    prompt_logprobs: bool = False  # report the logprobs of prompt tokens start + 1 .. start + count (those that exist)
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One forward pass. `copies` (source block, target block) happen before anything else, in order."""
+
+    rows: list[Row] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    released: list[int] = field(default_factory=list)  # keys of sequences that ended: the runner forgets them
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.count for row in self.rows)
+
+
+@dataclass(slots=True)
+class RowResult:
+    """Answer to one row: `tokens` has `row.samples` entries; `logprobs` as many, when asked for.
+
+    `failure` says why this sequence alone could not go on (a grammar that cannot be compiled, say); the others are whole.
+    """
+
+    tokens: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    failure: str | None = None
+
+
+@dataclass(slots=True)
+class StepResult:
+    """One RowResult per row of the plan, in its order."""
+
+    rows: list[RowResult]
+
+
+class Runner(Protocol):
+    """Computes. `launch` starts a plan and may return before it is done; `collect` waits for the oldest one launched."""
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks there are, numbered from 0."""
+
+    def launch(self, plan: StepPlan) -> None: ...
+
+    def collect(self) -> StepResult: ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,135 @@
+"""Every error a user or a peer can cause. What only we can cause is an `assert`.
+
+KVRelayError
+├── RequestError                 reaches the client as OpenAI's error JSON
+│   ├── InvalidRequestError      400, names the field
+│   ├── UnauthorizedError        401
+│   ├── NotFoundError            404
+│   ├── MethodNotAllowedError    405
+│   ├── TooLargeError            413
+│   ├── QueueFullError           429, with Retry-After
+│   ├── InternalError            500
+│   └── UnavailableError         503
+├── ConfigError                  a command line or config file that cannot work
+├── ModelError                   a checkpoint that cannot be fetched, read or served
+│   ├── DownloadError
+│   ├── UnsupportedModelError
+│   ├── MissingTensorError
+│   └── WrongShapeError
+├── ProtocolError                a peer sent something we do not understand
+│   ├── WrongIdError
+│   └── VersionMismatchError
+└── EngineClosedError            submitted to an engine that is draining or gone
+"""
+
+from __future__ import annotations
+
+
+class KVRelayError(Exception):
+    """Root of all our errors."""
+
+
+class RequestError(KVRelayError):
+    """Ends one request. `status` and `kind` are what HTTP shows; `param` names the offending field."""
+
+    status = 500
+    kind = "internal_error"
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code
+
+
+class InvalidRequestError(RequestError):
+    status = 400
+    kind = "invalid_request_error"
+
+
+class UnauthorizedError(RequestError):
+    status = 401
+    kind = "authentication_error"
+
+
+class NotFoundError(RequestError):
+    status = 404
+    kind = "not_found_error"
+
+
+class MethodNotAllowedError(RequestError):
+    status = 405
+    kind = "invalid_request_error"
+
+
+class TooLargeError(RequestError):
+    status = 413
+    kind = "invalid_request_error"
+
+
+class QueueFullError(RequestError):
+    status = 429
+    kind = "rate_limit_error"
+
+    def __init__(self, message: str, *, retry_after_s: int = 1) -> None:
+        super().__init__(message, code="queue_full")
+        self.retry_after_s = retry_after_s
+
+
+class InternalError(RequestError):
+    status = 500
+    kind = "internal_error"
+
+
+class UnavailableError(RequestError):
+    status = 503
+    kind = "service_unavailable_error"
+
+
+class ConfigError(KVRelayError):
+    """A command line or config file that cannot work."""
+
+
+class ModelError(KVRelayError):
+    """A checkpoint that cannot be fetched, read or served."""
+
+
+class DownloadError(ModelError):
+    """The checkpoint could not be fetched."""
+
+
+class UnsupportedModelError(ModelError):
+    """An architecture, or a feature of one, that we do not implement."""
+
+
+class MissingTensorError(ModelError):
+    """The checkpoint lacks a tensor the model needs."""
+
+
+class WrongShapeError(ModelError):
+    """A tensor of the checkpoint has another shape than the config says."""
+
+
+class ProtocolError(KVRelayError):
+    """A peer sent something we do not understand. Counted and answered, never fatal."""
+
+
+class WrongIdError(ProtocolError):
+    """An id of another kind, or of no kind, where a certain one belongs."""
+
+
+class VersionMismatchError(ProtocolError):
+    """A peer of another protocol version or another model."""
+
+
+class EngineClosedError(KVRelayError):
+    """Submitted to an engine that is draining or gone."""
+
+
+def request_error(kind: str, message: str, param: str | None = None) -> RequestError:
+    """The error that a worker named over the wire."""
+    classes: tuple[type[RequestError], ...] = (InvalidRequestError, UnavailableError, InternalError)
+    if kind == QueueFullError.kind:
+        return QueueFullError(message)
+    chosen = next((cls for cls in classes if cls.kind == kind), InternalError)
+    return chosen(message, param=param)

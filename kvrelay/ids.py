@@ -1,0 +1,71 @@
+"""Identities. Each is its own type, made in one place and checked wherever it crosses a border.
+
+- `RequestId`  names a request inside one worker: "cmpl-{uuid}-{suffix}". The suffix is random, so the same client request
+  has a different id on every worker it visits.
+- `TransferId` names one attempt to move a request's KV between two workers: "xfer-{uuid}". The router makes it.
+- `WorkerId`   names one incarnation of a worker process: "{role}-{random}". A restarted process has a new one.
+- `RouterId`   names one incarnation of a router process: "router-{random}".
+
+The id a client sees or chose (`external_id`) is plain text and is never used as any of these.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import uuid
+from typing import NewType
+
+from kvrelay.errors import WrongIdError
+
+RequestId = NewType("RequestId", str)
+TransferId = NewType("TransferId", str)
+WorkerId = NewType("WorkerId", str)
+RouterId = NewType("RouterId", str)
+
+_UUID = r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
+_FORMS = {
+    "RequestId": re.compile(rf"cmpl-{_UUID}-[0-9a-f]{{8}}"),
+    "TransferId": re.compile(rf"xfer-{_UUID}"),
+    "WorkerId": re.compile(r"(?:whole|prefill|decode|encode)-[0-9a-f]{12}"),
+    "RouterId": re.compile(r"router-[0-9a-f]{12}"),
+}
+
+
+def new_request_id() -> RequestId:
+    return RequestId(f"cmpl-{uuid.uuid4()}-{secrets.token_hex(4)}")
+
+
+def new_transfer_id() -> TransferId:
+    return TransferId(f"xfer-{uuid.uuid4()}")
+
+
+def new_worker_id(role: str) -> WorkerId:
+    return as_worker_id(f"{role}-{secrets.token_hex(6)}")
+
+
+def new_router_id() -> RouterId:
+    return RouterId(f"router-{secrets.token_hex(6)}")
+
+
+def as_request_id(text: str) -> RequestId:
+    return RequestId(_checked(text, "RequestId"))
+
+
+def as_transfer_id(text: str) -> TransferId:
+    return TransferId(_checked(text, "TransferId"))
+
+
+def as_worker_id(text: str) -> WorkerId:
+    return WorkerId(_checked(text, "WorkerId"))
+
+
+def as_router_id(text: str) -> RouterId:
+    return RouterId(_checked(text, "RouterId"))
+
+
+def _checked(text: str, kind: str) -> str:
+    if _FORMS[kind].fullmatch(text):
+        return text
+    looks_like = next((name for name, form in _FORMS.items() if form.fullmatch(text)), "no id of ours")
+    raise WrongIdError(f"expected a {kind}, got {text[:80]!r}, which is {looks_like}")

@@ -1,0 +1,105 @@
+"""How to choose the next token: the parameters, and the random numbers.
+
+A random number is a pure function of (seed, sample, position), so a request gives the same tokens alone, in any batch,
+on any worker, and after it moved from one worker to another.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import struct
+from typing import Annotated
+
+import msgspec
+
+from kvrelay.errors import InvalidRequestError
+
+MAX_LOGPROBS = 20
+MAX_SAMPLES = 128
+MAX_STOP_STRINGS = 16
+
+Probability = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
+
+
+class GrammarKind(enum.StrEnum):
+    JSON_OBJECT = "json_object"  # any JSON object
+    JSON_SCHEMA = "json_schema"  # JSON that a schema allows
+    REGEX = "regex"  # text that a regular expression matches
+    CHOICE = "choice"  # one of a list of strings (source: a JSON list)
+    LARK = "lark"  # text that a Lark grammar derives
+
+
+class Grammar(msgspec.Struct, frozen=True, kw_only=True):
+    """What the output must look like. `source` is the schema, expression, list or grammar as text."""
+
+    kind: GrammarKind
+    source: str = ""
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Everything that decides the tokens of one request. Text-level fields (`stop`) are used by the router only."""
+
+    n: int = 1  # sequences generated (the router asks for best_of of them)
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0 is off
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    seed: int = 0
+    max_tokens: int = 16
+    min_tokens: int = 0
+    stop: list[str] = []
+    stop_token_ids: list[int] = []
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    ignore_eos: bool = False
+    logprobs: int | None = None  # alternatives reported beside each sampled token; None reports nothing
+    prompt_logprobs: int | None = None  # the same for each prompt token
+    grammar: Grammar | None = None
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def penalised(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    def validate(self) -> None:
+        """Refuses what cannot be served, naming the field."""
+        _require(1 <= self.n <= MAX_SAMPLES, "n", f"must be between 1 and {MAX_SAMPLES}")
+        _require(0.0 <= self.temperature <= 2.0, "temperature", "must be between 0 and 2")
+        _require(0.0 < self.top_p <= 1.0, "top_p", "must be above 0 and at most 1")
+        _require(self.top_k >= 0, "top_k", "must be 0 (off) or a positive count")
+        _require(0.0 <= self.min_p <= 1.0, "min_p", "must be between 0 and 1")
+        _require(0.0 < self.repetition_penalty <= 10.0, "repetition_penalty", "must be above 0 and at most 10")
+        _require(-2.0 <= self.presence_penalty <= 2.0, "presence_penalty", "must be between -2 and 2")
+        _require(-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty", "must be between -2 and 2")
+        _require(
+            all(-100.0 <= b <= 100.0 for b in self.logit_bias.values()),
+            "logit_bias",
+            "values must be between -100 and 100",
+        )
+        _require(-(2**63) <= self.seed < 2**63, "seed", "must fit 64 bits")
+        _require(self.max_tokens >= 1, "max_tokens", "must be at least 1")
+        _require(0 <= self.min_tokens <= self.max_tokens, "min_tokens", "must be between 0 and max_tokens")
+        _require(len(self.stop) <= MAX_STOP_STRINGS, "stop", f"takes at most {MAX_STOP_STRINGS} strings")
+        _require(all(self.stop), "stop", "must not hold an empty string")
+        for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            _require(count is None or 0 <= count <= MAX_LOGPROBS, name, f"must be between 0 and {MAX_LOGPROBS}")
+
+
+def _require(condition: bool, param: str, rule: str) -> None:
+    if not condition:
+        raise InvalidRequestError(f"{param} {rule}", param=param)
+
+
+def uniform(seed: int, sample: int, position: int) -> float:
+    """A number in [0, 1) that depends on nothing but its arguments. `position` counts output tokens from 0."""
+    key = struct.pack("<qqq", seed, sample, position)
+    (bits,) = struct.unpack("<Q", hashlib.blake2b(key, digest_size=8).digest())
+    return float(bits >> 11) * 2.0**-53

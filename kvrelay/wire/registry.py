@@ -1,0 +1,105 @@
+"""The registry plane: who is alive, in which role, where, and how loaded. A worker's DEALER talks to the registry's ROUTER.
+
+worker                                     registry
+  | Register(record, ttl_s) ----------------> |
+  | <------------ Registered | RegistryRefused |
+  | Renew(worker_id, state, load) every ttl/3 > |   silent for ttl_s: the worker is taken for dead
+  | <--------------- Registered | Unknown      |   Unknown: register again (the registry restarted)
+  | Leave(worker_id) -----------------------> |
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvrelay.ids import WorkerId
+from kvrelay.states import Role, WorkerState
+
+
+class BlockCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """KV blocks of a worker by what holds them. The seven kinds sum to `total`."""
+
+    total: int = 0
+    free: int = 0
+    cached: int = 0  # unreferenced, KV reusable
+    in_use: int = 0  # of live sequences
+    reserved: int = 0  # waiting for a transfer to land
+    sending: int = 0  # held for a peer
+    pinned: int = 0  # continuation leases
+    quarantined: int = 0  # a writer may still touch them
+
+
+class TransferCounts(msgspec.Struct, frozen=True, kw_only=True):
+    in_flight: int = 0
+    done: int = 0
+    failed: int = 0
+    bytes: int = 0
+
+
+class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one moment."""
+
+    running: int = 0
+    waiting: int = 0
+    transferring: int = 0
+    swapped: int = 0
+    blocks: BlockCounts = BlockCounts()
+    transfers: TransferCounts = TransferCounts()
+    prompt_tokens: int = 0  # since the start: prompt tokens computed
+    cached_tokens: int = 0  # since the start: prompt tokens found in the prefix cache
+    output_tokens: int = 0  # since the start
+    preemptions: int = 0  # since the start
+    steps: int = 0  # since the start
+
+
+class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What others know of a worker. `id` names one incarnation of its process."""
+
+    id: WorkerId
+    role: Role
+    state: WorkerState
+    host: str
+    pid: int
+    serving_address: str
+    model: str
+    fingerprint: str  # equal for workers that can replace each other: model, dtype, layout
+    max_model_len: int
+    max_batch: int
+    max_queue: int
+    version: int  # protocol version
+    load: WorkerLoad = WorkerLoad()
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Base of all messages of this channel."""
+
+
+class Register(Message, frozen=True, kw_only=True):
+    record: WorkerRecord
+    ttl_s: float
+
+
+class Renew(Message, frozen=True, kw_only=True):
+    worker_id: WorkerId
+    state: WorkerState
+    load: WorkerLoad
+
+
+class Leave(Message, frozen=True, kw_only=True):
+    worker_id: WorkerId
+
+
+class Registered(Message, frozen=True, kw_only=True):
+    version: int
+
+
+class Unknown(Message, frozen=True, kw_only=True):
+    worker_id: WorkerId
+
+
+class RegistryRefused(Message, frozen=True, kw_only=True):
+    reason: str
+
+
+ToRegistry = Register | Renew | Leave
+FromRegistry = Registered | Unknown | RegistryRefused

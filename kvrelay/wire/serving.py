@@ -1,0 +1,114 @@
+"""The serving plane: token ids in, token ids out. A router's DEALER talks to a worker's ROUTER socket.
+
+router                                   worker
+  | Hello(version, router_id) ------------> |   opens the connection
+  | <------------ Welcome(worker) | Refused |
+  | Submit, Abort, Finish ----------------> |
+  | <-------------------------- StepOutputs |   one per engine step, with every request's new tokens
+  | Ping ---------------------------------> |   keeps an idle connection's requests alive
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvrelay.ids import RequestId, RouterId, WorkerId
+from kvrelay.sampling import SamplingParams
+from kvrelay.states import FinishReason
+from kvrelay.wire.registry import WorkerLoad, WorkerRecord
+
+Logprob = tuple[int, float]  # token id, natural logarithm of its probability
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Of one token: its own logprob, and the most likely alternatives in falling order."""
+
+    logprob: float
+    top: list[Logprob]
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+    """Base of all messages of this channel."""
+
+
+# router -> worker
+
+
+class Hello(Message, frozen=True, kw_only=True):
+    version: int
+    router_id: RouterId
+
+
+class Submit(Message, frozen=True, kw_only=True):
+    """Asks for one request. Answered by outputs until each of its `params.n` samples has a finish reason, or by one Failure."""
+
+    request_id: RequestId
+    external_id: str  # what the client sees; for logs and later for continuation
+    prompt: list[int]
+    params: SamplingParams
+    priority: int = 0  # lower runs first
+    cache_salt: str = ""  # prompts share cached KV only within a salt
+    trace: dict[str, str] = {}  # W3C trace headers
+
+
+class Abort(Message, frozen=True, kw_only=True):
+    request_ids: list[RequestId]
+
+
+class Finish(Message, frozen=True, kw_only=True):
+    """A normal end found by the router (a stop string): the sample keeps `keep_tokens` output tokens."""
+
+    request_id: RequestId
+    sample: int
+    keep_tokens: int
+    reason: FinishReason
+
+
+class Ping(Message, frozen=True, kw_only=True):
+    pass
+
+
+# worker -> router
+
+
+class Welcome(Message, frozen=True, kw_only=True):
+    version: int
+    worker: WorkerRecord
+
+
+class Refused(Message, frozen=True, kw_only=True):
+    reason: str
+
+
+class SequenceOutput(msgspec.Struct, frozen=True, array_like=True):
+    """New tokens of one sample. `position` is the index of the first of them among the sample's output tokens."""
+
+    request_id: RequestId
+    sample: int
+    position: int
+    tokens: list[int]
+    finish: FinishReason | None = None
+    cached_tokens: int = 0  # prompt tokens that were not computed anew
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # once per request, with its first token
+
+
+class Failure(msgspec.Struct, frozen=True, array_like=True):
+    """The one terminal answer to a request that could not be served. `kind` is the error's kind in `errors.py`."""
+
+    request_id: RequestId
+    kind: str
+    message: str
+    param: str | None = None
+
+
+class StepOutputs(Message, frozen=True, kw_only=True):
+    worker_id: WorkerId
+    step: int
+    load: WorkerLoad
+    outputs: list[SequenceOutput] = []
+    failures: list[Failure] = []
+
+
+ToWorker = Hello | Submit | Abort | Finish | Ping
+ToRouter = Welcome | Refused | StepOutputs
