@@ -1,0 +1,40 @@
+"""What the front end needs of whoever serves its requests: the router, or a stand-in for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from kvrelay.router.stream import RequestStream
+from kvrelay.sampling import SamplingParams
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt as token ids, ready for a worker."""
+
+    external_id: str
+    prompt: Sequence[int]
+    params: SamplingParams
+    priority: int = 0
+    cache_salt: str = ""
+    trace: Mapping[str, str] = {}
+
+
+class Backend(Protocol):
+    """Serves prompts. Everything runs on the event loop's thread."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request submitted now could be served."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Of the workers that are up; 0 while there are none."""
+
+    def submit(self, request: GenerateRequest) -> RequestStream:
+        """Raises QueueFullError or UnavailableError. The caller takes the stream to its end or aborts it."""
+
+    def cluster(self) -> dict[str, Any]:
+        """The JSON of GET /cluster."""

@@ -1,0 +1,146 @@
+"""One request on its way through the router: its outputs in order, each exactly once, ending in exactly one way.
+
+    deliver(output), fail(error)   called by the dispatcher as messages arrive, in any order, with repeats
+    await next()                   called by the front end: everything new since the last call, merged
+    finish(sample, ...), abort()   called by the front end: a stop string was found; the client left
+
+Outputs are ordered by (sample, position). What was already seen is dropped; what comes early is parked until the gap closes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+from kvrelay.errors import RequestError
+from kvrelay.ids import RequestId
+from kvrelay.states import FinishReason
+from kvrelay.wire.serving import SequenceOutput
+
+
+class StreamOwner(Protocol):
+    """The dispatcher, as its streams see it."""
+
+    def stream_finished(self, stream: RequestStream) -> None:
+        """Every sample has its finish reason, or the request failed. Called once."""
+
+    def send_finish(self, stream: RequestStream, sample: int, keep_tokens: int, reason: FinishReason) -> None: ...
+
+    def send_abort(self, stream: RequestStream) -> None: ...
+
+
+class RequestStream:
+    """Holds what the front end has not taken yet, and how far each sample has come."""
+
+    __slots__ = (
+        "_early",
+        "_error",
+        "_owner",
+        "_pending",
+        "_positions",
+        "_running",
+        "_waiter",
+        "decode",
+        "prefill",
+        "request_id",
+    )
+
+    def __init__(self, request_id: RequestId, num_samples: int, owner: StreamOwner, *, prefill: str, decode: str) -> None:
+        self.request_id = request_id
+        self.prefill = prefill  # worker ids, for the response headers
+        self.decode = decode
+        self._owner = owner
+        self._positions = [0] * num_samples
+        self._running = set(range(num_samples))
+        self._pending: list[SequenceOutput] = []
+        self._early: dict[tuple[int, int], SequenceOutput] = {}
+        self._error: RequestError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def done(self) -> bool:
+        """Nothing more will come after what is pending."""
+        return not self._running or self._error is not None
+
+    def deliver(self, output: SequenceOutput) -> None:
+        sample, position = output.sample, output.position
+        if self._error is not None or sample not in self._running:
+            return
+        expected = self._positions[sample]
+        if position > expected:
+            self._early[sample, position] = output
+            return
+        if position < expected:
+            output = _without_first(output, expected - position)
+            if not output.tokens and output.finish is None:
+                return
+        self._accept(output)
+        while self._early and sample in self._running:
+            follower = self._early.pop((sample, self._positions[sample]), None)
+            if follower is None:
+                break
+            self._accept(follower)
+        if not self._running:
+            self._owner.stream_finished(self)
+        self._wake()
+
+    def fail(self, error: RequestError) -> None:
+        if self.done:
+            return
+        self._error = error
+        self._owner.stream_finished(self)
+        self._wake()
+
+    async def next(self) -> list[SequenceOutput]:
+        """At least one output, or an empty list when the request is over. Raises the error that ended it."""
+        while not self._pending:
+            if self._error is not None:
+                raise self._error
+            if not self._running:
+                return []
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        taken, self._pending = self._pending, []
+        return taken
+
+    def finish(self, sample: int, keep_tokens: int, reason: FinishReason) -> None:
+        """A normal end: the sample is cut after `keep_tokens` tokens and gets nothing more."""
+        if sample not in self._running:
+            return
+        self._running.discard(sample)
+        self._owner.send_finish(self, sample, keep_tokens, reason)
+        if not self._running:
+            self._owner.stream_finished(self)
+
+    def abort(self) -> None:
+        """Nobody wants the rest. Harmless when the request is over."""
+        if self.done:
+            return
+        self._running.clear()
+        self._pending.clear()
+        self._owner.send_abort(self)
+        self._owner.stream_finished(self)
+        self._wake()
+
+    def _accept(self, output: SequenceOutput) -> None:
+        self._pending.append(output)
+        self._positions[output.sample] = output.position + len(output.tokens)
+        if output.finish is not None:
+            self._running.discard(output.sample)
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+def _without_first(output: SequenceOutput, count: int) -> SequenceOutput:
+    return SequenceOutput(
+        request_id=output.request_id,
+        sample=output.sample,
+        position=output.position + min(count, len(output.tokens)),
+        tokens=output.tokens[count:],
+        finish=output.finish,
+        cached_tokens=output.cached_tokens,
+        logprobs=None if output.logprobs is None else output.logprobs[count:],
+        prompt_logprobs=output.prompt_logprobs,
+    )
