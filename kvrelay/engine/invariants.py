@@ -1,0 +1,67 @@
+"""What is true between two steps, whatever happened. Tests call `check` after every step and `check_idle` at the end."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from kvrelay.engine.request import Sequence
+from kvrelay.states import KVState, RequestState
+
+if TYPE_CHECKING:
+    from kvrelay.engine.engine import Engine
+
+
+def check(engine: Engine) -> None:
+    """Fails on the first thing that is wrong."""
+    kv = engine.kv
+    kv.pool.check()
+    references: Counter[int] = Counter()
+    for request in engine.requests.values():
+        assert not request.finished, f"{request.request_id} is finished but still known"
+        for sequence in request.sequences:
+            _check_sequence(sequence, kv.block_size)
+            references.update(sequence.block_table)
+    held = {block: count for block, count in enumerate(kv.pool.references) if count}
+    assert dict(references) == held, f"references of sequences {dict(references)} differ from the pool's {held}"
+    _check_queues(engine)
+    counts = kv.pool.counts()
+    kinds = counts.free + counts.cached + counts.in_use + counts.reserved + counts.sending + counts.pinned + counts.quarantined
+    assert kinds == counts.total, f"block kinds sum to {kinds}, not {counts.total}"
+
+
+def check_idle(engine: Engine) -> None:
+    """The leak check: nothing is going on, and nothing is held."""
+    check(engine)
+    counts = engine.kv.pool.counts()
+    assert not engine.requests, f"requests left behind: {list(engine.requests)}"
+    assert counts.in_use == counts.reserved == counts.sending == counts.quarantined == 0, f"leaked blocks: {counts}"
+    assert not engine.scheduler.running
+    assert not engine.scheduler.waiting
+
+
+def _check_sequence(sequence: Sequence, block_size: int) -> None:
+    name = f"{sequence.request_id}/{sequence.sample}"
+    assert len(set(sequence.block_table)) == len(sequence.block_table), f"{name} holds a block twice"
+    match sequence.state:
+        case RequestState.RUNNING:
+            assert sequence.kv_state in (KVState.ALLOCATED, KVState.ACTIVE), f"{name} runs with {sequence.kv_state}"
+            assert 0 <= sequence.num_computed < len(sequence.tokens), f"{name} has nothing to compute"
+            assert len(sequence.block_table) * block_size >= sequence.num_computed, f"{name} has computed past its blocks"
+        case RequestState.WAITING | RequestState.FINISHED:
+            assert sequence.kv_state is KVState.FREED, f"{name} is {sequence.state} but holds KV"
+            assert not sequence.block_table, f"{name} is {sequence.state} but holds blocks"
+        case RequestState.TRANSFERRING | RequestState.SWAPPED:
+            raise AssertionError(f"{name} is {sequence.state}, which this engine never uses")
+
+
+def _check_queues(engine: Engine) -> None:
+    scheduler = engine.scheduler
+    live = [s for request in engine.requests.values() for s in request.sequences if s.state is not RequestState.FINISHED]
+    running = [s for s in live if s.state is RequestState.RUNNING]
+    assert sorted(running, key=lambda s: s.key) == sorted(scheduler.running, key=lambda s: s.key)
+    assert scheduler.running == sorted(scheduler.running, key=lambda s: s.order), "the batch is out of order"
+    waiting = [s for s in live if s.state is RequestState.WAITING]
+    assert sorted(waiting, key=lambda s: s.key) == sorted(scheduler.waiting, key=lambda s: s.key)
+    assert scheduler.num_waiting == len(waiting)
+    assert sum(s.num_slots for s in scheduler.running) <= engine.options.max_batch, "more sequences run than the batch holds"

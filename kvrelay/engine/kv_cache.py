@@ -1,0 +1,123 @@
+"""Blocks for sequences: joins the pool and the prefix cache.
+
+attach      a waiting sequence gets the cached blocks of its prefix and new ones for the rest    FREED -> ALLOCATED
+grow        a running one gets room for more tokens; a block shared with others is copied first
+computed    KV was written: full blocks enter the prefix cache                                   ALLOCATED -> ACTIVE
+fork        a child holds its parent's blocks
+free        the end, or preemption: every reference goes back                                    -> FREED
+"""
+
+from __future__ import annotations
+
+from kvrelay.engine.block_pool import BlockPool
+from kvrelay.engine.prefix_cache import PrefixCache, extend_hashes, root_hash
+from kvrelay.engine.request import Sequence
+from kvrelay.states import KVState
+
+
+class KVCache:
+    """Owns every block reference of every sequence. Decides nothing about who runs."""
+
+    def __init__(self, *, num_blocks: int, block_size: int, prefix_cache: bool, cache_seed: str) -> None:
+        self.block_size = block_size
+        self.prefixes = PrefixCache(block_size)
+        self.pool = BlockPool(num_blocks, keep=self.prefixes.__contains__, evict=self.prefixes.remove)
+        self._enabled = prefix_cache
+        self._cache_seed = cache_seed
+        self._roots: dict[str, bytes] = {}
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def attach(self, sequence: Sequence, *, headroom: int) -> bool:
+        """Blocks for all its tokens, if `headroom` blocks would still be left over. Sets `num_computed` to the cached part."""
+        assert not sequence.block_table
+        found = self._cached_blocks(sequence)
+        num_new = self.blocks_for(len(sequence.tokens)) - len(found)
+        num_taken = num_new + sum(map(self.pool.is_cached, found))
+        if num_taken + headroom > self.pool.num_available:
+            return False
+        self.pool.retain(found)
+        fresh = self.pool.allocate(num_new)
+        assert fresh is not None
+        sequence.block_table = found + fresh
+        sequence.num_computed = len(found) * self.block_size
+        sequence.kv_become(KVState.ALLOCATED)
+        return True
+
+    def grow(self, sequence: Sequence, num_tokens: int, copies: list[tuple[int, int]]) -> bool:
+        """Room for the sequence's first `num_tokens` tokens, of which those past `num_computed` are about to be written.
+        False (and nothing changes) if the pool has too few blocks."""
+        table, pool = sequence.block_table, self.pool
+        index, offset = divmod(sequence.num_computed, self.block_size)
+        missing = self.blocks_for(num_tokens) - len(table)
+        shared = offset != 0 and pool.references[table[index]] > 1
+        if missing <= 0 and not shared:
+            return True
+        blocks = pool.allocate(max(missing, 0) + shared)
+        if blocks is None:
+            return False
+        if shared:
+            copy = blocks.pop()
+            copies.append((table[index], copy))
+            pool.release((table[index],))
+            table[index] = copy
+        table.extend(blocks)
+        return True
+
+    def computed(self, sequence: Sequence, count: int) -> None:
+        """KV of the next `count` tokens was written."""
+        if sequence.kv_state is KVState.ALLOCATED:
+            sequence.kv_become(KVState.ACTIVE)
+        first = sequence.num_computed // self.block_size
+        sequence.num_computed += count
+        last = sequence.num_computed // self.block_size
+        if last > first and self._enabled:
+            self._register(sequence, first, last)
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        self.pool.retain(parent.block_table)
+        child.block_table = list(parent.block_table)
+        child.hashes = list(parent.hashes)
+        child.num_computed = parent.num_computed
+        child.kv_become(KVState.ALLOCATED)
+        child.kv_become(KVState.ACTIVE)
+
+    def free(self, sequence: Sequence) -> None:
+        """Harmless for a sequence that holds nothing. The end of a prompt is given away before its beginning."""
+        if sequence.kv_state is KVState.FREED:
+            return
+        self.pool.release(reversed(sequence.block_table))
+        sequence.block_table = []
+        sequence.num_computed = 0
+        sequence.kv_become(KVState.FREED)
+
+    def _cached_blocks(self, sequence: Sequence) -> list[int]:
+        # At least one token is left to compute, since its logits give the next one. Prompt logprobs need every token.
+        if not self._enabled or sequence.wants_prompt_logprobs:
+            return []
+        num_full = (len(sequence.tokens) - 1) // self.block_size
+        self._extend_hashes(sequence, num_full)
+        return self.prefixes.match(sequence.hashes[:num_full], sequence.tokens)
+
+    def _register(self, sequence: Sequence, first: int, last: int) -> None:
+        size = self.block_size
+        self._extend_hashes(sequence, last)
+        for index in range(first, last):
+            block = sequence.block_table[index]
+            if block in self.prefixes:
+                continue
+            replaced = self.prefixes.add(block, sequence.hashes[index], sequence.tokens[index * size : (index + 1) * size])
+            if replaced is not None:
+                self.pool.forget(replaced)
+
+    def _extend_hashes(self, sequence: Sequence, num_blocks: int) -> None:
+        if len(sequence.hashes) >= num_blocks:
+            return
+        salt = sequence.request.cache_salt
+        root = self._roots.get(salt)
+        if root is None:
+            if len(self._roots) >= 1024:
+                self._roots.clear()
+            root = self._roots[salt] = root_hash(self._cache_seed, salt)
+        extend_hashes(sequence.hashes, root, sequence.tokens, self.block_size, num_blocks)

@@ -1,0 +1,96 @@
+"""What the engine knows of its work.
+
+A `Request` is what was submitted: one prompt, `params.n` samples. A `Sequence` is what is scheduled: one prompt with one
+growing output. A request begins as one sequence; when its prompt is computed the others are forked from it, sharing its
+blocks.
+"""
+
+from __future__ import annotations
+
+from kvrelay.ids import RequestId
+from kvrelay.sampling import SamplingParams
+from kvrelay.states import KV_EDGES, REQUEST_EDGES, FinishReason, KVState, RequestState, advance
+from kvrelay.wire.serving import Submit, TokenLogprobs
+
+
+class Request:
+    """The part that all samples of a request share."""
+
+    __slots__ = ("arrival", "cache_salt", "num_unforked", "params", "priority", "prompt_logprobs", "request_id", "sequences")
+
+    def __init__(self, submit: Submit, arrival: int) -> None:
+        self.request_id: RequestId = submit.request_id
+        self.params: SamplingParams = submit.params
+        self.priority = submit.priority
+        self.cache_salt = submit.cache_salt
+        self.arrival = arrival  # order of submission; never changes, so a preempted request keeps its place
+        self.num_unforked = submit.params.n - 1  # samples that do not exist yet
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None if submit.params.prompt_logprobs is None else [None]
+        self.sequences: list[Sequence] = []
+
+    @property
+    def finished(self) -> bool:
+        return self.num_unforked == 0 and all(s.state is RequestState.FINISHED for s in self.sequences)
+
+
+class Sequence:
+    """One sample. Its tokens before `num_computed` have KV in its blocks."""
+
+    __slots__ = (
+        "block_table",
+        "cached_tokens",
+        "finish_reason",
+        "hashes",
+        "key",
+        "kv_state",
+        "num_computed",
+        "num_prompt_tokens",
+        "order",
+        "params",
+        "request",
+        "request_id",
+        "sample",
+        "state",
+        "tokens",
+    )
+
+    def __init__(self, key: int, request: Request, sample: int, tokens: list[int], num_prompt_tokens: int) -> None:
+        self.key = key
+        self.request = request
+        self.request_id = request.request_id
+        self.params = request.params
+        self.sample = sample
+        self.tokens = tokens
+        self.num_prompt_tokens = num_prompt_tokens
+        self.order = (request.priority, request.arrival, sample)  # who goes first, and last who is preempted
+        self.block_table: list[int] = []
+        self.hashes: list[bytes] = []  # of the full blocks among `tokens`, as far as they were needed
+        self.num_computed = 0
+        self.cached_tokens = 0  # prompt tokens that the prefix cache gave when the sequence first ran
+        self.state = RequestState.WAITING
+        self.kv_state = KVState.FREED
+        self.finish_reason: FinishReason | None = None
+
+    def become(self, state: RequestState) -> None:
+        self.state = advance(REQUEST_EDGES, self.state, state)
+
+    def kv_become(self, state: KVState) -> None:
+        self.kv_state = advance(KV_EDGES, self.kv_state, state)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed(self) -> int:
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def num_slots(self) -> int:
+        """Places in the batch this sequence takes or will take: itself and the samples to be forked from it."""
+        return 1 + (self.request.num_unforked if self.sample == 0 else 0)
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        collected = self.request.prompt_logprobs
+        return collected is not None and len(collected) < self.num_prompt_tokens

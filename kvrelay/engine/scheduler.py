@@ -1,0 +1,127 @@
+"""Who computes what in the next step.
+
+Running sequences come first, in order of priority and arrival; then waiting ones, while there is room. A sequence that is
+decoding always gets its one token; prompts share what is left of the token budget, in chunks. When the pool is empty, the
+sequence that is last in order gives its blocks back and waits again (its tokens are kept and recomputed later); since a
+step is planned in that same order, nobody who is already part of the step is ever chosen.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import insort
+
+from kvrelay.config import EngineOptions
+from kvrelay.engine.interfaces import Row, StepPlan
+from kvrelay.engine.kv_cache import KVCache
+from kvrelay.engine.request import Sequence
+from kvrelay.states import RequestState
+
+
+class Scheduler:
+    """Holds the queue and the batch. Touches no tensor, no socket and no clock."""
+
+    def __init__(self, options: EngineOptions, kv: KVCache) -> None:
+        self._options = options
+        self._kv = kv
+        self._watermark = max(1, kv.pool.num_blocks // 100)
+        self._waiting: list[tuple[tuple[int, int, int], Sequence]] = []  # a heap; those that ended are skipped when met
+        self.running: list[Sequence] = []  # sorted by order
+        self.num_waiting = 0
+        self.num_preemptions = 0
+
+    def add(self, sequence: Sequence) -> None:
+        heapq.heappush(self._waiting, (sequence.order, sequence))
+        self.num_waiting += 1
+
+    def add_fork(self, child: Sequence) -> None:
+        """A sample that begins with its parent's KV: it runs at once, in the place its parent kept for it."""
+        child.become(RequestState.RUNNING)
+        insort(self.running, child, key=lambda s: s.order)
+
+    def remove(self, sequence: Sequence) -> None:
+        """The sequence ended."""
+        if sequence.state is RequestState.RUNNING:
+            self.running.remove(sequence)
+        else:
+            self.num_waiting -= 1
+        self._kv.free(sequence)
+        sequence.become(RequestState.FINISHED)
+
+    @property
+    def waiting(self) -> list[Sequence]:
+        return [sequence for _, sequence in self._waiting if sequence.state is RequestState.WAITING]
+
+    def schedule(self) -> StepPlan:
+        plan = StepPlan()
+        num_decoding = sum(1 for sequence in self.running if sequence.num_uncomputed == 1)
+        budget = max(1, self._options.token_budget - num_decoding)
+        budget = self._schedule_running(plan, budget)
+        self._schedule_waiting(plan, budget)
+        return plan
+
+    def _schedule_running(self, plan: StepPlan, budget: int) -> int:
+        index = 0
+        while index < len(self.running):
+            sequence = self.running[index]
+            uncomputed = sequence.num_uncomputed
+            count = 1 if uncomputed == 1 else min(uncomputed, budget)
+            if count > 0:
+                if not self._make_room(sequence, sequence.num_computed + count, plan):
+                    break  # it was last in order and preempted itself
+                if uncomputed > 1:
+                    budget -= count
+                plan.rows.append(_row(sequence, count))
+            index += 1
+        return budget
+
+    def _make_room(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> bool:
+        while not self._kv.grow(sequence, num_tokens, plan.copies):
+            victim = self.running.pop()
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._kv.free(sequence)
+        sequence.become(RequestState.WAITING)
+        collected = sequence.request.prompt_logprobs
+        if sequence.wants_prompt_logprobs and collected is not None:
+            del collected[1:]  # the prompt starts over
+        self.num_preemptions += 1
+        self.add(sequence)
+
+    def _schedule_waiting(self, plan: StepPlan, budget: int) -> None:
+        slots = self._options.max_batch - sum(sequence.num_slots for sequence in self.running)
+        limit = self._options.max_running_prefills
+        num_prefills = sum(1 for row in plan.rows if row.sequence.num_prompt_tokens > row.start)
+        while self._waiting and budget > 0 and (limit == 0 or num_prefills < limit):
+            sequence = self._waiting[0][1]
+            if sequence.state is not RequestState.WAITING:
+                heapq.heappop(self._waiting)
+                continue
+            if sequence.num_slots > slots or not self._kv.attach(sequence, headroom=self._watermark if self.running else 0):
+                return
+            heapq.heappop(self._waiting)
+            self.num_waiting -= 1
+            sequence.become(RequestState.RUNNING)
+            insort(self.running, sequence, key=lambda s: s.order)
+            if sequence.num_output_tokens == 0:
+                sequence.cached_tokens = sequence.num_computed
+            count = min(sequence.num_uncomputed, budget)
+            budget -= count
+            slots -= sequence.num_slots
+            num_prefills += 1
+            plan.rows.append(_row(sequence, count))
+
+
+def _row(sequence: Sequence, count: int) -> Row:
+    last = sequence.num_computed + count == len(sequence.tokens)
+    return Row(
+        sequence=sequence,
+        start=sequence.num_computed,
+        count=count,
+        samples=sequence.num_slots if last else 0,
+        prompt_logprobs=sequence.wants_prompt_logprobs,
+    )
