@@ -1,0 +1,25 @@
+"""kvrelay serves language models with encode, prefill and decode on separate workers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvrelay.llm import LLM as LLM
+    from kvrelay.llm import AsyncLLM as AsyncLLM
+    from kvrelay.sampling import SamplingParams as SamplingParams
+
+__all__ = ["LLM", "AsyncLLM", "SamplingParams"]
+
+
+def __getattr__(name: str) -> Any:
+    """Loads PyTorch only for those who ask for a model in this process."""
+    if name in ("LLM", "AsyncLLM"):
+        import kvrelay.llm
+
+        return {"LLM": kvrelay.llm.LLM, "AsyncLLM": kvrelay.llm.AsyncLLM}[name]
+    if name == "SamplingParams":
+        from kvrelay.sampling import SamplingParams
+
+        return SamplingParams
+    raise AttributeError(f"module 'kvrelay' has no attribute {name!r}")

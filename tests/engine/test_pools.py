@@ -138,6 +138,13 @@ class KVMachine(RuleBasedStateMachine):
         if count and self.kv.grow(sequence, sequence.num_computed + count, copies):
             self.write(sequence, count, copies)
 
+    @rule()
+    def compute_all(self) -> None:
+        for sequence in self.live:
+            copies: list[tuple[int, int]] = []
+            if sequence.num_uncomputed and self.kv.grow(sequence, len(sequence.tokens), copies):
+                self.write(sequence, sequence.num_uncomputed, copies)
+
     @precondition(lambda self: self.live)
     @rule(data=st.data(), token=st.integers(0, 1))
     def sample(self, data: st.DataObject, token: int) -> None:
@@ -150,6 +157,8 @@ class KVMachine(RuleBasedStateMachine):
         child = self.new_sequence(parent.tokens, parent.request.cache_salt)
         self.kv.fork(parent, child)
         self.live.append(child)
+        parent.tokens.append(0)  # from here on they differ
+        child.tokens.append(1)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
@@ -181,9 +190,9 @@ class KVMachine(RuleBasedStateMachine):
 
 
 TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestPool.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 TestKV = KVMachine.TestCase
-TestKV.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestKV.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 
 
 def test_hash_chains_depend_on_everything_before_and_on_the_seed() -> None:

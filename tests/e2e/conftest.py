@@ -1,0 +1,26 @@
+"""One SmolLM2 server for all end-to-end tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import openai
+import pytest
+from server import Server, serve
+
+
+@pytest.fixture(scope="session")
+def smol() -> Iterator[Server]:
+    with serve("smollm2", "--max-model-len", "2048", "--kv-blocks", "1200") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def client(smol: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=smol.url + "/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture(autouse=True)
+def _leak_check(smol: Server) -> Iterator[None]:
+    yield
+    smol.idle_workers()

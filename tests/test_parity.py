@@ -1,0 +1,129 @@
+"""The engine with the real runner gives transformers' greedy tokens: in mixed batches, with any chunk size, with and without
+the prefix cache, and under forced preemption."""
+
+from __future__ import annotations
+
+import functools
+import random
+
+import pytest
+import torch
+from parity import assert_parity, reference_tokens
+from tiny_models import NAMES, VOCAB_SIZE, reference_model, tiny_model
+
+from kvrelay.config import EngineOptions, ModelOptions, read_environment
+from kvrelay.engine import invariants
+from kvrelay.engine.engine import Engine
+from kvrelay.ids import RequestId, new_request_id, new_worker_id
+from kvrelay.progress import Silent
+from kvrelay.runner.build import build_runner
+from kvrelay.sampling import SamplingParams
+from kvrelay.wire.serving import Submit
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+LENGTHS = (1, 2, 15, 16, 17, 31, 40, 64, 90)
+NUM_TOKENS = 12
+
+
+def make_engine(name: str, device: str, **options: object) -> Engine:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no NVIDIA card")
+    settings = EngineOptions(**{"max_model_len": 128, "kv_blocks": 128, "check_invariants": True, **options})  # type: ignore[arg-type]
+    model = ModelOptions(model=name, device=device, dtype="float32", threads=1)  # type: ignore[arg-type]
+    runner = build_runner(model, settings, tiny_model(name), read_environment(), Silent())
+    return Engine(
+        options=settings,
+        runner=runner,
+        worker_id=new_worker_id("whole"),
+        eos_token_ids=frozenset(),
+        max_model_len=runner.max_model_len,
+        vocab_size=runner.spec.vocab_size,
+        cache_seed=runner.fingerprint,
+    )
+
+
+@functools.cache
+def prompts() -> list[list[int]]:
+    rng = random.Random(7)
+    stem = [rng.randrange(3, VOCAB_SIZE) for _ in range(24)]
+    fresh = [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in LENGTHS]
+    return fresh + [stem + [rng.randrange(3, VOCAB_SIZE) for _ in range(count)] for count in (3, 9, 30)]
+
+
+@functools.cache
+def expected(name: str, index: int) -> tuple[list[int], list[bool]]:
+    return reference_tokens(reference_model(name), prompts()[index], NUM_TOKENS)
+
+
+def generate(engine: Engine, batch: list[list[int]]) -> list[list[int]]:
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
+    ids = [new_request_id() for _ in batch]
+    tokens: dict[RequestId, list[int]] = {request_id: [] for request_id in ids}
+    for request_id, prompt in zip(ids, batch, strict=True):
+        engine.submit(Submit(request_id=request_id, external_id="", prompt=prompt, params=params))
+    while engine.has_work:
+        step = engine.step()
+        assert not step.failures
+        for output in step.outputs:
+            tokens[output.request_id].extend(output.tokens)
+    invariants.check_idle(engine)
+    return [tokens[request_id] for request_id in ids]
+
+
+def assert_all_equal(name: str, got: list[list[int]], what: str) -> None:
+    for index, tokens in enumerate(got):
+        assert_parity(tokens, *expected(name, index), f"{what}, prompt {index}")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_mixed_batch_twice_so_that_the_second_is_cached(name: str, device: str) -> None:
+    engine = make_engine(name, device)
+    for turn in ("fresh", "cached"):
+        assert_all_equal(name, generate(engine, prompts()), f"{name} {turn}")
+    assert engine.load().cached_tokens > 0
+    engine.close()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_any_chunk_size_with_and_without_the_prefix_cache(name: str, device: str) -> None:
+    for chunk in (1, 2, 3, 5, 7, 13, 16, 23, 32, 47, 64):
+        for prefix_cache in (False, True):
+            engine = make_engine(name, device, token_budget=chunk, prefix_cache=prefix_cache, max_batch=4)
+            assert_all_equal(name, generate(engine, prompts()), f"{name} chunk {chunk} cache {prefix_cache}")
+            engine.close()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("block_size", [1, 5, 16])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_forced_preemption(name: str, block_size: int, device: str) -> None:
+    engine = make_engine(name, device, block_size=block_size, kv_blocks=-(-128 // block_size), token_budget=40)
+    assert_all_equal(name, generate(engine, prompts()), f"{name} preempted")
+    assert engine.load().preemptions > 0
+    engine.close()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_logprobs_equal_those_of_the_reference(name: str, device: str) -> None:
+    engine = make_engine(name, device, token_budget=19)
+    prompt = prompts()[6]
+    params = SamplingParams(temperature=0.0, max_tokens=4, logprobs=5, prompt_logprobs=5)
+    engine.submit(Submit(request_id=new_request_id(), external_id="", prompt=prompt, params=params))
+    outputs = []
+    while engine.has_work:
+        outputs.extend(engine.step().outputs)
+    assert outputs[0].prompt_logprobs is not None
+    tokens = prompt + [token for output in outputs for token in output.tokens]
+    entries = [*outputs[0].prompt_logprobs[1:], *(entry for output in outputs for entry in output.logprobs or [])]
+    with torch.inference_mode():
+        logprobs = torch.log_softmax(reference_model(name)(torch.tensor([tokens])).logits[0].float(), dim=-1)
+    assert len(entries) == len(tokens) - 1
+    for position, entry in enumerate(entries):
+        assert entry is not None
+        assert entry.logprob == pytest.approx(float(logprobs[position, tokens[position + 1]]), abs=1e-4)
+        best = logprobs[position].topk(5).values
+        assert [value for _, value in entry.top] == pytest.approx(best.tolist(), abs=1e-4)
+    engine.close()
