@@ -1,0 +1,1 @@
+"""The transports, behind one contract (`base.py`)."""

@@ -1,0 +1,113 @@
+"""The contract of every transfer engine.
+
+Who drives it: one thread, the worker's transfer thread, makes every call. What may block: nothing. How often a result
+appears: every id that `write` or `read` returned appears in exactly one later `poll`, done or failed, also after `cancel`,
+`remove_peer` and `close`.
+
+    engine.register(region)                       once, before anything else
+    engine.local_info()  -> bytes                 travels to the peer in the signal plane's hello
+    engine.add_peer(peer, info)                   on both sides, before the first transfer between them
+    id = engine.write(peer, ranges)               local -> remote     (only if `writes`)
+    id = engine.read(peer, ranges)                remote -> local
+    engine.poll() -> [Completion(id, error)]      as often as you like
+
+Memory safety: `Mover.PRODUCER` engines let a producer write into a consumer's memory; a consumer may reuse that memory only
+after the producer has said that it drained, or `remove_peer`/`close` has made further writes impossible. `Mover.CONSUMER`
+engines never write remote memory: the consumer copies what the producer has announced.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import NewType, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvrelay.errors import KVRelayError
+from kvrelay.ids import WorkerId
+from kvrelay.transfer.region import Region
+
+MoveId = NewType("MoveId", int)
+
+Ranges = npt.NDArray[np.int64]
+"""[count, 3]: local offset, remote offset, size in bytes, relative to the two registered regions."""
+
+
+class Mover(enum.Enum):
+    """Which side moves the bytes of a hand-over in write mode."""
+
+    PRODUCER = "producer"  # writes into the consumer's blocks
+    CONSUMER = "consumer"  # copies when told that the producer's blocks are ready
+
+
+class TransferError(KVRelayError):
+    """A call that could not be started: unknown peer, ranges outside a region, no such library."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """How one move ended. `error` is empty when every byte has arrived."""
+
+    id: MoveId
+    error: str = ""
+
+
+class TransferEngine(Protocol):
+    """Moves bytes between the registered regions of two workers."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def mover(self) -> Mover: ...
+
+    def register(self, region: Region) -> None: ...
+
+    def local_info(self) -> bytes:
+        """What a peer's `add_peer` needs. Never a secret, never pickled."""
+
+    def add_peer(self, peer: WorkerId, info: bytes) -> None:
+        """Raises TransferError if the info makes no sense. Adding a known peer again replaces what was known."""
+
+    def remove_peer(self, peer: WorkerId) -> None:
+        """Moves with it that still run fail. Harmless if unknown."""
+
+    def write(self, peer: WorkerId, ranges: Ranges) -> MoveId:
+        """Local -> remote. Raises TransferError on an unknown peer, ranges outside a region, or where only the consumer moves."""
+
+    def read(self, peer: WorkerId, ranges: Ranges) -> MoveId:
+        """Remote -> local. Raises as `write`."""
+
+    def poll(self) -> list[Completion]: ...
+
+    def cancel(self, move: MoveId) -> None:
+        """As soon as possible. What was moved by then is undefined; the id still appears in `poll`. Harmless if it has."""
+
+    def close(self) -> None:
+        """Ends everything; a last `poll` gives what was open. May be called twice."""
+
+
+def coalesce(ranges: Ranges) -> Ranges:
+    """Joins neighbours that are contiguous on both sides. Order of local offsets; empty ranges vanish."""
+    ranges = ranges[ranges[:, 2] > 0]
+    if len(ranges) < 2:
+        return ranges
+    ranges = ranges[np.argsort(ranges[:, 0], kind="stable")]
+    ends = ranges[:-1, :2] + ranges[:-1, 2:3]
+    starts_new = np.concatenate(([True], np.any(ends != ranges[1:, :2], axis=1)))
+    first = np.flatnonzero(starts_new)
+    sizes = np.add.reduceat(ranges[:, 2], first)
+    return np.column_stack((ranges[first, :2], sizes)).astype(np.int64)
+
+
+def check_ranges(ranges: Ranges, local_size_bytes: int, remote_size_bytes: int) -> None:
+    """Raises TransferError if anything lies outside either region."""
+    if ranges.ndim != 2 or ranges.shape[1] != 3 or ranges.dtype != np.int64:
+        raise TransferError(f"ranges must be int64 [count, 3], not {ranges.dtype} {ranges.shape}")
+    if len(ranges) == 0:
+        return
+    ends = ranges[:, :2] + ranges[:, 2:3]
+    if ranges.min() < 0 or ends[:, 0].max() > local_size_bytes or ends[:, 1].max() > remote_size_bytes:
+        raise TransferError(f"ranges outside the regions of {local_size_bytes} and {remote_size_bytes} bytes")

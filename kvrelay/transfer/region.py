@@ -1,0 +1,35 @@
+"""Memory that transfers read and write: one region per worker, registered once with every transfer engine it uses."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True, eq=False)
+class Region:
+    """A stretch of memory. `fd` is set for host memory that other processes can map (made by `shared_region`)."""
+
+    address: int
+    size_bytes: int
+    device: str = "cpu"
+    fd: int | None = None
+    buffer: mmap.mmap | None = field(default=None, repr=False)  # keeps host memory alive; tensors are views of it
+
+    def close(self) -> None:
+        """Call when no tensor looks into it any more. The memory itself goes when the last process has closed it."""
+        if self.fd is not None:
+            os.close(self.fd)
+            self.fd = None
+
+
+def shared_region(size_bytes: int, name: str = "kvrelay") -> Region:
+    """Zeroed host memory behind a file descriptor. It has no name in any file system, so nothing is left after a crash."""
+    import ctypes
+
+    fd = os.memfd_create(name, os.MFD_CLOEXEC)
+    os.ftruncate(fd, size_bytes)
+    buffer = mmap.mmap(fd, size_bytes)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+    return Region(address=address, size_bytes=size_bytes, fd=fd, buffer=buffer)
