@@ -44,6 +44,30 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"  # could not be served; the failure says why
 
 
+class ProducerState(enum.StrEnum):
+    """Of a transfer, on the side that has the KV."""
+
+    UNKNOWN = "unknown"  # never heard of it here, or long over
+    QUEUED = "queued"  # the request waits; nothing is computed
+    STARTED = "started"  # being computed, or computed and parked in the cache; the consumer has no blocks for it yet
+    SENDING = "sending"  # the consumer's blocks are known; bytes move as they are computed
+    OFFERED = "offered"  # everything is computed; the consumer reads, and says when it is done
+    DRAINING = "draining"  # aborted; moves under way must end before anything is reused
+    DONE = "done"  # the consumer has everything
+    FAILED = "failed"  # over without success; nothing is held
+
+
+class ConsumerState(enum.StrEnum):
+    """Of a transfer, on the side that needs the KV."""
+
+    QUEUED = "queued"  # known; holds no blocks
+    STARTING = "starting"  # the producer computes, or has computed: blocks may be reserved
+    RESERVED = "reserved"  # holds blocks that are being filled
+    DRAINING = "draining"  # aborted; its blocks are quarantined until nobody can write them
+    DONE = "done"  # every byte is here
+    FAILED = "failed"  # over without success; nothing is held
+
+
 class WorkerState(enum.StrEnum):
     """Of a worker, as the registry and the router see it."""
 
@@ -68,6 +92,32 @@ KV_EDGES: Mapping[KVState, frozenset[KVState]] = {
     KVState.SWAPPED: frozenset({KVState.ACTIVE, KVState.FREED}),
 }
 
+PRODUCER_EDGES: Mapping[ProducerState, frozenset[ProducerState]] = {
+    ProducerState.UNKNOWN: frozenset({ProducerState.QUEUED}),
+    ProducerState.QUEUED: frozenset({ProducerState.STARTED, ProducerState.FAILED, ProducerState.DONE}),
+    ProducerState.STARTED: frozenset(
+        {ProducerState.SENDING, ProducerState.OFFERED, ProducerState.FAILED, ProducerState.DONE, ProducerState.DRAINING}
+    ),
+    ProducerState.SENDING: frozenset(
+        {ProducerState.STARTED, ProducerState.OFFERED, ProducerState.DONE, ProducerState.DRAINING, ProducerState.FAILED}
+    ),
+    ProducerState.OFFERED: frozenset({ProducerState.DONE, ProducerState.DRAINING, ProducerState.FAILED}),
+    ProducerState.DRAINING: frozenset({ProducerState.FAILED}),
+    ProducerState.DONE: frozenset(),
+    ProducerState.FAILED: frozenset(),
+}
+
+CONSUMER_EDGES: Mapping[ConsumerState, frozenset[ConsumerState]] = {
+    ConsumerState.QUEUED: frozenset({ConsumerState.STARTING, ConsumerState.DONE, ConsumerState.FAILED}),
+    ConsumerState.STARTING: frozenset({ConsumerState.RESERVED, ConsumerState.DONE, ConsumerState.FAILED}),
+    ConsumerState.RESERVED: frozenset(
+        {ConsumerState.STARTING, ConsumerState.DONE, ConsumerState.DRAINING, ConsumerState.FAILED}
+    ),
+    ConsumerState.DRAINING: frozenset({ConsumerState.STARTING, ConsumerState.FAILED}),
+    ConsumerState.DONE: frozenset(),
+    ConsumerState.FAILED: frozenset(),
+}
+
 WORKER_EDGES: Mapping[WorkerState, frozenset[WorkerState]] = {
     WorkerState.STARTING: frozenset({WorkerState.READY, WorkerState.GONE}),
     WorkerState.READY: frozenset({WorkerState.DRAINING, WorkerState.GONE}),
@@ -75,7 +125,7 @@ WORKER_EDGES: Mapping[WorkerState, frozenset[WorkerState]] = {
     WorkerState.GONE: frozenset(),
 }
 
-S = TypeVar("S", RequestState, KVState, WorkerState)
+S = TypeVar("S", RequestState, KVState, ProducerState, ConsumerState, WorkerState)
 
 
 def advance(edges: Mapping[S, frozenset[S]], current: S, following: S) -> S:

@@ -76,8 +76,9 @@ class KVCache:
             self._register(sequence, first, last)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        self.pool.retain(parent.block_table)
-        child.block_table = list(parent.block_table)
+        shared = parent.block_table[: self.blocks_for(parent.num_computed)]  # only what holds KV: the rest stays the parent's
+        self.pool.retain(shared)
+        child.block_table = shared
         child.hashes = list(parent.hashes)
         child.num_computed = parent.num_computed
         child.kv_become(KVState.ALLOCATED)

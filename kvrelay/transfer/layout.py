@@ -13,19 +13,11 @@ import msgspec
 import numpy as np
 
 from kvrelay.transfer.engines.base import Ranges, coalesce
+from kvrelay.wire.transfer import Layout
 
 
-class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """The shape of one worker's KV memory."""
-
-    num_layers: int
-    num_blocks: int
-    block_size: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: str  # such as "float32"
-    item_bytes: int
-    tp: int = 1
+class KVLayout(Layout, frozen=True, kw_only=True):
+    """The shape of one worker's KV memory, with its arithmetic."""
 
     @property
     def token_bytes(self) -> int:
@@ -51,6 +43,11 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
             if mine != theirs:
                 return f"{name} is {mine} here and {theirs} there"
         return ""
+
+
+def kv_layout(layout: Layout) -> KVLayout:
+    """As it came over the wire, with arithmetic."""
+    return KVLayout(**msgspec.structs.asdict(layout))
 
 
 def _field(layout: KVLayout, name: str) -> object:

@@ -10,9 +10,11 @@ router                                   worker
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
-from kvrelay.ids import RequestId, RouterId, WorkerId
+from kvrelay.ids import RequestId, RouterId, TransferId, WorkerId
 from kvrelay.sampling import SamplingParams
 from kvrelay.states import FinishReason
 from kvrelay.wire.registry import WorkerLoad, WorkerRecord
@@ -39,6 +41,16 @@ class Hello(Message, frozen=True, kw_only=True):
     router_id: RouterId
 
 
+class TransferInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """One attempt to hand a request's KV from a prefill worker to a decode worker. Both are given the same one."""
+
+    transfer_id: TransferId
+    mode: Literal["write", "read"]
+    producer: WorkerId
+    consumer: WorkerId
+    signal_address: str  # where the producer listens
+
+
 class Submit(Message, frozen=True, kw_only=True):
     """Asks for one request. Answered by outputs until each of its `params.n` samples has a finish reason, or by one Failure."""
 
@@ -49,6 +61,7 @@ class Submit(Message, frozen=True, kw_only=True):
     priority: int = 0  # lower runs first
     cache_salt: str = ""  # prompts share cached KV only within a salt
     trace: dict[str, str] = {}  # W3C trace headers
+    transfer: TransferInfo | None = None  # None: this worker computes prompt and output
 
 
 class Abort(Message, frozen=True, kw_only=True):
@@ -91,6 +104,14 @@ class SequenceOutput(msgspec.Struct, frozen=True, array_like=True):
     cached_tokens: int = 0  # prompt tokens that were not computed anew
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # once per request, with its first token
+
+
+class FirstToken(msgspec.Struct, frozen=True, array_like=True):
+    """The first output token of one sample, sampled by a prefill worker for a decode worker to go on from."""
+
+    sample: int
+    token: int
+    logprobs: TokenLogprobs | None = None
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True):

@@ -1,0 +1,104 @@
+"""What an engine needs of the transfer layer. The engine decides who gets blocks when; the mover talks to the peer and moves
+bytes, in a thread of its own; the engine learns what happened by polling once per step. No call blocks.
+
+A prefill worker's engine drives a `Producer`:
+
+    expect -> start(blocks) -> begin_step / layer_done / end_step ... -> finish(first tokens) -> poll: released
+    park gives a finished prompt's blocks back before the consumer wanted them (poll: released); should the consumer reserve
+    after all, poll says restart, and the prompt is computed again from the cache.
+
+A decode worker's engine drives a `Consumer`:
+
+    expect -> poll: started -> reserve(blocks) -> poll: arrived, with the first tokens or an error -> (error) poll: freed
+
+After abort, or an arrival with an error, the blocks given to `reserve` may be written by the peer until poll says freed.
+Every expected request ends in exactly one of: released for good (producer), arrived (consumer), or aborted by the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvrelay.ids import RequestId
+from kvrelay.wire.registry import TransferCounts
+from kvrelay.wire.serving import FirstToken, TransferInfo
+
+
+@dataclass(slots=True)
+class ProducerNews:
+    """Since the last poll."""
+
+    released: list[RequestId] = field(default_factory=list)  # nobody reads these requests' blocks any more
+    restart: list[RequestId] = field(default_factory=list)  # parked, and now wanted: compute again
+    failed: list[tuple[RequestId, str]] = field(default_factory=list)  # the consumer is gone or refused; also in `released`
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A transfer ended on the consumer's side. With an error, nothing that arrived may be used."""
+
+    request_id: RequestId
+    first_tokens: list[FirstToken]
+    error: str = ""
+
+
+@dataclass(slots=True)
+class ConsumerNews:
+    """Since the last poll."""
+
+    started: list[RequestId] = field(default_factory=list)  # blocks may be reserved now
+    arrived: list[Arrival] = field(default_factory=list)
+    freed: list[RequestId] = field(default_factory=list)  # blocks of an aborted, failed or unreserved transfer are safe again
+
+
+class Producer(Protocol):
+    """Hands KV on. Called by the engine's thread."""
+
+    def expect(self, request_id: RequestId, transfer: TransferInfo, num_tokens: int) -> None: ...
+
+    def start(self, request_id: RequestId, blocks: Sequence[int], num_computed: int) -> None:
+        """The prompt has all its blocks; the first `num_computed` tokens are in them already (from the prefix cache)."""
+
+    def begin_step(self, rows: Sequence[tuple[RequestId, int]]) -> None:
+        """A forward pass starts that computes each request's tokens up to the given count."""
+
+    def layer_done(self, layer: int) -> None:
+        """The pass has stored this layer's KV for all its rows. Called in the middle of the pass: cheap."""
+
+    def end_step(self) -> None: ...
+
+    def finish(self, request_id: RequestId, first_tokens: list[FirstToken]) -> None: ...
+
+    def park(self, request_id: RequestId) -> None: ...
+
+    def abort(self, request_id: RequestId) -> None:
+        """Harmless if over. If blocks were given, they come back through poll: released."""
+
+    def poll(self) -> ProducerNews: ...
+
+    def counts(self) -> TransferCounts: ...
+
+    def close(self) -> None: ...
+
+
+class Consumer(Protocol):
+    """Takes KV over. Called by the engine's thread."""
+
+    def expect(self, request_id: RequestId, transfer: TransferInfo, num_tokens: int) -> None: ...
+
+    def reserve(self, request_id: RequestId, blocks: Sequence[int], skip_tokens: int) -> None:
+        """Blocks for the tokens from `skip_tokens` on, which is a multiple of the block size."""
+
+    def unreserve(self, request_id: RequestId) -> None:
+        """Takes the blocks back (poll: freed, then started again when the producer still has it), or it arrives first."""
+
+    def abort(self, request_id: RequestId) -> None:
+        """Harmless if over. If blocks were reserved, they come back through poll: freed."""
+
+    def poll(self) -> ConsumerNews: ...
+
+    def counts(self) -> TransferCounts: ...
+
+    def close(self) -> None: ...
