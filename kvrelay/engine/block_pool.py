@@ -1,7 +1,7 @@
 """The KV blocks of a worker: who holds how many references to which.
 
 A block is free, cached or held. `free` has nothing worth keeping. `cached` is unreferenced but holds KV that the prefix
-cache can still find; the one unused for longest is given away first. Held blocks have references.
+cache can still find; the one unused for longest is given away first. Held blocks have references, each by some `Holder`.
 
         allocate                release (prefix cache knows it)
     free --------> held -----------------------------------------> cached
@@ -14,10 +14,21 @@ cache can still find; the one unused for longest is given away first. Held block
 
 from __future__ import annotations
 
+import enum
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
 from kvrelay.wire.registry import BlockCounts
+
+
+class Holder(enum.IntEnum):
+    """Why a block is held. A block with several holders counts as the first of them in this order."""
+
+    SEQUENCE = 0  # a live sequence
+    RESERVED = 1  # a transfer will fill it
+    SENDING = 2  # a peer reads it, or writes from it are under way
+    PINNED = 3  # a continuation lease
+    QUARANTINED = 4  # nobody wants it, but a peer may still write into it
 
 
 class BlockPool:
@@ -30,6 +41,8 @@ class BlockPool:
         self._evict = evict
         self._free = list(range(num_blocks - 1, -1, -1))  # taken from the end
         self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
+        self._others: dict[int, list[int]] = {}  # block -> references by holder, for blocks that not only sequences hold
+        self._kinds = [0] * len(Holder)  # blocks by kind, sequences' left out
 
     @property
     def num_available(self) -> int:
@@ -40,7 +53,7 @@ class BlockPool:
         return block in self._cached
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` blocks with one reference each, or None (and nothing changes) if there are not so many."""
+        """`count` blocks, each held once by a sequence, or None (and nothing changes) if there are not so many."""
         if count > self.num_available:
             return None
         blocks = []
@@ -54,23 +67,28 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
-    def retain(self, blocks: Iterable[int]) -> None:
+    def retain(self, blocks: Iterable[int], holder: Holder = Holder.SEQUENCE) -> None:
         """One more reference to each; a cached block is held again."""
         for block in blocks:
             if self.references[block] == 0:
                 del self._cached[block]
-            self.references[block] += 1
+            self._count(block, holder, 1)
 
-    def release(self, blocks: Iterable[int]) -> None:
+    def release(self, blocks: Iterable[int], holder: Holder = Holder.SEQUENCE) -> None:
         """One reference less to each. Of those released together, the first becomes the oldest in the cache."""
         for block in blocks:
-            assert self.references[block] > 0, f"block {block} released more often than held"
-            self.references[block] -= 1
+            self._count(block, holder, -1)
             if self.references[block] == 0:
                 if self._keep(block):
                     self._cached[block] = None
                 else:
                     self._free.append(block)
+
+    def hand_over(self, blocks: Iterable[int], before: Holder, after: Holder) -> None:
+        """The reference to each changes its holder."""
+        for block in blocks:
+            self._count(block, after, 1)
+            self._count(block, before, -1)
 
     def forget(self, block: int) -> None:
         """The prefix cache lost interest in the block: if nobody holds it, it is free."""
@@ -79,8 +97,17 @@ class BlockPool:
             self._free.append(block)
 
     def counts(self) -> BlockCounts:
-        free, cached = len(self._free), len(self._cached)
-        return BlockCounts(total=self.num_blocks, free=free, cached=cached, in_use=self.num_blocks - free - cached)
+        free, cached, kinds = len(self._free), len(self._cached), self._kinds
+        return BlockCounts(
+            total=self.num_blocks,
+            free=free,
+            cached=cached,
+            in_use=self.num_blocks - free - cached - sum(kinds),
+            reserved=kinds[Holder.RESERVED],
+            sending=kinds[Holder.SENDING],
+            pinned=kinds[Holder.PINNED],
+            quarantined=kinds[Holder.QUARANTINED],
+        )
 
     def check(self) -> None:
         """Every block is in exactly one place."""
@@ -92,3 +119,34 @@ class BlockPool:
             assert (references == 0) == (block in free or block in cached), f"block {block}: {references} references"
             assert block not in cached or self._keep(block), f"block {block} is cached but the prefix cache lost it"
             assert block not in free or not self._keep(block), f"block {block} is free but the prefix cache has it"
+        kinds = [0] * len(Holder)
+        for block in self._others:
+            kind = self._kind(block)
+            assert kind is not None, f"block {block} is held by nobody"
+            kinds[kind] += 1
+        assert kinds[1:] == self._kinds[1:], f"blocks by holder are {kinds}, counted as {self._kinds}"
+
+    def _count(self, block: int, holder: Holder, change: int) -> None:
+        others = self._others.get(block)
+        if others is None:
+            if holder is Holder.SEQUENCE:  # the usual case
+                assert change > 0 or self.references[block] > 0, f"block {block} released more often than held"
+                self.references[block] += change
+                return
+            others = self._others[block] = [0] * len(Holder)
+            others[Holder.SEQUENCE] = self.references[block]
+        self._note(block, -1)
+        others[holder] += change
+        self.references[block] += change
+        assert others[holder] >= 0, f"block {block} released more often than held as {holder.name}"
+        self._note(block, 1)
+        if others[Holder.SEQUENCE] == self.references[block]:
+            del self._others[block]
+
+    def _kind(self, block: int) -> Holder | None:
+        return next((Holder(index) for index, count in enumerate(self._others[block]) if count), None)
+
+    def _note(self, block: int, change: int) -> None:
+        kind = self._kind(block)
+        if kind is not None and kind is not Holder.SEQUENCE:
+            self._kinds[kind] += change

@@ -112,6 +112,8 @@ class FirstToken(msgspec.Struct, frozen=True, array_like=True):
     sample: int
     token: int
     logprobs: TokenLogprobs | None = None
+    cached_tokens: int = 0  # as in SequenceOutput
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # as in SequenceOutput
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True):

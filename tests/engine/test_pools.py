@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvrelay.engine.block_pool import BlockPool
+from kvrelay.engine.block_pool import BlockPool, Holder
 from kvrelay.engine.kv_cache import KVCache
 from kvrelay.engine.prefix_cache import PrefixCache, block_hash, extend_hashes, root_hash
 from kvrelay.engine.request import Request, Sequence
@@ -24,6 +24,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.evicted: list[int] = []
         self.pool = BlockPool(12, keep=self.known.__contains__, evict=self.on_evict)
         self.held: dict[int, int] = {}
+        self.holders: dict[int, list[Holder]] = {}
         self.cached: list[int] = []
 
     def on_evict(self, block: int) -> None:
@@ -45,12 +46,14 @@ class PoolMachine(RuleBasedStateMachine):
         assert len(set(blocks)) == count
         assert not set(blocks) & set(self.held)
         self.held.update(dict.fromkeys(blocks, 1))
+        self.holders.update({block: [Holder.SEQUENCE] for block in blocks})
 
     @precondition(lambda self: self.held or self.cached)
-    @rule(data=st.data())
-    def retain(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), holder=st.sampled_from(Holder))
+    def retain(self, data: st.DataObject, holder: Holder) -> None:
         block = data.draw(st.sampled_from(sorted({*self.held, *self.cached})))
-        self.pool.retain([block])
+        self.pool.retain([block], holder)
+        self.holders.setdefault(block, []).append(holder)
         if block in self.cached:
             self.cached.remove(block)
         self.held[block] = self.held.get(block, 0) + 1
@@ -59,12 +62,23 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         block = data.draw(st.sampled_from(sorted(self.held)))
-        self.pool.release([block])
+        holder = data.draw(st.sampled_from(self.holders[block]))
+        self.pool.release([block], holder)
+        self.holders[block].remove(holder)
         self.held[block] -= 1
         if self.held[block] == 0:
             del self.held[block]
             if block in self.known:
                 self.cached.append(block)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), after=st.sampled_from(Holder))
+    def hand_over(self, data: st.DataObject, after: Holder) -> None:
+        block = data.draw(st.sampled_from(sorted(self.held)))
+        before = data.draw(st.sampled_from(self.holders[block]))
+        self.pool.hand_over([block], before, after)
+        self.holders[block].remove(before)
+        self.holders[block].append(after)
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
@@ -84,8 +98,11 @@ class PoolMachine(RuleBasedStateMachine):
     def counts_agree(self) -> None:
         self.pool.check()
         counts = self.pool.counts()
-        assert (counts.in_use, counts.cached) == (len(self.held), len(self.cached))
-        assert counts.free + counts.cached + counts.in_use == counts.total == 12
+        kinds = [min(self.holders[block]) for block in self.held]
+        expected = [kinds.count(holder) for holder in Holder]
+        assert [counts.in_use, counts.reserved, counts.sending, counts.pinned, counts.quarantined] == expected
+        assert counts.cached == len(self.cached)
+        assert counts.free + counts.cached + len(self.held) == counts.total == 12
         assert self.pool.num_available == counts.free + counts.cached
 
 
