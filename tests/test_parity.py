@@ -23,6 +23,7 @@ from kvrelay.wire.serving import Submit
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 LENGTHS = (1, 2, 15, 16, 17, 31, 40, 64, 90)
 NUM_TOKENS = 12
+MORE_TOKENS = 28  # where growing must run into the pool's end
 
 
 def make_engine(name: str, device: str, **options: object) -> Engine:
@@ -52,11 +53,11 @@ def prompts() -> list[list[int]]:
 
 @functools.cache
 def expected(name: str, index: int) -> tuple[list[int], list[bool]]:
-    return reference_tokens(reference_model(name), prompts()[index], NUM_TOKENS)
+    return reference_tokens(reference_model(name), prompts()[index], MORE_TOKENS)
 
 
-def generate(engine: Engine, batch: list[list[int]]) -> list[list[int]]:
-    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
+def generate(engine: Engine, batch: list[list[int]], num_tokens: int = NUM_TOKENS) -> list[list[int]]:
+    params = SamplingParams(temperature=0.0, max_tokens=num_tokens)
     ids = [new_request_id() for _ in batch]
     tokens: dict[RequestId, list[int]] = {request_id: [] for request_id in ids}
     for request_id, prompt in zip(ids, batch, strict=True):
@@ -67,12 +68,14 @@ def generate(engine: Engine, batch: list[list[int]]) -> list[list[int]]:
         for output in step.outputs:
             tokens[output.request_id].extend(output.tokens)
     invariants.check_idle(engine)
+    assert all(len(tokens[request_id]) == num_tokens for request_id in ids)
     return [tokens[request_id] for request_id in ids]
 
 
 def assert_all_equal(name: str, got: list[list[int]], what: str) -> None:
     for index, tokens in enumerate(got):
-        assert_parity(tokens, *expected(name, index), f"{what}, prompt {index}")
+        wanted, ties = expected(name, index)
+        assert_parity(tokens, wanted[: len(tokens)], ties, f"{what}, prompt {index}")
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -88,7 +91,7 @@ def test_a_mixed_batch_twice_so_that_the_second_is_cached(name: str, device: str
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
 def test_any_chunk_size_with_and_without_the_prefix_cache(name: str, device: str) -> None:
-    for chunk in (1, 2, 3, 5, 7, 13, 16, 23, 32, 47, 64):
+    for chunk in (1, 2, 3, 7, 16, 17, 33, 64):
         for prefix_cache in (False, True):
             engine = make_engine(name, device, token_budget=chunk, prefix_cache=prefix_cache, max_batch=4)
             assert_all_equal(name, generate(engine, prompts()), f"{name} chunk {chunk} cache {prefix_cache}")
@@ -100,7 +103,7 @@ def test_any_chunk_size_with_and_without_the_prefix_cache(name: str, device: str
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
 def test_forced_preemption(name: str, block_size: int, device: str) -> None:
     engine = make_engine(name, device, block_size=block_size, kv_blocks=-(-128 // block_size), token_budget=40)
-    assert_all_equal(name, generate(engine, prompts()), f"{name} preempted")
+    assert_all_equal(name, generate(engine, prompts(), MORE_TOKENS), f"{name} preempted")
     assert engine.load().preemptions > 0
     engine.close()
 

@@ -1,7 +1,7 @@
 """The engine of one worker: takes requests, plans steps, has them computed, and says what came of it.
 
     submit / abort / finish      between steps, by the worker
-    step                         schedule -> launch -> collect -> commit; returns everything new as one message
+    step                         take news -> schedule -> launch -> collect -> commit; everything new as one message
     drain                        takes nothing new; `drained` when the last request has ended
 
 Every submitted request ends in exactly one way: each sample with a finish reason, or the whole with one Failure.
@@ -10,21 +10,26 @@ Every submitted request ends in exactly one way: each sample with a finish reaso
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as List
 from itertools import count as counter
 
 from kvrelay.config import EngineOptions
 from kvrelay.engine import invariants
+from kvrelay.engine.admission import Limits
 from kvrelay.engine.finish import finish_reason
+from kvrelay.engine.incoming import Incoming
 from kvrelay.engine.interfaces import Row, RowResult, Runner, StepPlan, StepResult
 from kvrelay.engine.kv_cache import KVCache
+from kvrelay.engine.movers import Arrival, Consumer, Producer
+from kvrelay.engine.outgoing import Outgoing
 from kvrelay.engine.request import Request, Sequence
 from kvrelay.engine.scheduler import Scheduler
-from kvrelay.errors import InternalError, InvalidRequestError, QueueFullError, RequestError, UnavailableError
+from kvrelay.errors import InternalError, InvalidRequestError, RequestError, UnavailableError
 from kvrelay.ids import RequestId, WorkerId
 from kvrelay.log import Log
 from kvrelay.states import FinishReason, RequestState
-from kvrelay.wire.registry import WorkerLoad
-from kvrelay.wire.serving import Failure, Finish, SequenceOutput, StepOutputs, Submit
+from kvrelay.wire.registry import TransferCounts, WorkerLoad
+from kvrelay.wire.serving import Failure, Finish, FirstToken, SequenceOutput, StepOutputs, Submit, TokenLogprobs
 
 log = Log("engine")
 
@@ -42,6 +47,8 @@ class Engine:
         max_model_len: int,
         vocab_size: int,
         cache_seed: str,
+        producer: Producer | None = None,
+        consumer: Consumer | None = None,
     ) -> None:
         self.options = options
         self.kv = KVCache(
@@ -51,19 +58,30 @@ class Engine:
             cache_seed=cache_seed,
         )
         assert self.kv.blocks_for(max_model_len) <= runner.num_blocks, "the pool cannot hold one longest request"
-        self.scheduler = Scheduler(options, self.kv)
+        self.outgoing = None if producer is None else Outgoing(producer, self.kv)
+        self.incoming = None if consumer is None else Incoming(consumer, self.kv)
+        self.scheduler = Scheduler(options, self.kv, self.incoming)
         self.requests: dict[RequestId, Request] = {}
         self._runner = runner
         self._worker_id = worker_id
+        self._limits = Limits(
+            worker_id=worker_id,
+            max_queue=options.max_queue,
+            max_batch=options.max_batch,
+            max_model_len=max_model_len,
+            vocab_size=vocab_size,
+            hands_on=producer is not None,
+            takes_over=consumer is not None,
+        )
         self._eos_token_ids = eos_token_ids
         self._max_model_len = max_model_len
-        self._vocab_size = vocab_size
         self._keys = counter()
         self._arrivals = counter()
         self._outputs: list[SequenceOutput] = []
         self._failures: list[Failure] = []
         self._released: list[int] = []
         self._draining = False
+        self._stalled = False  # the last step could do nothing, and nothing has changed since
         self._num_steps = 0
         self._num_prompt_tokens = 0
         self._num_cached_tokens = 0
@@ -77,24 +95,34 @@ class Engine:
             log.warning("request submitted twice, second one ignored", request=submit.request_id)
             return
         try:
-            self._admit(submit)
+            self._limits.check(submit, num_waiting=self._num_waiting, draining=self._draining)
         except RequestError as error:
             self._failures.append(Failure(submit.request_id, error.kind, error.message, error.param))
             return
+        self._enqueue(submit)
+        if self.outgoing is not None and submit.transfer is not None:
+            self.outgoing.expect(submit)
+
+    def _enqueue(self, submit: Submit) -> None:
         request = Request(submit, next(self._arrivals))
         self.requests[submit.request_id] = request
         sequence = Sequence(next(self._keys), request, 0, list(submit.prompt), len(submit.prompt))
         request.sequences.append(sequence)
-        self.scheduler.add(sequence)
+        if self.incoming is not None and submit.transfer is not None:
+            self.incoming.expect(sequence, submit.transfer)
+        else:
+            self.scheduler.add(sequence)
+        self._stalled = False
 
     def abort(self, request_ids: Iterable[RequestId]) -> None:
         """Ends each sample that still runs. Unknown and finished requests are no error: an abort may come late."""
         for request_id in request_ids:
             request = self.requests.get(request_id)
-            if request is None:
-                continue
-            for sample in self._drop(request):
-                self._outputs.append(SequenceOutput(request_id, sample, 0, [], FinishReason.ABORT))
+            if request is not None:
+                for sample in self._drop(request):
+                    self._outputs.append(SequenceOutput(request_id, sample, 0, [], FinishReason.ABORT))
+            elif self.outgoing is not None:
+                self.outgoing.abort_finished(request_id)
 
     def finish(self, finish: Finish) -> None:
         """The router found the end of a sample. The sequence may have ended or run a few tokens further meanwhile."""
@@ -111,18 +139,28 @@ class Engine:
 
     @property
     def drained(self) -> bool:
-        return self._draining and not self.has_work
+        """Nothing is left to do or to hand over."""
+        handing_over = self.outgoing is not None and bool(self.outgoing.held)
+        return self._draining and not self.requests and not handing_over and not self.has_work
 
     @property
     def has_work(self) -> bool:
         """Whether `step` would do or say anything."""
-        return bool(self.requests or self._outputs or self._failures or self._released)
+        if self._outputs or self._failures or self._released or self.scheduler.running:
+            return True
+        if self.outgoing is not None and self.outgoing.has_news:
+            return True
+        if self.incoming is not None and self.incoming.has_news:
+            return True
+        return self.scheduler.num_waiting > 0 and not self._stalled
 
     def load(self) -> WorkerLoad:
         return WorkerLoad(
             running=len(self.scheduler.running),
-            waiting=self.scheduler.num_waiting,
+            waiting=self._num_waiting,
+            transferring=0 if self.incoming is None else len(self.incoming.transferring),
             blocks=self.kv.pool.counts(),
+            transfers=self._transfer_counts(),
             prompt_tokens=self._num_prompt_tokens,
             cached_tokens=self._num_cached_tokens,
             output_tokens=self._num_output_tokens,
@@ -130,21 +168,45 @@ class Engine:
             steps=self._num_steps,
         )
 
+    @property
+    def _num_waiting(self) -> int:
+        return self.scheduler.num_waiting + (0 if self.incoming is None else self.incoming.num_waiting)
+
+    def _transfer_counts(self) -> TransferCounts:
+        side = self.outgoing or self.incoming
+        return TransferCounts() if side is None else side.counts()
+
     def close(self) -> None:
+        for side in (self.outgoing, self.incoming):
+            if side is not None:
+                side.close()
         self._runner.close()
 
     # The loop
 
     def step(self) -> StepOutputs:
+        self._take_news()
         plan = self.scheduler.schedule()
         plan.released, self._released = self._released, []
         if plan.rows or plan.released:
-            self._runner.launch(plan)
-            self._commit(plan, self._runner.collect())
+            self._commit(plan, self._run(plan))
             self._num_steps += 1
+        self._stalled = not plan.rows
+        if self._stalled and self.scheduler.starved and self.outgoing is not None:
+            self.outgoing.park_one()
         if self.options.check_invariants:
             invariants.check(self)
         return self._take_outputs()
+
+    def _run(self, plan: StepPlan) -> StepResult:
+        if self.outgoing is None:
+            self._runner.launch(plan)
+            return self._runner.collect()
+        self.outgoing.begin_step(plan)
+        self._runner.launch(plan)
+        result = self._runner.collect()
+        self.outgoing.end_step()
+        return result
 
     def _commit(self, plan: StepPlan, result: StepResult) -> None:
         for row, answer in zip(plan.rows, result.rows, strict=True):
@@ -162,9 +224,13 @@ class Engine:
             sequence.request.prompt_logprobs.extend(answer.prompt_logprobs)
         if row.samples == 0:
             return
+        logprobs: List[TokenLogprobs | None] = answer.logprobs or [None] * row.samples
+        if self.outgoing is not None and sequence.request_id in self.outgoing:
+            self._hand_on(sequence, answer.tokens, logprobs)
+            return
         samples = [sequence, *self._fork(sequence)]
-        for index, (sample, token) in enumerate(zip(samples, answer.tokens, strict=True)):
-            self._append(sample, token, answer, index)
+        for sample, token, entry in zip(samples, answer.tokens, logprobs, strict=True):
+            self._append(sample, token, entry)
         self._forget_if_finished(sequence.request)
 
     def _fork(self, parent: Sequence) -> list[Sequence]:
@@ -176,13 +242,13 @@ class Engine:
         for sample in range(1, 1 + request.num_unforked):
             child = Sequence(next(self._keys), request, sample, list(parent.tokens), parent.num_prompt_tokens)
             self.kv.fork(parent, child)
-            self.scheduler.add_fork(child)
+            self.scheduler.run_at_once(child)
             request.sequences.append(child)
             children.append(child)
         request.num_unforked = 0
         return children
 
-    def _append(self, sequence: Sequence, token: int, answer: RowResult, index: int) -> None:
+    def _append(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
         position = sequence.num_output_tokens
         sequence.tokens.append(token)
         self._num_output_tokens += 1
@@ -198,19 +264,88 @@ class Engine:
                 [token],
                 reason,
                 sequence.cached_tokens,
-                None if answer.logprobs is None else [answer.logprobs[index]],
+                None if logprobs is None else [logprobs],
                 sequence.request.prompt_logprobs if first else None,
             )
         )
         if reason is not None:
             self._end(sequence, reason)
 
+    # Hand-over
+
+    def _hand_on(self, sequence: Sequence, tokens: List[int], logprobs: List[TokenLogprobs | None]) -> None:
+        """The prompt is computed: its first tokens are told at once, and its KV goes to the peer, where the samples go on."""
+        assert self.outgoing is not None
+        request = sequence.request
+        first_tokens = []
+        for sample, (token, entry) in enumerate(zip(tokens, logprobs, strict=True)):
+            told = request.prompt_logprobs if sample == 0 else None
+            first_tokens.append(FirstToken(sample, token, entry, sequence.cached_tokens, told))
+        if self.outgoing.finished(sequence, first_tokens):
+            self._num_cached_tokens += sequence.cached_tokens
+            self._num_output_tokens += len(tokens)
+            self._outputs.extend(self._first_output(sequence, first) for first in first_tokens)
+        self.scheduler.remove(sequence)
+        self._released.append(sequence.key)
+        del self.requests[sequence.request_id]
+
+    def _first_output(self, sequence: Sequence, first: FirstToken) -> SequenceOutput:
+        sequence.tokens.append(first.token)
+        reason = finish_reason(sequence, self._eos_token_ids, self._max_model_len)
+        sequence.tokens.pop()
+        logprobs = None if first.logprobs is None else [first.logprobs]
+        return SequenceOutput(
+            sequence.request_id, first.sample, 0, [first.token], reason, first.cached_tokens, logprobs, first.prompt_logprobs
+        )
+
+    def _take_news(self) -> None:
+        """What the transfer layer did since the last step."""
+        if self.outgoing is not None and self.outgoing.has_news:
+            restarts, ended = self.outgoing.poll()
+            self._stalled = False
+            for submit in restarts:
+                self._enqueue(submit)
+            for request_id, reason in ended:
+                self._handed_on(request_id, reason)
+        if self.incoming is not None and self.incoming.has_news:
+            self._stalled = False
+            for sequence, arrival in self.incoming.poll():
+                self._arrived(sequence, arrival)
+
+    def _handed_on(self, request_id: RequestId, reason: str) -> None:
+        """A hand-over ended. Usually the prompt was finished long ago; if not, there is nobody to compute it for."""
+        request = self.requests.get(request_id)
+        if request is None:
+            return
+        self._fail(request, UnavailableError(f"the hand-over to the decode worker failed: {reason or 'not wanted any more'}"))
+
+    def _arrived(self, sequence: Sequence, arrival: Arrival) -> None:
+        if arrival.error:
+            log.warning("hand-over failed, computing the prompt here", request=sequence.request_id, reason=arrival.error)
+            self.scheduler.add(sequence)
+            return
+        self.scheduler.run_at_once(sequence)
+        first_tokens = {first.sample: first for first in arrival.first_tokens}
+        origin = first_tokens[0]
+        sequence.cached_tokens = origin.cached_tokens
+        sequence.request.prompt_logprobs = origin.prompt_logprobs
+        for sample in [sequence, *self._fork(sequence)]:
+            first = first_tokens[sample.sample]
+            self._append(sample, first.token, first.logprobs)
+        self._forget_if_finished(sequence.request)
+
     # Endings
 
     def _end(self, sequence: Sequence, reason: FinishReason) -> None:
-        self.scheduler.remove(sequence)
+        if self.incoming is not None and sequence.request_id in self.incoming:
+            self.incoming.abort(sequence)
+        else:
+            if self.outgoing is not None and sequence.request_id in self.outgoing:
+                self.outgoing.abort(sequence)
+            self.scheduler.remove(sequence)
         sequence.finish_reason = reason
         self._released.append(sequence.key)
+        self._stalled = False
 
     def _forget_if_finished(self, request: Request) -> None:
         if request.finished:
@@ -242,27 +377,3 @@ class Engine:
         return StepOutputs(
             worker_id=self._worker_id, step=self._num_steps, load=self.load(), outputs=outputs, failures=failures
         )
-
-    def _admit(self, submit: Submit) -> None:
-        prompt, params = submit.prompt, submit.params
-        if self._draining:
-            raise UnavailableError("the worker is draining and takes no new requests")
-        if self.scheduler.num_waiting >= self.options.max_queue:
-            raise QueueFullError(f"the worker's queue is full ({self.options.max_queue} requests wait)")
-        params.validate()
-        if not prompt:
-            raise InvalidRequestError("the prompt is empty", param="prompt")
-        if min(prompt) < 0 or max(prompt) >= self._vocab_size:
-            raise InvalidRequestError(f"token ids must be from 0 to {self._vocab_size - 1}", param="prompt")
-        if len(prompt) >= self._max_model_len:
-            raise InvalidRequestError(
-                f"the prompt has {len(prompt)} tokens; with at least one new token that is more than the limit of"
-                f" {self._max_model_len}",
-                param="prompt",
-            )
-        if params.n > self.options.max_batch:
-            raise InvalidRequestError(f"n must be at most {self.options.max_batch}, the size of a batch", param="n")
-        outside = [t for t in (*params.stop_token_ids, *params.logit_bias) if not 0 <= t < self._vocab_size]
-        if outside:
-            name = "stop_token_ids" if outside[0] in params.stop_token_ids else "logit_bias"
-            raise InvalidRequestError(f"token ids must be from 0 to {self._vocab_size - 1}, not {outside[0]}", param=name)

@@ -22,6 +22,12 @@ def check(engine: Engine) -> None:
         for sequence in request.sequences:
             _check_sequence(sequence, kv.block_size)
             references.update(sequence.block_table)
+    if engine.outgoing is not None:
+        for blocks in engine.outgoing.held.values():
+            references.update(blocks)
+    if engine.incoming is not None:
+        for blocks in engine.incoming.quarantined.values():
+            references.update(blocks)
     held = {block: count for block, count in enumerate(kv.pool.references) if count}
     assert dict(references) == held, f"references of sequences {dict(references)} differ from the pool's {held}"
     _check_queues(engine)
@@ -51,7 +57,10 @@ def _check_sequence(sequence: Sequence, block_size: int) -> None:
         case RequestState.WAITING | RequestState.FINISHED:
             assert sequence.kv_state is KVState.FREED, f"{name} is {sequence.state} but holds KV"
             assert not sequence.block_table, f"{name} is {sequence.state} but holds blocks"
-        case RequestState.TRANSFERRING | RequestState.SWAPPED:
+        case RequestState.TRANSFERRING:
+            assert sequence.kv_state is KVState.ALLOCATED, f"{name} is being transferred with {sequence.kv_state}"
+            assert len(sequence.block_table) * block_size >= sequence.num_prompt_tokens, f"{name} has too few blocks"
+        case RequestState.SWAPPED:
             raise AssertionError(f"{name} is {sequence.state}, which this engine never uses")
 
 
@@ -62,6 +71,9 @@ def _check_queues(engine: Engine) -> None:
     assert sorted(running, key=lambda s: s.key) == sorted(scheduler.running, key=lambda s: s.key)
     assert scheduler.running == sorted(scheduler.running, key=lambda s: s.order), "the batch is out of order"
     waiting = [s for s in live if s.state is RequestState.WAITING]
-    assert sorted(waiting, key=lambda s: s.key) == sorted(scheduler.waiting, key=lambda s: s.key)
-    assert scheduler.num_waiting == len(waiting)
-    assert sum(s.num_slots for s in scheduler.running) <= engine.options.max_batch, "more sequences run than the batch holds"
+    expected = [] if engine.incoming is None else engine.incoming.waiting
+    transferring = [] if engine.incoming is None else engine.incoming.transferring
+    assert sorted(waiting, key=lambda s: s.key) == sorted([*scheduler.waiting, *expected], key=lambda s: s.key)
+    assert scheduler.num_waiting == len(scheduler.waiting)
+    slots = sum(s.num_slots for s in [*scheduler.running, *transferring])
+    assert slots <= engine.options.max_batch, "more sequences run and arrive than the batch holds"

@@ -9,7 +9,7 @@ free        the end, or preemption: every reference goes back                   
 
 from __future__ import annotations
 
-from kvrelay.engine.block_pool import BlockPool
+from kvrelay.engine.block_pool import BlockPool, Holder
 from kvrelay.engine.prefix_cache import PrefixCache, extend_hashes, root_hash
 from kvrelay.engine.request import Sequence
 from kvrelay.states import KVState
@@ -92,6 +92,37 @@ class KVCache:
         sequence.block_table = []
         sequence.num_computed = 0
         sequence.kv_become(KVState.FREED)
+
+    def reserve(self, sequence: Sequence) -> list[int]:
+        """After `attach`: the new blocks, which a transfer will fill."""
+        fresh = sequence.block_table[sequence.num_computed // self.block_size :]
+        self.pool.hand_over(fresh, Holder.SEQUENCE, Holder.RESERVED)
+        return fresh
+
+    def received(self, sequence: Sequence, num_tokens: int) -> None:
+        """The KV of the first `num_tokens` tokens is there."""
+        fresh = sequence.block_table[sequence.num_computed // self.block_size :]
+        self.pool.hand_over(fresh, Holder.RESERVED, Holder.SEQUENCE)
+        self.computed(sequence, num_tokens - sequence.num_computed)
+
+    def quarantine(self, sequence: Sequence) -> list[int]:
+        """Instead of `received`. Give what it returns to `release` once nobody can write it."""
+        kept = sequence.num_computed // self.block_size
+        fresh = sequence.block_table[kept:]
+        self.pool.hand_over(fresh, Holder.RESERVED, Holder.QUARANTINED)
+        del sequence.block_table[kept:]
+        self.free(sequence)
+        return fresh
+
+    def send(self, sequence: Sequence) -> list[int]:
+        """Instead of `free`. Give what it returns to `release` once nobody reads it."""
+        blocks = sequence.block_table
+        self.pool.retain(blocks, Holder.SENDING)
+        self.free(sequence)
+        return blocks
+
+    def release(self, blocks: list[int], holder: Holder) -> None:
+        self.pool.release(reversed(blocks), holder)
 
     def _cached_blocks(self, sequence: Sequence) -> list[int]:
         # At least one token is left to compute, since its logits give the next one. Prompt logprobs need every token.

@@ -4,14 +4,18 @@ bytes, in a thread of its own; the engine learns what happened by polling once p
 A prefill worker's engine drives a `Producer`:
 
     expect -> start(blocks) -> begin_step / layer_done / end_step ... -> finish(first tokens) -> poll: released
-    park gives a finished prompt's blocks back before the consumer wanted them (poll: released); should the consumer reserve
-    after all, poll says restart, and the prompt is computed again from the cache.
+    park asks for the blocks of a prompt that the consumer has not reserved for (poll: parked; no answer: the consumer was
+    quicker, and the transfer goes on). Should it reserve later, poll says restart, and the prompt is computed again from the
+    cache: start(blocks), steps, finish.
+    released may come at any time, also while the prompt waits or is being computed: the consumer does not want it, or failed.
+    It is said once, and afterwards every call about the request is harmless.
 
 A decode worker's engine drives a `Consumer`:
 
     expect -> poll: started -> reserve(blocks) -> poll: arrived, with the first tokens or an error -> (error) poll: freed
 
 After abort, or an arrival with an error, the blocks given to `reserve` may be written by the peer until poll says freed.
+A reserve that crosses the end of its transfer is answered by freed at once, before or after the arrival with the error.
 Every expected request ends in exactly one of: released for good (producer), arrived (consumer), or aborted by the engine.
 """
 
@@ -30,7 +34,8 @@ from kvrelay.wire.serving import FirstToken, TransferInfo
 class ProducerNews:
     """Since the last poll."""
 
-    released: list[RequestId] = field(default_factory=list)  # nobody reads these requests' blocks any more
+    released: list[RequestId] = field(default_factory=list)  # for good: nobody reads these requests' blocks any more
+    parked: list[RequestId] = field(default_factory=list)  # park was granted: nobody reads the blocks, the transfer goes on
     restart: list[RequestId] = field(default_factory=list)  # parked, and now wanted: compute again
     failed: list[tuple[RequestId, str]] = field(default_factory=list)  # the consumer is gone or refused; also in `released`
 
@@ -71,10 +76,15 @@ class Producer(Protocol):
 
     def finish(self, request_id: RequestId, first_tokens: list[FirstToken]) -> None: ...
 
-    def park(self, request_id: RequestId) -> None: ...
+    def park(self, request_id: RequestId) -> None:
+        """Asks for the blocks back. Answered by poll: parked, or not at all if the consumer has reserved or pulled."""
 
     def abort(self, request_id: RequestId) -> None:
         """Harmless if over. If blocks were given, they come back through poll: released."""
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `poll` would say anything."""
 
     def poll(self) -> ProducerNews: ...
 
@@ -96,6 +106,10 @@ class Consumer(Protocol):
 
     def abort(self, request_id: RequestId) -> None:
         """Harmless if over. If blocks were reserved, they come back through poll: freed."""
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `poll` would say anything."""
 
     def poll(self) -> ConsumerNews: ...
 

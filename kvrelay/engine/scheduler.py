@@ -12,6 +12,7 @@ import heapq
 from bisect import insort
 
 from kvrelay.config import EngineOptions
+from kvrelay.engine.incoming import Incoming
 from kvrelay.engine.interfaces import Row, StepPlan
 from kvrelay.engine.kv_cache import KVCache
 from kvrelay.engine.request import Sequence
@@ -21,23 +22,25 @@ from kvrelay.states import RequestState
 class Scheduler:
     """Holds the queue and the batch. Touches no tensor, no socket and no clock."""
 
-    def __init__(self, options: EngineOptions, kv: KVCache) -> None:
+    def __init__(self, options: EngineOptions, kv: KVCache, incoming: Incoming | None = None) -> None:
         self._options = options
         self._kv = kv
+        self._incoming = incoming
         self._watermark = max(1, kv.pool.num_blocks // 100)
         self._waiting: list[tuple[tuple[int, int, int], Sequence]] = []  # a heap; those that ended are skipped when met
         self.running: list[Sequence] = []  # sorted by order
         self.num_waiting = 0
         self.num_preemptions = 0
+        self.starved = False  # the last plan left somebody waiting for blocks
 
     def add(self, sequence: Sequence) -> None:
         heapq.heappush(self._waiting, (sequence.order, sequence))
         self.num_waiting += 1
 
-    def add_fork(self, child: Sequence) -> None:
-        """A sample that begins with its parent's KV: it runs at once, in the place its parent kept for it."""
-        child.become(RequestState.RUNNING)
-        insort(self.running, child, key=lambda s: s.order)
+    def run_at_once(self, sequence: Sequence) -> None:
+        """Its KV is there already: it was forked, or handed over. Its place in the batch was kept for it."""
+        sequence.become(RequestState.RUNNING)
+        insort(self.running, sequence, key=lambda s: s.order)
 
     def remove(self, sequence: Sequence) -> None:
         """The sequence ended."""
@@ -57,8 +60,22 @@ class Scheduler:
         num_decoding = sum(1 for sequence in self.running if sequence.num_uncomputed == 1)
         budget = max(1, self._options.token_budget - num_decoding)
         budget = self._schedule_running(plan, budget)
+        if self._incoming is not None:
+            self._incoming.reserve(self._num_free_slots, self._headroom)
         self._schedule_waiting(plan, budget)
         return plan
+
+    @property
+    def _num_free_slots(self) -> int:
+        taken = sum(sequence.num_slots for sequence in self.running)
+        if self._incoming is not None:
+            taken += sum(sequence.num_slots for sequence in self._incoming.transferring)
+        return self._options.max_batch - taken
+
+    @property
+    def _headroom(self) -> int:
+        """Blocks to leave for those that run, so that newcomers do not make them stop at once."""
+        return self._watermark if self.running else 0
 
     def _schedule_running(self, plan: StepPlan, budget: int) -> int:
         index = 0
@@ -93,7 +110,8 @@ class Scheduler:
         self.add(sequence)
 
     def _schedule_waiting(self, plan: StepPlan, budget: int) -> None:
-        slots = self._options.max_batch - sum(sequence.num_slots for sequence in self.running)
+        slots = self._num_free_slots
+        self.starved = False
         limit = self._options.max_running_prefills
         num_prefills = sum(1 for row in plan.rows if row.sequence.num_prompt_tokens > row.start)
         while self._waiting and budget > 0 and (limit == 0 or num_prefills < limit):
@@ -101,7 +119,10 @@ class Scheduler:
             if sequence.state is not RequestState.WAITING:
                 heapq.heappop(self._waiting)
                 continue
-            if sequence.num_slots > slots or not self._kv.attach(sequence, headroom=self._watermark if self.running else 0):
+            if sequence.num_slots > slots:
+                return
+            if not self._kv.attach(sequence, headroom=self._headroom):
+                self.starved = True
                 return
             heapq.heappop(self._waiting)
             self.num_waiting -= 1

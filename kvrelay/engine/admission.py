@@ -1,0 +1,65 @@
+"""What an engine refuses at once, with an error that names the field."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvrelay.errors import InvalidRequestError, QueueFullError, UnavailableError
+from kvrelay.ids import WorkerId
+from kvrelay.wire.serving import Submit
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """Of one engine."""
+
+    worker_id: WorkerId
+    max_queue: int
+    max_batch: int
+    max_model_len: int
+    vocab_size: int
+    hands_on: bool  # a prefill worker's
+    takes_over: bool  # a decode worker's
+
+    def check(self, submit: Submit, *, num_waiting: int, draining: bool) -> None:
+        """Raises the RequestError that answers a request which cannot be served."""
+        if draining:
+            raise UnavailableError("the worker is draining and takes no new requests")
+        if num_waiting >= self.max_queue:
+            raise QueueFullError(f"the worker's queue is full ({self.max_queue} requests wait)")
+        self._check_role(submit)
+        submit.params.validate()
+        self._check_prompt(submit.prompt)
+        self._check_params(submit)
+
+    def _check_prompt(self, prompt: list[int]) -> None:
+        if not prompt:
+            raise InvalidRequestError("the prompt is empty", param="prompt")
+        if min(prompt) < 0 or max(prompt) >= self.vocab_size:
+            raise InvalidRequestError(f"token ids must be from 0 to {self.vocab_size - 1}", param="prompt")
+        if len(prompt) >= self.max_model_len:
+            raise InvalidRequestError(
+                f"the prompt has {len(prompt)} tokens; with at least one new token that is more than the limit of"
+                f" {self.max_model_len}",
+                param="prompt",
+            )
+
+    def _check_params(self, submit: Submit) -> None:
+        params = submit.params
+        if params.n > self.max_batch:
+            raise InvalidRequestError(f"n must be at most {self.max_batch}, the size of a batch", param="n")
+        for name, tokens in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
+            outside = [token for token in tokens if not 0 <= token < self.vocab_size]
+            if outside:
+                raise InvalidRequestError(f"token ids must be from 0 to {self.vocab_size - 1}, not {outside[0]}", param=name)
+
+    def _check_role(self, submit: Submit) -> None:
+        """Only a router that is confused sends what fails here."""
+        transfer = submit.transfer
+        if transfer is None:
+            if self.hands_on and submit.params.max_tokens > 1:
+                raise UnavailableError("a prefill worker hands on every request of more than one token, and was told to whom")
+            return
+        meant_for = transfer.producer if self.hands_on else transfer.consumer
+        if meant_for != self.worker_id or not (self.hands_on or self.takes_over):
+            raise UnavailableError(f"transfer {transfer.transfer_id} is not for worker {self.worker_id}")

@@ -1,0 +1,114 @@
+"""A prefill worker's hand-overs, the engine's side. The `Producer` behind it talks to the peer and moves bytes.
+
+expect      the request is known
+begin_step  its prompt has blocks (what the prefix cache gave can be sent at once), and is being computed
+finished    the prompt is computed and its first tokens are sampled: the blocks stay for the peer
+park_one    under pressure: a finished prompt that its peer has no room for yet goes back into the prefix cache
+poll        released: the blocks come back; parked: they come back for now; restart: compute it again
+"""
+
+from __future__ import annotations
+
+from kvrelay.engine.block_pool import Holder
+from kvrelay.engine.interfaces import StepPlan
+from kvrelay.engine.kv_cache import KVCache
+from kvrelay.engine.movers import Producer
+from kvrelay.engine.request import Sequence
+from kvrelay.ids import RequestId
+from kvrelay.wire.registry import TransferCounts
+from kvrelay.wire.serving import FirstToken, Submit
+
+
+class Outgoing:
+    """Which prompts are being handed on, and the blocks kept for their peers."""
+
+    def __init__(self, producer: Producer, kv: KVCache) -> None:
+        self._producer = producer
+        self._kv = kv
+        self._submits: dict[RequestId, Submit] = {}  # from expect until released
+        self._started: set[RequestId] = set()  # the producer was told of their blocks
+        self._first_tokens: dict[RequestId, list[FirstToken]] = {}  # of prompts that finished, also when parked since
+        self._parking: set[RequestId] = set()
+        self.held: dict[RequestId, list[int]] = {}  # blocks of prompts that ended here
+
+    @property
+    def has_news(self) -> bool:
+        return self._producer.has_news
+
+    def __contains__(self, request_id: RequestId) -> bool:
+        return request_id in self._submits
+
+    def expect(self, submit: Submit) -> None:
+        assert submit.transfer is not None
+        self._submits[submit.request_id] = submit
+        self._producer.expect(submit.request_id, submit.transfer, len(submit.prompt))
+
+    def begin_step(self, plan: StepPlan) -> None:
+        rows = []
+        for row in plan.rows:
+            request_id = row.sequence.request_id
+            if request_id in self._submits:
+                if request_id not in self._started:
+                    self._started.add(request_id)
+                    self._producer.start(request_id, row.sequence.block_table, row.start)
+                rows.append((request_id, row.start + row.count))
+        if rows:
+            self._producer.begin_step(rows)
+
+    def layer_done(self, layer: int) -> None:
+        self._producer.layer_done(layer)
+
+    def end_step(self) -> None:
+        self._producer.end_step()
+
+    def finished(self, sequence: Sequence, first_tokens: list[FirstToken]) -> bool:
+        """Takes the blocks over. False if this was a restart, whose first tokens are known and were told."""
+        request_id = sequence.request_id
+        is_new = request_id not in self._first_tokens
+        known = self._first_tokens.setdefault(request_id, first_tokens)
+        self.held[request_id] = self._kv.send(sequence)
+        self._producer.finish(request_id, known)
+        return is_new
+
+    def abort(self, sequence: Sequence) -> None:
+        """The sequence ends before its prompt is computed. Blocks it has are kept until the peer cannot touch them."""
+        if sequence.request_id in self._started:
+            self.held[sequence.request_id] = self._kv.send(sequence)
+        self.abort_finished(sequence.request_id)
+
+    def abort_finished(self, request_id: RequestId) -> None:
+        """Nobody wants the hand-over any more. Harmless if it is over."""
+        if request_id in self._submits:
+            self._producer.abort(request_id)
+
+    def park_one(self) -> None:
+        """Asks the peer of the oldest finished prompt to do without its blocks for now."""
+        for request_id in self.held:
+            if request_id not in self._parking:
+                self._parking.add(request_id)
+                self._producer.park(request_id)
+                return
+
+    def poll(self) -> tuple[list[Submit], list[tuple[RequestId, str]]]:
+        """Prompts to compute once more, and hand-overs that ended: why, if they failed."""
+        news = self._producer.poll()
+        for request_id in news.parked:
+            self._give_back(request_id)
+        restarts = [self._submits[request_id] for request_id in news.restart if request_id in self._submits]
+        reasons = dict(news.failed)
+        for request_id in news.released:
+            self._give_back(request_id)
+            self._submits.pop(request_id, None)
+            self._first_tokens.pop(request_id, None)
+        return restarts, [(request_id, reasons.get(request_id, "")) for request_id in news.released]
+
+    def counts(self) -> TransferCounts:
+        return self._producer.counts()
+
+    def close(self) -> None:
+        self._producer.close()
+
+    def _give_back(self, request_id: RequestId) -> None:
+        self._parking.discard(request_id)
+        self._started.discard(request_id)
+        self._kv.release(self.held.pop(request_id, []), Holder.SENDING)

@@ -1,0 +1,276 @@
+"""One contract for every runner: what an engine may rely on, whoever computes."""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+from collections.abc import Callable
+
+import pytest
+import torch
+from free_sequences import FreeSequence, last, plan, whole
+from tiny_models import EOS_TOKEN_ID, VOCAB_SIZE, tiny_model
+
+from kvrelay.checkpoint.spec import read_spec
+from kvrelay.engine.interfaces import Row, RowResult, Runner, StepPlan
+from kvrelay.progress import Silent
+from kvrelay.runner.fake import FakeRunner
+from kvrelay.runner.kernels.torch_kernels import TorchKernels
+from kvrelay.runner.kv_pool import KVPool
+from kvrelay.runner.loader import load_model
+from kvrelay.runner.runner import Model, TorchRunner
+from kvrelay.sampling import SamplingParams
+
+BLOCK_SIZE = 4
+NUM_BLOCKS = 40
+CPU = torch.device("cpu")
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@functools.cache
+def tiny_llama(device: torch.device) -> Model:
+    folder = pathlib.Path(tiny_model("llama"))
+    return load_model(
+        folder, read_spec(folder), kernels=TorchKernels(), device=device, dtype=torch.float32, load="auto", progress=Silent()
+    )
+
+
+def make_torch_runner(device: torch.device = CPU) -> Runner:
+    folder = pathlib.Path(tiny_model("llama"))
+    spec = read_spec(folder)
+    pool = KVPool(spec, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, dtype=torch.float32, device=device)
+    return TorchRunner(
+        tiny_llama(device),
+        pool,
+        spec,
+        block_size=BLOCK_SIZE,
+        max_batch=8,
+        token_budget=32,
+        max_model_len=NUM_BLOCKS * BLOCK_SIZE,
+        fingerprint="tiny",
+        folder=folder,
+    )
+
+
+def make_cuda_runner() -> Runner:
+    if not torch.cuda.is_available():
+        pytest.skip("no NVIDIA card")
+    return make_torch_runner(torch.device("cuda"))
+
+
+def make_fake_runner() -> Runner:
+    return FakeRunner(
+        num_blocks=NUM_BLOCKS, vocab_size=VOCAB_SIZE, block_size=BLOCK_SIZE, eos_token_ids=[EOS_TOKEN_ID], eos_one_in=4
+    )
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(make_torch_runner, id="torch"),
+        pytest.param(make_fake_runner, id="fake"),
+        pytest.param(make_cuda_runner, id="cuda", marks=pytest.mark.cuda),
+    ]
+)
+def make_runner(request: pytest.FixtureRequest) -> Callable[[], Runner]:
+    maker: Callable[[], Runner] = request.param
+    return maker
+
+
+@pytest.fixture
+def runner(make_runner: Callable[[], Runner]) -> Runner:
+    return make_runner()
+
+
+def run(runner: Runner, step: StepPlan) -> list[RowResult]:
+    runner.launch(step)
+    rows = runner.collect().rows
+    assert len(rows) == len(step.rows)
+    return rows
+
+
+def prompt(length: int, seed: int = 1) -> list[int]:
+    return [(seed * 7919 + position * 104729) % (VOCAB_SIZE - 3) + 3 for position in range(length)]
+
+
+def generate(runner: Runner, sequence: FreeSequence, count: int) -> list[int]:
+    """The next `count` tokens; the sequence's table must have room."""
+    for step in range(count):
+        (result,) = run(runner, plan(whole(sequence) if step == 0 else last(sequence)))
+        sequence.tokens += result.tokens
+    return sequence.tokens[-count:]
+
+
+def test_blocks_are_counted(runner: Runner) -> None:
+    assert runner.num_blocks == NUM_BLOCKS
+
+
+def test_a_row_that_samples_gives_one_token_and_one_that_does_not_gives_none(runner: Runner) -> None:
+    first = FreeSequence(tokens=prompt(6), block_table=[3, 4])
+    second = FreeSequence(tokens=prompt(6, 2), block_table=[5, 6])
+    sampled, silent = run(runner, plan(whole(first), Row(second, 0, 3, 0)))
+    assert len(sampled.tokens) == 1
+    assert 0 <= sampled.tokens[0] < VOCAB_SIZE
+    assert silent == RowResult(tokens=[])
+
+
+def test_a_plan_of_silent_rows_or_of_none_is_answered(runner: Runner) -> None:
+    sequence = FreeSequence(tokens=prompt(6), block_table=[3, 4])
+    assert run(runner, plan(Row(sequence, 0, 3, 0))) == [RowResult(tokens=[])]
+    assert run(runner, plan(released=[sequence.key, 12345])) == []
+
+
+def test_chunks_blocks_and_neighbours_do_not_change_tokens(make_runner: Callable[[], Runner]) -> None:
+    alone = generate(make_runner(), FreeSequence(tokens=prompt(11), block_table=[0, 1, 2, 3, 4]), 6)
+    runner = make_runner()
+    sequence = FreeSequence(tokens=prompt(11), block_table=[17, 5, 30, 2, 9])
+    other = FreeSequence(tokens=prompt(5, 3), block_table=[8, 7, 6, 4])
+    run(runner, plan(Row(sequence, 0, 3, 0), whole(other)))
+    run(runner, plan(Row(sequence, 3, 1, 0)))
+    (result, _) = run(runner, plan(Row(sequence, 4, 7, 1), Row(other, 0, 2, 0)))
+    sequence.tokens += result.tokens
+    for _ in range(5):
+        (_, result) = run(runner, plan(whole(other), last(sequence)))
+        sequence.tokens += result.tokens
+    assert sequence.tokens[-6:] == alone
+
+
+def test_two_plans_may_be_under_way_and_are_collected_in_order(make_runner: Callable[[], Runner]) -> None:
+    sequences = [FreeSequence(tokens=prompt(5, seed), block_table=[2 * seed, 2 * seed + 1]) for seed in (1, 2)]
+    expected = [run(make_runner(), plan(whole(sequence)))[0].tokens for sequence in sequences]
+    runner = make_runner()
+    for sequence in sequences:
+        runner.launch(plan(whole(sequence)))
+    assert [runner.collect().rows[0].tokens for _ in sequences] == expected
+    for sequence in sequences:
+        runner.launch(plan(whole(sequence)))
+    with pytest.raises(AssertionError):
+        runner.launch(plan())
+
+
+def test_what_was_launched_does_not_follow_the_sequence(make_runner: Callable[[], Runner]) -> None:
+    params = SamplingParams(temperature=1.0, seed=5, logprobs=2, frequency_penalty=0.5)
+    make = lambda: FreeSequence(tokens=prompt(7), num_prompt_tokens=5, block_table=[1, 2], params=params)  # noqa: E731
+    (expected,) = run(make_runner(), plan(whole(make())))
+    runner, sequence = make_runner(), make()
+    runner.launch(plan(whole(sequence)))
+    runner.launch(plan(released=[sequence.key]))
+    sequence.tokens += [9, 9, 9]
+    sequence.block_table.clear()
+    assert runner.collect().rows == [expected]
+
+
+def test_a_prefix_computed_by_another_sequence_is_used(make_runner: Callable[[], Runner]) -> None:
+    expected = generate(make_runner(), FreeSequence(tokens=prompt(10), block_table=[1, 2, 3, 4]), 1)
+    runner = make_runner()
+    run(runner, plan(whole(FreeSequence(tokens=prompt(10)[:9], block_table=[1, 2, 3]))))
+    second = FreeSequence(tokens=prompt(10), block_table=[1, 2, 9])
+    (result,) = run(runner, plan(Row(second, 8, 2, 1)))
+    assert result.tokens == expected
+
+
+def test_copies_come_first_and_in_order(make_runner: Callable[[], Runner]) -> None:
+    """A fork's partial block is copied, and the copy is copied on: each goes on with its own token."""
+    tokens = prompt(10)
+    futures = []
+    for extra in (4, 5, 6):
+        sequence = FreeSequence(tokens=[*tokens, extra], block_table=[1, 2, 3])
+        futures.append(run(make_runner(), plan(whole(sequence)))[0].tokens)
+    runner = make_runner()
+    run(runner, plan(whole(FreeSequence(tokens=tokens, block_table=[1, 2, 3]))))
+    forks = [FreeSequence(tokens=[*tokens, extra], block_table=[1, 2, block]) for extra, block in ((4, 3), (5, 20), (6, 21))]
+    results = run(runner, plan(*(last(fork) for fork in forks), copies=[(3, 20), (20, 21)]))
+    assert [result.tokens for result in results] == futures
+
+
+def test_greedy_samples_are_alike_and_drawn_ones_are_not(runner: Runner) -> None:
+    greedy = FreeSequence(tokens=prompt(6), block_table=[1, 2])
+    drawn = FreeSequence(tokens=prompt(6), block_table=[3, 4], params=SamplingParams(temperature=2.0, seed=9))
+    same, different = run(runner, plan(whole(greedy, samples=8), whole(drawn, samples=8)))
+    assert len(same.tokens) == len(different.tokens) == 8
+    assert len(set(same.tokens)) == 1
+    assert len(set(different.tokens)) > 1
+
+
+def test_sample_i_of_a_row_is_what_a_sequence_with_that_sample_draws(make_runner: Callable[[], Runner]) -> None:
+    params = SamplingParams(temperature=1.5, seed=-3)
+    sequence = FreeSequence(tokens=prompt(6), block_table=[1, 2], params=params)
+    (together,) = run(make_runner(), plan(whole(sequence, samples=5)))
+    for sample in range(5):
+        alone = FreeSequence(tokens=prompt(6), block_table=[1, 2], params=params, sample=sample)
+        assert run(make_runner(), plan(whole(alone)))[0].tokens == [together.tokens[sample]]
+
+
+def test_drawn_tokens_do_not_depend_on_the_batch_and_follow_the_seed(make_runner: Callable[[], Runner]) -> None:
+    def draw(seed: int, neighbours: int) -> list[int]:
+        runner = make_runner()
+        params = SamplingParams(temperature=1.2, seed=seed, top_p=0.95)
+        sequence = FreeSequence(tokens=prompt(5), block_table=[0, 1, 2], params=params)
+        others = [FreeSequence(tokens=prompt(3, n), block_table=[10 + n], params=params) for n in range(neighbours)]
+        tokens = []
+        for step in range(6):
+            results = run(runner, plan(*(whole(other) for other in others), whole(sequence) if step == 0 else last(sequence)))
+            tokens += results[-1].tokens
+            sequence.tokens += results[-1].tokens
+        return tokens
+
+    assert draw(1, 0) == draw(1, 3)
+    assert len({tuple(draw(seed, 0)) for seed in range(4)}) > 1
+
+
+def test_output_computed_elsewhere_is_gone_on_with(make_runner: Callable[[], Runner]) -> None:
+    params = SamplingParams(temperature=1.0, seed=4)
+    sequence = FreeSequence(tokens=prompt(5), block_table=[0, 1, 2, 3], params=params)
+    tokens = generate(make_runner(), sequence, 8)
+    moved = FreeSequence(tokens=prompt(5) + tokens[:4], num_prompt_tokens=5, block_table=[5, 6, 7, 8], params=params)
+    assert generate(make_runner(), moved, 4) == tokens[4:]
+
+
+def test_min_tokens_keeps_the_end_away(runner: Runner) -> None:
+    ends = {EOS_TOKEN_ID, *range(100, 300)}
+    params = SamplingParams(temperature=2.0, seed=1, min_tokens=20, max_tokens=40, stop_token_ids=sorted(ends - {EOS_TOKEN_ID}))
+    tokens = generate(runner, FreeSequence(tokens=prompt(4), block_table=list(range(10)), params=params), 20)
+    assert not ends & set(tokens)
+
+
+@pytest.mark.parametrize("number", [0, 1, 5])
+def test_logprobs_come_when_asked_for(runner: Runner, number: int) -> None:
+    asking = FreeSequence(tokens=prompt(6), block_table=[1, 2], params=SamplingParams(temperature=1.0, logprobs=number))
+    plain = FreeSequence(tokens=prompt(6), block_table=[3, 4], params=SamplingParams(temperature=1.0))
+    told, silent = run(runner, plan(whole(asking, samples=3), whole(plain)))
+    assert silent.logprobs is None
+    assert told.logprobs is not None
+    assert len(told.logprobs) == 3
+    for entry in told.logprobs:
+        assert entry.logprob < 0.0
+        assert len(entry.top) == number
+        values = [value for _, value in entry.top]
+        assert values == sorted(values, reverse=True)
+        assert all(0 <= token < VOCAB_SIZE for token, _ in entry.top)
+
+
+@pytest.mark.parametrize("chunks", [[9], [4, 5], [1, 7, 1], [8, 1]])
+def test_prompt_logprobs_cover_every_token_but_the_first_whatever_the_chunks(
+    make_runner: Callable[[], Runner], chunks: list[int]
+) -> None:
+    def collect(chunks: list[int]) -> list[tuple[float, list[int]]]:
+        runner, start, found = make_runner(), 0, []
+        params = SamplingParams(temperature=0.0, prompt_logprobs=2)
+        sequence = FreeSequence(tokens=prompt(9), block_table=[1, 2, 3], params=params)
+        for count in chunks:
+            samples = int(start + count == 9)
+            (result,) = run(runner, plan(Row(sequence, start, count, samples, prompt_logprobs=True)))
+            assert len(result.tokens) == samples
+            found += result.prompt_logprobs or []
+            start += count
+        return [(round(entry.logprob, 4), [token for token, _ in entry.top]) for entry in found]
+
+    found = collect(chunks)
+    assert len(found) == 8
+    assert found == collect([9])
+
+
+def test_closing_drops_what_is_under_way(runner: Runner) -> None:
+    runner.launch(plan(whole(FreeSequence(tokens=prompt(3), block_table=[0]))))
+    runner.close()
+    with pytest.raises(AssertionError):
+        runner.collect()

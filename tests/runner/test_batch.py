@@ -1,0 +1,132 @@
+"""Batches equal what a loop over tokens would build, whatever the engine does to tokens and block tables."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from free_sequences import FreeSequence
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvrelay.engine.interfaces import Row, StepPlan
+from kvrelay.runner.batch import BatchBuilder, LogitLayout
+from kvrelay.runner.kernels.base import ForwardBatch
+
+CPU = torch.device("cpu")
+
+
+def make_builder(block_size: int, *, max_tokens: int = 4, max_rows: int = 2, max_blocks: int = 2) -> BatchBuilder:
+    """Small on purpose: everything must grow."""
+    return BatchBuilder(block_size=block_size, max_tokens=max_tokens, max_rows=max_rows, max_blocks=max_blocks, device=CPU)
+
+
+def assert_equals_naive(batch: ForwardBatch, layout: LogitLayout, plan: StepPlan, block_size: int) -> None:
+    tokens, positions, slots, wanted = [], [], [], []
+    query_start, contexts, tables, sampled, prompts = [0], [], [], [], []
+    for index, row in enumerate(plan.rows):
+        sequence = row.sequence
+        first = len(tokens)
+        targets = 0
+        for position in range(row.start, row.start + row.count):
+            if row.prompt_logprobs and position + 1 < sequence.num_prompt_tokens:
+                wanted.append(len(tokens))
+                targets += 1
+            tokens.append(sequence.tokens[position])
+            positions.append(position)
+            slots.append(sequence.block_table[position // block_size] * block_size + position % block_size)
+        if targets:
+            prompts.append((index, wanted.index(first), targets))
+        if row.samples:
+            sampled.append((index, len(wanted)))
+            wanted.append(len(tokens) - 1)
+        query_start.append(len(tokens))
+        contexts.append(row.start + row.count)
+        tables.append(list(sequence.block_table[: -(-contexts[-1] // block_size)]))
+    width = max(map(len, tables))
+    assert batch.token_ids.tolist() == tokens
+    assert batch.positions.tolist() == positions
+    assert batch.slots.tolist() == slots
+    assert batch.logit_rows.tolist() == wanted
+    attention = batch.attention
+    assert attention.query_start.tolist() == query_start
+    assert attention.context_lens.tolist() == contexts
+    assert attention.block_tables.tolist() == [table + [0] * (width - len(table)) for table in tables]
+    assert attention.block_tables.is_contiguous()
+    assert (attention.max_query, attention.max_context) == (max(r.count for r in plan.rows), max(contexts))
+    assert (layout.sampled, layout.prompts, layout.num_rows) == (sampled, prompts, len(wanted))
+    assert batch.token_ids.dtype == batch.positions.dtype == batch.slots.dtype == batch.logit_rows.dtype == torch.int64
+    assert attention.query_start.dtype == attention.context_lens.dtype == attention.block_tables.dtype == torch.int32
+
+
+class Traffic:
+    """Sequences that grow, are copied on write, preempted and released at random."""
+
+    def __init__(self, seed: int, block_size: int) -> None:
+        self.rng = random.Random(seed)
+        self.block_size = block_size
+        self.live: list[FreeSequence] = []
+
+    def blocks(self, count: int) -> list[int]:
+        return [self.rng.randrange(1000) for _ in range(count)]
+
+    def next_plan(self) -> StepPlan:
+        rng = self.rng
+        plan = StepPlan()
+        for _ in range(rng.randrange(3)):
+            tokens = [rng.randrange(500) for _ in range(rng.randrange(1, 40))]
+            self.live.append(FreeSequence(tokens=tokens, num_prompt_tokens=rng.randrange(1, len(tokens) + 1)))
+        if self.live and rng.random() < 0.3:
+            plan.released.append(self.live.pop(rng.randrange(len(self.live))).key)
+        for sequence in self.live:
+            self.change(sequence)
+            if rng.random() < 0.8:
+                decode = rng.random() < 0.5
+                start = len(sequence.tokens) - 1 if decode else rng.randrange(len(sequence.tokens))
+                count = rng.randrange(1, len(sequence.tokens) - start + 1)
+                last = start + count == len(sequence.tokens)
+                plan.rows.append(Row(sequence, start, count, rng.randrange(3) if last else 0, rng.random() < 0.3))
+        rng.shuffle(plan.rows)
+        return plan
+
+    def change(self, sequence: FreeSequence) -> None:
+        rng = self.rng
+        sequence.tokens.append(rng.randrange(500))
+        event = rng.random()
+        if event < 0.2:
+            sequence.block_table = []  # preempted: a new table, shorter or longer
+        elif event < 0.4 and sequence.block_table:
+            sequence.block_table[rng.randrange(len(sequence.block_table))] = rng.randrange(1000)  # copied on write
+        missing = -(-len(sequence.tokens) // self.block_size) - len(sequence.block_table)
+        sequence.block_table.extend(self.blocks(max(0, missing) + rng.randrange(2)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32), block_size=st.sampled_from([1, 3, 4, 16]))
+def test_batches_equal_a_naive_loop_over_any_traffic(seed: int, block_size: int) -> None:
+    traffic, builder = Traffic(seed, block_size), make_builder(block_size)
+    for _ in range(12):
+        plan = traffic.next_plan()
+        builder.forget(plan.released)
+        if plan.rows:
+            batch, layout = builder.build(plan)
+            assert_equals_naive(batch, layout, plan, block_size)
+
+
+def test_released_sequences_are_forgotten_and_their_places_reused() -> None:
+    builder = make_builder(4)
+    for _ in range(5):
+        sequences = [FreeSequence(tokens=[1] * 9, block_table=[7, 8, 9]) for _ in range(6)]
+        builder.build(StepPlan(rows=[Row(s, 8, 1, 1) for s in sequences]))
+        assert builder.num_known_sequences == 6
+        builder.forget([s.key for s in sequences] + [10**9])
+        assert builder.num_known_sequences == 0
+
+
+def test_buffers_are_reused_between_steps() -> None:
+    builder = make_builder(4, max_tokens=64, max_rows=8, max_blocks=8)
+    sequence = FreeSequence(tokens=[1, 2, 3], block_table=[5])
+    first, _ = builder.build(StepPlan(rows=[Row(sequence, 0, 3, 1)]))
+    second, _ = builder.build(StepPlan(rows=[Row(sequence, 0, 3, 1)]))
+    assert first.token_ids.data_ptr() == second.token_ids.data_ptr()
+    assert first.attention.block_tables.data_ptr() == second.attention.block_tables.data_ptr()

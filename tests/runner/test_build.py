@@ -1,0 +1,119 @@
+"""Options become a runner, or an error that names the option."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+from free_sequences import FreeSequence, plan, whole
+from tiny_models import EOS_TOKEN_ID, reference_model, tiny_model
+
+from kvrelay.config import EngineOptions, ModelOptions, read_environment
+from kvrelay.errors import ConfigError, ModelError
+from kvrelay.progress import Silent
+from kvrelay.runner.build import build_runner, choose_device, choose_dtype, set_threads
+from kvrelay.runner.runner import TorchRunner
+
+
+@pytest.fixture(autouse=True)
+def same_threads_afterwards() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def build(name: str = "llama", *, engine: dict[str, object] | None = None, **model: object) -> TorchRunner:
+    return build_runner(
+        ModelOptions(**{"model": name, "threads": 1, **model}),  # type: ignore[arg-type]
+        EngineOptions(**{"kv_blocks": 32, **(engine or {})}),  # type: ignore[arg-type]
+        pathlib.Path(tiny_model(name)),
+        read_environment(),
+        Silent(),
+    )
+
+
+def test_a_runner_knows_its_model_and_has_forgotten_its_warm_up() -> None:
+    runner = build()
+    assert runner.num_blocks == 32
+    assert runner.max_model_len == 256
+    assert runner.eos_token_ids == {EOS_TOKEN_ID}
+    assert runner.spec.architecture == "LlamaForCausalLM"
+    assert runner.num_known_sequences == 0
+
+
+def test_its_tokens_are_those_of_transformers() -> None:
+    runner, tokens = build(), list(range(10, 30))
+    runner.launch(plan(whole(FreeSequence(tokens=tokens, block_table=[3, 1]))))
+    with torch.inference_mode():
+        expected = int(reference_model("llama")(torch.tensor([tokens])).logits[0, -1].argmax())
+    assert runner.collect().rows[0].tokens == [expected]
+
+
+def test_fingerprints_tell_models_and_weights_apart() -> None:
+    same, again, other, dummy = build(), build(engine={"kv_blocks": 40}), build("qwen3"), build(load="dummy")
+    assert same.fingerprint == again.fingerprint
+    assert len({same.fingerprint, other.fingerprint, dummy.fingerprint}) == 3
+
+
+def test_a_pool_without_a_given_size_holds_a_full_batch() -> None:
+    runner = build(engine={"kv_blocks": 0, "max_batch": 4, "max_model_len": 100})
+    assert (runner.num_blocks, runner.max_model_len) == (4 * 7, 100)
+
+
+def test_a_pool_of_one_block_warms_up_too() -> None:
+    runner = build(engine={"kv_blocks": 1, "block_size": 3})
+    assert runner.max_model_len == 3
+
+
+@pytest.mark.parametrize(
+    ("model", "engine", "says"),
+    [
+        ({"tp": 2}, {}, "--tp 2"),
+        ({}, {"max_model_len": 257}, "--max-model-len 257"),
+        ({}, {"max_model_len": 256, "kv_blocks": 2}, "--kv-blocks"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name(model: dict[str, object], engine: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        build(engine=engine, **model)
+
+
+def test_a_folder_without_a_checkpoint_is_refused(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(ModelError, match=str(tmp_path)):
+        build_runner(ModelOptions(), EngineOptions(), tmp_path, read_environment(), Silent())
+
+
+def test_a_missing_card_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="--device cuda"):
+        choose_device(ModelOptions(device="cuda"))
+    assert choose_device(ModelOptions(device="cpu")).type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "flags", "chosen"),
+    [
+        ("cpu", "auto", {"bf16"}, "float32"),
+        ("cpu", "float32", set(), "float32"),
+        ("cpu", "bfloat16", {"asimd", "bf16"}, "bfloat16"),
+        ("cpu", "bfloat16", {"avx512_bf16"}, "bfloat16"),
+        ("cpu", "bfloat16", {"amx_bf16"}, "bfloat16"),
+        ("cuda", "auto", set(), "bfloat16"),
+        ("cuda", "float32", set(), "float32"),
+        ("cuda", "bfloat16", set(), "bfloat16"),
+    ],
+)
+def test_precision_follows_device_and_hardware(device: str, dtype: str, flags: set[str], chosen: str) -> None:
+    assert choose_dtype(ModelOptions(device=device, dtype=dtype), frozenset(flags)) == chosen  # type: ignore[arg-type]
+
+
+def test_bfloat16_on_a_cpu_without_it_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="--dtype bfloat16"):
+        choose_dtype(ModelOptions(device="cpu", dtype="bfloat16"), frozenset({"asimd"}))
+
+
+def test_threads_are_set_once_for_the_process() -> None:
+    assert set_threads(1) == torch.get_num_threads() == 1
+    assert set_threads(0) == torch.get_num_threads() >= 1

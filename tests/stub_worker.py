@@ -1,0 +1,188 @@
+"""A worker in a thread: the real serving loop, heartbeat and registration around an engine that computes nothing."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterable
+
+from kvrelay.discovery.base import Registration
+from kvrelay.discovery.embedded import EmbeddedRegistration
+from kvrelay.discovery.static import StaticRegistration
+from kvrelay.ids import RequestId, WorkerId, new_worker_id
+from kvrelay.states import FinishReason, Role, WorkerState
+from kvrelay.wire import PROTOCOL_VERSION
+from kvrelay.wire.registry import BlockCounts, WorkerLoad, WorkerRecord
+from kvrelay.wire.serving import Failure, Finish, SequenceOutput, StepOutputs, Submit
+from kvrelay.worker.heartbeat import Heartbeat
+from kvrelay.worker.serving import EngineFailedError, ServingLoop
+
+NUM_BLOCKS = 64
+
+
+def stub_token(prompt: list[int], sample: int, position: int) -> int:
+    """What the stub answers: a function of the prompt, so that cross-talk shows."""
+    return (sum(prompt) + 7 * sample + position) % 1000
+
+
+class StubEngine:
+    """One token per request, sample and step, while `gate` is open. One block per sample."""
+
+    def __init__(self, worker_id: WorkerId) -> None:
+        self.worker_id = worker_id
+        self.gate = threading.Event()
+        self.gate.set()
+        self.step_error: Exception | None = None
+        self.stuck_s = 0.0
+        self.aborted: list[RequestId] = []
+        self.finished: list[Finish] = []
+        self.submitted: list[Submit] = []
+        self.closed = False
+        self._open: dict[RequestId, tuple[Submit, dict[int, int]]] = {}
+        self._failures: list[Failure] = []
+        self._steps = 0
+        self._draining = False
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._failures) or (bool(self._open) and self.gate.is_set())
+
+    @property
+    def drained(self) -> bool:
+        return self._draining and not self._open and not self._failures
+
+    def submit(self, submit: Submit) -> None:
+        if self._draining:
+            self._failures.append(Failure(submit.request_id, "service_unavailable_error", "draining"))
+            return
+        self.submitted.append(submit)
+        self._open[submit.request_id] = (submit, dict.fromkeys(range(submit.params.n), 0))
+
+    def abort(self, request_ids: Iterable[RequestId]) -> None:
+        for request_id in request_ids:
+            self.aborted.append(request_id)
+            self._open.pop(request_id, None)
+
+    def finish(self, finish: Finish) -> None:
+        self.finished.append(finish)
+        samples = self._open[finish.request_id][1]
+        samples.pop(finish.sample, None)
+        if not samples:
+            del self._open[finish.request_id]
+
+    def step(self) -> StepOutputs:
+        if self.stuck_s:
+            time.sleep(self.stuck_s)
+        if self.step_error is not None:
+            raise self.step_error
+        self._steps += 1
+        outputs = [output for submit, samples in list(self._open.values()) for output in self._advance(submit, samples)]
+        failures, self._failures = self._failures, []
+        return StepOutputs(worker_id=self.worker_id, step=self._steps, load=self.load(), outputs=outputs, failures=failures)
+
+    def _advance(self, submit: Submit, samples: dict[int, int]) -> list[SequenceOutput]:
+        outputs = []
+        for sample, position in list(samples.items()):
+            ended = position + 1 >= submit.params.max_tokens
+            token = stub_token(submit.prompt, sample, position)
+            reason = FinishReason.LENGTH if ended else None
+            outputs.append(SequenceOutput(submit.request_id, sample, position, [token], reason))
+            samples[sample] = position + 1
+            if ended:
+                del samples[sample]
+        if not samples:
+            del self._open[submit.request_id]
+        return outputs
+
+    def load(self) -> WorkerLoad:
+        in_use = sum(len(samples) for _, samples in self._open.values())
+        blocks = BlockCounts(total=NUM_BLOCKS, free=NUM_BLOCKS - in_use, in_use=in_use)
+        return WorkerLoad(running=in_use, blocks=blocks, steps=self._steps)
+
+    def drain(self) -> None:
+        self._draining = True
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class StubWorker:
+    """Registers at `registry` (or nowhere, if that is empty) and serves until stopped."""
+
+    def __init__(
+        self,
+        registry: str,
+        *,
+        lease_s: float = 4.0,
+        watchdog_s: float = 120.0,
+        max_batch: int = 4,
+        max_queue: int = 4,
+        fingerprint: str = "stub",
+        version: int = PROTOCOL_VERSION,
+    ) -> None:
+        self.id = new_worker_id("whole")
+        self.engine = StubEngine(self.id)
+        self.loop = ServingLoop(self.engine, host="127.0.0.1", port=0)
+        self.record = self.loop.record = WorkerRecord(
+            id=self.id,
+            role=Role.WHOLE,
+            state=WorkerState.READY,
+            host="here",
+            pid=os.getpid(),
+            serving_address=self.loop.address,
+            model="stub",
+            fingerprint=fingerprint,
+            max_model_len=128,
+            max_batch=max_batch,
+            max_queue=max_queue,
+            version=version,
+            load=self.engine.load(),
+        )
+        registration: Registration = EmbeddedRegistration(registry) if registry else StaticRegistration()
+        self.heartbeat = Heartbeat(
+            registration,
+            self.record,
+            self.loop.status,
+            lease_s=lease_s,
+            watchdog_s=watchdog_s,
+            on_refused=lambda error: None,
+        )
+        self.failed = False
+        self._crashed = False
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        self.heartbeat.start()
+
+    @property
+    def address(self) -> str:
+        return self.loop.address
+
+    def stop(self) -> None:
+        """Ends in order: leaves the registry, tells open requests."""
+        self.loop.stop_asked = True
+        self._thread.join(10)
+
+    def drain(self) -> None:
+        self.loop.drain_asked = True
+
+    def join(self) -> None:
+        self._thread.join(10)
+        assert not self._thread.is_alive()
+
+    def crash(self) -> None:
+        """Ends as a killed process does: the connection closes, and nothing is said."""
+        self._crashed = True
+        self.stop()
+
+    def _run(self) -> None:
+        try:
+            self.loop.run(on_draining=self.heartbeat.soon)
+        except EngineFailedError:
+            self.failed = True
+        if self._crashed:
+            self.loop._socket.close(linger=0)
+            return
+        self.heartbeat.stop()
+        self.loop.close()
+        self.engine.close()

@@ -1,0 +1,192 @@
+"""Who may import whom. The picture that this file enforces:
+
+    vocabulary <- wire <- engine, runner + models, checkpoint, text, discovery, transfer <- router, worker
+               <- frontend, llm, launch, cli, bench
+
+The sources are parsed, not imported, so an import inside a function counts as much as one at the top of a file.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "kvrelay"
+
+VOCABULARY = frozenset({"config", "errors", "ids", "log", "metrics", "progress", "sampling", "states", "version"})
+
+# Part -> the parts it may import besides the vocabulary and itself. A part is a folder or file right under kvrelay/.
+ALLOWED: dict[str, frozenset[str]] = {
+    "wire": frozenset(),
+    "engine": frozenset({"wire"}),
+    "checkpoint": frozenset(),
+    "text": frozenset({"checkpoint"}),
+    "models": frozenset({"checkpoint", "runner"}),
+    "runner": frozenset({"wire", "engine", "models", "checkpoint", "text"}),
+    "discovery": frozenset({"wire"}),
+    "transfer": frozenset({"wire"}),
+    "router": frozenset({"wire", "text", "discovery"}),
+    "worker": frozenset({"wire", "engine", "runner", "checkpoint", "text", "discovery", "transfer"}),
+    "frontend": frozenset({"wire", "text", "checkpoint", "discovery", "router"}),
+    "console": frozenset(),
+    "cli_options": frozenset(),
+    "outputs": frozenset({"wire", "text"}),
+    "llm": frozenset({"wire", "engine", "runner", "checkpoint", "text", "router", "worker", "outputs", "console"}),
+}
+TOP = frozenset({"__init__", "__main__", "launch", "supervise", "cli", "chat", "doctor", "bench"})  # may import everything
+
+# Folder of runner/ or engine/ that outsiders may use where only a narrow door is open: (importer, part) -> module prefixes.
+DOORS: dict[tuple[str, str], tuple[str, ...]] = {
+    ("runner", "engine"): ("kvrelay.engine.interfaces",),
+    ("models", "runner"): ("kvrelay.runner.kernels",),
+}
+
+FORBIDDEN_LIBRARIES: dict[str, frozenset[str]] = {
+    "engine": frozenset({"torch", "zmq", "asyncio", "socket", "uvloop", "transformers", "starlette"}),
+    "wire": frozenset({"torch", "zmq", "asyncio", "socket"}),
+    "console": frozenset({"torch"}),
+    "checkpoint": frozenset({"torch", "transformers", "zmq"}),
+    "text": frozenset({"torch", "transformers", "zmq"}),
+    "discovery": frozenset({"torch", "transformers"}),
+    "router": frozenset({"torch", "transformers", "starlette", "uvicorn"}),
+    "frontend": frozenset({"torch", "transformers", "zmq"}),
+    "runner": frozenset({"zmq", "starlette", "uvicorn"}),
+    "models": frozenset({"zmq", "transformers"}),
+}
+FORBIDDEN_EVERYWHERE = frozenset({"pickle", "cloudpickle", "dill", "marshal", "shelve"})
+ONLY_IN_BENCH = frozenset({"transformers"})
+
+
+def sources() -> list[Path]:
+    return sorted(path for path in PACKAGE.rglob("*.py") if "__pycache__" not in path.parts)
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def part_of(module: str) -> str:
+    names = module.split(".")
+    return names[1] if len(names) > 1 else "__init__"
+
+
+def imports_of(path: Path, source: str | None = None) -> Iterator[tuple[int, str]]:
+    """Line and absolute module of every import statement, wherever it stands.
+
+    `from package import name` means the module `package.name` where there is one, else `package` itself.
+    """
+    package = module_of(path) if path.name == "__init__.py" else module_of(path).rpartition(".")[0]
+    for node in ast.walk(ast.parse(source if source is not None else path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                anchor = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*anchor, base] if base else anchor)
+            for alias in node.names:
+                submodule = f"{base}.{alias.name}"
+                yield node.lineno, submodule if is_module(submodule) else base
+
+
+def is_module(name: str) -> bool:
+    target = ROOT.joinpath(*name.split("."))
+    return target.with_suffix(".py").is_file() or (target / "__init__.py").is_file()
+
+
+def broken_direction(importer: str, imported: str) -> str | None:
+    """Why this import of one of our modules is wrong, or None."""
+    part, wanted = part_of(importer), part_of(imported)
+    if part in TOP or wanted == part:
+        return None
+    if part in VOCABULARY:
+        return None if wanted in VOCABULARY else f"vocabulary imports {wanted}/"
+    if wanted in VOCABULARY:
+        return None
+    if part not in ALLOWED:
+        return f"{part} has no place in the picture yet: add it to ALLOWED"
+    if wanted == "__init__":
+        return "imports the package's front door; import the module that defines the name"
+    if wanted not in ALLOWED[part]:
+        return f"{part} may not import {wanted}"
+    door = DOORS.get((part, wanted))
+    if door is not None and not any(imported == name or imported.startswith(f"{name}.") for name in door):
+        return f"{part} may import only {', '.join(door)} of {wanted}"
+    return None
+
+
+def broken_library(importer: str, library: str) -> str | None:
+    part = part_of(importer)
+    if library in FORBIDDEN_LIBRARIES.get(part, frozenset()) | FORBIDDEN_EVERYWHERE:
+        return f"{part} may not import {library}"
+    if library in ONLY_IN_BENCH and part != "bench":
+        return f"only bench/ may import {library}"
+    return None
+
+
+def problems_of(path: Path, source: str | None = None) -> list[str]:
+    importer = module_of(path)
+    found: dict[str, None] = {}
+    for line, imported in imports_of(path, source):
+        if imported.split(".")[0] == "kvrelay":
+            reason = broken_direction(importer, imported)
+        else:
+            reason = broken_library(importer, imported.split(".")[0])
+        if reason:
+            found[f"{path.relative_to(ROOT)}:{line}: {imported}: {reason}"] = None
+    return list(found)
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_follow_the_picture(path: Path) -> None:
+    assert problems_of(path) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "source", "complaint"),
+    [
+        ("engine/scheduler.py", "import torch", "engine may not import torch"),
+        ("engine/scheduler.py", "def f():\n    import zmq.asyncio", "engine may not import zmq"),
+        ("engine/scheduler.py", "from kvrelay.router import stream", "engine may not import router"),
+        ("engine/scheduler.py", "from ..router.stream import RequestStream", "engine may not import router"),
+        ("states.py", "import kvrelay.wire.codec", "vocabulary imports wire/"),
+        ("router/stream.py", "from kvrelay.frontend import __name__", "router may not import frontend"),
+        ("frontend/app.py", "from torch import nn", "frontend may not import torch"),
+        ("models/llama.py", "import kvrelay.runner.attention", "models may import only kvrelay.runner.kernels of runner"),
+        ("worker/loop.py", "from kvrelay import LLM", "imports the package's front door"),
+        ("worker/loop.py", "import pickle", "worker may not import pickle"),
+        ("text/tokenizer.py", "import transformers", "text may not import transformers"),
+        ("gadget.py", "import kvrelay.wire", "gadget has no place in the picture yet"),
+    ],
+)
+def test_a_wrong_import_is_found(file: str, source: str, complaint: str) -> None:
+    assert any(complaint in problem for problem in problems_of(PACKAGE / file, source))
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        ("engine/scheduler.py", "from kvrelay.wire.serving import Submit\nfrom kvrelay import states"),
+        ("runner/batch.py", "from kvrelay.engine.interfaces import StepPlan\nimport torch"),
+        ("models/llama.py", "from kvrelay.runner.kernels.base import Kernels"),
+        ("cli.py", "from kvrelay.worker import __name__\nfrom kvrelay import bench"),
+    ],
+)
+def test_a_right_import_passes(file: str, source: str) -> None:
+    assert problems_of(PACKAGE / file, source) == []
+
+
+@pytest.mark.parametrize("part", ["checkpoint", "text", "discovery", "router", "frontend", "engine"])
+def test_importing_a_part_does_not_load_torch(part: str) -> None:
+    """Also not through a third party: the router process must stay small and start fast."""
+    modules = [module_of(path) for path in sources() if part_of(module_of(path)) == part]
+    script = f"import sys\nfor name in {modules!r}:\n    __import__(name)\nprint('torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert (result.stdout.strip(), result.returncode) == ("False", 0), result.stderr

@@ -1,0 +1,152 @@
+"""A real worker process, with the real engine around a runner that computes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from kvrelay.discovery.embedded import EmbeddedMembership
+from kvrelay.errors import UnavailableError
+from kvrelay.metrics import Metrics
+from kvrelay.router.backend import GenerateRequest
+from kvrelay.router.router import Router
+from kvrelay.router.stream import RequestStream
+from kvrelay.sampling import SamplingParams
+
+SCRIPT = pathlib.Path(__file__).parent / "fake_worker_process.py"
+ROOT = SCRIPT.parents[2]
+PATIENCE_S = 30.0
+
+
+@pytest.fixture
+async def served() -> AsyncIterator[tuple[Router, str]]:
+    membership = EmbeddedMembership("tcp://127.0.0.1:*")
+    router = Router(membership=membership, metrics=Metrics(), lease_s=1.0)
+    router.start()
+    yield router, membership.address
+    router.close()
+
+
+@contextlib.contextmanager
+def worker_process(registry: str, *arguments: str, pass_fds: tuple[int, ...] = ()) -> Iterator[subprocess.Popen[bytes]]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen([sys.executable, str(SCRIPT), registry, *arguments], env=environment, pass_fds=pass_fds)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+async def until_ready(router: Router) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        await router.until_usable(1)
+
+
+async def until_ended(process: subprocess.Popen[bytes]) -> int:
+    return await asyncio.to_thread(process.wait, PATIENCE_S)
+
+
+def ask(prompt: list[int], max_tokens: int = 8) -> GenerateRequest:
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    return GenerateRequest(external_id="client", prompt=prompt, params=params)
+
+
+async def tokens_of(stream: RequestStream) -> list[int]:
+    tokens: list[int] = []
+    async with asyncio.timeout(PATIENCE_S):
+        while outputs := await stream.next():
+            for output in outputs:
+                tokens += output.tokens
+    return tokens
+
+
+async def test_streams_equal_their_solo_runs_and_nothing_leaks(served: tuple[Router, str]) -> None:
+    router, registry = served
+    with worker_process(registry):
+        await until_ready(router)
+        prompts = [[number, 7, number % 3] * 9 for number in range(24)]
+        alone = [await tokens_of(router.submit(ask(prompt))) for prompt in prompts]
+        streams = [router.submit(ask(prompt)) for prompt in prompts]
+        gone = [router.submit(ask(prompt, max_tokens=500)) for prompt in prompts]
+        for stream in gone:
+            stream.abort()
+        assert list(await asyncio.gather(*map(tokens_of, streams))) == alone
+        async with asyncio.timeout(PATIENCE_S):
+            while router.cluster()["workers"][0]["blocks"]["in_use"]:
+                await asyncio.sleep(0.01)
+
+
+async def test_sigterm_finishes_what_is_open_and_leaves(served: tuple[Router, str]) -> None:
+    router, registry = served
+    with worker_process(registry) as process:
+        await until_ready(router)
+        stream = router.submit(ask([1, 2, 3], max_tokens=300))
+        first = await stream.next()
+        process.send_signal(signal.SIGTERM)
+        assert sum(len(output.tokens) for output in first) + len(await tokens_of(stream)) == 300
+        assert await until_ended(process) == 0
+        async with asyncio.timeout(PATIENCE_S):
+            while router.cluster()["workers"]:
+                await asyncio.sleep(0.01)
+
+
+async def test_a_second_sigterm_does_not_wait(served: tuple[Router, str]) -> None:
+    router, registry = served
+    with worker_process(registry) as process:
+        await until_ready(router)
+        stream = router.submit(ask([1, 2, 3], max_tokens=900))
+        await stream.next()
+        process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(PATIENCE_S):
+            while router.ready:
+                await asyncio.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        with pytest.raises(UnavailableError):
+            await tokens_of(stream)
+        assert await until_ended(process) == 0
+
+
+async def test_a_killed_worker_fails_its_requests(served: tuple[Router, str]) -> None:
+    router, registry = served
+    with worker_process(registry) as process:
+        await until_ready(router)
+        stream = router.submit(ask([1, 2, 3], max_tokens=900))
+        await stream.next()
+        process.kill()
+        with pytest.raises(UnavailableError, match="lost"):
+            await tokens_of(stream)
+
+
+async def test_a_worker_ends_with_its_launcher(served: tuple[Router, str]) -> None:
+    router, registry = served
+    ours, theirs = socket.socketpair()
+    with worker_process(registry, str(theirs.fileno()), pass_fds=(theirs.fileno(),)) as process:
+        theirs.close()
+        await until_ready(router)
+        process.send_signal(signal.SIGINT)  # Ctrl-C is the launcher's to handle
+        assert await tokens_of(router.submit(ask([5])))
+        ours.close()
+        assert await until_ended(process) == 1
+
+
+async def test_a_worker_waits_for_a_registry_that_comes_later() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    with worker_process(address) as process:
+        await asyncio.sleep(1.5)
+        assert process.poll() is None
+        router = Router(membership=EmbeddedMembership(address), metrics=Metrics(), lease_s=1.0)
+        router.start()
+        await until_ready(router)
+        router.close()
