@@ -60,7 +60,7 @@ class Engine:
         assert self.kv.blocks_for(max_model_len) <= runner.num_blocks, "the pool cannot hold one longest request"
         self.outgoing = None if producer is None else Outgoing(producer, self.kv)
         self.incoming = None if consumer is None else Incoming(consumer, self.kv)
-        self.scheduler = Scheduler(options, self.kv, self.incoming)
+        self.scheduler = Scheduler(options, self.kv, self.incoming, self.outgoing)
         self.requests: dict[RequestId, Request] = {}
         self._runner = runner
         self._worker_id = worker_id

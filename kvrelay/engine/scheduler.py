@@ -1,5 +1,9 @@
 """Who computes what in the next step.
 
+The rules of both roles: those that run and those whose KV is on its way together are never more than `max_batch`; a decode
+worker's sequence runs only when its transfer has finished, and transfers start whenever there is room; prompts start when
+nothing runs or some of the budget is left, at most `max_running_prefills` at once.
+
 Running sequences come first, in order of priority and arrival; then waiting ones, while there is room. A sequence that is
 decoding always gets its one token; prompts share what is left of the token budget, in chunks. When the pool is empty, the
 sequence that is last in order gives its blocks back and waits again (its tokens are kept and recomputed later); since a
@@ -15,6 +19,7 @@ from kvrelay.config import EngineOptions
 from kvrelay.engine.incoming import Incoming
 from kvrelay.engine.interfaces import Row, StepPlan
 from kvrelay.engine.kv_cache import KVCache
+from kvrelay.engine.outgoing import Outgoing
 from kvrelay.engine.request import Sequence
 from kvrelay.states import RequestState
 
@@ -22,16 +27,19 @@ from kvrelay.states import RequestState
 class Scheduler:
     """Holds the queue and the batch. Touches no tensor, no socket and no clock."""
 
-    def __init__(self, options: EngineOptions, kv: KVCache, incoming: Incoming | None = None) -> None:
+    def __init__(
+        self, options: EngineOptions, kv: KVCache, incoming: Incoming | None = None, outgoing: Outgoing | None = None
+    ) -> None:
         self._options = options
         self._kv = kv
         self._incoming = incoming
+        self._outgoing = outgoing
         self._watermark = max(1, kv.pool.num_blocks // 100)
         self._waiting: list[tuple[tuple[int, int, int], Sequence]] = []  # a heap; those that ended are skipped when met
         self.running: list[Sequence] = []  # sorted by order
         self.num_waiting = 0
         self.num_preemptions = 0
-        self.starved = False  # the last plan left somebody waiting for blocks
+        self.starved = False  # the last plan left somebody waiting for a place or for blocks
 
     def add(self, sequence: Sequence) -> None:
         heapq.heappush(self._waiting, (sequence.order, sequence))
@@ -70,6 +78,8 @@ class Scheduler:
         taken = sum(sequence.num_slots for sequence in self.running)
         if self._incoming is not None:
             taken += sum(sequence.num_slots for sequence in self._incoming.transferring)
+        if self._outgoing is not None:
+            taken += len(self._outgoing.held)
         return self._options.max_batch - taken
 
     @property
@@ -119,9 +129,7 @@ class Scheduler:
             if sequence.state is not RequestState.WAITING:
                 heapq.heappop(self._waiting)
                 continue
-            if sequence.num_slots > slots:
-                return
-            if not self._kv.attach(sequence, headroom=self._headroom):
+            if sequence.num_slots > slots or not self._kv.attach(sequence, headroom=self._headroom):
                 self.starved = True
                 return
             heapq.heappop(self._waiting)
