@@ -61,6 +61,8 @@ class Engine:
         self.outgoing = None if producer is None else Outgoing(producer, self.kv)
         self.incoming = None if consumer is None else Incoming(consumer, self.kv)
         self.scheduler = Scheduler(options, self.kv, self.incoming, self.outgoing)
+        if self.outgoing is not None:
+            runner.on_layer(self.outgoing.layer_done)
         self.requests: dict[RequestId, Request] = {}
         self._runner = runner
         self._worker_id = worker_id
@@ -213,7 +215,7 @@ class Engine:
             sequence = row.sequence
             assert isinstance(sequence, Sequence)
             if answer.failure is not None:
-                self._fail(sequence.request, InvalidRequestError(answer.failure, param="response_format"))
+                self._fail(sequence.request, _failure(answer.failure))
             elif sequence.state is RequestState.RUNNING:  # not when a sibling's failure ended it
                 self._commit_row(row, sequence, answer)
 
@@ -377,3 +379,10 @@ class Engine:
         return StepOutputs(
             worker_id=self._worker_id, step=self._num_steps, load=self.load(), outputs=outputs, failures=failures
         )
+
+
+def _failure(message: str) -> RequestError:
+    """What a runner says of one row: a grammar that is the client's mistake, or a computation that went wrong."""
+    if message.startswith("response_format"):
+        return InvalidRequestError(message, param="response_format")
+    return InternalError(message)

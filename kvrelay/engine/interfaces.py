@@ -6,13 +6,17 @@ computes: it answers with a `StepResult`. Neither knows how the other works insi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvrelay.ids import RequestId
 from kvrelay.sampling import SamplingParams
 from kvrelay.wire.serving import TokenLogprobs
+
+Allocate = Callable[[int], Any]
+"""Gives a writable buffer of so many zeroed bytes: KV memory that transfers can reach. None: any memory will do."""
 
 
 class SequenceView(Protocol):
@@ -97,6 +101,10 @@ class Runner(Protocol):
     @property
     def num_blocks(self) -> int:
         """KV blocks there are, numbered from 0."""
+
+    def on_layer(self, listener: Callable[[int], None]) -> None:
+        """The listener is told in the middle of a pass, from the thread that launched it, each time a layer's KV of all rows
+        is stored: layer 0, 1, ..."""
 
     def launch(self, plan: StepPlan) -> None: ...
 

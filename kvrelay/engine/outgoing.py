@@ -29,6 +29,7 @@ class Outgoing:
         self._started: set[RequestId] = set()  # the producer was told of their blocks
         self._first_tokens: dict[RequestId, list[FirstToken]] = {}  # of prompts that finished, also when parked since
         self._parking: set[RequestId] = set()
+        self._in_step = False  # prompts to be handed on are being computed right now
         self.held: dict[RequestId, list[int]] = {}  # blocks of prompts that ended here
 
     @property
@@ -52,14 +53,18 @@ class Outgoing:
                     self._started.add(request_id)
                     self._producer.start(request_id, row.sequence.block_table, row.start)
                 rows.append((request_id, row.start + row.count))
+        self._in_step = bool(rows)
         if rows:
             self._producer.begin_step(rows)
 
     def layer_done(self, layer: int) -> None:
-        self._producer.layer_done(layer)
+        if self._in_step:
+            self._producer.layer_done(layer)
 
     def end_step(self) -> None:
-        self._producer.end_step()
+        if self._in_step:
+            self._in_step = False
+            self._producer.end_step()
 
     def finished(self, sequence: Sequence, first_tokens: list[FirstToken]) -> bool:
         """Takes the blocks over. False if this was a restart, whose first tokens are known and were told."""

@@ -153,10 +153,10 @@ class Pair:
 
     def move(self, request_id: RequestId) -> None:
         """What a transport would do: copies the reserved tokens, and tells the decode worker."""
-        here, there = (runner._store._blocks for runner in self.runners)  # type: ignore[union-attr]
+        here, there = (runner._store.planes for runner in self.runners)  # type: ignore[union-attr]
         blocks, skip = self.consumer.reserved[request_id]
         for index, block in enumerate(blocks):
-            there[block] = here[self.producer.blocks[request_id][skip // BLOCK + index]]
+            there[:, :, block] = here[:, :, self.producer.blocks[request_id][skip // BLOCK + index]]
         self.consumer.news.arrived.append(Arrival(request_id, self.producer.first_tokens[request_id]))
 
 
@@ -198,7 +198,17 @@ def test_the_producer_hears_of_blocks_cached_prefix_chunks_and_the_end_in_order(
     pair.producer.calls.clear()
     second = pair.submit(list(range(14)))
     run(pair.prefill, Collected())
-    calls = [call for call in pair.producer.calls if call[0] != "end_step"]
+    layers = ["layer_done", "layer_done", "end_step"]
+    assert [call[0] for call in pair.producer.calls] == [
+        "expect",
+        "start",
+        "begin_step",
+        *layers,
+        "begin_step",
+        *layers,
+        "finish",
+    ]
+    calls = [call for call in pair.producer.calls if call[0] not in ("layer_done", "end_step")]
     assert calls == [
         ("expect", second, 14),
         ("start", second, 8),  # two blocks from the prefix cache can be sent at once

@@ -92,8 +92,8 @@ class Kernels(Protocol):
         k_norm: torch.Tensor | None,
         eps: float,
     ) -> torch.Tensor:
-        """Splits qkv, applies the optional per-head norms, rotates q and k (half-split rotary, cos_sin [positions, head_dim]
-        holding cos then sin of the first half's angles), stores k and v at the batch's slots, returns q [tokens, heads, dim]."""
+        """Splits qkv, applies the optional per-head norms, rotates q and k (half-split rotary; cos_sin [positions, head_dim]
+        holds cos, then sin, of the first half's angles), stores k and v at the batch's slots, returns q [tokens, heads, dim]."""
 
     def attention(self, q: torch.Tensor, shape: HeadShape, batch: ForwardBatch, kv: torch.Tensor, scale: float) -> torch.Tensor:
         """Causal attention of q [tokens, heads, dim] over the paged context; returns [tokens, heads * dim]."""

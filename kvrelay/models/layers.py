@@ -1,0 +1,97 @@
+"""The pieces models are made of. They hold weights and call `Kernels`; they know nothing of requests or blocks.
+
+A model is built by asking a `WeightSource` for each tensor by name. The source hands a tensor out once and keeps no
+reference, and `Kernels.pack` takes it over, so weights exist once in memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from kvrelay.checkpoint.rope import RopeSpec
+from kvrelay.runner.kernels.base import Kernels, Packed
+
+
+class WeightSource(Protocol):
+    """Where a model's tensors come from: a checkpoint, or a random generator."""
+
+    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """The tensor of that name, on the model's device in its dtype. Each name is taken once; a tensor that is missing or
+        has another shape is an error that names it."""
+
+
+def fused_linear(
+    kernels: Kernels, source: WeightSource, names: Sequence[str], out_sizes: Sequence[int], in_size: int, *, bias: bool
+) -> Packed:
+    """One packed layer out of several projections of the same input, stacked in order."""
+    weights = [source.take(f"{name}.weight", (out, in_size)) for name, out in zip(names, out_sizes, strict=True)]
+    biases = [source.take(f"{name}.bias", (out,)) for name, out in zip(names, out_sizes, strict=True)] if bias else []
+    weight = _stacked(weights)
+    del weights  # before packing, which may hold a second copy for a moment
+    return kernels.pack(weight, _stacked(biases) if biases else None)
+
+
+def linear(kernels: Kernels, source: WeightSource, name: str, out_size: int, in_size: int, *, bias: bool) -> Packed:
+    return fused_linear(kernels, source, [name], [out_size], in_size, bias=bias)
+
+
+def rotary_table(rope: RopeSpec, head_dim: int, num_positions: int, device: torch.device) -> torch.Tensor:
+    """[num_positions, head_dim] float32: the cosines of a position's head_dim / 2 angles, then the sines.
+
+    Float32 whatever the model's dtype. Computed on the CPU in transformers' order of operations, so it is equal to its table.
+    """
+    angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * inverse_frequencies(rope, head_dim)[None, :]
+    table = torch.cat((angles.cos(), angles.sin()), dim=-1)
+    return (table * rope.attention_factor).to(device)
+
+
+def inverse_frequencies(rope: RopeSpec, head_dim: int) -> torch.Tensor:
+    """[head_dim / 2] float32: the angle per position of each rotated pair."""
+    plain = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
+    match rope.kind:
+        case "default":
+            return plain
+        case "linear":
+            return plain / rope.factor
+        case "llama3":
+            return _llama3_frequencies(plain, rope)
+        case "yarn":
+            return _yarn_frequencies(rope, head_dim)
+
+
+def _llama3_frequencies(plain: torch.Tensor, rope: RopeSpec) -> torch.Tensor:
+    """Long waves are stretched by the factor, short ones kept, those between interpolated."""
+    context = rope.original_max_position_embeddings
+    wavelength = 2 * math.pi / plain
+    is_long = wavelength > context / rope.low_freq_factor
+    is_short = wavelength < context / rope.high_freq_factor
+    scaled = torch.where(is_long, plain / rope.factor, plain)
+    smooth = (context / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    between = (1 - smooth) * scaled / rope.factor + smooth * scaled
+    return torch.where(~is_short & ~is_long, between, scaled)
+
+
+def _yarn_frequencies(rope: RopeSpec, head_dim: int) -> torch.Tensor:
+    """Dimensions that turn often keep their frequency, those that turn rarely are stretched, with a ramp between."""
+
+    def dimension_of(rotations: float) -> float:
+        turns = rope.original_max_position_embeddings / (rotations * 2 * math.pi)
+        return head_dim * math.log(turns) / (2 * math.log(rope.theta))
+
+    low, high = dimension_of(rope.beta_fast), dimension_of(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    high += 0.001 if low == high else 0.0  # a ramp of no width is a step
+    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    powers = rope.theta ** (torch.arange(0, head_dim, 2).to(torch.float32) / head_dim)
+    kept = 1 - ramp
+    return 1.0 / (rope.factor * powers) * (1 - kept) + 1.0 / powers * kept
+
+
+def _stacked(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -1,0 +1,130 @@
+"""The decoder that Llama, SmolLM2, Mistral and Qwen2 share; the spec says where they differ (biases, heads, rotation).
+
+One forward pass: embed, then per layer
+
+    x = norm(residual);  q, k, v = qkv(x);  rotate, store k and v;  residual += output(attention(q))
+    x = norm(residual);  gate, up = gate_up(x);                     residual += down(silu(gate) * up)
+
+then the final norm and the head. Only the tokens named in `logit_rows` leave the last attention: what follows it is
+per-token, and nobody looks at the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from kvrelay.checkpoint.spec import ModelSpec
+from kvrelay.models.layers import WeightSource, fused_linear, linear, rotary_table
+from kvrelay.runner.kernels.base import ForwardBatch, HeadShape, Kernels
+
+
+class DecoderLayer:
+    """The weights of one layer and what is done with them."""
+
+    def __init__(self, spec: ModelSpec, kernels: Kernels, source: WeightSource, index: int) -> None:
+        self._kernels = kernels
+        self._shape = HeadShape(num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim)
+        self._eps = spec.rms_norm_eps
+        self._scale = spec.head_dim**-0.5
+        name = f"model.layers.{index}"
+        q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        self._input_norm = source.take(f"{name}.input_layernorm.weight", (spec.hidden_size,))
+        self._qkv = fused_linear(
+            kernels,
+            source,
+            [f"{name}.self_attn.{part}_proj" for part in "qkv"],
+            [q_size, kv_size, kv_size],
+            spec.hidden_size,
+            bias=spec.attention_bias,
+        )
+        self._q_norm, self._k_norm = self._take_head_norms(spec, source, name)
+        self._output = linear(
+            kernels, source, f"{name}.self_attn.o_proj", spec.hidden_size, q_size, bias=spec.output_bias
+        )  # fmt: skip
+        self._post_norm = source.take(f"{name}.post_attention_layernorm.weight", (spec.hidden_size,))
+        self._gate_up = fused_linear(
+            kernels,
+            source,
+            [f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj"],
+            [spec.intermediate_size, spec.intermediate_size],
+            spec.hidden_size,
+            bias=spec.mlp_bias,
+        )
+        self._down = linear(
+            kernels, source, f"{name}.mlp.down_proj", spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias
+        )  # fmt: skip
+
+    def _take_head_norms(
+        self, spec: ModelSpec, source: WeightSource, name: str
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Norms of q and k per head, for families that have them."""
+        return None, None
+
+    def input_norm(self, residual: torch.Tensor) -> torch.Tensor:
+        """For the first layer, whose residual nothing has been added to yet."""
+        return self._kernels.rms_norm(residual, self._input_norm, self._eps)
+
+    def add_and_input_norm(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return self._kernels.add_rms_norm(x, residual, self._input_norm, self._eps)
+
+    def query_and_store(self, x: torch.Tensor, cos_sin: torch.Tensor, batch: ForwardBatch, kv: torch.Tensor) -> torch.Tensor:
+        """Stores the tokens' keys and values; returns their queries."""
+        qkv = self._kernels.linear(x, self._qkv)
+        return self._kernels.rope_and_store(qkv, self._shape, cos_sin, batch, kv, self._q_norm, self._k_norm, self._eps)
+
+    def attend(self, query: torch.Tensor, batch: ForwardBatch, kv: torch.Tensor) -> torch.Tensor:
+        return self._kernels.attention(query, self._shape, batch, kv, self._scale)
+
+    def finish(self, attended: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """All that follows attention. Adds to the residual, except for the last product, which it returns."""
+        x = self._kernels.linear(attended, self._output)
+        x = self._kernels.add_rms_norm(x, residual, self._post_norm, self._eps)
+        return self._kernels.linear(self._kernels.silu_mul(self._kernels.linear(x, self._gate_up)), self._down)
+
+
+class LlamaModel:
+    """A decoder-only model. Holds weights and constants and no state of any request; `forward` may be called from one
+    thread at a time."""
+
+    layer_class: type[DecoderLayer] = DecoderLayer
+
+    def __init__(
+        self, spec: ModelSpec, kernels: Kernels, source: WeightSource, *, device: torch.device, max_positions: int
+    ) -> None:
+        self.spec = spec
+        self._kernels = kernels
+        vocabulary = (spec.vocab_size, spec.hidden_size)
+        self._embedding = kernels.pack(source.take("model.embed_tokens.weight", vocabulary), None)
+        self._layers = [self.layer_class(spec, kernels, source, index) for index in range(spec.num_layers)]
+        self._norm = source.take("model.norm.weight", (spec.hidden_size,))
+        self._head = (
+            self._embedding if spec.tie_word_embeddings else kernels.pack(source.take("lm_head.weight", vocabulary), None)
+        )
+        self._cos_sin = rotary_table(spec.rope, spec.head_dim, max_positions, device)
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, kv: torch.Tensor, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
+        """kv is [layers, 2, blocks, block_size, kv_heads, head_dim]; returns float32 logits [len(logit_rows), vocabulary].
+        `on_layer` is told of each layer whose KV is stored."""
+        residual = self._kernels.embed(batch.token_ids, self._embedding)
+        x = self._layers[0].input_norm(residual)
+        last = len(self._layers) - 1
+        for index, (layer, layer_kv) in enumerate(zip(self._layers, kv.unbind(0), strict=True)):
+            if index > 0:
+                x = layer.add_and_input_norm(x, residual)
+            query = layer.query_and_store(x, self._cos_sin, batch, layer_kv)
+            if on_layer is not None:
+                on_layer(index)
+            if index == last and batch.logit_rows.shape[0] == 0:
+                return query.new_empty((0, self.spec.vocab_size), dtype=torch.float32)
+            attended = layer.attend(query, batch, layer_kv)
+            if index == last:
+                attended, residual = attended[batch.logit_rows], residual[batch.logit_rows]
+            x = layer.finish(attended, residual)
+        return self._logits(x, residual)
+
+    def _logits(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        x = self._kernels.add_rms_norm(x, residual, self._norm, self.spec.rms_norm_eps)
+        return self._kernels.linear(x, self._head).float()

@@ -1,0 +1,38 @@
+"""Which class runs which architecture. `checkpoint/spec.py` has refused all others before anything gets here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from kvrelay.checkpoint.spec import ModelSpec
+from kvrelay.errors import UnsupportedModelError
+from kvrelay.models.llama import LlamaModel
+from kvrelay.models.qwen3 import Qwen3Model
+from kvrelay.runner.kernels.base import ForwardBatch
+
+
+class Model(Protocol):
+    """What a runner sees of a model. It holds weights and no state of any request; one thread calls it at a time."""
+
+    spec: ModelSpec
+
+    def forward(self, batch: ForwardBatch, kv: torch.Tensor, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
+        """Stores the tokens' KV, telling `on_layer` after each layer's; returns float32 logits [len(batch.logit_rows),
+        vocabulary]."""
+
+
+_CLASSES: dict[str, type[LlamaModel]] = {
+    "LlamaForCausalLM": LlamaModel,
+    "MistralForCausalLM": LlamaModel,
+    "Qwen2ForCausalLM": LlamaModel,
+    "Qwen3ForCausalLM": Qwen3Model,
+}
+
+
+def model_class(architecture: str) -> type[LlamaModel]:
+    if architecture not in _CLASSES:
+        raise UnsupportedModelError(f"architecture {architecture} is not supported; supported: {', '.join(_CLASSES)}")
+    return _CLASSES[architecture]

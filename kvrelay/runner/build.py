@@ -1,0 +1,198 @@
+"""From options and a checkpoint folder to a runner that is ready: every decision about device, precision and memory."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import sys
+from dataclasses import dataclass
+
+import torch
+
+from kvrelay.checkpoint.spec import ModelSpec, fingerprint, read_spec
+from kvrelay.config import EngineOptions, Environment, ModelOptions
+from kvrelay.engine.interfaces import Allocate, Row, StepPlan
+from kvrelay.errors import ConfigError
+from kvrelay.ids import RequestId
+from kvrelay.log import Log
+from kvrelay.models.registry import Model
+from kvrelay.progress import Progress
+from kvrelay.runner.kernels.choose import choose_kernels
+from kvrelay.runner.kv_pool import KVPool, PoolSize, blocks_for, choose_pool_size, free_cpu_bytes
+from kvrelay.runner.loader import load_model
+from kvrelay.runner.runner import TorchRunner
+from kvrelay.sampling import SamplingParams
+
+_BFLOAT16_FLAGS = frozenset({"bf16", "avx512_bf16", "amx_bf16"})
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_WARM_UP_TOKENS = 32
+
+log = Log("build")
+
+
+def build_runner(
+    model_options: ModelOptions,
+    engine_options: EngineOptions,
+    folder: pathlib.Path,
+    environment: Environment,
+    progress: Progress,
+    allocate: Allocate | None = None,
+) -> TorchRunner:
+    """Raises ConfigError or ModelError. The runner has computed once, so its first request is not slower than the others."""
+    if model_options.tp > 1:
+        raise ConfigError(f"--tp {model_options.tp}: tensor parallelism is not supported yet; use --tp 1")
+    device = choose_device(model_options)
+    dtype_name = choose_dtype(model_options, _cpu_flags())
+    dtype = _DTYPES[dtype_name]
+    num_threads = set_threads(model_options.threads)
+    spec = read_spec(folder)
+    model = load_model(
+        folder,
+        spec,
+        kernels=choose_kernels(device, dtype, environment),
+        device=device,
+        dtype=dtype,
+        load=model_options.load,
+        progress=progress,
+        max_positions=engine_options.max_model_len or None,
+    )
+    size = _pool_size(model, spec, model_options, engine_options, dtype, device)
+    pool = KVPool(
+        spec,
+        num_blocks=size.num_blocks,
+        block_size=engine_options.block_size,
+        dtype=dtype,
+        device=device,
+        allocate=allocate,
+    )
+    runner = TorchRunner(
+        model,
+        pool,
+        spec,
+        block_size=engine_options.block_size,
+        max_batch=engine_options.max_batch,
+        token_budget=engine_options.token_budget,
+        max_model_len=size.max_model_len,
+        fingerprint=fingerprint(spec, dtype_name) + ("-dummy" if model_options.load == "dummy" else ""),
+        folder=folder,
+        num_threads=num_threads,
+    )
+    _warm_up(runner, engine_options.block_size)
+    log.info(
+        "runner ready", model=model_options.model, device=device.type, dtype=dtype_name, threads=num_threads,
+        kv_blocks=size.num_blocks, max_model_len=size.max_model_len,
+    )  # fmt: skip
+    return runner
+
+
+def choose_device(options: ModelOptions) -> torch.device:
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: PyTorch finds no usable NVIDIA card here; use --device cpu")
+    return torch.device(options.device)
+
+
+def choose_dtype(options: ModelOptions, cpu_flags: frozenset[str]) -> str:
+    """`auto` is float32 on a CPU and bfloat16 on a GPU. A CPU without bfloat16 instructions would emulate it, slowly."""
+    if options.dtype == "auto":
+        return "bfloat16" if options.device == "cuda" else "float32"
+    if options.dtype == "bfloat16" and options.device == "cpu" and not cpu_flags & _BFLOAT16_FLAGS:
+        raise ConfigError("--dtype bfloat16: this CPU has no bfloat16 instructions; use --dtype float32")
+    return options.dtype
+
+
+def set_threads(threads: int) -> int:
+    """Once per process. 0 takes every core the process may run on."""
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    num_threads = threads or cores
+    torch.set_num_threads(num_threads)
+    return num_threads
+
+
+def _cpu_flags() -> frozenset[str]:
+    """What the kernel says the CPU can do ("flags" on x86, "Features" on Arm)."""
+    try:
+        text = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return frozenset()
+    lines = (line.partition(":") for line in text.splitlines())
+    return frozenset(word for name, _, words in lines if name.strip() in ("flags", "Features") for word in words.split())
+
+
+def _pool_size(
+    model: Model, spec: ModelSpec, model_options: ModelOptions, options: EngineOptions, dtype: torch.dtype, device: torch.device
+) -> PoolSize:
+    if options.kv_blocks:
+        free_bytes = 0  # not asked for
+    elif device.type == "cuda":
+        free_bytes = _free_gpu_bytes(model, spec, model_options, options, dtype, device)
+    else:
+        free_bytes = free_cpu_bytes()
+    return choose_pool_size(spec, options, dtype=dtype, free_bytes=free_bytes, device=device)
+
+
+def _free_gpu_bytes(
+    model: Model, spec: ModelSpec, model_options: ModelOptions, options: EngineOptions, dtype: torch.dtype, device: torch.device
+) -> int:
+    """What the worker's share of the card leaves beside weights and the activations of the largest step, which is tried."""
+    num_tokens = min(options.token_budget, options.max_model_len or spec.max_position_embeddings)
+    torch.cuda.reset_peak_memory_stats(device)
+    _profile(model, spec, num_tokens, options, dtype, device)
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    others = total - free - torch.cuda.memory_reserved(device)  # other processes, and what CUDA itself holds
+    return max(0, int(total * model_options.gpu_memory) - peak - others)
+
+
+def _profile(
+    model: Model, spec: ModelSpec, num_tokens: int, options: EngineOptions, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Computes a prompt of the whole budget, and samples with a full batch's worth of logits, in a pool just large enough."""
+    num_blocks = blocks_for(num_tokens, options.block_size)
+    pool = KVPool(spec, num_blocks=num_blocks, block_size=options.block_size, dtype=dtype, device=device)
+    runner = TorchRunner(
+        model, pool, spec, block_size=options.block_size, max_batch=1, token_budget=num_tokens, max_model_len=num_tokens,
+        fingerprint="", folder=pathlib.Path(),
+    )  # fmt: skip
+    _run(runner, num_tokens, options.block_size, SamplingParams(temperature=0.0))
+    logits = torch.zeros(options.max_batch, spec.vocab_size, dtype=torch.float32, device=device)
+    logits.softmax(dim=-1).cumsum(dim=-1)
+
+
+def _warm_up(runner: TorchRunner, block_size: int) -> None:
+    """One short prompt and one token, greedy and drawn: libraries load, threads start, kernels are chosen."""
+    room = min(runner.max_model_len, runner.num_blocks * block_size)
+    for num_tokens in (min(_WARM_UP_TOKENS, room), 1):
+        for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, top_p=0.9)):
+            _run(runner, num_tokens, block_size, params)
+
+
+def _run(runner: TorchRunner, num_tokens: int, block_size: int, params: SamplingParams) -> None:
+    """Blocks from the first one are overwritten: nobody has read or written them yet."""
+    sequence = _Nobody(
+        key=0,
+        request_id=RequestId("warm-up"),
+        sample=0,
+        params=params,
+        tokens=[0] * num_tokens,
+        num_prompt_tokens=num_tokens,
+        block_table=list(range(blocks_for(num_tokens, block_size))),
+    )
+    runner.launch(StepPlan(rows=[Row(sequence=sequence, start=0, count=num_tokens, samples=1)]))
+    runner.collect()
+    runner.launch(StepPlan(released=[sequence.key]))
+    runner.collect()
+
+
+@dataclass(frozen=True, slots=True)
+class _Nobody:
+    """A sequence that no engine knows."""
+
+    key: int
+    request_id: RequestId
+    sample: int
+    params: SamplingParams
+    tokens: list[int]
+    num_prompt_tokens: int
+    block_table: list[int]

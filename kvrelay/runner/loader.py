@@ -1,0 +1,163 @@
+"""From a checkpoint folder to a model in memory.
+
+Safetensors files are mapped, not read: a tensor's bytes come in when the model takes it, are converted to the wanted dtype
+and device, packed, and dropped. So the weights exist once, plus the tensors of the layer being built.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import pathlib
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from kvrelay.checkpoint.spec import ModelSpec
+from kvrelay.errors import MissingTensorError, ModelError, WrongShapeError
+from kvrelay.log import Log
+from kvrelay.models.registry import Model, model_class
+from kvrelay.progress import Progress
+from kvrelay.runner.kernels.base import Kernels
+
+WHOLE_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+
+_log = Log("loader")
+
+
+def load_model(
+    folder: pathlib.Path,
+    spec: ModelSpec,
+    *,
+    kernels: Kernels,
+    device: torch.device,
+    dtype: torch.dtype,
+    load: Literal["auto", "dummy"],
+    progress: Progress,
+    max_positions: int | None = None,
+) -> Model:
+    """`load="dummy"` makes deterministic random weights and reads no file. `max_positions` bounds the rotary table, for a
+    model that will be run with a shorter context than its own."""
+    source: CheckpointSource | DummySource
+    if load == "dummy":
+        source = DummySource(device, dtype, progress)
+    else:
+        source = CheckpointSource(folder, device, dtype, progress)
+    progress.start("loading weights" if load == "auto" else "making random weights", _num_tensors(spec), unit="tensors")
+    try:
+        positions = min(max_positions or spec.max_position_embeddings, spec.max_position_embeddings)
+        model = model_class(spec.architecture)(spec, kernels, source, device=device, max_positions=positions)
+    finally:
+        progress.done()
+    source.finish(spec)
+    return model
+
+
+class CheckpointSource:
+    """Hands out the tensors of a folder's safetensors files. Each one is found once, by name, in one file."""
+
+    def __init__(self, folder: pathlib.Path, device: torch.device, dtype: torch.dtype, progress: Progress) -> None:
+        self._folder = folder
+        self._device = device
+        self._dtype = dtype
+        self._progress = progress
+        self._files: dict[pathlib.Path, Any] = {}  # open safetensors files
+        self._where = self._find_tensors()
+        self._taken: set[str] = set()
+
+    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        assert name not in self._taken, f"{name} was taken before"
+        self._taken.add(name)
+        path = self._where.get(name)
+        if path is None:
+            raise MissingTensorError(f"{self._folder} has no tensor {name}, which should be {_text(shape)}")
+        stored = self._open(path)
+        if name not in stored.keys():  # noqa: SIM118 - not a dict
+            raise MissingTensorError(f"{path.name} has no tensor {name}, although {INDEX_NAME} says so")
+        found = tuple(stored.get_slice(name).get_shape())
+        if found != shape:
+            raise WrongShapeError(f"tensor {name} in {path} is {_text(found)}; the config says {_text(shape)}")
+        tensor: torch.Tensor = stored.get_tensor(name)
+        if not tensor.is_floating_point():
+            raise ModelError(f"tensor {name} in {path} holds {tensor.dtype}: quantised weights are not supported")
+        self._progress.advance(1)
+        return tensor.to(device=self._device, dtype=self._dtype, copy=True)  # a copy: the mapped file is let go
+
+    def finish(self, spec: ModelSpec) -> None:
+        """Closes the files and tells of tensors that nobody wanted, once."""
+        self._files.clear()
+        unknown = sorted(name for name in self._where if name not in self._taken and not _is_harmless(name, spec))
+        if unknown:
+            _log.warning("tensors of the checkpoint not used", count=len(unknown), first=",".join(unknown[:4]))
+
+    def _find_tensors(self) -> dict[str, pathlib.Path]:
+        index = self._folder / INDEX_NAME
+        if index.exists():
+            return self._read_index(index)
+        whole = self._folder / WHOLE_NAME  # some repositories hold the same weights again under other names
+        paths = [whole] if whole.exists() else sorted(self._folder.glob("*.safetensors"))
+        if not paths:
+            others = ", ".join(sorted(path.name for path in self._folder.glob("*.bin"))) or "none"
+            raise ModelError(f"{self._folder} has no *.safetensors file (pickled weights, which are not read: {others})")
+        return {name: path for path in paths for name in self._open(path).keys()}  # noqa: SIM118 - not a dict
+
+    def _read_index(self, index: pathlib.Path) -> dict[str, pathlib.Path]:
+        try:
+            names = json.loads(index.read_bytes())["weight_map"]
+            where = {str(name): self._folder / pathlib.PurePath(file).name for name, file in names.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelError(f"{index} is not a safetensors index: {error!r}") from error
+        missing = sorted({path.name for path in where.values() if not path.exists()})
+        if missing:
+            raise ModelError(f"{self._folder} lacks {', '.join(missing)}, named in {index.name}")
+        return where
+
+    def _open(self, path: pathlib.Path) -> Any:
+        if path not in self._files:
+            try:
+                self._files[path] = safe_open(path, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise ModelError(f"{path} is not a readable safetensors file: {error}") from error
+        return self._files[path]
+
+
+class DummySource:
+    """Random tensors, a function of name and shape alone, scaled so that activations neither vanish nor explode."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, progress: Progress) -> None:
+        self._device = device
+        self._dtype = dtype
+        self._progress = progress
+
+    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        self._progress.advance(1)
+        if len(shape) == 1:
+            fill = 1.0 if name.endswith("norm.weight") else 0.0
+            return torch.full(shape, fill, device=self._device, dtype=self._dtype)
+        seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") >> 1
+        generator = torch.Generator(self._device).manual_seed(seed)
+        scale = 1.0 / math.sqrt(shape[1])
+        tensor = torch.empty(shape, device=self._device, dtype=self._dtype)
+        return tensor.uniform_(-scale * math.sqrt(3.0), scale * math.sqrt(3.0), generator=generator)
+
+    def finish(self, spec: ModelSpec) -> None:
+        """Nothing is open."""
+
+
+def _num_tensors(spec: ModelSpec) -> int:
+    """How many tensors a model of this spec takes."""
+    per_layer = 9 + 3 * spec.attention_bias + spec.output_bias + 3 * spec.mlp_bias + 2 * spec.qk_norm
+    return spec.num_layers * per_layer + 2 + (not spec.tie_word_embeddings)
+
+
+def _is_harmless(name: str, spec: ModelSpec) -> bool:
+    """Tensors that older tools store although they follow from the config or from another tensor."""
+    return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and spec.tie_word_embeddings)
+
+
+def _text(shape: Iterable[int]) -> str:
+    return "[" + ", ".join(map(str, shape)) + "]"
