@@ -1,0 +1,129 @@
+"""From a GGUF file to a folder in Hugging Face layout, once.
+
+Weights are dequantised to float32. Files of type "llama" have the rows of q and k interleaved for another rotary convention
+(pairs side by side); ours rotates halves, so they are put back. What a GGUF file can say and we cannot serve is refused by
+name. `convert` fills a folder; `fetch.py` makes that atomic and caches it.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+import shutil
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvrelay.checkpoint.gguf import GGUFFile
+from kvrelay.checkpoint.gguf_config import ROPE_FACTORS, model_config
+from kvrelay.checkpoint.gguf_tokenizer import build_tokenizer, tokenizer_settings
+from kvrelay.checkpoint.metadata import Metadata
+from kvrelay.checkpoint.safetensors_writer import write_float32
+from kvrelay.checkpoint.spec import CONFIG_NAME, GENERATION_CONFIG_NAME
+from kvrelay.errors import ModelError, UnsupportedModelError
+from kvrelay.progress import Progress
+
+CONVERTER_VERSION = 1  # part of the cache key: raise it when the same file would give another folder
+
+_NAMES = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_LAYER_NAMES = {
+    "attn_norm.weight": "input_layernorm.weight",
+    "attn_q.weight": "self_attn.q_proj.weight",
+    "attn_k.weight": "self_attn.k_proj.weight",
+    "attn_v.weight": "self_attn.v_proj.weight",
+    "attn_output.weight": "self_attn.o_proj.weight",
+    "ffn_norm.weight": "post_attention_layernorm.weight",
+    "ffn_gate.weight": "mlp.gate_proj.weight",
+    "ffn_up.weight": "mlp.up_proj.weight",
+    "ffn_down.weight": "mlp.down_proj.weight",
+}
+_EXTRA_LAYER_NAMES = {
+    "llama": {},
+    "qwen2": {f"attn_{part}.bias": f"self_attn.{part}_proj.bias" for part in "qkv"},
+    "qwen3": {f"attn_{part}_norm.weight": f"self_attn.{part}_norm.weight" for part in "qk"},
+}
+_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
+
+
+class _Source(msgspec.Struct, frozen=True):
+    """Where one tensor of the folder comes from."""
+
+    name: str  # in the GGUF file
+    interleaved_heads: int | None = None  # rows of so many heads are to be put back in halves
+
+
+def convert(gguf_path: pathlib.Path, folder: pathlib.Path, progress: Progress) -> None:
+    """Writes the files of a checkpoint into `folder`, which exists."""
+    with GGUFFile(gguf_path) as file:
+        metadata = Metadata(file)
+        config = model_config(file, metadata)
+        _write_json(folder / CONFIG_NAME, config)
+        _write_json(folder / GENERATION_CONFIG_NAME, _generation_config(metadata))
+        _write_json(folder / "tokenizer_config.json", tokenizer_settings(metadata))
+        build_tokenizer(metadata).save(str(folder / "tokenizer.json"))
+        _write_weights(file, config, folder / "model.safetensors", progress)
+
+
+def deinterleaved(weight: npt.NDArray[np.float32], num_heads: int) -> npt.NDArray[np.float32]:
+    """Rows of each head from (a0, b0, a1, b1, ...) to (a0, a1, ..., b0, b1, ...). Works on biases too."""
+    pairs = weight.reshape(num_heads, -1, 2, *weight.shape[1:])
+    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(weight.shape)
+
+
+def _write_weights(file: GGUFFile, config: dict[str, Any], path: pathlib.Path, progress: Progress) -> None:
+    sources = _sources(file, config)
+    shapes = {name: file.tensors[source.name].shape for name, source in sources.items()}
+    total = sum(4 * file.tensors[source.name].num_elements for source in sources.values())
+    free = shutil.disk_usage(path.parent).free
+    if free < total:
+        raise ModelError(
+            f"converting {file.path} needs {total / 1e9:.1f} GB in {path.parent}, where {free / 1e9:.1f} GB are free"
+        )
+
+    def read(name: str) -> npt.NDArray[np.float32]:
+        values = file.read(sources[name].name)
+        heads = sources[name].interleaved_heads
+        return values if heads is None else deinterleaved(values, heads)
+
+    progress.start(f"converting {file.path.name}", total, unit="bytes")
+    try:
+        write_float32(path, shapes, read, progress.advance)
+    finally:
+        progress.done()
+
+
+def _sources(file: GGUFFile, config: dict[str, Any]) -> dict[str, _Source]:
+    architecture = config["model_type"]
+    layer_names = _LAYER_NAMES | _EXTRA_LAYER_NAMES[architecture]
+    sources: dict[str, _Source] = {}
+    for name in file.tensors:
+        layer = _LAYER.fullmatch(name)
+        if name in _NAMES:
+            sources[_NAMES[name]] = _Source(name)
+        elif layer and layer[2] in layer_names:
+            heads = {"attn_q.weight": "num_attention_heads", "attn_k.weight": "num_key_value_heads"}.get(layer[2])
+            interleaved = config[heads] if heads and architecture == "llama" else None
+            sources[f"model.layers.{layer[1]}.{layer_names[layer[2]]}"] = _Source(name, interleaved)
+        elif name != ROPE_FACTORS:
+            raise UnsupportedModelError(f"{file.path}: tensor {name} is not part of any {architecture} model we know")
+    return sources
+
+
+def _generation_config(metadata: Metadata) -> dict[str, Any]:
+    """Chat models may end a turn with a token of its own besides the end of text."""
+    ids = [metadata.optional(f"tokenizer.ggml.{name}_token_id", int) for name in ("eos", "eot", "eom")]
+    eos = list(dict.fromkeys(token for token in ids if token is not None))
+    config: dict[str, Any] = {"eos_token_id": eos[0] if len(eos) == 1 else eos} if eos else {}
+    bos = metadata.optional("tokenizer.ggml.bos_token_id", int)
+    return config if bos is None else config | {"bos_token_id": bos}
+
+
+def _write_json(path: pathlib.Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,102 @@
+"""How positions turn into angles: the rotary settings of a checkpoint, in both layouts that transformers has written.
+
+Old: `rope_theta` and `rope_scaling: {"rope_type" | "type", ...}`. New: `rope_parameters` with all of it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import msgspec
+
+from kvrelay.errors import ModelError, UnsupportedModelError
+
+RopeKind = Literal["default", "linear", "llama3", "yarn"]
+SUPPORTED_ROPE_KINDS: tuple[RopeKind, ...] = ("default", "linear", "llama3", "yarn")
+_DEFAULT_THETA = 10000.0
+
+RawRope = dict[str, Any]
+
+
+class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """`models/layers.py` makes the table from this. A kind reads only its own fields; the others keep their defaults."""
+
+    kind: RopeKind = "default"
+    theta: float = _DEFAULT_THETA
+    factor: float = 1.0  # linear, llama3, yarn
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    original_max_position_embeddings: int = 0  # llama3, yarn
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    attention_factor: float = 1.0  # yarn: scales cos and sin
+    truncate: bool = True  # yarn: round the correction range to whole dimensions
+
+
+def read_rope(raw: RawRope | None, theta: float | None, max_position_embeddings: int) -> RopeSpec:
+    """`raw` is rope_parameters or rope_scaling; `theta` the old layout's rope_theta; errors name the field."""
+    raw = raw or {}
+    base = _number(raw, "rope_theta", theta if theta is not None else _DEFAULT_THETA)
+    kind = raw.get("rope_type", raw.get("type", "default"))
+    if raw.get("partial_rotary_factor", 1.0) != 1.0:
+        raise UnsupportedModelError(f"partial_rotary_factor {raw['partial_rotary_factor']} is not supported")
+    match kind:
+        case "default":
+            return RopeSpec(theta=base)
+        case "linear":
+            return RopeSpec(kind="linear", theta=base, factor=_number(raw, "factor"))
+        case "llama3":
+            return _read_llama3(raw, base, max_position_embeddings)
+        case "yarn":
+            return _read_yarn(raw, base, max_position_embeddings)
+        case _:
+            supported = ", ".join(SUPPORTED_ROPE_KINDS)
+            raise UnsupportedModelError(f"rope type {kind!r} is not supported; supported: {supported}")
+
+
+def _read_llama3(raw: RawRope, theta: float, max_position_embeddings: int) -> RopeSpec:
+    return RopeSpec(
+        kind="llama3",
+        theta=theta,
+        factor=_number(raw, "factor"),
+        low_freq_factor=_number(raw, "low_freq_factor"),
+        high_freq_factor=_number(raw, "high_freq_factor"),
+        original_max_position_embeddings=int(_number(raw, "original_max_position_embeddings", max_position_embeddings)),
+    )
+
+
+def _read_yarn(raw: RawRope, theta: float, max_position_embeddings: int) -> RopeSpec:
+    original = int(_number(raw, "original_max_position_embeddings", max_position_embeddings))
+    factor = _number(raw, "factor", max_position_embeddings / original)
+    return RopeSpec(
+        kind="yarn",
+        theta=theta,
+        factor=factor,
+        original_max_position_embeddings=original,
+        beta_fast=_number(raw, "beta_fast", 32.0),
+        beta_slow=_number(raw, "beta_slow", 1.0),
+        attention_factor=_number(raw, "attention_factor", _yarn_attention_factor(raw, factor)),
+        truncate=bool(raw.get("truncate", True)),
+    )
+
+
+def _yarn_attention_factor(raw: RawRope, factor: float) -> float:
+    def scale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    if raw.get("mscale") and raw.get("mscale_all_dim"):
+        return scale(_number(raw, "mscale")) / scale(_number(raw, "mscale_all_dim"))
+    return scale(1.0)
+
+
+def _number(raw: RawRope, name: str, default: float | None = None) -> float:
+    """A positive number, or the default where the field is absent or null."""
+    value = raw.get(name)
+    if value is None:
+        value = default
+    if value is None:
+        raise ModelError(f"rope settings lack {name}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ModelError(f"rope setting {name} must be a positive number, is {value!r}")
+    return float(value)
