@@ -1,0 +1,168 @@
+"""A checkpoint's tokenizer: text to token ids and back, and conversations to prompts. Needs neither torch nor transformers."""
+
+from __future__ import annotations
+
+import functools
+import json
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import tokenizers
+
+from kvrelay.errors import InvalidRequestError, ModelError
+from kvrelay.text.chat_template import ChatTemplate, Message
+from kvrelay.text.pieces import Family, PieceTable, family_of
+
+
+class _TokenizerFile(msgspec.Struct):
+    """The one part of tokenizer.json that the library does not show."""
+
+    decoder: Any = None
+
+
+class Tokenizer:
+    """Immutable after loading; may be used from several threads."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        decoder: Any,
+        special_tokens: Mapping[str, str],
+        template: str | None,
+        tool_template: str | None = None,
+    ) -> None:
+        self._backend = backend
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self.special_tokens = dict(special_tokens)  # by role: bos_token, eos_token, ...
+        self.vocab_size: int = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.template = None if template is None else ChatTemplate(template, special_tokens)
+        self._tool_template = None if tool_template is None else ChatTemplate(tool_template, special_tokens)
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(token for token, entry in added.items() if entry.special)
+        self.family, self.strips_first_space = family_of(decoder)
+        self._pieces = {skip: PieceTable(self.family, backend.id_to_token, added, skip_special=skip) for skip in (False, True)}
+
+    @classmethod
+    def load(cls, folder: str | pathlib.Path) -> Tokenizer:
+        """From tokenizer.json, tokenizer_config.json and, if there, chat_template.jinja or chat_template.json."""
+        folder = pathlib.Path(folder)
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise ModelError(f"{folder} has no tokenizer.json")
+        content = path.read_bytes()
+        try:
+            backend = tokenizers.Tokenizer.from_buffer(content)
+            decoder = msgspec.json.decode(content, type=_TokenizerFile).decoder
+        except Exception as error:  # the library raises plain Exception
+            raise ModelError(f"{path} cannot be read: {error}") from error
+        config = _read_json(folder / "tokenizer_config.json")
+        template, tool_template = _chat_templates(folder, config)
+        return cls(
+            backend,
+            decoder=decoder,
+            special_tokens=_special_tokens(config),
+            template=template,
+            tool_template=tool_template,
+        )
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        return ids
+
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        text: str = self._backend.decode(tokens, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def token_bytes(self, token: int) -> bytes:
+        """What the token adds to a text, special tokens included. Several tokens may share one character's bytes."""
+        if self.family is Family.OTHER:
+            return self.decode([token]).encode()
+        piece = self._pieces[False][token]
+        return piece if isinstance(piece, bytes) else piece.encode()
+
+    def token_text(self, token: int) -> str:
+        """As `token_bytes`; bytes that are no whole character show as U+FFFD."""
+        return self.token_bytes(token).decode(errors="replace")
+
+    def pieces(self, *, skip_special_tokens: bool) -> PieceTable | None:
+        """The table of pieces, for tokenizers that have one."""
+        return None if self.family is Family.OTHER else self._pieces[skip_special_tokens]
+
+    def token_id(self, text: str) -> int | None:
+        token: int | None = self._backend.token_to_id(text)
+        return token
+
+    @functools.cached_property
+    def eos_token_id(self) -> int | None:
+        text = self.special_tokens.get("eos_token")
+        return None if text is None else self.token_id(text)
+
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The conversation as the model's prompt. It holds its special tokens: encode it with add_special_tokens=False."""
+        if self.template is None:
+            raise InvalidRequestError("this model has no chat template; use /v1/completions", param="messages")
+        template = self._tool_template if tools and self._tool_template is not None else self.template
+        return template.render(
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            variables=variables,
+        )
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the chat template tells the model about tools."""
+        return self._tool_template is not None or (self.template is not None and self.template.takes_tools)
+
+
+def _read_json(path: pathlib.Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} is not a JSON object")
+    return content
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Entries such as "bos_token", which are text or an object with `content`."""
+    found: dict[str, str] = {}
+    for name, value in config.items():
+        content = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(content, str):
+            found[name] = content
+    return found
+
+
+def _chat_templates(folder: pathlib.Path, config: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """The default template and, where a checkpoint has one of its own for that, the one for tools."""
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8"), None
+    entry = _read_json(folder / "chat_template.json").get("chat_template", config.get("chat_template"))
+    if isinstance(entry, list):
+        by_name = {item["name"]: item["template"] for item in entry}
+        return by_name.get("default"), by_name.get("tool_use")
+    if entry is None or isinstance(entry, str):
+        return entry, None
+    raise ModelError(f"{folder}: chat_template is neither text nor a list of named templates")
