@@ -78,7 +78,13 @@ class ClusterOptions(Options, frozen=True, kw_only=True):
     prefill: Annotated[Count, Meta(description="prefill workers")] = 0
     decode: Annotated[Count, Meta(description="decode workers")] = 0
     encode: Annotated[Count, Meta(description="encode workers")] = 0
-    registry: Annotated[str, Meta(description="embedded, or where the registry listens (tcp://HOST:PORT)")] = "embedded"
+    registry: Annotated[
+        str, Meta(description="embedded, or static:tcp://HOST:PORT,tcp://HOST:PORT to name workers that are already there")
+    ] = "embedded"
+    registry_listen: Annotated[
+        str,
+        Meta(description="where workers of other hosts register (tcp://HOST:PORT); default is a free local port"),
+    ] = ""
     lease_s: Annotated[float, Meta(gt=0.0, le=600.0, description="a worker silent for so long is taken for dead")] = 4.0
 
 
@@ -86,9 +92,16 @@ class WorkerOptions(Options, frozen=True, kw_only=True):
     """Where one worker process belongs."""
 
     role: Annotated[Literal["whole", "prefill", "decode", "encode"], Meta(description="what the worker does")] = "whole"
-    registry: Annotated[str, Meta(description="registry address, such as tcp://127.0.0.1:5600")] = "tcp://127.0.0.1:5600"
+    registry: Annotated[
+        str,
+        Meta(description="registry address, such as tcp://127.0.0.1:5600; static where routers name this worker themselves"),
+    ] = "tcp://127.0.0.1:5600"
     worker_host: Annotated[str, Meta(description="address on which the worker listens for routers")] = "127.0.0.1"
+    worker_port: Annotated[int, Meta(ge=0, le=65535, description="port on which it listens; 0 picks a free one")] = 0
     lease_s: Annotated[float, Meta(gt=0.0, le=600.0, description="a worker silent for so long is taken for dead")] = 4.0
+    watchdog_s: Annotated[
+        float, Meta(gt=0.0, description="a worker whose engine is inside one step for so long is taken for stuck")
+    ] = 120.0
 
 
 class Environment(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,7 +19,9 @@ KVRelayError
 ├── ProtocolError                a peer sent something we do not understand
 │   ├── WrongIdError
 │   └── VersionMismatchError
-└── EngineClosedError            submitted to an engine that is draining or gone
+├── WorkerDiedError              a worker that `serve` started ended before it was ready, or too often
+├── EngineClosedError            submitted to an engine that is draining or gone
+└── BenchError                   a benchmark that could not be carried out
 """
 
 from __future__ import annotations
@@ -122,8 +124,16 @@ class VersionMismatchError(ProtocolError):
     """A peer of another protocol version or another model."""
 
 
+class WorkerDiedError(KVRelayError):
+    """A worker that `serve` started ended before it was ready, or too often."""
+
+
 class EngineClosedError(KVRelayError):
     """Submitted to an engine that is draining or gone."""
+
+
+class BenchError(KVRelayError):
+    """A benchmark that could not be carried out."""
 
 
 def request_error(kind: str, message: str, param: str | None = None) -> RequestError:

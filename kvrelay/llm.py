@@ -86,7 +86,7 @@ class LLM(_Base):
         return [assembly.output() for assembly in assemblies.values()]
 
     def chat(
-        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None, **settings: Any
+        self, messages: Sequence[dict[str, Any]], params: SamplingParams | None = None, **settings: Any
     ) -> RequestOutput:
         """The model's answer to a conversation."""
         text = self.tokenizer.render_chat(messages)

@@ -49,11 +49,11 @@ class ProducerState(enum.StrEnum):
 
     UNKNOWN = "unknown"  # never heard of it here, or long over
     QUEUED = "queued"  # the request waits; nothing is computed
-    STARTED = "started"  # being computed, or computed and parked in the cache; the consumer has no blocks for it yet
+    STARTED = "started"  # being computed, or computed, or parked in the cache; the consumer has no blocks for it yet
     SENDING = "sending"  # the consumer's blocks are known; bytes move as they are computed
     OFFERED = "offered"  # everything is computed; the consumer reads, and says when it is done
-    DRAINING = "draining"  # aborted; moves under way must end before anything is reused
-    DONE = "done"  # the consumer has everything
+    DRAINING = "draining"  # aborted; moves under way must end, or the reader must let go, before anything is reused
+    DONE = "done"  # the consumer has everything, or does not want it
     FAILED = "failed"  # over without success; nothing is held
 
 
@@ -64,7 +64,7 @@ class ConsumerState(enum.StrEnum):
     STARTING = "starting"  # the producer computes, or has computed: blocks may be reserved
     RESERVED = "reserved"  # holds blocks that are being filled
     DRAINING = "draining"  # aborted; its blocks are quarantined until nobody can write them
-    DONE = "done"  # every byte is here
+    DONE = "done"  # every byte is here, or is not wanted any more
     FAILED = "failed"  # over without success; nothing is held
 
 
@@ -101,7 +101,9 @@ PRODUCER_EDGES: Mapping[ProducerState, frozenset[ProducerState]] = {
     ProducerState.SENDING: frozenset(
         {ProducerState.STARTED, ProducerState.OFFERED, ProducerState.DONE, ProducerState.DRAINING, ProducerState.FAILED}
     ),
-    ProducerState.OFFERED: frozenset({ProducerState.DONE, ProducerState.DRAINING, ProducerState.FAILED}),
+    ProducerState.OFFERED: frozenset(
+        {ProducerState.STARTED, ProducerState.DONE, ProducerState.DRAINING, ProducerState.FAILED}
+    ),
     ProducerState.DRAINING: frozenset({ProducerState.FAILED}),
     ProducerState.DONE: frozenset(),
     ProducerState.FAILED: frozenset(),
@@ -113,7 +115,7 @@ CONSUMER_EDGES: Mapping[ConsumerState, frozenset[ConsumerState]] = {
     ConsumerState.RESERVED: frozenset(
         {ConsumerState.STARTING, ConsumerState.DONE, ConsumerState.DRAINING, ConsumerState.FAILED}
     ),
-    ConsumerState.DRAINING: frozenset({ConsumerState.STARTING, ConsumerState.FAILED}),
+    ConsumerState.DRAINING: frozenset({ConsumerState.FAILED}),
     ConsumerState.DONE: frozenset(),
     ConsumerState.FAILED: frozenset(),
 }

@@ -12,10 +12,12 @@ from __future__ import annotations
 import asyncio
 from typing import Protocol
 
-from kvrelay.errors import RequestError
+from kvrelay.errors import InternalError, RequestError
 from kvrelay.ids import RequestId
 from kvrelay.states import FinishReason
 from kvrelay.wire.serving import SequenceOutput
+
+_MAX_EARLY = 1024  # outputs parked behind a gap; so many mean that what is missing will never come
 
 
 class StreamOwner(Protocol):
@@ -68,17 +70,14 @@ class RequestStream:
             return
         expected = self._positions[sample]
         if position > expected:
-            self._early[sample, position] = output
+            self._park(output)
             return
         if position < expected:
             output = _without_first(output, expected - position)
             if not output.tokens and output.finish is None:
                 return
         self._accept(output)
-        while self._early and sample in self._running:
-            follower = self._early.pop((sample, self._positions[sample]), None)
-            if follower is None:
-                break
+        while self._early and sample in self._running and (follower := self._unpark(sample)) is not None:
             self._accept(follower)
         if not self._running:
             self._owner.stream_finished(self)
@@ -105,7 +104,7 @@ class RequestStream:
 
     def finish(self, sample: int, keep_tokens: int, reason: FinishReason) -> None:
         """A normal end: the sample is cut after `keep_tokens` tokens and gets nothing more."""
-        if sample not in self._running:
+        if self._error is not None or sample not in self._running:
             return
         self._running.discard(sample)
         self._owner.send_finish(self, sample, keep_tokens, reason)
@@ -121,6 +120,24 @@ class RequestStream:
         self._owner.send_abort(self)
         self._owner.stream_finished(self)
         self._wake()
+
+    def _park(self, output: SequenceOutput) -> None:
+        parked = self._early.get((output.sample, output.position))
+        if parked is not None and len(parked.tokens) >= len(output.tokens):
+            return
+        if len(self._early) >= _MAX_EARLY:
+            self.fail(InternalError("outputs of this request were lost between the worker and the router"))
+        else:
+            self._early[output.sample, output.position] = output
+
+    def _unpark(self, sample: int) -> SequenceOutput | None:
+        """A parked output that goes on where the sample is now; those that say nothing new are dropped."""
+        expected = self._positions[sample]
+        for key in [key for key in self._early if key[0] == sample and key[1] <= expected]:
+            output = _without_first(self._early.pop(key), expected - key[1])
+            if output.tokens or output.finish is not None:
+                return output
+        return None
 
     def _accept(self, output: SequenceOutput) -> None:
         self._pending.append(output)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -58,9 +60,10 @@ async def test_any_order_with_any_repeats_gives_each_token_once(data: st.DataObj
     length = data.draw(st.integers(1, 12))
     stream, owner = new_stream()
     spans = [(start, end) for start in range(length) for end in range(start + 1, length + 1)]
-    chosen = data.draw(st.lists(st.sampled_from(spans), max_size=20))
-    singles = [(position, position + 1) for position in range(length)]
-    for start, end in data.draw(st.permutations([*chosen, *singles])):
+    repeats = data.draw(st.lists(st.sampled_from(spans), max_size=20))
+    cuts = [0, *sorted(data.draw(st.sets(st.integers(1, length - 1)))), length] if length > 1 else [0, 1]
+    whole = list(itertools.pairwise(cuts))
+    for start, end in data.draw(st.permutations([*repeats, *whole])):
         stream.deliver(output(stream, start, list(range(start, end)), last=end == length))
     assert await drain(stream) == list(range(length))
     assert owner.num_finished == 1

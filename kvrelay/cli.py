@@ -1,0 +1,244 @@
+"""The `kvrelay` command. Each subcommand imports what it needs when it runs, so that --help is instant.
+
+What a user can cause ends in one line `error: ...` on standard error and exit status 2, never in a traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from kvrelay.cli_options import Parser, add_options, collect, suggest
+from kvrelay.config import (
+    ClusterOptions,
+    EngineOptions,
+    Environment,
+    ModelOptions,
+    Options,
+    RouterOptions,
+    WorkerOptions,
+    read_environment,
+)
+from kvrelay.errors import ConfigError, KVRelayError
+from kvrelay.log import configure
+
+O = TypeVar("O", bound=Options)
+
+_EPILOG = """\
+commands:
+  serve      run a model behind an OpenAI-compatible server on this machine
+  router     the router alone; workers on any host register with it
+  worker     one worker, for a router that runs elsewhere
+  chat       talk to a running server in the terminal
+  bench      measure this installation
+  doctor     check this machine and say what to do
+  version    print the version
+
+examples:
+  kvrelay serve                         a small chat model on http://127.0.0.1:8000
+  kvrelay chat                          talk to it
+  kvrelay serve Qwen/Qwen3-0.6B --port 9000 --whole 2
+
+`kvrelay COMMAND --help` tells all about one command. Environment: KVRELAY_CACHE (folder of models),
+KVRELAY_LOG (debug, info, warning), KVRELAY_OFFLINE=1 (never download).
+"""
+
+_SERVE_EPILOG = """\
+examples:
+  kvrelay serve                                        SmolLM2, fetched on first use
+  kvrelay serve ./my-model --whole 2 --threads 4       two workers with four threads each
+  kvrelay serve model.gguf --port 0 --api-key secret   any free port; clients need the key
+  kvrelay serve --config server.yaml --max-batch 128   flags win over the file
+
+A config file holds options as `name: value` lines, such as `max_batch: 128`.
+When every worker is up, one line `kvrelay ready on URL` is printed. Ctrl-C stops everything.
+"""
+
+_ROUTER_EPILOG = """\
+examples:
+  kvrelay router smollm2 --registry-listen tcp://10.0.0.1:5600     workers register there
+  kvrelay router smollm2 --registry static:tcp://10.0.0.2:5700     a worker that is there already
+
+MODEL is needed for its tokenizer only; workers load the weights.
+"""
+
+_WORKER_EPILOG = """\
+examples:
+  kvrelay worker smollm2 --registry tcp://10.0.0.1:5600 --worker-host 10.0.0.2
+  kvrelay worker smollm2 --registry static --worker-host 10.0.0.2 --worker-port 5700
+
+SIGTERM drains the worker: it finishes what it has, leaves and ends.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(arguments)
+    except KVRelayError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of our output went away, as `head` does
+        sys.stderr.close()
+        return 141
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_top_parser().format_help(), end="")
+        return 0 if arguments else 2
+    if arguments[0] in ("-V", "--version"):
+        return _version([])
+    command = _COMMANDS.get(arguments[0])
+    if command is None:
+        raise ConfigError(f"unknown command {arguments[0]!r}{suggest(arguments[0], _COMMANDS)} (see kvrelay --help)")
+    return command(arguments[1:])
+
+
+def _top_parser() -> Parser:
+    return Parser(
+        prog="kvrelay",
+        usage="kvrelay COMMAND [OPTIONS]",
+        description="Serves language models with encode, prefill and decode on separate workers.",
+        epilog=_EPILOG,
+        add_help=False,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """The options of one run."""
+
+    values: dict[type[Options], Options]
+    namespace: argparse.Namespace
+    environment: Environment
+
+    def of(self, group: type[O]) -> O:
+        value = self.values[group]
+        assert isinstance(value, group)
+        return value
+
+
+def _parse(parser: Parser, argv: list[str], groups: list[type[Options]], skip: frozenset[str] = frozenset()) -> _Chosen:
+    """MODEL, --config, and the options of the groups, less those in `skip`."""
+    parser.add_argument(
+        "positional_model", nargs="?", metavar="MODEL", help="smollm2 (default), a folder, a .gguf file, a hub id"
+    )
+    parser.add_argument("--config", type=pathlib.Path, metavar="FILE.yaml", help="a file of options; flags win over it")
+    add_options(parser, groups, skip=skip)
+    namespace = parser.parse_strictly(argv)
+    if namespace.positional_model is not None:
+        if "model" in namespace:
+            raise ConfigError("the model is given twice: as MODEL and with --model")
+        namespace.model = namespace.positional_model
+    return _Chosen(collect(namespace, groups, namespace.config), namespace, read_environment())
+
+
+def _serve(argv: list[str]) -> int:
+    parser = Parser(prog="kvrelay serve", description="Serves a model on this machine.", epilog=_SERVE_EPILOG)
+    chosen = _parse(parser, argv, [ModelOptions, EngineOptions, RouterOptions, ClusterOptions])
+    configure(chosen.environment.log_level, "router")
+    from kvrelay import launch
+    from kvrelay.console import ConsoleProgress
+
+    return launch.serve(
+        chosen.of(ModelOptions),
+        chosen.of(EngineOptions),
+        chosen.of(RouterOptions),
+        chosen.of(ClusterOptions),
+        chosen.environment,
+        ConsoleProgress(),
+    )
+
+
+def _router(argv: list[str]) -> int:
+    parser = Parser(prog="kvrelay router", description="The router alone.", epilog=_ROUTER_EPILOG)
+    weights = frozenset(ModelOptions.__struct_fields__) - {"model"}
+    counts = frozenset({"whole", "prefill", "decode", "encode"})
+    chosen = _parse(parser, argv, [ModelOptions, RouterOptions, ClusterOptions], skip=weights | counts)
+    configure(chosen.environment.log_level, "router")
+    from kvrelay import launch
+    from kvrelay.console import ConsoleProgress
+
+    return launch.route(
+        chosen.of(ModelOptions), chosen.of(RouterOptions), chosen.of(ClusterOptions), chosen.environment, ConsoleProgress()
+    )
+
+
+def _worker(argv: list[str]) -> int:
+    parser = Parser(prog="kvrelay worker", description="One worker, for routers elsewhere.", epilog=_WORKER_EPILOG)
+    parser.add_argument("--launcher-fd", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--plain-progress", action="store_true", help=argparse.SUPPRESS)
+    chosen = _parse(parser, argv, [ModelOptions, EngineOptions, WorkerOptions])
+    configure(chosen.environment.log_level, "worker")
+    if chosen.namespace.launcher_fd is None:
+        return _run_worker(chosen, launched=False)
+    from kvrelay.worker.launcher import LauncherTie
+
+    tie = LauncherTie(chosen.namespace.launcher_fd)
+    try:
+        return _run_worker(chosen, launched=True)
+    except KVRelayError as error:
+        tie.report(str(error))
+        return 2
+
+
+def _run_worker(chosen: _Chosen, *, launched: bool) -> int:
+    from kvrelay.console import ConsoleProgress
+    from kvrelay.worker.worker import check_role, run_worker
+
+    check_role(chosen.of(WorkerOptions).role)
+    from kvrelay.worker.whole import build_whole
+
+    return run_worker(
+        chosen.of(ModelOptions),
+        chosen.of(EngineOptions),
+        chosen.of(WorkerOptions),
+        chosen.environment,
+        ConsoleProgress(plain=chosen.namespace.plain_progress),
+        build_whole,
+        launched=launched,
+    )
+
+
+def _chat(argv: list[str]) -> int:
+    from kvrelay import chat
+
+    return chat.run(argv)
+
+
+def _bench(argv: list[str]) -> int:
+    from kvrelay.bench import main as bench
+
+    return bench.run(argv)
+
+
+def _doctor(argv: list[str]) -> int:
+    from kvrelay import doctor
+
+    return doctor.run(argv)
+
+
+def _version(argv: list[str]) -> int:
+    Parser(prog="kvrelay version", description="Prints the version.").parse_strictly(argv)
+    from kvrelay.version import version
+
+    print(f"kvrelay {version()}")
+    return 0
+
+
+_COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "serve": _serve,
+    "router": _router,
+    "worker": _worker,
+    "chat": _chat,
+    "bench": _bench,
+    "doctor": _doctor,
+    "version": _version,
+}

@@ -1,0 +1,65 @@
+"""Who is alive. A worker holds a `Registration`; a router holds a `Membership`. Every registry implements both.
+
+    worker (a thread of its own)                    router (its event loop)
+      register(record, ttl_s)  -------------------->  on_joined(record)
+      renew(state, load) every ttl/3  ------------->  on_changed(record)       state or load is new
+      leave()  ------------------------------------>  on_left(worker_id, Loss.LEFT)
+      silent for ttl_s  --------------------------->  on_left(worker_id, Loss.EXPIRED)
+
+For each worker the router hears joined, then any number of changed, then left; after that the same worker may join again
+(it was only slow, or the registry restarted). A `WorkerId` names one incarnation, so a restarted process is another worker.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from typing import Protocol
+
+from kvrelay.ids import WorkerId
+from kvrelay.states import WorkerState
+from kvrelay.wire.registry import WorkerLoad, WorkerRecord
+
+
+class Loss(enum.StrEnum):
+    """Why a worker is no longer a member."""
+
+    LEFT = "left"  # it said so
+    EXPIRED = "expired"  # it was silent for longer than its lease
+
+
+OnJoined = Callable[[WorkerRecord], None]
+OnChanged = Callable[[WorkerRecord], None]
+OnLeft = Callable[[WorkerId, Loss], None]
+
+
+class Registration(Protocol):
+    """The worker's side. Not thread-safe: one thread drives it. No call blocks for longer than about `timeout_s`.
+
+    False means that nobody answered: the caller tries again. A registry that refuses the worker raises ProtocolError
+    (VersionMismatchError if it speaks another version): trying again would not help.
+    """
+
+    def register(self, record: WorkerRecord, ttl_s: float) -> bool: ...
+
+    def renew(self, state: WorkerState, load: WorkerLoad) -> bool:
+        """Only after `register`. A registry that forgot the worker (it restarted) is told everything again."""
+
+    def leave(self) -> None:
+        """Best effort; harmless before `register`."""
+
+    def close(self) -> None: ...
+
+
+class Membership(Protocol):
+    """The router's side. The callbacks run on the event loop that called `start` and must not raise."""
+
+    @property
+    def address(self) -> str:
+        """Where workers register; empty if they need not."""
+
+    def start(self, on_joined: OnJoined, on_changed: OnChanged, on_left: OnLeft) -> None:
+        """Once, on a running loop. What was already registered is joined soon after."""
+
+    def close(self) -> None:
+        """No callback runs afterwards."""

@@ -1,0 +1,95 @@
+"""A router's DEALER connection to one worker's serving socket: it knows whether it is up, and nothing about messages.
+
+    on_up()              connected (again): whatever the worker knew of us before is lost, so the caller says Hello
+    on_message(frame)    one message of the worker
+    on_down()            the process ended, the host is unreachable for `lease_s`, or the network broke
+
+`send` works only while up: nothing is queued for a worker that may come back as another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from kvrelay.discovery.loop_socket import LoopSocket, Socket, new_socket
+from kvrelay.errors import ProtocolError
+
+_SEND_QUEUE = 16_384  # messages; a worker that far behind does not read at all
+_RECONNECT_MS = 100
+_RECONNECT_MAX_MS = 1000
+
+
+class Connection:
+    """Owns the DEALER and its monitor. Everything runs on the event loop that made it."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        identity: bytes | None,
+        lease_s: float,
+        on_up: Callable[[], None],
+        on_down: Callable[[], None],
+        on_message: Callable[[bytes], None],
+    ) -> None:
+        self.is_up = False
+        self._on_up = on_up
+        self._on_down = on_down
+        self._on_message = on_message
+        socket = _dealer(identity, lease_s)
+        monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        try:
+            socket.connect(address)
+        except zmq.ZMQError as error:
+            socket.disable_monitor()
+            socket.close()
+            raise ProtocolError(f"{address[:80]!r} is no address to connect to: {error.strerror or error}") from error
+        self._monitor = LoopSocket(monitor, self._on_event)
+        self._data = LoopSocket(socket, self._on_frames)
+
+    def send(self, frame: bytes) -> bool:
+        """False: the connection is down, or the worker does not keep up."""
+        return self.is_up and self._data.send((frame,))
+
+    def close(self) -> None:
+        """No callback runs afterwards. What was sent just before still goes out."""
+        self.is_up = False
+        self._monitor.close()
+        if not self._data.socket.closed:
+            self._data.socket.disable_monitor()
+        self._data.close(linger_ms=200)
+
+    def _on_frames(self, frames: list[bytes]) -> None:
+        for frame in frames:
+            self._on_message(frame)
+
+    def _on_event(self, frames: list[bytes]) -> None:
+        event = parse_monitor_message(frames)["event"]
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED and not self.is_up:
+            self.is_up = True
+            self._on_up()
+        elif event == zmq.EVENT_DISCONNECTED and self.is_up:
+            self._data.drain()  # what the worker said last counts
+            self.is_up = False
+            self._on_down()
+
+
+def _dealer(identity: bytes | None, lease_s: float) -> Socket:
+    socket = new_socket(zmq.DEALER)
+    if identity is not None:
+        socket.setsockopt(zmq.IDENTITY, identity)
+    lease_ms = max(1, round(lease_s * 1000))
+    for option, value in (
+        (zmq.IMMEDIATE, 1),
+        (zmq.SNDHWM, _SEND_QUEUE),
+        (zmq.RCVHWM, 0),
+        (zmq.RECONNECT_IVL, _RECONNECT_MS),
+        (zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS),
+        (zmq.HEARTBEAT_IVL, max(1, lease_ms // 3)),
+        (zmq.HEARTBEAT_TIMEOUT, lease_ms),
+    ):
+        socket.setsockopt(option, value)
+    return socket

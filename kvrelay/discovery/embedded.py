@@ -1,0 +1,258 @@
+"""The registry inside the router process: a ZMQ ROUTER socket that workers' DEALER sockets talk to (wire/registry.py).
+
+Nothing is kept on disk. A registry that restarts answers a worker's next renewal with Unknown, and the worker registers
+again, so the membership is whole after one renewal interval.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import assert_never
+
+import msgspec
+import zmq
+
+from kvrelay.discovery.base import Loss, OnChanged, OnJoined, OnLeft
+from kvrelay.discovery.loop_socket import LoopSocket, Socket, bound_address, new_socket
+from kvrelay.errors import ConfigError, ProtocolError, VersionMismatchError
+from kvrelay.ids import WorkerId, as_worker_id
+from kvrelay.log import Log
+from kvrelay.states import WorkerState
+from kvrelay.wire import PROTOCOL_VERSION
+from kvrelay.wire.codec import Decoder, encode
+from kvrelay.wire.registry import (
+    FromRegistry,
+    Leave,
+    Register,
+    Registered,
+    RegistryRefused,
+    Renew,
+    ToRegistry,
+    Unknown,
+    WorkerLoad,
+    WorkerRecord,
+)
+
+log = Log("discovery")
+
+MAX_WORKERS = 4096
+MAX_TTL_S = 600.0
+_MAX_MESSAGE_BYTES = 1 << 20
+_TICK_S = 0.2
+_STALL_S = 0.5  # a tick that comes so late shows that we were stopped, not that the workers were silent
+
+
+@dataclass(slots=True)
+class _Lease:
+    record: WorkerRecord
+    ttl_s: float
+    deadline: float
+
+
+class EmbeddedMembership:
+    """The registry and its watch in one. Binds at once, so that `address` can be handed to workers before `start`."""
+
+    def __init__(
+        self,
+        listen: str,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        on_malformed: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._socket = new_socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
+        try:
+            self._socket.bind(listen)
+        except zmq.ZMQError as error:
+            self._socket.close()
+            raise ConfigError(f"the registry cannot listen on {listen}: {error.strerror or error}") from error
+        self._address = bound_address(self._socket)
+        self._clock = clock
+        self._on_malformed = on_malformed
+        self._decoder: Decoder[ToRegistry] = Decoder(ToRegistry)
+        self._leases: dict[WorkerId, _Lease] = {}
+        self._reader: LoopSocket | None = None
+        self._ticker: asyncio.TimerHandle | None = None
+
+    @property
+    def address(self) -> str:
+        return self._address
+
+    def start(self, on_joined: OnJoined, on_changed: OnChanged, on_left: OnLeft) -> None:
+        assert self._reader is None, "started twice"
+        self._on_joined, self._on_changed, self._on_left = on_joined, on_changed, on_left
+        self._reader = LoopSocket(self._socket, self._receive)
+        self._schedule_tick()
+
+    def close(self) -> None:
+        if self._ticker is not None:
+            self._ticker.cancel()
+        if self._reader is not None:
+            self._reader.close()
+        else:
+            self._socket.close(linger=0)
+
+    def expire(self) -> None:
+        """Takes out whoever was silent for longer than its lease."""
+        now = self._clock()
+        for worker_id in [worker_id for worker_id, lease in self._leases.items() if lease.deadline <= now]:
+            self._remove(worker_id, Loss.EXPIRED)
+
+    def _receive(self, frames: list[bytes]) -> None:
+        identity, payload = frames[0], frames[1:]
+        assert self._reader is not None
+        self._reader.send([identity, encode(self._answer(payload))])
+
+    def _answer(self, payload: list[bytes]) -> FromRegistry:
+        try:
+            if len(payload) != 1:
+                raise ProtocolError(f"a message of {len(payload)} frames where one belongs")
+            return self._handle(self._decoder.decode(payload[0]))
+        except ProtocolError as error:
+            self._on_malformed()
+            log.warning("refused on the registry plane", reason=error)
+            return RegistryRefused(reason=str(error))
+
+    def _handle(self, message: ToRegistry) -> FromRegistry:
+        match message:
+            case Register():
+                return self._register(message)
+            case Renew():
+                return self._renew(message)
+            case Leave():
+                if message.worker_id in self._leases:
+                    self._remove(message.worker_id, Loss.LEFT)
+                return Registered(version=PROTOCOL_VERSION)
+            case _:
+                assert_never(message)
+
+    def _register(self, message: Register) -> FromRegistry:
+        record = message.record
+        _check_record(record, message.ttl_s)
+        known = record.id in self._leases
+        if not known and len(self._leases) >= MAX_WORKERS:
+            raise ProtocolError(f"there are already {MAX_WORKERS} workers")
+        self._leases[record.id] = _Lease(record, message.ttl_s, self._clock() + message.ttl_s)
+        if known:
+            self._on_changed(record)
+        else:
+            self._on_joined(record)
+        return Registered(version=PROTOCOL_VERSION)
+
+    def _renew(self, message: Renew) -> FromRegistry:
+        lease = self._leases.get(message.worker_id)
+        if lease is None:
+            return Unknown(worker_id=message.worker_id)
+        lease.deadline = self._clock() + lease.ttl_s
+        if message.state != lease.record.state or message.load != lease.record.load:
+            lease.record = msgspec.structs.replace(lease.record, state=message.state, load=message.load)
+            self._on_changed(lease.record)
+        return Registered(version=PROTOCOL_VERSION)
+
+    def _remove(self, worker_id: WorkerId, loss: Loss) -> None:
+        del self._leases[worker_id]
+        self._on_left(worker_id, loss)
+
+    def _schedule_tick(self) -> None:
+        self._tick_due = self._clock() + _TICK_S
+        self._ticker = asyncio.get_running_loop().call_later(_TICK_S, self._tick)
+
+    def _tick(self) -> None:
+        """If this process itself stood still, the renewals of that time are still on their way: leases grow by it."""
+        late_s = self._clock() - self._tick_due
+        if late_s > _STALL_S:
+            for lease in self._leases.values():
+                lease.deadline += late_s
+        self.expire()
+        self._schedule_tick()
+
+
+def _check_record(record: WorkerRecord, ttl_s: float) -> None:
+    as_worker_id(record.id)
+    if record.version != PROTOCOL_VERSION:
+        raise VersionMismatchError(f"worker speaks protocol {record.version}, this registry {PROTOCOL_VERSION}")
+    if not (math.isfinite(ttl_s) and 0.0 < ttl_s <= MAX_TTL_S):
+        raise ProtocolError(f"a lease of {ttl_s} s is not between 0 and {MAX_TTL_S:g}")
+    if not record.serving_address.startswith("tcp://"):
+        raise ProtocolError(f"serving address {record.serving_address[:80]!r} is not tcp://HOST:PORT")
+    if record.max_batch < 1 or record.max_queue < 1 or record.max_model_len < 1:
+        raise ProtocolError("max_batch, max_queue and max_model_len must be positive")
+
+
+class EmbeddedRegistration:
+    """A worker's end of the embedded registry."""
+
+    def __init__(self, address: str, *, timeout_s: float = 1.0) -> None:
+        self._address = address
+        self._timeout_ms = max(1, round(timeout_s * 1000))
+        self._decoder: Decoder[FromRegistry] = Decoder(FromRegistry)
+        self._registered: Register | None = None
+        self._socket = self._connect()
+
+    def register(self, record: WorkerRecord, ttl_s: float) -> bool:
+        message = Register(record=record, ttl_s=ttl_s)
+        answer = self._ask(message)
+        if answer is None:
+            return False
+        _check_answer(answer)
+        self._registered = message
+        return True
+
+    def renew(self, state: WorkerState, load: WorkerLoad) -> bool:
+        assert self._registered is not None, "renew before register"
+        record = msgspec.structs.replace(self._registered.record, state=state, load=load)
+        answer = self._ask(Renew(worker_id=record.id, state=state, load=load))
+        if answer is None:
+            return False
+        if isinstance(answer, Unknown):
+            return self.register(record, self._registered.ttl_s)
+        _check_answer(answer)
+        return True
+
+    def leave(self) -> None:
+        if self._registered is not None:
+            self._ask(Leave(worker_id=self._registered.record.id))
+            self._registered = None
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+
+    def _connect(self) -> Socket:
+        socket = new_socket(zmq.DEALER)
+        socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        try:
+            socket.connect(self._address)
+        except zmq.ZMQError as error:
+            socket.close()
+            raise ConfigError(f"{self._address!r} is no registry address such as tcp://127.0.0.1:5600") from error
+        return socket
+
+    def _ask(self, message: Register | Renew | Leave) -> FromRegistry | None:
+        """One question, one answer. After a silence the socket is new, so that a late answer meets no other question."""
+        try:
+            self._socket.send(encode(message), zmq.DONTWAIT)
+            if self._socket.poll(self._timeout_ms, zmq.POLLIN):
+                return self._decoder.decode(self._socket.recv())
+        except zmq.Again:
+            pass
+        self._socket.close(linger=0)
+        self._socket = self._connect()
+        return None
+
+
+def _check_answer(answer: FromRegistry) -> None:
+    match answer:
+        case Registered():
+            if answer.version != PROTOCOL_VERSION:
+                raise VersionMismatchError(f"registry speaks protocol {answer.version}, this worker {PROTOCOL_VERSION}")
+        case RegistryRefused():
+            raise ProtocolError(f"the registry refused this worker: {answer.reason}")
+        case Unknown():
+            raise ProtocolError("the registry answered a registration with Unknown")
+        case _:
+            assert_never(answer)

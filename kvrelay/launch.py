@@ -1,0 +1,272 @@
+"""`kvrelay serve` (router and workers) and `kvrelay router` (the router alone).
+
+    resolve the model -> listen on the HTTP port -> registry, router, HTTP server -> start the workers
+    -> all of them usable: one ready line -> signal -> HTTP ends, router closes, workers end
+
+The router lives in this process; torch does not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import signal
+import socket
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import msgspec
+import uvicorn
+import uvloop
+
+from kvrelay.checkpoint.fetch import resolve
+from kvrelay.cli_options import to_flags
+from kvrelay.config import (
+    ClusterOptions,
+    EngineOptions,
+    Environment,
+    ModelOptions,
+    RouterOptions,
+    WorkerOptions,
+)
+from kvrelay.discovery.base import Membership
+from kvrelay.discovery.embedded import EmbeddedMembership
+from kvrelay.discovery.static import StaticMembership
+from kvrelay.errors import ConfigError
+from kvrelay.frontend.app import create_app
+from kvrelay.ids import RouterId, new_router_id
+from kvrelay.log import Log
+from kvrelay.metrics import Metrics
+from kvrelay.progress import Progress
+from kvrelay.router.router import Router
+from kvrelay.supervise import Supervisor, worker_command
+from kvrelay.text.tokenizer import Tokenizer
+
+log = Log("serve")
+
+_BACKLOG = 4096
+_KEEP_ALIVE_S = 75  # longer than common proxies keep idle connections, so that they close first
+_HTTP_PATIENCE_S = 5  # running responses may end by themselves for so long
+_DEFAULT_LISTEN = "tcp://127.0.0.1:5600"
+_FREE_LOCAL_PORT = "tcp://127.0.0.1:*"
+
+
+def serve(
+    model: ModelOptions,
+    engine: EngineOptions,
+    router: RouterOptions,
+    cluster: ClusterOptions,
+    environment: Environment,
+    progress: Progress,
+) -> int:
+    """Runs until a signal; returns the exit status."""
+    num_workers = count_workers(cluster)
+    with _listening(router.host, router.port) as listener:
+        folder = resolve(model.model, environment, progress)
+        tokenizer = Tokenizer.load(folder)
+        served_name = router.served_model_name or model.model
+        located = msgspec.structs.replace(model, model=str(folder), threads=model.threads or _share_of_cores(num_workers))
+
+        async def main() -> int:
+            front = Front(router, cluster, served_name, tokenizer, default_listen=_FREE_LOCAL_PORT)
+            flags = [*to_flags(located), *to_flags(engine), *_worker_flags(front.registry_address, cluster)]
+            if num_workers > 1:
+                flags.append("--plain-progress")
+            supervisor = Supervisor([worker_command(flags)] * num_workers)
+            return await _run(front, listener, supervisor, num_workers)
+
+        return _run_loop(main)
+
+
+def route(
+    model: ModelOptions, router: RouterOptions, cluster: ClusterOptions, environment: Environment, progress: Progress
+) -> int:
+    """The router alone: workers are started elsewhere and register here."""
+    with _listening(router.host, router.port) as listener:
+        tokenizer = Tokenizer.load(resolve(model.model, environment, progress))
+        served_name = router.served_model_name or model.model
+
+        async def main() -> int:
+            front = Front(router, cluster, served_name, tokenizer, default_listen=_DEFAULT_LISTEN)
+            return await _run(front, listener, None, 0)
+
+        return _run_loop(main)
+
+
+def count_workers(cluster: ClusterOptions) -> int:
+    for role, count in (("prefill", cluster.prefill), ("decode", cluster.decode), ("encode", cluster.encode)):
+        if count:
+            raise ConfigError(f"{role} workers come with the relay; this version serves --whole N")
+    if cluster.registry != "embedded":
+        if cluster.whole:
+            raise ConfigError("--whole starts workers that register here; it cannot be used with a static registry")
+        return 0
+    return cluster.whole or 1
+
+
+class Front:
+    """Registry, router and HTTP application of one process. Made on the running loop."""
+
+    def __init__(
+        self,
+        options: RouterOptions,
+        cluster: ClusterOptions,
+        served_name: str,
+        tokenizer: Tokenizer,
+        *,
+        default_listen: str,
+    ) -> None:
+        metrics = Metrics()
+        router_id = new_router_id()
+        membership = _open_membership(cluster, router_id, metrics, default_listen)
+        self.served_name = served_name
+        self.registry_address = membership.address
+        self.router = Router(
+            membership=membership,
+            metrics=metrics,
+            policy=options.policy,
+            lease_s=cluster.lease_s,
+            model=served_name,
+            router_id=router_id,
+        )
+        app = create_app(self.router, tokenizer, metrics=metrics, options=options, model=served_name)
+        self.server = HttpServer(
+            uvicorn.Config(
+                app,
+                loop="none",
+                http="httptools",
+                ws="none",
+                lifespan="off",
+                interface="asgi3",
+                access_log=False,
+                log_config=None,
+                log_level="warning",
+                proxy_headers=False,
+                server_header=False,
+                backlog=_BACKLOG,
+                timeout_keep_alive=_KEEP_ALIVE_S,
+                timeout_graceful_shutdown=_HTTP_PATIENCE_S,
+            )
+        )
+
+
+class HttpServer(uvicorn.Server):
+    """Leaves signals to us."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def _run(front: Front, listener: socket.socket, supervisor: Supervisor | None, num_workers: int) -> int:
+    stop = asyncio.Event()
+    _on_signals(front.server, stop)
+    front.router.start()
+    http = asyncio.create_task(front.server.serve(sockets=[listener]))
+    stopped = asyncio.create_task(stop.wait())
+    try:
+        if supervisor is not None:
+            supervisor.start()
+            await _until_ready(front.router, supervisor, num_workers, stopped)
+        if not stop.is_set():
+            _spare_the_collector()
+            print(_ready_line(front, listener, num_workers), flush=True)
+            await _until_stopped(http, stopped, supervisor)
+    finally:
+        stopped.cancel()
+        front.server.should_exit = True
+        await asyncio.wait([http])
+        if supervisor is not None:
+            await supervisor.stop()  # before the router: a worker that leaves wants an answer of the registry
+        front.router.close()
+    return 0
+
+
+async def _until_ready(router: Router, supervisor: Supervisor, num_workers: int, stopped: asyncio.Task[bool]) -> None:
+    usable = asyncio.create_task(router.until_usable(num_workers))
+    waits: list[asyncio.Future[Any]] = [usable, stopped, supervisor.failed]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    usable.cancel()
+    if supervisor.failed.done():
+        raise supervisor.failed.result()
+    supervisor.all_ready()
+
+
+async def _until_stopped(http: asyncio.Task[None], stopped: asyncio.Task[bool], supervisor: Supervisor | None) -> None:
+    waits: list[asyncio.Future[Any]] = [http, stopped]
+    if supervisor is not None:
+        waits.append(supervisor.failed)
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    if supervisor is not None and supervisor.failed.done():
+        raise supervisor.failed.result()
+    if http.done():
+        http.result()  # it ends by itself only with an error
+
+
+def _on_signals(server: HttpServer, stop: asyncio.Event) -> None:
+    """The first signal stops in order, the second one does not wait for running responses."""
+
+    def stop_now() -> None:
+        server.force_exit = stop.is_set()
+        stop.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop_now)
+
+
+def _run_loop(main: Callable[[], Coroutine[Any, Any, int]]) -> int:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(main())
+
+
+def _open_membership(cluster: ClusterOptions, router_id: RouterId, metrics: Metrics, default_listen: str) -> Membership:
+    malformed = metrics.malformed.labels("registry").inc
+    if cluster.registry == "embedded":
+        return EmbeddedMembership(cluster.registry_listen or default_listen, on_malformed=malformed)
+    kind, _, addresses = cluster.registry.partition(":")
+    if kind != "static":
+        raise ConfigError(f"--registry {cluster.registry!r} is neither embedded nor static:tcp://HOST:PORT,...")
+    return StaticMembership(addresses.split(","), router_id=router_id, lease_s=cluster.lease_s, on_malformed=malformed)
+
+
+def _worker_flags(registry_address: str, cluster: ClusterOptions) -> list[str]:
+    return to_flags(WorkerOptions(role="whole", registry=registry_address, lease_s=cluster.lease_s))
+
+
+def _share_of_cores(num_workers: int) -> int:
+    return max(1, len(os.sched_getaffinity(0)) // max(1, num_workers))
+
+
+@contextlib.contextmanager
+def _listening(host: str, port: int) -> Iterator[socket.socket]:
+    """The HTTP port, taken before anything slow happens."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except socket.gaierror as error:
+        raise ConfigError(f"--host {host}: {error.strerror}") from error
+    with socket.socket(family, kind, protocol) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(address)
+            listener.listen(_BACKLOG)
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror} (choose another with --port)") from error
+        yield listener
+
+
+def _ready_line(front: Front, listener: socket.socket, num_workers: int) -> str:
+    host, port = listener.getsockname()[:2]
+    shown = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+    what = f"{num_workers} whole worker{'s' if num_workers > 1 else ''}" if num_workers else "router only"
+    where = f"; workers register at {front.registry_address}" if not num_workers and front.registry_address else ""
+    return f"kvrelay ready on http://{shown}:{port} (model {front.served_name}, {what}{where})"
+
+
+def _spare_the_collector() -> None:
+    """What exists now lives as long as the process: the garbage collector need not look at it again and again."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)

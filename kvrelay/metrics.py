@@ -1,0 +1,69 @@
+"""Every metric, once: its name, labels and help. A process makes one `Metrics` and hands it to whoever counts.
+
+Figures that a worker already counts for itself (running, waiting, blocks, tokens) are not counted again here: a collector
+reads them from the latest `WorkerLoad` when somebody scrapes (`router/collector.py`).
+"""
+
+from __future__ import annotations
+
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+_LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_DURATION_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+
+
+class Metrics:
+    """The counters, gauges and histograms of one process, in a registry of their own (so tests may make many)."""
+
+    def __init__(self) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series per counter that says when it was made
+        registry = CollectorRegistry()
+        self.registry = registry
+
+        # The front end counts these.
+        self.requests = Counter(
+            "kvrelay_requests", "HTTP requests answered", ["endpoint", "status"], registry=registry
+        )  # shown as kvrelay_requests_total
+        self.requests_in_flight = Gauge("kvrelay_requests_in_flight", "HTTP requests being answered", registry=registry)
+        self.aborted = Counter("kvrelay_aborted", "Requests whose client left before the end", registry=registry)
+        self.prompt_tokens = Counter("kvrelay_prompt_tokens", "Prompt tokens of answered requests", registry=registry)
+        self.cached_tokens = Counter(
+            "kvrelay_cached_tokens", "Prompt tokens whose KV was reused from a cache", registry=registry
+        )
+        self.output_tokens = Counter("kvrelay_output_tokens", "Tokens generated for clients", registry=registry)
+        self.ttft_seconds = Histogram(
+            "kvrelay_ttft_seconds", "From a request's arrival to its first token", buckets=_LATENCY_BUCKETS, registry=registry
+        )
+        self.inter_token_seconds = Histogram(
+            "kvrelay_inter_token_seconds", "Between two tokens of a sequence", buckets=_LATENCY_BUCKETS, registry=registry
+        )
+        self.request_seconds = Histogram(
+            "kvrelay_request_seconds", "From a request's arrival to its end", buckets=_DURATION_BUCKETS, registry=registry
+        )
+
+        # The router counts these.
+        self.malformed = Counter(
+            "kvrelay_malformed_messages", "Messages of peers that could not be understood", ["plane"], registry=registry
+        )
+        self.worker_joins = Counter("kvrelay_worker_joins", "Workers that joined", ["role"], registry=registry)
+        self.worker_losses = Counter(
+            "kvrelay_worker_losses", "Workers that went away", ["role", "reason"], registry=registry
+        )  # reason: left, expired, broken
+        self.dispatched = Counter("kvrelay_dispatched", "Requests sent to workers", registry=registry)
+        self.rejected = Counter(
+            "kvrelay_rejected", "Requests that no worker could take", ["reason"], registry=registry
+        )  # reason: queue_full, unavailable
+
+    def render(self) -> bytes:
+        """The text of GET /metrics; its content type is CONTENT_TYPE."""
+        return generate_latest(self.registry)

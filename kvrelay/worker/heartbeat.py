@@ -1,0 +1,87 @@
+"""The thread that keeps a worker registered.
+
+It runs beside the engine, so a long step does not look like death; and it watches the engine, so a stuck one does: while a
+step takes longer than `watchdog_s` nothing is renewed, the lease runs out, and routers send their requests elsewhere.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from kvrelay.discovery.base import Registration
+from kvrelay.errors import ProtocolError
+from kvrelay.log import Log
+from kvrelay.wire.registry import WorkerRecord
+from kvrelay.worker.status import Status
+
+log = Log("worker")
+
+
+class Heartbeat:
+    """Registers, renews every third of a lease, and leaves. Only its own thread touches the registration."""
+
+    def __init__(
+        self,
+        registration: Registration,
+        record: WorkerRecord,
+        status: Status,
+        *,
+        lease_s: float,
+        watchdog_s: float,
+        on_refused: Callable[[ProtocolError], None],
+    ) -> None:
+        self._registration = registration
+        self._record = record
+        self._status = status
+        self._lease_s = lease_s
+        self._watchdog_s = watchdog_s
+        self._on_refused = on_refused
+        self._wake = threading.Event()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def soon(self) -> None:
+        """The state changed: renew now, not in a third of a lease."""
+        self._wake.set()
+
+    def stop(self) -> None:
+        """Leaves the registry and ends the thread."""
+        self._stopping = True
+        self._wake.set()
+        self._thread.join(timeout=5.0)
+
+    def _run(self) -> None:
+        try:
+            self._register()
+            while not self._stopping:
+                self._pause()
+                if not self._stopping:
+                    self._renew()
+            self._registration.leave()
+        except ProtocolError as error:
+            self._on_refused(error)
+        finally:
+            self._registration.close()
+
+    def _register(self) -> None:
+        told = False
+        while not self._stopping and not self._registration.register(self._record, self._lease_s):
+            if not told:
+                log.warning("no registry answers; trying until one does")
+                told = True
+            self._pause()
+
+    def _renew(self) -> None:
+        stuck_for_s = self._status.stuck_for_s()
+        if stuck_for_s > self._watchdog_s:
+            log.error("the engine is stuck; not renewing the lease", seconds=round(stuck_for_s))
+        elif not self._registration.renew(self._status.state, self._status.load):
+            log.warning("the registry did not answer; trying again")
+
+    def _pause(self) -> None:
+        self._wake.wait(self._lease_s / 3)
+        self._wake.clear()

@@ -1,0 +1,45 @@
+"""A worker's tie to the process that launched it: a socket pair, inherited.
+
+It tells the launcher why the worker could not start, and its end of file tells the worker that the launcher is gone: then
+the worker ends at once, so that nothing is left behind even by a kill -9. On Linux the kernel is asked for the same
+(PR_SET_PDEATHSIG), for the time in which this process is too busy loading to run a thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import sys
+import threading
+
+_PR_SET_PDEATHSIG = 1
+_MAX_REASON_BYTES = 4096
+
+
+class LauncherTie:
+    """The worker's end."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._socket = socket.socket(fileno=descriptor)
+        self._socket.set_inheritable(False)
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's to handle
+        threading.Thread(target=self._watch, name="launcher-watch", daemon=True).start()
+
+    def report(self, reason: str) -> None:
+        """Why this worker ends. The launcher shows it."""
+        try:
+            self._socket.sendall(reason.encode()[:_MAX_REASON_BYTES])
+        except OSError:
+            print(f"error: {reason}", file=sys.stderr)
+
+    def _watch(self) -> None:
+        try:
+            while self._socket.recv(64):
+                pass
+        except OSError:
+            pass  # a broken tie is a cut tie
+        os._exit(1)

@@ -1,0 +1,338 @@
+"""The worker's serving loop: requests of any number of routers in, one message per step and router out.
+
+    receive everything that waits -> engine has work? -> step -> send each router its outputs
+                                  -> else wait for a message
+
+Every router is known by the identity of its connection. A router that was silent for its lease, or whose connection is gone,
+has its requests aborted and is forgotten; if it speaks again it is told so (Refused) and has to say Hello.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Protocol, assert_never
+
+import msgspec
+import zmq
+
+from kvrelay.discovery.loop_socket import Socket, bound_address, new_socket
+from kvrelay.errors import ConfigError, InternalError, ProtocolError, RequestError, UnavailableError, VersionMismatchError
+from kvrelay.ids import RequestId, as_request_id, as_router_id
+from kvrelay.log import Log
+from kvrelay.states import WorkerState
+from kvrelay.wire import PROTOCOL_VERSION
+from kvrelay.wire.codec import Decoder, encode
+from kvrelay.wire.registry import WorkerLoad, WorkerRecord
+from kvrelay.wire.serving import (
+    Abort,
+    Failure,
+    Finish,
+    Hello,
+    Ping,
+    Refused,
+    SequenceOutput,
+    StepOutputs,
+    Submit,
+    ToWorker,
+    Welcome,
+)
+from kvrelay.worker.status import Status
+
+log = Log("worker")
+
+_MAX_MESSAGE_BYTES = 256 << 20
+_SEND_QUEUE = 100_000  # messages to one router; one so far behind is as good as gone
+_IDLE_WAIT_MS = 100  # how soon a signal is noticed while nothing happens
+_MESSAGES_PER_STEP = 1024
+_CHECK_ROUTERS_EVERY_S = 0.2
+_MAX_LEASE_S = 600.0
+
+
+class ServingEngine(Protocol):
+    """The part of an engine that a worker drives. One thread calls it."""
+
+    @property
+    def has_work(self) -> bool: ...
+
+    @property
+    def drained(self) -> bool: ...
+
+    def submit(self, submit: Submit) -> None: ...
+
+    def abort(self, request_ids: Iterable[RequestId]) -> None: ...
+
+    def finish(self, finish: Finish) -> None: ...
+
+    def step(self) -> StepOutputs: ...
+
+    def load(self) -> WorkerLoad: ...
+
+    def drain(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class EngineFailedError(Exception):
+    """A step raised. The engine's state is unknown, so the process ends; whoever supervises it starts another."""
+
+
+@dataclass(slots=True)
+class _Router:
+    """A router that said Hello. `open` maps its requests to the samples that have not ended."""
+
+    identity: bytes
+    lease_s: float
+    heard_at: float
+    open: dict[RequestId, set[int]] = field(default_factory=dict)
+    outputs: list[SequenceOutput] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+
+
+class ServingLoop:
+    """Owns the serving socket and drives the engine."""
+
+    def __init__(self, engine: ServingEngine, *, host: str, port: int) -> None:
+        self._engine = engine
+        self._socket = _bind(host, port)
+        self._decoder: Decoder[ToWorker] = Decoder(ToWorker)
+        self._routers: dict[bytes, _Router] = {}
+        self._owners: dict[RequestId, _Router] = {}
+        self._load_untold = False
+        self._next_check = 0.0
+        self.num_malformed = 0
+        self.status = Status(engine.load())
+        self.address = bound_address(self._socket)
+        self.record: WorkerRecord | None = None  # set before `run`
+        self.drain_asked = False  # set by a signal handler
+        self.stop_asked = False
+
+    def run(self, on_draining: Callable[[], None]) -> None:
+        """Until drained or told to stop."""
+        assert self.record is not None
+        while not self.stop_asked and not self._engine.drained:
+            if self.drain_asked and self.status.state is WorkerState.READY:
+                self._engine.drain()
+                self.status.advance(WorkerState.DRAINING)
+                on_draining()
+            self._receive()
+            if self._engine.has_work:
+                self._step()
+            else:
+                self._tell_load()
+                self._socket.poll(_IDLE_WAIT_MS, zmq.POLLIN)
+            self._forget_silent_routers()
+
+    def close(self) -> None:
+        """Requests that are still open, or came too late, are told so."""
+        self._receive()
+        self._fail_all(UnavailableError("the worker is shutting down"))
+        self._socket.close(linger=1000)
+
+    @property
+    def num_open(self) -> int:
+        return len(self._owners)
+
+    # In
+
+    def _receive(self) -> None:
+        for _ in range(_MESSAGES_PER_STEP):
+            try:
+                frames = self._socket.recv_multipart(zmq.DONTWAIT)
+            except zmq.Again:
+                return
+            try:
+                self._handle(frames[0], frames[1:])
+            except ProtocolError as error:
+                self.num_malformed += 1
+                log.warning("refused on the serving plane", reason=error)
+                self._send(frames[0], encode(Refused(reason=str(error))))
+
+    def _handle(self, identity: bytes, payload: list[bytes]) -> None:
+        if len(payload) != 1:
+            raise ProtocolError(f"a message of {len(payload)} frames where one belongs")
+        message = self._decoder.decode(payload[0])
+        if isinstance(message, Hello):
+            self._on_hello(identity, message)
+            return
+        router = self._routers.get(identity)
+        if router is None:
+            raise ProtocolError("this worker does not know you (any more): say Hello first")
+        router.heard_at = time.monotonic()
+        match message:
+            case Submit():
+                self._on_submit(router, message)
+            case Abort():
+                self._abort(router, [id for id in message.request_ids if id in router.open])
+            case Finish():
+                self._on_finish(router, message)
+            case Ping():
+                pass
+            case _:
+                assert_never(message)
+
+    def _on_hello(self, identity: bytes, hello: Hello) -> None:
+        """A router that says Hello again has lost what it had here."""
+        if hello.version != PROTOCOL_VERSION:
+            raise VersionMismatchError(f"router speaks protocol {hello.version}, this worker {PROTOCOL_VERSION}")
+        as_router_id(hello.router_id)
+        if not 0.0 < hello.lease_s <= _MAX_LEASE_S:
+            raise ProtocolError(f"a lease of {hello.lease_s} s is not between 0 and {_MAX_LEASE_S:g}")
+        known = self._routers.get(identity)
+        if known is not None:
+            self._abort(known, list(known.open))
+        self._routers[identity] = _Router(identity, hello.lease_s, time.monotonic())
+        assert self.record is not None
+        record = msgspec.structs.replace(self.record, state=self.status.state, load=self._engine.load())
+        self._send(identity, encode(Welcome(version=PROTOCOL_VERSION, worker=record)))
+
+    def _on_submit(self, router: _Router, submit: Submit) -> None:
+        as_request_id(submit.request_id)
+        if submit.request_id in self._owners:
+            raise ProtocolError(f"request {submit.request_id} was submitted before")
+        try:
+            submit.params.validate()
+        except RequestError as error:
+            self._answer(router, Failure(submit.request_id, error.kind, error.message, error.param))
+            return
+        router.open[submit.request_id] = set(range(submit.params.n))
+        self._owners[submit.request_id] = router
+        self._load_untold = True
+        self._engine.submit(submit)
+
+    def _on_finish(self, router: _Router, finish: Finish) -> None:
+        samples = router.open.get(finish.request_id)
+        if samples is None or finish.sample not in samples:
+            return  # it ended here before the router found its end
+        self._engine.finish(finish)
+        self._load_untold = True
+        self._sample_ended(router, finish.request_id, finish.sample)
+
+    def _abort(self, router: _Router, request_ids: list[RequestId]) -> None:
+        for request_id in request_ids:
+            del router.open[request_id]
+            del self._owners[request_id]
+        if request_ids:
+            self._engine.abort(request_ids)
+            self._load_untold = True
+
+    # Out
+
+    def _step(self) -> None:
+        self.status.step_begins()
+        try:
+            outputs = self._engine.step()
+        except Exception as error:
+            log.exception("the engine failed; this worker ends", requests=len(self._owners))
+            self._fail_all(InternalError(f"the worker's engine failed: {type(error).__name__}: {error}"))
+            raise EngineFailedError(f"{type(error).__name__}: {error}") from error
+        finally:
+            self.status.step_ends()
+        self._load_untold = True
+        self._deal(outputs)
+
+    def _deal(self, step: StepOutputs) -> None:
+        """Each router gets what is its own. What belongs to nobody any more was aborted meanwhile."""
+        self.status.load = step.load
+        touched: dict[bytes, _Router] = {}
+        for output in step.outputs:
+            router = self._owners.get(output.request_id)
+            if router is not None:
+                touched[router.identity] = router
+                router.outputs.append(output)
+                if output.finish is not None:
+                    self._sample_ended(router, output.request_id, output.sample)
+        for failure in step.failures:
+            router = self._owners.pop(failure.request_id, None)
+            if router is not None:
+                touched[router.identity] = router
+                router.failures.append(failure)
+                del router.open[failure.request_id]
+        if len(self._routers) == 1 and touched:
+            self._load_untold = False
+        for router in touched.values():
+            self._send_outputs(router, step.step, step.load)
+
+    def _send_outputs(self, router: _Router, step: int, load: WorkerLoad) -> None:
+        outputs, router.outputs = router.outputs, []
+        failures, router.failures = router.failures, []
+        assert self.record is not None
+        message = StepOutputs(worker_id=self.record.id, step=step, load=load, outputs=outputs, failures=failures)
+        if not self._send(router.identity, encode(message)):
+            log.warning("a router is gone; its requests are aborted", requests=len(router.open))
+            self._forget(router)
+
+    def _answer(self, router: _Router, failure: Failure) -> None:
+        router.failures.append(failure)
+        load = self._engine.load()
+        self._send_outputs(router, load.steps, load)
+
+    def _tell_load(self) -> None:
+        """Nothing is left to do: every router gets the final numbers, also after aborts, which no step reports."""
+        if not self._load_untold:
+            return
+        self._load_untold = False
+        load = self.status.load = self._engine.load()
+        for router in list(self._routers.values()):
+            self._send_outputs(router, load.steps, load)
+
+    def _send(self, identity: bytes, frame: bytes) -> bool:
+        """False: nobody of that identity is connected, or it does not keep up."""
+        try:
+            self._socket.send_multipart((identity, frame), zmq.DONTWAIT)
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return False
+        return True
+
+    # Endings
+
+    def _sample_ended(self, router: _Router, request_id: RequestId, sample: int) -> None:
+        samples = router.open[request_id]
+        samples.discard(sample)
+        if not samples:
+            del router.open[request_id]
+            del self._owners[request_id]
+
+    def _forget_silent_routers(self) -> None:
+        now = time.monotonic()
+        if now < self._next_check:
+            return
+        self._next_check = now + _CHECK_ROUTERS_EVERY_S
+        for router in [router for router in self._routers.values() if router.heard_at + router.lease_s < now]:
+            if router.open:
+                log.warning("a router fell silent; its requests are aborted", requests=len(router.open))
+            self._forget(router)
+
+    def _forget(self, router: _Router) -> None:
+        self._abort(router, list(router.open))
+        self._routers.pop(router.identity, None)
+
+    def _fail_all(self, error: RequestError) -> None:
+        for router in list(self._routers.values()):
+            router.failures.extend(Failure(id, error.kind, error.message) for id in router.open)
+            for request_id in router.open:
+                del self._owners[request_id]
+            router.open.clear()
+            if router.failures:
+                self._send_outputs(router, self.status.load.steps, self.status.load)
+
+
+def _bind(host: str, port: int) -> Socket:
+    socket = new_socket(zmq.ROUTER)
+    socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
+    socket.setsockopt(zmq.SNDHWM, _SEND_QUEUE)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a send to nobody is an error, not a silent loss
+    socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a router that reconnects keeps its identity
+    address = f"tcp://{host}:{port or '*'}"
+    try:
+        socket.bind(address)
+    except zmq.ZMQError as error:
+        socket.close()
+        raise ConfigError(f"the worker cannot listen on {address}: {error.strerror or error}") from error
+    return socket

@@ -1,0 +1,56 @@
+"""A worker that does everything for a request: joins the engine and its runner."""
+
+from __future__ import annotations
+
+import pathlib
+
+from kvrelay.checkpoint.fetch import resolve
+from kvrelay.config import EngineOptions, Environment, ModelOptions
+from kvrelay.engine.engine import Engine
+from kvrelay.ids import WorkerId, new_worker_id
+from kvrelay.progress import Progress
+from kvrelay.runner.build import build_runner
+from kvrelay.text.tokenizer import Tokenizer
+from kvrelay.worker.stage import Stage
+
+
+def build_whole(
+    worker_id: WorkerId,
+    model_options: ModelOptions,
+    engine_options: EngineOptions,
+    environment: Environment,
+    progress: Progress,
+) -> Stage:
+    folder = resolve(model_options.model, environment, progress)
+    return _join(worker_id, model_options, engine_options, environment, progress, folder)[1]
+
+
+def build_engine(
+    model_options: ModelOptions, engine_options: EngineOptions, environment: Environment, progress: Progress
+) -> tuple[Tokenizer, Engine]:
+    """The same without a process around it, with the tokenizer that a router would hold."""
+    folder = resolve(model_options.model, environment, progress)
+    tokenizer = Tokenizer.load(folder)
+    engine, _ = _join(new_worker_id("whole"), model_options, engine_options, environment, progress, folder)
+    return tokenizer, engine
+
+
+def _join(
+    worker_id: WorkerId,
+    model_options: ModelOptions,
+    engine_options: EngineOptions,
+    environment: Environment,
+    progress: Progress,
+    folder: pathlib.Path,
+) -> tuple[Engine, Stage]:
+    runner = build_runner(model_options, engine_options, folder, environment, progress)
+    engine = Engine(
+        options=engine_options,
+        runner=runner,
+        worker_id=worker_id,
+        eos_token_ids=runner.eos_token_ids,
+        max_model_len=runner.max_model_len,
+        vocab_size=runner.spec.vocab_size,
+        cache_seed=runner.fingerprint,
+    )
+    return engine, Stage(engine=engine, fingerprint=runner.fingerprint, max_model_len=runner.max_model_len)

@@ -1,0 +1,132 @@
+"""The worker process: builds its stage, listens, registers, serves, drains, leaves.
+
+SIGTERM          drains: takes nothing new, finishes what it has, leaves the registry, ends with status 0
+a second one     stops at once: open requests fail with 503
+an engine error  every open request fails with 500, then the process ends with status 1: what a step left behind
+                 cannot be trusted, and whoever supervises the worker starts a fresh one
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import socket
+import sys
+from types import FrameType
+
+from kvrelay.config import EngineOptions, Environment, ModelOptions, WorkerOptions
+from kvrelay.discovery.base import Registration
+from kvrelay.discovery.embedded import EmbeddedRegistration
+from kvrelay.discovery.static import StaticRegistration
+from kvrelay.errors import ConfigError, ProtocolError
+from kvrelay.ids import new_worker_id
+from kvrelay.log import Log, configure
+from kvrelay.progress import Progress
+from kvrelay.states import Role, WorkerState
+from kvrelay.wire import PROTOCOL_VERSION
+from kvrelay.wire.registry import WorkerRecord
+from kvrelay.worker.heartbeat import Heartbeat
+from kvrelay.worker.serving import EngineFailedError, ServingLoop
+from kvrelay.worker.stage import BuildStage, Stage
+
+log = Log("worker")
+
+_SWITCH_INTERVAL_S = 0.0005  # so that the heartbeat gets its turn beside a busy engine
+
+
+def check_role(role: str) -> Role:
+    if role != Role.WHOLE:
+        raise ConfigError(f"{role} workers come with the relay; this version serves --whole N")
+    return Role.WHOLE
+
+
+def run_worker(
+    model_options: ModelOptions,
+    engine_options: EngineOptions,
+    worker_options: WorkerOptions,
+    environment: Environment,
+    progress: Progress,
+    build_stage: BuildStage,
+    *,
+    launched: bool = False,
+) -> int:
+    """The life of a worker; returns its exit status. `launched`: Ctrl-C is for the launcher, not for us."""
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    role = check_role(worker_options.role)
+    if worker_options.worker_host in ("0.0.0.0", "*", "::"):
+        raise ConfigError("--worker-host must be an address that routers can reach, not every address")
+    worker_id = new_worker_id(role.value)
+    configure(environment.log_level, worker_id)
+    registration = _open_registration(worker_options.registry)
+    stage = build_stage(worker_id, model_options, engine_options, environment, progress)
+    gc.collect()
+    gc.freeze()  # what exists now lives as long as the process
+    loop = ServingLoop(stage.engine, host=worker_options.worker_host, port=worker_options.worker_port)
+    loop.record = WorkerRecord(
+        id=worker_id,
+        role=role,
+        state=WorkerState.READY,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        serving_address=loop.address,
+        model=model_options.model,
+        fingerprint=stage.fingerprint,
+        max_model_len=stage.max_model_len,
+        max_batch=engine_options.max_batch,
+        max_queue=engine_options.max_queue,
+        version=PROTOCOL_VERSION,
+        load=loop.status.load,
+    )
+    _handle_signals(loop, launched=launched)
+    return _serve(loop, stage, registration, worker_options)
+
+
+def _serve(loop: ServingLoop, stage: Stage, registration: Registration, options: WorkerOptions) -> int:
+    assert loop.record is not None
+    refusals: list[ProtocolError] = []
+
+    def refused(error: ProtocolError) -> None:
+        refusals.append(error)
+        loop.stop_asked = True
+
+    heartbeat = Heartbeat(
+        registration,
+        loop.record,
+        loop.status,
+        lease_s=options.lease_s,
+        watchdog_s=options.watchdog_s,
+        on_refused=refused,
+    )
+    heartbeat.start()
+    log.info("worker listens", worker=loop.record.id, address=loop.address)
+    status = 0
+    try:
+        loop.run(on_draining=heartbeat.soon)
+    except EngineFailedError:
+        status = 1  # logged where it happened
+    heartbeat.stop()
+    loop.close()
+    stage.engine.close()
+    if refusals:
+        raise refusals[0]
+    log.info("worker ends", worker=loop.record.id, status=status)
+    return status
+
+
+def _open_registration(address: str) -> Registration:
+    if address == "static":
+        return StaticRegistration()
+    if not address.startswith("tcp://"):
+        raise ConfigError(f"--registry {address!r} is neither tcp://HOST:PORT nor static")
+    return EmbeddedRegistration(address)
+
+
+def _handle_signals(loop: ServingLoop, *, launched: bool) -> None:
+    def ask(_signal: int, _frame: FrameType | None) -> None:
+        loop.stop_asked = loop.drain_asked
+        loop.drain_asked = True
+
+    signal.signal(signal.SIGTERM, ask)
+    if not launched:
+        signal.signal(signal.SIGINT, ask)

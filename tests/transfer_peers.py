@@ -1,0 +1,132 @@
+"""Peers for tests of transfer engines: one in this process, or one in a process of its own that can be stopped and killed.
+
+Run as a program, this file is the process: `-m tests.transfer_peers ENGINE WORKER_ID SIZE SEED`. It answers line by line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pathlib
+import signal
+import subprocess
+import sys
+from typing import IO
+
+import numpy as np
+import numpy.typing as npt
+
+from kvrelay.ids import WorkerId
+from kvrelay.transfer.engines.base import TransferEngine
+from kvrelay.transfer.engines.choose import make_engine
+from kvrelay.transfer.region import Region, shared_region
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+Bytes = npt.NDArray[np.uint8]
+
+
+def view(region: Region) -> Bytes:
+    assert region.buffer is not None
+    return np.frombuffer(region.buffer, dtype=np.uint8)
+
+
+def random_bytes(size: int, seed: int) -> Bytes:
+    return np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
+
+
+def digest(memory: Bytes) -> str:
+    return hashlib.sha256(memory).hexdigest()
+
+
+class LocalPeer:
+    """Another engine in this process."""
+
+    def __init__(self, engine: TransferEngine, worker: WorkerId, size: int, seed: int) -> None:
+        self.worker = worker
+        self.engine = engine
+        self.region = shared_region(size)
+        view(self.region)[:] = random_bytes(size, seed)
+        engine.register(self.region)
+        self.info = engine.local_info()
+
+    def know(self, worker: WorkerId, info: bytes) -> None:
+        self.engine.add_peer(worker, info)
+
+    def digest(self) -> str:
+        return digest(view(self.region))
+
+    def fill(self, seed: int) -> None:
+        view(self.region)[:] = random_bytes(self.region.size_bytes, seed)
+
+    def end(self) -> None:
+        self.engine.close()
+        self.region.close()
+
+
+class ProcessPeer:
+    """An engine in another process."""
+
+    def __init__(self, engine: str, worker: WorkerId, size: int, seed: int) -> None:
+        self.worker = worker
+        command = [sys.executable, "-m", "tests.transfer_peers", engine, worker, str(size), str(seed)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        self.info = bytes.fromhex(self._answer())
+
+    def know(self, worker: WorkerId, info: bytes) -> None:
+        assert self._ask(f"know {worker} {info.hex()}") == "known"
+
+    def digest(self) -> str:
+        return self._ask("digest")
+
+    def fill(self, seed: int) -> None:
+        assert self._ask(f"fill {seed}") == "filled"
+
+    def stop(self) -> None:
+        self.process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def end(self) -> None:
+        self.kill()
+        _pipe(self.process.stdin).close()
+        _pipe(self.process.stdout).close()
+
+    def _ask(self, line: str) -> str:
+        pipe = _pipe(self.process.stdin)
+        pipe.write(line + "\n")
+        pipe.flush()
+        return self._answer()
+
+    def _answer(self) -> str:
+        line = _pipe(self.process.stdout).readline()
+        assert line, "the peer process died"
+        return line.strip()
+
+
+def _pipe(pipe: IO[str] | None) -> IO[str]:
+    assert pipe is not None
+    return pipe
+
+
+def main() -> None:
+    name, worker, size, seed = sys.argv[1:]
+    peer = LocalPeer(make_engine(name, WorkerId(worker)), WorkerId(worker), int(size), int(seed))
+    print(peer.info.hex(), flush=True)
+    for line in sys.stdin:
+        match line.split():
+            case ["know", other, info]:
+                peer.know(WorkerId(other), bytes.fromhex(info))
+                print("known", flush=True)
+            case ["digest"]:
+                print(peer.digest(), flush=True)
+            case ["fill", new_seed]:
+                peer.fill(int(new_seed))
+                print("filled", flush=True)
+
+
+if __name__ == "__main__":
+    main()
