@@ -1,0 +1,92 @@
+"""The HTTP application: which path is served by what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from kvrelay.config import RouterOptions
+from kvrelay.frontend.chat import chat_completions
+from kvrelay.frontend.completions import completions
+from kvrelay.frontend.endpoint import ApiKeys, Endpoint, Handler
+from kvrelay.frontend.errors import error_body, unknown_path
+from kvrelay.frontend.http import Receive, Scope, Send
+from kvrelay.frontend.pages import cluster, docs, health, index, metrics_page, models, one_model, openapi_page, version_page
+from kvrelay.frontend.responses import responses
+from kvrelay.frontend.service import Service
+from kvrelay.frontend.tokenize import detokenize, tokenize
+from kvrelay.metrics import Metrics
+from kvrelay.router.backend import Backend
+from kvrelay.text.tokenizer import Tokenizer
+
+Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
+
+_ROUTES: tuple[tuple[str, str, Handler], ...] = (
+    ("/v1/chat/completions", "POST", chat_completions),
+    ("/v1/completions", "POST", completions),
+    ("/v1/responses", "POST", responses),
+    ("/v1/models", "GET", models),
+    ("/v1/models/{model:path}", "GET", one_model),
+    ("/tokenize", "POST", tokenize),
+    ("/detokenize", "POST", detokenize),
+    ("/health", "GET", health),
+    ("/cluster", "GET", cluster),
+    ("/metrics", "GET", metrics_page),
+    ("/version", "GET", version_page),
+    ("/openapi.json", "GET", openapi_page),
+    ("/docs", "GET", docs),
+    ("/", "GET", index),
+)
+
+
+class FrontEnd(Starlette):
+    """Starlette, except that known paths go straight to their endpoints: a stream is resumed once per token, and every
+    layer in between would be passed through each time. That is also why `__call__` awaits nothing itself."""
+
+    def __init__(self, endpoints: Mapping[str, Endpoint], keys: str, lifespan: Lifespan | None) -> None:
+        super().__init__(
+            routes=[Route(path, endpoint) for path, endpoint in endpoints.items()],
+            exception_handlers={HTTPException: _not_found},
+            lifespan=lifespan,
+        )
+        self.router.redirect_slashes = False
+        self._endpoints = endpoints
+        self._serve = ApiKeys(self._dispatch, keys)
+
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Coroutine[Any, Any, None]:
+        return self._serve(scope, receive, send)
+
+    def _dispatch(self, scope: Scope, receive: Receive, send: Send) -> Coroutine[Any, Any, None]:
+        if scope["type"] == "http":
+            endpoint = self._endpoints.get(scope["path"])
+            if endpoint is not None:
+                return endpoint(scope, receive, send)
+        return super().__call__(scope, receive, send)
+
+
+def create_app(
+    backend: Backend,
+    tokenizer: Tokenizer,
+    *,
+    metrics: Metrics,
+    options: RouterOptions,
+    model: str,
+    lifespan: Lifespan | None = None,
+) -> Starlette:
+    """`model` is what the server was started with; clients call it that unless `served_model_name` is set."""
+    service = Service(backend, tokenizer, metrics, options, model)
+    endpoints = {path: Endpoint(service, path, method, handler) for path, method, handler in _ROUTES}
+    return FrontEnd(endpoints, options.api_key, lifespan)
+
+
+async def _not_found(request: Request, error: Exception) -> Response:
+    """Endpoints raise no HTTPException: it can only be the router's."""
+    assert isinstance(error, HTTPException)
+    return Response(error_body(unknown_path(request.url.path)), status_code=404, media_type="application/json")

@@ -1,0 +1,88 @@
+"""What an answer is made of, in the order in which it is written. Streams show deltas one by one; others add them up."""
+
+from __future__ import annotations
+
+import dataclasses
+import uuid
+from typing import Protocol
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Text:
+    text: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reasoning:
+    text: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CallStart:
+    """A tool call begins. `index` counts the calls of one answer."""
+
+    index: int
+    id: str
+    name: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CallArguments:
+    """More of a call's arguments, which are JSON text."""
+
+    index: int
+    text: str
+
+
+Delta = Text | Reasoning | CallStart | CallArguments
+
+
+class Parser(Protocol):
+    """Reads one answer's text as it comes."""
+
+    def push(self, text: str) -> list[Delta]: ...
+
+    def finish(self) -> list[Delta]:
+        """The text has ended: what was held back."""
+
+
+@dataclasses.dataclass(slots=True)
+class Call:
+    id: str
+    name: str
+    arguments: str = ""
+
+
+class Collected:
+    """One answer, added up."""
+
+    __slots__ = ("calls", "reasoning", "text")
+
+    def __init__(self) -> None:
+        self.text: list[str] = []
+        self.reasoning: list[str] = []
+        self.calls: list[Call] = []
+
+    def add(self, deltas: list[Delta]) -> None:
+        for delta in deltas:
+            match delta:
+                case Text(text):
+                    self.text.append(text)
+                case Reasoning(text):
+                    self.reasoning.append(text)
+                case CallStart(_, call_id, name):
+                    self.calls.append(Call(call_id, name))
+                case CallArguments(index, text):
+                    self.calls[index].arguments += text
+
+
+def new_call_id() -> str:
+    return f"call_{uuid.uuid4().hex[:24]}"
+
+
+def held_suffix(text: str, tag: str) -> int:
+    """Length of the end of `text` that may be the beginning of `tag`."""
+    for length in range(min(len(tag) - 1, len(text)), 0, -1):
+        if text.endswith(tag[:length]):
+            return length
+    return 0

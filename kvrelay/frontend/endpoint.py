@@ -1,0 +1,103 @@
+"""What all endpoints share: method, errors, metrics, log. And the check of API keys, which comes before them."""
+
+from __future__ import annotations
+
+import hmac
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+from kvrelay.errors import InternalError, MethodNotAllowedError, RequestError, UnauthorizedError
+from kvrelay.frontend.errors import ClientGoneError, error_body, error_event, error_headers, wrong_method
+from kvrelay.frontend.http import Call, Receive, Scope, Send
+from kvrelay.frontend.service import Service
+from kvrelay.log import Log
+
+Handler = Callable[[Service, Call], Awaitable[None]]
+AsgiApp = Callable[[Scope, Receive, Send], Coroutine[Any, Any, None]]
+
+_log = Log("frontend")
+_CLIENT_GONE = 499  # nobody saw it; for the metrics and the log
+OPEN_PATHS = frozenset({"/health", "/metrics"})  # probes and scrapers have no key
+
+
+class Endpoint:
+    """The ASGI application of one path."""
+
+    def __init__(self, service: Service, path: str, method: str, handler: Handler) -> None:
+        self._service = service
+        self._path = path
+        self._method = method
+        self._handler = handler
+        self._counters = {200: service.metrics.requests.labels(path, "200")}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        call = Call(scope, receive, send)
+        metrics = self._service.metrics
+        metrics.requests_in_flight.inc()
+        status = _CLIENT_GONE  # also if the server is shut down meanwhile
+        try:
+            self._check_method(call)
+            await self._handler(self._service, call)
+            status = call.status
+        except ClientGoneError:
+            pass
+        except RequestError as error:
+            status = error.status
+            await send_error(call, error, allow=self._method)
+        except Exception:  # a bug: this request ends, the server goes on
+            status = 500
+            _log.exception("request failed", path=self._path, request=call.request_id)
+            await send_error(call, InternalError("internal error; the server's log says more"))
+        finally:
+            metrics.requests_in_flight.dec()
+            metrics.request_seconds.observe(time.perf_counter() - call.arrived)
+            self._count(status)
+            if self._service.options.log_requests:
+                self._log(call, status)
+
+    def _check_method(self, call: Call) -> None:
+        method = call.scope["method"]
+        if method != self._method and not (method == "HEAD" and self._method == "GET"):
+            raise wrong_method(method, self._path, self._method)
+
+    def _count(self, status: int) -> None:
+        counter = self._counters.get(status)
+        if counter is None:
+            counter = self._counters[status] = self._service.metrics.requests.labels(self._path, str(status))
+        counter.inc()
+
+    def _log(self, call: Call, status: int) -> None:
+        duration_ms = round((time.perf_counter() - call.arrived) * 1000, 1)
+        _log.info("request", path=self._path, status=status, id=call.id, request=call.request_id, ms=duration_ms)
+
+
+async def send_error(call: Call, error: RequestError, *, allow: str = "") -> None:
+    """As the answer, or as the end of a stream that has begun."""
+    if call.started:
+        await call.end_stream(error_event(error))
+        return
+    headers = error_headers(error)
+    if isinstance(error, MethodNotAllowedError):
+        headers.append((b"allow", allow.encode()))
+    await call.answer(error.status, error_body(error), headers)
+
+
+class ApiKeys:
+    """ASGI middleware. Lets a request pass if it carries one of the keys; `/health` and `/metrics` need none."""
+
+    def __init__(self, app: AsgiApp, keys: str) -> None:
+        self._app = app
+        self._keys = [key.strip().encode() for key in keys.split(",") if key.strip()]
+
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Coroutine[Any, Any, None]:
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or not self._keys:
+            return self._app(scope, receive, send)
+        call = Call(scope, receive, send)
+        kind, _, key = (call.header(b"authorization") or b"").partition(b" ")
+        # Every key is compared, and in constant time, so that timing tells nothing.
+        matches = [hmac.compare_digest(key.strip(), known) for known in self._keys]
+        if kind.lower() == b"bearer" and any(matches):
+            return self._app(scope, receive, send)
+        reason = "wrong API key" if key else "no API key: send the header 'Authorization: Bearer KEY'"
+        return send_error(call, UnauthorizedError(reason, code="invalid_api_key"))

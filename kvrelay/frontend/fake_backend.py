@@ -1,0 +1,145 @@
+"""A backend without workers, for tests and for measuring the front end alone. Its tokens are a function of the prompt.
+
+Every tick gives each open sample one more token, as an engine's step does. What it generates for a prompt is `answer(prompt)`
+(the prompt itself unless told otherwise) and then the end-of-text token; sample k begins k tokens later in the answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvrelay.errors import RequestError
+from kvrelay.ids import new_request_id
+from kvrelay.router.backend import GenerateRequest
+from kvrelay.router.stream import RequestStream
+from kvrelay.states import FinishReason
+from kvrelay.wire.serving import SequenceOutput, TokenLogprobs
+
+Answer = Callable[[Sequence[int]], Sequence[int]]
+
+
+class FakeBackend:
+    """Satisfies `Backend`. `num_open` is 0 when nothing leaked."""
+
+    def __init__(
+        self,
+        *,
+        eos_token_id: int,
+        vocab_size: int,
+        answer: Answer = list,
+        max_model_len: int = 4096,
+        tick_s: float = 0.0,
+    ) -> None:
+        self.eos_token_id = eos_token_id
+        self.vocab_size = vocab_size
+        self.answer = answer
+        self.tick_s = tick_s
+        self.ready = True
+        self.max_model_len = max_model_len
+        self.refuse: RequestError | None = None  # what the next submissions get
+        self.fail_after: tuple[int, RequestError] | None = None  # so many tokens, then this error
+        self.submitted: list[GenerateRequest] = []
+        self.finished: list[tuple[int, int]] = []  # (sample, keep_tokens) of each stop string
+        self.num_aborted = 0
+        self._running: dict[RequestStream, _Running] = {}
+        self._ticker: asyncio.Task[None] | None = None
+
+    @property
+    def num_open(self) -> int:
+        return len(self._running)
+
+    def submit(self, request: GenerateRequest) -> RequestStream:
+        if self.refuse is not None:
+            raise self.refuse
+        stream = RequestStream(new_request_id(), request.params.n, self, prefill="whole-fake", decode="whole-fake")
+        self.submitted.append(request)
+        self._running[stream] = _Running(self, stream, request)
+        if self._ticker is None or self._ticker.done():
+            self._ticker = asyncio.get_running_loop().create_task(self._tick())
+        return stream
+
+    def cluster(self) -> dict[str, Any]:
+        return {"ready": self.ready, "in_flight": self.num_open, "workers": []}
+
+    # For the streams
+
+    def stream_finished(self, stream: RequestStream) -> None:
+        del self._running[stream]
+
+    def send_finish(self, stream: RequestStream, sample: int, keep_tokens: int, reason: FinishReason) -> None:
+        self.finished.append((sample, keep_tokens))
+
+    def send_abort(self, stream: RequestStream) -> None:
+        self.num_aborted += 1
+
+    async def _tick(self) -> None:
+        while self._running:
+            await asyncio.sleep(self.tick_s)
+            for running in list(self._running.values()):
+                running.step(self.fail_after)
+
+
+class _Running:
+    """One request on its way."""
+
+    def __init__(self, backend: FakeBackend, stream: RequestStream, request: GenerateRequest) -> None:
+        self._backend = backend
+        self._stream = stream
+        self._request = request
+        self._answer = list(backend.answer(request.prompt))
+        self._position = 0
+        self._open = set(range(request.params.n))
+
+    def step(self, fail_after: tuple[int, RequestError] | None) -> None:
+        if fail_after is not None and self._position >= fail_after[0]:
+            self._stream.fail(fail_after[1])
+            return
+        for sample in sorted(self._open):
+            output = self._output(sample)
+            if output.finish is not None:
+                self._open.discard(sample)
+            self._stream.deliver(output)
+        self._position += 1
+
+    def _output(self, sample: int) -> SequenceOutput:
+        params, prompt = self._request.params, self._request.prompt
+        token = self._token(sample)
+        first = self._position == 0
+        return SequenceOutput(
+            request_id=self._stream.request_id,
+            sample=sample,
+            position=self._position,
+            tokens=[token],
+            finish=self._finish(token),
+            cached_tokens=len(prompt) // 2 if first else 0,
+            logprobs=None if params.logprobs is None else [self._logprobs(token, params.logprobs)],
+            prompt_logprobs=None
+            if params.prompt_logprobs is None or not first
+            else [None, *(self._logprobs(token, params.prompt_logprobs) for token in prompt[1:])],
+        )
+
+    def _token(self, sample: int) -> int:
+        place = self._position + sample
+        params = self._request.params
+        if place >= len(self._answer):
+            if not params.ignore_eos and self._position >= params.min_tokens:
+                return self._backend.eos_token_id
+            place %= max(len(self._answer), 1)
+        return self._answer[place] if self._answer else 0
+
+    def _finish(self, token: int) -> FinishReason | None:
+        params, count = self._request.params, self._position + 1
+        if count >= params.min_tokens:
+            if token == self._backend.eos_token_id and not params.ignore_eos:
+                return FinishReason.STOP
+            if token in params.stop_token_ids:
+                return FinishReason.STOP
+        full = len(self._request.prompt) + count >= self._backend.max_model_len
+        return FinishReason.LENGTH if count >= params.max_tokens or full else None
+
+    def _logprobs(self, token: int, count: int) -> TokenLogprobs:
+        """Made up, but falling, and with the token itself on top."""
+        top = [((token + rank) % self._backend.vocab_size, -0.25 - rank) for rank in range(count)]
+        return TokenLogprobs(-0.25, top)

@@ -1,0 +1,257 @@
+"""From prompts to text: submits them, and turns tokens into steps as they arrive, in any number of samples at once.
+
+    Generation(...)          submits every prompt; raises QueueFullError, UnavailableError
+    await next()             the steps that are there, at least one; [] when every sample has ended
+    close()                  aborts whatever still runs; harmless at the end. Must be called, whatever happened
+
+One failing prompt fails the whole request. When the client leaves, everything is aborted at once and `next` raises
+ClientGoneError.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+
+from kvrelay.errors import InternalError, RequestError, UnavailableError
+from kvrelay.frontend.errors import ClientGoneError
+from kvrelay.frontend.http import Call, DisconnectWatch, Header
+from kvrelay.frontend.service import Service
+from kvrelay.router.backend import GenerateRequest
+from kvrelay.router.stream import RequestStream
+from kvrelay.sampling import SamplingParams
+from kvrelay.states import FinishReason
+from kvrelay.text.detokenizer import Detokenizer
+from kvrelay.wire.serving import SequenceOutput, TokenLogprobs
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Work:
+    """What a request asks for."""
+
+    prompts: list[list[int]]
+    params: Sequence[SamplingParams]  # one per prompt: max_tokens may differ
+    priority: int = 0
+    cache_salt: str = ""
+
+
+class Sample:
+    """One sequence that is being generated. `finish` is set with its last step."""
+
+    __slots__ = ("detokenizer", "finish", "index", "prompt", "total_logprob")
+
+    def __init__(self, index: int, prompt: int, detokenizer: Detokenizer) -> None:
+        self.index = index  # among all samples of the request: prompt * n + sample
+        self.prompt = prompt
+        self.detokenizer = detokenizer
+        self.finish: FinishReason | None = None
+        self.total_logprob = 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        return self.detokenizer.num_tokens
+
+
+class Step:
+    """One token of one sample, and the text that it completes. `token` is None if only the end was left to tell."""
+
+    __slots__ = ("finish", "logprobs", "sample", "text", "token")
+
+    def __init__(
+        self, sample: Sample, token: int | None, text: str, logprobs: TokenLogprobs | None, finish: FinishReason | None
+    ) -> None:
+        self.sample = sample
+        self.token = token
+        self.text = text
+        self.logprobs = logprobs
+        self.finish = finish
+
+
+class Generation:
+    """Of one HTTP request."""
+
+    def __init__(self, service: Service, call: Call, work: Work, *, trace: Mapping[str, str]) -> None:
+        self._metrics = service.metrics
+        self._arrived = call.arrived
+        self._last_step = 0.0
+        self._gone = False
+        self._work = work
+        self.prompt_tokens = sum(map(len, work.prompts))
+        self.cached_tokens = [0] * len(work.prompts)
+        self.prompt_logprobs: list[list[TokenLogprobs | None] | None] = [None] * len(work.prompts)
+        self.samples: list[Sample] = []
+        self._by_prompt: list[list[Sample]] = []
+        self._hide_stop_token = not work.params[0].include_stop_str_in_output
+        self._has_stops = bool(work.params[0].stop)
+        self._streams: list[RequestStream] = []
+        self._merge: _Merge | None = None
+        try:
+            self._submit(service, call, trace)
+        except RequestError:
+            self._abort_streams()
+            raise
+        self._num_open = len(self.samples)
+        if len(self._streams) > 1:
+            self._merge = _Merge(self._streams)
+        self._watch = DisconnectWatch(call, self._client_left)
+
+    def _submit(self, service: Service, call: Call, trace: Mapping[str, str]) -> None:
+        work = self._work
+        for place, (prompt, params) in enumerate(zip(work.prompts, work.params, strict=True)):
+            request = GenerateRequest(
+                external_id=call.request_id,
+                prompt=prompt,
+                params=params,
+                priority=work.priority,
+                cache_salt=work.cache_salt,
+                trace=trace,
+            )
+            self._streams.append(service.backend.submit(request))
+            samples = [
+                Sample(place * params.n + sample, place, Detokenizer(service.tokenizer, params, prompt))
+                for sample in range(params.n)
+            ]
+            self._by_prompt.append(samples)
+            self.samples += samples
+
+    def headers(self) -> list[Header]:
+        """Which workers serve the request (its first prompt)."""
+        stream = self._streams[0]
+        return [(b"x-kvrelay-prefill", stream.prefill.encode()), (b"x-kvrelay-decode", stream.decode.encode())]
+
+    async def next(self) -> list[Step]:
+        if self._num_open == 0:
+            return []
+        if self._merge is None:
+            place, outputs = 0, await self._streams[0].next()
+        else:
+            place, outputs = await self._merge.next()
+        if not outputs:
+            raise ClientGoneError if self._gone else InternalError("a worker ended the request without an answer")
+        steps: list[Step] = []
+        for output in outputs:
+            self._take(place, output, steps)
+        self._observe()
+        return steps
+
+    def close(self) -> None:
+        self._watch.stop()
+        if self._merge is not None:
+            self._merge.close()
+        self._abort_streams()
+        metrics = self._metrics
+        metrics.prompt_tokens.inc(self.prompt_tokens)
+        metrics.output_tokens.inc(self.output_tokens)
+        if cached := sum(self.cached_tokens):
+            metrics.cached_tokens.inc(cached)
+
+    @property
+    def done(self) -> bool:
+        """Every sample has ended, with the steps handed out last."""
+        return self._num_open == 0
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(sample.num_tokens for sample in self.samples)
+
+    def _take(self, place: int, output: SequenceOutput, steps: list[Step]) -> None:
+        sample = self._by_prompt[place][output.sample]
+        if sample.finish is not None:  # a stop string ended it; the worker did not know yet
+            return
+        if output.cached_tokens:
+            self.cached_tokens[place] = output.cached_tokens
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs[place] = output.prompt_logprobs
+        finish = output.finish
+        if finish is FinishReason.ABORT or finish is FinishReason.ERROR:
+            raise UnavailableError("the worker gave the request up", code="aborted_by_worker")
+        logprobs, tokens = output.logprobs, output.tokens
+        if finish is None and logprobs is None and len(tokens) == 1 and not self._has_stops:
+            # By far the most common case, once per token: nothing but text to tell.
+            steps.append(Step(sample, tokens[0], sample.detokenizer.push(tokens[0]), None, None))
+            return
+        last = len(tokens) - 1
+        for position, token in enumerate(tokens):
+            entry = None if logprobs is None else logprobs[position]
+            ends = finish if position == last else None
+            step = self._step(place, sample, token, entry, ends)
+            steps.append(step)
+            if step.finish is not None:
+                return
+        if finish is not None:  # told apart from its last token
+            sample.finish = finish
+            self._num_open -= 1
+            steps.append(Step(sample, None, sample.detokenizer.flush(), None, finish))
+
+    def _step(self, place: int, sample: Sample, token: int, entry: TokenLogprobs | None, finish: FinishReason | None) -> Step:
+        detokenizer = sample.detokenizer
+        if finish is FinishReason.STOP and self._hide_stop_token:
+            text = detokenizer.push_silent()
+        else:
+            text = detokenizer.push(token)
+        if entry is not None:
+            sample.total_logprob += entry.logprob
+        if detokenizer.stopped is not None:
+            finish = FinishReason.STOP
+            self._streams[place].finish(sample.index % self._work.params[place].n, sample.num_tokens, finish)
+        if finish is not None:
+            text += detokenizer.flush()
+            finish = finish if detokenizer.stopped is None else FinishReason.STOP
+            sample.finish = finish
+            self._num_open -= 1
+        return Step(sample, token, text, entry, finish)
+
+    def _observe(self) -> None:
+        """One observation per wake-up, whatever the number of tokens."""
+        now = time.perf_counter()
+        if self._last_step == 0.0:
+            self._metrics.ttft_seconds.observe(now - self._arrived)
+        else:
+            self._metrics.inter_token_seconds.observe(now - self._last_step)
+        self._last_step = now
+
+    def _client_left(self) -> None:
+        if self._num_open:
+            self._gone = True
+            self._metrics.aborted.inc()
+            self._abort_streams()
+
+    def _abort_streams(self) -> None:
+        for stream in self._streams:
+            stream.abort()
+
+
+class _Merge:
+    """Several streams as one: a task per stream, a queue for all."""
+
+    def __init__(self, streams: Sequence[RequestStream]) -> None:
+        self._queue: asyncio.Queue[tuple[int, list[SequenceOutput] | RequestError]] = asyncio.Queue()
+        self._open = len(streams)
+        loop = asyncio.get_running_loop()
+        self._tasks = [loop.create_task(self._pump(place, stream)) for place, stream in enumerate(streams)]
+
+    async def _pump(self, place: int, stream: RequestStream) -> None:
+        try:
+            while outputs := await stream.next():
+                self._queue.put_nowait((place, outputs))
+        except RequestError as error:
+            self._queue.put_nowait((place, error))
+        else:
+            self._queue.put_nowait((place, []))
+
+    async def next(self) -> tuple[int, list[SequenceOutput]]:
+        """Outputs of one stream; none when all have ended."""
+        while self._open:
+            place, outputs = await self._queue.get()
+            if isinstance(outputs, RequestError):
+                raise outputs
+            if outputs:
+                return place, outputs
+            self._open -= 1
+        return 0, []
+
+    def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()

@@ -1,0 +1,187 @@
+"""A request to /v1/responses as the chat request that means the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from kvrelay.errors import InvalidRequestError
+from kvrelay.frontend.openai_types import (
+    AssistantMessage,
+    CalledFunction,
+    ChatMessage,
+    ChatRequest,
+    FunctionDefinition,
+    FunctionName,
+    FunctionTool,
+    JsonObjectFormat,
+    JsonSchema,
+    JsonSchemaFormat,
+    NamedToolChoice,
+    ResponseFormat,
+    SystemMessage,
+    ToolCall,
+    ToolChoice,
+    ToolMessage,
+    UserMessage,
+)
+from kvrelay.frontend.responses_types import (
+    InputItem,
+    InputPart,
+    JsonObjectText,
+    JsonSchemaText,
+    Refusal,
+    ResponsesRequest,
+)
+
+T = TypeVar("T")
+
+# Where a field has another name there.
+_NAMES = (
+    ("messages", "input"),
+    ("response_format.json_schema", "text.format"),
+    ("response_format", "text.format"),
+    ("max_completion_tokens", "max_output_tokens"),
+    ("tool_choice.function.name", "tool_choice.name"),
+)
+
+
+def own_names(error: InvalidRequestError) -> InvalidRequestError:
+    """The error with the names that clients of this endpoint know."""
+    for theirs, ours in _NAMES:
+        if error.param is not None and error.param.startswith(theirs):
+            param = ours + error.param.removeprefix(theirs)
+            return InvalidRequestError(error.message.replace(error.param, param), param=param, code=error.code)
+    return error
+
+
+def chat_request(request: ResponsesRequest) -> ChatRequest:
+    shows_logprobs = bool(request.include) or request.top_logprobs is not None
+    return ChatRequest(
+        messages=_messages(request),
+        temperature=request.temperature,
+        top_p=request.top_p,
+        max_completion_tokens=request.max_output_tokens,
+        logprobs=shows_logprobs,
+        top_logprobs=(request.top_logprobs or 0) if shows_logprobs else None,
+        tools=_tools(request),
+        tool_choice=_tool_choice(request),
+        parallel_tool_calls=request.parallel_tool_calls,
+        response_format=_format(request),
+    )
+
+
+def _tools(request: ResponsesRequest) -> list[FunctionTool] | None:
+    if request.tools is None:
+        return None
+    return [
+        FunctionTool(
+            function=FunctionDefinition(
+                name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict
+            )
+        )
+        for tool in request.tools
+    ]
+
+
+def _tool_choice(request: ResponsesRequest) -> ToolChoice | None:
+    choice = request.tool_choice
+    if choice == "none" or choice == "auto" or choice == "required" or choice is None:
+        return choice
+    return NamedToolChoice(function=FunctionName(name=choice.name))
+
+
+def _format(request: ResponsesRequest) -> ResponseFormat | None:
+    wanted = None if request.text is None else request.text.format
+    if isinstance(wanted, JsonObjectText):
+        return JsonObjectFormat()
+    if isinstance(wanted, JsonSchemaText):
+        return JsonSchemaFormat(json_schema=JsonSchema(name=wanted.name, schema=wanted.schema, strict=wanted.strict))
+    return None
+
+
+def _messages(request: ResponsesRequest) -> list[ChatMessage]:
+    messages: list[ChatMessage] = []
+    if request.instructions is not None:
+        messages.append(SystemMessage(content=request.instructions))
+    if isinstance(request.input, str):
+        messages.append(UserMessage(content=request.input))
+        return messages
+    reader = _ItemReader(messages)
+    for place, item in enumerate(request.input):
+        reader.read(item, f"input[{place}]")
+    reader.end()
+    if not messages:
+        raise InvalidRequestError("input holds no message", param="input")
+    return messages
+
+
+class _ItemReader:
+    """Items one by one: what an assistant thought, said and called in a row is one message of a chat."""
+
+    def __init__(self, messages: list[ChatMessage]) -> None:
+        self._messages = messages
+        self._reasoning: str | None = None
+        self._said: str | None = None
+        self._calls: list[ToolCall] = []
+
+    def read(self, item: InputItem, field: str) -> None:
+        readers: dict[str, Callable[[InputItem, str], None]] = {
+            "message": self._message,
+            "function_call": self._call,
+            "function_call_output": self._result,
+            "reasoning": self._think,
+        }
+        readers[item.type](item, field)
+
+    def end(self) -> None:
+        """The assistant's turn is over."""
+        if self._said is not None or self._calls or self._reasoning is not None:
+            message = AssistantMessage(
+                content=self._said or "", tool_calls=self._calls or None, reasoning_content=self._reasoning
+            )
+            self._messages.append(message)
+        self._reasoning, self._said, self._calls = None, None, []
+
+    def _message(self, item: InputItem, field: str) -> None:
+        content: str | Sequence[InputPart] = _needed(item.content, f"{field}.content")
+        text = _text(content)
+        match _needed(item.role, f"{field}.role"):
+            case "assistant":
+                if self._said is not None or self._calls:
+                    self.end()
+                self._said = text
+            case "user":
+                self.end()
+                self._messages.append(UserMessage(content=text))
+            case _:
+                self.end()
+                self._messages.append(SystemMessage(content=text))
+
+    def _call(self, item: InputItem, field: str) -> None:
+        function = CalledFunction(
+            name=_needed(item.name, f"{field}.name"), arguments=_needed(item.arguments, f"{field}.arguments")
+        )
+        self._calls.append(ToolCall(id=_needed(item.call_id, f"{field}.call_id"), function=function))
+
+    def _result(self, item: InputItem, field: str) -> None:
+        self.end()
+        output: str | Sequence[InputPart] = _needed(item.output, f"{field}.output")
+        self._messages.append(ToolMessage(content=_text(output), tool_call_id=_needed(item.call_id, f"{field}.call_id")))
+
+    def _think(self, item: InputItem, field: str) -> None:
+        self.end()
+        thought: str | Sequence[InputPart] = item.content or item.summary or ""
+        self._reasoning = _text(thought)
+
+
+def _needed(value: T | None, field: str) -> T:
+    if value is None:
+        raise InvalidRequestError(f"missing field: {field}", param=field, code="missing_required_parameter")
+    return value
+
+
+def _text(content: str | Sequence[InputPart]) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(part.refusal if isinstance(part, Refusal) else part.text for part in content)

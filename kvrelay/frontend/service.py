@@ -1,0 +1,82 @@
+"""What every handler works with: the tokenizer, the backend, the options, and the rules that hold for all endpoints."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from kvrelay.config import RouterOptions
+from kvrelay.errors import InvalidRequestError, NotFoundError
+from kvrelay.metrics import Metrics
+from kvrelay.router.backend import Backend
+from kvrelay.sampling import Grammar
+from kvrelay.text.grammar_check import check_grammar
+from kvrelay.text.tokenizer import Tokenizer
+
+T = TypeVar("T")
+# Tokenising takes about 1 us per character: what is longer than this goes to a thread, so that streams do not stutter.
+_INLINE_CHARACTERS = 20_000
+_check_grammar = functools.lru_cache(maxsize=512)(check_grammar)
+
+
+class Service:
+    """Made once per server. Holds no state of requests."""
+
+    def __init__(self, backend: Backend, tokenizer: Tokenizer, metrics: Metrics, options: RouterOptions, model: str) -> None:
+        self.backend = backend
+        self.tokenizer = tokenizer
+        self.metrics = metrics
+        self.options = options
+        self.model = options.served_model_name or model
+        self.root = model
+        self.started_at = int(time.time())
+        self.reads_tool_calls = options.tool_parser == "hermes" or (options.tool_parser == "auto" and _speaks_hermes(tokenizer))
+
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name != self.model:
+            raise NotFoundError(f"the model {name[:200]!r} does not exist; this server serves {self.model!r}",
+                                param="model", code="model_not_found")  # fmt: skip
+
+    async def off_loop_if_long(self, length: int, work: Callable[[], T]) -> T:
+        return work() if length <= _INLINE_CHARACTERS else await asyncio.to_thread(work)
+
+    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return await self.off_loop_if_long(
+            len(text), lambda: self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        )
+
+    async def check_grammar(self, grammar: Grammar, param: str) -> None:
+        """Refuses a grammar that cannot be compiled, naming the field it came from."""
+        problem = await asyncio.to_thread(_check_grammar, grammar)
+        if problem is not None:
+            raise InvalidRequestError(f"{param} cannot be enforced: {problem}", param=param)
+
+    def check_tokens(self, tokens: Sequence[int], param: str) -> None:
+        largest = max(tokens, default=0)
+        if largest >= self.tokenizer.vocab_size:
+            size = self.tokenizer.vocab_size
+            raise InvalidRequestError(f"{param}: {largest} is not a token id of this model (0 to {size - 1})", param=param)
+
+    def room_after(self, num_prompt_tokens: int, param: str) -> int:
+        """Tokens that fit behind a prompt; there must be room for one."""
+        limit = self.backend.max_model_len
+        if limit == 0:  # no worker is up: `submit` will say so
+            return 1
+        if num_prompt_tokens >= limit:
+            raise InvalidRequestError(
+                f"this model's context holds {limit} tokens, prompt and output together; "
+                f"the prompt alone has {num_prompt_tokens}",
+                param=param,
+                code="context_length_exceeded",
+            )
+        return limit - num_prompt_tokens
+
+
+def _speaks_hermes(tokenizer: Tokenizer) -> bool:
+    """Whether the model writes calls as <tool_call>{...}</tool_call>: its template says so, or ours does for it."""
+    if tokenizer.template is None or not tokenizer.takes_tools:
+        return True
+    return "<tool_call>" in tokenizer.template.source
