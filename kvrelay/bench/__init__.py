@@ -1,0 +1,9 @@
+"""Measurements: `kvrelay bench SCENARIO`. Every figure is compared with something measured in the same run.
+
+- `main.py`      the command line
+- `machine.py`   what this machine can do at best: memory bandwidth, GEMM rate
+- `work.py`      what a model asks for: bytes and FLOPs of a step, hence its roofline
+- `engine.py`    engine and runner in this process against that roofline; `peer.py` the same on transformers
+- `router.py`    the real router on a core of its own, between `fake_worker.py` and `load.py` on another
+- `report.py`    the result file and the table
+"""

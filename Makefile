@@ -1,0 +1,92 @@
+# The two commands of a newcomer are `make serve` and `make test`. Each sets up .venv from nothing.
+#
+#   make serve ARGS="--port 9000"       options go to `kvrelay serve`
+#   make test ARGS="-k sampler -x"      options go to pytest
+#   make install PYTHON=python3.12      use this interpreter instead of searching for one
+#   PIP_INDEX_URL=https://... make ...  install from another package index
+#
+# Stamps inside .venv remember what was installed; they go stale when pyproject.toml or constraints.txt change.
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.PHONY: help install serve check test test-all bench clean
+.DELETE_ON_ERROR:
+
+VENV := .venv
+BIN := $(VENV)/bin
+SERVE_STAMP := $(VENV)/.installed-serve
+DEV_STAMP := $(VENV)/.installed-dev
+REQUIREMENTS := pyproject.toml constraints.txt
+
+PYTHON ?=
+CANDIDATES := $(or $(PYTHON),python3 python3.13 python3.12 python3.11 python3.14 python)
+ARGS ?=
+SOURCES := kvrelay tests examples
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+install: $(DEV_STAMP) ## set up .venv with everything, tests and tools included
+	@echo "ready: $(BIN)/kvrelay --help"
+
+serve: $(SERVE_STAMP) ## serve a model on http://127.0.0.1:8000 (options: ARGS="--port 9000")
+	@exec $(BIN)/kvrelay serve $(ARGS)
+
+check: $(DEV_STAMP) ## formatting, lint, strict types, import direction
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/mypy
+	$(BIN)/pytest tests/test_imports.py
+
+test: check ## check, then every test but the long counts (under 12 minutes on 2 cores)
+	$(BIN)/pytest -m 'not long and not cuda' $(ARGS)
+
+test-all: check ## check, then every test with the long counts; tests for NVIDIA cards skip themselves where there is none
+	$(BIN)/pytest $(ARGS)
+
+bench: $(DEV_STAMP) ## measure engine and router; results go to bench/*.json
+	@mkdir -p bench
+	$(BIN)/kvrelay bench engine --json bench/engine.json
+	$(BIN)/kvrelay bench router --json bench/router.json
+
+clean: ## remove .venv, caches and build outputs (fetched models stay in the user's cache folder)
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find kvrelay tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The first candidate that runs, is new enough and can make virtual environments. Running each one, not only looking for it,
+# catches version managers that put a launcher on the path for interpreters they do not have.
+$(BIN)/python:
+	@for candidate in $(CANDIDATES); do \
+	  "$$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || continue; \
+	  found=$$candidate; \
+	  "$$candidate" -c 'import ensurepip, venv' 2>/dev/null || continue; \
+	  echo "creating $(VENV) with $$candidate ($$("$$candidate" --version))"; \
+	  "$$candidate" -m venv --clear $(VENV) && exit 0; \
+	  rm -rf $(VENV); \
+	  echo "error: $$candidate could not create $(VENV); its message is above" >&2; \
+	  exit 1; \
+	done; \
+	if [ -n "$$found" ]; then \
+	  echo "error: $$found lacks the venv or ensurepip module. On Debian and Ubuntu: apt install python3-venv" >&2; \
+	else \
+	  echo "error: no Python 3.11 or newer found (tried: $(CANDIDATES)). Install one, or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python3" >&2; \
+	fi; \
+	exit 1
+
+# $(call pip_install,WHAT): pip shows its own progress. A failure is nearly always the index, so say what can be done.
+define pip_install
+	@echo "installing $(1) into $(VENV) (the first time takes a minute or two)"
+	@$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '$(1)' || { \
+	  echo "error: pip could not install kvrelay's packages; its message is above." >&2; \
+	  echo "  Offline, or no way to pypi.org? Point pip at a mirror (PIP_INDEX_URL=https://...) or at a folder of" >&2; \
+	  echo "  wheels (PIP_FIND_LINKS=/folder, with PIP_NO_INDEX=1 if there is no index at all), then run make again." >&2; \
+	  exit 1; }
+endef
+
+$(SERVE_STAMP): $(REQUIREMENTS) | $(BIN)/python
+	$(call pip_install,.)
+	@touch $@
+
+$(DEV_STAMP): $(REQUIREMENTS) | $(BIN)/python
+	$(call pip_install,.[dev])
+	@touch $(SERVE_STAMP) $@

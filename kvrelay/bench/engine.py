@@ -1,0 +1,188 @@
+"""`kvrelay bench engine`: the real engine and runner in this process, against the roofline of this machine.
+
+A round measures the machine's limits, then decode at each batch size, then a prefill, then the same on the peer; rounds
+repeat, and a ratio is the median of the rounds' ratios. So a neighbour who takes half of the machine for a while slows limit
+and figure alike, and a single disturbed round does not count.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+
+from kvrelay.bench.machine import Machine
+from kvrelay.bench.report import Target
+from kvrelay.bench.work import Limits, decode_work, head_weights, layer_weights, prefill_work
+from kvrelay.checkpoint.spec import ModelSpec
+from kvrelay.console import ConsoleProgress
+
+BATCHES = (1, 4, 16, 64)
+STEPS = {1: 24, 4: 16, 16: 10, 64: 6}  # timed decode steps a round
+WARM_STEPS = 2
+CONTEXT = 128  # tokens a sequence holds when its timed steps begin, and one more
+PREFILL_TOKENS = 512
+_ELEMENT_BYTES = 4  # float32
+
+TARGETS = {
+    "decode_b1_over_weights_read": Target("<=", 1.5),
+    "roofline_share_b4": Target(">=", 0.7),
+    "roofline_share_b16": Target(">=", 0.7),
+    "roofline_share_b64": Target(">=", 0.7),
+    "prefill_512_gemm_share": Target(">=", 0.7),
+}
+
+
+class Subject(Protocol):
+    """Whatever is measured: our engine, or a peer."""
+
+    def decode(self, batch: int, steps: int) -> list[float]:
+        """Seconds of each of `steps` decode steps of `batch` sequences of CONTEXT tokens each."""
+
+    def prefill(self, prompt: list[int]) -> float:
+        """Seconds from a prompt that nobody has seen before to its first output token."""
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class Round:
+    """What one round measured, in seconds."""
+
+    limits: Limits
+    decode_s: dict[int, float] = field(default_factory=dict)
+    prefill_s: float = 0.0
+    peer_decode_s: dict[int, float] = field(default_factory=dict)
+    peer_prefill_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineBench:
+    model: str
+    load: Literal["auto", "dummy"]
+    threads: int  # 0: all cores
+    rounds: int
+    peer: bool
+
+    def measure(self, console: Console) -> dict[str, float]:
+        if self.threads:
+            torch.set_num_threads(self.threads)
+        spec, subject = self._build(console)
+        peer = self._build_peer(console) if self.peer else None
+        try:
+            rounds = _run_rounds(self.rounds, subject, peer, console)
+        finally:
+            subject.close()
+            if peer is not None:
+                peer.close()
+        return summarise(spec, rounds)
+
+    def _build(self, console: Console) -> tuple[ModelSpec, Subject]:
+        from kvrelay.bench.own_engine import build_subject
+
+        threads = self.threads or torch.get_num_threads()
+        return build_subject(self.model, self.load, threads, prompts(max(BATCHES)), ConsoleProgress())
+
+    def _build_peer(self, console: Console) -> Subject:
+        from kvrelay.bench.peer import TransformersSubject
+
+        with console.status(f"loading {self.model} with transformers"):
+            return TransformersSubject(self.model, prompts(4), self.threads or torch.get_num_threads())
+
+
+def prompts(count: int) -> list[list[int]]:
+    """Prompts that no two of begin alike, of CONTEXT + 1 tokens: whole blocks, and a last token that must be computed."""
+    return [random_prompt(CONTEXT + 1, seed) for seed in range(count)]
+
+
+def random_prompt(length: int, seed: int) -> list[int]:
+    generator = random.Random(seed)
+    return [generator.randrange(1000, 30000) for _ in range(length)]
+
+
+def _run_rounds(count: int, subject: Subject, peer: Subject | None, console: Console) -> list[Round]:
+    machine = Machine()
+    subjects = [subject] if peer is None else [subject, peer]
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("warming up", total=(count + 1) * (1 + len(subjects) * (len(BATCHES) + 1)))
+        rounds = []
+        for index in range(count + 1):  # the first one fills caches, compiles kernels, and is thrown away
+            progress.update(task, description=f"round {index} of {count}" if index else "warming up")
+            rounds.append(_run_round(index, machine, subject, peer, lambda: progress.advance(task)))
+    return rounds[1:]
+
+
+def _run_round(index: int, machine: Machine, subject: Subject, peer: Subject | None, tick: Callable[[], None]) -> Round:
+    this = Round(Limits(bytes_per_s=machine.gemv_bytes_per_s(), flops_per_s=machine.gemm_flops_per_s()))
+    tick()
+    for batch in BATCHES:
+        this.decode_s[batch] = statistics.median(subject.decode(batch, STEPS[batch]))
+        tick()
+        if peer is not None:
+            this.peer_decode_s[batch] = statistics.median(peer.decode(batch, max(2, STEPS[batch] // 4)))
+            tick()
+    prompt = random_prompt(PREFILL_TOKENS, 1_000_000 + index)
+    this.prefill_s = subject.prefill(prompt)
+    tick()
+    if peer is not None:
+        this.peer_prefill_s = peer.prefill(prompt)
+        tick()
+    after = Limits(bytes_per_s=machine.gemv_bytes_per_s(), flops_per_s=machine.gemm_flops_per_s())
+    this.limits = Limits(  # the better of before and after: a limit that a neighbour lowered flatters us
+        bytes_per_s=max(this.limits.bytes_per_s, after.bytes_per_s),
+        flops_per_s=max(this.limits.flops_per_s, after.flops_per_s),
+    )
+    return this
+
+
+def summarise(spec: ModelSpec, rounds: list[Round]) -> dict[str, float]:
+    """Figures by name, in the order in which they are shown."""
+    weight_bytes = (layer_weights(spec) + head_weights(spec)) * _ELEMENT_BYTES
+    prefill = prefill_work(spec, PREFILL_TOKENS, _ELEMENT_BYTES)
+    results = {
+        "gemv_gb_per_s": _median(this.limits.bytes_per_s for this in rounds) / 1e9,
+        "gemm_gflop_per_s": _median(this.limits.flops_per_s for this in rounds) / 1e9,
+        "weights_read_ms": _median(weight_bytes / this.limits.bytes_per_s for this in rounds) * 1e3,
+        "decode_b1_over_weights_read": _median(this.decode_s[1] * this.limits.bytes_per_s / weight_bytes for this in rounds),
+    }
+    for batch in BATCHES:
+        results |= _decode_figures(spec, batch, rounds)
+    results["prefill_512_ms"] = _median(this.prefill_s for this in rounds) * 1e3
+    results["prefill_512_gemm_share"] = _median(prefill.flops / this.prefill_s / this.limits.flops_per_s for this in rounds)
+    if rounds[0].peer_prefill_s:
+        results |= _peer_figures(rounds)
+    return results
+
+
+def _decode_figures(spec: ModelSpec, batch: int, rounds: list[Round]) -> dict[str, float]:
+    work = decode_work(spec, batch, CONTEXT + 1 + WARM_STEPS + STEPS[batch] // 2, _ELEMENT_BYTES)
+    figures = {
+        f"decode_ms_b{batch}": _median(this.decode_s[batch] for this in rounds) * 1e3,
+        f"decode_best_ms_b{batch}": min(this.decode_s[batch] for this in rounds) * 1e3,
+    }
+    if batch > 1:
+        share = _median(work.roofline_s(this.limits) / this.decode_s[batch] for this in rounds)
+        figures[f"roofline_share_b{batch}"] = share
+    return figures
+
+
+def _peer_figures(rounds: list[Round]) -> dict[str, float]:
+    figures: dict[str, float] = {}
+    for batch in BATCHES:
+        figures[f"transformers_decode_ms_b{batch}"] = _median(this.peer_decode_s[batch] for this in rounds) * 1e3
+        figures[f"faster_than_transformers_b{batch}"] = _median(
+            this.peer_decode_s[batch] / this.decode_s[batch] for this in rounds
+        )
+    figures["transformers_prefill_512_ms"] = _median(this.peer_prefill_s for this in rounds) * 1e3
+    figures["faster_than_transformers_prefill_512"] = _median(this.peer_prefill_s / this.prefill_s for this in rounds)
+    return figures
+
+
+def _median(values: Iterable[float]) -> float:
+    return statistics.median(values)

@@ -1,0 +1,146 @@
+"""`kvrelay bench SCENARIO [--json FILE]`: runs a scenario, shows a table, writes the result file."""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import shlex
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from rich.console import Console
+
+from kvrelay.bench import report
+from kvrelay.cli_options import Parser, suggest
+from kvrelay.errors import ConfigError, KVRelayError
+
+_HELP = """\
+usage: kvrelay bench SCENARIO [--json FILE] [options]
+
+Measures this installation and says how far it is from what is possible.
+
+scenarios:
+  machine     memory bandwidth and GEMM rate of this machine
+  engine      decode and prefill against those limits, and against transformers (--peer transformers)
+  router      what the router adds to a request, and how many it carries
+
+`kvrelay bench SCENARIO --help` shows a scenario's options. Every figure is compared with something measured in the same
+run, because a shared machine is never the same twice; docs/benchmarks.md tells the method.
+"""
+
+Results = dict[str, float]
+Targets = Mapping[str, report.Target]
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What a subcommand is: its options, and how to carry it out."""
+
+    description: str
+    add_options: Callable[[Parser], None]
+    measure: Callable[[argparse.Namespace, Console], tuple[Results, Targets]]
+
+
+def run(argv: list[str]) -> int:
+    """The command's main; `argv` is what follows `kvrelay bench`. Returns the exit status."""
+    console = Console(stderr=True)
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_HELP, end="")
+        return 0 if argv else 2
+    try:
+        _run_scenario(argv, console)
+    except KVRelayError as error:
+        console.print(f"[red]error:[/] {error}", highlight=False, soft_wrap=True)
+        return 2 if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:
+        console.print("stopped")
+        return 130
+    return 0
+
+
+def _run_scenario(argv: list[str], console: Console) -> None:
+    scenario = SCENARIOS.get(argv[0])
+    if scenario is None:
+        raise ConfigError(f"unknown scenario {argv[0]!r}{suggest(argv[0], SCENARIOS)} (there are {', '.join(SCENARIOS)})")
+    parser = Parser(prog=f"kvrelay bench {argv[0]}", description=scenario.description)
+    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the result there")
+    scenario.add_options(parser)
+    options = parser.parse_strictly(argv[1:])
+    results, targets = scenario.measure(options, console)
+    from kvrelay.bench.machine import describe  # loads torch, which a running scenario may want to have for itself
+
+    result = report.BenchResult(
+        scenario=argv[0],
+        commit=report.current_commit(),
+        hardware=describe(),
+        command=shlex.join(["kvrelay", "bench", *argv]),
+        results=results,
+    )
+    report.show(result, targets, console)
+    if options.json is not None:
+        report.write(result, options.json)
+        console.print(f"wrote {options.json}")
+
+
+def _machine_options(parser: Parser) -> None:
+    parser.add_argument("--threads", type=positive, default=0, metavar="N", help="CPU threads (default: all cores)")
+
+
+def _engine_options(parser: Parser) -> None:
+    _machine_options(parser)
+    parser.add_argument(
+        "--model", default="smollm2", metavar="MODEL", help="smollm2 (default), a folder, a .gguf file, a hub id"
+    )
+    parser.add_argument("--load", choices=["auto", "dummy"], default="auto", help="dummy: random weights of the model's shape")
+    parser.add_argument("--peer", choices=["transformers"], help="run the same workload there and show the ratios")
+    parser.add_argument("--rounds", type=positive, default=7, metavar="N", help="figures are medians over so many (default 7)")
+
+
+def _router_options(parser: Parser) -> None:
+    parser.add_argument("--model", default="smollm2", metavar="MODEL", help="whose tokenizer to use (default smollm2)")
+    parser.add_argument("--seconds", type=positive, default=10, metavar="S", help="length of the throughput run (default 10)")
+    parser.add_argument("--streams", type=positive, default=512, metavar="N", help="streams of the wide runs (default 512)")
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    return int(text)
+
+
+def _measure_machine(options: argparse.Namespace, console: Console) -> tuple[Results, Targets]:
+    from kvrelay.bench import machine
+
+    with console.status("measuring this machine"):
+        return machine.measure(options.threads), {}
+
+
+def _measure_engine(options: argparse.Namespace, console: Console) -> tuple[Results, Targets]:
+    from kvrelay.bench import engine
+
+    bench = engine.EngineBench(
+        model=options.model,
+        load=options.load,
+        threads=options.threads,
+        rounds=options.rounds,
+        peer=options.peer is not None,
+    )
+    return bench.measure(console), engine.TARGETS
+
+
+def _measure_router(options: argparse.Namespace, console: Console) -> tuple[Results, Targets]:
+    from kvrelay.bench import router
+
+    return router.measure(options.model, options.seconds, options.streams, console), router.TARGETS
+
+
+SCENARIOS = {
+    "machine": Scenario("Memory bandwidth and GEMM rate of this machine.", _machine_options, _measure_machine),
+    "engine": Scenario("Decode and prefill against this machine's limits.", _engine_options, _measure_engine),
+    "router": Scenario("What the router adds to a request, and how many it carries.", _router_options, _measure_router),
+}
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1:]))
