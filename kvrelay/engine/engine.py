@@ -81,6 +81,7 @@ class Engine:
         self._arrivals = counter()
         self._outputs: list[SequenceOutput] = []
         self._failures: list[Failure] = []
+        self._handed_over: list[RequestId] = []
         self._released: list[int] = []
         self._draining = False
         self._stalled = False  # the last step could do nothing, and nothing has changed since
@@ -148,7 +149,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` would do or say anything."""
-        if self._outputs or self._failures or self._released or self.scheduler.running:
+        if self._outputs or self._failures or self._handed_over or self._released or self.scheduler.running:
             return True
         if self.outgoing is not None and self.outgoing.has_news:
             return True
@@ -318,6 +319,7 @@ class Engine:
         """A hand-over ended. Usually the prompt was finished long ago; if not, there is nobody to compute it for."""
         request = self.requests.get(request_id)
         if request is None:
+            self._handed_over.append(request_id)
             return
         self._fail(request, UnavailableError(f"the hand-over to the decode worker failed: {reason or 'not wanted any more'}"))
 
@@ -376,8 +378,14 @@ class Engine:
     def _take_outputs(self) -> StepOutputs:
         outputs, self._outputs = self._outputs, []
         failures, self._failures = self._failures, []
+        handed_over, self._handed_over = self._handed_over, []
         return StepOutputs(
-            worker_id=self._worker_id, step=self._num_steps, load=self.load(), outputs=outputs, failures=failures
+            worker_id=self._worker_id,
+            step=self._num_steps,
+            load=self.load(),
+            outputs=outputs,
+            failures=failures,
+            handed_over=handed_over,
         )
 
 

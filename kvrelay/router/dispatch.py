@@ -1,27 +1,28 @@
-"""Sends each request to a worker and brings its outputs back.
+"""Sends each request to its workers and brings their outputs back.
 
-    submit -> choose a peer -> Submit -> StepOutputs ... -> the stream is finished, failed or aborted -> forgotten
+    submit -> plan -> Submit to one worker, or to two at once -> StepOutputs ... -> the stream is finished, failed or aborted
 
-A request is in `_open` (and in its peer's `open`) from submit to its end, and nowhere afterwards: what a worker still says of
-it then is dropped. This is the hot path of the router: no task, future or copy per output.
+A request has a leg on every worker it was sent to, each under an id of its own. It is in `_open`, and its legs are in their
+peers' `open`, from submit to the end, and nowhere afterwards: what a worker still says of it then is dropped. This is the hot
+path of the router: no task, future or copy per output.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from typing import Literal
 
 from kvrelay.errors import QueueFullError, UnavailableError, request_error
-from kvrelay.ids import RequestId, new_request_id
+from kvrelay.ids import RequestId, new_request_id, new_transfer_id
 from kvrelay.log import Log
 from kvrelay.metrics import Metrics
 from kvrelay.router.backend import GenerateRequest
-from kvrelay.router.peer import OpenRequest, Peer
-from kvrelay.router.policy import CompletionRate, Policy, tokens_of
+from kvrelay.router.peer import Leg, OpenRequest, Peer
+from kvrelay.router.plan import Mode, Plan, Planner, PolicyName
+from kvrelay.router.policy import CompletionRate, tokens_of
 from kvrelay.router.stream import RequestStream
-from kvrelay.states import FinishReason
-from kvrelay.wire.serving import Abort, Finish, StepOutputs, Submit
+from kvrelay.states import FinishReason, Role
+from kvrelay.wire.serving import Abort, Finish, StepOutputs, Submit, TransferInfo
 
 log = Log("router")
 
@@ -29,12 +30,21 @@ log = Log("router")
 class Dispatcher:
     """Owns the table of open requests. The router tells it which peers may be used."""
 
-    def __init__(self, policy: Literal["round_robin", "least_loaded"], metrics: Metrics) -> None:
-        self.usable: list[Peer] = []
-        self._policy = Policy(policy)
+    def __init__(self, policy: PolicyName, metrics: Metrics, *, mode: Mode = "write", local_prefill_tokens: int = 0) -> None:
+        self._planner = Planner(policy, local_prefill_tokens)
+        self._mode: Mode = mode
         self._metrics = metrics
         self._open: dict[RequestId, OpenRequest] = {}
         self._rate = CompletionRate()
+        self.usable: list[Peer] = []
+
+    def use(self, peers: list[Peer]) -> None:
+        self.usable = peers
+        self._planner.use(peers)
+
+    @property
+    def ready(self) -> bool:
+        return self._planner.ready
 
     @property
     def num_open(self) -> int:
@@ -42,14 +52,26 @@ class Dispatcher:
 
     def submit(self, request: GenerateRequest, excuse: str) -> RequestStream:
         """`excuse` says why there is no usable peer, if there is none."""
-        peer = self._choose(excuse)
-        stream = RequestStream(new_request_id(), request.params.n, self, prefill=peer.id, decode=peer.id)
-        if not peer.link.send(_submit_message(stream.request_id, request)):
-            self._metrics.rejected.labels("unavailable").inc()
-            raise UnavailableError(f"worker {peer.id} cannot be reached")
-        entry = OpenRequest(request, stream, peer, tokens_of(request))
+        plan = self._plan(request, excuse)
+        transfer = self._transfer(plan)
+        legs = tuple(Leg(peer, new_request_id()) for peer in plan.peers)
+        stream = RequestStream(
+            legs[-1].request_id,
+            request.params.n,
+            self,
+            prefill=_prefill_name(plan),
+            decode=plan.decode.id,
+            transfer_id=None if transfer is None else transfer.transfer_id,
+        )
+        for leg in legs:
+            if not leg.peer.link.send(_submit_message(leg.request_id, request, transfer)):
+                self._metrics.rejected.labels("unavailable").inc()
+                _abort(legs)
+                raise UnavailableError(f"worker {leg.peer.id} cannot be reached")
+        entry = OpenRequest(request, stream, legs, tokens_of(request))
         self._open[stream.request_id] = entry
-        peer.add(entry)
+        for leg in legs:
+            leg.peer.add(leg, entry)
         self._metrics.dispatched.inc()
         return stream
 
@@ -63,7 +85,12 @@ class Dispatcher:
         for failure in message.failures:
             entry = table.get(failure.request_id)
             if entry is not None:
+                self._leg_failed(entry, peer, failure.request_id)
                 entry.stream.fail(request_error(failure.kind, failure.message, failure.param))
+        for request_id in message.handed_over:
+            entry = table.get(request_id)
+            if entry is not None:
+                self._leg_ended(entry, peer)
 
     def lost(self, peer: Peer, reason: str) -> None:
         """The worker is gone, or has forgotten us: none of its requests gets another output from it."""
@@ -71,44 +98,85 @@ class Dispatcher:
         if entries:
             log.warning("requests lost their worker", worker=peer.id, requests=len(entries), reason=reason)
         for entry in entries:
-            self._settle_lost(entry, reason)
+            self._settle_lost(entry, peer, reason)
 
     def fail_all(self, reason: str) -> None:
         for entry in list(self._open.values()):
-            entry.peer.link.send(Abort(request_ids=[entry.stream.request_id]))
+            _abort(entry.legs)
             entry.stream.fail(UnavailableError(reason))
 
-    def _settle_lost(self, entry: OpenRequest, reason: str) -> None:
-        """Decides what becomes of one request whose worker is gone: today it fails; failover resubmits it here."""
-        entry.stream.fail(UnavailableError(f"the worker serving this request was lost: {reason}", code="worker_lost"))
+    def _settle_lost(self, entry: OpenRequest, peer: Peer, reason: str) -> None:
+        """Decides what becomes of a request one of whose workers is gone. A decode worker notices for itself that its prefill
+        worker has died, and computes the prompt; without the one that generates, the request fails."""
+        self._leg_ended(entry, peer)
+        if entry.legs[-1].peer is peer:
+            _abort(leg for leg in entry.legs if leg.peer is not peer)
+            entry.stream.fail(UnavailableError(f"the worker serving this request was lost: {reason}", code="worker_lost"))
 
-    def _choose(self, excuse: str) -> Peer:
-        if not self.usable:
+    def _leg_ended(self, entry: OpenRequest, peer: Peer) -> None:
+        for leg in entry.legs:
+            if leg.peer is peer:
+                peer.remove(leg, entry)
+
+    def _leg_failed(self, entry: OpenRequest, peer: Peer, request_id: RequestId) -> None:
+        """The others need not go on."""
+        _abort(leg for leg in entry.legs if leg.request_id != request_id)
+
+    def _plan(self, request: GenerateRequest, excuse: str) -> Plan:
+        if not self._planner.ready:
             self._metrics.rejected.labels("unavailable").inc()
             raise UnavailableError(excuse, code="no_worker")
-        candidates = [peer for peer in self.usable if peer.has_room]
-        if not candidates:
+        try:
+            return self._planner.plan(request)
+        except QueueFullError as error:
             self._metrics.rejected.labels("queue_full").inc()
             retry_after_s = self._rate.retry_after_s(len(self._open), time.monotonic())
-            raise QueueFullError(f"the queue is full: {len(self._open)} requests are in flight", retry_after_s=retry_after_s)
-        return self._policy.choose(candidates)
+            message = f"{error.message}: {len(self._open)} requests are in flight"
+            raise QueueFullError(message, retry_after_s=retry_after_s) from error
+
+    def _transfer(self, plan: Plan) -> TransferInfo | None:
+        if plan.prefill is None:
+            return None
+        return TransferInfo(
+            transfer_id=new_transfer_id(),
+            mode=self._mode,
+            producer=plan.prefill.id,
+            consumer=plan.decode.id,
+            signal_address=plan.prefill.record.signal_address,
+        )
 
     # What streams ask for (StreamOwner)
 
     def stream_finished(self, stream: RequestStream) -> None:
         entry = self._open.pop(stream.request_id)
-        entry.peer.remove(entry)
+        for leg in entry.legs:
+            leg.peer.remove(leg, entry)
         self._rate.completed(time.monotonic())
+        if len(entry.legs) > 1 and not stream.aborted:
+            # Usually the decode worker made the last token and is done. If it was the prefill worker, or a stop string in the
+            # first token, the decode worker need not begin.
+            _abort(entry.legs[-1:])
 
     def send_finish(self, stream: RequestStream, sample: int, keep_tokens: int, reason: FinishReason) -> None:
-        message = Finish(request_id=stream.request_id, sample=sample, keep_tokens=keep_tokens, reason=reason)
-        self._open[stream.request_id].peer.link.send(message)
+        leg = self._open[stream.request_id].legs[-1]
+        leg.peer.link.send(Finish(request_id=leg.request_id, sample=sample, keep_tokens=keep_tokens, reason=reason))
 
     def send_abort(self, stream: RequestStream) -> None:
-        self._open[stream.request_id].peer.link.send(Abort(request_ids=[stream.request_id]))
+        _abort(self._open[stream.request_id].legs)
 
 
-def _submit_message(request_id: RequestId, request: GenerateRequest) -> Submit:
+def _abort(legs: Iterable[Leg]) -> None:
+    for leg in legs:
+        leg.peer.link.send(Abort(request_ids=[leg.request_id]))
+
+
+def _prefill_name(plan: Plan) -> str:
+    if plan.prefill is not None:
+        return plan.prefill.id
+    return "local" if plan.decode.record.role is Role.DECODE else plan.decode.id
+
+
+def _submit_message(request_id: RequestId, request: GenerateRequest, transfer: TransferInfo | None) -> Submit:
     return Submit(
         request_id=request_id,
         external_id=request.external_id,
@@ -117,10 +185,14 @@ def _submit_message(request_id: RequestId, request: GenerateRequest) -> Submit:
         priority=request.priority,
         cache_salt=request.cache_salt,
         trace=dict(request.trace),
+        transfer=transfer,
     )
 
 
 def excuse(peers: Iterable[Peer]) -> str:
     """Why none of these peers can take a request."""
-    problems = [f"{peer.id}: {peer.problem}" for peer in peers]
-    return f"no worker can take requests ({'; '.join(problems)})" if problems else "no worker has registered yet"
+    listed = list(peers)
+    problems = [f"{peer.id}: {peer.problem}" for peer in listed if peer.problem]
+    if problems:
+        return f"no worker can take requests ({'; '.join(problems)})"
+    return "no decode worker is up" if listed else "no worker has registered yet"

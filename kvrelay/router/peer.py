@@ -16,13 +16,21 @@ from kvrelay.wire.registry import WorkerRecord
 from kvrelay.wire.serving import StepOutputs
 
 
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """A request on one worker, by the id it has there."""
+
+    peer: Peer
+    request_id: RequestId
+
+
 @dataclass(slots=True)
 class OpenRequest:
-    """A request that was sent and has not ended. It keeps all that is needed to send it again."""
+    """A request that was sent and has not ended. It keeps all that is needed to send it again. The last leg generates."""
 
     request: GenerateRequest
     stream: RequestStream
-    peer: Peer
+    legs: tuple[Leg, ...]
     num_tokens: int  # what the policy counts for it
 
 
@@ -87,13 +95,14 @@ class Peer:
         if record.load.steps >= self.load.steps:
             self.load = record.load
 
-    def add(self, entry: OpenRequest) -> None:
-        self.open[entry.stream.request_id] = entry
+    def add(self, leg: Leg, entry: OpenRequest) -> None:
+        self.open[leg.request_id] = entry
         self.num_tokens_in_flight += entry.num_tokens
 
-    def remove(self, entry: OpenRequest) -> None:
-        del self.open[entry.stream.request_id]
-        self.num_tokens_in_flight -= entry.num_tokens
+    def remove(self, leg: Leg, entry: OpenRequest) -> None:
+        """Harmless if the leg has ended before."""
+        if self.open.pop(leg.request_id, None) is not None:
+            self.num_tokens_in_flight -= entry.num_tokens
 
     def close(self) -> None:
         self.link.close()

@@ -10,7 +10,7 @@ Everything runs on one event loop's thread.
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Literal
+from typing import Any
 
 from kvrelay.discovery.base import Loss, Membership
 from kvrelay.errors import ProtocolError
@@ -21,6 +21,7 @@ from kvrelay.router.backend import GenerateRequest
 from kvrelay.router.collector import WorkerCollector
 from kvrelay.router.dispatch import Dispatcher, excuse
 from kvrelay.router.peer import Peer
+from kvrelay.router.plan import Mode, PolicyName
 from kvrelay.router.stream import RequestStream
 from kvrelay.wire.registry import WorkerRecord
 from kvrelay.wire.serving import StepOutputs
@@ -36,7 +37,9 @@ class Router:
         *,
         membership: Membership,
         metrics: Metrics,
-        policy: Literal["round_robin", "least_loaded"] = "least_loaded",
+        policy: PolicyName = "least_loaded",
+        mode: Mode = "write",
+        local_prefill_tokens: int = 0,
         lease_s: float = 4.0,
         model: str = "",
         router_id: RouterId | None = None,
@@ -47,7 +50,7 @@ class Router:
         self._lease_s = lease_s
         self._model = model
         self._peers: dict[WorkerId, Peer] = {}
-        self._dispatcher = Dispatcher(policy, metrics)
+        self._dispatcher = Dispatcher(policy, metrics, mode=mode, local_prefill_tokens=local_prefill_tokens)
         self._ticker: asyncio.TimerHandle | None = None
         self._changed = asyncio.Event()
         metrics.registry.register(WorkerCollector(self._peers.values))
@@ -71,15 +74,14 @@ class Router:
 
     @property
     def ready(self) -> bool:
-        return bool(self._dispatcher.usable)
+        return self._dispatcher.ready
 
     @property
     def max_model_len(self) -> int:
         return min((peer.record.max_model_len for peer in self._dispatcher.usable), default=0)
 
     def submit(self, request: GenerateRequest) -> RequestStream:
-        usable = self._dispatcher.usable
-        return self._dispatcher.submit(request, "" if usable else excuse(self._peers.values()))
+        return self._dispatcher.submit(request, "" if self.ready else excuse(self._peers.values()))
 
     def cluster(self) -> dict[str, Any]:
         return {
@@ -161,7 +163,7 @@ class Router:
         for peer in reachable:
             same = peer.record.fingerprint == reachable[0].record.fingerprint
             peer.refusal = "" if same else f"it serves another model or layout than {reachable[0].id}"
-        self._dispatcher.usable = [peer for peer in reachable if peer.usable]
+        self._dispatcher.use([peer for peer in reachable if peer.usable])
         self._changed.set()
 
     def _schedule_tick(self) -> None:

@@ -13,7 +13,7 @@ import asyncio
 from typing import Protocol
 
 from kvrelay.errors import InternalError, RequestError
-from kvrelay.ids import RequestId
+from kvrelay.ids import RequestId, TransferId
 from kvrelay.states import FinishReason
 from kvrelay.wire.serving import SequenceOutput
 
@@ -42,13 +42,26 @@ class RequestStream:
         "_positions",
         "_running",
         "_waiter",
+        "aborted",
         "decode",
         "prefill",
         "request_id",
+        "transfer_id",
     )
 
-    def __init__(self, request_id: RequestId, num_samples: int, owner: StreamOwner, *, prefill: str, decode: str) -> None:
+    def __init__(
+        self,
+        request_id: RequestId,
+        num_samples: int,
+        owner: StreamOwner,
+        *,
+        prefill: str,
+        decode: str,
+        transfer_id: TransferId | None = None,
+    ) -> None:
         self.request_id = request_id
+        self.transfer_id = transfer_id  # of the hand-over, if two workers serve the request
+        self.aborted = False
         self.prefill = prefill  # worker ids, for the response headers
         self.decode = decode
         self._owner = owner
@@ -115,6 +128,7 @@ class RequestStream:
         """Nobody wants the rest. Harmless when the request is over."""
         if self.done:
             return
+        self.aborted = True
         self._running.clear()
         self._pending.clear()
         self._owner.send_abort(self)

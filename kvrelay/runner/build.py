@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvrelay.checkpoint.digest import weights_digest
 from kvrelay.checkpoint.spec import ModelSpec, fingerprint, read_spec
 from kvrelay.config import EngineOptions, Environment, ModelOptions
 from kvrelay.engine.interfaces import Allocate, Row, StepPlan
@@ -73,7 +74,7 @@ def build_runner(
         max_batch=engine_options.max_batch,
         token_budget=engine_options.token_budget,
         max_model_len=size.max_model_len,
-        fingerprint=fingerprint(spec, dtype_name) + ("-dummy" if model_options.load == "dummy" else ""),
+        fingerprint=f"{fingerprint(spec, dtype_name)}-{'dummy' if model_options.load == 'dummy' else weights_digest(folder)}",
         folder=folder,
         num_threads=num_threads,
     )

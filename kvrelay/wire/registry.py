@@ -68,6 +68,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     max_queue: int
     version: int  # protocol version
     load: WorkerLoad = WorkerLoad()
+    signal_address: str = ""  # where a prefill worker's consumers connect
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -39,6 +39,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults
 class Hello(Message, frozen=True, kw_only=True):
     version: int
     router_id: RouterId
+    lease_s: float = 4.0  # a router silent for so long is taken for dead, and its requests are aborted
 
 
 class TransferInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,6 +132,7 @@ class StepOutputs(Message, frozen=True, kw_only=True):
     load: WorkerLoad
     outputs: list[SequenceOutput] = []
     failures: list[Failure] = []
+    handed_over: list[RequestId] = []  # a prefill worker's terminal word: the decode worker has all it wanted
 
 
 ToWorker = Hello | Submit | Abort | Finish | Ping

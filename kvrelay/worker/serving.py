@@ -9,6 +9,7 @@ has its requests aborted and is forgotten; if it speaks again it is told so (Ref
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -88,6 +89,7 @@ class _Router:
     open: dict[RequestId, set[int]] = field(default_factory=dict)
     outputs: list[SequenceOutput] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
+    handed_over: list[RequestId] = field(default_factory=list)
 
 
 class ServingLoop:
@@ -96,6 +98,10 @@ class ServingLoop:
     def __init__(self, engine: ServingEngine, *, host: str, port: int) -> None:
         self._engine = engine
         self._socket = _bind(host, port)
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._wake_fd, zmq.POLLIN)
         self._decoder: Decoder[ToWorker] = Decoder(ToWorker)
         self._routers: dict[bytes, _Router] = {}
         self._owners: dict[RequestId, _Router] = {}
@@ -121,14 +127,23 @@ class ServingLoop:
                 self._step()
             else:
                 self._tell_load()
-                self._socket.poll(_IDLE_WAIT_MS, zmq.POLLIN)
+                self._wait()
             self._forget_silent_routers()
+
+    def wake(self) -> None:
+        """From any thread: the engine has news, so `run` should look."""
+        os.eventfd_write(self._wake_fd, 1)
+
+    def _wait(self) -> None:
+        if self._wake_fd in dict(self._poller.poll(_IDLE_WAIT_MS)):
+            os.eventfd_read(self._wake_fd)
 
     def close(self) -> None:
         """Requests that are still open, or came too late, are told so."""
         self._receive()
         self._fail_all(UnavailableError("the worker is shutting down"))
         self._socket.close(linger=1000)
+        os.close(self._wake_fd)
 
     @property
     def num_open(self) -> int:
@@ -249,6 +264,12 @@ class ServingLoop:
                 touched[router.identity] = router
                 router.failures.append(failure)
                 del router.open[failure.request_id]
+        for request_id in step.handed_over:
+            router = self._owners.pop(request_id, None)
+            if router is not None:
+                touched[router.identity] = router
+                router.handed_over.append(request_id)
+                del router.open[request_id]
         if len(self._routers) == 1 and touched:
             self._load_untold = False
         for router in touched.values():
@@ -257,8 +278,11 @@ class ServingLoop:
     def _send_outputs(self, router: _Router, step: int, load: WorkerLoad) -> None:
         outputs, router.outputs = router.outputs, []
         failures, router.failures = router.failures, []
+        handed_over, router.handed_over = router.handed_over, []
         assert self.record is not None
-        message = StepOutputs(worker_id=self.record.id, step=step, load=load, outputs=outputs, failures=failures)
+        message = StepOutputs(
+            worker_id=self.record.id, step=step, load=load, outputs=outputs, failures=failures, handed_over=handed_over
+        )
         if not self._send(router.identity, encode(message)):
             log.warning("a router is gone; its requests are aborted", requests=len(router.open))
             self._forget(router)

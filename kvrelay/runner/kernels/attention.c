@@ -43,24 +43,6 @@ struct Part {
     float values[MAX_HEAD_DIM];
 };
 
-/* Four sums at once, each by the same tree. */
-INLINE void sums_of_four(vec a, vec b, vec c, vec d, float *out) {
-#if LANES == 4 && defined(LANE_MULTIPLY)
-    float32x4_t ab = vpaddq_f32((float32x4_t)a, (float32x4_t)b), cd = vpaddq_f32((float32x4_t)c, (float32x4_t)d);
-    vst1q_f32(out, vpaddq_f32(ab, cd));
-#elif LANES >= 8
-#if LANES == 16
-#define HALF(v) _mm256_add_ps(_mm512_castps512_ps256((__m512)v), _mm256_castpd_ps(_mm512_extractf64x4_pd((__m512d)v, 1)))
-#else
-#define HALF(v) ((__m256)v)
-#endif
-#define QUARTER(v) _mm_add_ps(_mm256_castps256_ps128(HALF(v)), _mm256_extractf128_ps(HALF(v), 1))
-    _mm_storeu_ps(out, _mm_hadd_ps(_mm_hadd_ps(QUARTER(a), QUARTER(b)), _mm_hadd_ps(QUARTER(c), QUARTER(d))));
-#else
-    out[0] = sum_lanes(a), out[1] = sum_lanes(b), out[2] = sum_lanes(c), out[3] = sum_lanes(d);
-#endif
-}
-
 /* scores[lines][4] = q[lines] . key[4] */
 INLINE void score_tile(const int lines, const float *q, const float *const *key, long dim, float *scores) {
     vec sum[LINE_TILE][4];
@@ -76,14 +58,16 @@ INLINE void score_tile(const int lines, const float *q, const float *const *key,
     UNROLL for (int l = 0; l < lines; l++) sums_of_four(sum[l][0], sum[l][1], sum[l][2], sum[l][3], scores + l * TILE_KEYS);
 }
 
-/* part[lines].values += weights[lines][keys] * value[keys], for one chunk of dimensions. */
-INLINE void weigh_tile(const int lines, const float *weights, const float *const *value, long keys, long from,
-                       struct Part *part) {
+/* part[lines].values += weights[lines][keys] * value[keys], for one chunk of dimensions. A chunk is a cache line, so each step
+ * also fetches one line of the next tile's keys. */
+INLINE void weigh_tile(const int lines, const float *weights, const float *const *value, const float *const *next_key,
+                       long keys, long from, struct Part *part) {
     vec sum[LINE_TILE][CHUNK_VECTORS];
     UNROLL for (int l = 0; l < lines; l++)
         UNROLL for (int v = 0; v < CHUNK_VECTORS; v++) sum[l][v] = load(part[l].values + from + v * LANES);
     for (long k = 0; k < keys; k++) {
         vec values[CHUNK_VECTORS];
+        __builtin_prefetch(next_key[k] + from);
         UNROLL for (int v = 0; v < CHUNK_VECTORS; v++) values[v] = load(value[k] + from + v * LANES);
         UNROLL for (int l = 0; l < lines; l++) {
             vec weight = splat(weights[l * TILE_KEYS + k]);
@@ -94,20 +78,29 @@ INLINE void weigh_tile(const int lines, const float *weights, const float *const
         UNROLL for (int v = 0; v < CHUNK_VECTORS; v++) store(part[l].values + from + v * LANES, sum[l][v]);
 }
 
+/* The keys of a tile, and where the next tile's keys are. */
+struct Tile {
+    long first, keys;
+    const float *key[TILE_KEYS], *value[TILE_KEYS];
+};
+
 #define LINES(n)                                                                                                                \
-    static __attribute__((noinline)) void scores_##n(const float *q, const float *const *key, long keys, long dim,              \
-                                                     float *scores) {                                                           \
-        for (long k = 0; k < keys; k += 4) score_tile(n, q, key + k, dim, scores + k);                                          \
+    static __attribute__((noinline)) void scores_##n(const float *q, const struct Tile *tile, long dim, float *scores) {        \
+        for (long k = 0; k < tile->keys; k += 4) {                                                                              \
+            for (long d = 0; d < dim; d += CHUNK)                                                                               \
+                UNROLL for (int i = 0; i < 4; i++) __builtin_prefetch(tile->value[k + i] + d);                                  \
+            score_tile(n, q, tile->key + k, dim, scores + k);                                                                   \
+        }                                                                                                                       \
     }                                                                                                                           \
-    static __attribute__((noinline)) void weigh_##n(const float *weights, const float *const *value, long keys, long dim,       \
-                                                    struct Part *part) {                                                        \
-        for (long from = 0; from < dim; from += CHUNK) weigh_tile(n, weights, value, keys, from, part);                         \
+    static __attribute__((noinline)) void weigh_##n(const float *weights, const struct Tile *tile, const struct Tile *next,     \
+                                                    long keys, long dim, struct Part *part) {                                   \
+        for (long from = 0; from < dim; from += CHUNK) weigh_tile(n, weights, tile->value, next->key, keys, from, part);        \
     }
 LINES(1) LINES(2) LINES(3) LINES(4)
-static void (*const SCORES[])(const float *, const float *const *, long, long, float *) = {NULL, scores_1, scores_2, scores_3,
-                                                                                           scores_4};
-static void (*const WEIGH[])(const float *, const float *const *, long, long, struct Part *) = {NULL, weigh_1, weigh_2, weigh_3,
-                                                                                                weigh_4};
+typedef void (*Scores)(const float *, const struct Tile *, long, float *);
+typedef void (*Weigh)(const float *, const struct Tile *, const struct Tile *, long, long, struct Part *);
+static const Scores SCORES[] = {NULL, scores_1, scores_2, scores_3, scores_4};
+static const Weigh WEIGH[] = {NULL, weigh_1, weigh_2, weigh_3, weigh_4};
 
 /* Turns a line's scores into weights, of which the first `seen` count, and makes room for them in its part. */
 static void soften(float *scores, long seen, long keys, long dim, struct Part *part) {
@@ -148,42 +141,51 @@ static void merge(struct Part *total, const struct Part *part, long dim) {
     }
 }
 
-/* The keys `first` .. `first + keys` of a row for one KV head, filled up to whole fours with the last of them. */
-static void find_keys(const struct Attention *job, long row, long kv_head, long first, long keys, const float **key,
-                      const float **value) {
+/* Finds the tile that begins at key `first` for one KV head. All places of it point to some key of the row. */
+static void find_tile(const struct Attention *job, long row, long kv_head, long first, long end, struct Tile *tile) {
     const int32_t *table = job->tables + row * job->table_stride;
-    long block = first / job->block_size, offset = first % job->block_size, width = job->kv_heads * job->dim;
-    for (long k = 0; k < keys; k++) {
-        long at = (table[block] * job->block_size + offset) * width + kv_head * job->dim;
-        key[k] = job->keys + at;
-        value[k] = job->values + at;
-        if (++offset == job->block_size) offset = 0, block++;
+    long block = first / job->block_size, offset = first % job->block_size, width = job->kv_heads * job->dim, at = 0;
+    tile->first = first;
+    tile->keys = MINIMUM(TILE_KEYS, end - first);
+    for (long k = 0; k < TILE_KEYS; k++) {
+        if (k < tile->keys) {
+            at = (table[block] * job->block_size + offset) * width + kv_head * job->dim;
+            if (++offset == job->block_size) offset = 0, block++;
+        }
+        tile->key[k] = job->keys + at;
+        tile->value[k] = job->values + at;
     }
-    for (long k = keys; k < ((keys + 3) & ~3L); k++) key[k] = key[keys - 1];
+}
+
+/* Adds a tile to up to LINE_TILE lines, of which line `first_line` is the first. */
+static void attend_tile(const struct Attention *job, const struct Tile *tile, const struct Tile *next, long position,
+                        long first_line, long lines, const float *q, struct Part *parts) {
+    float scores[LINE_TILE * TILE_KEYS] __attribute__((aligned(64)));
+    long most = 0;
+    SCORES[lines](q, tile, job->dim, scores);
+    for (long l = 0; l < lines; l++) {
+        long seen = position + (first_line + l) / job->group + 1 - tile->first;
+        seen = seen < 0 ? 0 : MINIMUM(seen, tile->keys);
+        most = seen > most ? seen : most;
+        soften(scores + l * TILE_KEYS, seen, tile->keys, job->dim, parts + l);
+    }
+    WEIGH[lines](scores, tile, next, most, job->dim, parts);
 }
 
 /* One partition's part of every line of a task. `position` is the first query's; line l belongs to query l / group. */
 static void attend_partition(const struct Attention *job, const struct Task *task, long kv_head, long position, long partition,
                              const float *q, struct Part *parts) {
-    long lines = task->queries * job->group, dim = job->dim;
-    long end = MINIMUM((partition + 1) * PARTITION, position + task->queries);
-    const float *key[TILE_KEYS], *value[TILE_KEYS];
-    float scores[LINE_TILE * TILE_KEYS] __attribute__((aligned(64)));
-    for (long l = 0; l < lines; l++) clear(parts + l, dim);
-    for (long first = partition * PARTITION; first < end; first += TILE_KEYS) {
-        long keys = MINIMUM(TILE_KEYS, end - first);
-        find_keys(job, task->row, kv_head, first, keys, key, value);
-        for (long l = 0; l < lines; l += LINE_TILE) {
-            long count = MINIMUM(LINE_TILE, lines - l), most = 0;
-            SCORES[count](q + l * dim, key, keys, dim, scores);
-            for (long i = 0; i < count; i++) {
-                long seen = position + (l + i) / job->group + 1 - first;
-                seen = seen < 0 ? 0 : MINIMUM(seen, keys);
-                most = seen > most ? seen : most;
-                soften(scores + i * TILE_KEYS, seen, keys, dim, parts + l + i);
-            }
-            WEIGH[count](scores, value, most, dim, parts + l);
-        }
+    long lines = task->queries * job->group, end = position + task->queries;
+    long last = MINIMUM((partition + 1) * PARTITION, end);
+    struct Tile tiles[2], *tile = tiles, *next = tiles + 1;
+    for (long l = 0; l < lines; l++) clear(parts + l, job->dim);
+    find_tile(job, task->row, kv_head, partition * PARTITION, end, tile);
+    for (long first = tile->first; first < last; first += TILE_KEYS) {
+        find_tile(job, task->row, kv_head, first + TILE_KEYS < end ? first + TILE_KEYS : first, end, next);
+        for (long l = 0; l < lines; l += LINE_TILE)
+            attend_tile(job, tile, next, position, l, MINIMUM(LINE_TILE, lines - l), q + l * job->dim, parts + l);
+        struct Tile *done = tile;
+        tile = next, next = done;
     }
 }
 

@@ -93,7 +93,7 @@ class Kernels(Protocol):
         eps: float,
     ) -> torch.Tensor:
         """Splits qkv, applies the optional per-head norms, rotates q and k (half-split rotary; cos_sin [positions, head_dim]
-        holds cos, then sin, of the first half's angles), stores k and v at the batch's slots, returns q [tokens, heads, dim]."""
+        holds cos, then sin, of the first half's angles), stores k and v at the slots, returns q [tokens, heads, dim]."""
 
     def attention(self, q: torch.Tensor, shape: HeadShape, batch: ForwardBatch, kv: torch.Tensor, scale: float) -> torch.Tensor:
         """Causal attention of q [tokens, heads, dim] over the paged context; returns [tokens, heads * dim]."""

@@ -50,31 +50,58 @@ INLINE vec multiply_add(vec a, vec b, vec c) {
 #endif
 }
 
-INLINE vec where(ivec mask, vec yes, vec no) { return (vec)(((ivec)yes & mask) | ((ivec)no & ~mask)); }
-INLINE vec maximum(vec a, vec b) { return where(a > b, a, b); }
+/* The larger of each lane; `b` where they cannot be compared. */
+INLINE vec maximum(vec a, vec b) {
+    ivec larger = a > b;
+    return (vec)(((ivec)a & larger) | ((ivec)b & ~larger));
+}
 
-/* The sum of all lanes, by halves. */
+#if LANES >= 8
+INLINE __m128 fold(vec value) {
+#if LANES == 16
+    __m256 half = _mm256_add_ps(_mm512_castps512_ps256((__m512)value),
+                                _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd((__m512)value), 1)));
+#else
+    __m256 half = (__m256)value;
+#endif
+    return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+}
+#endif
+
+/* The sums of four vectors' lanes, each by the same tree as the others. */
+INLINE void sums_of_four(vec a, vec b, vec c, vec d, float *sums) {
+#if LANES >= 8
+    _mm_storeu_ps(sums, _mm_hadd_ps(_mm_hadd_ps(fold(a), fold(b)), _mm_hadd_ps(fold(c), fold(d))));
+#elif defined(LANE_MULTIPLY)
+    float32x4_t ab = vpaddq_f32((float32x4_t)a, (float32x4_t)b), cd = vpaddq_f32((float32x4_t)c, (float32x4_t)d);
+    vst1q_f32(sums, vpaddq_f32(ab, cd));
+#else
+    vec each[4] = {a, b, c, d};
+    for (int i = 0; i < 4; i++) sums[i] = (each[i][0] + each[i][1]) + (each[i][2] + each[i][3]);
+#endif
+}
+
 INLINE float sum_lanes(vec value) {
-    float lane[LANES];
-    store(lane, value);
-    UNROLL for (int half = LANES / 2; half > 0; half /= 2)
-        for (int i = 0; i < half; i++) lane[i] += lane[i + half];
-    return lane[0];
+    float sums[4];
+    sums_of_four(value, value, value, value, sums);
+    return sums[0];
 }
 
 INLINE float largest_lane(vec value) {
+#ifdef LANE_MULTIPLY
+    return vmaxvq_f32((float32x4_t)value);
+#else
     float largest = value[0];
     for (int i = 1; i < LANES; i++) largest = value[i] > largest ? value[i] : largest;
     return largest;
+#endif
 }
 
-/* e^x within 2 units of the last place; 0 below -87.3, capped at 2^127 above 88. exp(0) is exactly 1, exp(NaN) is NaN. */
+/* e^x within 2 units of the last place; exactly 0 below -88, exactly 1 at 0, at most e^88, NaN for NaN. */
 INLINE vec exponential(vec x) {
-    const vec lowest = splat(-87.3f), highest = splat(88.02f), round = splat(12582912.0f);
-    ivec vanishes = x < lowest;
-    vec bounded = where(vanishes, lowest, x);
-    bounded = where(bounded > highest, highest, bounded);
-    vec shifted = multiply_add(bounded, splat(1.44269504088896341f), round); /* the nearest integer, in the low bits */
+    const vec round = splat(12582912.0f); /* adding it leaves the nearest integer in the low bits */
+    vec bounded = -maximum(splat(-88.0f), -maximum(splat(-88.02f), x));
+    vec shifted = multiply_add(bounded, splat(1.44269504088896341f), round);
     vec power = shifted - round;
     vec rest = multiply_add(power, splat(-0.693145751953125f), bounded);
     rest = multiply_add(power, splat(-1.42860682030941723e-6f), rest);
@@ -85,8 +112,7 @@ INLINE vec exponential(vec x) {
     sum = multiply_add(sum, rest, splat(1.6666665459e-1f));
     sum = multiply_add(sum, rest, splat(5.0000001201e-1f));
     sum = multiply_add(sum, rest * rest, rest + 1.0f);
-    vec scale = (vec)(((ivec)shifted - (ivec)round + 127) << 23);
-    return where(vanishes, splat(0.0f), sum * scale);
+    return sum * (vec)(((ivec)shifted + 127) << 23); /* 2^power, and 0 for the power -127 that -88.02 gives */
 }
 
 /* The OpenMP runtime that the process has loaded already, so that there is one pool of threads; see `use_openmp`. */
