@@ -47,6 +47,9 @@ from kvrelay.text.tokenizer import Tokenizer
 log = Log("serve")
 
 _BACKLOG = 4096
+# libuv accepts one connection per listening descriptor and turn of the loop. A turn in which hundreds of streams get their
+# tokens takes tens of milliseconds, so with one descriptor new clients would wait for seconds.
+_ACCEPTS_PER_TURN = 16
 _KEEP_ALIVE_S = 75  # longer than common proxies keep idle connections, so that they close first
 _HTTP_PATIENCE_S = 5  # running responses may end by themselves for so long
 _DEFAULT_LISTEN = "tcp://127.0.0.1:5600"
@@ -164,7 +167,10 @@ async def _run(front: Front, listener: socket.socket, supervisor: Supervisor | N
     stop = asyncio.Event()
     _on_signals(front.server, stop)
     front.router.start()
-    http = asyncio.create_task(front.server.serve(sockets=[listener]))
+    ready_line = _ready_line(front, listener, num_workers)
+    listeners = [listener.dup() for _ in range(_ACCEPTS_PER_TURN)]
+    listener.close()
+    http = asyncio.create_task(front.server.serve(sockets=listeners))
     stopped = asyncio.create_task(stop.wait())
     try:
         if supervisor is not None:
@@ -172,7 +178,7 @@ async def _run(front: Front, listener: socket.socket, supervisor: Supervisor | N
             await _until_ready(front.router, supervisor, num_workers, stopped)
         if not stop.is_set():
             _spare_the_collector()
-            print(_ready_line(front, listener, num_workers), flush=True)
+            print(ready_line, flush=True)
             await _until_stopped(http, stopped, supervisor)
     finally:
         stopped.cancel()

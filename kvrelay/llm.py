@@ -85,9 +85,7 @@ class LLM(_Base):
             shown.done()
         return [assembly.output() for assembly in assemblies.values()]
 
-    def chat(
-        self, messages: Sequence[dict[str, Any]], params: SamplingParams | None = None, **settings: Any
-    ) -> RequestOutput:
+    def chat(self, messages: Sequence[dict[str, Any]], params: SamplingParams | None = None, **settings: Any) -> RequestOutput:
         """The model's answer to a conversation."""
         text = self.tokenizer.render_chat(messages)
         tokens = self.tokenizer.encode(text, add_special_tokens=False)

@@ -101,9 +101,7 @@ PRODUCER_EDGES: Mapping[ProducerState, frozenset[ProducerState]] = {
     ProducerState.SENDING: frozenset(
         {ProducerState.STARTED, ProducerState.OFFERED, ProducerState.DONE, ProducerState.DRAINING, ProducerState.FAILED}
     ),
-    ProducerState.OFFERED: frozenset(
-        {ProducerState.STARTED, ProducerState.DONE, ProducerState.DRAINING, ProducerState.FAILED}
-    ),
+    ProducerState.OFFERED: frozenset({ProducerState.STARTED, ProducerState.DONE, ProducerState.DRAINING, ProducerState.FAILED}),
     ProducerState.DRAINING: frozenset({ProducerState.FAILED}),
     ProducerState.DONE: frozenset(),
     ProducerState.FAILED: frozenset(),

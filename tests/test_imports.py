@@ -28,9 +28,10 @@ ALLOWED: dict[str, frozenset[str]] = {
     "checkpoint": frozenset(),
     "text": frozenset({"checkpoint"}),
     "models": frozenset({"checkpoint", "runner"}),
-    "runner": frozenset({"wire", "engine", "models", "checkpoint", "text"}),
+    "runner": frozenset({"wire", "engine", "models", "checkpoint", "text", "native"}),
     "discovery": frozenset({"wire"}),
-    "transfer": frozenset({"wire"}),
+    "native": frozenset(),
+    "transfer": frozenset({"wire", "engine", "native"}),
     "router": frozenset({"wire", "text", "discovery"}),
     "worker": frozenset({"wire", "engine", "runner", "checkpoint", "text", "discovery", "transfer"}),
     "frontend": frozenset({"wire", "text", "checkpoint", "discovery", "router"}),
@@ -45,6 +46,7 @@ TOP = frozenset({"__init__", "__main__", "launch", "supervise", "cli", "chat", "
 DOORS: dict[tuple[str, str], tuple[str, ...]] = {
     ("runner", "engine"): ("kvrelay.engine.interfaces",),
     ("models", "runner"): ("kvrelay.runner.kernels",),
+    ("transfer", "engine"): ("kvrelay.engine.movers",),
 }
 
 FORBIDDEN_LIBRARIES: dict[str, frozenset[str]] = {

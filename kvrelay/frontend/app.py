@@ -48,7 +48,7 @@ _ROUTES: tuple[tuple[str, str, Handler], ...] = (
 
 class FrontEnd(Starlette):
     """Starlette, except that known paths go straight to their endpoints: a stream is resumed once per token, and every
-    layer in between would be passed through each time. That is also why `__call__` awaits nothing itself."""
+    layer in between would be passed through each time."""
 
     def __init__(self, endpoints: Mapping[str, Endpoint], keys: str, lifespan: Lifespan | None) -> None:
         super().__init__(
@@ -60,8 +60,8 @@ class FrontEnd(Starlette):
         self._endpoints = endpoints
         self._serve = ApiKeys(self._dispatch, keys)
 
-    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Coroutine[Any, Any, None]:
-        return self._serve(scope, receive, send)
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._serve(scope, receive, send)
 
     def _dispatch(self, scope: Scope, receive: Receive, send: Send) -> Coroutine[Any, Any, None]:
         if scope["type"] == "http":

@@ -77,6 +77,7 @@ async def prepare_conversation(service: Service, request: ChatRequest) -> Conver
         request.parallel_tool_calls,
         None if shape is None else shape[1],
         reads_calls=service.reads_tool_calls,
+        tags=service.tool_tags,
     )
     grammar, param = _grammar(tools, shape)
     if grammar is not None:

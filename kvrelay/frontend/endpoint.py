@@ -45,7 +45,7 @@ class Endpoint:
         except RequestError as error:
             status = error.status
             await send_error(call, error, allow=self._method)
-        except Exception:  # a bug: this request ends, the server goes on
+        except Exception:  # noqa: BLE001 - a bug: this request ends, the server goes on
             status = 500
             _log.exception("request failed", path=self._path, request=call.request_id)
             await send_error(call, InternalError("internal error; the server's log says more"))

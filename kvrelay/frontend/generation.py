@@ -119,7 +119,10 @@ class Generation:
     def headers(self) -> list[Header]:
         """Which workers serve the request (its first prompt)."""
         stream = self._streams[0]
-        return [(b"x-kvrelay-prefill", stream.prefill.encode()), (b"x-kvrelay-decode", stream.decode.encode())]
+        headers = [(b"x-kvrelay-prefill", stream.prefill.encode()), (b"x-kvrelay-decode", stream.decode.encode())]
+        if stream.transfer_id is not None:
+            headers.append((b"x-kvrelay-transfer-id", stream.transfer_id.encode()))
+        return headers
 
     async def next(self) -> list[Step]:
         if self._num_open == 0:

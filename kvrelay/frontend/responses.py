@@ -114,7 +114,7 @@ class _Run:
             "total_tokens": generation.prompt_tokens + generation.output_tokens,
         }
 
-    def _emit(self, name: str, **fields: Any) -> None:
+    def _emit(self, name: str, /, **fields: Any) -> None:
         body = {"type": name, "sequence_number": self._num_events, **fields}
         self._num_events += 1
         self._events.append(b"event: " + name.encode() + b"\ndata: " + _encode(body) + b"\n\n")

@@ -144,8 +144,9 @@ class _ItemReader:
         self._reasoning, self._said, self._calls = None, None, []
 
     def _message(self, item: InputItem, field: str) -> None:
-        content: str | Sequence[InputPart] = _needed(item.content, f"{field}.content")
-        text = _text(content)
+        if item.content is None:
+            raise _missing(f"{field}.content")
+        text = _text(item.content)
         match _needed(item.role, f"{field}.role"):
             case "assistant":
                 if self._said is not None or self._calls:
@@ -166,8 +167,9 @@ class _ItemReader:
 
     def _result(self, item: InputItem, field: str) -> None:
         self.end()
-        output: str | Sequence[InputPart] = _needed(item.output, f"{field}.output")
-        self._messages.append(ToolMessage(content=_text(output), tool_call_id=_needed(item.call_id, f"{field}.call_id")))
+        if item.output is None:
+            raise _missing(f"{field}.output")
+        self._messages.append(ToolMessage(content=_text(item.output), tool_call_id=_needed(item.call_id, f"{field}.call_id")))
 
     def _think(self, item: InputItem, field: str) -> None:
         self.end()
@@ -177,8 +179,12 @@ class _ItemReader:
 
 def _needed(value: T | None, field: str) -> T:
     if value is None:
-        raise InvalidRequestError(f"missing field: {field}", param=field, code="missing_required_parameter")
+        raise _missing(field)
     return value
+
+
+def _missing(field: str) -> InvalidRequestError:
+    return InvalidRequestError(f"missing field: {field}", param=field, code="missing_required_parameter")
 
 
 def _text(content: str | Sequence[InputPart]) -> str:

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from kvrelay.config import RouterOptions
 from kvrelay.errors import InvalidRequestError, NotFoundError
+from kvrelay.frontend.tools import Tags
 from kvrelay.metrics import Metrics
 from kvrelay.router.backend import Backend
 from kvrelay.sampling import Grammar
@@ -33,6 +34,7 @@ class Service:
         self.model = options.served_model_name or model
         self.root = model
         self.started_at = int(time.time())
+        self.tool_tags = Tags.of(tokenizer)
         self.reads_tool_calls = options.tool_parser == "hermes" or (options.tool_parser == "auto" and _speaks_hermes(tokenizer))
 
     def check_model(self, name: str | None) -> None:

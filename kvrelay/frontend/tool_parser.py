@@ -22,8 +22,8 @@ class _WrittenCall(msgspec.Struct):
     """A call whose keys come in another order, read when it is complete."""
 
     name: str
-    arguments: msgspec.Raw | None = None
-    parameters: msgspec.Raw | None = None
+    arguments: msgspec.Raw = msgspec.Raw()
+    parameters: msgspec.Raw = msgspec.Raw()
 
 
 class ToolCallParser:
@@ -108,7 +108,7 @@ class ToolCallParser:
         except (msgspec.DecodeError, RecursionError, UnicodeError):
             deltas.append(Text(OPEN + written + (CLOSE if closed else "")))
             return
-        raw = bytes(call.arguments or call.parameters or b"{}").decode()
+        raw = (bytes(call.arguments) or bytes(call.parameters) or b"{}").decode()
         self._announce(call.name, deltas)
         deltas.append(CallArguments(self.num_calls - 1, _json_string(raw) or raw))
 

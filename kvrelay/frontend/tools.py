@@ -20,6 +20,7 @@ from kvrelay.frontend.openai_types import FunctionDefinition, FunctionTool, Name
 from kvrelay.frontend.tool_parser import CLOSE, OPEN
 from kvrelay.sampling import Grammar, GrammarKind
 from kvrelay.text.chat_template import Message
+from kvrelay.text.tokenizer import Tokenizer
 
 _ANY_ARGUMENTS: dict[str, Any] = {"type": "object"}
 _HERMES = (
@@ -28,6 +29,23 @@ _HERMES = (
     "For each call, write a JSON object with the function's name and arguments inside <tool_call></tool_call>:\n"
     '<tool_call>\n{{"name": <function name>, "arguments": <arguments object>}}\n</tool_call>'
 )
+
+
+class Tags(msgspec.Struct, frozen=True):
+    """How a grammar writes the tags around a call: as texts, or as the tokens of their own that many tokenizers have."""
+
+    open: str
+    close: str
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> Tags:
+        if tokenizer.has_own_token(OPEN) and tokenizer.has_own_token(CLOSE):
+            return cls(OPEN, CLOSE)
+        return cls(_quoted(OPEN), _quoted(CLOSE))
+
+    @property
+    def are_tokens(self) -> bool:
+        return self.open == OPEN
 
 
 class ToolPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,6 +68,7 @@ def plan_tools(
     shape: Grammar | None,
     *,
     reads_calls: bool,
+    tags: Tags,
 ) -> ToolPlan:
     """`shape` is the grammar that the answer itself must follow."""
     if not tools:
@@ -61,13 +80,14 @@ def plan_tools(
         return NO_TOOLS
     one_call = parallel is False
     if choice in (None, "auto"):
-        grammar = _optional_calls(tools, shape) if reads_calls else None
+        grammar = _optional_calls(tools, shape, tags) if reads_calls else None
         return ToolPlan(tools=tools, parse=reads_calls, forced=False, grammar=grammar, one_call=one_call)
     if shape is not None:
         raise InvalidRequestError("tool_choice cannot be combined with a format of the answer", param="tool_choice")
-    callable_tools = [_named(tools, choice)] if isinstance(choice, NamedToolChoice) else tools
+    called = [_named(tools, choice)] if isinstance(choice, NamedToolChoice) else tools
     one_call = one_call or isinstance(choice, NamedToolChoice)
-    return ToolPlan(tools=tools, parse=True, forced=True, grammar=_forced_calls(callable_tools, one_call), one_call=one_call)
+    grammar = _forced_calls(called, one_call, tags)
+    return ToolPlan(tools=tools, parse=True, forced=True, grammar=grammar, one_call=one_call)
 
 
 def _check_names(tools: list[FunctionTool]) -> None:
@@ -91,13 +111,16 @@ def _named(tools: list[FunctionTool], choice: NamedToolChoice) -> FunctionTool:
 # Grammars
 
 
-def _forced_calls(tools: list[FunctionTool], one_call: bool) -> Grammar:
+def _forced_calls(tools: list[FunctionTool], one_call: bool, tags: Tags) -> Grammar:
     start = "start: call" if one_call else 'start: call ("\\n" call)*'
-    rules = [start, f"call: {_quoted(OPEN + chr(10))} body {_quoted(chr(10) + CLOSE)}", *_bodies(tools, strict_only=False)]
-    return Grammar(kind=GrammarKind.LARK, source="\n".join(rules) + "\n")
+    return _lark([start, _call_rule(tags), *_bodies(tools, strict_only=False)])
 
 
-def _optional_calls(tools: list[FunctionTool], shape: Grammar | None) -> Grammar | None:
+def _call_rule(tags: Tags) -> str:
+    return f'call: {tags.open} "\\n" body "\\n" {tags.close}'
+
+
+def _optional_calls(tools: list[FunctionTool], shape: Grammar | None, tags: Tags) -> Grammar | None:
     """For `auto`: text or calls. Needed only where the text must have a shape, or arguments must fit a schema."""
     strict = any(tool.function.strict for tool in tools)
     if shape is not None:
@@ -105,19 +128,14 @@ def _optional_calls(tools: list[FunctionTool], shape: Grammar | None) -> Grammar
             raise InvalidRequestError("tools cannot be combined with this format of the answer", param="tools")
         schema = '{"type": "object"}' if shape.kind is GrammarKind.JSON_OBJECT else _one_line(shape.source)
         start = ['start: answer | call ("\\n" call)*', f"answer: %json {schema}"]
-        call = f"call: {_quoted(OPEN + chr(10))} body {_quoted(chr(10) + CLOSE)}"
-        return _lark([*start, call, *_bodies(tools, strict_only=True)])
+        return _lark([*start, _call_rule(tags), *_bodies(tools, strict_only=True)])
     if not strict:
         return None
-    return _lark(
-        [
-            "start: (lead rest)* TEXT",
-            f"lead[lazy]: /(?s:.*){OPEN}/",
-            f"TEXT: /(?s:.*)/ & ~/(?s:.*){OPEN}(?s:.*)/",
-            f"rest: /\\n?/ body /\\n?/ {_quoted(CLOSE)}",
-            *_bodies(tools, strict_only=True),
-        ]
-    )
+    # Text up to a call: everything before the tag's token, or (lazily) everything up to the tag's letters.
+    start = ["start: (TEXT? <tool_call> rest)* TEXT?"] if tags.are_tokens else ["start: (lead rest)* TEXT?"]
+    lead = [] if tags.are_tokens else [f"lead[lazy]: /(?s:.*){OPEN}/"]
+    text = f"TEXT: /(?s:.+)/ & ~/(?s:.*){OPEN}(?s:.*)/"
+    return _lark([*start, *lead, text, f"rest: /\\n?/ body /\\n?/ {tags.close}", *_bodies(tools, strict_only=True)])
 
 
 def _bodies(tools: list[FunctionTool], *, strict_only: bool) -> list[str]:

@@ -42,6 +42,7 @@ class Tokenizer:
         self.template = None if template is None else ChatTemplate(template, special_tokens)
         self._tool_template = None if tool_template is None else ChatTemplate(tool_template, special_tokens)
         added = backend.get_added_tokens_decoder()
+        self._added_texts = frozenset(entry.content for entry in added.values())
         self.special_ids = frozenset(token for token, entry in added.items() if entry.special)
         self.family, self.strips_first_space = family_of(decoder)
         self._pieces = {skip: PieceTable(self.family, backend.id_to_token, added, skip_special=skip) for skip in (False, True)}
@@ -99,6 +100,10 @@ class Tokenizer:
     def token_id(self, text: str) -> int | None:
         token: int | None = self._backend.token_to_id(text)
         return token
+
+    def has_own_token(self, text: str) -> bool:
+        """Whether the text is one token beside the model's vocabulary, which no other tokens can spell."""
+        return text in self._added_texts
 
     @functools.cached_property
     def eos_token_id(self) -> int | None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+import fcntl
 import mmap
 import os
 from dataclasses import dataclass, field
+
+SIZE_IS_FIXED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
 @dataclass(slots=True, eq=False)
@@ -25,11 +29,17 @@ class Region:
 
 
 def shared_region(size_bytes: int, name: str = "kvrelay") -> Region:
-    """Zeroed host memory behind a file descriptor. It has no name in any file system, so nothing is left after a crash."""
-    import ctypes
+    """Zeroed host memory behind a file descriptor. It has no name in any file system, so nothing is left after a crash.
 
-    fd = os.memfd_create(name, os.MFD_CLOEXEC)
-    os.ftruncate(fd, size_bytes)
-    buffer = mmap.mmap(fd, size_bytes)
+    Its size is sealed: a peer that has mapped it can never be killed by a read beyond a shortened end.
+    """
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, size_bytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SIZE_IS_FIXED)
+        buffer = mmap.mmap(fd, size_bytes)
+    except (OSError, ValueError):
+        os.close(fd)
+        raise
     address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
     return Region(address=address, size_bytes=size_bytes, fd=fd, buffer=buffer)

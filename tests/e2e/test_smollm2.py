@@ -112,6 +112,7 @@ def test_forced_tool_calls_are_valid(client: openai.OpenAI, choice: Any, stream:
         "messages": messages,
         "tools": TOOLS,
         "tool_choice": choice,
+        "parallel_tool_calls": False,
         "temperature": 0,
         "max_tokens": 80,
     }

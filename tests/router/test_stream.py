@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 
 import pytest
@@ -46,11 +47,12 @@ def output(stream: RequestStream, position: int, tokens: list[int], *, sample: i
 
 async def drain(stream: RequestStream) -> list[int]:
     tokens: list[int] = []
-    while outputs := await stream.next():
-        for piece in outputs:
-            assert [-entry.logprob for entry in piece.logprobs or []] == piece.tokens
-            assert piece.position == len(tokens)
-            tokens += piece.tokens
+    async with asyncio.timeout(10):
+        while outputs := await stream.next():
+            for piece in outputs:
+                assert [-entry.logprob for entry in piece.logprobs or []] == piece.tokens
+                assert piece.position == len(tokens)
+                tokens += piece.tokens
     return tokens
 
 

@@ -17,6 +17,7 @@
 #define CHUNK 16 /* of a head's dimensions */
 #define CHUNK_VECTORS (CHUNK / LANES)
 #define LINE_TILE 4
+#define STRIDE (AT_ONCE * LANES) /* of the softmax */
 #define NOTHING (-1e30f)        /* the largest score of no keys; finite, so that differences are no NaN */
 #define WORTH_SHARING (1L << 16) /* multiply-adds */
 
@@ -104,24 +105,28 @@ static const Weigh WEIGH[] = {NULL, weigh_1, weigh_2, weigh_3, weigh_4};
 
 /* Turns a line's scores into weights, of which the first `seen` count, and makes room for them in its part. */
 static void soften(float *scores, long seen, long keys, long dim, struct Part *part) {
-    long width = (keys + LANES - 1) / LANES * LANES;
+    const int count = AT_ONCE;
+    long width = (keys + STRIDE - 1) / STRIDE * STRIDE;
+    vec top[AT_ONCE], sum[AT_ONCE];
     for (long k = seen; k < width; k++) scores[k] = -INFINITY;
-    vec top = splat(NOTHING), sum = splat(0.0f);
-    for (long k = 0; k < width; k += LANES) top = maximum(load(scores + k), top);
-    float largest = largest_lane(top);
-    if (part->largest > largest) largest = part->largest;
-    for (long k = 0; k < width; k += LANES) {
-        vec weight = exponential(load(scores + k) - splat(largest));
-        store(scores + k, weight);
-        sum += weight;
+    EACH top[i] = splat(part->largest);
+    EACH sum[i] = splat(0.0f);
+    for (long k = 0; k < width; k += STRIDE) EACH top[i] = maximum(top[i], load(scores + k + i * LANES));
+    float largest = largest_lane(maximum(maximum(top[0], top[1]), maximum(top[2], top[3])));
+    for (long k = 0; k < width; k += STRIDE) {
+        vec weight[AT_ONCE];
+        EACH weight[i] = load(scores + k + i * LANES) - splat(largest);
+        exponentials(AT_ONCE, weight);
+        EACH store(scores + k + i * LANES, weight[i]);
+        EACH sum[i] += weight[i];
     }
     if (largest > part->largest) {
-        float shrink = exponential(splat(part->largest - largest))[0];
+        float shrink = exponential(part->largest - largest);
         part->sum *= shrink;
         for (long d = 0; d < dim; d += LANES) store(part->values + d, load(part->values + d) * shrink);
         part->largest = largest;
     }
-    part->sum += sum_lanes(sum);
+    part->sum += sum_lanes((sum[0] + sum[1]) + (sum[2] + sum[3]));
 }
 
 static void clear(struct Part *part, long dim) {
@@ -132,7 +137,7 @@ static void clear(struct Part *part, long dim) {
 
 static void merge(struct Part *total, const struct Part *part, long dim) {
     float largest = part->largest > total->largest ? part->largest : total->largest;
-    float old = exponential(splat(total->largest - largest))[0], new = exponential(splat(part->largest - largest))[0];
+    float old = exponential(total->largest - largest), new = exponential(part->largest - largest);
     total->largest = largest;
     total->sum = total->sum * old + part->sum * new;
     for (long d = 0; d < dim; d += LANES) {

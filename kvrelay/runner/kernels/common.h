@@ -50,10 +50,18 @@ INLINE vec multiply_add(vec a, vec b, vec c) {
 #endif
 }
 
-/* The larger of each lane; `b` where they cannot be compared. */
+/* The larger of each lane; NaN where `b` is. */
 INLINE vec maximum(vec a, vec b) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__) && defined(__FMA__)
+    return (vec)_mm256_max_ps((__m256)a, (__m256)b);
+#elif defined(LANE_MULTIPLY)
+    return (vec)vmaxq_f32((float32x4_t)a, (float32x4_t)b);
+#else
     ivec larger = a > b;
     return (vec)(((ivec)a & larger) | ((ivec)b & ~larger));
+#endif
 }
 
 #if LANES >= 8
@@ -97,22 +105,32 @@ INLINE float largest_lane(vec value) {
 #endif
 }
 
-/* e^x within 2 units of the last place; exactly 0 below -88, exactly 1 at 0, at most e^88, NaN for NaN. */
-INLINE vec exponential(vec x) {
+#define AT_ONCE 4 /* vectors: enough independent work to keep the pipes full */
+#define EACH UNROLL for (int i = 0; i < count; i++)
+
+/* x = e^x for `count` <= AT_ONCE vectors, within 2 units of the last place; exactly 0 below -88, exactly 1 at 0, at most e^88,
+ * NaN for NaN. Each lane is computed alike whatever the count. */
+INLINE void exponentials(const int count, vec *x) {
     const vec round = splat(12582912.0f); /* adding it leaves the nearest integer in the low bits */
-    vec bounded = -maximum(splat(-88.0f), -maximum(splat(-88.02f), x));
-    vec shifted = multiply_add(bounded, splat(1.44269504088896341f), round);
-    vec power = shifted - round;
-    vec rest = multiply_add(power, splat(-0.693145751953125f), bounded);
-    rest = multiply_add(power, splat(-1.42860682030941723e-6f), rest);
-    vec sum = splat(1.9875691500e-4f);
-    sum = multiply_add(sum, rest, splat(1.3981999507e-3f));
-    sum = multiply_add(sum, rest, splat(8.3334519073e-3f));
-    sum = multiply_add(sum, rest, splat(4.1665795894e-2f));
-    sum = multiply_add(sum, rest, splat(1.6666665459e-1f));
-    sum = multiply_add(sum, rest, splat(5.0000001201e-1f));
-    sum = multiply_add(sum, rest * rest, rest + 1.0f);
-    return sum * (vec)(((ivec)shifted + 127) << 23); /* 2^power, and 0 for the power -127 that -88.02 gives */
+    vec shifted[AT_ONCE], rest[AT_ONCE], sum[AT_ONCE];
+    EACH x[i] = -maximum(splat(-88.0f), -maximum(splat(-88.02f), x[i]));
+    EACH shifted[i] = multiply_add(x[i], splat(1.44269504088896341f), round);
+    EACH sum[i] = shifted[i] - round;
+    EACH rest[i] = multiply_add(sum[i], splat(-0.693145751953125f), x[i]);
+    EACH rest[i] = multiply_add(sum[i], splat(-1.42860682030941723e-6f), rest[i]);
+    EACH sum[i] = multiply_add(splat(1.9875691500e-4f), rest[i], splat(1.3981999507e-3f));
+    EACH sum[i] = multiply_add(sum[i], rest[i], splat(8.3334519073e-3f));
+    EACH sum[i] = multiply_add(sum[i], rest[i], splat(4.1665795894e-2f));
+    EACH sum[i] = multiply_add(sum[i], rest[i], splat(1.6666665459e-1f));
+    EACH sum[i] = multiply_add(sum[i], rest[i], splat(5.0000001201e-1f));
+    EACH sum[i] = multiply_add(sum[i], rest[i] * rest[i], rest[i] + 1.0f);
+    EACH x[i] = sum[i] * (vec)(((ivec)shifted[i] + 127) << 23); /* 2^power; 0 for the power -127, which -88.02 gives */
+}
+
+INLINE float exponential(float x) {
+    vec value = splat(x);
+    exponentials(1, &value);
+    return value[0];
 }
 
 /* The OpenMP runtime that the process has loaded already, so that there is one pool of threads; see `use_openmp`. */

@@ -64,16 +64,24 @@ struct Silu {
     long rows, width;
 };
 
-INLINE vec silu(vec gate) { return gate / (1.0f + exponential(-gate)); }
+#define STRIDE (AT_ONCE * LANES)
+
+INLINE void silu_stride(const float *gate, const float *up, float *out) {
+    const int count = AT_ONCE;
+    vec weight[AT_ONCE];
+    EACH weight[i] = -load(gate + i * LANES);
+    exponentials(AT_ONCE, weight);
+    EACH store(out + i * LANES, load(gate + i * LANES) / (1.0f + weight[i]) * load(up + i * LANES));
+}
 
 static void silu_columns(const float *gate, const float *up, float *out, long width) {
     long i = 0;
-    for (; i + LANES <= width; i += LANES) store(out + i, silu(load(gate + i)) * load(up + i));
+    for (; i + STRIDE <= width; i += STRIDE) silu_stride(gate + i, up + i, out + i);
     if (i < width) {
-        float rest[3][LANES] = {{0}};
+        float rest[3][STRIDE] = {{0}};
         memcpy(rest[0], gate + i, (size_t)(width - i) * sizeof(float));
         memcpy(rest[1], up + i, (size_t)(width - i) * sizeof(float));
-        store(rest[2], silu(load(rest[0])) * load(rest[1]));
+        silu_stride(rest[0], rest[1], rest[2]);
         memcpy(out + i, rest[2], (size_t)(width - i) * sizeof(float));
     }
 }

@@ -11,6 +11,10 @@ appears: every id that `write` or `read` returned appears in exactly one later `
     id = engine.read(peer, ranges)                remote -> local
     engine.poll() -> [Completion(id, error)]      as often as you like
 
+A completion means rest: once an id has appeared, its move touches no memory any more, here or there. Where a transport cannot
+call back what it has started, a cancelled move, or one whose peer was removed, appears when that is over (each engine says how
+long that may take); `close` waits for nothing but tears down what could still move.
+
 Memory safety: `Mover.PRODUCER` engines let a producer write into a consumer's memory; a consumer may reuse that memory only
 after the producer has said that it drained, or `remove_peer`/`close` has made further writes impossible. `Mover.CONSUMER`
 engines never write remote memory: the consumer copies what the producer has announced.
@@ -43,7 +47,7 @@ class Mover(enum.Enum):
 
 
 class TransferError(KVRelayError):
-    """A call that could not be started: unknown peer, ranges outside a region, no such library."""
+    """A call that could not be carried out: unknown peer, ranges outside a region, no such library."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +76,10 @@ class TransferEngine(Protocol):
         """Raises TransferError if the info makes no sense. Adding a known peer again replaces what was known."""
 
     def remove_peer(self, peer: WorkerId) -> None:
-        """Moves with it that still run fail. Harmless if unknown."""
+        """Moves with it that still run fail, each as soon as it has come to rest. Harmless if unknown."""
 
     def write(self, peer: WorkerId, ranges: Ranges) -> MoveId:
-        """Local -> remote. Raises TransferError on an unknown peer, ranges outside a region, or where only the consumer moves."""
+        """Local -> remote. Raises TransferError on an unknown peer, wrong ranges, or where only the consumer moves."""
 
     def read(self, peer: WorkerId, ranges: Ranges) -> MoveId:
         """Remote -> local. Raises as `write`."""
@@ -108,6 +112,6 @@ def check_ranges(ranges: Ranges, local_size_bytes: int, remote_size_bytes: int) 
         raise TransferError(f"ranges must be int64 [count, 3], not {ranges.dtype} {ranges.shape}")
     if len(ranges) == 0:
         return
-    ends = ranges[:, :2] + ranges[:, 2:3]
-    if ranges.min() < 0 or ends[:, 0].max() > local_size_bytes or ends[:, 1].max() > remote_size_bytes:
+    room = np.array([local_size_bytes, remote_size_bytes]) - ranges[:, 2:3]  # not offset + size, which could overflow
+    if ranges.min() < 0 or np.any(ranges[:, :2] > room):
         raise TransferError(f"ranges outside the regions of {local_size_bytes} and {remote_size_bytes} bytes")

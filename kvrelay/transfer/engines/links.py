@@ -1,0 +1,160 @@
+"""A thread per peer, so that no call of an engine waits for a library, a socket or another peer.
+
+    add_peer ──> Link ──open()──> way to the peer ──move(), one after the other──> close()
+
+The engine's calls only put moves into a link's queue. The link's thread opens the way (again before a later move if that
+failed), moves, and ends each move in the book when its memory is no longer touched.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+
+from kvrelay.ids import WorkerId
+from kvrelay.log import Log
+from kvrelay.transfer.engines.base import Completion, MoveId, Ranges, TransferError, check_ranges, coalesce
+from kvrelay.transfer.engines.moves import Move, MoveBook
+from kvrelay.transfer.region import Region
+
+_log = Log("transfer")
+
+CANCELLED = "cancelled"
+PEER_REMOVED = "the peer was removed"
+CLOSED = "the engine was closed"
+CLOSE_WAIT_S = 2.0  # only a library that hangs makes it wait
+
+
+class Way(Protocol):
+    """How bytes get to and from one peer. Its thread makes every call; each may block and may raise TransferError."""
+
+    def open(self) -> None:
+        """Called again after a move has failed."""
+
+    def move(self, move: Move, abandon: threading.Event) -> None:
+        """Returns when every byte has arrived. Raises when it failed, and as soon as it can after `move.stop` was set.
+
+        Returns or raises only when the move touches no memory any more, here or there: what cannot be called back is waited
+        for. Only when `abandon` is set it raises at once: the whole engine is about to be torn down.
+        """
+
+    def close(self) -> None:
+        """Called once, opened or not."""
+
+
+class Link:
+    """One peer's thread and queue."""
+
+    def __init__(self, name: str, remote_size_bytes: int, way: Way, book: MoveBook, abandon: threading.Event) -> None:
+        self.remote_size_bytes = remote_size_bytes
+        self._way = way
+        self._book = book
+        self._abandon = abandon
+        self._is_open = False
+        self._is_leaving = threading.Event()
+        self._queue: queue.SimpleQueue[Move | None] = queue.SimpleQueue()  # None only wakes the thread
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, move: Move) -> None:
+        self._queue.put(move)
+
+    def leave(self) -> None:
+        """Returns at once. The thread ends what runs, closes the way, and ends itself."""
+        self._is_leaving.set()
+        self._queue.put(None)
+
+    def _run(self) -> None:
+        self._try_open()  # so that the first move does not pay for it
+        while not self._is_leaving.is_set():
+            move = self._queue.get()
+            if move is not None:
+                self._serve(move)
+        self._error_of(self._way.close)
+
+    def _serve(self, move: Move) -> None:
+        error = self._try_open()
+        if not self._book.start(move):
+            return
+        if not error:
+            error = self._error_of(lambda: self._way.move(move, self._abandon))
+            self._is_open = not error or bool(move.stop.value)  # a way that broke is opened anew for the next move
+        if not error or not self._abandon.is_set():
+            self._book.end(move, PEER_REMOVED if error and self._is_leaving.is_set() else error)
+
+    def _try_open(self) -> str:
+        if self._is_leaving.is_set():
+            return PEER_REMOVED
+        if self._is_open:
+            return ""
+        error = self._error_of(self._way.open)
+        self._is_open = not error
+        return error
+
+    def _error_of(self, step: Callable[[], None]) -> str:
+        try:
+            step()
+        except TransferError as failure:
+            _log.debug("transfer failed", thread=self._thread.name, error=failure)
+            return str(failure)
+        except Exception as failure:  # noqa: BLE001 - a library may raise anything; a dead thread would leave moves open
+            _log.exception("transfer failed unexpectedly", thread=self._thread.name)
+            return f"{type(failure).__name__}: {failure}"
+        return ""
+
+
+class Links:
+    """The part of a transfer engine that is the same for all that move bytes on threads: peers, moves and their ends."""
+
+    def __init__(self, engine: str) -> None:
+        self._engine = engine
+        self._abandon = threading.Event()
+        self._book = MoveBook()
+        self._links: dict[WorkerId, Link] = {}
+
+    def add(self, peer: WorkerId, remote_size_bytes: int, way: Way) -> None:
+        self.remove(peer)
+        self._links[peer] = Link(f"{self._engine}-{peer}", remote_size_bytes, way, self._book, self._abandon)
+
+    def remove(self, peer: WorkerId) -> None:
+        link = self._links.pop(peer, None)
+        if link is not None:
+            link.leave()
+            self._book.stop_all(PEER_REMOVED, peer)
+
+    def submit(self, peer: WorkerId, ranges: Ranges, region: Region, *, writes: bool) -> MoveId:
+        link = self._links.get(peer)
+        if link is None:
+            raise TransferError(f"{self._engine}: unknown peer {peer}")
+        check_ranges(ranges, region.size_bytes, link.remote_size_bytes)
+        move = self._book.open(peer, np.ascontiguousarray(coalesce(ranges)), writes=writes)
+        if len(move.ranges):
+            link.submit(move)
+        else:
+            self._book.end(move)
+        return move.id
+
+    def poll(self) -> list[Completion]:
+        return self._book.take()
+
+    def cancel(self, move: MoveId) -> None:
+        self._book.stop(move, CANCELLED)
+
+    def close(self, tear_down: Callable[[], None]) -> None:
+        """Brings every move to rest, calls `tear_down`, after which no memory may be touched, and only then ends the moves.
+
+        A thread that still tries to reach a peer is left to itself: no move runs there.
+        """
+        self._abandon.set()
+        for peer in list(self._links):
+            self.remove(peer)
+        deadline = time.monotonic() + CLOSE_WAIT_S
+        while self._book.is_any_running() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        tear_down()
+        self._book.end_all(CLOSED)

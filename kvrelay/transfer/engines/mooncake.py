@@ -1,0 +1,290 @@
+"""Mooncake's transfer engine over TCP, found by peer-to-peer handshake; host memory.
+
+What its Python API leaves to its caller, and how this file deals with it:
+
+- Reaching a peer for the first time blocks, for a minute if the peer hangs, and blocks every other transfer of that engine.
+  So each peer has a thread (links.py) and a Mooncake engine of its own, besides the one that serves our region.
+- More than about 2000 queued ranges fail, and asking for a batch's status blocks on a busy core, while asking for a batch
+  of one does not block. So every range is a batch of one, with a window of them in flight.
+- Nothing can be cancelled. A cancelled move, and one whose peer was removed, ends when what is in flight has ended: in
+  milliseconds with a live peer, within 3 s if its process died, within `_PROGRESS_TIMEOUT_S` plus that if it hangs.
+- Destroying an engine waits for its threads, up to a second, holding Python's lock. So those made for peers are kept for
+  later ones in this process, but never for an address they have met: they remember what they once heard about it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import functools
+import importlib
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import msgspec
+
+from kvrelay.ids import WorkerId
+from kvrelay.log import Log
+from kvrelay.transfer.engines.base import Completion, MoveId, Mover, Ranges, TransferError
+from kvrelay.transfer.engines.links import CANCELLED, CLOSED, Links
+from kvrelay.transfer.engines.moves import Move
+from kvrelay.transfer.engines.ranges import cut
+from kvrelay.transfer.region import Region
+
+_log = Log("transfer.mooncake")
+INSTALL = (
+    "pip install mooncake-transfer-engine-non-cuda   (and the system's RDMA libraries; "
+    "Debian, Ubuntu: apt install libibverbs1 librdmacm1 libnuma1 liburing2)"
+)
+_PROGRESS_TIMEOUT_S = 10
+_WINDOW = 256  # ranges in flight per peer
+_PIECE_BYTES = 4 << 20  # a longer range is cut, so that a cancel need not wait for all of it
+_POLL_S = 0.0002
+_DONE = 1
+_SETTINGS = {"MC_LOG_LEVEL": "ERROR", "MC_TCP_PROGRESS_TIMEOUT_SEC": str(_PROGRESS_TIMEOUT_S)}
+_LOG_NOTHING = 3  # of glog's levels: only what ends the process
+
+
+class MooncakeInfo(msgspec.Struct, frozen=True, tag="mooncake", forbid_unknown_fields=True):
+    """Where a peer's Mooncake engine listens, and the region it registered."""
+
+    host: str
+    port: int
+    address: int
+    size_bytes: int
+
+
+def load_library() -> ModuleType:
+    """Mooncake's module, or TransferError with the commands that install it."""
+    for name, value in _SETTINGS.items():
+        os.environ.setdefault(name, value)
+    try:
+        return importlib.import_module("mooncake.engine")
+    except ImportError as error:
+        raise TransferError(f"mooncake is not usable here: {error}. Install it with: {INSTALL}") from error
+
+
+class MooncakeEngine:
+    """`Mover.PRODUCER`: reads and writes. `host` is the address peers reach this worker at."""
+
+    name = "mooncake"
+    mover = Mover.PRODUCER
+
+    def __init__(self, worker: WorkerId, host: str = "127.0.0.1") -> None:
+        self._library = load_library()
+        self._worker = worker
+        self._host = host
+        self._links = Links(self.name)
+        self._region: Region | None = None
+        self._server: Any = None
+        self._clients = _clients_for(host)
+
+    def register(self, region: Region) -> None:
+        if self._region is not None:
+            raise TransferError("mooncake: a region is already registered")
+        if region.device != "cpu":
+            raise TransferError(f"mooncake moves host memory here, not memory on {region.device}")
+        server = make_engine(self._library, self._host)
+        if server.register_memory(region.address, region.size_bytes) != 0:
+            raise TransferError(f"mooncake: could not register {region.size_bytes} bytes")
+        self._region, self._server = region, server
+
+    def local_info(self) -> bytes:
+        region = self._registered()
+        info = MooncakeInfo(self._host, self._server.get_rpc_port(), region.address, region.size_bytes)
+        return msgspec.msgpack.encode(info)
+
+    def add_peer(self, peer: WorkerId, info: bytes) -> None:
+        region = self._registered()
+        try:
+            told = msgspec.msgpack.decode(info, type=MooncakeInfo)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise TransferError(f"mooncake: the info of {peer} makes no sense: {error}") from error
+        if not told.host or not 0 < told.port < 65536 or told.address <= 0 or told.size_bytes <= 0:
+            raise TransferError(f"mooncake: the info of {peer} makes no sense: {told}")
+        self._links.add(peer, told.size_bytes, _Segment(self._clients, told, region))
+
+    def remove_peer(self, peer: WorkerId) -> None:
+        self._links.remove(peer)
+
+    def write(self, peer: WorkerId, ranges: Ranges) -> MoveId:
+        return self._links.submit(peer, ranges, self._registered(), writes=True)
+
+    def read(self, peer: WorkerId, ranges: Ranges) -> MoveId:
+        return self._links.submit(peer, ranges, self._registered(), writes=False)
+
+    def poll(self) -> list[Completion]:
+        return self._links.poll()
+
+    def cancel(self, move: MoveId) -> None:
+        self._links.cancel(move)
+
+    def close(self) -> None:
+        """Takes up to a second: Mooncake's threads are waited for, so that no peer touches the region afterwards."""
+        self._links.close(self._tear_down)
+
+    def _tear_down(self) -> None:
+        region, self._region = self._region, None
+        if region is not None and self._server is not None:
+            if self._server.unregister_memory(region.address) != 0:
+                _log.warning("mooncake could not unregister the region", worker=self._worker)
+            self._server = None  # the last reference
+
+    def _registered(self) -> Region:
+        if self._region is None:
+            raise TransferError("mooncake: no region is registered, or the engine was closed")
+        return self._region
+
+
+def make_engine(library: ModuleType, host: str) -> Any:
+    """A Mooncake engine that listens on a free port. Compiled, without types."""
+    _silence(library)
+    engine = library.TransferEngine()
+    if engine.initialize(host, "P2PHANDSHAKE", "tcp", "") != 0:
+        raise TransferError(f"mooncake: could not listen on {host}")
+    return engine
+
+
+def _silence(library: ModuleType) -> None:
+    """Mooncake prints what we report as a move's error. Its setting goes only as far as errors; the logger's own goes on."""
+    try:
+        level = ctypes.c_int32.in_dll(ctypes.CDLL(library.__file__), "_ZN3fLI17FLAGS_minloglevelE")
+    except (OSError, ValueError):  # another build of the logger
+        _log.debug("mooncake's log cannot be silenced")
+        return
+    if os.environ["MC_LOG_LEVEL"] == _SETTINGS["MC_LOG_LEVEL"]:  # else somebody wants to see it
+        level.value = _LOG_NOTHING
+
+
+@dataclass(slots=True, eq=False)
+class _Client:
+    """A Mooncake engine for one peer at a time, and every address it has met."""
+
+    engine: Any
+    met: set[str] = field(default_factory=set)
+
+
+class _Clients:
+    """Those of this process that no peer uses now. The threads of all links take and give back."""
+
+    def __init__(self, host: str) -> None:
+        self._host = host
+        self._lock = threading.Lock()
+        self._idle: list[_Client] = []
+        atexit.register(self._outlive_interpreter)
+
+    def take(self, address: str) -> _Client:
+        with self._lock:
+            client = next((client for client in self._idle if address not in client.met), None)
+            if client is None:
+                client = _Client(make_engine(load_library(), self._host))
+            else:
+                self._idle.remove(client)
+            client.met.add(address)
+            return client
+
+    def give_back(self, client: _Client) -> None:
+        with self._lock:
+            self._idle.append(client)
+
+    def _outlive_interpreter(self) -> None:
+        """The end of the process is quicker than their destructors, and they move nothing."""
+        for client in self._idle:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(client))
+
+
+@functools.cache
+def _clients_for(host: str) -> _Clients:
+    return _Clients(host)
+
+
+class _Segment:
+    """One peer's region as Mooncake sees it."""
+
+    def __init__(self, clients: _Clients, info: MooncakeInfo, region: Region) -> None:
+        self._clients = clients
+        self._info = info
+        self._region = region
+        self._peer = f"{info.host}:{info.port}"
+        self._scratch = ctypes.create_string_buffer(1)
+        self._client: _Client | None = None
+
+    def open(self) -> None:
+        self.close()
+        self._client = self._clients.take(self._peer)
+        # The calls made for this hold Python's lock while they wait; a transfer of one byte does not.
+        start = self._client.engine.batch_transfer_async_read
+        flight = _Flight(self._client.engine.transfer_check_status)
+        flight.add(start(self._peer, [ctypes.addressof(self._scratch)], [self._info.address], [1]))
+        flight.wait_until(0, threading.Event())
+        if flight.has_failed:
+            raise TransferError(f"mooncake: nobody at {self._peer} serves the region that was told")
+
+    def move(self, move: Move, abandon: threading.Event) -> None:
+        flight = self._send(move, abandon)
+        if flight.num_left:
+            self._client = None  # the last reference: its destructor ends what is in flight
+            raise TransferError(CLOSED)
+        if move.stop.value:
+            raise TransferError(CANCELLED)
+        if flight.has_failed:
+            raise TransferError(f"mooncake: the transfer with {self._peer} failed")
+
+    def _send(self, move: Move, abandon: threading.Event) -> _Flight:
+        assert self._client is not None
+        engine = self._client.engine
+        start = engine.batch_transfer_async_write if move.writes else engine.batch_transfer_async_read
+        pieces = cut(move.ranges, _PIECE_BYTES)
+        waiting = zip(
+            (pieces[:, 0] + self._region.address).tolist(),
+            (pieces[:, 1] + self._info.address).tolist(),
+            pieces[:, 2].tolist(),
+            strict=True,
+        )
+        flight = _Flight(engine.transfer_check_status)
+        for here, there, size in waiting:
+            if flight.has_failed or move.stop.value:
+                break
+            flight.add(start(self._peer, [here], [there], [size]))
+            flight.wait_until(_WINDOW - 1, abandon)
+        flight.wait_until(0, abandon)
+        return flight
+
+    def close(self) -> None:
+        if self._client is not None:
+            self._clients.give_back(self._client)
+            self._client = None
+
+
+class _Flight:
+    """The ranges in flight, oldest first: they end in about that order, so asking for the oldest is enough."""
+
+    def __init__(self, check_status: Callable[[int], int]) -> None:
+        self._check = check_status
+        self._batches: deque[int] = deque()
+        self.has_failed = False
+
+    @property
+    def num_left(self) -> int:
+        return len(self._batches)
+
+    def add(self, batch: int) -> None:
+        if batch:
+            self._batches.append(batch)
+        else:
+            self.has_failed = True  # refused: not started
+
+    def wait_until(self, num_left: int, abandon: threading.Event) -> None:
+        while len(self._batches) > num_left and not abandon.is_set():
+            status = self._check(self._batches[0])
+            if status == 0:
+                time.sleep(_POLL_S)
+                continue
+            self.has_failed |= status != _DONE
+            self._batches.popleft()

@@ -1,0 +1,219 @@
+"""Workers on one host, host memory: the consumer maps the producer's region and copies out of it, at memory speed.
+
+1. The producer's region is a memfd. A thread of its engine waits on an abstract Unix socket.
+2. `local_info` tells the socket's name, a token, and which host this is. A consumer elsewhere is refused in `add_peer`.
+3. The consumer's link connects, shows the token, receives the file descriptor and maps it, read-only.
+4. `read` copies on the link's thread, one native call per batch; `write` does not exist, so nobody can write memory that
+   its owner has reused. When the producer dies, its memory stays mapped: a copy that runs ends normally, and whether the
+   bytes may be used is decided by leases, not here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hmac
+import mmap
+import os
+import pathlib
+import secrets
+import socket
+import struct
+import threading
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvrelay.ids import WorkerId
+from kvrelay.log import Log
+from kvrelay.transfer.copy import copy_ranges
+from kvrelay.transfer.engines.base import Completion, MoveId, Mover, Ranges, TransferError
+from kvrelay.transfer.engines.links import CANCELLED, CLOSE_WAIT_S, Links
+from kvrelay.transfer.engines.moves import Move
+from kvrelay.transfer.region import SIZE_IS_FIXED, Region
+
+_log = Log("transfer.shm")
+_CONNECT_TIMEOUT_S = 5.0  # on the link's thread; a producer that does not answer for so long is stuck
+_TOKEN_TIMEOUT_S = 1.0
+_TOKEN_CHARACTERS = 32
+
+
+class ShmInfo(msgspec.Struct, frozen=True, tag="shm", forbid_unknown_fields=True):
+    """Where a consumer finds the region. The token keeps strangers on the host from mapping it by chance or by guess."""
+
+    host: str
+    socket_name: str
+    token: str
+    size_bytes: int
+
+
+def host_identity() -> str:
+    """Equal for two processes exactly if they can share memory by `shm`: one kernel, and sockets that see each other."""
+    boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{boot}/{pathlib.Path('/proc/self/ns/net').stat().st_ino}"
+
+
+class ShmEngine:
+    """`Mover.CONSUMER`: only `read` moves bytes."""
+
+    name = "shm"
+    mover = Mover.CONSUMER
+
+    def __init__(self, worker: WorkerId) -> None:
+        self._worker = worker
+        self._region: Region | None = None
+        self._door: _Door | None = None
+        self._links = Links(self.name)
+
+    def register(self, region: Region) -> None:
+        if self._region is not None:
+            raise TransferError("shm: a region is already registered")
+        if region.fd is None or region.device != "cpu":
+            raise TransferError(f"shm moves host memory made by shared_region, not memory on {region.device}")
+        self._region = region
+        self._door = _Door(self._worker, region.fd)
+
+    def local_info(self) -> bytes:
+        region, door = self._registered()
+        return msgspec.msgpack.encode(ShmInfo(host_identity(), door.socket_name, door.token, region.size_bytes))
+
+    def add_peer(self, peer: WorkerId, info: bytes) -> None:
+        self._registered()
+        try:
+            told = msgspec.msgpack.decode(info, type=ShmInfo)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise TransferError(f"shm: the info of {peer} makes no sense: {error}") from error
+        if told.host != host_identity():
+            raise TransferError(f"shm: {peer} is on another host or in another container; use nixl or mooncake")
+        if told.size_bytes <= 0 or not told.socket_name or "\0" in told.socket_name:
+            raise TransferError(f"shm: the info of {peer} makes no sense: {told.size_bytes} bytes at {told.socket_name!r}")
+        self._links.add(peer, told.size_bytes, _MappedPeer(told, self._registered()[0]))
+
+    def remove_peer(self, peer: WorkerId) -> None:
+        self._links.remove(peer)
+
+    def write(self, peer: WorkerId, ranges: Ranges) -> MoveId:
+        raise TransferError("shm: the consumer copies; a producer never writes a peer's memory")
+
+    def read(self, peer: WorkerId, ranges: Ranges) -> MoveId:
+        return self._links.submit(peer, ranges, self._registered()[0], writes=False)
+
+    def poll(self) -> list[Completion]:
+        return self._links.poll()
+
+    def cancel(self, move: MoveId) -> None:
+        self._links.cancel(move)
+
+    def close(self) -> None:
+        self._links.close(self._shut_door)
+
+    def _shut_door(self) -> None:
+        if self._door is not None:
+            self._door.close()
+            self._door = None
+
+    def _registered(self) -> tuple[Region, _Door]:
+        if self._region is None or self._door is None:
+            raise TransferError("shm: no region is registered, or the engine was closed")
+        return self._region, self._door
+
+
+class _Door:
+    """The producer's side: hands the region's file descriptor to whoever shows the token."""
+
+    def __init__(self, worker: WorkerId, fd: int) -> None:
+        self.socket_name = f"kvrelay/{worker}/{secrets.token_hex(8)}"
+        self.token = secrets.token_hex(_TOKEN_CHARACTERS // 2)
+        self._fd = os.dup(fd)  # so that closing the region first does not hand out another file
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind("\0" + self.socket_name)
+        self._listener.listen(128)
+        self._thread = threading.Thread(target=self._serve, name=f"shm-door-{worker}", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # wakes accept; already shut down if it broke before
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join(CLOSE_WAIT_S)
+        self._listener.close()
+        os.close(self._fd)
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                visitor, _ = self._listener.accept()
+            except OSError:
+                return  # closed
+            with visitor:
+                try:
+                    self._answer(visitor)
+                except OSError as error:
+                    _log.warning("a peer that wanted to map the region went away", error=error)
+
+    def _answer(self, visitor: socket.socket) -> None:
+        _, user, _ = struct.unpack("3i", visitor.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+        if user not in (os.getuid(), 0):  # before it can make us wait
+            _log.warning("refused to share memory with another user", user=user)
+            return
+        visitor.settimeout(_TOKEN_TIMEOUT_S)
+        if not hmac.compare_digest(_receive_exactly(visitor, _TOKEN_CHARACTERS), self.token.encode()):
+            _log.warning("refused to share memory: wrong token")
+            return
+        socket.send_fds(visitor, [b"\1"], [self._fd])
+
+
+class _MappedPeer:
+    """The consumer's side: one producer's region, mapped read-only."""
+
+    def __init__(self, info: ShmInfo, region: Region) -> None:
+        self._info = info
+        self._region = region
+        self._address = 0
+        self._mapping: npt.NDArray[np.uint8] | None = None
+
+    def open(self) -> None:
+        try:
+            fd = self._fetch()
+        except OSError as error:
+            raise TransferError(f"shm: the producer did not share its memory: {error}") from error
+        try:
+            self._map(fd)
+        finally:
+            os.close(fd)
+
+    def move(self, move: Move, abandon: threading.Event) -> None:
+        if not copy_ranges(self._region.address, self._address, move.ranges, move.stop):
+            raise TransferError(CANCELLED)
+
+    def close(self) -> None:
+        self._mapping = None  # the last reference: unmapped here
+
+    def _fetch(self) -> int:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(_CONNECT_TIMEOUT_S)
+            connection.connect("\0" + self._info.socket_name)
+            connection.sendall(self._info.token.encode())
+            _, fds, _, _ = socket.recv_fds(connection, 1, 1)
+        if len(fds) != 1:
+            raise TransferError("shm: the producer refused to share its memory")
+        return fds[0]
+
+    def _map(self, fd: int) -> None:
+        size = os.fstat(fd).st_size
+        # A file that could still shrink would kill this process when it reads beyond the new end.
+        if size < self._info.size_bytes or fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SIZE_IS_FIXED != SIZE_IS_FIXED:
+            raise TransferError(f"shm: the producer shared {size} bytes where {self._info.size_bytes} of fixed size were told")
+        memory = mmap.mmap(fd, self._info.size_bytes, prot=mmap.PROT_READ)
+        self._mapping = np.frombuffer(memory, dtype=np.uint8)
+        self._address = self._mapping.ctypes.data
+
+
+def _receive_exactly(connection: socket.socket, size: int) -> bytes:
+    received = b""
+    while len(received) < size:
+        piece = connection.recv(size - len(received))
+        if not piece:
+            break
+        received += piece
+    return received

@@ -1,0 +1,93 @@
+"""Native copies and the arithmetic of ranges."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvrelay.native import compile_and_load
+from kvrelay.transfer import copy
+from kvrelay.transfer.engines.base import Ranges, coalesce
+from kvrelay.transfer.engines.ranges import cut, groups
+
+SIZE = 1 << 16
+
+ranges_lists = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30), st.integers(0, 500)), max_size=40).map(
+    lambda rows: np.array([(a * 512, b * 512, size) for a, b, size in rows], dtype=np.int64).reshape(-1, 3)
+)
+
+
+def moved_bytes(ranges: Ranges) -> list[tuple[int, int]]:
+    """Every (local, remote) pair of byte positions."""
+    return sorted((a + i, b + i) for a, b, size in ranges.tolist() for i in range(size))
+
+
+@given(ranges_lists, st.integers(1, 300))
+def test_cutting_moves_the_same_bytes_in_short_pieces(ranges: Ranges, piece_bytes: int) -> None:
+    pieces = cut(ranges, piece_bytes)
+    assert moved_bytes(pieces) == moved_bytes(ranges)
+    assert not len(pieces) or 0 < pieces[:, 2].min() <= pieces[:, 2].max() <= piece_bytes
+
+
+@given(ranges_lists, st.integers(1, 3000))
+def test_groups_hold_the_same_bytes_and_about_so_many_each(ranges: Ranges, group_bytes: int) -> None:
+    parts = groups(ranges, group_bytes)
+    assert moved_bytes(np.concatenate(parts)) == moved_bytes(ranges)
+    assert all(part[:, 2].sum() <= 2 * group_bytes for part in parts)
+
+
+@given(ranges_lists)
+def test_coalescing_moves_the_same_bytes(ranges: Ranges) -> None:
+    joined = coalesce(ranges)
+    assert moved_bytes(joined) == moved_bytes(ranges)
+    assert len(joined) <= len(ranges)
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_copies_exactly_the_ranges(native: bool) -> None:
+    copy_ranges = copy.copy_ranges if native else copy._copy_by_ctypes
+    random = np.random.default_rng(0)
+    source = random.integers(0, 256, 5 << 20, dtype=np.uint8)
+    target = np.zeros(5 << 20, dtype=np.uint8)
+    ranges = np.array([[0, 100, 1], [10, 0, 3 << 20], [4 << 20, 5, 777], [4_500_000, 0, 0]], dtype=np.int64)
+    assert copy_ranges(target.ctypes.data, source.ctypes.data, ranges, ctypes.c_int32(0))
+    expected = np.zeros_like(target)
+    for to, start, size in ranges.tolist():
+        expected[to : to + size] = source[start : start + size]
+    assert np.array_equal(target, expected)
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_stops_before_it_touches_anything_when_told_so(native: bool) -> None:
+    copy_ranges = copy.copy_ranges if native else copy._copy_by_ctypes
+    source, target = np.ones(SIZE, dtype=np.uint8), np.zeros(SIZE, dtype=np.uint8)
+    assert not copy_ranges(target.ctypes.data, source.ctypes.data, np.array([[0, 0, SIZE]]), ctypes.c_int32(1))
+    assert not target.any()
+
+
+def test_the_copy_is_native_where_there_is_a_compiler() -> None:
+    assert (copy._best_copy() is not copy._copy_by_ctypes) == (shutil.which("cc") is not None)
+
+
+def test_source_that_does_not_compile_is_no_library_and_no_error() -> None:
+    assert compile_and_load("broken", "this is not C") is None
+
+
+def test_native_code_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVRELAY_NATIVE", "0")
+    assert compile_and_load("answer", "int answer(void) { return 42; }") is None
+
+
+def test_a_library_is_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    cache = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("KVRELAY_CACHE", str(cache))
+    for _ in range(2):
+        library = compile_and_load("answer", "int answer(void) { return 42; }")
+        assert library is not None
+        assert library.answer() == 42
+    assert len(list((cache / "native").iterdir())) == 1
