@@ -122,13 +122,13 @@ class ServingLoop:
                 self._engine.drain()
                 self.status.advance(WorkerState.DRAINING)
                 on_draining()
-            self._receive()
+            if self._receive():
+                self._forget_silent_routers()
             if self._engine.has_work:
                 self._step()
             else:
                 self._tell_load()
                 self._wait()
-            self._forget_silent_routers()
 
     def wake(self) -> None:
         """From any thread: the engine has news, so `run` should look."""
@@ -151,18 +151,20 @@ class ServingLoop:
 
     # In
 
-    def _receive(self) -> None:
+    def _receive(self) -> bool:
+        """True if everything that had arrived was read: only then is a router that was not heard really silent."""
         for _ in range(_MESSAGES_PER_STEP):
             try:
                 frames = self._socket.recv_multipart(zmq.DONTWAIT)
             except zmq.Again:
-                return
+                return True
             try:
                 self._handle(frames[0], frames[1:])
             except ProtocolError as error:
                 self.num_malformed += 1
                 log.warning("refused on the serving plane", reason=error)
                 self._send(frames[0], encode(Refused(reason=str(error))))
+        return False
 
     def _handle(self, identity: bytes, payload: list[bytes]) -> None:
         if len(payload) != 1:

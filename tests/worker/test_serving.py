@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -239,6 +240,29 @@ def test_a_silent_router_has_its_requests_aborted_and_must_say_hello_again() -> 
     worker.stop()
     silent.close()
     alive.close()
+
+
+def test_a_step_longer_than_the_lease_does_not_make_a_router_silent() -> None:
+    worker = StubWorker("")
+    peer = Peer(worker.address)
+    peer.hello(lease_s=0.3)
+    worker.engine.stuck_s = 1.0
+    request_id = peer.submit([1])  # three steps of a second
+    pinging = threading.Event()
+
+    def ping() -> None:
+        while not pinging.wait(0.1):
+            peer.send(Ping())
+
+    thread = threading.Thread(target=ping)
+    thread.start()
+    tokens = peer.tokens(request_id)
+    pinging.set()
+    thread.join()
+    assert len(tokens) == 3
+    assert worker.engine.aborted == []
+    worker.stop()
+    peer.close()
 
 
 def test_a_router_whose_connection_is_gone_has_its_requests_aborted(worker: StubWorker, peer: Peer) -> None:
