@@ -12,7 +12,7 @@ reply = client.chat.completions.create(model=model, messages=messages, temperatu
 print(reply.choices[0].message.content)
 
 messages.append({"role": "assistant", "content": reply.choices[0].message.content})
-messages.append({"role": "user", "content": "And which river runs through it?"})
+messages.append({"role": "user", "content": "What is the capital of Italy?"})
 reply = client.chat.completions.create(model=model, messages=messages, temperature=0, max_tokens=40)
 print(reply.choices[0].message.content)
 

@@ -20,11 +20,13 @@ from kvrelay.config import (
     ModelOptions,
     Options,
     RouterOptions,
+    TransferOptions,
     WorkerOptions,
     read_environment,
 )
 from kvrelay.errors import ConfigError, KVRelayError
 from kvrelay.log import configure
+from kvrelay.states import Role
 
 O = TypeVar("O", bound=Options)
 
@@ -49,7 +51,8 @@ KVRELAY_LOG (debug, info, warning), KVRELAY_OFFLINE=1 (never download).
 
 _SERVE_EPILOG = """\
 examples:
-  kvrelay serve                                        SmolLM2, fetched on first use
+  kvrelay serve                                        SmolLM2, fetched on first use, on 1 prefill + 1 decode worker
+  kvrelay serve --prefill 2 --decode 2                 two of each
   kvrelay serve ./my-model --whole 2 --threads 4       two workers with four threads each
   kvrelay serve model.gguf --port 0 --api-key secret   any free port; clients need the key
   kvrelay serve --config server.yaml --max-batch 128   flags win over the file
@@ -142,7 +145,7 @@ def _parse(parser: Parser, argv: list[str], groups: list[type[Options]], skip: f
 
 def _serve(argv: list[str]) -> int:
     parser = Parser(prog="kvrelay serve", description="Serves a model on this machine.", epilog=_SERVE_EPILOG)
-    chosen = _parse(parser, argv, [ModelOptions, EngineOptions, RouterOptions, ClusterOptions])
+    chosen = _parse(parser, argv, [ModelOptions, EngineOptions, RouterOptions, ClusterOptions, TransferOptions])
     configure(chosen.environment.log_level, "router")
     from kvrelay import launch
     from kvrelay.console import ConsoleProgress
@@ -152,6 +155,7 @@ def _serve(argv: list[str]) -> int:
         chosen.of(EngineOptions),
         chosen.of(RouterOptions),
         chosen.of(ClusterOptions),
+        chosen.of(TransferOptions),
         chosen.environment,
         ConsoleProgress(),
     )
@@ -175,7 +179,7 @@ def _worker(argv: list[str]) -> int:
     parser = Parser(prog="kvrelay worker", description="One worker, for routers elsewhere.", epilog=_WORKER_EPILOG)
     parser.add_argument("--launcher-fd", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--plain-progress", action="store_true", help=argparse.SUPPRESS)
-    chosen = _parse(parser, argv, [ModelOptions, EngineOptions, WorkerOptions])
+    chosen = _parse(parser, argv, [ModelOptions, EngineOptions, WorkerOptions, TransferOptions])
     configure(chosen.environment.log_level, "worker")
     if chosen.namespace.launcher_fd is None:
         return _run_worker(chosen, launched=False)
@@ -193,16 +197,18 @@ def _run_worker(chosen: _Chosen, *, launched: bool) -> int:
     from kvrelay.console import ConsoleProgress
     from kvrelay.worker.worker import check_role, run_worker
 
-    check_role(chosen.of(WorkerOptions).role)
+    role, options = check_role(chosen.of(WorkerOptions).role), chosen.of(TransferOptions)
+    from kvrelay.worker.relay import relay_stage
     from kvrelay.worker.whole import build_whole
 
+    build = build_whole if role is Role.WHOLE else relay_stage(role, options, chosen.of(WorkerOptions).worker_host)
     return run_worker(
         chosen.of(ModelOptions),
         chosen.of(EngineOptions),
         chosen.of(WorkerOptions),
         chosen.environment,
         ConsoleProgress(plain=chosen.namespace.plain_progress),
-        build_whole,
+        build,
         launched=launched,
     )
 

@@ -68,6 +68,15 @@ class RouterOptions(Options, frozen=True, kw_only=True):
     reasoning_parser: Annotated[
         Literal["none", "think"], Meta(description="think: text inside <think> tags becomes reasoning_content")
     ] = "none"
+    mode: Annotated[
+        Literal["write", "read"],
+        Meta(
+            description="hand-over: write sends KV while the prompt is computed; read lets decode workers fetch it afterwards"
+        ),
+    ] = "write"
+    local_prefill_tokens: Annotated[
+        Count, Meta(description="prompts of at most so many tokens are computed by the decode worker itself")
+    ] = 64
     log_requests: Annotated[bool, Meta(description="log one line per request")] = False
 
 
@@ -86,6 +95,18 @@ class ClusterOptions(Options, frozen=True, kw_only=True):
         Meta(description="where workers of other hosts register (tcp://HOST:PORT); default is a free local port"),
     ] = ""
     lease_s: Annotated[float, Meta(gt=0.0, le=600.0, description="a worker silent for so long is taken for dead")] = 4.0
+
+
+class TransferOptions(Options, frozen=True, kw_only=True):
+    """How KV moves between workers."""
+
+    transfer: Annotated[
+        Literal["auto", "shm", "nixl", "mooncake"],
+        Meta(description="transport; auto is shared memory on one host, else the best that both workers have"),
+    ] = "auto"
+    transfer_lease_s: Annotated[
+        float, Meta(gt=0.0, le=600.0, description="KV kept for a peer that has been silent for so long is given up")
+    ] = 30.0
 
 
 class WorkerOptions(Options, frozen=True, kw_only=True):

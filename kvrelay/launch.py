@@ -29,6 +29,7 @@ from kvrelay.config import (
     Environment,
     ModelOptions,
     RouterOptions,
+    TransferOptions,
     WorkerOptions,
 )
 from kvrelay.discovery.base import Membership
@@ -41,6 +42,7 @@ from kvrelay.log import Log
 from kvrelay.metrics import Metrics
 from kvrelay.progress import Progress
 from kvrelay.router.router import Router
+from kvrelay.states import Role
 from kvrelay.supervise import Supervisor, worker_command
 from kvrelay.text.tokenizer import Tokenizer
 
@@ -61,11 +63,13 @@ def serve(
     engine: EngineOptions,
     router: RouterOptions,
     cluster: ClusterOptions,
+    transfer: TransferOptions,
     environment: Environment,
     progress: Progress,
 ) -> int:
     """Runs until a signal; returns the exit status."""
-    num_workers = count_workers(cluster)
+    roles = worker_roles(cluster)
+    num_workers = len(roles)
     with _listening(router.host, router.port) as listener:
         folder = resolve(model.model, environment, progress)
         tokenizer = Tokenizer.load(folder)
@@ -74,11 +78,11 @@ def serve(
 
         async def main() -> int:
             front = Front(router, cluster, served_name, tokenizer, default_listen=_FREE_LOCAL_PORT)
-            flags = [*to_flags(located), *to_flags(engine), *_worker_flags(front.registry_address, cluster)]
+            flags = [*to_flags(located), *to_flags(engine), *to_flags(transfer)]
             if num_workers > 1:
                 flags.append("--plain-progress")
-            supervisor = Supervisor([worker_command(flags)] * num_workers)
-            return await _run(front, listener, supervisor, num_workers)
+            commands = [worker_command([*flags, *_worker_flags(role, front.registry_address, cluster)]) for role in roles]
+            return await _run(front, listener, Supervisor(commands), roles)
 
         return _run_loop(main)
 
@@ -93,20 +97,26 @@ def route(
 
         async def main() -> int:
             front = Front(router, cluster, served_name, tokenizer, default_listen=_DEFAULT_LISTEN)
-            return await _run(front, listener, None, 0)
+            return await _run(front, listener, None, [])
 
         return _run_loop(main)
 
 
-def count_workers(cluster: ClusterOptions) -> int:
-    for role, count in (("prefill", cluster.prefill), ("decode", cluster.decode), ("encode", cluster.encode)):
-        if count:
-            raise ConfigError(f"{role} workers come with the relay; this version serves --whole N")
+def worker_roles(cluster: ClusterOptions) -> list[Role]:
+    """One entry per worker to start. Without any count, one prefill and one decode worker."""
+    if cluster.encode:
+        raise ConfigError("--encode: encode workers come in a later version; this one serves text")
+    counts = {Role.PREFILL: cluster.prefill, Role.DECODE: cluster.decode, Role.WHOLE: cluster.whole}
+    roles = [role for role, count in counts.items() for _ in range(count)]
     if cluster.registry != "embedded":
-        if cluster.whole:
-            raise ConfigError("--whole starts workers that register here; it cannot be used with a static registry")
-        return 0
-    return cluster.whole or 1
+        if roles:
+            raise ConfigError("workers started here register here: --prefill, --decode and --whole need --registry embedded")
+        return []
+    if cluster.prefill and not cluster.decode:
+        raise ConfigError("--prefill needs --decode: somebody must take over what prefill workers compute")
+    if cluster.whole and (cluster.prefill or cluster.decode):
+        raise ConfigError("--whole cannot be mixed with --prefill and --decode")
+    return roles or [Role.PREFILL, Role.DECODE]
 
 
 class Front:
@@ -130,6 +140,8 @@ class Front:
             membership=membership,
             metrics=metrics,
             policy=options.policy,
+            mode=options.mode,
+            local_prefill_tokens=options.local_prefill_tokens,
             lease_s=cluster.lease_s,
             model=served_name,
             router_id=router_id,
@@ -163,11 +175,11 @@ class HttpServer(uvicorn.Server):
         yield
 
 
-async def _run(front: Front, listener: socket.socket, supervisor: Supervisor | None, num_workers: int) -> int:
+async def _run(front: Front, listener: socket.socket, supervisor: Supervisor | None, roles: list[Role]) -> int:
     stop = asyncio.Event()
     _on_signals(front.server, stop)
     front.router.start()
-    ready_line = _ready_line(front, listener, num_workers)
+    ready_line = _ready_line(front, listener, roles)
     listeners = [listener.dup() for _ in range(_ACCEPTS_PER_TURN)]
     listener.close()
     http = asyncio.create_task(front.server.serve(sockets=listeners))
@@ -175,7 +187,7 @@ async def _run(front: Front, listener: socket.socket, supervisor: Supervisor | N
     try:
         if supervisor is not None:
             supervisor.start()
-            await _until_ready(front.router, supervisor, num_workers, stopped)
+            await _until_ready(front.router, supervisor, len(roles), stopped)
         if not stop.is_set():
             _spare_the_collector()
             print(ready_line, flush=True)
@@ -238,8 +250,8 @@ def _open_membership(cluster: ClusterOptions, router_id: RouterId, metrics: Metr
     return StaticMembership(addresses.split(","), router_id=router_id, lease_s=cluster.lease_s, on_malformed=malformed)
 
 
-def _worker_flags(registry_address: str, cluster: ClusterOptions) -> list[str]:
-    return to_flags(WorkerOptions(role="whole", registry=registry_address, lease_s=cluster.lease_s))
+def _worker_flags(role: Role, registry_address: str, cluster: ClusterOptions) -> list[str]:
+    return to_flags(WorkerOptions(role=role.value, registry=registry_address, lease_s=cluster.lease_s))
 
 
 def _share_of_cores(num_workers: int) -> int:
@@ -263,11 +275,12 @@ def _listening(host: str, port: int) -> Iterator[socket.socket]:
         yield listener
 
 
-def _ready_line(front: Front, listener: socket.socket, num_workers: int) -> str:
+def _ready_line(front: Front, listener: socket.socket, roles: list[Role]) -> str:
     host, port = listener.getsockname()[:2]
     shown = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
-    what = f"{num_workers} whole worker{'s' if num_workers > 1 else ''}" if num_workers else "router only"
-    where = f"; workers register at {front.registry_address}" if not num_workers and front.registry_address else ""
+    counted = " + ".join(f"{roles.count(role)} {role.value}" for role in Role if role in roles)
+    what = f"{counted} worker{'s' if len(roles) > 1 else ''}" if roles else "router only"
+    where = f"; workers register at {front.registry_address}" if not roles and front.registry_address else ""
     return f"kvrelay ready on http://{shown}:{port} (model {front.served_name}, {what}{where})"
 
 

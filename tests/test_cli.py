@@ -15,7 +15,8 @@ from kvrelay.cli_options import Parser, add_options, collect, to_flags
 from kvrelay.config import ClusterOptions, EngineOptions, Environment, ModelOptions, Options, RouterOptions, WorkerOptions
 from kvrelay.console import ConsoleProgress, PlainProgress
 from kvrelay.errors import ConfigError
-from kvrelay.launch import count_workers
+from kvrelay.launch import worker_roles
+from kvrelay.states import Role
 
 GROUPS: list[type[Options]] = [ModelOptions, EngineOptions, RouterOptions, ClusterOptions]
 
@@ -135,8 +136,8 @@ def test_a_config_file_that_is_not_there_is_one_line() -> None:
         (["serv"], "error: unknown command 'serv'; did you mean serve? (see kvrelay --help)"),
         (["serve", "--prt", "1"], "error: unknown option --prt; did you mean --port? (see kvrelay serve --help)"),
         (["serve", "a", "--model", "b"], "error: the model is given twice: as MODEL and with --model"),
-        (["serve", "--prefill", "1"], "error: prefill workers come with the relay; this version serves --whole N"),
-        (["worker", "--role", "decode"], "error: decode workers come with the relay; this version serves --whole N"),
+        (["serve", "--prefill", "1"], "error: --prefill needs --decode: somebody must take over what prefill workers compute"),
+        (["worker", "--role", "encode"], "error: encode workers come in a later version; this one serves text"),
         (["router", "--registry", "etcd://x:1", "--port", "0", "/"], None),
         (["chat", "--url", "http://127.0.0.1:9"], None),
     ],
@@ -172,12 +173,19 @@ def test_version_is_one_line() -> None:
 
 
 def test_worker_counts() -> None:
-    assert count_workers(ClusterOptions()) == 1
-    assert count_workers(ClusterOptions(whole=3)) == 3
-    assert count_workers(ClusterOptions(registry="static:tcp://127.0.0.1:1")) == 0
-    for role in ("prefill", "decode", "encode"):
-        with pytest.raises(ConfigError, match=f"{role} workers come with the relay"):
-            count_workers(ClusterOptions(**{role: 1}))
+    assert worker_roles(ClusterOptions()) == [Role.PREFILL, Role.DECODE]
+    assert worker_roles(ClusterOptions(whole=3)) == [Role.WHOLE] * 3
+    assert worker_roles(ClusterOptions(prefill=1, decode=2)) == [Role.PREFILL, Role.DECODE, Role.DECODE]
+    assert worker_roles(ClusterOptions(decode=1)) == [Role.DECODE]
+    assert worker_roles(ClusterOptions(registry="static:tcp://127.0.0.1:1")) == []
+    for counts, says in (
+        ({"encode": 1}, "--encode"),
+        ({"prefill": 1}, "--prefill needs --decode"),
+        ({"whole": 1, "decode": 1}, "--whole cannot be mixed"),
+        ({"whole": 1, "registry": "static:tcp://127.0.0.1:1"}, "need --registry embedded"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            worker_roles(ClusterOptions(**counts))  # type: ignore[arg-type]
 
 
 def test_the_doctor_finds_a_port_in_use_and_a_missing_model(tmp_path: pathlib.Path) -> None:

@@ -10,6 +10,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import time
 from typing import IO
 
 import numpy as np
@@ -49,7 +50,16 @@ class LocalPeer:
         self.info = engine.local_info()
 
     def know(self, worker: WorkerId, info: bytes) -> None:
+        """Returns when the way to it is open."""
         self.engine.add_peer(worker, info)
+        first = view(self.region)[0]
+        move = self.engine.read(worker, np.array([[0, 0, 1]], dtype=np.int64))
+        deadline = time.monotonic() + 60.0
+        while not (completions := self.engine.poll()):
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        assert [(completion.id, completion.error) for completion in completions] == [(move, "")]
+        view(self.region)[0] = first
 
     def digest(self) -> str:
         return digest(view(self.region))

@@ -1,4 +1,4 @@
-"""The helper processes of a benchmark: each on a core of its own choosing, told what to do by lines of JSON.
+"""The child processes of a benchmark: each on a core of its own choosing, told what to do by lines of JSON.
 
 parent                                    child (python -m kvrelay.bench.NAME)
   Child(module, core=1)                     sets its affinity before it imports anything heavy
@@ -27,7 +27,7 @@ M = TypeVar("M")
 
 
 class Child:
-    """A helper process pinned to one core."""
+    """A process pinned to one core."""
 
     def __init__(self, arguments: list[str], core: int) -> None:
         self.name = arguments[0]

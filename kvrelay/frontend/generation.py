@@ -89,7 +89,7 @@ class Generation:
         self._merge: _Merge | None = None
         try:
             self._submit(service, call, trace)
-        except RequestError:
+        except BaseException:
             self._abort_streams()
             raise
         self._num_open = len(self.samples)

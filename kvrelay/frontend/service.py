@@ -54,7 +54,7 @@ class Service:
         """Refuses a grammar that cannot be compiled, naming the field it came from."""
         problem = await asyncio.to_thread(_check_grammar, grammar)
         if problem is not None:
-            raise InvalidRequestError(f"{param} cannot be enforced: {problem}", param=param)
+            raise InvalidRequestError(f"{param}: {problem.removeprefix('response_format: ')}", param=param)
 
     def check_tokens(self, tokens: Sequence[int], param: str) -> None:
         largest = max(tokens, default=0)

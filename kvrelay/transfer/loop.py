@@ -61,6 +61,7 @@ class Loop:
         self._closed = False
         self._begun = threading.Event()
         self._failure: Exception | None = None
+        self.num_turns = 0
         self.ended = ""  # why, once nothing moves any more
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
 
@@ -123,6 +124,7 @@ class Loop:
         pause_s = _FIRST_PAUSE_S
         while not self._stopping:
             within_s = self._turns.turn()
+            self.num_turns += 1
             if self._turns.moving:
                 ready = poller.poll(0)
                 if not ready and not self._turns.has_more and not self._commands:

@@ -148,6 +148,11 @@ class RelayConsumer:
         """For whoever knows that a producer's process has ended. It must be true: blocks that it could write are reused."""
         self._loop.call(lambda: self._turns.machine.peer_lost(peer, "its process ended"))
 
+    @property
+    def has_news(self) -> bool:
+        news = self._turns.news
+        return bool(news.started or news.arrived or news.freed) or bool(self._loop.ended and self._open)
+
     def poll(self) -> ConsumerNews:
         ended = self._loop.ended  # read first: what the thread said before its end must not be missed
         with self._turns.lock:
@@ -194,6 +199,11 @@ class RelayConsumer:
             malformed=machine.malformed,
             unsent=self._turns.sockets.unsent,
         )
+
+    @property
+    def num_turns(self) -> int:
+        """Of the transfer thread, since its start."""
+        return self._loop.num_turns
 
     def close(self) -> None:
         self._loop.close()

@@ -168,6 +168,11 @@ class RelayProducer:
         """For whoever knows that a consumer's process has ended."""
         self._loop.call(lambda: self._turns.machine.peer_lost(peer, "its process ended"))
 
+    @property
+    def has_news(self) -> bool:
+        news = self._turns.news
+        return bool(news.released or news.parked or news.restart or news.failed) or bool(self._loop.ended and self._open)
+
     def poll(self) -> ProducerNews:
         ended = self._loop.ended  # read first: what the thread said before its end must not be missed
         with self._turns.lock:
@@ -194,6 +199,11 @@ class RelayProducer:
             unsent=socket.unsent,
             strangers=socket.strangers,
         )
+
+    @property
+    def num_turns(self) -> int:
+        """Of the transfer thread, since its start."""
+        return self._loop.num_turns
 
     def close(self) -> None:
         self._loop.close()

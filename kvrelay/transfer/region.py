@@ -8,6 +8,7 @@ import mmap
 import os
 from dataclasses import dataclass, field
 
+MAX_BYTES = 1 << 62  # of an address or a size that a peer may tell: far beyond any machine, and sums of two still fit
 SIZE_IS_FIXED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 

@@ -9,6 +9,7 @@ has its requests aborted and is forgotten; if it speaks again it is told so (Ref
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Iterable
@@ -132,7 +133,8 @@ class ServingLoop:
 
     def wake(self) -> None:
         """From any thread: the engine has news, so `run` should look."""
-        os.eventfd_write(self._wake_fd, 1)
+        with contextlib.suppress(OSError):  # closed: nobody waits any more
+            os.eventfd_write(self._wake_fd, 1)
 
     def _wait(self) -> None:
         if self._wake_fd in dict(self._poller.poll(_IDLE_WAIT_MS)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvrelay.config import EngineOptions, Environment, ModelOptions
 from kvrelay.ids import WorkerId
@@ -11,11 +11,27 @@ from kvrelay.progress import Progress
 from kvrelay.worker.serving import ServingEngine
 
 
+class Waker:
+    """Told by other threads that the engine has news; passes it on to the loop that drives the engine, once there is one."""
+
+    def __init__(self) -> None:
+        self._wake: Callable[[], None] | None = None
+
+    def bind(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+
+    def __call__(self) -> None:
+        if self._wake is not None:
+            self._wake()
+
+
 @dataclass(frozen=True, slots=True)
 class Stage:
     engine: ServingEngine
     fingerprint: str  # equal for workers that can replace each other
     max_model_len: int
+    signal_address: str = ""  # where a prefill worker's consumers connect
+    waker: Waker = field(default_factory=Waker)
 
 
 BuildStage = Callable[[WorkerId, ModelOptions, EngineOptions, Environment, Progress], Stage]

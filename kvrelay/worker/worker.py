@@ -36,9 +36,9 @@ _SWITCH_INTERVAL_S = 0.0005  # so that the heartbeat gets its turn beside a busy
 
 
 def check_role(role: str) -> Role:
-    if role != Role.WHOLE:
-        raise ConfigError(f"{role} workers come with the relay; this version serves --whole N")
-    return Role.WHOLE
+    if role == Role.ENCODE:
+        raise ConfigError("encode workers come in a later version; this one serves text")
+    return Role(role)
 
 
 def run_worker(
@@ -77,7 +77,9 @@ def run_worker(
         max_queue=engine_options.max_queue,
         version=PROTOCOL_VERSION,
         load=loop.status.load,
+        signal_address=stage.signal_address,
     )
+    stage.waker.bind(loop.wake)
     _handle_signals(loop, launched=launched)
     return _serve(loop, stage, registration, worker_options)
 

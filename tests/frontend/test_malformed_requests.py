@@ -12,6 +12,7 @@ from tests.frontend.serving import MODEL, fake_backend, http_client, make_app
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 USER = {"role": "user", "content": "hi"}
+FLAT_TOOL = {"type": "function", "name": "f"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
 
@@ -188,7 +189,7 @@ WRONG_FIELDS: list[tuple[str, dict[str, Any], str]] = [
     (RESPONSES, response(max_output_tokens=10**6), "max_output_tokens"),
     (RESPONSES, response(include=["reasoning.encrypted_content"]), "include[0]"),
     (RESPONSES, response(tools=[{"type": "web_search"}]), "tools[0].type"),
-    (RESPONSES, response(tool_choice={"type": "function", "name": "g"}, tools=[{"type": "function", "name": "f"}]), "tool_choice.name"),
+    (RESPONSES, response(tool_choice={"type": "function", "name": "g"}, tools=[FLAT_TOOL]), "tool_choice.name"),
     (
         RESPONSES,
         response(text={"format": {"type": "json_schema", "name": "x", "schema": {"type": "cat"}}}),

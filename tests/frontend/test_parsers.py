@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import llguidance
@@ -28,7 +29,7 @@ CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required"
 def read(parser: Parser, text: str, cuts: list[int]) -> Collected:
     collected = Collected()
     places = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
-    for start, end in zip(places, places[1:], strict=False):
+    for start, end in itertools.pairwise(places):
         collected.add(parser.push(text[start:end]))
     collected.add(parser.finish())
     return collected

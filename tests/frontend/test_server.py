@@ -215,12 +215,13 @@ async def test_tokenize_and_detokenize() -> None:
 async def test_long_prompts_do_not_block_the_loop() -> None:
     """They are tokenised in a thread: other requests are answered meanwhile."""
     async with http_client(make_app(fake_backend(max_model_len=10**6))) as client:
-        long = asyncio.create_task(client.post("/tokenize", json={"prompt": "word " * 400_000}))
+        long = asyncio.create_task(client.post("/tokenize", json={"prompt": "word " * 100_000}))
         answered = 0
         while not long.done():
             assert (await client.get("/health")).status_code == 200
             answered += 1
-        assert (await long).json()["count"] >= 400_000
+            await asyncio.sleep(0.001)
+        assert (await long).json()["count"] >= 100_000
     assert answered > 1
 
 

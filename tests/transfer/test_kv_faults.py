@@ -3,6 +3,9 @@ come back as another, requests that end in the middle. Every test ends with noth
 
 from __future__ import annotations
 
+import itertools
+
+import msgspec
 import pytest
 from relay_world import ConsumerSide, Frame, Plan, ProducerSide, World
 
@@ -67,12 +70,12 @@ class Pair:
     def moving(self) -> Pair:
         """Moves are under way, with nothing moved yet, on whichever side moves."""
         self.reserved()
-        while self.world.network:
-            self.world.deliver()
+        self.world.settle_messages()
         if self.plan.info.mode == "write":
-            self.producer.compute_all(self.plan)
-            while self.world.network:
-                self.world.deliver()
+            self.producer.begin_step(self.plan, 1000)
+            while self.producer.step is not None:
+                self.producer.compute_layer()
+            self.world.settle_messages()
         assert self.mover_side.machine.num_moves == 1
         return self
 
@@ -130,25 +133,19 @@ def _one_loss(pair: Pair, kind: type[Message]) -> None:
     world, plan, lost = pair.world, pair.plan, 0
     pair.producer.expect(plan)
     pair.consumer.expect(plan)
-    for _ in range(10):
-        for _ in range(30):
-            world.pump()
-            lost += world.drop(kind) if not lost else 0
-            for side in (pair.producer, pair.consumer):
-                side.engine.advance()
-            if world.network:
-                world.deliver()
-        pair.producer.start(plan)
-        pair.producer.begin_step(plan, 4)
-        pair.producer.compute_layer()
-        pair.producer.compute_all(plan) if lost else None
-        pair.consumer.reserve(plan)
-        world.pass_time(0.5)
+    for turn in range(600):
+        world.pump()
         lost += world.drop(kind) if not lost else 0
-    pair.producer.compute_all(plan)
-    world.run(5)
-    pair.consumer.reserve(plan)
-    world.run(5)
+        for side in (pair.producer, pair.consumer):
+            side.engine.advance()
+        if world.network:
+            world.deliver()
+        if turn % 20 == 0:
+            pair.producer.start(plan)
+            pair.producer.begin_step(plan, 4)
+            pair.consumer.reserve(plan)
+        pair.producer.compute_layer()
+        world.pass_time(0.05)
     assert lost, f"no {kind.__name__} was ever sent"
     assert pair.outcomes == (["released"], ["arrived"])
     world.check_idle()
@@ -679,7 +676,7 @@ def test_a_pull_is_repeated_with_growing_pauses_until_it_is_ready_or_too_late() 
         times += [pair.world.now] * pair.world.kinds().count("Pull")
         pair.world.settle()
         pair.world.pass_time(max(0.001, pair.consumer.machine.next_tick(pair.world.now)))
-    pauses = [round(later - earlier, 3) for earlier, later in zip(times, times[1:], strict=False)]
+    pauses = [round(later - earlier, 3) for earlier, later in itertools.pairwise(times)]
     assert pauses[:4] == [0.01, 0.02, 0.04, 0.08]
     assert max(pauses) <= 2.0
     assert pair.outcomes[1] == ["the producer was not ready within 120 s"]
@@ -763,8 +760,6 @@ def test_a_reserve_that_makes_no_sense_ends_the_transfer(blocks: list[int], skip
     ],
 )
 def test_a_notice_that_makes_no_sense_ends_the_transfer(message: Computed | WriteDone, why: str) -> None:
-    import msgspec
-
     pair = Pair(Mover.CONSUMER).reserved()
     pair.world.settle()
     sent = msgspec.structs.replace(message, transfer_id=pair.plan.transfer_id)

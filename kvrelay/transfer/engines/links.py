@@ -84,8 +84,19 @@ class Link:
         if not error:
             error = self._error_of(lambda: self._way.move(move, self._abandon))
             self._is_open = not error or bool(move.stop.value)  # a way that broke is opened anew for the next move
-        if not error or not self._abandon.is_set():
-            self._book.end(move, PEER_REMOVED if error and self._is_leaving.is_set() else error)
+        if error and self._abandon.is_set():
+            self._book.rest(move)  # `close` ends it once nothing can touch memory any more
+            return
+        self._book.end(move, PEER_REMOVED if error and self._is_leaving.is_set() else error)
+        if not self._is_open:
+            self._fail_queued(error)
+
+    def _fail_queued(self, error: str) -> None:
+        """What was asked for before the way broke fails with it, instead of waiting in turn for a peer that may be dead."""
+        for _ in range(self._queue.qsize()):
+            move = self._queue.get()
+            if move is not None and self._book.start(move):
+                self._book.end(move, error)
 
     def _try_open(self) -> str:
         if self._is_leaving.is_set():

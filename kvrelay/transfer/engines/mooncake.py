@@ -9,7 +9,7 @@ What its Python API leaves to its caller, and how this file deals with it:
 - Nothing can be cancelled. A cancelled move, and one whose peer was removed, ends when what is in flight has ended: in
   milliseconds with a live peer, within 3 s if its process died, within `_PROGRESS_TIMEOUT_S` plus that if it hangs.
 - Destroying an engine waits for its threads, up to a second, holding Python's lock. So those made for peers are kept for
-  later ones in this process, but never for an address they have met: they remember what they once heard about it.
+  later ones in this process, but not for a new peer at an address they have met: they remember what they heard about it.
 """
 
 from __future__ import annotations
@@ -19,15 +19,17 @@ import ctypes
 import functools
 import importlib
 import os
+import secrets
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from kvrelay.ids import WorkerId
 from kvrelay.log import Log
@@ -35,7 +37,7 @@ from kvrelay.transfer.engines.base import Completion, MoveId, Mover, Ranges, Tra
 from kvrelay.transfer.engines.links import CANCELLED, CLOSED, Links
 from kvrelay.transfer.engines.moves import Move
 from kvrelay.transfer.engines.ranges import cut
-from kvrelay.transfer.region import Region
+from kvrelay.transfer.region import MAX_BYTES, Region
 
 _log = Log("transfer.mooncake")
 INSTALL = (
@@ -52,12 +54,18 @@ _LOG_NOTHING = 3  # of glog's levels: only what ends the process
 
 
 class MooncakeInfo(msgspec.Struct, frozen=True, tag="mooncake", forbid_unknown_fields=True):
-    """Where a peer's Mooncake engine listens, and the region it registered."""
+    """Where a peer's Mooncake engine listens, and the region it registered. `engine` tells it from a later one there."""
 
-    host: str
-    port: int
-    address: int
-    size_bytes: int
+    engine: str
+    host: Annotated[str, Meta(min_length=1, max_length=255)]
+    port: Annotated[int, Meta(gt=0, lt=65536)]
+    address: Annotated[int, Meta(gt=0, le=MAX_BYTES)]
+    size_bytes: Annotated[int, Meta(gt=0, le=MAX_BYTES)]
+
+    @property
+    def segment(self) -> str:
+        """Mooncake's name for the peer."""
+        return f"{self.host}:{self.port}"
 
 
 def load_library() -> ModuleType:
@@ -78,7 +86,7 @@ class MooncakeEngine:
 
     def __init__(self, worker: WorkerId, host: str = "127.0.0.1") -> None:
         self._library = load_library()
-        self._worker = worker
+        self._own_name = f"{worker}-{secrets.token_hex(4)}"
         self._host = host
         self._links = Links(self.name)
         self._region: Region | None = None
@@ -97,7 +105,7 @@ class MooncakeEngine:
 
     def local_info(self) -> bytes:
         region = self._registered()
-        info = MooncakeInfo(self._host, self._server.get_rpc_port(), region.address, region.size_bytes)
+        info = MooncakeInfo(self._own_name, self._host, self._server.get_rpc_port(), region.address, region.size_bytes)
         return msgspec.msgpack.encode(info)
 
     def add_peer(self, peer: WorkerId, info: bytes) -> None:
@@ -106,8 +114,6 @@ class MooncakeEngine:
             told = msgspec.msgpack.decode(info, type=MooncakeInfo)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise TransferError(f"mooncake: the info of {peer} makes no sense: {error}") from error
-        if not told.host or not 0 < told.port < 65536 or told.address <= 0 or told.size_bytes <= 0:
-            raise TransferError(f"mooncake: the info of {peer} makes no sense: {told}")
         self._links.add(peer, told.size_bytes, _Segment(self._clients, told, region))
 
     def remove_peer(self, peer: WorkerId) -> None:
@@ -126,14 +132,15 @@ class MooncakeEngine:
         self._links.cancel(move)
 
     def close(self) -> None:
-        """Takes up to a second: Mooncake's threads are waited for, so that no peer touches the region afterwards."""
+        """Takes up to a second, and five if a peer froze in the middle of saying hello: Mooncake's threads are waited for, so
+        that no peer touches the region afterwards."""
         self._links.close(self._tear_down)
 
     def _tear_down(self) -> None:
         region, self._region = self._region, None
         if region is not None and self._server is not None:
             if self._server.unregister_memory(region.address) != 0:
-                _log.warning("mooncake could not unregister the region", worker=self._worker)
+                _log.warning("mooncake could not unregister the region", engine=self._own_name)
             self._server = None  # the last reference
 
     def _registered(self) -> Region:
@@ -164,10 +171,13 @@ def _silence(library: ModuleType) -> None:
 
 @dataclass(slots=True, eq=False)
 class _Client:
-    """A Mooncake engine for one peer at a time, and every address it has met."""
+    """A Mooncake engine for one peer at a time, and whom it has met at which address."""
 
     engine: Any
-    met: set[str] = field(default_factory=set)
+    met: dict[str, MooncakeInfo] = field(default_factory=dict)
+
+    def may_meet(self, info: MooncakeInfo) -> bool:
+        return self.met.get(info.segment, info) == info
 
 
 class _Clients:
@@ -179,14 +189,14 @@ class _Clients:
         self._idle: list[_Client] = []
         atexit.register(self._outlive_interpreter)
 
-    def take(self, address: str) -> _Client:
+    def take(self, info: MooncakeInfo) -> _Client:
         with self._lock:
-            client = next((client for client in self._idle if address not in client.met), None)
+            client = next((client for client in self._idle if client.may_meet(info)), None)
             if client is None:
                 client = _Client(make_engine(load_library(), self._host))
             else:
                 self._idle.remove(client)
-            client.met.add(address)
+            client.met[info.segment] = info
             return client
 
     def give_back(self, client: _Client) -> None:
@@ -211,13 +221,13 @@ class _Segment:
         self._clients = clients
         self._info = info
         self._region = region
-        self._peer = f"{info.host}:{info.port}"
+        self._peer = info.segment
         self._scratch = ctypes.create_string_buffer(1)
         self._client: _Client | None = None
 
     def open(self) -> None:
-        self.close()
-        self._client = self._clients.take(self._peer)
+        if self._client is None:
+            self._client = self._clients.take(self._info)
         # The calls made for this hold Python's lock while they wait; a transfer of one byte does not.
         start = self._client.engine.batch_transfer_async_read
         flight = _Flight(self._client.engine.transfer_check_status)

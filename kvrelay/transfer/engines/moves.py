@@ -51,6 +51,11 @@ class MoveBook:
             move.is_running = move.id in self._open
             return move.is_running
 
+    def rest(self, move: Move) -> None:
+        """It touches no memory now, but has not ended yet."""
+        with self._lock:
+            move.is_running = False
+
     def end(self, move: Move, error: str = "") -> None:
         with self._lock:
             self._end(move, error)

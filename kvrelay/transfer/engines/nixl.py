@@ -24,17 +24,18 @@ import threading
 import time
 from collections import Counter
 from types import ModuleType
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 
 from kvrelay.ids import WorkerId
 from kvrelay.transfer.engines.base import Completion, MoveId, Mover, Ranges, TransferError
 from kvrelay.transfer.engines.links import CANCELLED, CLOSED, Links
 from kvrelay.transfer.engines.moves import Move
 from kvrelay.transfer.engines.ranges import groups
-from kvrelay.transfer.region import Region
+from kvrelay.transfer.region import MAX_BYTES, Region
 
 INSTALL = "pip install nixl-cu12   (or nixl-cu13 for CUDA 13)"
 _PACKAGES = ("nixl_cu12", "nixl_cu13")
@@ -50,9 +51,9 @@ class NixlInfo(msgspec.Struct, frozen=True, tag="nixl", forbid_unknown_fields=Tr
 
     agent: str
     metadata: bytes
-    address: int
-    size_bytes: int
-    device: str
+    address: Annotated[int, Meta(gt=0, le=MAX_BYTES)]
+    size_bytes: Annotated[int, Meta(gt=0, le=MAX_BYTES)]
+    device: Annotated[str, Meta(pattern=r"^(cpu|cuda(:[0-9]{1,3})?)$")]
     digest: bytes = b""
 
 
@@ -100,8 +101,8 @@ class NixlEngine:
             told = msgspec.msgpack.decode(info, type=NixlInfo)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise TransferError(f"nixl: the info of {peer} makes no sense: {error}") from error
-        if told.size_bytes <= 0 or told.address <= 0 or told.digest != _digest(told):
-            raise TransferError(f"nixl: the info of {peer} makes no sense: damaged metadata")
+        if told.digest != _digest(told):
+            raise TransferError(f"nixl: the info of {peer} makes no sense: it was damaged")
         self._links.add(peer, told.size_bytes, _RemoteAgent(agent, told))
 
     def remove_peer(self, peer: WorkerId) -> None:

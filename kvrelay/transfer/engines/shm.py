@@ -20,10 +20,12 @@ import secrets
 import socket
 import struct
 import threading
+from typing import Annotated
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec import Meta
 
 from kvrelay.ids import WorkerId
 from kvrelay.log import Log
@@ -31,7 +33,7 @@ from kvrelay.transfer.copy import copy_ranges
 from kvrelay.transfer.engines.base import Completion, MoveId, Mover, Ranges, TransferError
 from kvrelay.transfer.engines.links import CANCELLED, CLOSE_WAIT_S, Links
 from kvrelay.transfer.engines.moves import Move
-from kvrelay.transfer.region import SIZE_IS_FIXED, Region
+from kvrelay.transfer.region import MAX_BYTES, SIZE_IS_FIXED, Region
 
 _log = Log("transfer.shm")
 _CONNECT_TIMEOUT_S = 5.0  # on the link's thread; a producer that does not answer for so long is stuck
@@ -43,9 +45,9 @@ class ShmInfo(msgspec.Struct, frozen=True, tag="shm", forbid_unknown_fields=True
     """Where a consumer finds the region. The token keeps strangers on the host from mapping it by chance or by guess."""
 
     host: str
-    socket_name: str
-    token: str
-    size_bytes: int
+    socket_name: Annotated[str, Meta(pattern=r"^kvrelay/[a-z0-9/-]{1,90}$")]
+    token: Annotated[str, Meta(pattern=r"^[0-9a-f]{32}$")]
+    size_bytes: Annotated[int, Meta(gt=0, le=MAX_BYTES)]
 
 
 def host_identity() -> str:
@@ -86,8 +88,6 @@ class ShmEngine:
             raise TransferError(f"shm: the info of {peer} makes no sense: {error}") from error
         if told.host != host_identity():
             raise TransferError(f"shm: {peer} is on another host or in another container; use nixl or mooncake")
-        if told.size_bytes <= 0 or not told.socket_name or "\0" in told.socket_name:
-            raise TransferError(f"shm: the info of {peer} makes no sense: {told.size_bytes} bytes at {told.socket_name!r}")
         self._links.add(peer, told.size_bytes, _MappedPeer(told, self._registered()[0]))
 
     def remove_peer(self, peer: WorkerId) -> None:

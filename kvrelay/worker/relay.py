@@ -1,0 +1,108 @@
+"""The two halves of a split worker: one computes prompts and hands their KV on, the other takes it over and generates.
+
+memory for KV that peers can reach -> runner in it -> transports registered with it -> producer or consumer -> engine
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import Any
+
+from kvrelay.checkpoint.fetch import resolve
+from kvrelay.config import EngineOptions, Environment, ModelOptions, TransferOptions
+from kvrelay.engine.engine import Engine
+from kvrelay.errors import ConfigError
+from kvrelay.ids import WorkerId
+from kvrelay.progress import Progress
+from kvrelay.runner.build import build_runner
+from kvrelay.runner.runner import TorchRunner
+from kvrelay.states import Role
+from kvrelay.transfer.engines import choose
+from kvrelay.transfer.engines.base import TransferEngine, TransferError
+from kvrelay.transfer.engines.shm import host_identity
+from kvrelay.transfer.layout import kv_layout
+from kvrelay.transfer.mover import RelayConsumer, RelayParts, RelayProducer
+from kvrelay.transfer.region import Region, shared_region
+from kvrelay.transfer.session import TransferSettings
+from kvrelay.worker.stage import BuildStage, Stage, Waker
+
+
+def relay_stage(role: Role, options: TransferOptions, host: str) -> BuildStage:
+    """How to build a prefill or a decode worker that listens on `host`."""
+
+    def build(
+        worker_id: WorkerId,
+        model_options: ModelOptions,
+        engine_options: EngineOptions,
+        environment: Environment,
+        progress: Progress,
+    ) -> Stage:
+        folder = resolve(model_options.model, environment, progress)
+        memory = _Memory()
+        runner = build_runner(model_options, engine_options, folder, environment, progress, memory.allocate)
+        waker = Waker()
+        parts = RelayParts(
+            worker_id=worker_id,
+            layout=kv_layout(runner.layout),
+            region=memory.region(runner),
+            engines=_engines(options.transfer, worker_id, host, str(runner.kv.device)),
+            fingerprint=runner.fingerprint,
+            host=host_identity(),
+            settings=TransferSettings(lease_s=options.transfer_lease_s),
+            on_news=waker,
+        )
+        producer = RelayProducer(parts, listen_host=host) if role is Role.PREFILL else None
+        consumer = RelayConsumer(parts) if role is Role.DECODE else None
+        engine = Engine(
+            options=engine_options,
+            runner=runner,
+            worker_id=worker_id,
+            eos_token_ids=runner.eos_token_ids,
+            max_model_len=runner.max_model_len,
+            vocab_size=runner.spec.vocab_size,
+            cache_seed=runner.fingerprint,
+            producer=producer,
+            consumer=consumer,
+        )
+        return Stage(
+            engine=engine,
+            fingerprint=runner.fingerprint,
+            max_model_len=runner.max_model_len,
+            signal_address="" if producer is None else producer.signal_address,
+            waker=waker,
+        )
+
+    return build
+
+
+class _Memory:
+    """Host memory that other processes can map; on a GPU, the memory that PyTorch allocated."""
+
+    def __init__(self) -> None:
+        self._shared: Region | None = None
+
+    def allocate(self, size_bytes: int) -> Any:
+        self._shared = shared_region(size_bytes)
+        return self._shared.buffer
+
+    def region(self, runner: TorchRunner) -> Region:
+        if self._shared is not None:
+            return self._shared
+        kv = runner.kv
+        return Region(address=kv.data_ptr(), size_bytes=kv.numel() * kv.element_size(), device=str(kv.device))
+
+
+def _engines(name: str, worker_id: WorkerId, host: str, device: str) -> list[TransferEngine]:
+    """Those a worker offers to its peers. Where only this machine can reach it, shared memory is all that is needed."""
+    try:
+        if name != "auto":
+            return [choose.make_engine(name, worker_id, host)]
+        names = choose.available(device)
+        if "shm" in names and ipaddress.ip_address(host).is_loopback:
+            names = ["shm"]
+        engines = [choose.make_engine(each, worker_id, host) for each in names]
+    except (TransferError, ValueError) as error:
+        raise ConfigError(f"--transfer {name}: {error}") from error
+    if not engines:
+        raise ConfigError(f"--transfer auto: no transport can move memory on {device}; install kvrelay[nixl]")
+    return engines

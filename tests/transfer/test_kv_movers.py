@@ -1,0 +1,312 @@
+"""The relay as an engine uses it: real threads, real sockets, and an engine's thread that only leaves notes and polls."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+from relay_pair import TINY, Consumer, Producer, info, wait_for
+
+from kvrelay.errors import WrongIdError
+from kvrelay.ids import RequestId, TransferId, new_request_id, new_worker_id
+from kvrelay.transfer.engines.base import Completion, Mover, TransferError
+from kvrelay.transfer.engines.choose import make_engine
+from kvrelay.transfer.engines.memory import MemoryEngine, MemoryNetwork, RandomFaults
+from kvrelay.transfer.region import Region
+from kvrelay.transfer.session import TransferSettings
+
+FAST = TransferSettings(lease_s=3.0, hello_retry_s=0.1)
+MODES = pytest.mark.parametrize("mode", ["write", "read"])
+MOVERS = pytest.mark.parametrize("mover", list(Mover), ids=lambda mover: f"{mover.value}_moves")
+
+
+class Closing:
+    """Closes what a test made."""
+
+    def __init__(self) -> None:
+        self.sides: list[Producer | Consumer] = []
+
+    def producer(self, network: MemoryNetwork | None = None, **options: object) -> Producer:
+        side = Producer(network, **options)
+        self.sides.append(side)
+        return side
+
+    def consumer(self, network: MemoryNetwork | None = None, **options: object) -> Consumer:
+        side = Consumer(network, **options)
+        self.sides.append(side)
+        return side
+
+
+@pytest.fixture
+def make() -> Iterator[Closing]:
+    closing = Closing()
+    yield closing
+    for side in closing.sides:
+        side.close()
+
+
+def hand_over(producer: Producer, consumer: Consumer, mode: str, *, num_tokens: int = 11, skip_blocks: int = 0) -> None:
+    """One whole hand-over, checked byte by byte."""
+    here, there = new_request_id(), new_request_id()
+    transfer = info(producer, consumer, mode)
+    producer.relay.expect(here, transfer, num_tokens)
+    consumer.relay.expect(there, transfer, num_tokens)
+    value = float(random.randrange(1, 1000))
+    blocks = random.sample(range(producer.layout.num_blocks), -(-num_tokens // producer.layout.block_size))
+    producer.relay.start(here, blocks, 0)
+    if mode == "read":
+        producer.compute(here, blocks, num_tokens, value)
+    wait_for(lambda: consumer.is_started(there))
+    skip = skip_blocks * consumer.layout.block_size
+    mine = random.sample(range(consumer.layout.num_blocks), -(-(num_tokens - skip) // consumer.layout.block_size))
+    consumer.relay.reserve(there, mine, skip)
+    if mode == "write":
+        producer.compute(here, blocks, num_tokens, value)
+    wait_for(lambda: there in consumer.arrivals())
+    arrival = consumer.arrivals()[there]
+    assert arrival.error == ""
+    assert [first.token for first in arrival.first_tokens] == [int(value)]
+    assert consumer.holds(mine, skip, num_tokens, value)
+    wait_for(lambda: producer.is_released(here))
+    assert here not in producer.failures()
+
+
+@MODES
+@MOVERS
+def test_a_hand_over(make: Closing, mode: str, mover: Mover) -> None:
+    producer = make.producer(mover=mover)
+    consumer = make.consumer(producer.network, mover=mover)
+    for skip_blocks in (0, 1, 2):
+        hand_over(producer, consumer, mode, skip_blocks=skip_blocks)
+    for side in (producer, consumer):
+        assert side.relay.counts().in_flight == 0
+        assert side.relay.counts().done == 3
+        assert side.relay.stats().table.size == 0
+        assert side.relay.stats().table.lookups > 0
+
+
+@MODES
+@pytest.mark.parametrize("sizes", [(16, 24), (16, 32), (32, 16)])
+@pytest.mark.parametrize("transport", ["shm", "nixl", "mooncake"])
+def test_a_hand_over_through_a_real_transport(make: Closing, mode: str, sizes: tuple[int, int], transport: str) -> None:
+    layouts = [msgspec.structs.replace(TINY, block_size=size, num_blocks=12) for size in sizes]
+    producer = make.producer(layout=layouts[0], engines=[make_engine(transport, new_worker_id("prefill"))])
+    consumer = make.consumer(layout=layouts[1], engines=[make_engine(transport, new_worker_id("decode"))])
+    for skip_blocks in (0, 1):
+        hand_over(producer, consumer, mode, num_tokens=75, skip_blocks=skip_blocks)
+
+
+def test_one_producer_to_many_consumers(make: Closing) -> None:
+    producer = make.producer()
+    consumers = [make.consumer(producer.network) for _ in range(3)]
+    for consumer in consumers * 2:
+        hand_over(producer, consumer, "write")
+
+
+def test_wrong_ids_are_refused_in_the_callers_thread(make: Closing) -> None:
+    producer = make.producer()
+    consumer = make.consumer(producer.network)
+    for relay in (producer.relay, consumer.relay):
+        with pytest.raises(WrongIdError, match="expected a RequestId"):
+            relay.expect(RequestId(TransferId("xfer-1")), info(producer, consumer), 4)
+        assert relay.counts().in_flight == 0
+
+
+def test_park_and_a_late_reserve(make: Closing) -> None:
+    producer = make.producer()
+    consumer = make.consumer(producer.network)
+    here, there = new_request_id(), new_request_id()
+    transfer = info(producer, consumer)
+    producer.relay.expect(here, transfer, 8)
+    consumer.relay.expect(there, transfer, 8)
+    producer.relay.start(here, [0, 1], 0)
+    producer.compute(here, [0, 1], 8, 3.0)
+    producer.relay.park(here)
+    wait_for(lambda: producer.poll() or here in producer.parked)
+    wait_for(lambda: consumer.is_started(there))
+    consumer.relay.reserve(there, [5, 6], 0)
+    wait_for(lambda: producer.poll() or here in producer.restart)
+    producer.relay.start(here, [7, 8], 0)
+    producer.compute(here, [7, 8], 8, 3.0)
+    wait_for(lambda: there in consumer.arrivals())
+    assert consumer.arrivals()[there].error == ""
+    assert consumer.holds([5, 6], 0, 8, 3.0)
+
+
+def test_a_consumer_aborts_and_gets_its_blocks_back(make: Closing) -> None:
+    producer = make.producer()
+    consumer = make.consumer(producer.network)
+    here, there = new_request_id(), new_request_id()
+    transfer = info(producer, consumer)
+    producer.relay.expect(here, transfer, 8)
+    consumer.relay.expect(there, transfer, 8)
+    producer.relay.start(here, [0, 1], 0)
+    wait_for(lambda: consumer.is_started(there))
+    consumer.relay.reserve(there, [5, 6], 0)
+    consumer.relay.abort(there)
+    wait_for(lambda: consumer.is_freed(there))
+    wait_for(lambda: producer.is_released(here))
+    assert there not in consumer.arrivals()
+    producer.relay.abort(here)  # harmless
+    hand_over(producer, consumer, "write")
+
+
+def test_a_producer_that_closes_ends_its_transfers_with_a_reason(make: Closing) -> None:
+    producer = make.producer()
+    consumer = make.consumer(producer.network)
+    here, there = new_request_id(), new_request_id()
+    transfer = info(producer, consumer)
+    producer.relay.expect(here, transfer, 8)
+    consumer.relay.expect(there, transfer, 8)
+    producer.relay.start(here, [0, 1], 0)
+    wait_for(lambda: consumer.is_started(there))
+    consumer.relay.reserve(there, [5, 6], 0)
+    producer.close()
+    assert producer.failures()[here] == "the worker closes"
+    wait_for(lambda: consumer.is_freed(there))
+    assert "the producer" in consumer.arrivals()[there].error
+
+
+def test_a_consumer_that_closes_frees_everything(make: Closing) -> None:
+    producer = make.producer()
+    consumer = make.consumer(producer.network)
+    here, there = new_request_id(), new_request_id()
+    transfer = info(producer, consumer)
+    producer.relay.expect(here, transfer, 8)
+    consumer.relay.expect(there, transfer, 8)
+    producer.relay.start(here, [0, 1], 0)
+    wait_for(lambda: consumer.is_started(there))
+    consumer.relay.reserve(there, [5, 6], 0)
+    consumer.close()
+    assert consumer.arrivals()[there].error == "the worker closes"
+    assert consumer.is_freed(there)
+    wait_for(lambda: here in producer.failures())
+    assert producer.is_released(here)
+    consumer.relay.expect(new_request_id(), info(producer, consumer), 4)
+    wait_for(lambda: len(consumer.arrivals()) == 2)
+
+
+@pytest.mark.parametrize("which", ["producer", "consumer"])
+def test_a_fault_in_the_thread_fails_every_transfer_and_hangs_nobody(make: Closing, which: str) -> None:
+    network = MemoryNetwork()
+    producer = make.producer(network, settings=FAST)
+    consumer = make.consumer(network, settings=FAST)
+    broken = producer if which == "producer" else consumer
+    (engine,) = broken.parts.engines
+    here, there = new_request_id(), new_request_id()
+    transfer = info(producer, consumer)
+    producer.relay.expect(here, transfer, 8)
+    consumer.relay.expect(there, transfer, 8)
+    producer.relay.start(here, [0, 1], 0)
+    wait_for(lambda: consumer.is_started(there))
+    consumer.relay.reserve(there, [5, 6], 0)
+    engine.poll = _raise  # type: ignore[method-assign]
+    producer.relay.park(here)  # wakes it
+    consumer.relay.unreserve(there)
+    wait_for(lambda: here in producer.failures())
+    wait_for(lambda: there in consumer.arrivals())
+    wait_for(lambda: consumer.is_freed(there))
+    assert producer.is_released(here)
+    reason = producer.failures()[here] if which == "producer" else consumer.arrivals()[there].error
+    assert "RuntimeError: out of order" in reason
+    later = new_request_id()
+    broken.relay.expect(later, info(producer, consumer), 4)
+    if which == "producer":
+        wait_for(lambda: later in producer.failures())
+    else:
+        wait_for(lambda: later in consumer.arrivals())
+
+
+def _raise() -> list[Completion]:
+    raise RuntimeError("out of order")
+
+
+def test_a_transport_that_cannot_register_fails_the_constructor() -> None:
+    class Refuses(MemoryEngine):
+        def register(self, region: Region) -> None:
+            raise TransferError("no such memory")
+
+    worker = new_worker_id("prefill")
+    with pytest.raises(TransferError, match="no such memory"):
+        Producer(engines=[Refuses(worker, MemoryNetwork())])
+    with pytest.raises(TransferError, match="no such memory"):
+        Consumer(engines=[Refuses(worker, MemoryNetwork())])
+
+
+@MODES
+@MOVERS
+def test_transports_that_fail_cost_the_transfer_and_nothing_else(make: Closing, mode: str, mover: Mover) -> None:
+    """Delays, failures and bytes that arrive twice: each transfer ends once, and what arrives is right."""
+    network = MemoryNetwork()
+    options = {"mover": mover, "settings": FAST}
+    producer = make.producer(network, faults=RandomFaults(seed=1, delay=0.5, corrupt=0.1, duplicate=0.3), **options)
+    consumer = make.consumer(network, faults=RandomFaults(seed=2, delay=0.5, corrupt=0.1, duplicate=0.3), **options)
+    outcomes = [_try_once(producer, consumer, mode, number) for number in range(1, 25)]
+    assert "arrived" in outcomes
+    assert "failed" in outcomes
+    assert producer.relay.counts().in_flight == 0
+    assert consumer.relay.counts().in_flight == 0
+
+
+def _try_once(producer: Producer, consumer: Consumer, mode: str, number: int) -> str:
+    here, there = new_request_id(), new_request_id()
+    transfer = info(producer, consumer, mode)
+    producer.relay.expect(here, transfer, 11)
+    consumer.relay.expect(there, transfer, 11)
+    producer.relay.start(here, [3, 1, 2], 0)
+    if mode == "read":
+        producer.compute(here, [3, 1, 2], 11, float(number))
+    wait_for(lambda: consumer.is_started(there))
+    consumer.relay.reserve(there, [9, 4, 7], 0)
+    if mode == "write":
+        producer.compute(here, [3, 1, 2], 11, float(number))
+    wait_for(lambda: there in consumer.arrivals())
+    wait_for(lambda: producer.is_released(here))
+    if consumer.arrivals()[there].error:
+        wait_for(lambda: consumer.is_freed(there))
+        return "failed"
+    assert consumer.holds([9, 4, 7], 0, 11, float(number))
+    return "arrived"
+
+
+def test_a_dropped_move_is_given_up_when_the_request_is_aborted(make: Closing) -> None:
+    network = MemoryNetwork()
+    producer = make.producer(network, faults=RandomFaults(seed=1, drop=1.0), settings=FAST)
+    consumer = make.consumer(network, settings=FAST)
+    here, there = new_request_id(), new_request_id()
+    transfer = info(producer, consumer)
+    producer.relay.expect(here, transfer, 8)
+    consumer.relay.expect(there, transfer, 8)
+    producer.relay.start(here, [0, 1], 0)
+    wait_for(lambda: consumer.is_started(there))
+    consumer.relay.reserve(there, [5, 6], 0)
+    producer.compute(here, [0, 1], 8, 1.0)
+    consumer.relay.abort(there)
+    wait_for(lambda: consumer.is_freed(there))
+    wait_for(lambda: producer.is_released(here))
+
+
+def test_an_idle_thread_sleeps(make: Closing) -> None:
+    producer = make.producer()
+    consumer = make.consumer(producer.network)
+    hand_over(producer, consumer, "write")
+    for side in (producer, consumer):
+        before = side.relay.num_turns
+        time.sleep(0.3)
+        assert side.relay.num_turns - before < 10
+
+
+def test_the_engine_is_woken_by_news(make: Closing) -> None:
+    producer = make.producer()
+    consumer = make.consumer(producer.network)
+    consumer.news.clear()
+    transfer = info(producer, consumer)
+    here, there = new_request_id(), new_request_id()
+    producer.relay.expect(here, transfer, 4)
+    consumer.relay.expect(there, transfer, 4)
+    producer.relay.start(here, [0], 0)
+    assert consumer.news.wait(20)
+    assert consumer.is_started(there)
