@@ -9,9 +9,10 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install serve check test test-all bench clean
+.PHONY: help install serve check libraries test test-all bench clean
 .DELETE_ON_ERROR:
 
+comma := ,
 VENV := .venv
 BIN := $(VENV)/bin
 SERVE_STAMP := $(VENV)/.installed-serve
@@ -38,20 +39,34 @@ check: $(DEV_STAMP) ## formatting, lint, strict types, import direction
 	$(BIN)/mypy
 	$(BIN)/pytest tests/test_imports.py
 
-test: check ## check, then every test but the long counts (under 12 minutes on 2 cores)
+test: check libraries ## check, then every test but the long counts (under 12 minutes on 2 cores)
 	$(BIN)/pytest -m 'not long and not cuda' $(ARGS)
 
-test-all: check ## check, then every test with the long counts; tests for NVIDIA cards skip themselves where there is none
+test-all: check libraries ## check, then every test with the long counts; tests for NVIDIA cards skip themselves where there is none
 	$(BIN)/pytest $(ARGS)
 
-bench: $(DEV_STAMP) ## measure engine and router; results go to bench/*.json
-	@mkdir -p bench
-	$(BIN)/kvrelay bench engine --json bench/engine.json
-	$(BIN)/kvrelay bench router --json bench/router.json
+bench: $(DEV_STAMP) libraries ## measure engine, router and relay; results go to bench/results/*.json
+	@mkdir -p bench/results
+	$(BIN)/kvrelay bench engine --peer transformers --json bench/results/engine.json
+	$(BIN)/kvrelay bench router --json bench/results/router.json
+	$(BIN)/kvrelay bench relay --json bench/results/relay.json
 
 clean: ## remove .venv, caches and build outputs (fetched models stay in the user's cache folder)
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find kvrelay tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Mooncake's wheel needs a few libraries of the system. They are installed where that is possible; else it is said how.
+SYSTEM_LIBRARIES := libibverbs1 librdmacm1 libnuma1 liburing2 libcurl4
+
+libraries: $(DEV_STAMP)
+	@$(BIN)/python -c 'import mooncake.engine' 2>/dev/null && exit 0; \
+	echo "Mooncake needs $(SYSTEM_LIBRARIES)"; \
+	if command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; then \
+	  apt-get update && apt-get install -y --no-install-recommends $(SYSTEM_LIBRARIES) || exit 1; \
+	fi; \
+	$(BIN)/python -c 'import mooncake.engine' || { \
+	  echo "error: install them and run make again. On Debian and Ubuntu: sudo apt-get install $(SYSTEM_LIBRARIES)" >&2; \
+	  exit 1; }
 
 # The first candidate that runs, is new enough and can make virtual environments. Running each one, not only looking for it,
 # catches version managers that put a launcher on the path for interpreters they do not have.
@@ -88,5 +103,5 @@ $(SERVE_STAMP): $(REQUIREMENTS) | $(BIN)/python
 	@touch $@
 
 $(DEV_STAMP): $(REQUIREMENTS) | $(BIN)/python
-	$(call pip_install,.[dev])
+	$(call pip_install,.[dev$(comma)nixl$(comma)mooncake])
 	@touch $(SERVE_STAMP) $@

@@ -90,7 +90,10 @@ async def prepare_conversation(service: Service, request: ChatRequest) -> Conver
         variables=request.chat_template_kwargs,
     )
     text = await render(service, prompt)
-    tokens = await service.encode(text, add_special_tokens=request.add_special_tokens)
+    if request.add_special_tokens:
+        tokens = await service.encode(text, add_special_tokens=True)
+    else:
+        tokens = await service.encode_chat(text)
     if request.truncate_prompt_tokens is not None:
         tokens = tokens[-request.truncate_prompt_tokens :]
     if not tokens:

@@ -50,6 +50,9 @@ class Service:
             len(text), lambda: self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         )
 
+    async def encode_chat(self, text: str) -> list[int]:
+        return await self.off_loop_if_long(len(text), lambda: self.tokenizer.encode_chat(text))
+
     async def check_grammar(self, grammar: Grammar, param: str) -> None:
         """Refuses a grammar that cannot be compiled, naming the field it came from."""
         problem = await asyncio.to_thread(_check_grammar, grammar)

@@ -42,6 +42,8 @@ def build_runner(
     """Raises ConfigError or ModelError. The runner has computed once, so its first request is not slower than the others."""
     if model_options.tp > 1:
         raise ConfigError(f"--tp {model_options.tp}: tensor parallelism is not supported yet; use --tp 1")
+    if engine_options.swap_blocks:
+        raise ConfigError("--swap-blocks: swapping KV to the host is not supported yet; preempted requests are recomputed")
     device = choose_device(model_options)
     dtype_name = choose_dtype(model_options, _cpu_flags())
     dtype = _DTYPES[dtype_name]

@@ -31,6 +31,7 @@ class _ConsumerTurns:
         self.loop: Loop  # set by the owner before the thread starts
         self.lock = threading.Lock()
         self.news = ConsumerNews()
+        self.unreachable = False  # every transport is closed: nobody can write this worker's memory any more
 
     def begin(self, poller: zmq.Poller) -> None:
         self._poller = poller
@@ -93,15 +94,16 @@ class _ConsumerTurns:
         return False
 
     def finish(self, reason: str) -> None:
-        self.machine.close(reason)
-        self._send()
-        for engine in self._parts.engines:
-            engine.close()  # nobody can write this worker's memory from here on
-        self._poll_engines()
-        self._send()
-        self._publish()
-        self.sockets.close(self._poller)
-        self._parts.tell()
+        try:
+            self._parts.close_engines()
+            self.unreachable = True
+            self._poll_engines()
+            self.machine.close(reason)
+            self._send()
+            self._publish()
+        finally:
+            self.sockets.close(self._poller)
+            self._parts.tell()
 
 
 @dataclass(slots=True)
@@ -180,13 +182,15 @@ class RelayConsumer:
             del self._open[request_id]
 
     def _tell_the_end(self, news: ConsumerNews, reason: str) -> None:
-        """The thread has ended, and with it every way to write this worker's memory."""
-        for request_id, known in self._open.items():
+        """The thread has ended. Blocks are safe if the transports are closed, and else stay quarantined for ever."""
+        for request_id, known in list(self._open.items()):
             if not known.told:
                 news.arrived.append(Arrival(request_id, [], error=reason))
-            if known.holds_blocks:
+                known.told = True
+            if known.holds_blocks and self._turns.unreachable:
                 news.freed.append(request_id)
-        self._open.clear()
+                known.holds_blocks = False
+            self._forget_if_over(request_id)
 
     def counts(self) -> TransferCounts:
         return self._turns.machine.counts()

@@ -99,14 +99,17 @@ class _ProducerTurns:
         return self.layers_wanted and self.progress != self._seen
 
     def finish(self, reason: str) -> None:
-        self.machine.close(reason)
-        for engine in self._parts.engines:
-            engine.close()
-        self._poll_engines()
-        self._send()
-        self._publish()
-        self.socket.close()
-        self._parts.tell()
+        self._parts.close_engines()
+        # A socket that is closed tells consumers that nothing of this worker can write their memory any more. So it stays
+        # open if a transport did not close.
+        try:
+            self._poll_engines()
+            self.machine.close(reason)
+            self._send()
+            self._publish()
+        finally:
+            self.socket.close()
+            self._parts.tell()
 
 
 class RelayProducer:

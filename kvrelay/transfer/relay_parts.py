@@ -46,11 +46,14 @@ class RelayParts:
             for engine in self.engines:
                 engine.register(self.region)
         except TransferError:
-            for engine in self.engines:
-                engine.close()
+            self.close_engines()
             raise
         named = {engine.name: engine for engine in self.engines}
         return LocalSide(self.worker_id, self.layout, self.host, self.fingerprint, named)
+
+    def close_engines(self) -> None:
+        for engine in self.engines:
+            engine.close()
 
     def tell(self) -> None:
         if self.on_news is not None:

@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 import transformers
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvrelay.errors import InvalidRequestError, ModelError
 from kvrelay.text.tokenizer import Tokenizer
-from tests.text.tiny_tokenizers import CHATML, CORPUS, RICH, folder_of
+from tests.text.tiny_tokenizers import CHATML, CORPUS, RICH, SPECIAL, folder_of
 
 KINDS = ["byte_level", "sentence_piece", "word_piece"]
 TEXTS = [*CORPUS, "", " ", "\n\n", "<|im_start|>user", "a<tool_call>b", "tab\tand nul\x00", "🙂" * 5]
@@ -26,6 +28,9 @@ CALLING = {
     "content": None,
     "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": {"é": 1}}}],
 }
+
+
+LOADED: dict[str, Tokenizer] = {}
 
 
 def reference(folder: pathlib.Path) -> Any:
@@ -124,6 +129,21 @@ def test_broken_checkpoints_are_named(tmp_path: pathlib.Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("{% if %}")
     with pytest.raises(ModelError, match="does not compile"):
         Tokenizer.load(tmp_path)
+
+
+PARTS = st.lists(
+    st.sampled_from([*SPECIAL, "<tool_call>", "added word", "<|im_", "|>", " ", "\n", "user", "é🙂", "1234"]), max_size=12
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(parts=PARTS, text=st.text(max_size=10))
+def test_chats_are_tokenised_as_any_text(kind: str, parts: list[str], text: str) -> None:
+    tokenizer = Tokenizer.load(folder_of(kind)) if kind not in LOADED else LOADED[kind]
+    LOADED[kind] = tokenizer
+    for chat in ("".join(parts), text.join(parts), f"<|im_start|>{text}<|im_end|>\n{'long ' * 600}"):
+        for _ in range(2):  # the second time, parts are remembered
+            assert tokenizer.encode_chat(chat) == tokenizer.encode(chat, add_special_tokens=False)
 
 
 def test_token_bytes_join_to_the_text() -> None:

@@ -1,10 +1,12 @@
 /* Causal attention over a paged context, for decodes and prompt chunks alike.
  *
- * One task is one KV head and a block of queries of one row; its lines are the (query, head) pairs that share the KV head. Keys
- * come in tiles of TILE_KEYS, tiles in partitions of PARTITION, both counted from the start of the context. Within a partition
- * the softmax is kept up to date tile by tile; partitions are merged in order. So a line's result depends on its query and
- * context only - not on the batch, the chunk, the block size, or whether the partitions of a long context were shared out to
- * threads: keys that a line may not see weigh exactly 0. */
+ * One task is a block of queries of one row and some KV heads: all of them for a decode, whose time goes into reading keys and
+ * values, which lie side by side for all heads; one for a prompt, whose time goes into arithmetic on keys that stay in the
+ * first-level cache. A task's lines are its (KV head, query, head) triples. Keys come in tiles of TILE_KEYS, tiles in partitions
+ * of PARTITION, both counted from the start of the context. Within a partition the softmax is kept up to date tile by tile;
+ * partitions are merged in order. So a line's result depends on its query and context only - not on the batch, the chunk, the
+ * block size, or whether the partitions of a long context were shared out to threads: keys that a line may not see weigh
+ * exactly 0. */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -12,13 +14,13 @@
 #include "common.h"
 
 #define TILE_KEYS 64
-#define PARTITION 256
+#define PARTITION 128
 #define MAX_LINES 64
 #define CHUNK 16 /* of a head's dimensions */
 #define CHUNK_VECTORS (CHUNK / LANES)
 #define LINE_TILE 4
 #define STRIDE (AT_ONCE * LANES) /* of the softmax */
-#define NOTHING (-1e30f)        /* the largest score of no keys; finite, so that differences are no NaN */
+#define NOTHING (-1e30f)         /* the largest score of no keys; finite, so that differences are no NaN */
 #define WORTH_SHARING (1L << 16) /* multiply-adds */
 
 struct Attention {
@@ -30,12 +32,12 @@ struct Attention {
     /* set here */
     long group, queries_per_task, num_tasks, next_task;
     struct Task *tasks;
-    struct Part *parts; /* of a split context: [task][kv head][partition][group] */
+    struct Part *parts; /* of split contexts: [task][partition][MAX_LINES] */
     long max_parts;
 };
 
 struct Task {
-    long row, first_query, queries;
+    long row, first_query, queries, first_head, kv_heads;
 };
 
 /* Softmax so far: the largest score, the sum of weights, and the weighted values. */
@@ -45,7 +47,8 @@ struct Part {
 };
 
 /* scores[lines][4] = q[lines] . key[4] */
-INLINE void score_tile(const int lines, const float *q, const float *const *key, long dim, float *scores) {
+INLINE void score_tile(const int lines, const float *q, const float *const *row, long head, long dim, float *scores) {
+    const float *key[4] = {row[0] + head, row[1] + head, row[2] + head, row[3] + head};
     vec sum[LINE_TILE][4];
     UNROLL for (int l = 0; l < lines; l++) UNROLL for (int k = 0; k < 4; k++) sum[l][k] = splat(0.0f);
     for (long d = 0; d < dim; d += LANES) {
@@ -62,10 +65,10 @@ INLINE void score_tile(const int lines, const float *q, const float *const *key,
 /* part[lines].values += weights[lines][keys] * value[keys], for one chunk of dimensions. A chunk is a cache line, so each step
  * also fetches one line of the next tile's keys. */
 INLINE void weigh_tile(const int lines, const float *weights, const float *const *value, const float *const *next_key,
-                       long keys, long from, struct Part *part) {
+                       long keys, long from, struct Part *part, long to) {
     vec sum[LINE_TILE][CHUNK_VECTORS];
     UNROLL for (int l = 0; l < lines; l++)
-        UNROLL for (int v = 0; v < CHUNK_VECTORS; v++) sum[l][v] = load(part[l].values + from + v * LANES);
+        UNROLL for (int v = 0; v < CHUNK_VECTORS; v++) sum[l][v] = load(part[l].values + to + v * LANES);
     for (long k = 0; k < keys; k++) {
         vec values[CHUNK_VECTORS];
         __builtin_prefetch(next_key[k] + from);
@@ -76,30 +79,32 @@ INLINE void weigh_tile(const int lines, const float *weights, const float *const
         }
     }
     UNROLL for (int l = 0; l < lines; l++)
-        UNROLL for (int v = 0; v < CHUNK_VECTORS; v++) store(part[l].values + from + v * LANES, sum[l][v]);
+        UNROLL for (int v = 0; v < CHUNK_VECTORS; v++) store(part[l].values + to + v * LANES, sum[l][v]);
 }
 
-/* The keys of a tile, and where the next tile's keys are. */
+/* Where some consecutive keys and values are: of the first KV head, the others' follow. */
 struct Tile {
     long first, keys;
     const float *key[TILE_KEYS], *value[TILE_KEYS];
 };
 
+/* `head` is where a KV head's floats begin. While keys are read, their values are fetched. */
 #define LINES(n)                                                                                                                \
-    static __attribute__((noinline)) void scores_##n(const float *q, const struct Tile *tile, long dim, float *scores) {        \
+    static __attribute__((noinline)) void scores_##n(const float *q, const struct Tile *tile, long head, long dim,              \
+                                                     float *scores) {                                                           \
         for (long k = 0; k < tile->keys; k += 4) {                                                                              \
             for (long d = 0; d < dim; d += CHUNK)                                                                               \
-                UNROLL for (int i = 0; i < 4; i++) __builtin_prefetch(tile->value[k + i] + d);                                  \
-            score_tile(n, q, tile->key + k, dim, scores + k);                                                                   \
+                UNROLL for (int i = 0; i < 4; i++) __builtin_prefetch(tile->value[k + i] + head + d);                           \
+            score_tile(n, q, tile->key + k, head, dim, scores + k);                                                             \
         }                                                                                                                       \
     }                                                                                                                           \
     static __attribute__((noinline)) void weigh_##n(const float *weights, const struct Tile *tile, const struct Tile *next,     \
-                                                    long keys, long dim, struct Part *part) {                                   \
-        for (long from = 0; from < dim; from += CHUNK) weigh_tile(n, weights, tile->value, next->key, keys, from, part);        \
+                                                    long keys, long head, long dim, struct Part *part) {                        \
+        for (long d = 0; d < dim; d += CHUNK) weigh_tile(n, weights, tile->value, next->key, keys, head + d, part, d);          \
     }
 LINES(1) LINES(2) LINES(3) LINES(4)
-typedef void (*Scores)(const float *, const struct Tile *, long, float *);
-typedef void (*Weigh)(const float *, const struct Tile *, const struct Tile *, long, long, struct Part *);
+typedef void (*Scores)(const float *, const struct Tile *, long, long, float *);
+typedef void (*Weigh)(const float *, const struct Tile *, const struct Tile *, long, long, long, struct Part *);
 static const Scores SCORES[] = {NULL, scores_1, scores_2, scores_3, scores_4};
 static const Weigh WEIGH[] = {NULL, weigh_1, weigh_2, weigh_3, weigh_4};
 
@@ -146,15 +151,15 @@ static void merge(struct Part *total, const struct Part *part, long dim) {
     }
 }
 
-/* Finds the tile that begins at key `first` for one KV head. All places of it point to some key of the row. */
-static void find_tile(const struct Attention *job, long row, long kv_head, long first, long end, struct Tile *tile) {
+/* Finds the tile that begins at key `first`. All places of it point to some key of the row. */
+static void find_tile(const struct Attention *job, long row, long first, long end, struct Tile *tile) {
     const int32_t *table = job->tables + row * job->table_stride;
     long block = first / job->block_size, offset = first % job->block_size, width = job->kv_heads * job->dim, at = 0;
     tile->first = first;
     tile->keys = MINIMUM(TILE_KEYS, end - first);
     for (long k = 0; k < TILE_KEYS; k++) {
         if (k < tile->keys) {
-            at = (table[block] * job->block_size + offset) * width + kv_head * job->dim;
+            at = (table[block] * job->block_size + offset) * width;
             if (++offset == job->block_size) offset = 0, block++;
         }
         tile->key[k] = job->keys + at;
@@ -162,53 +167,64 @@ static void find_tile(const struct Attention *job, long row, long kv_head, long 
     }
 }
 
-/* Adds a tile to up to LINE_TILE lines, of which line `first_line` is the first. */
+/* Adds a tile to the lines of one KV head. `position` is the first query's; line l belongs to query l / group. */
 static void attend_tile(const struct Attention *job, const struct Tile *tile, const struct Tile *next, long position,
-                        long first_line, long lines, const float *q, struct Part *parts) {
-    float scores[LINE_TILE * TILE_KEYS] __attribute__((aligned(64)));
-    long most = 0;
-    SCORES[lines](q, tile, job->dim, scores);
-    for (long l = 0; l < lines; l++) {
-        long seen = position + (first_line + l) / job->group + 1 - tile->first;
-        seen = seen < 0 ? 0 : MINIMUM(seen, tile->keys);
-        most = seen > most ? seen : most;
-        soften(scores + l * TILE_KEYS, seen, tile->keys, job->dim, parts + l);
+                        long kv_head, long num_lines, const float *q, struct Part *parts) {
+    long dim = job->dim, head = kv_head * dim;
+    for (long first = 0; first < num_lines; first += LINE_TILE) {
+        float scores[LINE_TILE * TILE_KEYS] __attribute__((aligned(64)));
+        long lines = MINIMUM(LINE_TILE, num_lines - first), most = 0;
+        SCORES[lines](q + first * dim, tile, head, dim, scores);
+        for (long l = 0; l < lines; l++) {
+            long seen = position + (first + l) / job->group + 1 - tile->first;
+            seen = seen < 0 ? 0 : MINIMUM(seen, tile->keys);
+            most = seen > most ? seen : most;
+            soften(scores + l * TILE_KEYS, seen, tile->keys, dim, parts + first + l);
+        }
+        WEIGH[lines](scores, tile, next, most, head, dim, parts + first);
     }
-    WEIGH[lines](scores, tile, next, most, job->dim, parts);
 }
 
-/* One partition's part of every line of a task. `position` is the first query's; line l belongs to query l / group. */
-static void attend_partition(const struct Attention *job, const struct Task *task, long kv_head, long position, long partition,
-                             const float *q, struct Part *parts) {
-    long lines = task->queries * job->group, end = position + task->queries;
-    long last = MINIMUM((partition + 1) * PARTITION, end);
+/* One partition's part of every line of a task. */
+static void attend_partition(const struct Attention *job, const struct Task *task, long position, long partition, const float *q,
+                             struct Part *parts) {
+    long lines = task->queries * job->group, end = position + task->queries, last = MINIMUM((partition + 1) * PARTITION, end);
     struct Tile tiles[2], *tile = tiles, *next = tiles + 1;
-    for (long l = 0; l < lines; l++) clear(parts + l, job->dim);
-    find_tile(job, task->row, kv_head, partition * PARTITION, end, tile);
+    for (long l = 0; l < lines * task->kv_heads; l++) clear(parts + l, job->dim);
+    find_tile(job, task->row, partition * PARTITION, end, tile);
     for (long first = tile->first; first < last; first += TILE_KEYS) {
-        find_tile(job, task->row, kv_head, first + TILE_KEYS < end ? first + TILE_KEYS : first, end, next);
-        for (long l = 0; l < lines; l += LINE_TILE)
-            attend_tile(job, tile, next, position, l, MINIMUM(LINE_TILE, lines - l), q + l * job->dim, parts + l);
+        find_tile(job, task->row, first + TILE_KEYS < end ? first + TILE_KEYS : first, end, next);
+        for (long h = 0; h < task->kv_heads; h++)
+            attend_tile(job, tile, next, position, task->first_head + h, lines, q + h * lines * job->dim, parts + h * lines);
         struct Tile *done = tile;
         tile = next, next = done;
     }
 }
 
+/* A task's line: where its floats are in the queries, and in the output too. */
+static long place_of(const struct Attention *job, const struct Task *task, long line) {
+    long lines = task->queries * job->group, kv_head = task->first_head + line / lines;
+    long token = job->query_start[task->row] + task->first_query + line % lines / job->group;
+    return (token * job->heads + kv_head * job->group + line % job->group) * job->dim;
+}
+
 /* The lines' queries side by side, times the scale. */
-static void copy_queries(const struct Attention *job, const struct Task *task, long kv_head, float *q) {
-    for (long i = 0; i < task->queries; i++) {
-        long token = job->query_start[task->row] + task->first_query + i;
-        const float *from = job->q + (token * job->heads + kv_head * job->group) * job->dim;
-        for (long d = 0; d < job->group * job->dim; d++) *q++ = from[d] * job->scale;
+static void copy_queries(const struct Attention *job, const struct Task *task, float *q) {
+    for (long l = 0; l < task->queries * job->group * task->kv_heads; l++) {
+        const float *from = job->q + place_of(job, task, l);
+        for (long d = 0; d < job->dim; d++) *q++ = from[d] * job->scale;
     }
 }
 
-static void write_lines(const struct Attention *job, const struct Task *task, long kv_head, const struct Part *parts) {
-    for (long l = 0; l < task->queries * job->group; l++) {
-        long token = job->query_start[task->row] + task->first_query + l / job->group;
-        float *out = job->out + (token * job->heads + kv_head * job->group + l % job->group) * job->dim;
+static void write_lines(const struct Attention *job, const struct Task *task, const struct Part *parts) {
+    for (long l = 0; l < task->queries * job->group * task->kv_heads; l++) {
+        float *out = job->out + place_of(job, task, l);
         for (long d = 0; d < job->dim; d++) out[d] = parts[l].values[d] / parts[l].sum;
     }
+}
+
+static void merge_lines(const struct Attention *job, const struct Task *task, struct Part *totals, const struct Part *parts) {
+    for (long l = 0; l < task->queries * job->group * task->kv_heads; l++) merge(totals + l, parts + l, job->dim);
 }
 
 /* The place in the context of a task's first query. */
@@ -217,59 +233,65 @@ static long position_of(const struct Attention *job, const struct Task *task) {
     return job->context_lens[task->row] - queries + task->first_query;
 }
 
-static void attend_whole(const struct Attention *job, const struct Task *task, long kv_head) {
+static void attend_whole(const struct Attention *job, const struct Task *task) {
     float q[MAX_LINES * MAX_HEAD_DIM] __attribute__((aligned(64)));
-    struct Part total[MAX_LINES], part[MAX_LINES];
-    long position = position_of(job, task), lines = task->queries * job->group;
-    copy_queries(job, task, kv_head, q);
-    attend_partition(job, task, kv_head, position, 0, q, total);
+    struct Part totals[MAX_LINES], parts[MAX_LINES];
+    long position = position_of(job, task);
+    copy_queries(job, task, q);
+    attend_partition(job, task, position, 0, q, totals);
     for (long p = 1; p * PARTITION < position + task->queries; p++) {
-        attend_partition(job, task, kv_head, position, p, q, part);
-        for (long l = 0; l < lines; l++) merge(total + l, part + l, job->dim);
+        attend_partition(job, task, position, p, q, parts);
+        merge_lines(job, task, totals, parts);
     }
-    write_lines(job, task, kv_head, total);
+    write_lines(job, task, totals);
 }
 
 /* Tasks are taken one by one, for their contexts differ; the last queries of a prompt, which see most, go first. */
 static void whole_share(void *arguments) {
     struct Attention *job = arguments;
-    long count = job->num_tasks * job->kv_heads, taken;
-    while ((taken = __atomic_fetch_add(&job->next_task, 1, __ATOMIC_RELAXED)) < count)
-        attend_whole(job, job->tasks + (job->num_tasks - 1 - taken / job->kv_heads), taken % job->kv_heads);
+    long taken;
+    while ((taken = __atomic_fetch_add(&job->next_task, 1, __ATOMIC_RELAXED)) < job->num_tasks)
+        attend_whole(job, job->tasks + job->num_tasks - 1 - taken);
 }
 
+/* Few decodes with long contexts: partitions are taken one by one, and merged when all are done. */
 static void split_share(void *arguments) {
     struct Attention *job = arguments;
-    long count = job->num_tasks * job->kv_heads * job->max_parts, taken;
-    while ((taken = __atomic_fetch_add(&job->next_task, 1, __ATOMIC_RELAXED)) < count) {
+    long taken;
+    while ((taken = __atomic_fetch_add(&job->next_task, 1, __ATOMIC_RELAXED)) < job->num_tasks * job->max_parts) {
         float q[MAX_LINES * MAX_HEAD_DIM] __attribute__((aligned(64)));
-        long partition = taken % job->max_parts, kv_head = taken / job->max_parts % job->kv_heads;
-        const struct Task *task = job->tasks + taken / job->max_parts / job->kv_heads;
-        long position = position_of(job, task);
+        const struct Task *task = job->tasks + taken / job->max_parts;
+        long partition = taken % job->max_parts, position = position_of(job, task);
         if (partition * PARTITION > position) continue;
-        copy_queries(job, task, kv_head, q);
-        attend_partition(job, task, kv_head, position, partition, q, job->parts + taken * job->group);
+        copy_queries(job, task, q);
+        attend_partition(job, task, position, partition, q, job->parts + taken * MAX_LINES);
     }
 }
 
-static void merge_split(struct Attention *job) {
-    for (long t = 0; t < job->num_tasks; t++)
-        for (long h = 0; h < job->kv_heads; h++) {
-            struct Part *parts = job->parts + (t * job->kv_heads + h) * job->max_parts * job->group;
-            for (long p = 1; p * PARTITION <= position_of(job, job->tasks + t); p++)
-                for (long g = 0; g < job->group; g++) merge(parts + g, parts + p * job->group + g, job->dim);
-            write_lines(job, job->tasks + t, h, parts);
-        }
+static void merge_split(const struct Attention *job) {
+    for (long t = 0; t < job->num_tasks; t++) {
+        const struct Task *task = job->tasks + t;
+        struct Part *parts = job->parts + t * job->max_parts * MAX_LINES;
+        for (long p = 1; p * PARTITION <= position_of(job, task); p++) merge_lines(job, task, parts, parts + p * MAX_LINES);
+        write_lines(job, task, parts);
+    }
 }
 
-/* Cuts the rows' queries into tasks; returns the number of multiply-adds. */
-static long make_tasks(struct Attention *job) {
+/* Cuts the rows into tasks, or only counts them. Returns the number of multiply-adds. */
+static long make_tasks(struct Attention *job, struct Task *tasks) {
     long work = 0;
+    job->num_tasks = 0;
     for (long row = 0; row < job->rows; row++) {
         long queries = job->query_start[row + 1] - job->query_start[row];
+        long most_heads = queries == 1 ? MAX_LINES / job->group : 1;
         work += queries * job->context_lens[row] * job->heads * job->dim * 2;
         for (long first = 0; first < queries; first += job->queries_per_task)
-            job->tasks[job->num_tasks++] = (struct Task){row, first, MINIMUM(job->queries_per_task, queries - first)};
+            for (long head = 0; head < job->kv_heads; head += most_heads) {
+                if (tasks)
+                    tasks[job->num_tasks] = (struct Task){row, first, MINIMUM(job->queries_per_task, queries - first), head,
+                                                          MINIMUM(most_heads, job->kv_heads - head)};
+                job->num_tasks++;
+            }
     }
     return work;
 }
@@ -284,18 +306,17 @@ EXPORT int attention(const float *q, const float *keys, const float *values, con
                             .tables = tables, .out = out, .rows = rows, .table_stride = table_stride, .block_size = block_size,
                             .heads = heads, .kv_heads = kv_heads, .dim = dim, .scale = scale, .group = group,
                             .queries_per_task = per_task, .max_parts = (max_context + PARTITION - 1) / PARTITION};
-    job.tasks = malloc((size_t)(query_start[rows] / per_task + rows) * sizeof(struct Task));
-    if (!job.tasks) return -1;
-    long work = make_tasks(&job);
-    if (work < WORTH_SHARING) threads = 1;
-    int split = threads > 1 && max_query == 1 && job.max_parts > 1 && rows * kv_heads < 4L * threads;
-    if (split) {
-        job.parts = malloc((size_t)(job.num_tasks * kv_heads * job.max_parts * group) * sizeof(struct Part));
-        split = job.parts != NULL;
+    int worth_sharing = make_tasks(&job, NULL) >= WORTH_SHARING;
+    int split = worth_sharing && threads > 1 && max_query == 1 && job.max_parts > 1 && job.num_tasks < 4L * threads;
+    job.tasks = malloc((size_t)(job.num_tasks + 1) * sizeof(struct Task));
+    if (split) job.parts = malloc((size_t)(job.num_tasks * job.max_parts * MAX_LINES) * sizeof(struct Part));
+    if (!job.tasks || (split && !job.parts)) {
+        free(job.tasks), free(job.parts);
+        return -1;
     }
-    on_threads(threads, split ? split_share : whole_share, &job);
+    make_tasks(&job, job.tasks);
+    on_threads(worth_sharing ? threads : 1, split ? split_share : whole_share, &job);
     if (split) merge_split(&job);
-    free(job.parts);
-    free(job.tasks);
+    free(job.tasks), free(job.parts);
     return 0;
 }

@@ -98,12 +98,12 @@ def coalesce(ranges: Ranges) -> Ranges:
     ranges = ranges[ranges[:, 2] > 0]
     if len(ranges) < 2:
         return ranges
-    ranges = ranges[np.argsort(ranges[:, 0], kind="stable")]
-    ends = ranges[:-1, :2] + ranges[:-1, 2:3]
-    starts_new = np.concatenate(([True], np.any(ends != ranges[1:, :2], axis=1)))
-    first = np.flatnonzero(starts_new)
-    sizes = np.add.reduceat(ranges[:, 2], first)
-    return np.column_stack((ranges[first, :2], sizes)).astype(np.int64)
+    local, remote, size = np.ascontiguousarray(ranges.T)
+    order = np.argsort(local, kind="stable")
+    local, remote, size = local[order], remote[order], size[order]
+    continues = (local[:-1] + size[:-1] == local[1:]) & (remote[:-1] + size[:-1] == remote[1:])
+    first = np.flatnonzero(np.concatenate(([True], ~continues)))
+    return np.stack((local[first], remote[first], np.add.reduceat(size, first)), axis=1)
 
 
 def check_ranges(ranges: Ranges, local_size_bytes: int, remote_size_bytes: int) -> None:
