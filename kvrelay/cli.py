@@ -6,11 +6,14 @@ What a user can cause ends in one line `error: ...` on standard error and exit s
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import pathlib
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
+
+import msgspec
 
 from kvrelay.cli_options import Parser, add_options, collect, suggest
 from kvrelay.config import (
@@ -178,8 +181,11 @@ def _router(argv: list[str]) -> int:
 def _worker(argv: list[str]) -> int:
     parser = Parser(prog="kvrelay worker", description="One worker, for routers elsewhere.", epilog=_WORKER_EPILOG)
     parser.add_argument("--launcher-fd", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--plain-progress", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--progress", choices=["bars", "plain", "none"], default="bars", help=argparse.SUPPRESS)
+    parser.add_argument("--quiet", action="store_true", help=argparse.SUPPRESS)
     chosen = _parse(parser, argv, [ModelOptions, EngineOptions, WorkerOptions, TransferOptions])
+    if chosen.namespace.quiet and chosen.environment.log_level == "info":
+        chosen = dataclasses.replace(chosen, environment=msgspec.structs.replace(chosen.environment, log_level="warning"))
     configure(chosen.environment.log_level, "worker")
     if chosen.namespace.launcher_fd is None:
         return _run_worker(chosen, launched=False)
@@ -195,6 +201,7 @@ def _worker(argv: list[str]) -> int:
 
 def _run_worker(chosen: _Chosen, *, launched: bool) -> int:
     from kvrelay.console import ConsoleProgress
+    from kvrelay.progress import Silent
     from kvrelay.worker.worker import check_role, run_worker
 
     role, options = check_role(chosen.of(WorkerOptions).role), chosen.of(TransferOptions)
@@ -202,12 +209,13 @@ def _run_worker(chosen: _Chosen, *, launched: bool) -> int:
     from kvrelay.worker.whole import build_whole
 
     build = build_whole if role is Role.WHOLE else relay_stage(role, options, chosen.of(WorkerOptions).worker_host)
+    shown = chosen.namespace.progress
     return run_worker(
         chosen.of(ModelOptions),
         chosen.of(EngineOptions),
         chosen.of(WorkerOptions),
         chosen.environment,
-        ConsoleProgress(plain=chosen.namespace.plain_progress),
+        Silent() if shown == "none" else ConsoleProgress(plain=shown == "plain"),
         build,
         launched=launched,
     )

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import os
 import signal
 import socket
 from collections.abc import Callable, Coroutine, Iterator
@@ -22,7 +21,7 @@ import uvicorn
 import uvloop
 
 from kvrelay.checkpoint.fetch import resolve
-from kvrelay.cli_options import to_flags
+from kvrelay.cluster import FREE_LOCAL_PORT, WorkerSettings, open_router, until_ready, worker_roles
 from kvrelay.config import (
     ClusterOptions,
     EngineOptions,
@@ -30,20 +29,14 @@ from kvrelay.config import (
     ModelOptions,
     RouterOptions,
     TransferOptions,
-    WorkerOptions,
 )
-from kvrelay.discovery.base import Membership
-from kvrelay.discovery.embedded import EmbeddedMembership
-from kvrelay.discovery.static import StaticMembership
 from kvrelay.errors import ConfigError
 from kvrelay.frontend.app import create_app
-from kvrelay.ids import RouterId, new_router_id
 from kvrelay.log import Log
 from kvrelay.metrics import Metrics
 from kvrelay.progress import Progress
-from kvrelay.router.router import Router
 from kvrelay.states import Role
-from kvrelay.supervise import Supervisor, worker_command
+from kvrelay.supervise import Supervisor
 from kvrelay.text.tokenizer import Tokenizer
 
 log = Log("serve")
@@ -55,7 +48,6 @@ _ACCEPTS_PER_TURN = 16
 _KEEP_ALIVE_S = 75  # longer than common proxies keep idle connections, so that they close first
 _HTTP_PATIENCE_S = 5  # running responses may end by themselves for so long
 _DEFAULT_LISTEN = "tcp://127.0.0.1:5600"
-_FREE_LOCAL_PORT = "tcp://127.0.0.1:*"
 
 
 def serve(
@@ -69,20 +61,21 @@ def serve(
 ) -> int:
     """Runs until a signal; returns the exit status."""
     roles = worker_roles(cluster)
-    num_workers = len(roles)
     with _listening(router.host, router.port) as listener:
         folder = resolve(model.model, environment, progress)
         tokenizer = Tokenizer.load(folder)
         served_name = router.served_model_name or model.model
-        located = msgspec.structs.replace(model, model=str(folder), threads=model.threads or _share_of_cores(num_workers))
+        workers = WorkerSettings(
+            model=msgspec.structs.replace(model, model=str(folder)),
+            engine=engine,
+            transfer=transfer,
+            lease_s=cluster.lease_s,
+            flags=["--progress=plain"] if len(roles) > 1 else [],
+        )
 
         async def main() -> int:
-            front = Front(router, cluster, served_name, tokenizer, default_listen=_FREE_LOCAL_PORT)
-            flags = [*to_flags(located), *to_flags(engine), *to_flags(transfer)]
-            if num_workers > 1:
-                flags.append("--plain-progress")
-            commands = [worker_command([*flags, *_worker_flags(role, front.registry_address, cluster)]) for role in roles]
-            return await _run(front, listener, Supervisor(commands), roles)
+            front = Front(router, cluster, served_name, tokenizer, default_listen=FREE_LOCAL_PORT)
+            return await _run(front, listener, Supervisor(workers.commands(roles, front.registry_address)), roles)
 
         return _run_loop(main)
 
@@ -102,23 +95,6 @@ def route(
         return _run_loop(main)
 
 
-def worker_roles(cluster: ClusterOptions) -> list[Role]:
-    """One entry per worker to start. Without any count, one prefill and one decode worker."""
-    if cluster.encode:
-        raise ConfigError("--encode: encode workers come in a later version; this one serves text")
-    counts = {Role.PREFILL: cluster.prefill, Role.DECODE: cluster.decode, Role.WHOLE: cluster.whole}
-    roles = [role for role, count in counts.items() for _ in range(count)]
-    if cluster.registry != "embedded":
-        if roles:
-            raise ConfigError("workers started here register here: --prefill, --decode and --whole need --registry embedded")
-        return []
-    if cluster.prefill and not cluster.decode:
-        raise ConfigError("--prefill needs --decode: somebody must take over what prefill workers compute")
-    if cluster.whole and (cluster.prefill or cluster.decode):
-        raise ConfigError("--whole cannot be mixed with --prefill and --decode")
-    return roles or [Role.PREFILL, Role.DECODE]
-
-
 class Front:
     """Registry, router and HTTP application of one process. Made on the running loop."""
 
@@ -132,19 +108,9 @@ class Front:
         default_listen: str,
     ) -> None:
         metrics = Metrics()
-        router_id = new_router_id()
-        membership = _open_membership(cluster, router_id, metrics, default_listen)
         self.served_name = served_name
-        self.registry_address = membership.address
-        self.router = Router(
-            membership=membership,
-            metrics=metrics,
-            policy=options.policy,
-            mode=options.mode,
-            local_prefill_tokens=options.local_prefill_tokens,
-            lease_s=cluster.lease_s,
-            model=served_name,
-            router_id=router_id,
+        self.router, self.registry_address = open_router(
+            options, cluster, metrics, served_name, default_listen=default_listen
         )
         app = create_app(self.router, tokenizer, metrics=metrics, options=options, model=served_name)
         self.server = HttpServer(
@@ -187,7 +153,7 @@ async def _run(front: Front, listener: socket.socket, supervisor: Supervisor | N
     try:
         if supervisor is not None:
             supervisor.start()
-            await _until_ready(front.router, supervisor, len(roles), stopped)
+            await until_ready(front.router, supervisor, len(roles), stopped)
         if not stop.is_set():
             _spare_the_collector()
             print(ready_line, flush=True)
@@ -200,16 +166,6 @@ async def _run(front: Front, listener: socket.socket, supervisor: Supervisor | N
             await supervisor.stop()  # before the router: a worker that leaves wants an answer of the registry
         front.router.close()
     return 0
-
-
-async def _until_ready(router: Router, supervisor: Supervisor, num_workers: int, stopped: asyncio.Task[bool]) -> None:
-    usable = asyncio.create_task(router.until_usable(num_workers))
-    waits: list[asyncio.Future[Any]] = [usable, stopped, supervisor.failed]
-    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    usable.cancel()
-    if supervisor.failed.done():
-        raise supervisor.failed.result()
-    supervisor.all_ready()
 
 
 async def _until_stopped(http: asyncio.Task[None], stopped: asyncio.Task[bool], supervisor: Supervisor | None) -> None:
@@ -238,24 +194,6 @@ def _on_signals(server: HttpServer, stop: asyncio.Event) -> None:
 def _run_loop(main: Callable[[], Coroutine[Any, Any, int]]) -> int:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(main())
-
-
-def _open_membership(cluster: ClusterOptions, router_id: RouterId, metrics: Metrics, default_listen: str) -> Membership:
-    malformed = metrics.malformed.labels("registry").inc
-    if cluster.registry == "embedded":
-        return EmbeddedMembership(cluster.registry_listen or default_listen, on_malformed=malformed)
-    kind, _, addresses = cluster.registry.partition(":")
-    if kind != "static":
-        raise ConfigError(f"--registry {cluster.registry!r} is neither embedded nor static:tcp://HOST:PORT,...")
-    return StaticMembership(addresses.split(","), router_id=router_id, lease_s=cluster.lease_s, on_malformed=malformed)
-
-
-def _worker_flags(role: Role, registry_address: str, cluster: ClusterOptions) -> list[str]:
-    return to_flags(WorkerOptions(role=role.value, registry=registry_address, lease_s=cluster.lease_s))
-
-
-def _share_of_cores(num_workers: int) -> int:
-    return max(1, len(os.sched_getaffinity(0)) // max(1, num_workers))
 
 
 @contextlib.contextmanager

@@ -12,7 +12,14 @@ from kvrelay.sampling import SamplingParams
 from kvrelay.states import FinishReason
 from kvrelay.text.detokenizer import Detokenizer
 from kvrelay.text.tokenizer import Tokenizer
-from kvrelay.wire.serving import Finish, SequenceOutput, TokenLogprobs
+from kvrelay.wire.serving import Failure, Finish, SequenceOutput, TokenLogprobs
+
+
+class Answers(msgspec.Struct, frozen=True, kw_only=True):
+    """What whoever serves requests has to say of them, in the engine's words."""
+
+    outputs: list[SequenceOutput] = []
+    failures: list[Failure] = []
 
 
 class CompletionOutput(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,10 +12,10 @@ import pytest
 
 from kvrelay import cli, doctor
 from kvrelay.cli_options import Parser, add_options, collect, to_flags
+from kvrelay.cluster import worker_roles
 from kvrelay.config import ClusterOptions, EngineOptions, Environment, ModelOptions, Options, RouterOptions, WorkerOptions
 from kvrelay.console import ConsoleProgress, PlainProgress
 from kvrelay.errors import ConfigError
-from kvrelay.launch import worker_roles
 from kvrelay.states import Role
 
 GROUPS: list[type[Options]] = [ModelOptions, EngineOptions, RouterOptions, ClusterOptions]

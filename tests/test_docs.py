@@ -20,6 +20,7 @@ OPTION_GROUPS = [
     config.EngineOptions,
     config.RouterOptions,
     config.ClusterOptions,
+    config.TransferOptions,
     config.WorkerOptions,
 ]
 REQUESTS = [

@@ -38,9 +38,11 @@ ALLOWED: dict[str, frozenset[str]] = {
     "console": frozenset(),
     "cli_options": frozenset(),
     "outputs": frozenset({"wire", "text"}),
-    "llm": frozenset({"wire", "engine", "runner", "checkpoint", "text", "router", "worker", "outputs", "console"}),
+    "supervise": frozenset(),
+    "cluster": frozenset({"wire", "discovery", "router", "cli_options", "outputs", "supervise"}),
+    "llm": frozenset({"wire", "engine", "checkpoint", "text", "router", "worker", "outputs", "console", "cluster"}),
 }
-TOP = frozenset({"__init__", "__main__", "launch", "supervise", "cli", "chat", "doctor", "bench"})  # may import everything
+TOP = frozenset({"__init__", "__main__", "launch", "cli", "chat", "doctor", "bench"})  # may import everything
 
 # Folder of runner/ or engine/ that outsiders may use where only a narrow door is open: (importer, part) -> module prefixes.
 DOORS: dict[tuple[str, str], tuple[str, ...]] = {

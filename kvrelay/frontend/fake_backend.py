@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvrelay.errors import RequestError
-from kvrelay.ids import new_request_id
+from kvrelay.ids import TransferId, new_request_id
 from kvrelay.router.backend import GenerateRequest
 from kvrelay.router.stream import RequestStream
 from kvrelay.states import FinishReason
@@ -40,6 +40,7 @@ class FakeBackend:
         self.max_model_len = max_model_len
         self.refuse: RequestError | None = None  # what the next submissions get
         self.fail_after: tuple[int, RequestError] | None = None  # so many tokens, then this error
+        self.transfer_id: TransferId | None = None  # of the next submissions, as if two workers served them
         self.submitted: list[GenerateRequest] = []
         self.finished: list[tuple[int, int]] = []  # (sample, keep_tokens) of each stop string
         self.num_aborted = 0
@@ -53,7 +54,14 @@ class FakeBackend:
     def submit(self, request: GenerateRequest) -> RequestStream:
         if self.refuse is not None:
             raise self.refuse
-        stream = RequestStream(new_request_id(), request.params.n, self, prefill="whole-fake", decode="whole-fake")
+        stream = RequestStream(
+            new_request_id(),
+            request.params.n,
+            self,
+            prefill="whole-fake",
+            decode="whole-fake",
+            transfer_id=self.transfer_id,
+        )
         self.submitted.append(request)
         self._running[stream] = _Running(self, stream, request)
         if self._ticker is None or self._ticker.done():

@@ -52,8 +52,9 @@ class Turns(Protocol):
 class Loop:
     """Owned by the engine's thread, which makes every call but those of `Turns`."""
 
-    def __init__(self, name: str, turns: Turns) -> None:
+    def __init__(self, name: str, turns: Turns, on_end: Callable[[], None]) -> None:
         self._turns = turns
+        self._on_end = on_end
         self._commands: deque[Callable[[], None]] = deque()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._asleep = False
@@ -158,3 +159,4 @@ class Loop:
             log.exception("transfer thread did not end cleanly")
         self.ended = reason
         self._commands.clear()
+        self._on_end()

@@ -95,15 +95,17 @@ class _ConsumerTurns:
 
     def finish(self, reason: str) -> None:
         try:
-            self._parts.close_engines()
-            self.unreachable = True
-            self._poll_engines()
             self.machine.close(reason)
             self._send()
-            self._publish()
         finally:
-            self.sockets.close(self._poller)
-            self._parts.tell()
+            try:
+                self._parts.close_engines()
+                self.unreachable = True
+                self._poll_engines()
+                self._send()
+                self._publish()
+            finally:
+                self.sockets.close(self._poller)
 
 
 @dataclass(slots=True)
@@ -120,7 +122,7 @@ class RelayConsumer:
     def __init__(self, parts: RelayParts) -> None:
         """Raises TransferError if a transport cannot register the region."""
         self._turns = _ConsumerTurns(parts)
-        self._loop = Loop(f"transfer-{parts.worker_id}", self._turns)
+        self._loop = Loop(f"transfer-{parts.worker_id}", self._turns, on_end=parts.tell)
         self._turns.loop = self._loop
         self._open: dict[RequestId, _Open] = {}
         self._loop.start()

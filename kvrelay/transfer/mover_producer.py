@@ -99,17 +99,18 @@ class _ProducerTurns:
         return self.layers_wanted and self.progress != self._seen
 
     def finish(self, reason: str) -> None:
-        self._parts.close_engines()
-        # A socket that is closed tells consumers that nothing of this worker can write their memory any more. So it stays
-        # open if a transport did not close.
         try:
-            self._poll_engines()
             self.machine.close(reason)
-            self._send()
-            self._publish()
         finally:
-            self.socket.close()
-            self._parts.tell()
+            # A socket that is closed tells consumers that nothing of this worker can write their memory any more. So it
+            # stays open if a transport does not close.
+            self._parts.close_engines()
+            try:
+                self._poll_engines()
+                self._send()
+                self._publish()
+            finally:
+                self.socket.close()
 
 
 class RelayProducer:
@@ -118,7 +119,7 @@ class RelayProducer:
     def __init__(self, parts: RelayParts, *, listen_host: str = "127.0.0.1", listen_port: int = 0) -> None:
         """Raises TransferError if a transport cannot register the region, ZMQError if the address cannot be bound."""
         self._turns = _ProducerTurns(parts, listen_host, listen_port)
-        self._loop = Loop(f"transfer-{parts.worker_id}", self._turns)
+        self._loop = Loop(f"transfer-{parts.worker_id}", self._turns, on_end=parts.tell)
         self._turns.loop = self._loop
         self._open: dict[RequestId, bool] = {}  # whether blocks were given
         self._step = 0

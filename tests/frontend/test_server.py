@@ -19,6 +19,7 @@ from schemathesis.checks import not_a_server_error
 from kvrelay.config import RouterOptions
 from kvrelay.frontend.http import Call
 from kvrelay.frontend.openai_types import HARMLESS_FIELDS, ChatRequest, StreamOptions
+from kvrelay.ids import new_transfer_id
 from kvrelay.metrics import Metrics
 from tests.frontend.serving import MODEL, fake_backend, http_client, make_app, running_server, says, wait_until_idle
 
@@ -156,8 +157,10 @@ async def test_health_and_metrics_need_no_key() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_headers_name_workers_and_request(stream: bool) -> None:
     body = {"messages": [USER], "max_tokens": 2, "stream": stream}
-    async with http_client(make_app(fake_backend())) as client:
+    backend = fake_backend()
+    async with http_client(make_app(backend)) as client:
         answer = await client.post(CHAT, json=body, headers={"x-request-id": "from-header"})
+        assert "x-kvrelay-transfer-id" not in answer.headers
         assert answer.headers["x-request-id"] == "from-header"
         assert answer.headers["x-kvrelay-prefill"] == answer.headers["x-kvrelay-decode"] == "whole-fake"
         assert answer.headers["content-type"].split(";")[0] == ("text/event-stream" if stream else "application/json")
@@ -165,6 +168,9 @@ async def test_headers_name_workers_and_request(stream: bool) -> None:
         assert named.headers["x-request-id"] == "from-body"
         unnamed = await client.post(CHAT, json={**body, "request_id": "two\r\nlines: 1"})
         assert unnamed.headers["x-request-id"].startswith("chatcmpl-")
+        backend.transfer_id = new_transfer_id()
+        moved = await client.post(CHAT, json=body)
+        assert moved.headers["x-kvrelay-transfer-id"] == backend.transfer_id
 
 
 async def test_trace_headers_and_request_id_reach_the_backend() -> None:

@@ -62,16 +62,16 @@ INLINE void score_tile(const int lines, const float *q, const float *const *row,
     UNROLL for (int l = 0; l < lines; l++) sums_of_four(sum[l][0], sum[l][1], sum[l][2], sum[l][3], scores + l * TILE_KEYS);
 }
 
-/* part[lines].values += weights[lines][keys] * value[keys], for one chunk of dimensions. A chunk is a cache line, so each step
- * also fetches one line of the next tile's keys. */
-INLINE void weigh_tile(const int lines, const float *weights, const float *const *value, const float *const *next_key,
-                       long keys, long from, struct Part *part, long to) {
+/* part[lines].values[to..] += weights[lines][keys] * value[keys][from..], for one chunk of dimensions. A chunk is a cache line, so
+ * each step also fetches one line of the keys that come next. */
+INLINE void weigh_tile(const int lines, const float *weights, const float *const *value, long keys, long from,
+                       const float *const *next_key, long next_from, struct Part *part, long to) {
     vec sum[LINE_TILE][CHUNK_VECTORS];
     UNROLL for (int l = 0; l < lines; l++)
         UNROLL for (int v = 0; v < CHUNK_VECTORS; v++) sum[l][v] = load(part[l].values + to + v * LANES);
     for (long k = 0; k < keys; k++) {
         vec values[CHUNK_VECTORS];
-        __builtin_prefetch(next_key[k] + from);
+        __builtin_prefetch(next_key[k] + next_from);
         UNROLL for (int v = 0; v < CHUNK_VECTORS; v++) values[v] = load(value[k] + from + v * LANES);
         UNROLL for (int l = 0; l < lines; l++) {
             vec weight = splat(weights[l * TILE_KEYS + k]);
@@ -88,6 +88,12 @@ struct Tile {
     const float *key[TILE_KEYS], *value[TILE_KEYS];
 };
 
+/* What will be read next. */
+struct Fetch {
+    const float *const *rows;
+    long head;
+};
+
 /* `head` is where a KV head's floats begin. While keys are read, their values are fetched. */
 #define LINES(n)                                                                                                                \
     static __attribute__((noinline)) void scores_##n(const float *q, const struct Tile *tile, long head, long dim,              \
@@ -98,13 +104,14 @@ struct Tile {
             score_tile(n, q, tile->key + k, head, dim, scores + k);                                                             \
         }                                                                                                                       \
     }                                                                                                                           \
-    static __attribute__((noinline)) void weigh_##n(const float *weights, const struct Tile *tile, const struct Tile *next,     \
+    static __attribute__((noinline)) void weigh_##n(const float *weights, const struct Tile *tile, const struct Fetch *next,    \
                                                     long keys, long head, long dim, struct Part *part) {                        \
-        for (long d = 0; d < dim; d += CHUNK) weigh_tile(n, weights, tile->value, next->key, keys, head + d, part, d);          \
+        for (long d = 0; d < dim; d += CHUNK) weigh_tile(n, weights, tile->value, keys, head + d, next->rows, next->head + d,   \
+                                                         part, d);                                                              \
     }
 LINES(1) LINES(2) LINES(3) LINES(4)
 typedef void (*Scores)(const float *, const struct Tile *, long, long, float *);
-typedef void (*Weigh)(const float *, const struct Tile *, const struct Tile *, long, long, long, struct Part *);
+typedef void (*Weigh)(const float *, const struct Tile *, const struct Fetch *, long, long, long, struct Part *);
 static const Scores SCORES[] = {NULL, scores_1, scores_2, scores_3, scores_4};
 static const Weigh WEIGH[] = {NULL, weigh_1, weigh_2, weigh_3, weigh_4};
 
@@ -168,7 +175,7 @@ static void find_tile(const struct Attention *job, long row, long first, long en
 }
 
 /* Adds a tile to the lines of one KV head. `position` is the first query's; line l belongs to query l / group. */
-static void attend_tile(const struct Attention *job, const struct Tile *tile, const struct Tile *next, long position,
+static void attend_tile(const struct Attention *job, const struct Tile *tile, const struct Fetch *next, long position,
                         long kv_head, long num_lines, const float *q, struct Part *parts) {
     long dim = job->dim, head = kv_head * dim;
     for (long first = 0; first < num_lines; first += LINE_TILE) {
@@ -194,8 +201,12 @@ static void attend_partition(const struct Attention *job, const struct Task *tas
     find_tile(job, task->row, partition * PARTITION, end, tile);
     for (long first = tile->first; first < last; first += TILE_KEYS) {
         find_tile(job, task->row, first + TILE_KEYS < end ? first + TILE_KEYS : first, end, next);
-        for (long h = 0; h < task->kv_heads; h++)
-            attend_tile(job, tile, next, position, task->first_head + h, lines, q + h * lines * job->dim, parts + h * lines);
+        for (long h = 0; h < task->kv_heads; h++) {
+            long kv_head = task->first_head + h;
+            struct Fetch fetch = h + 1 < task->kv_heads ? (struct Fetch){tile->key, (kv_head + 1) * job->dim}
+                                                        : (struct Fetch){next->key, task->first_head * job->dim};
+            attend_tile(job, tile, &fetch, position, kv_head, lines, q + h * lines * job->dim, parts + h * lines);
+        }
         struct Tile *done = tile;
         tile = next, next = done;
     }
