@@ -223,7 +223,8 @@ class LocalCluster:
             supervisor.start()
             await until_ready(self._router, supervisor, len(self._roles), stopped)
             self._ready.set_result(None)
-            await asyncio.wait([stopped, supervisor.failed], return_when=asyncio.FIRST_COMPLETED)
+            waits: list[asyncio.Future[Any]] = [stopped, supervisor.failed]
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._closed = True  # what is sent from now on is refused
             reason = str(supervisor.failed.result()) if supervisor.failed.done() else "the workers were closed"

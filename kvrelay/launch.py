@@ -109,9 +109,7 @@ class Front:
     ) -> None:
         metrics = Metrics()
         self.served_name = served_name
-        self.router, self.registry_address = open_router(
-            options, cluster, metrics, served_name, default_listen=default_listen
-        )
+        self.router, self.registry_address = open_router(options, cluster, metrics, served_name, default_listen=default_listen)
         app = create_app(self.router, tokenizer, metrics=metrics, options=options, model=served_name)
         self.server = HttpServer(
             uvicorn.Config(

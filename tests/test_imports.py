@@ -40,7 +40,8 @@ ALLOWED: dict[str, frozenset[str]] = {
     "outputs": frozenset({"wire", "text"}),
     "supervise": frozenset(),
     "cluster": frozenset({"wire", "discovery", "router", "cli_options", "outputs", "supervise"}),
-    "llm": frozenset({"wire", "engine", "checkpoint", "text", "router", "worker", "outputs", "console", "cluster"}),
+    "offline": frozenset({"wire", "engine", "checkpoint", "text", "worker", "outputs", "cluster"}),
+    "llm": frozenset({"wire", "engine", "text", "router", "outputs", "console", "cluster", "offline"}),
 }
 TOP = frozenset({"__init__", "__main__", "launch", "cli", "chat", "doctor", "bench"})  # may import everything
 

@@ -222,10 +222,16 @@ class Engine:
 
     def _commit_row(self, row: Row, sequence: Sequence, answer: RowResult) -> None:
         self.kv.computed(sequence, row.count)
-        self._num_prompt_tokens += max(0, min(row.start + row.count, sequence.num_prompt_tokens) - row.start)
+        if row.start < sequence.num_prompt_tokens:
+            self._num_prompt_tokens += min(row.start + row.count, sequence.num_prompt_tokens) - row.start
         if answer.prompt_logprobs is not None and sequence.request.prompt_logprobs is not None:
             sequence.request.prompt_logprobs.extend(answer.prompt_logprobs)
         if row.samples == 0:
+            return
+        if row.samples == 1 and self.outgoing is None:  # the usual case
+            self._append(sequence, answer.tokens[0], None if answer.logprobs is None else answer.logprobs[0])
+            if sequence.finish_reason is not None:
+                self._forget_if_finished(sequence.request)
             return
         logprobs: List[TokenLogprobs | None] = answer.logprobs or [None] * row.samples
         if self.outgoing is not None and sequence.request_id in self.outgoing:

@@ -37,6 +37,10 @@ class Incoming:
         return self._consumer.has_news
 
     @property
+    def has_startable(self) -> bool:
+        return bool(self._startable)
+
+    @property
     def num_waiting(self) -> int:
         """Sequences that hold no blocks yet."""
         return sum(1 for sequence in self._expected.values() if sequence.state is RequestState.WAITING)

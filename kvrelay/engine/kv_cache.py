@@ -48,9 +48,9 @@ class KVCache:
     def grow(self, sequence: Sequence, num_tokens: int, copies: list[tuple[int, int]]) -> bool:
         """Room for the sequence's first `num_tokens` tokens, of which those past `num_computed` are about to be written.
         False (and nothing changes) if the pool has too few blocks."""
-        table, pool = sequence.block_table, self.pool
-        index, offset = divmod(sequence.num_computed, self.block_size)
-        missing = self.blocks_for(num_tokens) - len(table)
+        table, pool, size = sequence.block_table, self.pool, self.block_size
+        index, offset = divmod(sequence.num_computed, size)
+        missing = -(-num_tokens // size) - len(table)
         shared = offset != 0 and pool.references[table[index]] > 1
         if missing <= 0 and not shared:
             return True
@@ -69,9 +69,9 @@ class KVCache:
         """KV of the next `count` tokens was written."""
         if sequence.kv_state is KVState.ALLOCATED:
             sequence.kv_become(KVState.ACTIVE)
-        first = sequence.num_computed // self.block_size
-        sequence.num_computed += count
-        last = sequence.num_computed // self.block_size
+        before = sequence.num_computed
+        sequence.num_computed = after = before + count
+        first, last = before // self.block_size, after // self.block_size
         if last > first and self._enabled:
             self._register(sequence, first, last)
 

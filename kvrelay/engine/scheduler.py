@@ -65,12 +65,14 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         plan = StepPlan()
-        num_decoding = sum(1 for sequence in self.running if sequence.num_uncomputed == 1)
+        num_decoding = sum([len(sequence.tokens) - sequence.num_computed == 1 for sequence in self.running])
         budget = max(1, self._options.token_budget - num_decoding)
         budget = self._schedule_running(plan, budget)
-        if self._incoming is not None:
+        if self._incoming is not None and self._incoming.has_startable:
             self._incoming.reserve(self._num_free_slots, self._headroom)
-        self._schedule_waiting(plan, budget)
+        self.starved = False
+        if self._waiting:
+            self._schedule_waiting(plan, budget)
         return plan
 
     @property
@@ -88,17 +90,18 @@ class Scheduler:
         return self._watermark if self.running else 0
 
     def _schedule_running(self, plan: StepPlan, budget: int) -> int:
-        index = 0
-        while index < len(self.running):
-            sequence = self.running[index]
-            uncomputed = sequence.num_uncomputed
+        index, running, rows, grow, copies = 0, self.running, plan.rows, self._kv.grow, plan.copies
+        while index < len(running):  # it gets shorter when somebody is preempted
+            sequence = running[index]
+            computed = sequence.num_computed
+            uncomputed = len(sequence.tokens) - computed
             count = 1 if uncomputed == 1 else min(uncomputed, budget)
             if count > 0:
-                if not self._make_room(sequence, sequence.num_computed + count, plan):
+                if not grow(sequence, computed + count, copies) and not self._make_room(sequence, computed + count, plan):
                     break  # it was last in order and preempted itself
                 if uncomputed > 1:
                     budget -= count
-                plan.rows.append(_row(sequence, count))
+                rows.append(_row(sequence, count))
             index += 1
         return budget
 
@@ -121,7 +124,6 @@ class Scheduler:
 
     def _schedule_waiting(self, plan: StepPlan, budget: int) -> None:
         slots = self._num_free_slots
-        self.starved = False
         limit = self._options.max_running_prefills
         num_prefills = sum(1 for row in plan.rows if row.sequence.num_prompt_tokens > row.start)
         while self._waiting and budget > 0 and (limit == 0 or num_prefills < limit):
@@ -146,11 +148,10 @@ class Scheduler:
 
 
 def _row(sequence: Sequence, count: int) -> Row:
-    last = sequence.num_computed + count == len(sequence.tokens)
-    return Row(
-        sequence=sequence,
-        start=sequence.num_computed,
-        count=count,
-        samples=sequence.num_slots if last else 0,
-        prompt_logprobs=sequence.wants_prompt_logprobs,
-    )
+    start = sequence.num_computed
+    samples = 0
+    if start + count == len(sequence.tokens):
+        samples = 1 + sequence.request.num_unforked if sequence.sample == 0 else 1
+    if sequence.request.prompt_logprobs is None:
+        return Row(sequence, start, count, samples)
+    return Row(sequence, start, count, samples, sequence.wants_prompt_logprobs)

@@ -65,13 +65,15 @@ INLINE void score_tile(const int lines, const float *q, const float *const *row,
 /* part[lines].values[to..] += weights[lines][keys] * value[keys][from..], for one chunk of dimensions. A chunk is a cache line, so
  * each step also fetches one line of the keys that come next. */
 INLINE void weigh_tile(const int lines, const float *weights, const float *const *value, long keys, long from,
-                       const float *const *next_key, long next_from, struct Part *part, long to) {
+                       const float *const *next_key, long next_from, struct Part *part, long to, const struct Tile *further) {
     vec sum[LINE_TILE][CHUNK_VECTORS];
     UNROLL for (int l = 0; l < lines; l++)
         UNROLL for (int v = 0; v < CHUNK_VECTORS; v++) sum[l][v] = load(part[l].values + to + v * LANES);
     for (long k = 0; k < keys; k++) {
         vec values[CHUNK_VECTORS];
         __builtin_prefetch(next_key[k] + next_from);
+        __builtin_prefetch(further->key[k] + from, 0, 2);
+        __builtin_prefetch(further->value[k] + from, 0, 2);
         UNROLL for (int v = 0; v < CHUNK_VECTORS; v++) values[v] = load(value[k] + from + v * LANES);
         UNROLL for (int l = 0; l < lines; l++) {
             vec weight = splat(weights[l * TILE_KEYS + k]);
@@ -92,25 +94,33 @@ struct Tile {
 struct Fetch {
     const float *const *rows;
     long head;
+    const struct Tile *further;
 };
 
-/* `head` is where a KV head's floats begin. While keys are read, their values are fetched. */
+/* `head` is where a KV head's floats begin. The first lines to read keys also fetch: these keys' values, which are wanted at
+ * once, and from further away the next tile. */
+INLINE void fetch_values(const struct Tile *tile, const struct Tile *next, long k, long from, long dim) {
+    for (long d = from; d < from + dim; d += CHUNK)
+        UNROLL for (int i = 0; i < 4; i++) {
+            __builtin_prefetch(tile->value[k + i] + d, 0, 3);
+        }
+}
+
 #define LINES(n)                                                                                                                \
-    static __attribute__((noinline)) void scores_##n(const float *q, const struct Tile *tile, long head, long dim,              \
-                                                     float *scores) {                                                           \
+    static __attribute__((noinline)) void scores_##n(const float *q, const struct Tile *tile, const struct Tile *next,          \
+                                                     long head, long dim, float *scores) {                                      \
         for (long k = 0; k < tile->keys; k += 4) {                                                                              \
-            for (long d = 0; d < dim; d += CHUNK)                                                                               \
-                UNROLL for (int i = 0; i < 4; i++) __builtin_prefetch(tile->value[k + i] + head + d);                           \
+            if (next) fetch_values(tile, next, k, head, dim);                                                                   \
             score_tile(n, q, tile->key + k, head, dim, scores + k);                                                             \
         }                                                                                                                       \
     }                                                                                                                           \
     static __attribute__((noinline)) void weigh_##n(const float *weights, const struct Tile *tile, const struct Fetch *next,    \
                                                     long keys, long head, long dim, struct Part *part) {                        \
         for (long d = 0; d < dim; d += CHUNK) weigh_tile(n, weights, tile->value, keys, head + d, next->rows, next->head + d,   \
-                                                         part, d);                                                              \
+                                                         part, d, next->further);                                                              \
     }
 LINES(1) LINES(2) LINES(3) LINES(4)
-typedef void (*Scores)(const float *, const struct Tile *, long, long, float *);
+typedef void (*Scores)(const float *, const struct Tile *, const struct Tile *, long, long, float *);
 typedef void (*Weigh)(const float *, const struct Tile *, const struct Fetch *, long, long, long, struct Part *);
 static const Scores SCORES[] = {NULL, scores_1, scores_2, scores_3, scores_4};
 static const Weigh WEIGH[] = {NULL, weigh_1, weigh_2, weigh_3, weigh_4};
@@ -175,20 +185,20 @@ static void find_tile(const struct Attention *job, long row, long first, long en
 }
 
 /* Adds a tile to the lines of one KV head. `position` is the first query's; line l belongs to query l / group. */
-static void attend_tile(const struct Attention *job, const struct Tile *tile, const struct Fetch *next, long position,
-                        long kv_head, long num_lines, const float *q, struct Part *parts) {
+static void attend_tile(const struct Attention *job, const struct Tile *tile, const struct Tile *next, const struct Fetch *fetch,
+                        long position, long kv_head, long num_lines, const float *q, struct Part *parts) {
     long dim = job->dim, head = kv_head * dim;
     for (long first = 0; first < num_lines; first += LINE_TILE) {
         float scores[LINE_TILE * TILE_KEYS] __attribute__((aligned(64)));
         long lines = MINIMUM(LINE_TILE, num_lines - first), most = 0;
-        SCORES[lines](q + first * dim, tile, head, dim, scores);
+        SCORES[lines](q + first * dim, tile, first == 0 ? next : NULL, head, dim, scores);
         for (long l = 0; l < lines; l++) {
             long seen = position + (first + l) / job->group + 1 - tile->first;
             seen = seen < 0 ? 0 : MINIMUM(seen, tile->keys);
             most = seen > most ? seen : most;
             soften(scores + l * TILE_KEYS, seen, tile->keys, dim, parts + first + l);
         }
-        WEIGH[lines](scores, tile, next, most, head, dim, parts + first);
+        WEIGH[lines](scores, tile, fetch, most, head, dim, parts + first);
     }
 }
 
@@ -203,9 +213,9 @@ static void attend_partition(const struct Attention *job, const struct Task *tas
         find_tile(job, task->row, first + TILE_KEYS < end ? first + TILE_KEYS : first, end, next);
         for (long h = 0; h < task->kv_heads; h++) {
             long kv_head = task->first_head + h;
-            struct Fetch fetch = h + 1 < task->kv_heads ? (struct Fetch){tile->key, (kv_head + 1) * job->dim}
-                                                        : (struct Fetch){next->key, task->first_head * job->dim};
-            attend_tile(job, tile, &fetch, position, kv_head, lines, q + h * lines * job->dim, parts + h * lines);
+            struct Fetch fetch = h + 1 < task->kv_heads ? (struct Fetch){tile->key, (kv_head + 1) * job->dim, next}
+                                                        : (struct Fetch){next->key, task->first_head * job->dim, next};
+            attend_tile(job, tile, next, &fetch, position, kv_head, lines, q + h * lines * job->dim, parts + h * lines);
         }
         struct Tile *done = tile;
         tile = next, next = done;

@@ -1,0 +1,32 @@
+"""Every example runs as its readers run it."""
+
+from __future__ import annotations
+
+import pathlib
+import subprocess
+import sys
+
+import pytest
+from server import Server
+
+FOLDER = pathlib.Path(__file__).resolve().parents[2] / "examples"
+AGAINST_A_SERVER = sorted(path.name for path in FOLDER.glob("*.py") if not path.name.startswith("offline"))
+WITHOUT = sorted(path.name for path in FOLDER.glob("offline*.py"))
+
+
+def run(name: str, *arguments: str) -> str:
+    result = subprocess.run(
+        [sys.executable, str(FOLDER / name), *arguments], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+@pytest.mark.parametrize("name", AGAINST_A_SERVER)
+def test_an_example_against_the_server(smol: Server, name: str) -> None:
+    assert run(name, smol.url + "/v1").strip()
+
+
+@pytest.mark.parametrize("name", WITHOUT)
+def test_an_example_without_a_server(name: str) -> None:
+    assert run(name).strip()
