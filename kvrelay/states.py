@@ -95,9 +95,7 @@ KV_EDGES: Mapping[KVState, frozenset[KVState]] = {
 PRODUCER_EDGES: Mapping[ProducerState, frozenset[ProducerState]] = {
     ProducerState.UNKNOWN: frozenset({ProducerState.QUEUED}),
     ProducerState.QUEUED: frozenset({ProducerState.STARTED, ProducerState.FAILED, ProducerState.DONE}),
-    ProducerState.STARTED: frozenset(
-        {ProducerState.SENDING, ProducerState.OFFERED, ProducerState.FAILED, ProducerState.DONE, ProducerState.DRAINING}
-    ),
+    ProducerState.STARTED: frozenset({ProducerState.SENDING, ProducerState.OFFERED, ProducerState.FAILED, ProducerState.DONE}),
     ProducerState.SENDING: frozenset(
         {ProducerState.STARTED, ProducerState.OFFERED, ProducerState.DONE, ProducerState.DRAINING, ProducerState.FAILED}
     ),
@@ -110,9 +108,7 @@ PRODUCER_EDGES: Mapping[ProducerState, frozenset[ProducerState]] = {
 CONSUMER_EDGES: Mapping[ConsumerState, frozenset[ConsumerState]] = {
     ConsumerState.QUEUED: frozenset({ConsumerState.STARTING, ConsumerState.DONE, ConsumerState.FAILED}),
     ConsumerState.STARTING: frozenset({ConsumerState.RESERVED, ConsumerState.DONE, ConsumerState.FAILED}),
-    ConsumerState.RESERVED: frozenset(
-        {ConsumerState.STARTING, ConsumerState.DONE, ConsumerState.DRAINING, ConsumerState.FAILED}
-    ),
+    ConsumerState.RESERVED: frozenset({ConsumerState.STARTING, ConsumerState.DONE, ConsumerState.DRAINING}),
     ConsumerState.DRAINING: frozenset({ConsumerState.FAILED}),
     ConsumerState.DONE: frozenset(),
     ConsumerState.FAILED: frozenset(),

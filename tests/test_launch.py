@@ -24,6 +24,7 @@ from kvrelay.supervise import Supervisor
 
 PATIENCE_S = 60.0
 TINY = ("--max-batch", "8", "--kv-blocks", "64", "--lease-s", "2")
+ONE = ("--whole", "1", *TINY)
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -73,7 +74,7 @@ def test_two_workers_serve_and_sigterm_leaves_no_process(folder: str) -> None:
 
 
 def test_kill_9_of_the_parent_leaves_no_process(folder: str) -> None:
-    with serve(folder, *TINY) as server:
+    with serve(folder, *ONE) as server:
         started = processes_of(server)
         assert len(started) >= 2
         server.process.kill()
@@ -82,7 +83,7 @@ def test_kill_9_of_the_parent_leaves_no_process(folder: str) -> None:
 
 
 def test_ctrl_c_in_the_middle_of_a_long_answer_ends_everything(folder: str) -> None:
-    with serve(folder, *TINY) as server:
+    with serve(folder, *ONE) as server:
         started = processes_of(server)
         body = json.dumps({"prompt": "a", "max_tokens": 200, "stream": True, "ignore_eos": True}).encode()
         request = urllib.request.Request(server.url + "/v1/completions", body, {"content-type": "application/json"})
@@ -94,7 +95,7 @@ def test_ctrl_c_in_the_middle_of_a_long_answer_ends_everything(folder: str) -> N
 
 
 def test_a_killed_worker_is_replaced(folder: str) -> None:
-    with serve(folder, *TINY) as server:
+    with serve(folder, *ONE) as server:
         before = complete(server.url)
         (worker,) = server.get("/cluster")["workers"]
         os.kill(worker["pid"], signal.SIGKILL)

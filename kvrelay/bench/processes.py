@@ -27,15 +27,15 @@ M = TypeVar("M")
 
 
 class Child:
-    """A process pinned to one core."""
+    """A process pinned to one core, or to none."""
 
-    def __init__(self, arguments: list[str], core: int) -> None:
+    def __init__(self, arguments: list[str], core: int | None) -> None:
         self.name = arguments[0]
         self._process = subprocess.Popen(
             [sys.executable, "-m", *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            preexec_fn=lambda: os.sched_setaffinity(0, {core}),
+            preexec_fn=None if core is None else lambda: os.sched_setaffinity(0, {core}),
         )
         assert self._process.stdout is not None
         self._lines = LineReader(self._process.stdout.fileno())

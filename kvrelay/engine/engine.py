@@ -132,10 +132,12 @@ class Engine:
         request = self.requests.get(finish.request_id)
         if request is None:
             return
-        for sequence in request.sequences:
-            if sequence.sample == finish.sample and sequence.state is not RequestState.FINISHED:
-                self._end(sequence, finish.reason)
-        self._forget_if_finished(request)
+        request.cut[finish.sample] = finish.reason
+        if len(request.cut) == request.params.n:
+            self._drop(request)
+        elif not request.num_unforked:
+            self._end_cut(request)
+            self._forget_if_finished(request)
 
     def drain(self) -> None:
         self._draining = True
@@ -240,6 +242,7 @@ class Engine:
         samples = [sequence, *self._fork(sequence)]
         for sample, token, entry in zip(samples, answer.tokens, logprobs, strict=True):
             self._append(sample, token, entry)
+        self._end_cut(sequence.request)
         self._forget_if_finished(sequence.request)
 
     def _fork(self, parent: Sequence) -> list[Sequence]:
@@ -342,6 +345,7 @@ class Engine:
         for sample in [sequence, *self._fork(sequence)]:
             first = first_tokens[sample.sample]
             self._append(sample, first.token, first.logprobs)
+        self._end_cut(sequence.request)
         self._forget_if_finished(sequence.request)
 
     # Endings
@@ -356,6 +360,12 @@ class Engine:
         sequence.finish_reason = reason
         self._released.append(sequence.key)
         self._stalled = False
+
+    def _end_cut(self, request: Request) -> None:
+        """The samples whose end the router has found. While they were not forked yet, the prompt was needed for the others."""
+        for sequence in request.sequences if request.cut else ():
+            if sequence.sample in request.cut and sequence.state is not RequestState.FINISHED:
+                self._end(sequence, request.cut[sequence.sample])
 
     def _forget_if_finished(self, request: Request) -> None:
         if request.finished:

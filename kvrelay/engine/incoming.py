@@ -60,18 +60,22 @@ class Incoming:
         self._expected[sequence.request_id] = sequence
         self._consumer.expect(sequence.request_id, transfer, sequence.num_prompt_tokens)
 
-    def reserve(self, slots: int, headroom: int) -> None:
-        """Blocks for those whose peer has begun, in order, while `slots` places and the pool last."""
+    def reserve(self, slots: int, headroom: int, before: tuple[int, int, int] | None = None) -> bool:
+        """Blocks for those whose peer has begun, in order, while `slots` places and the pool last; only for those that come
+        before `before`, if that is given. False if one of them has to wait."""
         while self._startable:
             sequence = self._startable[0][1]
             if self._expected.get(sequence.request_id) is sequence and sequence.state is RequestState.WAITING:
+                if before is not None and sequence.order > before:
+                    return True
                 if sequence.num_slots > slots or not self._kv.attach(sequence, headroom=headroom):
-                    return
+                    return False
                 slots -= sequence.num_slots
                 sequence.become(RequestState.TRANSFERRING)
                 sequence.cached_tokens = skip_tokens = sequence.num_computed
                 self._consumer.reserve(sequence.request_id, self._kv.reserve(sequence), skip_tokens)
             heapq.heappop(self._startable)
+        return True
 
     def abort(self, sequence: Sequence) -> None:
         """The request ended in any other way."""
@@ -90,7 +94,7 @@ class Incoming:
                 heapq.heappush(self._startable, (sequence.order, sequence))
         for request_id in news.freed:
             if request_id in self.quarantined:
-                self._kv.release(self.quarantined.pop(request_id), Holder.QUARANTINED)
+                self._end_quarantine(request_id)
             elif request_id in self._expected:
                 self._freed.add(request_id)
         return [(sequence, arrival) for arrival in news.arrived if (sequence := self._arrive(arrival)) is not None]
@@ -104,6 +108,8 @@ class Incoming:
     def _arrive(self, arrival: Arrival) -> Sequence | None:
         sequence = self._expected.pop(arrival.request_id, None)
         if sequence is None:
+            if not arrival.error and arrival.request_id in self.quarantined:
+                self._end_quarantine(arrival.request_id)  # the last byte crossed the abort: no word of `freed` will come
             return None
         if arrival.error:
             self._drop_blocks(sequence)
@@ -112,6 +118,9 @@ class Incoming:
         else:
             self._kv.received(sequence, sequence.num_prompt_tokens)
         return sequence
+
+    def _end_quarantine(self, request_id: RequestId) -> None:
+        self._kv.release(self.quarantined.pop(request_id), Holder.QUARANTINED)
 
     def _drop_blocks(self, sequence: Sequence) -> None:
         if sequence.state is not RequestState.TRANSFERRING:

@@ -14,7 +14,8 @@ A decode worker's engine drives a `Consumer`:
 
     expect -> poll: started -> reserve(blocks) -> poll: arrived, with the first tokens or an error -> (error) poll: freed
 
-After abort, or an arrival with an error, the blocks given to `reserve` may be written by the peer until poll says freed.
+After abort, or an arrival with an error, the blocks given to `reserve` may be written by the peer until poll says freed (or,
+where the last byte crossed the abort, arrived without an error).
 A reserve that crosses the end of its transfer is answered by freed at once, before or after the arrival with the error.
 Every expected request ends in exactly one of: released for good (producer), arrived (consumer), or aborted by the engine.
 """
@@ -80,7 +81,7 @@ class Producer(Protocol):
         """Asks for the blocks back. Answered by poll: parked, or not at all if the consumer has reserved or pulled."""
 
     def abort(self, request_id: RequestId) -> None:
-        """Harmless if over. If blocks were given, they come back through poll: released."""
+        """Harmless if over. If blocks were given, they come back through poll: released (or parked, where that crossed it)."""
 
     @property
     def has_news(self) -> bool:

@@ -25,7 +25,7 @@ class Outgoing:
     def __init__(self, producer: Producer, kv: KVCache) -> None:
         self._producer = producer
         self._kv = kv
-        self._submits: dict[RequestId, Submit] = {}  # from expect until released
+        self._submits: dict[RequestId, Submit] = {}  # from expect until released or aborted
         self._started: set[RequestId] = set()  # the producer was told of their blocks
         self._first_tokens: dict[RequestId, list[FirstToken]] = {}  # of prompts that finished, also when parked since
         self._parking: set[RequestId] = set()
@@ -82,8 +82,10 @@ class Outgoing:
         self.abort_finished(sequence.request_id)
 
     def abort_finished(self, request_id: RequestId) -> None:
-        """Nobody wants the hand-over any more. Harmless if it is over."""
-        if request_id in self._submits:
+        """Nobody wants the hand-over any more. Harmless if it is over. Blocks that were given come back through `poll`; where
+        none were, or they came back when it was parked, nothing more will be said of it: so it is forgotten here."""
+        if self._submits.pop(request_id, None) is not None:
+            self._first_tokens.pop(request_id, None)
             self._producer.abort(request_id)
 
     def park_one(self) -> None:

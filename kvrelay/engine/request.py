@@ -16,7 +16,17 @@ from kvrelay.wire.serving import Submit, TokenLogprobs
 class Request:
     """The part that all samples of a request share."""
 
-    __slots__ = ("arrival", "cache_salt", "num_unforked", "params", "priority", "prompt_logprobs", "request_id", "sequences")
+    __slots__ = (
+        "arrival",
+        "cache_salt",
+        "cut",
+        "num_unforked",
+        "params",
+        "priority",
+        "prompt_logprobs",
+        "request_id",
+        "sequences",
+    )
 
     def __init__(self, submit: Submit, arrival: int) -> None:
         self.request_id: RequestId = submit.request_id
@@ -26,6 +36,7 @@ class Request:
         self.arrival = arrival  # order of submission; never changes, so a preempted request keeps its place
         self.num_unforked = submit.params.n - 1  # samples that do not exist yet
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None if submit.params.prompt_logprobs is None else [None]
+        self.cut: dict[int, FinishReason] = {}  # samples that the router ended, perhaps before they were forked
         self.sequences: list[Sequence] = []
 
     @property

@@ -68,12 +68,26 @@ class Scheduler:
         num_decoding = sum([len(sequence.tokens) - sequence.num_computed == 1 for sequence in self.running])
         budget = max(1, self._options.token_budget - num_decoding)
         budget = self._schedule_running(plan, budget)
-        if self._incoming is not None and self._incoming.has_startable:
-            self._incoming.reserve(self._num_free_slots, self._headroom)
         self.starved = False
-        if self._waiting:
+        if self._incoming is not None and self._incoming.has_startable:
+            self._admit_in_order(plan, budget, self._incoming)
+        elif self._waiting:
             self._schedule_waiting(plan, budget)
         return plan
+
+    def _admit_in_order(self, plan: StepPlan, budget: int, incoming: Incoming) -> None:
+        """Transfers and prompts computed here take the same places and blocks, so who came later must not take what an earlier
+        one of the other kind waits for: under steady load that one would wait for ever."""
+        waiting = self._first_waiting()
+        if incoming.reserve(self._num_free_slots, self._headroom, None if waiting is None else waiting.order):
+            self._schedule_waiting(plan, budget)
+            if not self.starved:
+                incoming.reserve(self._num_free_slots, self._headroom)
+
+    def _first_waiting(self) -> Sequence | None:
+        while self._waiting and self._waiting[0][1].state is not RequestState.WAITING:
+            heapq.heappop(self._waiting)  # it ended meanwhile
+        return self._waiting[0][1] if self._waiting else None
 
     @property
     def _num_free_slots(self) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
-from kvrelay.errors import QueueFullError, UnavailableError, request_error
+from kvrelay.errors import InvalidRequestError, QueueFullError, RequestError, UnavailableError, request_error
 from kvrelay.ids import RequestId, new_request_id, new_transfer_id
 from kvrelay.log import Log
 from kvrelay.metrics import Metrics
@@ -85,8 +85,7 @@ class Dispatcher:
         for failure in message.failures:
             entry = table.get(failure.request_id)
             if entry is not None:
-                self._leg_failed(entry, peer, failure.request_id)
-                entry.stream.fail(request_error(failure.kind, failure.message, failure.param))
+                self._leg_failed(entry, peer, request_error(failure.kind, failure.message, failure.param))
         for request_id in message.handed_over:
             entry = table.get(request_id)
             if entry is not None:
@@ -118,9 +117,14 @@ class Dispatcher:
             if leg.peer is peer:
                 peer.remove(leg, entry)
 
-    def _leg_failed(self, entry: OpenRequest, peer: Peer, request_id: RequestId) -> None:
-        """The others need not go on."""
-        _abort(leg for leg in entry.legs if leg.request_id != request_id)
+    def _leg_failed(self, entry: OpenRequest, peer: Peer, error: RequestError) -> None:
+        """A prefill worker that cannot go on is no loss: its decode worker hears of it and computes the prompt. What the client
+        did wrong, or was too much, ends the request everywhere."""
+        if entry.legs[-1].peer is not peer and not isinstance(error, InvalidRequestError | QueueFullError):
+            self._leg_ended(entry, peer)
+            return
+        _abort(leg for leg in entry.legs if leg.peer is not peer)
+        entry.stream.fail(error)
 
     def _plan(self, request: GenerateRequest, excuse: str) -> Plan:
         if not self._planner.ready:

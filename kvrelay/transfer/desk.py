@@ -37,6 +37,7 @@ class Desk:
     outgoing: list[tuple[WorkerId, Message]] = field(default_factory=list)
     num_moves: int = 0  # under way
     moved_bytes: int = 0
+    late_bytes: int = 0  # of these, when the prompt had been computed
     duplicates: int = 0
     done: int = 0
     failed: int = 0
@@ -49,7 +50,13 @@ class Desk:
         return outgoing
 
     def counts(self, in_flight: int) -> TransferCounts:
-        return TransferCounts(in_flight=in_flight, done=self.done, failed=self.failed, bytes=self.moved_bytes)
+        return TransferCounts(
+            in_flight=in_flight, done=self.done, failed=self.failed, bytes=self.moved_bytes, late_bytes=self.late_bytes
+        )
+
+    def count_moved(self, size_bytes: int, *, late: bool) -> None:
+        self.moved_bytes += size_bytes
+        self.late_bytes += size_bytes if late else 0
 
 
 @dataclass(slots=True)

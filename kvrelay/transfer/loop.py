@@ -41,10 +41,6 @@ class Turns(Protocol):
     def moving(self) -> bool:
         """Whether moves are under way."""
 
-    @property
-    def has_more(self) -> bool:
-        """Whether something came from the engine's thread that `turn` has not seen."""
-
     def finish(self, reason: str) -> None:
         """Ends everything and closes what `begin` opened."""
 
@@ -128,7 +124,7 @@ class Loop:
             self.num_turns += 1
             if self._turns.moving:
                 ready = poller.poll(0)
-                if not ready and not self._turns.has_more and not self._commands:
+                if not ready and not self._commands:
                     time.sleep(pause_s)
                     pause_s = min(pause_s * 2, _LONGEST_PAUSE_S)
                     continue
@@ -141,7 +137,7 @@ class Loop:
         self._asleep = True
         try:
             # Whoever came before `_asleep` was set did not wake us, so look once more.
-            if not self._commands and not self._turns.has_more and not self._stopping:
+            if not self._commands and not self._stopping:
                 poller.poll(max(1, int(within_s * 1000)) if within_s > 0 else 0)
         finally:
             self._asleep = False

@@ -89,10 +89,6 @@ class _ConsumerTurns:
     def moving(self) -> bool:
         return self.machine.num_moves > 0
 
-    @property
-    def has_more(self) -> bool:
-        return False
-
     def finish(self, reason: str) -> None:
         try:
             self.machine.close(reason)

@@ -19,6 +19,10 @@ from kvrelay.wire.registry import TransferCounts
 from kvrelay.wire.serving import FirstToken, TransferInfo
 from kvrelay.wire.transfer import decode_for_producer
 
+# How often the thread looks for finished layers while a pass computes something that is being sent. Waking it with every layer
+# would hand it the interpreter just when the model needs it; so it mostly runs while the model is inside a kernel.
+_LAYER_S = 0.001
+
 
 class _ProducerTurns:
     """The producer's half of the thread."""
@@ -31,7 +35,6 @@ class _ProducerTurns:
         self.step = 0  # of the engine, as far as this thread has heard
         self.loop: Loop  # set by the owner before the thread starts
         self.progress = (0, 0)  # step, layers of it that are done: written by the engine's thread alone
-        self.layers_wanted = False
         self.lock = threading.Lock()
         self.news = ProducerNews()
 
@@ -60,8 +63,8 @@ class _ProducerTurns:
         self.machine.pump()
         self._send()
         self._publish()
-        self.layers_wanted = self.machine.wants_layers()
-        return self._tick_at - now
+        within_s = self._tick_at - now
+        return min(within_s, _LAYER_S) if self.machine.wants_layers() else within_s
 
     def _look_at_layers(self) -> None:
         step, layers = progress = self.progress
@@ -93,10 +96,6 @@ class _ProducerTurns:
     @property
     def moving(self) -> bool:
         return self.machine.num_moves > 0
-
-    @property
-    def has_more(self) -> bool:
-        return self.layers_wanted and self.progress != self._seen
 
     def finish(self, reason: str) -> None:
         try:
@@ -149,10 +148,7 @@ class RelayProducer:
         self._loop.call(begin)
 
     def layer_done(self, layer: int) -> None:
-        turns = self._turns
-        turns.progress = (self._step, layer + 1)
-        if turns.layers_wanted:
-            self._loop.wake()
+        self._turns.progress = (self._step, layer + 1)
 
     def end_step(self) -> None:
         self._loop.call(self._turns.machine.end_step)

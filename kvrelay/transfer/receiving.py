@@ -271,7 +271,7 @@ class Receiving:
         task = self._reads.pop(move)
         self._desk.num_moves -= 1
         if not error:
-            self._desk.moved_bytes += task.size_bytes
+            self._desk.count_moved(task.size_bytes, late=self._first_tokens is not None)
         elif self.state is ConsumerState.RESERVED and not self._unreserving:
             self.fail(f"a read of {task.size_bytes} bytes failed: {error}")
             return

@@ -241,7 +241,7 @@ class Sending:
         task = self._moves.pop(move)
         self._desk.num_moves -= 1
         if not error:
-            self._desk.moved_bytes += task.size_bytes
+            self._desk.count_moved(task.size_bytes, late=self._first_tokens is not None)
         elif self.state is ProducerState.SENDING and not self._unreserving:
             self.fail(f"a write of {task.size_bytes} bytes failed: {error}")
             return

@@ -33,7 +33,8 @@ class TransferCounts(msgspec.Struct, frozen=True, kw_only=True):
     in_flight: int = 0
     done: int = 0
     failed: int = 0
-    bytes: int = 0
+    bytes: int = 0  # since the start; counted by the side that moves them
+    late_bytes: int = 0  # of these, moved after the prompt was computed: what the hand-over had to wait for
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):

@@ -295,6 +295,8 @@ class ProducerSide:
             work = self.requests[request]
             self._give_back(work)
             work.wanted = False
+            if request in self.aborted:  # the two crossed: nothing more will be said
+                self._end(request, "aborted")
         for request in news.restart:
             self.requests[request].wanted = True
         failed = dict(news.failed)
@@ -385,7 +387,8 @@ class ConsumerSide:
             work.blocks = None
             self._forget_if_over(work)
         for request in news.started:
-            self.requests[request].startable = True
+            if request in self.requests:  # else an abort crossed it
+                self.requests[request].startable = True
         for arrival in news.arrived:
             self._arrived(arrival)
 
@@ -556,7 +559,7 @@ class World:
             if waiting:
                 self.deliver(self.network.index(waiting[0]))
             self.pump()
-        raise AssertionError(f"does not settle: {self.kinds()}")
+        raise AssertionError(f"does not settle: {self.kinds()[:20]}")
 
     def settle_messages(self, only: WorkerId | None = None) -> None:
         """Delivers everything in order (to one worker), while moves stand still."""

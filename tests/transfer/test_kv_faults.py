@@ -309,6 +309,53 @@ def test_a_copy_of_a_reserve_that_was_taken_back_writes_nothing() -> None:
     assert pair.outcomes == (["released"], ["arrived"])
 
 
+@MODES
+def test_an_answer_to_a_reservation_that_was_taken_back_is_not_taken_for_one_to_the_next(mode: str) -> None:
+    """Between the two, the producer parked the prompt and other blocks hold it now."""
+    pair = Pair(Mover.CONSUMER, mode).reserved()
+    pair.world.settle_messages()
+    if mode == "write":
+        pair.producer.begin_step(pair.plan, 1000)
+        while pair.producer.step is not None:
+            pair.producer.compute_layer()
+        pair.world.pump()
+        late = [frame for frame in pair.world.network if pair.world.kind(frame) == "WriteDone"]
+    else:
+        ready = Ready(
+            transfer_id=pair.plan.transfer_id,
+            reservation=1,
+            blocks=pair.producer.requests[pair.plan.on_producer].blocks,
+            num_tokens=pair.plan.num_tokens,
+            first_tokens=[FirstToken(0, pair.plan.number)],
+        )
+        late = [Frame(pair.producer.id, pair.consumer.id, encode(ready))]
+    assert len(late) == 1
+    pair.world.drop()
+    pair.consumer.unreserve(pair.plan)
+    pair.world.settle()
+    pair.producer.park(pair.plan)
+    pair.world.settle()
+    assert pair.consumer.reserve(pair.plan)
+    pair.world.settle_messages()
+    pair.world.network += late
+    pair.world.settle_messages()
+    pair.consumer.engine.advance()
+    pair.world.pump()
+    assert not pair.outcomes[1]
+    pair.finish()
+    assert pair.outcomes == (["released"], ["arrived"])
+
+
+def test_unreserved_is_said_only_when_the_writer_has_drained() -> None:
+    pair = Pair(Mover.PRODUCER).moving()
+    pair.consumer.unreserve(pair.plan)
+    pair.world.settle_messages()
+    assert pair.state() == (ProducerState.SENDING, ConsumerState.RESERVED)
+    assert len(pair.consumer.pool.free) < pair.consumer.pool.layout.num_blocks
+    pair.finish()
+    assert pair.outcomes == (["released"], ["arrived"])
+
+
 def test_an_old_state_in_an_ack_does_not_end_a_transfer_that_has_moved_on() -> None:
     pair = Pair(connect=False)
     other = pair.world.plan(pair.producer, pair.consumer)

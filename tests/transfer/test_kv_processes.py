@@ -1,4 +1,4 @@
-"""Producers in processes of their own that are killed, or stopped and continued, while a consumer's blocks are theirs to write."""
+"""Producers in processes of their own that are killed, or stopped and continued, while they may write a consumer's blocks."""
 
 from __future__ import annotations
 

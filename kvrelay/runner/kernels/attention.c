@@ -65,15 +65,13 @@ INLINE void score_tile(const int lines, const float *q, const float *const *row,
 /* part[lines].values[to..] += weights[lines][keys] * value[keys][from..], for one chunk of dimensions. A chunk is a cache line, so
  * each step also fetches one line of the keys that come next. */
 INLINE void weigh_tile(const int lines, const float *weights, const float *const *value, long keys, long from,
-                       const float *const *next_key, long next_from, struct Part *part, long to, const struct Tile *further) {
+                       const float *const *next_key, long next_from, struct Part *part, long to) {
     vec sum[LINE_TILE][CHUNK_VECTORS];
     UNROLL for (int l = 0; l < lines; l++)
         UNROLL for (int v = 0; v < CHUNK_VECTORS; v++) sum[l][v] = load(part[l].values + to + v * LANES);
     for (long k = 0; k < keys; k++) {
         vec values[CHUNK_VECTORS];
         __builtin_prefetch(next_key[k] + next_from);
-        __builtin_prefetch(further->key[k] + from, 0, 2);
-        __builtin_prefetch(further->value[k] + from, 0, 2);
         UNROLL for (int v = 0; v < CHUNK_VECTORS; v++) values[v] = load(value[k] + from + v * LANES);
         UNROLL for (int l = 0; l < lines; l++) {
             vec weight = splat(weights[l * TILE_KEYS + k]);
@@ -94,7 +92,6 @@ struct Tile {
 struct Fetch {
     const float *const *rows;
     long head;
-    const struct Tile *further;
 };
 
 /* `head` is where a KV head's floats begin. The first lines to read keys also fetch: these keys' values, which are wanted at
@@ -103,6 +100,8 @@ INLINE void fetch_values(const struct Tile *tile, const struct Tile *next, long 
     for (long d = from; d < from + dim; d += CHUNK)
         UNROLL for (int i = 0; i < 4; i++) {
             __builtin_prefetch(tile->value[k + i] + d, 0, 3);
+            __builtin_prefetch(next->key[k + i] + d, 0, 2);
+            __builtin_prefetch(next->value[k + i] + d, 0, 2);
         }
 }
 
@@ -117,7 +116,7 @@ INLINE void fetch_values(const struct Tile *tile, const struct Tile *next, long 
     static __attribute__((noinline)) void weigh_##n(const float *weights, const struct Tile *tile, const struct Fetch *next,    \
                                                     long keys, long head, long dim, struct Part *part) {                        \
         for (long d = 0; d < dim; d += CHUNK) weigh_tile(n, weights, tile->value, keys, head + d, next->rows, next->head + d,   \
-                                                         part, d, next->further);                                                              \
+                                                         part, d);                                                              \
     }
 LINES(1) LINES(2) LINES(3) LINES(4)
 typedef void (*Scores)(const float *, const struct Tile *, const struct Tile *, long, long, float *);
@@ -213,8 +212,8 @@ static void attend_partition(const struct Attention *job, const struct Task *tas
         find_tile(job, task->row, first + TILE_KEYS < end ? first + TILE_KEYS : first, end, next);
         for (long h = 0; h < task->kv_heads; h++) {
             long kv_head = task->first_head + h;
-            struct Fetch fetch = h + 1 < task->kv_heads ? (struct Fetch){tile->key, (kv_head + 1) * job->dim, next}
-                                                        : (struct Fetch){next->key, task->first_head * job->dim, next};
+            struct Fetch fetch = h + 1 < task->kv_heads ? (struct Fetch){tile->key, (kv_head + 1) * job->dim}
+                                                        : (struct Fetch){next->key, task->first_head * job->dim};
             attend_tile(job, tile, next, &fetch, position, kv_head, lines, q + h * lines * job->dim, parts + h * lines);
         }
         struct Tile *done = tile;

@@ -1,0 +1,109 @@
+"""NIXL and Mooncake as their own benchmarks use them: one call for many ranges, then waiting without a pause.
+
+No thread, queue, book-keeping, check or cancelling of ours is in the way: what our engines are compared with.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+
+from kvrelay.errors import BenchError
+from kvrelay.transfer.engines import mooncake, nixl
+from kvrelay.transfer.engines.base import Ranges
+from kvrelay.transfer.region import Region
+
+_MOONCAKE_BATCH = 1024  # ranges a call: about twice as many, and its queue refuses the rest
+
+
+class RawMover(Protocol):
+    """Writes ranges of our region into the peer's. Every call blocks."""
+
+    def info(self) -> bytes: ...
+
+    def meet(self, info: bytes) -> None: ...
+
+    def write(self, ranges: Ranges) -> None: ...
+
+
+class RawInfo(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    address: int
+    metadata: bytes = b""
+
+
+def open_raw(engine: str, worker: str, region: Region) -> RawMover | None:
+    """None where there is no library below our engine."""
+    match engine:
+        case "nixl":
+            return RawNixl(f"raw-{worker}", region)
+        case "mooncake":
+            return RawMooncake(region)
+    return None
+
+
+class RawNixl:
+    """Two agents that know each other."""
+
+    def __init__(self, name: str, region: Region) -> None:
+        self._nixl: Any = nixl.load_bindings()
+        self._name = name
+        self._region = region
+        config = self._nixl.nixlAgentConfig()
+        config.useProgThread = True
+        config.pthrDelay = 10_000
+        self._agent = self._nixl.nixlAgent(name, config)
+        self._backend = self._agent.createBackend("UCX", {"engine_config": "NET_DEVICES=lo"})
+        rows = [(region.address, region.size_bytes, 0, "")]
+        self._agent.registerMem(self._nixl.nixlRegDList(self._nixl.DRAM_SEG, rows), [self._backend])
+        self._peer = RawInfo(name="", address=0)
+
+    def info(self) -> bytes:
+        metadata = bytes(self._agent.getLocalMD())
+        return msgspec.json.encode(RawInfo(name=self._name, address=self._region.address, metadata=metadata))
+
+    def meet(self, info: bytes) -> None:
+        self._peer = msgspec.json.decode(info, type=RawInfo)
+        self._agent.loadRemoteMD(self._peer.metadata)
+
+    def write(self, ranges: Ranges) -> None:
+        here = self._descriptors(ranges[:, 0] + self._region.address, ranges[:, 2])
+        there = self._descriptors(ranges[:, 1] + self._peer.address, ranges[:, 2])
+        handle = self._agent.createXferReq(self._nixl.NIXL_WRITE, here, there, self._peer.name, b"", [self._backend])
+        status = self._agent.postXferReq(handle, b"")
+        while status == self._nixl.NIXL_IN_PROG:
+            status = self._agent.getXferStatus(handle)
+        self._agent.releaseXferReq(handle)
+        if status != self._nixl.NIXL_SUCCESS:
+            raise BenchError(f"nixl by itself failed: {status.name}")
+
+    def _descriptors(self, addresses: Ranges, sizes: Ranges) -> Any:
+        rows = np.column_stack((addresses, sizes, np.zeros_like(sizes))).astype(np.uint64)
+        return self._nixl.nixlXferDList(self._nixl.DRAM_SEG, rows)
+
+
+class RawMooncake:
+    """Two engines; the peer is named by its address."""
+
+    def __init__(self, region: Region) -> None:
+        self._region = region
+        self._engine = mooncake.make_engine(mooncake.load_library(), "127.0.0.1")
+        if self._engine.register_memory(region.address, region.size_bytes) != 0:
+            raise BenchError("mooncake by itself could not register memory")
+        self._peer = RawInfo(name="", address=0)
+
+    def info(self) -> bytes:
+        return msgspec.json.encode(RawInfo(name=f"127.0.0.1:{self._engine.get_rpc_port()}", address=self._region.address))
+
+    def meet(self, info: bytes) -> None:
+        self._peer = msgspec.json.decode(info, type=RawInfo)
+
+    def write(self, ranges: Ranges) -> None:
+        for start in range(0, len(ranges), _MOONCAKE_BATCH):
+            batch = ranges[start : start + _MOONCAKE_BATCH]
+            here = (batch[:, 0] + self._region.address).tolist()
+            there = (batch[:, 1] + self._peer.address).tolist()
+            if self._engine.batch_transfer_sync_write(self._peer.name, here, there, batch[:, 2].tolist()) != 0:
+                raise BenchError("mooncake by itself failed")

@@ -1,0 +1,211 @@
+"""One side of a measured transfer: a process with a transfer engine, and beside it the same library used without our layer.
+
+    parent -> peer    Setup first, then Meet(the other peer), Measure, Digest
+    peer -> parent    one answer each: Ready, Met, Measured, Digested
+It ends when the parent closes the pipe (`processes.py`).
+
+What moves is the KV of a prompt whose blocks lie at random places on both sides, so ranges are as small as they get: one block
+of one layer and plane each.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import sys
+import time
+from collections.abc import Callable
+from typing import Literal, assert_never
+
+import msgspec
+import numpy as np
+
+from kvrelay.bench.processes import LineReader, say
+from kvrelay.bench.raw_transfer import RawMover, open_raw
+from kvrelay.errors import BenchError
+from kvrelay.ids import WorkerId
+from kvrelay.transfer.engines.base import Ranges, TransferError
+from kvrelay.transfer.engines.choose import make_engine
+from kvrelay.transfer.layout import KVLayout, Placement, kv_layout, move_ranges
+from kvrelay.transfer.region import shared_region
+from kvrelay.wire.transfer import Layout
+
+_POLL_S = 0.00005
+_MOVE_S = 60.0
+
+
+class Setup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    engine: str
+    worker: WorkerId
+    layout: Layout
+    side: Literal["local", "remote"]  # of a move; decides what is in the memory
+
+
+class Meet(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    worker: WorkerId
+    info: bytes
+    raw_info: bytes
+
+
+class Measure(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Moves the KV of so many tokens: by our engine, by the library alone, or within this process by one memcpy."""
+
+    how: Literal["read", "write", "raw", "memcpy"]
+    tokens: int
+
+
+class Digest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Of the bytes that a move of so many tokens moves, on this side."""
+
+    tokens: int
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True):
+    info: bytes = b""
+    raw_info: bytes = b""
+    problem: str = ""  # why the engine cannot work here
+
+
+class Met(msgspec.Struct, frozen=True, kw_only=True):
+    pass
+
+
+class Measured(msgspec.Struct, frozen=True, kw_only=True):
+    seconds: float
+    payload_bytes: int
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.payload_bytes / self.seconds
+
+
+class Digested(msgspec.Struct, frozen=True, kw_only=True):
+    digest: str
+
+
+Command = Meet | Measure | Digest
+
+
+def kv_ranges(layout: KVLayout, tokens: int) -> Ranges:
+    """Local offset, remote offset, size. The same for both peers."""
+    places = [np.random.default_rng(seed).permutation(layout.num_blocks) for seed in (1, 2)]
+    count = -(-tokens // layout.block_size)
+    here, there = (Placement(layout, place[:count].tolist()) for place in places)
+    return move_ranges(here, there, (0, tokens), (0, layout.num_layers))
+
+
+class Peer:
+    """Memory, engine and raw library of this process."""
+
+    def __init__(self, setup: Setup) -> None:
+        """Raises TransferError where the engine cannot work."""
+        self._side = setup.side
+        self._layout = kv_layout(setup.layout)
+        self._engine = make_engine(setup.engine, setup.worker)
+        self._region = shared_region(self._layout.size_bytes)
+        self._memory = np.frombuffer(self._region.buffer, dtype=np.uint8)
+        self._memory[:] = 0 if setup.side == "local" else 1  # every page is there before anything is timed
+        if setup.side == "remote" or setup.engine != "shm":
+            seed = 1 if setup.side == "local" else 2
+            self._memory.view(np.uint64)[:] = np.random.default_rng(seed).integers(0, 1 << 63, self._memory.size // 8)
+        self._engine.register(self._region)
+        self._raw: RawMover | None = open_raw(setup.engine, setup.worker, self._region)
+        self._peer = setup.worker
+        self._copies: tuple[np.ndarray[tuple[int], np.dtype[np.uint8]], ...] = ()
+
+    def ready(self) -> Ready:
+        return Ready(info=self._engine.local_info(), raw_info=b"" if self._raw is None else self._raw.info())
+
+    def meet(self, message: Meet) -> None:
+        self._peer = message.worker
+        self._engine.add_peer(message.worker, message.info)
+        if self._raw is not None:
+            self._raw.meet(message.raw_info)
+
+    def measure(self, message: Measure) -> Measured:
+        ranges = kv_ranges(self._layout, message.tokens)
+        size = int(ranges[:, 2].sum())
+        match message.how:
+            case "read":
+                work: Callable[[], None] = lambda: self._move(self._engine.read(self._peer, ranges))
+            case "write":
+                work = lambda: self._move(self._engine.write(self._peer, ranges))
+            case "raw":
+                assert self._raw is not None
+                raw = self._raw
+                work = lambda: raw.write(ranges)
+            case "memcpy":
+                work = lambda: self._memcpy(size)
+            case _:
+                assert_never(message.how)
+        start = time.perf_counter()
+        work()
+        return Measured(seconds=time.perf_counter() - start, payload_bytes=size)
+
+    def digest(self, tokens: int) -> str:
+        ranges = kv_ranges(self._layout, tokens)
+        digest = hashlib.blake2b()
+        for here, there, size in ranges.tolist():
+            start = here if self._side == "local" else there
+            digest.update(self._memory[start : start + size].data)
+        return digest.hexdigest()
+
+    def _move(self, move: int) -> None:
+        deadline = time.monotonic() + _MOVE_S
+        while not (ended := self._engine.poll()):
+            if time.monotonic() > deadline:
+                raise BenchError(f"{self._engine.name} did not move anything within {_MOVE_S:g} s")
+            time.sleep(_POLL_S)
+        for completion in ended:
+            if completion.id != move or completion.error:
+                raise BenchError(f"{self._engine.name}: {completion.error or 'another move ended'}")
+
+    def _memcpy(self, size: int) -> None:
+        to, source = self._copies
+        ctypes.memmove(to.ctypes.data, source.ctypes.data, size)
+
+    def prepare_memcpy(self, size: int) -> None:
+        """Ordinary memory, with every page there."""
+        if not self._copies or self._copies[0].size < size:
+            self._copies = (np.zeros(size, dtype=np.uint8), np.ones(size, dtype=np.uint8))
+            self._copies[0][:] = 2
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+def main() -> None:
+    commands = LineReader(sys.stdin.fileno())
+    setup = msgspec.json.decode(_next_line(commands) or b"", type=Setup)
+    try:
+        peer = Peer(setup)
+    except TransferError as error:
+        say(Ready(problem=str(error)))
+        return
+    say(peer.ready())
+    while (line := _next_line(commands)) is not None:
+        message = msgspec.json.decode(line, type=Command)
+        match message:
+            case Meet():
+                peer.meet(message)
+                say(Met())
+            case Measure():
+                if message.how == "memcpy":
+                    peer.prepare_memcpy(message.tokens * kv_layout(setup.layout).token_bytes * 2 * setup.layout.num_layers)
+                say(peer.measure(message))
+            case Digest():
+                say(Digested(digest=peer.digest(message.tokens)))
+            case _:
+                assert_never(message)
+    peer.close()
+
+
+def _next_line(commands: LineReader) -> bytes | None:
+    while (line := commands.next_line()) is None:
+        if not commands.fill():
+            return None
+    return line
+
+
+if __name__ == "__main__":
+    main()
