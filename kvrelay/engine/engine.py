@@ -28,7 +28,7 @@ from kvrelay.errors import InternalError, InvalidRequestError, RequestError, Una
 from kvrelay.ids import RequestId, WorkerId
 from kvrelay.log import Log
 from kvrelay.states import FinishReason, RequestState
-from kvrelay.wire.registry import TransferCounts, WorkerLoad
+from kvrelay.wire.registry import MappingCounts, TransferCounts, WorkerLoad
 from kvrelay.wire.serving import Failure, Finish, FirstToken, SequenceOutput, StepOutputs, Submit, TokenLogprobs
 
 log = Log("engine")
@@ -60,6 +60,7 @@ class Engine:
         assert self.kv.blocks_for(max_model_len) <= runner.num_blocks, "the pool cannot hold one longest request"
         self.outgoing = None if producer is None else Outgoing(producer, self.kv)
         self.incoming = None if consumer is None else Incoming(consumer, self.kv)
+        self._relay = self.incoming if self.outgoing is None else self.outgoing
         self.scheduler = Scheduler(options, self.kv, self.incoming, self.outgoing)
         if self.outgoing is not None:
             runner.on_layer(self.outgoing.layer_done)
@@ -165,7 +166,8 @@ class Engine:
             waiting=self._num_waiting,
             transferring=0 if self.incoming is None else len(self.incoming.transferring),
             blocks=self.kv.pool.counts(),
-            transfers=self._transfer_counts(),
+            transfers=TransferCounts() if self._relay is None else self._relay.counts(),
+            mapping=MappingCounts() if self._relay is None else self._relay.mapping(),
             prompt_tokens=self._num_prompt_tokens,
             cached_tokens=self._num_cached_tokens,
             output_tokens=self._num_output_tokens,
@@ -176,10 +178,6 @@ class Engine:
     @property
     def _num_waiting(self) -> int:
         return self.scheduler.num_waiting + (0 if self.incoming is None else self.incoming.num_waiting)
-
-    def _transfer_counts(self) -> TransferCounts:
-        side = self.outgoing or self.incoming
-        return TransferCounts() if side is None else side.counts()
 
     def close(self) -> None:
         for side in (self.outgoing, self.incoming):

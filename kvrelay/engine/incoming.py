@@ -17,7 +17,7 @@ from kvrelay.engine.movers import Arrival, Consumer
 from kvrelay.engine.request import Sequence
 from kvrelay.ids import RequestId
 from kvrelay.states import RequestState
-from kvrelay.wire.registry import TransferCounts
+from kvrelay.wire.registry import MappingCounts, TransferCounts
 from kvrelay.wire.serving import TransferInfo
 
 
@@ -101,6 +101,9 @@ class Incoming:
 
     def counts(self) -> TransferCounts:
         return self._consumer.counts()
+
+    def mapping(self) -> MappingCounts:
+        return self._consumer.mapping()
 
     def close(self) -> None:
         self._consumer.close()

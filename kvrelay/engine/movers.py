@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvrelay.ids import RequestId
-from kvrelay.wire.registry import TransferCounts
+from kvrelay.wire.registry import MappingCounts, TransferCounts
 from kvrelay.wire.serving import FirstToken, TransferInfo
 
 
@@ -91,6 +91,8 @@ class Producer(Protocol):
 
     def counts(self) -> TransferCounts: ...
 
+    def mapping(self) -> MappingCounts: ...
+
     def close(self) -> None: ...
 
 
@@ -115,5 +117,7 @@ class Consumer(Protocol):
     def poll(self) -> ConsumerNews: ...
 
     def counts(self) -> TransferCounts: ...
+
+    def mapping(self) -> MappingCounts: ...
 
     def close(self) -> None: ...

@@ -15,7 +15,7 @@ from kvrelay.engine.kv_cache import KVCache
 from kvrelay.engine.movers import Producer
 from kvrelay.engine.request import Sequence
 from kvrelay.ids import RequestId
-from kvrelay.wire.registry import TransferCounts
+from kvrelay.wire.registry import MappingCounts, TransferCounts
 from kvrelay.wire.serving import FirstToken, Submit
 
 
@@ -111,6 +111,9 @@ class Outgoing:
 
     def counts(self) -> TransferCounts:
         return self._producer.counts()
+
+    def mapping(self) -> MappingCounts:
+        return self._producer.mapping()
 
     def close(self) -> None:
         self._producer.close()

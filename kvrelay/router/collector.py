@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -20,6 +21,22 @@ _TOTALS = {
 }
 
 
+_TRANSFERS = {
+    "done": "KV hand-overs that ended well",
+    "failed": "KV hand-overs that ended otherwise",
+    "bytes": "KV bytes moved, counted by the side that moves them",
+    "late_bytes": "KV bytes moved after the prompt was computed",
+}
+_MAPPING = {
+    "lookups": "Look-ups of transfer ids",
+    "lookup_s": "Seconds spent looking up transfer ids",
+    "duplicates": "Transfer messages that repeated what was said before",
+    "unknown": "Messages about unknown transfers",
+    "foreign": "Transfer messages from a worker that is not the peer",
+    "malformed": "Frames on the signal plane that were no message",
+}
+
+
 class WorkerCollector(Collector):
     """`peers` gives the workers of this moment."""
 
@@ -31,11 +48,29 @@ class WorkerCollector(Collector):
         yield _requests(peers)
         yield _blocks(peers)
         yield _up(peers)
-        for name, help_text in _TOTALS.items():
-            family = CounterMetricFamily(f"kvrelay_worker_{name}", f"{help_text}, by worker", labels=["worker", "role"])
-            for peer in peers:
-                family.add_metric([peer.id, peer.record.role.value], float(msgspec.to_builtins(peer.load)[name]))
-            yield family
+        yield from _counters(peers, "kvrelay_worker_", _TOTALS, lambda load: load)
+        yield from _counters(peers, "kvrelay_worker_transfers_", _TRANSFERS, lambda load: load["transfers"])
+        yield from _counters(peers, "kvrelay_worker_mapping_", _MAPPING, lambda load: load["mapping"])
+        yield _gauge(peers, "transfers_in_flight", "KV hand-overs under way", lambda load: load["transfers"]["in_flight"])
+        yield _gauge(peers, "mapping_size", "Transfer ids known", lambda load: load["mapping"]["size"])
+        yield _gauge(peers, "mapping_parked", "Messages about transfers not yet known", lambda load: load["mapping"]["parked"])
+
+
+def _counters(
+    peers: list[Peer], prefix: str, names: dict[str, str], part: Callable[[dict[str, Any]], dict[str, Any]]
+) -> Iterator[Metric]:
+    for name, help_text in names.items():
+        family = CounterMetricFamily(prefix + name, f"{help_text}, by worker", labels=["worker", "role"])
+        for peer in peers:
+            family.add_metric([peer.id, peer.record.role.value], float(part(msgspec.to_builtins(peer.load))[name]))
+        yield family
+
+
+def _gauge(peers: list[Peer], name: str, help_text: str, value: Callable[[dict[str, Any]], float]) -> Metric:
+    family = GaugeMetricFamily(f"kvrelay_worker_{name}", f"{help_text}, by worker", labels=["worker", "role"])
+    for peer in peers:
+        family.add_metric([peer.id, peer.record.role.value], float(value(msgspec.to_builtins(peer.load))))
+    return family
 
 
 def _requests(peers: list[Peer]) -> Metric:

@@ -13,10 +13,10 @@ from kvrelay.errors import ProtocolError
 from kvrelay.ids import RequestId, WorkerId
 from kvrelay.transfer.kv_consumer import ConsumerMachine
 from kvrelay.transfer.loop import Loop, clock
-from kvrelay.transfer.relay_parts import RelayParts, RelayStats, check_ids
+from kvrelay.transfer.relay_parts import RelayParts, RelayStats, check_ids, mapping_counts
 from kvrelay.transfer.signal import ConsumerSockets
 from kvrelay.wire.codec import encode
-from kvrelay.wire.registry import TransferCounts
+from kvrelay.wire.registry import MappingCounts, TransferCounts
 from kvrelay.wire.serving import TransferInfo
 from kvrelay.wire.transfer import decode_for_consumer
 
@@ -192,6 +192,10 @@ class RelayConsumer:
 
     def counts(self) -> TransferCounts:
         return self._turns.machine.counts()
+
+    def mapping(self) -> MappingCounts:
+        machine = self._turns.machine
+        return mapping_counts(machine.table.snapshot(), machine.malformed)
 
     def stats(self) -> RelayStats:
         machine = self._turns.machine

@@ -13,7 +13,7 @@ from kvrelay.transfer.layout import KVLayout
 from kvrelay.transfer.region import Region
 from kvrelay.transfer.session import LocalSide, TransferSettings
 from kvrelay.transfer.table import TableStats
-from kvrelay.wire.registry import TransferCounts
+from kvrelay.wire.registry import MappingCounts, TransferCounts
 from kvrelay.wire.serving import TransferInfo
 
 
@@ -25,6 +25,19 @@ class RelayStats(msgspec.Struct, frozen=True, kw_only=True):
     malformed: int  # frames that were no message
     unsent: int  # messages dropped because the peer was not there, or did not keep up
     strangers: int = 0  # messages of connections that did not name a worker
+
+
+def mapping_counts(table: TableStats, malformed: int) -> MappingCounts:
+    return MappingCounts(
+        size=table.size,
+        parked=table.parked,
+        lookups=table.lookups,
+        lookup_s=table.lookup_s,
+        duplicates=table.duplicates,
+        unknown=table.unknown,
+        foreign=table.foreign,
+        malformed=malformed,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,6 +37,20 @@ class TransferCounts(msgspec.Struct, frozen=True, kw_only=True):
     late_bytes: int = 0  # of these, moved after the prompt was computed: what the hand-over had to wait for
 
 
+class MappingCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the table that translates transfer ids and request ids. `size` and `parked` are of this moment, the rest since the
+    start."""
+
+    size: int = 0
+    parked: int = 0  # messages about transfers that are not known yet
+    lookups: int = 0
+    lookup_s: float = 0.0
+    duplicates: int = 0  # messages about what was said before
+    unknown: int = 0  # messages about transfers nobody here has heard of
+    foreign: int = 0  # messages from a worker that is not the transfer's peer: another attempt or incarnation
+    malformed: int = 0  # frames that were no message
+
+
 class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     """Of one moment."""
 
@@ -46,6 +60,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     swapped: int = 0
     blocks: BlockCounts = BlockCounts()
     transfers: TransferCounts = TransferCounts()
+    mapping: MappingCounts = MappingCounts()
     prompt_tokens: int = 0  # since the start: prompt tokens computed
     cached_tokens: int = 0  # since the start: prompt tokens found in the prefix cache
     output_tokens: int = 0  # since the start

@@ -14,7 +14,7 @@ from kvrelay.ids import RequestId, WorkerId, new_request_id, new_transfer_id
 from kvrelay.runner.fake import FakeRunner
 from kvrelay.sampling import SamplingParams
 from kvrelay.states import FinishReason, RequestState
-from kvrelay.wire.registry import TransferCounts
+from kvrelay.wire.registry import MappingCounts, TransferCounts
 from kvrelay.wire.serving import FirstToken, Submit, TransferInfo
 
 PREFILL = WorkerId("prefill-0123456789ab")
@@ -68,6 +68,9 @@ class ScriptedProducer:
     def counts(self) -> TransferCounts:
         return TransferCounts()
 
+    def mapping(self) -> MappingCounts:
+        return MappingCounts()
+
     def close(self) -> None:
         pass
 
@@ -103,6 +106,9 @@ class ScriptedConsumer:
 
     def counts(self) -> TransferCounts:
         return TransferCounts()
+
+    def mapping(self) -> MappingCounts:
+        return MappingCounts()
 
     def close(self) -> None:
         pass
