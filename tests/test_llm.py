@@ -65,8 +65,10 @@ def assert_empty(llm: LLM | AsyncLLM) -> None:
         counts = llm.engine.kv.pool.counts()
         assert counts.free + counts.cached == counts.total
     else:
-        relay = llm.relay
-        until(lambda: all(map(is_idle, relay.describe()["workers"])) and relay.describe()["in_flight"] == 0)
+        deadline = time.monotonic() + PATIENCE_S
+        while (seen := llm.relay.describe())["in_flight"] or not all(map(is_idle, seen["workers"])):
+            assert time.monotonic() < deadline, f"not idle: {seen}"
+            time.sleep(0.05)
 
 
 @pytest.fixture(scope="module")
@@ -215,20 +217,6 @@ def test_the_relay_gives_the_same_tokens_as_one_process(alone: LLM, relayed: LLM
     assert workers["decode"]["transfers"]["done"] > 0, "nothing was handed over"
 
 
-def test_a_relay_does_not_load_torch_into_this_process(folder: str) -> None:
-    script = f"""
-        import sys
-        from kvrelay import LLM, SamplingParams
-        with LLM({folder!r}, **{RELAY!r}) as llm:
-            llm.generate("The quick", SamplingParams(max_tokens=2))
-        print("torch" in sys.modules)
-        """
-    result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=PATIENCE_S, check=False
-    )
-    assert (result.stdout, result.returncode) == ("False\n", 0), result.stderr
-
-
 # Ends
 
 
@@ -251,42 +239,27 @@ def test_a_closed_llm_serves_nothing(folder: str) -> None:
         llm.generate("a", greedy())
 
 
-def test_closing_a_relay_ends_its_workers(folder: str) -> None:
-    before = {process.pid for process in children()}
-    llm = LLM(folder, **RELAY)
-    assert llm.relay is not None
-    started = [process for process in children() if process.pid not in before]
-    assert {worker["pid"] for worker in llm.relay.describe()["workers"]} <= {process.pid for process in started}
-    llm.close()
-    llm.close()
-    until(lambda: all(map(gone, started)))
-    for call in (lambda: llm.generate("a", greedy()), llm.relay.describe):
-        with pytest.raises(EngineClosedError):
-            call()
-    with pytest.raises(ConfigError, match="in worker processes"):
-        llm.engine  # noqa: B018
-
-
 ENDS = {
-    "exit": "pass",
-    "error": "raise SystemExit(3)",
-    "drop": "del llm; import gc; gc.collect(); import psutil; assert not psutil.Process().children()",
-    "kill": "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
+    "exit": "assert 'torch' not in sys.modules",  # the model is the workers' business alone
+    "drop": "del llm; gc.collect(); assert not psutil.Process().children()",
+    "kill": "os.kill(os.getpid(), signal.SIGKILL)",
 }
 
 
 @pytest.mark.parametrize("end", ENDS)
 def test_no_worker_outlives_its_process(folder: str, end: str) -> None:
     script = f"""
-        from kvrelay import LLM
+        import gc, os, signal, sys
+        import psutil
+        from kvrelay import LLM, SamplingParams
         llm = LLM({folder!r}, **{RELAY!r})
+        llm.generate("The quick", SamplingParams(max_tokens=2))
         print(*[worker["pid"] for worker in llm.relay.describe()["workers"]], flush=True)
         {ENDS[end]}
         """
-    result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=PATIENCE_S, check=False
-    )
-    assert result.returncode == {"error": 3, "kill": -signal.SIGKILL}.get(end, 0), result.stderr
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert result.returncode == (-signal.SIGKILL if end == "kill" else 0), result.stderr
     pids = [int(pid) for pid in result.stdout.split()]
     assert len(pids) == 2
     until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
@@ -299,22 +272,33 @@ def test_a_worker_that_cannot_start_is_an_error_with_its_reason(folder: str) -> 
     assert len(children()) == before
 
 
-def test_a_lost_worker_fails_its_requests_and_is_replaced(folder: str) -> None:
-    with LLM(folder, **RELAY) as llm:
-        assert llm.relay is not None
-        before = tokens(llm.generate(PROMPTS, greedy()))
-        decode = next(worker for worker in llm.relay.describe()["workers"] if worker["role"] == "decode")
-        os.kill(decode["pid"], signal.SIGKILL)
-        with pytest.raises(RequestError):
-            llm.generate(PROMPTS * 10, greedy(60))
+def test_a_lost_worker_is_replaced_and_closing_ends_them_all(folder: str) -> None:
+    before = {process.pid for process in children()}
+    llm = LLM(folder, **RELAY)
+    assert llm.relay is not None
+    with pytest.raises(ConfigError, match="in worker processes"):
+        llm.engine  # noqa: B018
+    expected = tokens(llm.generate(PROMPTS, greedy()))
+    decode = next(worker for worker in llm.relay.describe()["workers"] if worker["role"] == "decode")
+    os.kill(decode["pid"], signal.SIGKILL)
+    with pytest.raises(RequestError):
+        llm.generate(PROMPTS * 10, greedy(60))
 
-        def again() -> bool:
-            with contextlib.suppress(RequestError):
-                return tokens(llm.generate(PROMPTS, greedy())) == before
-            return False
+    def serves_again() -> bool:
+        with contextlib.suppress(RequestError):
+            return tokens(llm.generate(PROMPTS, greedy())) == expected
+        return False
 
-        until(again)
-        assert_empty(llm)
+    until(serves_again)
+    assert_empty(llm)
+    started = [process for process in children() if process.pid not in before]
+    assert len(started) == 2
+    llm.close()
+    llm.close()
+    assert all(map(gone, started))
+    for call in (lambda: llm.generate("a", greedy()), llm.relay.describe):
+        with pytest.raises(EngineClosedError):
+            call()
 
 
 # Options
@@ -349,23 +333,20 @@ def test_a_wrong_option_is_refused_by_name(folder: str, options: dict[str, Any],
 # AsyncLLM
 
 
-@contextlib.asynccontextmanager
-async def open_async(folder: str, kind: str, **settings: Any) -> AsyncIterator[AsyncLLM]:
-    llm = AsyncLLM(folder, **{**(SMALL if kind == "alone" else RELAY), **settings})
-    try:
-        yield llm
-        await asyncio.to_thread(until_empty, llm)
-    finally:
-        llm.close()
-
-
 def until_empty(llm: AsyncLLM) -> None:
     if llm.relay is None:
         until(lambda: not llm.engine.has_work)
     assert_empty(llm)
 
 
-KINDS = pytest.mark.parametrize("kind", ["alone", "relayed"])
+@contextlib.asynccontextmanager
+async def open_async(folder: str, **settings: Any) -> AsyncIterator[AsyncLLM]:
+    llm = AsyncLLM(folder, **{**SMALL, **settings})
+    try:
+        yield llm
+        await asyncio.to_thread(until_empty, llm)
+    finally:
+        llm.close()
 
 
 async def last(stream: AsyncIterator[RequestOutput]) -> RequestOutput:
@@ -374,67 +355,100 @@ async def last(stream: AsyncIterator[RequestOutput]) -> RequestOutput:
     return outputs[-1]
 
 
-@KINDS
-async def test_streams_grow_side_by_side_to_what_a_batch_gives(folder: str, kind: str, alone: LLM) -> None:
+async def streams_grow_side_by_side(llm: AsyncLLM, alone: LLM) -> None:
+    """To what a batch gives."""
     expected = alone.generate(PROMPTS, greedy(10))
-    async with open_async(folder, kind) as llm:
-        seen: list[RequestOutput] = [output async for output in llm.generate(PROMPTS[0], greedy(10), request_id="mine")]
-        assert {output.request_id for output in seen} == {"mine"}
-        lengths = [len(output.outputs[0].token_ids) for output in seen]
-        assert lengths == sorted(set(lengths))
-        assert len(lengths) > 1
-        assert expected[0].outputs[0].text.startswith(seen[0].outputs[0].text)
-        got = await asyncio.gather(*(last(llm.generate(prompt, greedy(10))) for prompt in PROMPTS))
-        assert tokens(list(got)) == tokens(expected)
-        assert got[0].outputs[0].text == expected[0].outputs[0].text
-        many = await asyncio.gather(
-            *(last(llm.generate(prompt, greedy(3))) for prompt in PROMPTS * (1 if kind == "alone" else 5))
-        )
-        assert all(output.finished for output in many)
+    seen: list[RequestOutput] = [output async for output in llm.generate(PROMPTS[0], greedy(10), request_id="mine")]
+    assert {output.request_id for output in seen} == {"mine"}
+    lengths = [len(output.outputs[0].token_ids) for output in seen]
+    assert lengths == sorted(set(lengths))
+    assert len(lengths) > 1
+    assert expected[0].outputs[0].text.startswith(seen[0].outputs[0].text)
+    got = await asyncio.gather(*(last(llm.generate(prompt, greedy(10))) for prompt in PROMPTS))
+    assert tokens(list(got)) == tokens(expected)
+    assert got[0].outputs[0].text == expected[0].outputs[0].text
+    many = await asyncio.gather(*(last(llm.generate(prompt, greedy(3))) for prompt in PROMPTS * 5))
+    assert all(output.finished for output in many)
 
 
-@KINDS
-async def test_requests_end_by_stop_string_abort_and_leaving(folder: str, kind: str, alone: LLM) -> None:
+async def requests_end_by_stop_string_abort_and_leaving(llm: AsyncLLM, alone: LLM) -> None:
     whole = alone.generate(PROMPTS[0], greedy(20))[0].outputs[0].text
-    async with open_async(folder, kind) as llm:
-        stopped = await last(llm.generate(PROMPTS[0], greedy(20, stop=[whole[5:7]])))
-        assert stopped.outputs[0].finish_reason is FinishReason.STOP
-        assert stopped.outputs[0].text == whole[: whole.index(whole[5:7])]
+    stopped = await last(llm.generate(PROMPTS[0], greedy(20, stop=[whole[5:7]])))
+    assert stopped.outputs[0].finish_reason is FinishReason.STOP
+    assert stopped.outputs[0].text == whole[: whole.index(whole[5:7])]
 
-        seen = []
-        async for output in llm.generate(PROMPTS[0], greedy(100, n=2), request_id="long"):
-            seen.append(output)
-            if len(seen) == 2:
-                llm.abort("long")
-        assert [sample.finish_reason for sample in seen[-1].outputs] == [FinishReason.ABORT] * 2
-        assert len(seen[-1].outputs[0].token_ids) < 100
-        llm.abort("long")
-        llm.abort("nobody")
+    seen: list[RequestOutput] = []
+    async for output in llm.generate(PROMPTS[0], greedy(100, n=2), request_id="long"):
+        seen.append(output)
+        if len(seen) == 2:
+            llm.abort("long")
+    assert [sample.finish_reason for sample in seen[-1].outputs] == [FinishReason.ABORT] * 2
+    assert len(seen[-1].outputs[0].token_ids) < 100
+    llm.abort("long")
+    llm.abort("nobody")
 
-        async with contextlib.aclosing(llm.generate(PROMPTS[1], greedy(100), request_id="left")) as stream:  # type: ignore[type-var]
-            async for _ in stream:
-                break
-        again = await last(llm.generate(PROMPTS[1], greedy(4), request_id="left"))
-        assert again.finished
+    stream = llm.generate(PROMPTS[1], greedy(100), request_id="left")
+    await anext(stream)
+    await stream.aclose()  # type: ignore[attr-defined]
+    assert (await last(llm.generate(PROMPTS[1], greedy(4), request_id="left"))).finished
 
 
-@KINDS
-async def test_two_streams_cannot_have_one_id_and_errors_leave_nothing(folder: str, kind: str) -> None:
-    async with open_async(folder, kind) as llm:
-        stream = llm.generate(PROMPTS[0], greedy(50), request_id="same")
-        await anext(stream)
-        with pytest.raises(ConfigError, match="'same' is running already"):
-            await last(llm.generate(PROMPTS[1], greedy(), request_id="same"))
-        assert (await last(stream)).finished
-        with pytest.raises(InvalidRequestError, match="token ids must be"):
-            await last(llm.generate([VOCAB_SIZE + 1], greedy(), request_id="same"))
-        with pytest.raises(InvalidRequestError, match="best_of"):
-            await last(llm.generate("a", greedy(n=2), best_of=1, request_id="same"))
-        assert (await last(llm.generate("a", greedy(2), request_id="same"))).finished
+async def an_id_names_one_stream_and_errors_leave_nothing(llm: AsyncLLM, alone: LLM) -> None:
+    stream = llm.generate(PROMPTS[0], greedy(50), request_id="same")
+    await anext(stream)
+    with pytest.raises(ConfigError, match="'same' is running already"):
+        await last(llm.generate(PROMPTS[1], greedy(), request_id="same"))
+    assert (await last(stream)).finished
+    with pytest.raises(InvalidRequestError, match="token ids must be"):
+        await last(llm.generate([VOCAB_SIZE + 1], greedy(), request_id="same"))
+    with pytest.raises(InvalidRequestError, match="best_of"):
+        await last(llm.generate("a", greedy(n=2), best_of=1, request_id="same"))
+    assert (await last(llm.generate("a", greedy(2), request_id="same"))).finished
+
+
+async def closing_ends_open_streams_with_an_error(llm: AsyncLLM) -> None:
+    stream = llm.generate(PROMPTS[0], greedy(100))
+    await anext(stream)
+    llm.close()
+    with pytest.raises(InternalError, match="closed"):
+        async for _ in stream:
+            pass
+    llm.close()
+    with pytest.raises(EngineClosedError, match="this AsyncLLM is closed"):
+        await anext(llm.generate("a", greedy()))
+
+
+STREAMS = [
+    streams_grow_side_by_side,
+    requests_end_by_stop_string_abort_and_leaving,
+    an_id_names_one_stream_and_errors_leave_nothing,
+]
+
+
+@pytest.mark.parametrize("behaviour", STREAMS, ids=lambda behaviour: behaviour.__name__)
+async def test_streams_of_a_model_in_this_process(folder: str, behaviour: Callable[..., Any], alone: LLM) -> None:
+    async with open_async(folder) as llm:
+        await behaviour(llm, alone)
+
+
+async def test_streams_of_a_model_in_worker_processes(folder: str, alone: LLM) -> None:
+    """All in one test: starting workers takes seconds."""
+    llm = AsyncLLM(folder, **RELAY)
+    try:
+        for behaviour in STREAMS:
+            await behaviour(llm, alone)
+            await asyncio.to_thread(until_empty, llm)
+        await closing_ends_open_streams_with_an_error(llm)
+    finally:
+        llm.close()
+
+
+async def test_closing_a_model_in_this_process(folder: str) -> None:
+    await closing_ends_open_streams_with_an_error(AsyncLLM(folder, **SMALL))
 
 
 async def test_priorities_trace_headers_and_best_of_reach_the_engine(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with open_async(folder, "alone", max_batch=2) as llm:
+    async with open_async(folder, max_batch=2) as llm:
         submitted = []
         original = llm.engine.submit
         monkeypatch.setattr(llm.engine, "submit", lambda submit: (submitted.append(submit), original(submit)))
@@ -453,17 +467,3 @@ async def test_priorities_trace_headers_and_best_of_reach_the_engine(folder: str
         best = await last(llm.generate(PROMPTS[0], warm(seed=3), best_of=2))
         assert len(best.outputs) == 1
         assert submitted[-1].params.n == 2
-
-
-@KINDS
-async def test_closing_ends_open_streams_with_an_error(folder: str, kind: str) -> None:
-    llm = AsyncLLM(folder, **(SMALL if kind == "alone" else RELAY))
-    stream = llm.generate(PROMPTS[0], greedy(100))
-    await anext(stream)
-    llm.close()
-    with pytest.raises(InternalError, match="closed"):
-        async for _ in stream:
-            pass
-    llm.close()
-    with pytest.raises(EngineClosedError, match="this AsyncLLM is closed"):
-        await anext(llm.generate("a", greedy()))

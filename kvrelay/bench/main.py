@@ -24,6 +24,7 @@ scenarios:
   machine     memory bandwidth and GEMM rate of this machine
   engine      decode and prefill against those limits, and against transformers (--peer transformers)
   router      what the router adds to a request, and how many it carries
+  relay       what handing KV between workers costs, and what it is good for
 
 `kvrelay bench SCENARIO --help` shows a scenario's options. Every figure is compared with something measured in the same
 run, because a shared machine is never the same twice; docs/benchmarks.md tells the method.
@@ -103,6 +104,15 @@ def _router_options(parser: Parser) -> None:
     parser.add_argument("--streams", type=positive, default=512, metavar="N", help="streams of the wide runs (default 512)")
 
 
+def _relay_options(parser: Parser) -> None:
+    parser.add_argument(
+        "--model", default="smollm2", metavar="MODEL", help="smollm2 (default), a folder, a .gguf file, a hub id"
+    )
+    parser.add_argument("--seconds", type=positive, default=25, metavar="S", help="long prompts arrive so long (default 25)")
+    plot = pathlib.Path("bench/results/relay-itl.svg")
+    parser.add_argument("--plot", type=pathlib.Path, default=plot, metavar="FILE.svg", help=f"the picture (default {plot})")
+
+
 def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
@@ -135,10 +145,17 @@ def _measure_router(options: argparse.Namespace, console: Console) -> tuple[Resu
     return router.measure(options.model, options.seconds, options.streams, console), router.TARGETS
 
 
+def _measure_relay(options: argparse.Namespace, console: Console) -> tuple[Results, Targets]:
+    from kvrelay.bench import relay
+
+    return relay.measure(options.model, options.seconds, options.plot, console), relay.TARGETS
+
+
 SCENARIOS = {
     "machine": Scenario("Memory bandwidth and GEMM rate of this machine.", _machine_options, _measure_machine),
     "engine": Scenario("Decode and prefill against this machine's limits.", _engine_options, _measure_engine),
     "router": Scenario("What the router adds to a request, and how many it carries.", _router_options, _measure_router),
+    "relay": Scenario("What handing KV between workers costs, and what it is good for.", _relay_options, _measure_relay),
 }
 
 

@@ -4,8 +4,8 @@
     peer -> parent    one answer each: Ready, Met, Measured, Digested
 It ends when the parent closes the pipe (`processes.py`).
 
-What moves is the KV of a prompt whose blocks lie at random places on both sides, so ranges are as small as they get: one block
-of one layer and plane each.
+What moves is the KV of a prompt. Its blocks lie at random places on both sides, so that ranges are as small as they get, one
+block of one layer and plane each; or in order, so that all of a layer's plane is one range.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import ctypes
 import hashlib
 import sys
 import time
-from collections.abc import Callable
 from typing import Literal, assert_never
 
 import msgspec
@@ -24,12 +23,14 @@ from kvrelay.bench.processes import LineReader, say
 from kvrelay.bench.raw_transfer import RawMover, open_raw
 from kvrelay.errors import BenchError
 from kvrelay.ids import WorkerId
-from kvrelay.transfer.engines.base import Ranges, TransferError
+from kvrelay.transfer.engines.base import MoveId, Ranges, TransferError
 from kvrelay.transfer.engines.choose import make_engine
 from kvrelay.transfer.layout import KVLayout, Placement, kv_layout, move_ranges
 from kvrelay.transfer.region import shared_region
 from kvrelay.wire.transfer import Layout
 
+Side = Literal["local", "remote"]
+How = Literal["read", "write", "raw", "memcpy"]
 _POLL_S = 0.00005
 _MOVE_S = 60.0
 
@@ -38,7 +39,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     engine: str
     worker: WorkerId
     layout: Layout
-    side: Literal["local", "remote"]  # of a move; decides what is in the memory
+    side: Side  # of a move
 
 
 class Meet(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -50,8 +51,9 @@ class Meet(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class Measure(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Moves the KV of so many tokens: by our engine, by the library alone, or within this process by one memcpy."""
 
-    how: Literal["read", "write", "raw", "memcpy"]
+    how: How
     tokens: int
+    scattered: bool = True
 
 
 class Digest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -86,11 +88,14 @@ class Digested(msgspec.Struct, frozen=True, kw_only=True):
 Command = Meet | Measure | Digest
 
 
-def kv_ranges(layout: KVLayout, tokens: int) -> Ranges:
-    """Local offset, remote offset, size. The same for both peers."""
-    places = [np.random.default_rng(seed).permutation(layout.num_blocks) for seed in (1, 2)]
+def kv_ranges(layout: KVLayout, tokens: int, *, scattered: bool) -> Ranges:
+    """Local offset, remote offset, size. The same for both peers. In a fresh pool blocks lie in order; later they scatter."""
     count = -(-tokens // layout.block_size)
-    here, there = (Placement(layout, place[:count].tolist()) for place in places)
+    if scattered:
+        places = [np.random.default_rng(seed).permutation(layout.num_blocks).tolist() for seed in (1, 2)]
+    else:
+        places = [list(range(layout.num_blocks))] * 2
+    here, there = (Placement(layout, place[:count]) for place in places)
     return move_ranges(here, there, (0, tokens), (0, layout.num_layers))
 
 
@@ -103,11 +108,11 @@ class Peer:
         self._layout = kv_layout(setup.layout)
         self._engine = make_engine(setup.engine, setup.worker)
         self._region = shared_region(self._layout.size_bytes)
+        assert self._region.buffer is not None
         self._memory = np.frombuffer(self._region.buffer, dtype=np.uint8)
-        self._memory[:] = 0 if setup.side == "local" else 1  # every page is there before anything is timed
-        if setup.side == "remote" or setup.engine != "shm":
-            seed = 1 if setup.side == "local" else 2
-            self._memory.view(np.uint64)[:] = np.random.default_rng(seed).integers(0, 1 << 63, self._memory.size // 8)
+        # Every page is there before anything is timed, and no two peers hold the same.
+        content = np.random.default_rng(1 if setup.side == "local" else 2).integers(0, 1 << 63, self._memory.size // 8)
+        self._memory.view(np.int64)[:] = content
         self._engine.register(self._region)
         self._raw: RawMover | None = open_raw(setup.engine, setup.worker, self._region)
         self._peer = setup.worker
@@ -123,34 +128,37 @@ class Peer:
             self._raw.meet(message.raw_info)
 
     def measure(self, message: Measure) -> Measured:
-        ranges = kv_ranges(self._layout, message.tokens)
+        ranges = kv_ranges(self._layout, message.tokens, scattered=message.scattered)
         size = int(ranges[:, 2].sum())
-        match message.how:
-            case "read":
-                work: Callable[[], None] = lambda: self._move(self._engine.read(self._peer, ranges))
-            case "write":
-                work = lambda: self._move(self._engine.write(self._peer, ranges))
-            case "raw":
-                assert self._raw is not None
-                raw = self._raw
-                work = lambda: raw.write(ranges)
-            case "memcpy":
-                work = lambda: self._memcpy(size)
-            case _:
-                assert_never(message.how)
+        if message.how == "memcpy":
+            self._prepare_memcpy(size)
         start = time.perf_counter()
-        work()
+        self._carry_out(message.how, ranges, size)
         return Measured(seconds=time.perf_counter() - start, payload_bytes=size)
 
+    def _carry_out(self, how: How, ranges: Ranges, size: int) -> None:
+        match how:
+            case "read":
+                self._wait_for(self._engine.read(self._peer, ranges))
+            case "write":
+                self._wait_for(self._engine.write(self._peer, ranges))
+            case "raw":
+                assert self._raw is not None
+                self._raw.write(ranges)
+            case "memcpy":
+                ctypes.memmove(self._copies[0].ctypes.data, self._copies[1].ctypes.data, size)
+            case _:
+                assert_never(how)
+
     def digest(self, tokens: int) -> str:
-        ranges = kv_ranges(self._layout, tokens)
+        ranges = kv_ranges(self._layout, tokens, scattered=True)
         digest = hashlib.blake2b()
         for here, there, size in ranges.tolist():
             start = here if self._side == "local" else there
             digest.update(self._memory[start : start + size].data)
         return digest.hexdigest()
 
-    def _move(self, move: int) -> None:
+    def _wait_for(self, move: MoveId) -> None:
         deadline = time.monotonic() + _MOVE_S
         while not (ended := self._engine.poll()):
             if time.monotonic() > deadline:
@@ -160,15 +168,10 @@ class Peer:
             if completion.id != move or completion.error:
                 raise BenchError(f"{self._engine.name}: {completion.error or 'another move ended'}")
 
-    def _memcpy(self, size: int) -> None:
-        to, source = self._copies
-        ctypes.memmove(to.ctypes.data, source.ctypes.data, size)
-
-    def prepare_memcpy(self, size: int) -> None:
+    def _prepare_memcpy(self, size: int) -> None:
         """Ordinary memory, with every page there."""
         if not self._copies or self._copies[0].size < size:
-            self._copies = (np.zeros(size, dtype=np.uint8), np.ones(size, dtype=np.uint8))
-            self._copies[0][:] = 2
+            self._copies = (np.full(size, 2, dtype=np.uint8), np.full(size, 1, dtype=np.uint8))
 
     def close(self) -> None:
         self._engine.close()
@@ -190,8 +193,6 @@ def main() -> None:
                 peer.meet(message)
                 say(Met())
             case Measure():
-                if message.how == "memcpy":
-                    peer.prepare_memcpy(message.tokens * kv_layout(setup.layout).token_bytes * 2 * setup.layout.num_layers)
                 say(peer.measure(message))
             case Digest():
                 say(Digested(digest=peer.digest(message.tokens)))

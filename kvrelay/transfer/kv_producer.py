@@ -39,6 +39,7 @@ from kvrelay.wire.transfer import (
     Release,
     Reserve,
     ToProducer,
+    TransferMessage,
     Unreserve,
     Unreserved,
 )
@@ -346,7 +347,12 @@ class ProducerMachine:
         self._desk.send(peer, message)
 
     def take_outgoing(self) -> list[tuple[WorkerId, Message]]:
-        return self._desk.take_outgoing()
+        """Words about transfers wait for the connection to be open: then the consumer is told where each of them is."""
+        return [
+            (peer, message)
+            for peer, message in self._desk.take_outgoing()
+            if not isinstance(message, TransferMessage) or (peer in self._links and self._links[peer].open)
+        ]
 
     def take_news(self) -> ProducerNews:
         """Hands the outcomes to the scheduler; the names of what ended are forgotten with it."""

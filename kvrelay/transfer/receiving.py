@@ -61,6 +61,7 @@ class Receiving:
         self._reservation: Reservation | None = None
         self._last_number = 0
         self._reserved_at = 0.0
+        self._was_asked = False  # the producer may know the blocks of the present reservation
         self._unreserving = False
         self._peer_let_go = False  # Unreserved came, local reads still run
         self._pull_at: float | None = None
@@ -83,10 +84,6 @@ class Receiving:
     def num_moves(self) -> int:
         return len(self._reads)
 
-    @property
-    def holds_blocks(self) -> bool:
-        return self._reservation is not None
-
     # What the engine does
 
     def reserve(self, blocks: tuple[int, ...], skip_tokens: int, now: float) -> None:
@@ -97,7 +94,7 @@ class Receiving:
         self._last_number += 1
         self._reservation = Reservation(self._last_number, skip_tokens, blocks)
         self._coverage = Coverage(self.meta.transfer_id, self._desk.layout.num_layers, skip_tokens)
-        self._reserved_at = now
+        self._reserved_at, self._was_asked = now, False
         self._lease.forget()
         self._remote_blocks, self._announced, self._first_tokens = (), Progress(), None
         self._pull_backoff_s = self._settings.pull_backoff_s
@@ -244,6 +241,7 @@ class Receiving:
     def _ask(self, now: float) -> None:
         assert self._reservation is not None
         number, skip_tokens = self._reservation.number, self._reservation.skip_tokens
+        self._was_asked = self._was_asked or self.link.ready
         if self.meta.mode == "write":
             blocks = list(self._reservation.blocks)
             self._send(Reserve(transfer_id=self.meta.transfer_id, reservation=number, blocks=blocks, skip_tokens=skip_tokens))
@@ -344,7 +342,7 @@ class Receiving:
         """Takes the step that waited for the last read to end, or for the producer to let go."""
         if self._reads:
             return
-        if self.state is ConsumerState.DRAINING and (self._peer_drained or self.copies):
+        if self.state is ConsumerState.DRAINING and (self._peer_drained or self.copies or not self._was_asked):
             self._over(ConsumerState.FAILED)
         elif self._unreserving and self._peer_let_go and self.state is ConsumerState.RESERVED:
             self._reservation = self._coverage = None
@@ -392,7 +390,9 @@ class Receiving:
         return False
 
     def _send(self, message: Message) -> None:
-        self._desk.send(self.meta.peer, message)
+        """Not before the connection is open: the heartbeat that opens it says what these words would have."""
+        if self.link.ready:
+            self._desk.send(self.meta.peer, message)
 
     def _advance(self, following: ConsumerState) -> None:
         self.state = advance(CONSUMER_EDGES, self.state, following)

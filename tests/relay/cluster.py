@@ -278,6 +278,10 @@ class Cluster:
         async with asyncio.timeout(PATIENCE_S):
             await self.router.until_usable(len(self.workers))
 
+    def use_mode(self, mode: Literal["write", "read"]) -> None:
+        """As a second router with other options would."""
+        self.router._dispatcher._mode = mode
+
     def submit(self, request: GenerateRequest) -> RequestStream:
         return self.router.submit(request)
 
@@ -286,7 +290,7 @@ class Cluster:
 
     async def answers(self, requests: Iterable[GenerateRequest]) -> list[Answer]:
         streams = [self.submit(request) for request in requests]
-        return list(await asyncio.gather(*map(collect, streams)))
+        return list(await asyncio.gather(*(collect(stream) for stream in streams)))
 
     async def until(self, condition: Callable[[], bool]) -> None:
         deadline = asyncio.get_running_loop().time() + PATIENCE_S
@@ -396,9 +400,9 @@ async def relay(shape: Shape) -> AsyncIterator[Cluster]:
         await cluster.close()
 
 
-async def collect(stream: RequestStream) -> Answer:
-    """Until its end, as the front end does."""
-    answer = Answer()
+async def collect(stream: RequestStream, answer: Answer | None = None) -> Answer:
+    """Until its end, as the front end does; `answer` is what came before."""
+    answer = answer or Answer()
     try:
         async with asyncio.timeout(PATIENCE_S):
             while outputs := await stream.next():
@@ -416,7 +420,7 @@ def ask(prompt: list[int], **params: Any) -> GenerateRequest:
 
 def solo(requests: Iterable[GenerateRequest], shape: Shape) -> list[Answer]:
     """What one worker that does everything says to each: no cache, no hand-over."""
-    options = EngineOptions(max_batch=256, token_budget=2048, prefix_cache=False)
+    options = EngineOptions(max_batch=256, token_budget=2048, max_queue=100_000, prefix_cache=False)
     runner = FakeRunner(
         num_blocks=8192, vocab_size=VOCAB, eos_token_ids=(EOS,), eos_one_in=shape.eos_one_in, max_model_len=shape.max_model_len
     )

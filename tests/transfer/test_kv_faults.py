@@ -27,6 +27,7 @@ from kvrelay.wire.transfer import (
     Pull,
     ReadDone,
     Ready,
+    Refused,
     RegionMapped,
     Release,
     Reserve,
@@ -632,6 +633,36 @@ def test_a_consumer_that_was_stopped_for_long_opens_its_connection_again(mover: 
     pair.world.settle()
     assert pair.consumer.outcomes[plan.on_consumer] == ["arrived"]
     pair.finish()
+
+
+def test_blocks_that_the_producer_never_heard_of_are_not_quarantined() -> None:
+    """The connection breaks before Reserve could be said, and the producer never answers again."""
+    pair = Pair(Mover.PRODUCER)
+    pair.producer.start(pair.plan)
+    pair.world.settle()
+    refused = Refused(reason="forgotten", about="sender")
+    pair.consumer.machine.on_message(pair.producer.id, refused, pair.world.now)
+    pair.world.stopped.add(pair.producer.id)
+    assert pair.consumer.reserve(pair.plan)
+    pair.world.run(31)
+    assert pair.outcomes[1] == ["the producer has not answered for 30 s"]
+    assert len(pair.consumer.pool.free) == pair.consumer.pool.layout.num_blocks
+
+
+def test_nothing_is_said_of_a_transfer_before_the_connection_is_open() -> None:
+    pair = Pair(connect=False)
+    pair.producer.expect(pair.plan)
+    pair.producer.start(pair.plan)
+    pair.consumer.expect(pair.plan)
+    pair.world.pump()
+    said: list[str] = []
+    while "RegionMapped" not in said:
+        said += pair.world.kinds()
+        pair.world.deliver()
+    assert set(said) == {"Hello", "Welcome", "MapRegion", "RegionMapped", "Starting"}
+    assert said.index("Starting") > said.index("RegionMapped")
+    pair.finish()
+    assert pair.outcomes == (["released"], ["arrived"])
 
 
 # Parking and taking back

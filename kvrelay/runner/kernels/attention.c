@@ -2,11 +2,11 @@
  *
  * One task is a block of queries of one row and some KV heads: all of them for a decode, whose time goes into reading keys and
  * values, which lie side by side for all heads; one for a prompt, whose time goes into arithmetic on keys that stay in the
- * first-level cache. A task's lines are its (KV head, query, head) triples. Keys come in tiles of TILE_KEYS, tiles in partitions
- * of PARTITION, both counted from the start of the context. Within a partition the softmax is kept up to date tile by tile;
- * partitions are merged in order. So a line's result depends on its query and context only - not on the batch, the chunk, the
- * block size, or whether the partitions of a long context were shared out to threads: keys that a line may not see weigh
- * exactly 0. */
+ * first-level cache. A task's lines are its (KV head, query, head) triples. Keys come in tiles of TILE_KEYS, tiles in
+ * partitions of PARTITION, both counted from the start of the context. Within a partition the softmax is kept up to date tile
+ * by tile; partitions are merged in order. So a line's result depends on its query and context only - not on the batch, the
+ * chunk, the block size, or whether the partitions of a long context were shared out to threads: keys that a line may not see
+ * weigh exactly 0. */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -30,10 +30,9 @@ struct Attention {
     long rows, table_stride, block_size, heads, kv_heads, dim;
     float scale;
     /* set here */
-    long group, queries_per_task, num_tasks, next_task;
+    long group, queries_per_task, num_tasks, next_task, max_queries, max_parts;
     struct Task *tasks;
     struct Part *parts; /* of split contexts: [task][partition][MAX_LINES] */
-    long max_parts;
 };
 
 struct Task {
@@ -62,8 +61,8 @@ INLINE void score_tile(const int lines, const float *q, const float *const *row,
     UNROLL for (int l = 0; l < lines; l++) sums_of_four(sum[l][0], sum[l][1], sum[l][2], sum[l][3], scores + l * TILE_KEYS);
 }
 
-/* part[lines].values[to..] += weights[lines][keys] * value[keys][from..], for one chunk of dimensions. A chunk is a cache line, so
- * each step also fetches one line of the keys that come next. */
+/* part[lines].values[to..] += weights[lines][keys] * value[keys][from..], for one chunk of dimensions. A chunk is a cache line,
+ * so each step also fetches one line of the keys that come next. */
 INLINE void weigh_tile(const int lines, const float *weights, const float *const *value, long keys, long from,
                        const float *const *next_key, long next_from, struct Part *part, long to) {
     vec sum[LINE_TILE][CHUNK_VECTORS];
@@ -88,38 +87,29 @@ struct Tile {
     const float *key[TILE_KEYS], *value[TILE_KEYS];
 };
 
-/* What will be read next. */
+/* The keys that will be read next. */
 struct Fetch {
     const float *const *rows;
     long head;
 };
 
-/* `head` is where a KV head's floats begin. The first lines to read keys also fetch: these keys' values, which are wanted at
- * once, and from further away the next tile. */
-INLINE void fetch_values(const struct Tile *tile, const struct Tile *next, long k, long from, long dim) {
-    for (long d = from; d < from + dim; d += CHUNK)
-        UNROLL for (int i = 0; i < 4; i++) {
-            __builtin_prefetch(tile->value[k + i] + d, 0, 3);
-            __builtin_prefetch(next->key[k + i] + d, 0, 2);
-            __builtin_prefetch(next->value[k + i] + d, 0, 2);
-        }
-}
-
-#define LINES(n)                                                                                                                \
-    static __attribute__((noinline)) void scores_##n(const float *q, const struct Tile *tile, const struct Tile *next,          \
-                                                     long head, long dim, float *scores) {                                      \
-        for (long k = 0; k < tile->keys; k += 4) {                                                                              \
-            if (next) fetch_values(tile, next, k, head, dim);                                                                   \
-            score_tile(n, q, tile->key + k, head, dim, scores + k);                                                             \
-        }                                                                                                                       \
-    }                                                                                                                           \
-    static __attribute__((noinline)) void weigh_##n(const float *weights, const struct Tile *tile, const struct Fetch *next,    \
-                                                    long keys, long head, long dim, struct Part *part) {                        \
-        for (long d = 0; d < dim; d += CHUNK) weigh_tile(n, weights, tile->value, keys, head + d, next->rows, next->head + d,   \
-                                                         part, d);                                                              \
+/* `head` is where a KV head's floats begin. The first lines to read a tile's keys fetch the values that belong to them. */
+#define LINES(n)                                                                                                              \
+    static __attribute__((noinline)) void scores_##n(const float *q, const struct Tile *tile, long head, long dim,            \
+                                                     float *scores, int fetch_values) {                                       \
+        for (long k = 0; k < tile->keys; k += 4) {                                                                            \
+            for (long d = 0; fetch_values && d < dim; d += CHUNK)                                                             \
+                UNROLL for (int i = 0; i < 4; i++) __builtin_prefetch(tile->value[k + i] + head + d);                         \
+            score_tile(n, q, tile->key + k, head, dim, scores + k);                                                           \
+        }                                                                                                                     \
+    }                                                                                                                         \
+    static __attribute__((noinline)) void weigh_##n(const float *weights, const struct Tile *tile, const struct Fetch *next,  \
+                                                    long keys, long head, long dim, struct Part *part) {                      \
+        for (long d = 0; d < dim; d += CHUNK)                                                                                 \
+            weigh_tile(n, weights, tile->value, keys, head + d, next->rows, next->head + d, part, d);                         \
     }
 LINES(1) LINES(2) LINES(3) LINES(4)
-typedef void (*Scores)(const float *, const struct Tile *, const struct Tile *, long, long, float *);
+typedef void (*Scores)(const float *, const struct Tile *, long, long, float *, int);
 typedef void (*Weigh)(const float *, const struct Tile *, const struct Fetch *, long, long, long, struct Part *);
 static const Scores SCORES[] = {NULL, scores_1, scores_2, scores_3, scores_4};
 static const Weigh WEIGH[] = {NULL, weigh_1, weigh_2, weigh_3, weigh_4};
@@ -184,26 +174,26 @@ static void find_tile(const struct Attention *job, long row, long first, long en
 }
 
 /* Adds a tile to the lines of one KV head. `position` is the first query's; line l belongs to query l / group. */
-static void attend_tile(const struct Attention *job, const struct Tile *tile, const struct Tile *next, const struct Fetch *fetch,
-                        long position, long kv_head, long num_lines, const float *q, struct Part *parts) {
+static void attend_tile(const struct Attention *job, const struct Tile *tile, const struct Fetch *next, long position,
+                        long kv_head, long num_lines, const float *q, struct Part *parts) {
     long dim = job->dim, head = kv_head * dim;
     for (long first = 0; first < num_lines; first += LINE_TILE) {
         float scores[LINE_TILE * TILE_KEYS] __attribute__((aligned(64)));
         long lines = MINIMUM(LINE_TILE, num_lines - first), most = 0;
-        SCORES[lines](q + first * dim, tile, first == 0 ? next : NULL, head, dim, scores);
+        SCORES[lines](q + first * dim, tile, head, dim, scores, first == 0);
         for (long l = 0; l < lines; l++) {
             long seen = position + (first + l) / job->group + 1 - tile->first;
             seen = seen < 0 ? 0 : MINIMUM(seen, tile->keys);
             most = seen > most ? seen : most;
             soften(scores + l * TILE_KEYS, seen, tile->keys, dim, parts + first + l);
         }
-        WEIGH[lines](scores, tile, fetch, most, head, dim, parts + first);
+        WEIGH[lines](scores, tile, next, most, head, dim, parts + first);
     }
 }
 
 /* One partition's part of every line of a task. */
-static void attend_partition(const struct Attention *job, const struct Task *task, long position, long partition, const float *q,
-                             struct Part *parts) {
+static void attend_partition(const struct Attention *job, const struct Task *task, long position, long partition,
+                             const float *q, struct Part *parts) {
     long lines = task->queries * job->group, end = position + task->queries, last = MINIMUM((partition + 1) * PARTITION, end);
     struct Tile tiles[2], *tile = tiles, *next = tiles + 1;
     for (long l = 0; l < lines * task->kv_heads; l++) clear(parts + l, job->dim);
@@ -214,7 +204,7 @@ static void attend_partition(const struct Attention *job, const struct Task *tas
             long kv_head = task->first_head + h;
             struct Fetch fetch = h + 1 < task->kv_heads ? (struct Fetch){tile->key, (kv_head + 1) * job->dim}
                                                         : (struct Fetch){next->key, task->first_head * job->dim};
-            attend_tile(job, tile, next, &fetch, position, kv_head, lines, q + h * lines * job->dim, parts + h * lines);
+            attend_tile(job, tile, &fetch, position, kv_head, lines, q + h * lines * job->dim, parts + h * lines);
         }
         struct Tile *done = tile;
         tile = next, next = done;
@@ -297,13 +287,15 @@ static void merge_split(const struct Attention *job) {
     }
 }
 
-/* Cuts the rows into tasks, or only counts them. Returns the number of multiply-adds. */
+/* Cuts the rows into tasks, or only counts and measures them. Returns the number of multiply-adds. */
 static long make_tasks(struct Attention *job, struct Task *tasks) {
     long work = 0;
-    job->num_tasks = 0;
+    job->num_tasks = job->max_queries = job->max_parts = 0;
     for (long row = 0; row < job->rows; row++) {
         long queries = job->query_start[row + 1] - job->query_start[row];
-        long most_heads = queries == 1 ? MAX_LINES / job->group : 1;
+        long most_heads = queries == 1 ? MAX_LINES / job->group : 1, num_parts = (job->context_lens[row] - 1) / PARTITION + 1;
+        job->max_queries = queries > job->max_queries ? queries : job->max_queries;
+        job->max_parts = num_parts > job->max_parts ? num_parts : job->max_parts;
         work += queries * job->context_lens[row] * job->heads * job->dim * 2;
         for (long first = 0; first < queries; first += job->queries_per_task)
             for (long head = 0; head < job->kv_heads; head += most_heads) {
@@ -319,15 +311,14 @@ static long make_tasks(struct Attention *job, struct Task *tasks) {
 /* Returns 0, or -1 when there is no memory for the plan. */
 EXPORT int attention(const float *q, const float *keys, const float *values, const int32_t *query_start,
                      const int32_t *context_lens, const int32_t *tables, float *out, long rows, long table_stride,
-                     long block_size, long heads, long kv_heads, long dim, float scale, long max_query, long max_context,
-                     int threads) {
+                     long block_size, long heads, long kv_heads, long dim, float scale, int threads) {
     long group = heads / kv_heads, per_task = group <= 4 ? 16 : MAX_LINES / group;
     struct Attention job = {.q = q, .keys = keys, .values = values, .query_start = query_start, .context_lens = context_lens,
                             .tables = tables, .out = out, .rows = rows, .table_stride = table_stride, .block_size = block_size,
                             .heads = heads, .kv_heads = kv_heads, .dim = dim, .scale = scale, .group = group,
-                            .queries_per_task = per_task, .max_parts = (max_context + PARTITION - 1) / PARTITION};
+                            .queries_per_task = per_task};
     int worth_sharing = make_tasks(&job, NULL) >= WORTH_SHARING;
-    int split = worth_sharing && threads > 1 && max_query == 1 && job.max_parts > 1 && job.num_tasks < 4L * threads;
+    int split = worth_sharing && threads > 1 && job.max_queries == 1 && job.max_parts > 1 && job.num_tasks < 4L * threads;
     job.tasks = malloc((size_t)(job.num_tasks + 1) * sizeof(struct Task));
     if (split) job.parts = malloc((size_t)(job.num_tasks * job.max_parts * MAX_LINES) * sizeof(struct Part));
     if (!job.tasks || (split && !job.parts)) {

@@ -3,8 +3,8 @@
  * A weight [out, in] is held as panels [out / PANEL][in][PANEL]: all of a panel's outputs side by side for each input, the last
  * panel filled up with zeros. So weights stream through the core in one sequence whatever the batch, and one copy serves every
  * number of rows. A tile is a few rows of x times one panel, held in registers; every output is one chain of multiply-adds over
- * the inputs in order, and cutting the chain into blocks of inputs (so that a panel's block stays in the first-level cache while
- * the rows go by) changes no bit. */
+ * the inputs in order, and cutting the chain into blocks of inputs (so that a panel's block stays in the first-level cache
+ * while the rows go by) changes no bit. */
 #include <string.h>
 
 #include "common.h"
@@ -40,15 +40,14 @@ INLINE void tile(const int rows, const float *x, long x_stride, const float *pan
         UNROLL for (int v = 0; v < VECTORS; v++) sum[r][v] = resume ? load(out + r * out_stride + v * LANES) : splat(0.0f);
     long k = 0;
 #ifdef LANE_MULTIPLY
-#define STEP(lane)                                                                                                              \
-    UNROLL for (int v = 0; v < VECTORS; v++) {                                                                                  \
-        vec weight = load(panel + (k + lane) * PANEL + v * LANES);                                                              \
-        UNROLL for (int r = 0; r < rows; r++) sum[r][v] = (vec)vfmaq_laneq_f32(                                                 \
-            (float32x4_t)sum[r][v], (float32x4_t)weight, (float32x4_t)input[r], lane);                                          \
-    }                                                                                                                           \
-    __builtin_prefetch(panel + (k + lane) * PANEL + AHEAD);
+#define STEP(lane)                                                                                                            \
+    UNROLL for (int v = 0; v < VECTORS; v++) weight[v] = load(panel + (k + lane) * PANEL + v * LANES);                        \
+    UNROLL for (int v = 0; v < VECTORS; v++)                                                                                  \
+        UNROLL for (int r = 0; r < rows; r++)                                                                                 \
+            sum[r][v] = (vec)vfmaq_laneq_f32((float32x4_t)sum[r][v], (float32x4_t)weight[v], (float32x4_t)input[r], lane);
     for (; k + 4 <= depth; k += 4) {
-        vec input[TILE_ROWS];
+        vec input[TILE_ROWS], weight[VECTORS];
+        UNROLL for (int i = 0; i < 4; i++) __builtin_prefetch(panel + (k + i) * PANEL + AHEAD);
         UNROLL for (int r = 0; r < rows; r++) input[r] = load(x + r * x_stride + k);
         STEP(0) STEP(1) STEP(2) STEP(3)
     }
@@ -70,10 +69,10 @@ INLINE void tile(const int rows, const float *x, long x_stride, const float *pan
 
 /* One function per number of rows, so that each has the registers to itself. */
 typedef void (*Tile)(const float *x, long x_stride, const float *panel, long depth, float *out, long out_stride, int resume);
-#define TILE(rows)                                                                                                              \
-    static __attribute__((noinline)) void tile_##rows(const float *x, long x_stride, const float *panel, long depth,            \
-                                                      float *out, long out_stride, int resume) {                                \
-        tile(rows, x, x_stride, panel, depth, out, out_stride, resume);                                                         \
+#define TILE(rows)                                                                                                            \
+    static __attribute__((noinline)) void tile_##rows(const float *x, long x_stride, const float *panel, long depth,          \
+                                                      float *out, long out_stride, int resume) {                              \
+        tile(rows, x, x_stride, panel, depth, out, out_stride, resume);                                                       \
     }
 TILE(1) TILE(2) TILE(3) TILE(4) TILE(5)
 #if TILE_ROWS >= 6
@@ -100,8 +99,8 @@ static void panel_rows(const struct Linear *job, long rows, const float *x, cons
         long begin = depth * block / blocks & ~3L, end = block + 1 < blocks ? depth * (block + 1) / blocks & ~3L : depth;
         for (long t = 0; t < tiles; t++) {
             long first = rows * t / tiles, last = rows * (t + 1) / tiles;
-            TILES[last - first](x + first * depth + begin, depth, panel + begin * PANEL, end - begin,
-                    out + first * out_stride, out_stride, block > 0);
+            TILES[last - first](x + first * depth + begin, depth, panel + begin * PANEL, end - begin, out + first * out_stride,
+                                out_stride, block > 0);
         }
     }
 }
@@ -125,7 +124,8 @@ static void linear_share(void *arguments) {
         } else { /* the last panel, whose outputs beyond the weight's are dropped */
             float whole[ROW_BLOCK * PANEL];
             panel_rows(job, rows, x, panel, whole, PANEL);
-            for (long r = 0; r < rows; r++) memcpy(out + r * job->out_features, whole + r * PANEL, (size_t)width * sizeof(float));
+            for (long r = 0; r < rows; r++)
+                memcpy(out + r * job->out_features, whole + r * PANEL, (size_t)width * sizeof(float));
         }
         if (job->bias) add_bias(out, job->out_features, job->bias + column, rows, width);
     }

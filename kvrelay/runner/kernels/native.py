@@ -32,14 +32,14 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "rms_norm": (_POINTER,) * 4 + (_LONG,) * 2 + (_FLOAT, _INT),
     "silu_mul": (_POINTER,) * 2 + (_LONG,) * 2 + (_INT,),
     "rope_and_store": (_POINTER,) * 9 + (_LONG,) * 4 + (_FLOAT, _INT),
-    "attention": (_POINTER,) * 7 + (_LONG,) * 6 + (_FLOAT,) + (_LONG,) * 2 + (_INT,),
+    "attention": (_POINTER,) * 7 + (_LONG,) * 6 + (_FLOAT, _INT),
 }
 _RESULTS = {"panel_width": _LONG, "gather_rows": _INT, "attention": _INT}
 
 
 @dataclass(frozen=True, slots=True)
 class NativePacked:
-    """A weight in panels, see linear.c. `embedding` and the head it is tied to are one such object."""
+    """A weight in panels, see linear.c."""
 
     panels: torch.Tensor
     bias: torch.Tensor | None
@@ -47,6 +47,42 @@ class NativePacked:
     in_features: int
     panels_pointer: int
     bias_pointer: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class _BatchPointers:
+    """Where a batch's numbers are: checked once, used by every layer."""
+
+    batch: ForwardBatch
+    num_tokens: int
+    num_rows: int
+    table_width: int
+    positions: int
+    slots: int
+    query_start: int
+    context_lens: int
+    block_tables: int
+
+
+def _check_batch(batch: ForwardBatch) -> _BatchPointers:
+    rows = batch.attention
+    num_tokens, num_rows, table_width = batch.positions.shape[0], rows.num_rows, rows.block_tables.shape[1]
+    assert _is_plain(batch.positions, num_tokens, dtype=torch.int64)
+    assert _is_plain(batch.slots, num_tokens, dtype=torch.int64)
+    assert _is_plain(rows.query_start, num_rows + 1, dtype=torch.int32)
+    assert _is_plain(rows.context_lens, num_rows, dtype=torch.int32)
+    assert _is_plain(rows.block_tables, num_rows, table_width, dtype=torch.int32)
+    return _BatchPointers(
+        batch,
+        num_tokens,
+        num_rows,
+        table_width,
+        batch.positions.data_ptr(),
+        batch.slots.data_ptr(),
+        rows.query_start.data_ptr(),
+        rows.context_lens.data_ptr(),
+        rows.block_tables.data_ptr(),
+    )
 
 
 def _function(library: ctypes.CDLL, name: str) -> Callable[..., int]:
@@ -62,7 +98,8 @@ def _is_plain(tensor: torch.Tensor, *shape: int, dtype: torch.dtype = torch.floa
 
 
 class NativeKernels:
-    """Implements `Kernels`. Stateless but for the library, so one instance may serve any number of models."""
+    """Implements `Kernels`. Remembers only the last batch's addresses, so one instance may serve any number of models and
+    threads. A batch's tensors may be refilled between passes but not replaced."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._reference = TorchKernels()
@@ -74,6 +111,7 @@ class NativeKernels:
         self._silu_mul = _function(library, "silu_mul")
         self._rope_and_store = _function(library, "rope_and_store")
         self._attention = _function(library, "attention")
+        self._last_batch: _BatchPointers | None = None
 
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> NativePacked:
         out_features, in_features = weight.shape
@@ -169,16 +207,15 @@ class NativeKernels:
         assert _is_plain(qkv, tokens, (shape.num_heads + 2 * shape.num_kv_heads) * dim)
         assert _is_plain(cos_sin, cos_sin.shape[0], dim // 2 * 2)
         assert _is_plain(kv, 2, kv.shape[1], kv.shape[2], shape.num_kv_heads, dim)
-        positions, slots = batch.positions, batch.slots
-        assert _is_plain(positions, tokens, dtype=torch.int64)
-        assert _is_plain(slots, tokens, dtype=torch.int64)
+        pointers = self._pointers(batch)
+        assert pointers.num_tokens == tokens
         q = torch.empty(tokens, shape.num_heads, dim)
         keys = kv.data_ptr()
         self._rope_and_store(
             qkv.data_ptr(),
             cos_sin.data_ptr(),
-            positions.data_ptr(),
-            slots.data_ptr(),
+            pointers.positions,
+            pointers.slots,
             _head_norm(q_norm, dim),
             _head_norm(k_norm, dim),
             keys,
@@ -193,37 +230,37 @@ class NativeKernels:
         )
         return q
 
+    def _pointers(self, batch: ForwardBatch) -> _BatchPointers:
+        last = self._last_batch
+        if last is None or last.batch is not batch:
+            self._last_batch = last = _check_batch(batch)
+        return last
+
     def attention(self, q: torch.Tensor, shape: HeadShape, batch: ForwardBatch, kv: torch.Tensor, scale: float) -> torch.Tensor:
         dim, group = shape.head_dim, shape.num_heads // shape.num_kv_heads
         if dim > _MAX_HEAD_DIM or dim % _HEAD_DIM_STEP != 0 or group > _MAX_GROUP:
             return self._reference.attention(q, shape, batch, kv, scale)
-        rows = batch.attention
-        tokens = q.shape[0]
+        pointers = self._pointers(batch)
+        tokens = pointers.num_tokens
         assert _is_plain(q, tokens, shape.num_heads, dim)
         assert _is_plain(kv, 2, kv.shape[1], kv.shape[2], shape.num_kv_heads, dim)
-        starts, contexts, tables = rows.query_start, rows.context_lens, rows.block_tables
-        assert _is_plain(starts, rows.num_rows + 1, dtype=torch.int32)
-        assert _is_plain(contexts, rows.num_rows, dtype=torch.int32)
-        assert _is_plain(tables, rows.num_rows, tables.shape[1], dtype=torch.int32)
         out = torch.empty(tokens, shape.num_heads * dim)
         keys = kv.data_ptr()
         status = self._attention(
             q.data_ptr(),
             keys,
             keys + kv.numel() // 2 * 4,
-            starts.data_ptr(),
-            contexts.data_ptr(),
-            tables.data_ptr(),
+            pointers.query_start,
+            pointers.context_lens,
+            pointers.block_tables,
             out.data_ptr(),
-            rows.num_rows,
-            tables.shape[1],
+            pointers.num_rows,
+            pointers.table_width,
             kv.shape[2],
             shape.num_heads,
             shape.num_kv_heads,
             dim,
             scale,
-            rows.max_query,
-            rows.max_context,
             torch.get_num_threads(),
         )
         if status != 0:

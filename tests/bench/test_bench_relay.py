@@ -1,0 +1,142 @@
+"""The relay's benchmark: what it moves, what it computes from times, its picture, and one whole run on a tiny model."""
+
+from __future__ import annotations
+
+import io
+import json
+import pathlib
+import shutil
+import xml.etree.ElementTree as ElementTree
+
+import msgspec
+import pytest
+from rich.console import Console
+from tiny_models import tiny_model
+
+from kvrelay.bench import main, relay, relay_transfer
+from kvrelay.bench.relay import Gaps, summarise_gaps
+from kvrelay.bench.relay_plot import Series, draw, write_plot
+from kvrelay.bench.relay_transfer import EngineMissing, LibraryFigures, layout_of, open_pair, tokens_for
+from kvrelay.bench.transfer_peer import kv_ranges
+from kvrelay.checkpoint.spec import ModelSpec, read_spec
+from kvrelay.errors import BenchError, ConfigError
+
+
+@pytest.fixture(scope="module")
+def spec() -> ModelSpec:
+    return read_spec(tiny_model("llama"))
+
+
+def test_scattered_blocks_are_many_ranges_and_blocks_in_order_are_one_a_plane(spec: ModelSpec) -> None:
+    layout = layout_of(spec, 640)
+    scattered, in_order = (kv_ranges(layout, 640, scattered=scattered) for scattered in (True, False))
+    assert scattered[:, 2].sum() == in_order[:, 2].sum() == layout.size_bytes
+    assert len(in_order) == 1  # of a full pool even the planes are neighbours
+    assert len(kv_ranges(layout, 320, scattered=False)) == 2 * layout.num_layers
+    assert len(scattered) > 0.8 * 2 * layout.num_layers * layout.num_blocks
+
+
+def test_the_working_set_is_as_large_as_asked(spec: ModelSpec) -> None:
+    for payload in (1, 1_000_000):
+        tokens = tokens_for(spec, payload)
+        assert tokens % relay_transfer.BLOCK_SIZE == 0
+        assert layout_of(spec, tokens).size_bytes >= payload
+    assert relay_transfer.last_cache_bytes() >= 32 << 20
+
+
+@pytest.mark.parametrize(("engine", "how"), [("shm", "read"), ("nixl", "write"), ("mooncake", "write")])
+def test_two_processes_move_what_they_say(spec: ModelSpec, engine: str, how: relay_transfer.How) -> None:
+    with open_pair(engine, spec, 320, None) as pair:
+        with pytest.raises(BenchError, match="are not those that were sent"):
+            pair.check()
+        moved = pair.measure(how)
+        pair.check()
+        assert moved.payload_bytes == layout_of(spec, 320).size_bytes
+        assert moved.bytes_per_s > 0
+        if engine != "shm":
+            assert pair.measure("raw").payload_bytes == moved.payload_bytes
+        assert pair.measure("memcpy", 160).payload_bytes == moved.payload_bytes // 2
+
+
+def test_an_engine_that_cannot_work_here_is_told_from_a_failure(spec: ModelSpec) -> None:
+    with pytest.raises(EngineMissing, match="no transfer engine is called 'pigeon'"), open_pair("pigeon", spec, 16, None):
+        pass
+
+
+def test_the_ratio_of_gaps_is_of_their_99th_percentiles() -> None:
+    apart = Gaps([(float(i), 0.05) for i in range(99)] + [(99.0, 0.4)], 5, 30.0)
+    together = Gaps([(float(i), 0.05) for i in range(90)] + [(90.0 + i, 0.5) for i in range(10)], 10, 30.0)
+    results = summarise_gaps(apart, together)
+    assert results["itl_p99_ratio"] == pytest.approx(0.1)
+    assert results["itl_max_ms_1p1d"] == pytest.approx(400.0)
+    assert results["itl_p50_ms_whole"] == pytest.approx(50.0)
+    assert (results["long_prompts_per_min_1p1d"], results["long_prompts_per_min_whole"]) == (10.0, 20.0)
+
+
+def test_the_picture_is_svg_with_every_token_and_name(tmp_path: pathlib.Path) -> None:
+    series = [Series("a < b", [(0.0, 0.01), (1.0, 0.02)]), Series("c", [(0.5, 2.0)])]
+    root = ElementTree.fromstring(draw(series))
+    texts = [element.text or "" for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert any(text.startswith("a < b: p99 20 ms") for text in texts)
+    assert any(text.startswith("c: p99 2000 ms") for text in texts)
+    dots = [element.attrib["d"].count("M") for element in root.iter("{http://www.w3.org/2000/svg}path")]
+    assert dots == [2, 1]
+    write_plot(tmp_path / "new" / "plot.svg", series)
+    assert (tmp_path / "new" / "plot.svg").read_text() == draw(series)
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="--plot: cannot write"):
+        write_plot(tmp_path / "file" / "plot.svg", series)
+
+
+def test_a_missing_library_is_left_out_and_said(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(engine: str, spec: ModelSpec) -> LibraryFigures:
+        if engine == "nixl":
+            raise EngineMissing("nixl is not usable here: pip install it")
+        return LibraryFigures(over_raw=1.0, gb_per_s=1.0, raw_gb_per_s=1.0)
+
+    shm = relay_transfer.ShmFigures(
+        over_memcpy=0.7, in_order_over_memcpy=0.9, gb_per_s=7.0, memcpy_gb_per_s=10.0, chunk_s=0.001
+    )
+    monkeypatch.setattr(relay, "measure_library", measure)
+    monkeypatch.setattr(relay, "measure_shm", lambda *_: shm)
+    console = Console(file=io.StringIO(), width=200)
+    results: dict[str, float] = {}
+    assert relay.measure_transports(spec, (0, 1), results, console) == 0.001
+    assert "nixl_over_raw" not in results
+    assert results["mooncake_over_raw"] == 1.0
+    assert isinstance(console.file, io.StringIO)
+    assert "nixl is left out: nixl is not usable here" in console.file.getvalue()
+
+
+def test_a_whole_run_on_a_tiny_model_gives_every_figure(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model("llama"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 4096}))
+    monkeypatch.setattr(relay, "HANDOVERS", 3)
+    monkeypatch.setattr(relay, "SETTLE_S", 0.0)
+    monkeypatch.setattr(relay_transfer, "ROUNDS", 1)
+    monkeypatch.setattr(relay_transfer, "last_cache_bytes", lambda: 1 << 18)
+    monkeypatch.setattr(relay_transfer, "LIBRARY_PAYLOAD_BYTES", 1 << 20)
+    result, plot = tmp_path / "relay.json", tmp_path / "plot.svg"
+    arguments = ["relay", "--model", str(folder), "--seconds", "1", "--json", str(result), "--plot", str(plot)]
+    assert main.run(arguments) == 0
+    written = msgspec.json.decode(result.read_bytes())
+    assert set(relay.TARGETS) <= set(written["results"])
+    assert 0 <= written["results"]["unsent_share_2048"] <= 1
+    assert all(
+        written["results"][name] > 0 for name in relay.TARGETS if name not in ("unsent_share_2048", "handover_excess_ms_p50")
+    )
+    assert "whole, same cores" in plot.read_text()
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["relay", "--second", "3"], "unknown option --second; did you mean --seconds?"),
+        (["relay", "--seconds", "0"], "'0' is not a positive whole number"),
+    ],
+)
+def test_a_wrong_option_is_explained(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(argv) == 2
+    assert message in capsys.readouterr().err
