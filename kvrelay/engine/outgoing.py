@@ -89,9 +89,9 @@ class Outgoing:
             self._producer.abort(request_id)
 
     def park_one(self) -> None:
-        """Asks the peer of the oldest finished prompt to do without its blocks for now."""
+        """Asks the peer of the oldest finished prompt to do without its blocks for now. An aborted one would not answer."""
         for request_id in self.held:
-            if request_id not in self._parking:
+            if request_id in self._submits and request_id not in self._parking:
                 self._parking.add(request_id)
                 self._producer.park(request_id)
                 return

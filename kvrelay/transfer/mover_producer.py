@@ -121,6 +121,7 @@ class RelayProducer:
         self._loop = Loop(f"transfer-{parts.worker_id}", self._turns, on_end=parts.tell)
         self._turns.loop = self._loop
         self._open: dict[RequestId, bool] = {}  # whether blocks were given
+        self._aborted: set[RequestId] = set()  # of these, those whose blocks the engine waits for
         self._step = 0
         self._loop.start()
         self.signal_address = self._turns.socket.address
@@ -162,6 +163,8 @@ class RelayProducer:
     def abort(self, request_id: RequestId) -> None:
         if not self._open.get(request_id, True):
             del self._open[request_id]  # nothing will be said of it
+        elif request_id in self._open:
+            self._aborted.add(request_id)
         self._loop.call(lambda: self._turns.machine.abort(request_id))
 
     def peer_lost(self, peer: WorkerId) -> None:
@@ -179,13 +182,20 @@ class RelayProducer:
             news, self._turns.news = self._turns.news, ProducerNews()
         for request_id in news.parked:
             self._open[request_id] = False
+            if request_id in self._aborted:  # the two crossed: nothing more will be said of it
+                self._forget(request_id)
         for request_id in news.released:
-            self._open.pop(request_id, None)
+            self._forget(request_id)
         if ended and self._open:
             news.released.extend(self._open)
             news.failed.extend((request_id, ended) for request_id in self._open)
             self._open.clear()
+            self._aborted.clear()
         return news
+
+    def _forget(self, request_id: RequestId) -> None:
+        self._open.pop(request_id, None)
+        self._aborted.discard(request_id)
 
     def counts(self) -> TransferCounts:
         return self._turns.machine.counts()

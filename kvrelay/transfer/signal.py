@@ -101,10 +101,12 @@ class ConsumerSockets:
 
     def disconnect_all_but(self, wanted: Iterable[WorkerId], poller: zmq.Poller) -> None:
         for peer in set(self._sockets) - set(wanted):
-            socket = self._sockets.pop(peer)
+            socket, monitor = self._sockets.pop(peer), self._monitors.pop(peer)
             poller.unregister(socket)
-            poller.unregister(self._monitors.pop(peer))
+            poller.unregister(monitor)
+            # The monitor stays open until nobody sends to it: ZMQ's own thread would wait for ever, holding a lock.
             socket.disable_monitor()
+            monitor.close()
             socket.close(linger=_LINGER_MS)
             del self._addresses[peer]
             self._disconnected.discard(peer)

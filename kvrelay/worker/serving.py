@@ -297,8 +297,8 @@ class ServingLoop:
         self._send_outputs(router, load.steps, load)
 
     def _tell_load(self) -> None:
-        """Nothing is left to do: every router gets the final numbers, also those that no step reports: after aborts, and when the
-        transfer thread ended a hand-over that the engine had given up before."""
+        """Nothing is left to do: every router gets the final numbers, also those that no step reports: after aborts, and when
+        the transfer thread ended a hand-over that the engine had given up before."""
         load = self._engine.load()
         if not self._load_untold and load == self.status.load:
             return

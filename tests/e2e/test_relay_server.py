@@ -19,8 +19,13 @@ import httpx
 import pytest
 import torch
 import transformers
+from parity import assert_parity, reference_tokens
 from server import Server, is_idle, serve
 from tiny_models import VOCAB_SIZE, write_tokenizer
+
+from kvrelay.checkpoint.fetch import resolve
+from kvrelay.config import read_environment
+from kvrelay.progress import Silent
 
 PATIENCE_S = 60.0
 MAX_LEN = 2048
@@ -92,9 +97,7 @@ def text_of(server: Server, prompt: Any, **changes: Any) -> str:
     return text
 
 
-def stream(
-    server: Server, prompt: Any, *, on_token: Callable[[int], bool | None] = lambda _: True, **changes: Any
-) -> Streamed:
+def stream(server: Server, prompt: Any, *, on_token: Callable[[int], bool | None] = lambda _: True, **changes: Any) -> Streamed:
     """`on_token` is told how many tokens have come; False leaves."""
     seen = Streamed()
     with httpx.stream(
@@ -311,3 +314,70 @@ def test_other_transports_and_read_mode(server: Server, model: str, transfer: st
             assert dying.result().text == expected[3]
         wait_for_both(other, gone)
         assert text_of(other, prompts[3], **fresh()) == expected[3]
+
+
+@pytest.mark.long
+def test_a_frozen_decode_worker_is_given_up_and_used_again_when_it_wakes(server: Server) -> None:
+    expected = text_of(server, LONG_PROMPT[:300])
+    frozen = worker(server, "decode")["pid"]
+    flowing = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        decoding = pool.submit(
+            stream,
+            server,
+            LONG_PROMPT[:50],
+            on_token=lambda seen: flowing.set() if seen == 3 else None,
+            max_tokens=1500,
+            **fresh(),
+        )
+        assert flowing.wait(PATIENCE_S)
+        os.kill(frozen, signal.SIGSTOP)
+        try:
+            assert decoding.result().error is not None
+            until(lambda: not server.get("/cluster")["ready"])
+            refused = ask(server, "x")
+            assert refused.status_code == 503
+            assert "decode" in refused.json()["error"]["message"]
+        finally:
+            os.kill(frozen, signal.SIGCONT)
+    until(lambda: bool(server.get("/cluster")["ready"]))
+    assert text_of(server, LONG_PROMPT[:300], **fresh()) == expected
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("transfer", ["shm", "nixl", "mooncake"])
+def test_a_prompt_on_a_frozen_prefill_worker_is_computed_by_the_decode_worker(model: str, transfer: str) -> None:
+    """When its lease is over. What it might still write when it wakes stays out of use until it has let go."""
+    with serve(model, *options("--transfer", transfer, "--transfer-lease-s", "5")) as other:
+        expected = text_of(other, LONG_PROMPT)
+        frozen = worker(other, "prefill")["pid"]
+        with ThreadPoolExecutor(2) as pool:
+            waiting = [pool.submit(stream, other, LONG_PROMPT, **fresh()) for _ in range(2)]
+            time.sleep(MID_PROMPT_S)
+            os.kill(frozen, signal.SIGSTOP)
+            try:
+                for answer in waiting:
+                    assert answer.result().error is None
+                    assert answer.result().text == expected
+                assert text_of(other, LONG_PROMPT, **fresh()) == expected  # planned around it
+            finally:
+                os.kill(frozen, signal.SIGCONT)
+        until(lambda: len([w for w in other.get("/cluster")["workers"] if w["state"] == "ready"]) == 2)
+        assert text_of(other, LONG_PROMPT, **fresh()) == expected
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["write", "read"])
+def test_smollm2_over_nixl_equals_transformers(mode: str) -> None:
+    folder = resolve("smollm2", read_environment(), Silent())
+    reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    story = "Once upon a time there was a small village by the sea, and in that village lived a clockmaker. " * 6
+    size = ["--max-model-len", "1024", "--kv-blocks", "200", "--local-prefill-tokens", "0"]
+    with serve("smollm2", *size, "--transfer", "nixl", "--mode", mode, "--served-model-name", "tiny") as other:
+        for prompt in ("The quick brown fox", "def fibonacci(n):", story):
+            ids = tokenizer(prompt)["input_ids"]
+            answer = ask(other, prompt, max_tokens=24, ignore_eos=False, return_token_ids=True).raise_for_status().json()
+            tokens, ties = reference_tokens(reference, ids, 24, frozenset({2}))
+            assert_parity(answer["choices"][0]["token_ids"], tokens, ties, prompt[:20])
+        assert worker(other, "decode")["transfers"]["done"] == 3

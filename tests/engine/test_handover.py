@@ -291,6 +291,20 @@ def test_a_prefill_worker_counts_what_it_sends_as_part_of_its_batch_and_parks_wh
     invariants.check_idle(pair.prefill)
 
 
+def test_who_was_aborted_is_not_asked_to_park_since_it_would_not_answer() -> None:
+    pair = Pair(max_batch=2)
+    ids = [pair.submit([i, i + 1, i + 2]) for i in range(2)]
+    seen = Collected()
+    run(pair.prefill, seen)
+    pair.prefill.abort([ids[0]])  # its reader may hold the blocks for a whole lease
+    ids.append(pair.submit([7, 8, 9]))
+    run(pair.prefill, seen)
+    assert [call for call in pair.producer.calls if call[0] == "park"] == [("park", ids[1])]
+    pair.producer.news.parked.append(ids[1])
+    run(pair.prefill, seen)
+    assert ids[2] in seen.first
+
+
 def test_one_prompt_at_a_time_as_in_the_note() -> None:
     pair = Pair(max_running_prefills=1, token_budget=16)
     ids = [pair.submit([i] * 5) for i in range(3)]

@@ -193,6 +193,7 @@ class Worker:
             assert not outgoing._started
             assert not outgoing._parking
             assert not outgoing._producer._open  # type: ignore[attr-defined]
+            assert not outgoing._producer._aborted  # type: ignore[attr-defined]
         if incoming is not None:
             assert not incoming._expected
             assert not incoming._freed
@@ -230,7 +231,6 @@ class Answer:
     finish: dict[int, FinishReason] = field(default_factory=dict)
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    cached_tokens: int = 0
     error: RequestError | None = None
 
     def take(self, outputs: Iterable[Any]) -> None:
@@ -383,9 +383,7 @@ class Cluster:
 
     def _transport(self, worker_id: WorkerId) -> TransferEngine:
         name = self.shape.transfer
-        engine: TransferEngine = (
-            MemoryEngine(worker_id, self._network) if name == "memory" else make_engine(name, worker_id)
-        )
+        engine: TransferEngine = MemoryEngine(worker_id, self._network) if name == "memory" else make_engine(name, worker_id)
         return engine if self.shape.wrap is None else self.shape.wrap(engine)
 
 
@@ -442,9 +440,7 @@ def run_alone(engine: Engine, requests: Iterable[GenerateRequest]) -> list[Answe
     for number, request in enumerate(requests):
         request_id = RequestId(f"cmpl-00000000-0000-0000-0000-{number:012x}-00000000")
         answers[request_id] = Answer()
-        engine.submit(
-            Submit(request_id=request_id, external_id="", prompt=list(request.prompt), params=request.params)
-        )
+        engine.submit(Submit(request_id=request_id, external_id="", prompt=list(request.prompt), params=request.params))
     while engine.has_work:
         step = engine.step()
         assert not step.failures, step.failures

@@ -179,6 +179,27 @@ async def test_an_abort_while_parked_is_forgotten(mode: str) -> None:
         assert prefill.engine.load().blocks.sending == 0
 
 
+async def test_an_abort_crosses_the_word_that_it_was_parked() -> None:
+    """The prefill worker's engine is busy: it hears of the abort before it polls."""
+    async with relay(Shape(max_batch=1)) as cluster:
+        prefill, decode = cluster.prefill[0], cluster.decode[0]
+        assert prefill.engine.outgoing is not None
+        decode.allow(0)
+        first = cluster.submit(ask(PROMPT, **LONG))
+        assert await first.next()
+        prefill.allow(0)
+        second = cluster.submit(ask([5, 6, 7], **LONG))
+        await cluster.until(lambda: len(prefill.engine.requests) == 1)
+        prefill.allow(1)  # finds no place for the second one, and asks for the first to be parked
+        await cluster.until(lambda: prefill.engine.outgoing is not None and prefill.engine.outgoing.has_news)
+        assert prefill.gate.permits == 0
+        first.abort()
+        await cluster.until(lambda: prefill.loop.num_open == 1)
+        for worker in cluster.workers:
+            worker.allow(None)
+        assert (await collect(second)).error is None
+
+
 async def abort_under_load(seed: int, count: int, shape: Shape) -> None:
     """Half of the clients leave at a random moment; the others get what they would get alone."""
     rng = random.Random(seed)
