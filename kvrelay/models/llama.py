@@ -17,7 +17,7 @@ import torch
 
 from kvrelay.checkpoint.spec import ModelSpec
 from kvrelay.models.layers import WeightSource, fused_linear, linear, rotary_table
-from kvrelay.runner.kernels.base import ForwardBatch, HeadShape, Kernels
+from kvrelay.runner.kernels.base import ForwardBatch, HeadShape, Kernels, LayerWeights
 
 
 class DecoderLayer:
@@ -55,6 +55,22 @@ class DecoderLayer:
         self._down = linear(
             kernels, source, f"{name}.mlp.down_proj", spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias
         )  # fmt: skip
+
+        self.fused = kernels.fuse(
+            LayerWeights(
+                shape=self._shape,
+                input_norm=self._input_norm,
+                qkv=self._qkv,
+                q_norm=self._q_norm,
+                k_norm=self._k_norm,
+                output=self._output,
+                post_norm=self._post_norm,
+                gate_up=self._gate_up,
+                down=self._down,
+                eps=self._eps,
+                scale=self._scale,
+            )
+        )
 
     def _take_head_norms(
         self, spec: ModelSpec, source: WeightSource, name: str
@@ -109,11 +125,15 @@ class LlamaModel:
         """kv is [layers, 2, blocks, block_size, kv_heads, head_dim]; returns float32 logits [len(logit_rows), vocabulary].
         `on_layer` is told of each layer whose KV is stored."""
         residual = self._kernels.embed(batch.token_ids, self._embedding)
-        x = self._layers[0].input_norm(residual)
+        x: torch.Tensor | None = None
         last = len(self._layers) - 1
         for index, (layer, layer_kv) in enumerate(zip(self._layers, kv.unbind(0), strict=True)):
-            if index > 0:
-                x = layer.add_and_input_norm(x, residual)
+            if layer.fused is not None and index < last:
+                x = layer.fused(x, residual, self._cos_sin, batch, layer_kv)
+                if on_layer is not None:
+                    on_layer(index)
+                continue
+            x = layer.input_norm(residual) if x is None else layer.add_and_input_norm(x, residual)
             query = layer.query_and_store(x, self._cos_sin, batch, layer_kv)
             if on_layer is not None:
                 on_layer(index)
@@ -123,6 +143,7 @@ class LlamaModel:
             if index == last:
                 attended, residual = attended[batch.logit_rows], residual[batch.logit_rows]
             x = layer.finish(attended, residual)
+        assert x is not None
         return self._logits(x, residual)
 
     def _logits(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:

@@ -93,7 +93,7 @@ class GatedEngine:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.permits: int | None = None
-        self.num_steps = 0
+        self.steps = False  # right now
 
     @property
     def has_work(self) -> bool:
@@ -113,10 +113,11 @@ class GatedEngine:
         self.engine.finish(finish)
 
     def step(self) -> StepOutputs:
+        self.steps = True
         if self.permits is not None:
             self.permits -= 1
         outputs = self.engine.step()
-        self.num_steps += 1
+        self.steps = False
         return outputs
 
     def load(self) -> WorkerLoad:

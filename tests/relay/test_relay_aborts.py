@@ -72,10 +72,9 @@ class Brakes:
             case "queued":
                 await self._until(lambda: len(self.decode.engine.requests) == len(self.prefill.engine.requests) == 1)
             case "prefilling":
-                self.prefill.allow(2)
-                await self._until(lambda: self.prefill.gate.permits == 0)
+                await self._prefill(64)
             case "reserving":
-                self.prefill.allow(1)
+                await self._prefill(32)
                 self.decode.allow(None)
                 await self._until(self._is_reserved)
                 self.decode.allow(0)
@@ -101,6 +100,12 @@ class Brakes:
     def stop(self) -> None:
         for worker in self.cluster.workers:
             worker.allow(0)
+
+    async def _prefill(self, num_tokens: int) -> None:
+        """Step by step. Some steps only take news of earlier requests."""
+        while not any(sequence.num_computed >= num_tokens for sequence in self.prefill.engine.scheduler.running):
+            self.prefill.allow(1)
+            await self._until(lambda: self.prefill.gate.permits == 0 and not self.prefill.gate.steps)
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         await self.cluster.until(condition)

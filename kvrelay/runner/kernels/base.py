@@ -64,8 +64,37 @@ class Packed(Protocol):
     def in_features(self) -> int: ...
 
 
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """All that a decoder layer is made of."""
+
+    shape: HeadShape
+    input_norm: torch.Tensor
+    qkv: Packed
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    output: Packed
+    post_norm: torch.Tensor
+    gate_up: Packed
+    down: Packed
+    eps: float
+    scale: float
+
+
+class FusedLayer(Protocol):
+    """A whole layer in one call, with the bits that the single calls give."""
+
+    def __call__(
+        self, x: torch.Tensor | None, residual: torch.Tensor, cos_sin: torch.Tensor, batch: ForwardBatch, kv: torch.Tensor
+    ) -> torch.Tensor:
+        """`x` is what the layer before adds to the residual, None for the first. Returns what this one adds."""
+
+
 class Kernels(Protocol):
     """The arithmetic of a decoder layer."""
+
+    def fuse(self, weights: LayerWeights) -> FusedLayer | None:
+        """Where an implementation has it; None: the model makes the calls below one by one."""
 
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Packed:
         """Takes over a [out, in] weight. The caller drops its own reference, so weights exist once."""

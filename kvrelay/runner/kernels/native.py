@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
-from kvrelay.runner.kernels.base import ForwardBatch, HeadShape, Packed
+from kvrelay.runner.kernels.base import ForwardBatch, FusedLayer, HeadShape, LayerWeights, Packed
+from kvrelay.runner.kernels.native_batch import BatchPointers, NativePacked, check_batch, is_plain
+from kvrelay.runner.kernels.native_layer import SIGNATURE, NativeLayer
 from kvrelay.runner.kernels.torch_kernels import TorchKernels
 
 _MAX_HEAD_DIM = 256
@@ -34,55 +35,8 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "rope_and_store": (_POINTER,) * 9 + (_LONG,) * 4 + (_FLOAT, _INT),
     "attention": (_POINTER,) * 7 + (_LONG,) * 6 + (_FLOAT, _INT),
 }
-_RESULTS = {"panel_width": _LONG, "gather_rows": _INT, "attention": _INT}
-
-
-@dataclass(frozen=True, slots=True)
-class NativePacked:
-    """A weight in panels, see linear.c."""
-
-    panels: torch.Tensor
-    bias: torch.Tensor | None
-    out_features: int
-    in_features: int
-    panels_pointer: int
-    bias_pointer: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class _BatchPointers:
-    """Where a batch's numbers are: checked once, used by every layer."""
-
-    batch: ForwardBatch
-    num_tokens: int
-    num_rows: int
-    table_width: int
-    positions: int
-    slots: int
-    query_start: int
-    context_lens: int
-    block_tables: int
-
-
-def _check_batch(batch: ForwardBatch) -> _BatchPointers:
-    rows = batch.attention
-    num_tokens, num_rows, table_width = batch.positions.shape[0], rows.num_rows, rows.block_tables.shape[1]
-    assert _is_plain(batch.positions, num_tokens, dtype=torch.int64)
-    assert _is_plain(batch.slots, num_tokens, dtype=torch.int64)
-    assert _is_plain(rows.query_start, num_rows + 1, dtype=torch.int32)
-    assert _is_plain(rows.context_lens, num_rows, dtype=torch.int32)
-    assert _is_plain(rows.block_tables, num_rows, table_width, dtype=torch.int32)
-    return _BatchPointers(
-        batch,
-        num_tokens,
-        num_rows,
-        table_width,
-        batch.positions.data_ptr(),
-        batch.slots.data_ptr(),
-        rows.query_start.data_ptr(),
-        rows.context_lens.data_ptr(),
-        rows.block_tables.data_ptr(),
-    )
+_SIGNATURES["decoder_layer"] = SIGNATURE
+_RESULTS = {"panel_width": _LONG, "gather_rows": _INT, "attention": _INT, "decoder_layer": _INT}
 
 
 def _function(library: ctypes.CDLL, name: str) -> Callable[..., int]:
@@ -90,11 +44,6 @@ def _function(library: ctypes.CDLL, name: str) -> Callable[..., int]:
     function.argtypes = _SIGNATURES[name]
     function.restype = _RESULTS.get(name)
     return function
-
-
-def _is_plain(tensor: torch.Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> bool:
-    """Whether C may read `tensor` as an array of that shape."""
-    return tensor.shape == shape and tensor.dtype is dtype and tensor.is_contiguous()
 
 
 class NativeKernels:
@@ -111,7 +60,8 @@ class NativeKernels:
         self._silu_mul = _function(library, "silu_mul")
         self._rope_and_store = _function(library, "rope_and_store")
         self._attention = _function(library, "attention")
-        self._last_batch: _BatchPointers | None = None
+        self._decoder_layer = _function(library, "decoder_layer")
+        self._last_batch: BatchPointers | None = None
 
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> NativePacked:
         out_features, in_features = weight.shape
@@ -124,10 +74,15 @@ class NativeKernels:
         bias_pointer = None if bias is None else bias.data_ptr()
         return NativePacked(panels, bias, out_features, in_features, panels.data_ptr(), bias_pointer)
 
+    def fuse(self, weights: LayerWeights) -> FusedLayer | None:
+        if not _covers(weights.shape) or (weights.q_norm is None) != (weights.k_norm is None):
+            return None
+        return NativeLayer(weights, self._decoder_layer, self._pointers)
+
     def linear(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:
         assert isinstance(packed, NativePacked)
         rows, in_features = x.shape
-        assert _is_plain(x, rows, packed.in_features)
+        assert is_plain(x, rows, packed.in_features)
         out = torch.empty(rows, packed.out_features)
         self._linear(
             x.data_ptr(),
@@ -144,7 +99,7 @@ class NativeKernels:
     def embed(self, token_ids: torch.Tensor, packed: Packed) -> torch.Tensor:
         assert isinstance(packed, NativePacked)
         rows = token_ids.shape[0]
-        assert _is_plain(token_ids, rows, dtype=torch.int64)
+        assert is_plain(token_ids, rows, dtype=torch.int64)
         out = torch.empty(rows, packed.in_features)
         found = self._gather_rows(
             token_ids.data_ptr(),
@@ -167,9 +122,9 @@ class NativeKernels:
 
     def _norm(self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
         rows, width = x.shape
-        assert _is_plain(x, rows, width)
-        assert _is_plain(weight, width)
-        assert residual is None or _is_plain(residual, rows, width)
+        assert is_plain(x, rows, width)
+        assert is_plain(weight, width)
+        assert residual is None or is_plain(residual, rows, width)
         out = torch.empty_like(x)
         self._rms_norm(
             x.data_ptr(),
@@ -185,7 +140,7 @@ class NativeKernels:
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         rows, both = gate_up.shape
-        assert _is_plain(gate_up, rows, both // 2 * 2)
+        assert is_plain(gate_up, rows, both // 2 * 2)
         out = torch.empty(rows, both // 2)
         self._silu_mul(gate_up.data_ptr(), out.data_ptr(), rows, both // 2, torch.get_num_threads())
         return out
@@ -204,9 +159,9 @@ class NativeKernels:
         tokens, dim = qkv.shape[0], shape.head_dim
         if dim > _MAX_HEAD_DIM or (q_norm is None) != (k_norm is None):
             return self._reference.rope_and_store(qkv, shape, cos_sin, batch, kv, q_norm, k_norm, eps)
-        assert _is_plain(qkv, tokens, (shape.num_heads + 2 * shape.num_kv_heads) * dim)
-        assert _is_plain(cos_sin, cos_sin.shape[0], dim // 2 * 2)
-        assert _is_plain(kv, 2, kv.shape[1], kv.shape[2], shape.num_kv_heads, dim)
+        assert is_plain(qkv, tokens, (shape.num_heads + 2 * shape.num_kv_heads) * dim)
+        assert is_plain(cos_sin, cos_sin.shape[0], dim // 2 * 2)
+        assert is_plain(kv, 2, kv.shape[1], kv.shape[2], shape.num_kv_heads, dim)
         pointers = self._pointers(batch)
         assert pointers.num_tokens == tokens
         q = torch.empty(tokens, shape.num_heads, dim)
@@ -230,20 +185,20 @@ class NativeKernels:
         )
         return q
 
-    def _pointers(self, batch: ForwardBatch) -> _BatchPointers:
+    def _pointers(self, batch: ForwardBatch) -> BatchPointers:
         last = self._last_batch
         if last is None or last.batch is not batch:
-            self._last_batch = last = _check_batch(batch)
+            self._last_batch = last = check_batch(batch)
         return last
 
     def attention(self, q: torch.Tensor, shape: HeadShape, batch: ForwardBatch, kv: torch.Tensor, scale: float) -> torch.Tensor:
-        dim, group = shape.head_dim, shape.num_heads // shape.num_kv_heads
-        if dim > _MAX_HEAD_DIM or dim % _HEAD_DIM_STEP != 0 or group > _MAX_GROUP:
+        dim = shape.head_dim
+        if not _covers(shape):
             return self._reference.attention(q, shape, batch, kv, scale)
         pointers = self._pointers(batch)
         tokens = pointers.num_tokens
-        assert _is_plain(q, tokens, shape.num_heads, dim)
-        assert _is_plain(kv, 2, kv.shape[1], kv.shape[2], shape.num_kv_heads, dim)
+        assert is_plain(q, tokens, shape.num_heads, dim)
+        assert is_plain(kv, 2, kv.shape[1], kv.shape[2], shape.num_kv_heads, dim)
         out = torch.empty(tokens, shape.num_heads * dim)
         keys = kv.data_ptr()
         status = self._attention(
@@ -268,8 +223,14 @@ class NativeKernels:
         return out
 
 
+def _covers(shape: HeadShape) -> bool:
+    """Whether attention.c can do such heads."""
+    dim, group = shape.head_dim, shape.num_heads // shape.num_kv_heads
+    return dim <= _MAX_HEAD_DIM and dim % _HEAD_DIM_STEP == 0 and group <= _MAX_GROUP
+
+
 def _head_norm(weight: torch.Tensor | None, dim: int) -> int | None:
     if weight is None:
         return None
-    assert _is_plain(weight, dim)
+    assert is_plain(weight, dim)
     return weight.data_ptr()

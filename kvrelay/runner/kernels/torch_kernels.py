@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from kvrelay.runner.kernels.base import AttentionBatch, ForwardBatch, HeadShape, Packed
+from kvrelay.runner.kernels.base import AttentionBatch, ForwardBatch, HeadShape, LayerWeights, Packed
 
 _MAX_SCORES = 1 << 24  # attention scores (queries x context, all heads) materialised at once: 64 MiB of float32
 _MAX_GATHERED = 1 << 26  # KV elements gathered at once: 256 MiB of float32
@@ -42,6 +42,9 @@ class TorchPacked:
 
 class TorchKernels:
     """Implements `Kernels`. Stateless, so one instance may serve any number of models."""
+
+    def fuse(self, weights: LayerWeights) -> None:
+        return None
 
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> TorchPacked:
         return TorchPacked(weight.contiguous(), bias)

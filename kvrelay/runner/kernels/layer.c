@@ -1,0 +1,57 @@
+/* A whole decoder layer in one call: the same functions in the same order as the model would call them, without the way back
+ * to Python between them. Bits are the same either way. */
+#include <stdint.h>
+
+#include "common.h"
+
+EXPORT void linear(const float *x, const float *panels, const float *bias, float *out, long rows, long in_features, long out_features,
+            int threads);
+EXPORT void rms_norm(const float *x, float *residual, const float *weight, float *out, long rows, long width, float eps, int threads);
+EXPORT void silu_mul(const float *gate_up, float *out, long rows, long width, int threads);
+EXPORT void rope_and_store(const float *qkv, const float *cos_sin, const int64_t *positions, const int64_t *slots,
+                    const float *q_norm, const float *k_norm, float *keys, float *values, float *q, long tokens, long heads,
+                    long kv_heads, long dim, float eps, int threads);
+EXPORT int attention(const float *q, const float *keys, const float *values, const int32_t *query_start, const int32_t *context_lens,
+              const int32_t *tables, float *out, long rows, long table_stride, long block_size, long heads, long kv_heads,
+              long dim, float scale, int threads);
+
+/* What a layer is made of. Filled once, by native_layer.py, field by field. */
+struct Layer {
+    const float *input_norm, *qkv, *qkv_bias, *q_norm, *k_norm, *output, *output_bias, *post_norm, *gate_up, *gate_up_bias, *down,
+        *down_bias;
+    long hidden, width, heads, kv_heads, dim; /* width: of gate, and of up */
+    float eps, scale;
+};
+
+/* What a pass is about, the same for all layers. */
+struct Pass {
+    const float *cos_sin;
+    const int64_t *positions, *slots;
+    const int32_t *query_start, *context_lens, *tables;
+    long tokens, rows, table_stride, block_size;
+    int threads;
+};
+
+/* x (NULL before anything was added) and residual [tokens, hidden] -> x. `scratch` has room for all that is between. */
+EXPORT int decoder_layer(const struct Layer *layer, const struct Pass *pass, const float *x, float *residual, float *keys,
+                         float *values, float *scratch, float *out) {
+    long tokens = pass->tokens, hidden = layer->hidden, q_width = layer->heads * layer->dim;
+    long qkv_width = q_width + 2 * layer->kv_heads * layer->dim;
+    int threads = pass->threads;
+    float *normed = scratch, *qkv = normed + tokens * hidden, *q = qkv + tokens * qkv_width, *attended = q + tokens * q_width;
+    float *gate_up = attended + tokens * q_width, *active = gate_up + tokens * 2 * layer->width;
+
+    rms_norm(x ? x : residual, x ? residual : 0, layer->input_norm, normed, tokens, hidden, layer->eps, threads);
+    linear(normed, layer->qkv, layer->qkv_bias, qkv, tokens, hidden, qkv_width, threads);
+    rope_and_store(qkv, pass->cos_sin, pass->positions, pass->slots, layer->q_norm, layer->k_norm, keys, values, q, tokens,
+                   layer->heads, layer->kv_heads, layer->dim, layer->eps, threads);
+    int status = attention(q, keys, values, pass->query_start, pass->context_lens, pass->tables, attended, pass->rows,
+                           pass->table_stride, pass->block_size, layer->heads, layer->kv_heads, layer->dim, layer->scale, threads);
+    if (status != 0) return status;
+    linear(attended, layer->output, layer->output_bias, out, tokens, q_width, hidden, threads);
+    rms_norm(out, residual, layer->post_norm, normed, tokens, hidden, layer->eps, threads);
+    linear(normed, layer->gate_up, layer->gate_up_bias, gate_up, tokens, hidden, 2 * layer->width, threads);
+    silu_mul(gate_up, active, tokens, layer->width, threads);
+    linear(active, layer->down, layer->down_bias, out, tokens, layer->width, hidden, threads);
+    return 0;
+}
