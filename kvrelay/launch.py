@@ -44,7 +44,7 @@ log = Log("serve")
 _BACKLOG = 4096
 # libuv accepts one connection per listening descriptor and turn of the loop. A turn in which hundreds of streams get their
 # tokens takes tens of milliseconds, so with one descriptor new clients would wait for seconds.
-_ACCEPTS_PER_TURN = 16
+_ACCEPTS_PER_TURN = 48
 _KEEP_ALIVE_S = 75  # longer than common proxies keep idle connections, so that they close first
 _HTTP_PATIENCE_S = 5  # running responses may end by themselves for so long
 _DEFAULT_LISTEN = "tcp://127.0.0.1:5600"
