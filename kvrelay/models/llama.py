@@ -101,8 +101,8 @@ class DecoderLayer:
 
 
 class LlamaModel:
-    """A decoder-only model. Holds weights and constants and no state of any request; `forward` may be called from one
-    thread at a time."""
+    """A decoder-only model. Holds weights, constants and views of the KV pool, and no state of any request; `forward` may be
+    called from one thread at a time."""
 
     layer_class: type[DecoderLayer] = DecoderLayer
 
@@ -118,6 +118,8 @@ class LlamaModel:
         self._head = (
             self._embedding if spec.tie_word_embeddings else kernels.pack(source.take("lm_head.weight", vocabulary), None)
         )
+        self._kv: torch.Tensor | None = None
+        self._kv_layers: tuple[torch.Tensor, ...] = ()
         self._cos_sin = rotary_table(spec.rope, spec.head_dim, max_positions, device)
 
     @torch.inference_mode()
@@ -127,8 +129,9 @@ class LlamaModel:
         residual = self._kernels.embed(batch.token_ids, self._embedding)
         x: torch.Tensor | None = None
         last = len(self._layers) - 1
-        for index, (layer, layer_kv) in enumerate(zip(self._layers, kv.unbind(0), strict=True)):
-            if layer.fused is not None and index < last:
+        all_rows = batch.logit_rows.shape[0] == batch.token_ids.shape[0]  # decodes alone: nothing to leave out
+        for index, (layer, layer_kv) in enumerate(zip(self._layers, self._by_layer(kv), strict=True)):
+            if layer.fused is not None and (index < last or all_rows):
                 x = layer.fused(x, residual, self._cos_sin, batch, layer_kv)
                 if on_layer is not None:
                     on_layer(index)
@@ -140,11 +143,17 @@ class LlamaModel:
             if index == last and batch.logit_rows.shape[0] == 0:
                 return query.new_empty((0, self.spec.vocab_size), dtype=torch.float32)
             attended = layer.attend(query, batch, layer_kv)
-            if index == last:
+            if index == last and not all_rows:
                 attended, residual = attended[batch.logit_rows], residual[batch.logit_rows]
             x = layer.finish(attended, residual)
         assert x is not None
         return self._logits(x, residual)
+
+    def _by_layer(self, kv: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Views of a pool's layers, made once: the pool is the same in every pass."""
+        if kv is not self._kv:
+            self._kv, self._kv_layers = kv, kv.unbind(0)
+        return self._kv_layers
 
     def _logits(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         x = self._kernels.add_rms_norm(x, residual, self._norm, self.spec.rms_norm_eps)

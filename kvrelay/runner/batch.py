@@ -11,6 +11,7 @@ the engine changes tables: it may append, copy on write, or start over.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -106,6 +107,7 @@ class _Buffer:
         self._host = torch.zeros(max(1, size), dtype=self._dtype, pin_memory=self._device.type == "cuda")
         self._twin = self._host if self._device.type == "cpu" else torch.zeros_like(self._host, device=self._device)
         self._array: NDArray[Any] = self._host.numpy()
+        self._view: torch.Tensor | None = None  # the last one, which the next step usually wants again
 
     def array(self, size: int) -> NDArray[Any]:
         """The first `size` elements, to be filled."""
@@ -115,10 +117,13 @@ class _Buffer:
 
     def tensor(self, *shape: int) -> torch.Tensor:
         """What was filled, on the device."""
-        size = int(np.prod(shape))
+        size = math.prod(shape)
+        if self._twin is self._host:
+            if self._view is None or self._view.shape != shape:
+                self._view = self._twin[:size].view(*shape)
+            return self._view
         view = self._twin[:size]
-        if self._twin is not self._host:
-            view.copy_(self._host[:size], non_blocking=True)
+        view.copy_(self._host[:size], non_blocking=True)
         return view.view(*shape)
 
 

@@ -54,11 +54,16 @@ class Draws:
         return Draws(place[self.rows[which]], self.uniforms[which]), which
 
 
-def greedy(logits: torch.Tensor) -> torch.Tensor:
-    """The most likely token of each row; the lowest id among equals."""
+def greedy(logits: torch.Tensor) -> list[int | None]:
+    """The most likely token of each row, the lowest id among equals; None where no logit is finite."""
     if logits.device.type == "cpu":  # an order of magnitude faster than torch.argmax
-        return torch.from_numpy(np.argmax(logits.numpy(), axis=1))
-    return logits.argmax(dim=-1)
+        rows = logits.numpy()
+        best = rows.argmax(axis=1)
+        usable = np.isfinite(rows[np.arange(len(best)), best])
+        return [token if is_usable else None for token, is_usable in zip(best.tolist(), usable.tolist(), strict=True)]
+    tokens = logits.argmax(dim=-1)
+    finite = torch.isfinite(logits.gather(1, tokens[:, None])[:, 0])
+    return [token if is_usable else None for token, is_usable in zip(tokens.tolist(), finite.tolist(), strict=True)]
 
 
 def draw(logits: torch.Tensor, filters: Filters, draws: Draws) -> torch.Tensor:

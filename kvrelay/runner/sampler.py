@@ -115,11 +115,9 @@ class Sampler:
         """Tokens per entry of `wanted`; None where the logits allow no choice."""
         chosen: list[list[int] | None] = [None] * len(prepared.wanted)
         if prepared.greedy_rows:
-            rows = _rows(logits, prepared, prepared.greedy_rows)
-            best = greedy(rows)
-            usable = torch.isfinite(rows.gather(1, best[:, None])[:, 0]).tolist()
-            for index, token, is_usable in zip(prepared.greedy_rows, best.tolist(), usable, strict=True):
-                chosen[index] = [token] * prepared.wanted[index].samples if is_usable else None
+            best = greedy(_rows(logits, prepared, prepared.greedy_rows))
+            for index, token in zip(prepared.greedy_rows, best, strict=True):
+                chosen[index] = None if token is None else [token] * prepared.wanted[index].samples
         if prepared.drawn_rows:
             assert prepared.filters is not None
             assert prepared.draws is not None

@@ -30,7 +30,7 @@ struct Attention {
     long rows, table_stride, block_size, heads, kv_heads, dim;
     float scale;
     /* set here */
-    long group, queries_per_task, num_tasks, next_task, max_queries, max_parts;
+    long group, queries_per_task, num_tasks, next_task, max_queries, max_parts, most_work;
     struct Task *tasks;
     struct Part *parts; /* of split contexts: [task][partition][MAX_LINES] */
 };
@@ -290,13 +290,15 @@ static void merge_split(const struct Attention *job) {
 /* Cuts the rows into tasks, or only counts and measures them. Returns the number of multiply-adds. */
 static long make_tasks(struct Attention *job, struct Task *tasks) {
     long work = 0;
-    job->num_tasks = job->max_queries = job->max_parts = 0;
+    job->num_tasks = job->max_queries = job->max_parts = job->most_work = 0;
     for (long row = 0; row < job->rows; row++) {
         long queries = job->query_start[row + 1] - job->query_start[row];
         long most_heads = queries == 1 ? MAX_LINES / job->group : 1, num_parts = (job->context_lens[row] - 1) / PARTITION + 1;
         job->max_queries = queries > job->max_queries ? queries : job->max_queries;
         job->max_parts = num_parts > job->max_parts ? num_parts : job->max_parts;
-        work += queries * job->context_lens[row] * job->heads * job->dim * 2;
+        long row_work = queries * job->context_lens[row] * job->heads * job->dim * 2;
+        job->most_work = row_work > job->most_work ? row_work : job->most_work;
+        work += row_work;
         for (long first = 0; first < queries; first += job->queries_per_task)
             for (long head = 0; head < job->kv_heads; head += most_heads) {
                 if (tasks)
@@ -317,8 +319,11 @@ EXPORT int attention(const float *q, const float *keys, const float *values, con
                             .tables = tables, .out = out, .rows = rows, .table_stride = table_stride, .block_size = block_size,
                             .heads = heads, .kv_heads = kv_heads, .dim = dim, .scale = scale, .group = group,
                             .queries_per_task = per_task};
-    int worth_sharing = make_tasks(&job, NULL) >= WORTH_SHARING;
-    int split = worth_sharing && threads > 1 && job.max_queries == 1 && job.max_parts > 1 && job.num_tasks < 4L * threads;
+    long work = make_tasks(&job, NULL);
+    int worth_sharing = work >= WORTH_SHARING;
+    /* Whole rows keep all threads busy unless there are too few of them, or one is longer than a thread's part of all. */
+    int uneven = job.num_tasks % threads != 0 || job.most_work * threads > work + work / 4;
+    int split = worth_sharing && threads > 1 && job.max_queries == 1 && job.max_parts > 1 && job.num_tasks < 4L * threads && uneven;
     job.tasks = malloc((size_t)(job.num_tasks + 1) * sizeof(struct Task));
     if (split) job.parts = malloc((size_t)(job.num_tasks * job.max_parts * MAX_LINES) * sizeof(struct Part));
     if (!job.tasks || (split && !job.parts)) {

@@ -22,7 +22,9 @@
 #define PANEL (VECTORS * LANES)
 #define DEPTH_BLOCK 640 /* inputs whose part of a panel stays in the first-level cache */
 #define ROW_BLOCK 160   /* rows that stay in the second-level cache while the panels go by */
-#define AHEAD 256       /* floats: how far weights are fetched ahead of their use */
+/* Floats: how far weights are fetched ahead of their use. A row or two wait for memory alone, which the processor's own
+ * prefetcher feeds best; with more, arithmetic takes as long, and a fetch some pages ahead also hides the page walks. */
+#define AHEAD(rows) ((rows) <= 2 ? 128 : 3072)
 
 EXPORT long panel_width(void) { return PANEL; }
 
@@ -39,15 +41,15 @@ INLINE void tile(const int rows, const float *x, long x_stride, const float *pan
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int v = 0; v < VECTORS; v++) sum[r][v] = resume ? load(out + r * out_stride + v * LANES) : splat(0.0f);
     long k = 0;
-#ifdef LANE_MULTIPLY
+#ifdef LANE_MULTIPLY /* in assembly, because GCC copies accumulators around, which costs a fifth of the multiply-adds */
 #define STEP(lane)                                                                                                            \
     UNROLL for (int v = 0; v < VECTORS; v++) weight[v] = load(panel + (k + lane) * PANEL + v * LANES);                        \
     UNROLL for (int v = 0; v < VECTORS; v++)                                                                                  \
         UNROLL for (int r = 0; r < rows; r++)                                                                                 \
-            sum[r][v] = (vec)vfmaq_laneq_f32((float32x4_t)sum[r][v], (float32x4_t)weight[v], (float32x4_t)input[r], lane);
+            __asm__("fmla %0.4s, %1.4s, %2.s[" #lane "]" : "+w"(sum[r][v]) : "w"(weight[v]), "w"(input[r]));
     for (; k + 4 <= depth; k += 4) {
         vec input[TILE_ROWS], weight[VECTORS];
-        UNROLL for (int i = 0; i < 4; i++) __builtin_prefetch(panel + (k + i) * PANEL + AHEAD);
+        UNROLL for (int i = 0; i < 4; i++) __builtin_prefetch(panel + (k + i) * PANEL + AHEAD(rows));
         UNROLL for (int r = 0; r < rows; r++) input[r] = load(x + r * x_stride + k);
         STEP(0) STEP(1) STEP(2) STEP(3)
     }
@@ -55,8 +57,8 @@ INLINE void tile(const int rows, const float *x, long x_stride, const float *pan
 #endif
     for (; k < depth; k++) {
         vec weight[VECTORS];
-        __builtin_prefetch(panel + k * PANEL + AHEAD);
-        if (PANEL > 16) __builtin_prefetch(panel + k * PANEL + AHEAD + 16);
+        __builtin_prefetch(panel + k * PANEL + AHEAD(rows));
+        if (PANEL > 16) __builtin_prefetch(panel + k * PANEL + AHEAD(rows) + 16);
         UNROLL for (int v = 0; v < VECTORS; v++) weight[v] = load(panel + k * PANEL + v * LANES);
         UNROLL for (int r = 0; r < rows; r++) {
             vec input = splat(x[r * x_stride + k]);

@@ -17,7 +17,7 @@ import torch
 
 from kvrelay.runner.kernels.base import ForwardBatch, FusedLayer, HeadShape, LayerWeights, Packed
 from kvrelay.runner.kernels.native_batch import BatchPointers, NativePacked, check_batch, is_plain
-from kvrelay.runner.kernels.native_layer import SIGNATURE, NativeLayer
+from kvrelay.runner.kernels.native_layer import SIGNATURE, NativeLayer, Workspaces
 from kvrelay.runner.kernels.torch_kernels import TorchKernels
 
 _MAX_HEAD_DIM = 256
@@ -62,6 +62,7 @@ class NativeKernels:
         self._attention = _function(library, "attention")
         self._decoder_layer = _function(library, "decoder_layer")
         self._last_batch: BatchPointers | None = None
+        self._workspaces = Workspaces()
 
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> NativePacked:
         out_features, in_features = weight.shape
@@ -77,7 +78,7 @@ class NativeKernels:
     def fuse(self, weights: LayerWeights) -> FusedLayer | None:
         if not _covers(weights.shape) or (weights.q_norm is None) != (weights.k_norm is None):
             return None
-        return NativeLayer(weights, self._decoder_layer, self._pointers)
+        return NativeLayer(weights, self._decoder_layer, self._pointers, self._workspaces)
 
     def linear(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:
         assert isinstance(packed, NativePacked)

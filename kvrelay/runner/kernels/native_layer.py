@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -37,11 +38,46 @@ class _Pass(ctypes.Structure):
 SIGNATURE = (ctypes.c_void_p,) * 8
 
 
+@dataclass(frozen=True, slots=True)
+class _Workspace:
+    """What the layers of one pass share: everything about it in C's terms, room for what is between, and what a layer gives."""
+
+    pointers: BatchPointers
+    cos_sin: torch.Tensor
+    residual: torch.Tensor
+    scratch: torch.Tensor
+    out: torch.Tensor
+    in_c: _Pass
+    pass_address: int
+    residual_address: int
+    scratch_address: int
+    out_address: int
+
+    def serves(self, pointers: BatchPointers, cos_sin: torch.Tensor, residual: torch.Tensor, scratch_width: int) -> bool:
+        return (
+            self.pointers is pointers
+            and self.residual is residual
+            and self.cos_sin is cos_sin
+            and self.scratch.shape[1] >= scratch_width
+        )
+
+
+class Workspaces:
+    """The latest pass's. Passes of several threads take turns, each with its own."""
+
+    def __init__(self) -> None:
+        self.latest: _Workspace | None = None
+
+
 class NativeLayer:
     """Implements `FusedLayer`. Keeps the weights that it points to alive."""
 
     def __init__(
-        self, weights: LayerWeights, run: Callable[..., int], pointers: Callable[[ForwardBatch], BatchPointers]
+        self,
+        weights: LayerWeights,
+        run: Callable[..., int],
+        pointers: Callable[[ForwardBatch], BatchPointers],
+        workspaces: Workspaces,
     ) -> None:
         self._weights = weights
         self._run = run
@@ -63,45 +99,54 @@ class NativeLayer:
         )  # fmt: skip
         self._address = ctypes.addressof(self._layer)
         self._scratch_width = self._hidden + qkv.out_features + 2 * q_width + 3 * width
-        self._last: tuple[BatchPointers, torch.Tensor, _Pass] | None = None
+        self._workspaces = workspaces
+        self._kv: torch.Tensor | None = None  # as it was last seen, and where its keys and values are
+        self._keys = self._values = 0
 
     def __call__(
         self, x: torch.Tensor | None, residual: torch.Tensor, cos_sin: torch.Tensor, batch: ForwardBatch, kv: torch.Tensor
     ) -> torch.Tensor:
-        shape, pointers = self._weights.shape, self._pointers(batch)
-        tokens = pointers.num_tokens
-        assert x is None or is_plain(x, tokens, self._hidden)
-        assert is_plain(residual, tokens, self._hidden)
-        assert is_plain(kv, 2, kv.shape[1], kv.shape[2], shape.num_kv_heads, shape.head_dim)
-        scratch = torch.empty(tokens, self._scratch_width)
-        out = torch.empty(tokens, self._hidden)
-        keys = kv.data_ptr()
+        space, pointers = self._workspaces.latest, self._pointers(batch)
+        if space is None or not space.serves(pointers, cos_sin, residual, self._scratch_width):
+            space = self._workspaces.latest = self._new_workspace(pointers, cos_sin, residual, kv.shape[2])
+        if kv is not self._kv:
+            self._find(kv)
+        assert x is None or x is space.out or is_plain(x, pointers.num_tokens, self._hidden)
         status = self._run(
             self._address,
-            ctypes.addressof(self._pass(pointers, cos_sin, kv.shape[2])),
+            space.pass_address,
             None if x is None else x.data_ptr(),
-            residual.data_ptr(),
-            keys,
-            keys + kv.numel() // 2 * 4,
-            scratch.data_ptr(),
-            out.data_ptr(),
+            space.residual_address,
+            self._keys,
+            self._values,
+            space.scratch_address,
+            space.out_address,  # x itself from the second layer on: it has been read before this is written
         )
         if status != 0:
             raise MemoryError("no memory to plan attention")
-        return out
+        return space.out
 
-    def _pass(self, pointers: BatchPointers, cos_sin: torch.Tensor, block_size: int) -> _Pass:
-        last = self._last
-        if last is not None and last[0] is pointers and last[1] is cos_sin:
-            return last[2]
+    def _find(self, kv: torch.Tensor) -> None:
+        shape = self._weights.shape
+        assert is_plain(kv, 2, kv.shape[1], kv.shape[2], shape.num_kv_heads, shape.head_dim)
+        self._kv, self._keys = kv, kv.data_ptr()
+        self._values = self._keys + kv.numel() // 2 * 4
+
+    def _new_workspace(
+        self, pointers: BatchPointers, cos_sin: torch.Tensor, residual: torch.Tensor, block_size: int
+    ) -> _Workspace:
+        tokens = pointers.num_tokens
+        assert is_plain(residual, tokens, self._hidden)
         assert is_plain(cos_sin, cos_sin.shape[0], self._weights.shape.head_dim)
-        made = _Pass(
+        scratch, out = torch.empty(tokens, self._scratch_width), torch.empty(tokens, self._hidden)
+        in_c = _Pass(
             cos_sin.data_ptr(), pointers.positions, pointers.slots, pointers.query_start, pointers.context_lens,
-            pointers.block_tables, pointers.num_tokens, pointers.num_rows, pointers.table_width, block_size,
-            torch.get_num_threads(),
+            pointers.block_tables, tokens, pointers.num_rows, pointers.table_width, block_size, torch.get_num_threads(),
         )  # fmt: skip
-        self._last = (pointers, cos_sin, made)
-        return made
+        return _Workspace(
+            pointers, cos_sin, residual, scratch, out, in_c,
+            ctypes.addressof(in_c), residual.data_ptr(), scratch.data_ptr(), out.data_ptr(),
+        )  # fmt: skip
 
 
 def _native(packed: object) -> NativePacked:
