@@ -59,9 +59,21 @@ class RouterOptions(Options, frozen=True, kw_only=True):
     host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="HTTP port; 0 picks a free one")] = 8000
     api_key: Annotated[str, Meta(description="key that clients must send; several are separated by commas")] = ""
+    api_key_file: Annotated[str, Meta(description="file of keys, one a line, read again whenever it changes")] = ""
+    max_connections: Annotated[Positive, Meta(description="HTTP connections open at once; more are answered 503")] = 16384
+    request_timeout_s: Annotated[
+        float, Meta(ge=0.0, description="a request that takes longer ends with 504, unless it says another time; 0 is no limit")
+    ] = 0.0
+    max_retries: Annotated[Count, Meta(description="how often a request whose worker was lost is sent again")] = 5
+    failover_wait_s: Annotated[
+        float, Meta(ge=0.0, description="how long a request that lost its worker waits for another to come up")
+    ] = 10.0
     served_model_name: Annotated[str, Meta(description="name clients use for the model; default is MODEL")] = ""
     max_body_bytes: Annotated[Positive, Meta(description="largest request body")] = 32 * 1024 * 1024
-    policy: Annotated[Literal["round_robin", "least_loaded"], Meta(description="how a worker is chosen")] = "least_loaded"
+    policy: Annotated[
+        Literal["round_robin", "least_loaded", "prefix_aware"],
+        Meta(description="how a worker is chosen: in turn, by tokens in flight, or by what its cache holds against its load"),
+    ] = "prefix_aware"
     tool_parser: Annotated[Literal["auto", "hermes", "none"], Meta(description="how tool calls are read from the output")] = (
         "auto"
     )
@@ -88,13 +100,20 @@ class ClusterOptions(Options, frozen=True, kw_only=True):
     decode: Annotated[Count, Meta(description="decode workers")] = 0
     encode: Annotated[Count, Meta(description="encode workers")] = 0
     registry: Annotated[
-        str, Meta(description="embedded, or static:tcp://HOST:PORT,tcp://HOST:PORT to name workers that are already there")
+        str,
+        Meta(
+            description="embedded, etcd://HOST:PORT (needed for several routers), or static:tcp://HOST:PORT,... to name workers"
+            " that are already there"
+        ),
     ] = "embedded"
     registry_listen: Annotated[
         str,
         Meta(description="where workers of other hosts register (tcp://HOST:PORT); default is a free local port"),
     ] = ""
     lease_s: Annotated[float, Meta(gt=0.0, le=600.0, description="a worker silent for so long is taken for dead")] = 4.0
+    cluster_key: Annotated[
+        str, Meta(description="file with the key that routers and workers share; without it their planes are open")
+    ] = ""
 
 
 class TransferOptions(Options, frozen=True, kw_only=True):
@@ -115,11 +134,17 @@ class WorkerOptions(Options, frozen=True, kw_only=True):
     role: Annotated[Literal["whole", "prefill", "decode", "encode"], Meta(description="what the worker does")] = "whole"
     registry: Annotated[
         str,
-        Meta(description="registry address, such as tcp://127.0.0.1:5600; static where routers name this worker themselves"),
+        Meta(
+            description="registry address, such as tcp://127.0.0.1:5600 or etcd://127.0.0.1:2379; static where routers name"
+            " this worker themselves"
+        ),
     ] = "tcp://127.0.0.1:5600"
     worker_host: Annotated[str, Meta(description="address on which the worker listens for routers")] = "127.0.0.1"
     worker_port: Annotated[int, Meta(ge=0, le=65535, description="port on which it listens; 0 picks a free one")] = 0
     lease_s: Annotated[float, Meta(gt=0.0, le=600.0, description="a worker silent for so long is taken for dead")] = 4.0
+    cluster_key: Annotated[
+        str, Meta(description="file with the key that routers and workers share; without it their planes are open")
+    ] = ""
     watchdog_s: Annotated[
         float, Meta(gt=0.0, description="a worker whose engine is inside one step for so long is taken for stuck")
     ] = 120.0

@@ -9,7 +9,9 @@ KVRelayError
 │   ├── TooLargeError            413
 │   ├── QueueFullError           429, with Retry-After
 │   ├── InternalError            500
-│   └── UnavailableError         503
+│   ├── UnavailableError         503
+│   │   └── HandOverError        a decode worker's KV did not arrive; the router sends the request again
+│   └── DeadlineError            504
 ├── ConfigError                  a command line or config file that cannot work
 ├── ModelError                   a checkpoint that cannot be fetched, read or served
 │   ├── DownloadError
@@ -88,6 +90,18 @@ class UnavailableError(RequestError):
     kind = "service_unavailable_error"
 
 
+class HandOverError(UnavailableError):
+    """The KV that a decode worker was waiting for will not come. The router sends the request again; no client sees this
+    unless every attempt ended so."""
+
+    kind = "hand_over_error"
+
+
+class DeadlineError(RequestError):
+    status = 504
+    kind = "timeout_error"
+
+
 class ConfigError(KVRelayError):
     """A command line or config file that cannot work."""
 
@@ -138,7 +152,7 @@ class BenchError(KVRelayError):
 
 def request_error(kind: str, message: str, param: str | None = None) -> RequestError:
     """The error that a worker named over the wire."""
-    classes: tuple[type[RequestError], ...] = (InvalidRequestError, UnavailableError, InternalError)
+    classes: tuple[type[RequestError], ...] = (InvalidRequestError, UnavailableError, HandOverError, InternalError)
     if kind == QueueFullError.kind:
         return QueueFullError(message)
     chosen = next((cls for cls in classes if cls.kind == kind), InternalError)

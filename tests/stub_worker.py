@@ -43,6 +43,7 @@ class StubEngine:
         self._failures: list[Failure] = []
         self._steps = 0
         self._draining = False
+        self.lost_peers: list[WorkerId] = []
 
     @property
     def has_work(self) -> bool:
@@ -102,6 +103,9 @@ class StubEngine:
 
     def drain(self) -> None:
         self._draining = True
+
+    def peer_lost(self, worker_id: WorkerId) -> None:
+        self.lost_peers.append(worker_id)
 
     def close(self) -> None:
         self.closed = True

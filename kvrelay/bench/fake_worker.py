@@ -26,7 +26,19 @@ from kvrelay.states import FinishReason, Role, WorkerState
 from kvrelay.wire import PROTOCOL_VERSION
 from kvrelay.wire.codec import Decoder, encode
 from kvrelay.wire.registry import BlockCounts, WorkerLoad, WorkerRecord
-from kvrelay.wire.serving import Abort, Finish, Hello, Ping, SequenceOutput, StepOutputs, Submit, ToWorker, Welcome
+from kvrelay.wire.serving import (
+    Abort,
+    Drain,
+    Finish,
+    Hello,
+    PeerLost,
+    Ping,
+    SequenceOutput,
+    StepOutputs,
+    Submit,
+    ToWorker,
+    Welcome,
+)
 
 _LEASE_S = 60.0
 _RENEW_S = 10.0
@@ -154,7 +166,7 @@ class FakeWorker:
                     requests.pop(request_id, None)
             case Finish():
                 requests.pop(message.request_id, None)
-            case Ping():
+            case Ping() | PeerLost() | Drain():
                 pass
             case _:
                 assert_never(message)

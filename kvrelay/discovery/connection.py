@@ -14,8 +14,9 @@ from collections.abc import Callable
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from kvrelay.discovery.loop_socket import LoopSocket, Socket, new_socket
+from kvrelay.discovery.loop_socket import LoopSocket
 from kvrelay.errors import ProtocolError
+from kvrelay.plane import Socket, connecting
 
 _SEND_QUEUE = 16_384  # messages; a worker that far behind does not read at all
 _RECONNECT_MS = 100
@@ -78,7 +79,7 @@ class Connection:
 
 
 def _dealer(identity: bytes | None, lease_s: float) -> Socket:
-    socket = new_socket(zmq.DEALER)
+    socket = connecting(zmq.DEALER)
     if identity is not None:
         socket.setsockopt(zmq.IDENTITY, identity)
     lease_ms = max(1, round(lease_s * 1000))

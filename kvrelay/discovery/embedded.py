@@ -17,10 +17,11 @@ import msgspec
 import zmq
 
 from kvrelay.discovery.base import Loss, OnChanged, OnJoined, OnLeft
-from kvrelay.discovery.loop_socket import LoopSocket, Socket, bound_address, new_socket
+from kvrelay.discovery.loop_socket import LoopSocket, bound_address
 from kvrelay.errors import ConfigError, ProtocolError, VersionMismatchError
 from kvrelay.ids import WorkerId, as_worker_id
 from kvrelay.log import Log
+from kvrelay.plane import Socket, connecting, listening
 from kvrelay.states import WorkerState
 from kvrelay.wire import PROTOCOL_VERSION
 from kvrelay.wire.codec import Decoder, encode
@@ -63,7 +64,7 @@ class EmbeddedMembership:
         clock: Callable[[], float] = time.monotonic,
         on_malformed: Callable[[], None] = lambda: None,
     ) -> None:
-        self._socket = new_socket(zmq.ROUTER)
+        self._socket = listening(zmq.ROUTER)
         self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
         try:
             self._socket.bind(listen)
@@ -222,7 +223,7 @@ class EmbeddedRegistration:
         self._socket.close(linger=0)
 
     def _connect(self) -> Socket:
-        socket = new_socket(zmq.DEALER)
+        socket = connecting(zmq.DEALER)
         socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         try:

@@ -8,22 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
 
 import zmq
 
-Socket: TypeAlias = "zmq.Socket[bytes]"
-Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
+from kvrelay.plane import Socket
 
 _MESSAGES_PER_TURN = 64  # then others on the loop have their turn
-
-
-def new_socket(kind: int) -> Socket:
-    """Of this process's one ZMQ context. Drops what is unsent when it closes, unless told otherwise."""
-    context: Context = zmq.Context.instance()
-    socket = context.socket(kind)
-    socket.setsockopt(zmq.LINGER, 0)
-    return socket
 
 
 def bound_address(socket: Socket) -> str:

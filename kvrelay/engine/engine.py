@@ -143,6 +143,11 @@ class Engine:
     def drain(self) -> None:
         self._draining = True
 
+    def peer_lost(self, worker_id: WorkerId) -> None:
+        """Another worker is gone, says somebody who may be wrong: transfers with it fail at once."""
+        if self._relay is not None:
+            self._relay.peer_lost(worker_id)
+
     @property
     def drained(self) -> bool:
         """Nothing is left to do or to hand over."""

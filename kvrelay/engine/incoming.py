@@ -15,7 +15,7 @@ from kvrelay.engine.block_pool import Holder
 from kvrelay.engine.kv_cache import KVCache
 from kvrelay.engine.movers import Arrival, Consumer
 from kvrelay.engine.request import Sequence
-from kvrelay.ids import RequestId
+from kvrelay.ids import RequestId, WorkerId
 from kvrelay.states import RequestState
 from kvrelay.wire.registry import MappingCounts, TransferCounts
 from kvrelay.wire.serving import TransferInfo
@@ -98,6 +98,9 @@ class Incoming:
             elif request_id in self._expected:
                 self._freed.add(request_id)
         return [(sequence, arrival) for arrival in news.arrived if (sequence := self._arrive(arrival)) is not None]
+
+    def peer_lost(self, worker_id: WorkerId) -> None:
+        self._consumer.peer_lost(worker_id)
 
     def counts(self) -> TransferCounts:
         return self._consumer.counts()

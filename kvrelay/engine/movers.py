@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvrelay.ids import RequestId
+from kvrelay.ids import RequestId, WorkerId
 from kvrelay.wire.registry import MappingCounts, TransferCounts
 from kvrelay.wire.serving import FirstToken, TransferInfo
 
@@ -83,6 +83,10 @@ class Producer(Protocol):
     def abort(self, request_id: RequestId) -> None:
         """Harmless if over. If blocks were given, they come back through poll: released (or parked, where that crossed it)."""
 
+    def peer_lost(self, worker_id: WorkerId) -> None:
+        """The peer is gone, says somebody who may be wrong: every transfer with it fails now. Memory that it might still write
+        is safe only once its death is proven."""
+
     @property
     def has_news(self) -> bool:
         """Whether `poll` would say anything."""
@@ -109,6 +113,10 @@ class Consumer(Protocol):
 
     def abort(self, request_id: RequestId) -> None:
         """Harmless if over. If blocks were reserved, they come back through poll: freed."""
+
+    def peer_lost(self, worker_id: WorkerId) -> None:
+        """The peer is gone, says somebody who may be wrong: every transfer with it fails now. Memory that it might still write
+        is safe only once its death is proven."""
 
     @property
     def has_news(self) -> bool:

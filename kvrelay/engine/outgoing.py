@@ -14,7 +14,7 @@ from kvrelay.engine.interfaces import StepPlan
 from kvrelay.engine.kv_cache import KVCache
 from kvrelay.engine.movers import Producer
 from kvrelay.engine.request import Sequence
-from kvrelay.ids import RequestId
+from kvrelay.ids import RequestId, WorkerId
 from kvrelay.wire.registry import MappingCounts, TransferCounts
 from kvrelay.wire.serving import FirstToken, Submit
 
@@ -108,6 +108,9 @@ class Outgoing:
             self._submits.pop(request_id, None)
             self._first_tokens.pop(request_id, None)
         return restarts, [(request_id, reasons.get(request_id, "")) for request_id in news.released]
+
+    def peer_lost(self, worker_id: WorkerId) -> None:
+        self._producer.peer_lost(worker_id)
 
     def counts(self) -> TransferCounts:
         return self._producer.counts()

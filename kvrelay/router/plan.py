@@ -21,7 +21,7 @@ from kvrelay.router.policy import Policy
 from kvrelay.states import Role
 
 Mode = Literal["write", "read"]
-PolicyName = Literal["round_robin", "least_loaded"]
+PolicyName = Literal["round_robin", "least_loaded", "prefix_aware"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,8 +26,8 @@ C = TypeVar("C", bound=Candidate)
 class Policy:
     """Chooses among at least one candidate. Equal ones take turns."""
 
-    def __init__(self, name: Literal["round_robin", "least_loaded"]) -> None:
-        self._by_load = name == "least_loaded"
+    def __init__(self, name: Literal["round_robin", "least_loaded", "prefix_aware"]) -> None:
+        self._by_load = name != "round_robin"
         self._turn = 0
 
     def choose(self, candidates: Sequence[C]) -> C:

@@ -13,18 +13,15 @@ import errno
 import select
 import socket as sockets
 from collections.abc import Iterable, Iterator
-from typing import TypeAlias
 
 import zmq
 
 from kvrelay.errors import WrongIdError
 from kvrelay.ids import WorkerId, as_worker_id
 from kvrelay.log import Log
+from kvrelay.plane import Socket, connecting, listening
 
 log = Log("transfer.signal")
-
-Socket: TypeAlias = "zmq.Socket[bytes]"
-Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
 
 _MAX_FRAME_BYTES = 16 * 1024 * 1024
 _LINGER_MS = 200  # for the last words of a worker that goes
@@ -35,7 +32,7 @@ class ProducerSocket:
     """Listens for consumers. A consumer that reconnects takes its identity over from its old connection."""
 
     def __init__(self, host: str, port: int = 0) -> None:
-        self._socket = _new_socket(zmq.ROUTER)
+        self._socket = _set_up(listening(zmq.ROUTER))
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.bind(f"tcp://{host}:{port or '*'}")
@@ -84,7 +81,7 @@ class ConsumerSockets:
         """Harmless if connected. Returns why it cannot be, or nothing."""
         if peer in self._sockets:
             return ""
-        socket = _new_socket(zmq.DEALER)
+        socket = _set_up(connecting(zmq.DEALER))
         socket.setsockopt(zmq.IDENTITY, self._worker_id.encode())
         socket.setsockopt(zmq.RECONNECT_IVL, 50)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
@@ -185,10 +182,7 @@ class Probe:
         self._socket.close()
 
 
-def _new_socket(kind: int) -> Socket:
-    context: Context = zmq.Context.instance()
-    socket = context.socket(kind)
-    socket.setsockopt(zmq.LINGER, 0)
+def _set_up(socket: Socket) -> Socket:
     socket.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME_BYTES)
     socket.setsockopt(zmq.IPV6, 1)
     return socket

@@ -66,6 +66,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens: int = 0  # since the start
     preemptions: int = 0  # since the start
     steps: int = 0  # since the start
+    connections: int = 0  # routers that are connected, and workers that KV is exchanged with
 
 
 class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,6 +86,9 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     version: int  # protocol version
     load: WorkerLoad = WorkerLoad()
     signal_address: str = ""  # where a prefill worker's consumers connect
+    events_address: str = ""  # where the worker publishes what its cache holds (wire/events.py); empty: it does not
+    replay_address: str = ""  # where events that were missed are asked for
+    block_size: int = 0  # tokens per KV block, for those who hash prompts; 0: not told
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -6,6 +6,8 @@ router                                   worker
   | Submit, Abort, Finish ----------------> |
   | <-------------------------- StepOutputs |   one per engine step, with every request's new tokens
   | Ping ---------------------------------> |   keeps an idle connection's requests alive
+  | PeerLost -----------------------------> |   another worker is gone: transfers with it fail at once
+  | Drain --------------------------------> |   finish what you have, then leave (or come back in another role)
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import msgspec
 
 from kvrelay.ids import RequestId, RouterId, TransferId, WorkerId
 from kvrelay.sampling import SamplingParams
-from kvrelay.states import FinishReason
+from kvrelay.states import FinishReason, Role
 from kvrelay.wire.registry import WorkerLoad, WorkerRecord
 
 Logprob = tuple[int, float]  # token id, natural logarithm of its probability
@@ -52,8 +54,19 @@ class TransferInfo(msgspec.Struct, frozen=True, kw_only=True):
     signal_address: str  # where the producer listens
 
 
+class Resumed(msgspec.Struct, frozen=True, array_like=True):
+    """A sample that goes on where another worker left it: its output tokens so far, which the client has seen."""
+
+    sample: int
+    tokens: list[int]
+
+
 class Submit(Message, frozen=True, kw_only=True):
-    """Asks for one request. Answered by outputs until each of its `params.n` samples has a finish reason, or by one Failure."""
+    """Asks for one request. Answered by outputs until each of its `params.n` samples has a finish reason, or by one Failure.
+
+    With `resume` the request has been served in part by a worker that was lost. Only the samples listed go on; their tokens
+    are taken as they are, and the first output of each has the position after them.
+    """
 
     request_id: RequestId
     external_id: str  # what the client sees; for logs and later for continuation
@@ -63,6 +76,8 @@ class Submit(Message, frozen=True, kw_only=True):
     cache_salt: str = ""  # prompts share cached KV only within a salt
     trace: dict[str, str] = {}  # W3C trace headers
     transfer: TransferInfo | None = None  # None: this worker computes prompt and output
+    resume: list[Resumed] = []  # empty: all samples begin at the beginning
+    attempt: int = 0  # how often it was sent before; a request that was accepted once is not turned away by a full queue
 
 
 class Abort(Message, frozen=True, kw_only=True):
@@ -80,6 +95,18 @@ class Finish(Message, frozen=True, kw_only=True):
 
 class Ping(Message, frozen=True, kw_only=True):
     pass
+
+
+class PeerLost(Message, frozen=True, kw_only=True):
+    """The router takes this worker for gone. That is no proof of death: memory it may still write stays in quarantine."""
+
+    worker_id: WorkerId
+
+
+class Drain(Message, frozen=True, kw_only=True):
+    """Take nothing new, finish what is there, leave. With a role: then come back in it, as a new worker."""
+
+    role: Role | None = None
 
 
 # worker -> router
@@ -135,5 +162,5 @@ class StepOutputs(Message, frozen=True, kw_only=True):
     handed_over: list[RequestId] = []  # a prefill worker's terminal word: the decode worker has all it wanted
 
 
-ToWorker = Hello | Submit | Abort | Finish | Ping
+ToWorker = Hello | Submit | Abort | Finish | Ping | PeerLost | Drain
 ToRouter = Welcome | Refused | StepOutputs

@@ -19,19 +19,22 @@ from typing import Protocol, assert_never
 import msgspec
 import zmq
 
-from kvrelay.discovery.loop_socket import Socket, bound_address, new_socket
+from kvrelay.discovery.loop_socket import bound_address
 from kvrelay.errors import ConfigError, InternalError, ProtocolError, RequestError, UnavailableError, VersionMismatchError
-from kvrelay.ids import RequestId, as_request_id, as_router_id
+from kvrelay.ids import RequestId, WorkerId, as_request_id, as_router_id
 from kvrelay.log import Log
-from kvrelay.states import WorkerState
+from kvrelay.plane import Socket, listening
+from kvrelay.states import Role, WorkerState
 from kvrelay.wire import PROTOCOL_VERSION
 from kvrelay.wire.codec import Decoder, encode
 from kvrelay.wire.registry import WorkerLoad, WorkerRecord
 from kvrelay.wire.serving import (
     Abort,
+    Drain,
     Failure,
     Finish,
     Hello,
+    PeerLost,
     Ping,
     Refused,
     SequenceOutput,
@@ -72,6 +75,9 @@ class ServingEngine(Protocol):
     def load(self) -> WorkerLoad: ...
 
     def drain(self) -> None: ...
+
+    def peer_lost(self, worker_id: WorkerId) -> None:
+        """Another worker is gone, says a router: transfers with it fail at once."""
 
     def close(self) -> None: ...
 
@@ -114,6 +120,7 @@ class ServingLoop:
         self.record: WorkerRecord | None = None  # set before `run`
         self.drain_asked = False  # set by a signal handler
         self.stop_asked = False
+        self.next_role: Role | None = None  # what to come back as after draining
 
     def run(self, on_draining: Callable[[], None]) -> None:
         """Until drained or told to stop."""
@@ -188,6 +195,10 @@ class ServingLoop:
                 self._on_finish(router, message)
             case Ping():
                 pass
+            case PeerLost():
+                self._engine.peer_lost(message.worker_id)
+            case Drain():
+                self.drain_asked, self.next_role = True, message.role
             case _:
                 assert_never(message)
 
@@ -353,7 +364,7 @@ class ServingLoop:
 
 
 def _bind(host: str, port: int) -> Socket:
-    socket = new_socket(zmq.ROUTER)
+    socket = listening(zmq.ROUTER)
     socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
     socket.setsockopt(zmq.SNDHWM, _SEND_QUEUE)
     socket.setsockopt(zmq.RCVHWM, 0)

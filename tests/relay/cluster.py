@@ -126,6 +126,9 @@ class GatedEngine:
     def drain(self) -> None:
         self.engine.drain()
 
+    def peer_lost(self, worker_id: WorkerId) -> None:
+        self.engine.peer_lost(worker_id)
+
     def close(self) -> None:
         self.engine.close()
 
