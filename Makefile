@@ -9,7 +9,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install serve check libraries test test-all bench clean
+.PHONY: help install serve check libraries test test-all soak bench clean
 .DELETE_ON_ERROR:
 
 comma := ,
@@ -22,6 +22,7 @@ REQUIREMENTS := pyproject.toml constraints.txt
 PYTHON ?=
 CANDIDATES := $(or $(PYTHON),python3 python3.13 python3.12 python3.11 python3.14 python)
 ARGS ?=
+SOAK_MINUTES ?= 30
 SOURCES := kvrelay tests examples
 
 help: ## show this list
@@ -43,7 +44,10 @@ test: check libraries ## check, then every test but the long counts (under 12 mi
 	$(BIN)/pytest -m 'not long and not cuda' $(ARGS)
 
 test-all: check libraries ## check, then every test with the long counts; tests for NVIDIA cards skip themselves where there is none
-	$(BIN)/pytest $(ARGS)
+	KVRELAY_CHAOS_S=60 $(BIN)/pytest $(ARGS)
+
+soak: $(DEV_STAMP) ## hurt a cluster under load for SOAK_MINUTES (30) and report what its clients saw (ARGS="--seed 7")
+	$(BIN)/python tests/chaos.py --minutes $(SOAK_MINUTES) --report build/soak.json $(ARGS)
 
 bench: $(DEV_STAMP) libraries ## measure engine, router and relay; results go to bench/results/*.json
 	@mkdir -p bench/results

@@ -11,7 +11,7 @@ import pathlib
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
@@ -31,6 +31,9 @@ from kvrelay.errors import ConfigError, KVRelayError
 from kvrelay.log import configure
 from kvrelay.states import Role
 
+if TYPE_CHECKING:
+    from kvrelay.worker.launcher import LauncherTie
+
 O = TypeVar("O", bound=Options)
 
 _EPILOG = """\
@@ -39,8 +42,12 @@ commands:
   router     the router alone; workers on any host register with it
   worker     one worker, for a router that runs elsewhere
   chat       talk to a running server in the terminal
+  drain      let a worker finish what it has and leave
+  role       let a worker finish what it has and come back in another role
   bench      measure this installation
   doctor     check this machine and say what to do
+  keygen     make the key that routers and workers share
+  probe      ask a worker or a router whether it is ready
   version    print the version
 
 examples:
@@ -49,7 +56,7 @@ examples:
   kvrelay serve Qwen/Qwen3-0.6B --port 9000 --whole 2
 
 `kvrelay COMMAND --help` tells all about one command. Environment: KVRELAY_CACHE (folder of models),
-KVRELAY_LOG (debug, info, warning), KVRELAY_OFFLINE=1 (never download).
+KVRELAY_LOG (debug, info, warning), KVRELAY_OFFLINE=1 (never download), KVRELAY_CLUSTER_KEY (its file).
 """
 
 _SERVE_EPILOG = """\
@@ -68,6 +75,7 @@ _ROUTER_EPILOG = """\
 examples:
   kvrelay router smollm2 --registry-listen tcp://10.0.0.1:5600     workers register there
   kvrelay router smollm2 --registry static:tcp://10.0.0.2:5700     a worker that is there already
+  kvrelay router smollm2 --registry etcd://10.0.0.9:2379           one of several routers
 
 MODEL is needed for its tokenizer only; workers load the weights.
 """
@@ -188,27 +196,28 @@ def _worker(argv: list[str]) -> int:
         chosen = dataclasses.replace(chosen, environment=msgspec.structs.replace(chosen.environment, log_level="warning"))
     configure(chosen.environment.log_level, "worker")
     if chosen.namespace.launcher_fd is None:
-        return _run_worker(chosen, launched=False)
+        return _run_worker(chosen, None)
     from kvrelay.worker.launcher import LauncherTie
 
     tie = LauncherTie(chosen.namespace.launcher_fd)
     try:
-        return _run_worker(chosen, launched=True)
+        return _run_worker(chosen, tie)
     except KVRelayError as error:
         tie.report(str(error))
         return 2
 
 
-def _run_worker(chosen: _Chosen, *, launched: bool) -> int:
+def _run_worker(chosen: _Chosen, tie: LauncherTie | None) -> int:
     from kvrelay.console import ConsoleProgress
     from kvrelay.progress import Silent
     from kvrelay.worker.worker import check_role, run_worker
 
-    role, options = check_role(chosen.of(WorkerOptions).role), chosen.of(TransferOptions)
+    place, options = chosen.of(WorkerOptions), chosen.of(TransferOptions)
+    role = check_role(place.role)
     from kvrelay.worker.relay import relay_stage
     from kvrelay.worker.whole import build_whole
 
-    build = build_whole if role is Role.WHOLE else relay_stage(role, options, chosen.of(WorkerOptions).worker_host)
+    build = build_whole if role is Role.WHOLE else relay_stage(role, options, place.worker_host, place.signal_port)
     shown = chosen.namespace.progress
     return run_worker(
         chosen.of(ModelOptions),
@@ -217,7 +226,7 @@ def _run_worker(chosen: _Chosen, *, launched: bool) -> int:
         chosen.environment,
         Silent() if shown == "none" else ConsoleProgress(plain=shown == "plain"),
         build,
-        launched=launched,
+        tie=tie,
     )
 
 
@@ -225,6 +234,18 @@ def _chat(argv: list[str]) -> int:
     from kvrelay import chat
 
     return chat.run(argv)
+
+
+def _drain(argv: list[str]) -> int:
+    from kvrelay import admin
+
+    return admin.drain(argv)
+
+
+def _role(argv: list[str]) -> int:
+    from kvrelay import admin
+
+    return admin.role(argv)
 
 
 def _bench(argv: list[str]) -> int:
@@ -237,6 +258,24 @@ def _doctor(argv: list[str]) -> int:
     from kvrelay import doctor
 
     return doctor.run(argv)
+
+
+def _probe(argv: list[str]) -> int:
+    from kvrelay import probe
+
+    return probe.run(argv)
+
+
+def _keygen(argv: list[str]) -> int:
+    from kvrelay import cluster_key
+
+    parser = Parser(prog="kvrelay keygen", description="Makes the key that routers and workers of a cluster share.")
+    default = pathlib.Path(cluster_key.DEFAULT_FILE)
+    parser.add_argument("file", nargs="?", type=pathlib.Path, default=default, metavar="FILE", help=f"default {default}")
+    file = parser.parse_strictly(argv).file
+    cluster_key.write_new_key(file)
+    print(f"wrote {file}: copy it to every host, and start routers and workers with --cluster-key {file}")
+    return 0
 
 
 def _version(argv: list[str]) -> int:
@@ -252,7 +291,11 @@ _COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "router": _router,
     "worker": _worker,
     "chat": _chat,
+    "drain": _drain,
+    "role": _role,
     "bench": _bench,
     "doctor": _doctor,
+    "keygen": _keygen,
+    "probe": _probe,
     "version": _version,
 }

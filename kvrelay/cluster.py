@@ -24,6 +24,7 @@ import msgspec
 import uvloop
 
 from kvrelay.cli_options import to_flags
+from kvrelay.cluster_key import key_file, load_key
 from kvrelay.config import (
     ClusterOptions,
     EngineOptions,
@@ -31,17 +32,18 @@ from kvrelay.config import (
     RouterOptions,
     TransferOptions,
     WorkerOptions,
+    read_environment,
 )
-from kvrelay.discovery.base import Membership
-from kvrelay.discovery.embedded import EmbeddedMembership
-from kvrelay.discovery.static import StaticMembership
+from kvrelay.discovery.choose import open_membership, registry_kind
 from kvrelay.errors import ConfigError, EngineClosedError, InternalError, RequestError
-from kvrelay.ids import RequestId, RouterId, new_router_id
+from kvrelay.ids import RequestId, new_router_id
 from kvrelay.log import Log
 from kvrelay.metrics import Metrics
 from kvrelay.outputs import Answers
+from kvrelay.plane import keyed
 from kvrelay.router.backend import GenerateRequest
-from kvrelay.router.router import Router
+from kvrelay.router.failover import RetryRules
+from kvrelay.router.router import OpenSync, Router
 from kvrelay.router.stream import RequestStream
 from kvrelay.states import FinishReason, Role
 from kvrelay.supervise import Supervisor, worker_command
@@ -62,9 +64,12 @@ def worker_roles(cluster: ClusterOptions) -> list[Role]:
         raise ConfigError("--encode: encode workers come in a later version; this one serves text")
     counts = {Role.PREFILL: cluster.prefill, Role.DECODE: cluster.decode, Role.WHOLE: cluster.whole}
     roles = [role for role, count in counts.items() for _ in range(count)]
-    if cluster.registry != "embedded":
+    if registry_kind(cluster) == "static":
         if roles:
-            raise ConfigError("workers started here register here: --prefill, --decode and --whole need --registry embedded")
+            raise ConfigError(
+                "workers started here must be able to register: --prefill, --decode and --whole need --registry embedded"
+                " or etcd://HOST:PORT"
+            )
         return []
     if cluster.prefill and not cluster.decode:
         raise ConfigError("--prefill needs --decode: somebody must take over what prefill workers compute")
@@ -81,22 +86,32 @@ class WorkerSettings:
     engine: EngineOptions
     transfer: TransferOptions
     lease_s: float
+    cluster_key: str = ""  # its file
     flags: Sequence[str] = ()  # how they show themselves, such as --progress=plain
 
     def commands(self, roles: Sequence[Role], registry_address: str) -> list[list[str]]:
         threads = self.model.threads or max(1, len(os.sched_getaffinity(0)) // max(1, len(roles)))
         model = msgspec.structs.replace(self.model, threads=threads)
         common = [*to_flags(model), *to_flags(self.engine), *to_flags(self.transfer), *self.flags]
-        places = [WorkerOptions(role=role.value, registry=registry_address, lease_s=self.lease_s) for role in roles]
+        places = [
+            WorkerOptions(role=role.value, registry=registry_address, lease_s=self.lease_s, cluster_key=self.cluster_key)
+            for role in roles
+        ]
         return [worker_command([*common, *to_flags(place)]) for place in places]
 
 
 def open_router(
-    options: RouterOptions, cluster: ClusterOptions, metrics: Metrics, served_name: str, *, default_listen: str
+    options: RouterOptions,
+    cluster: ClusterOptions,
+    metrics: Metrics,
+    served_name: str,
+    *,
+    default_listen: str,
+    sync: OpenSync | None = None,
 ) -> tuple[Router, str]:
     """A router with its registry, and the address at which workers register. On the loop that will run it."""
     router_id = new_router_id()
-    membership = _open_membership(cluster, router_id, metrics, default_listen)
+    membership = open_membership(cluster, router_id, metrics, default_listen)
     router = Router(
         membership=membership,
         metrics=metrics,
@@ -106,18 +121,10 @@ def open_router(
         lease_s=cluster.lease_s,
         model=served_name,
         router_id=router_id,
+        rules=RetryRules(max_retries=options.max_retries, wait_s=options.failover_wait_s),
+        sync=sync,
     )
     return router, membership.address
-
-
-def _open_membership(cluster: ClusterOptions, router_id: RouterId, metrics: Metrics, default_listen: str) -> Membership:
-    malformed = metrics.malformed.labels("registry").inc
-    if cluster.registry == "embedded":
-        return EmbeddedMembership(cluster.registry_listen or default_listen, on_malformed=malformed)
-    kind, _, addresses = cluster.registry.partition(":")
-    if kind != "static":
-        raise ConfigError(f"--registry {cluster.registry!r} is neither embedded nor static:tcp://HOST:PORT,...")
-    return StaticMembership(addresses.split(","), router_id=router_id, lease_s=cluster.lease_s, on_malformed=malformed)
 
 
 async def until_ready(router: Router, supervisor: Supervisor, num_workers: int, stopped: asyncio.Task[bool]) -> None:
@@ -151,6 +158,7 @@ class LocalCluster:
         self._cluster = cluster
         self._on_answers = on_answers
         self._roles = worker_roles(cluster)
+        self._key = load_key(key_file(workers.cluster_key, read_environment()))
         self._ready: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._requests: dict[RequestId, _Served] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -200,7 +208,8 @@ class LocalCluster:
     def _work(self) -> None:
         asyncio.set_event_loop(self._loop)
         try:
-            self._loop.run_until_complete(self._main())
+            with keyed(self._key):
+                self._loop.run_until_complete(self._main())
         except Exception as error:  # the thread's main: whoever waits learns of it
             if self._ready.done():
                 log.exception("the local cluster failed")

@@ -50,6 +50,7 @@ class EngineOptions(Options, frozen=True, kw_only=True):
     max_queue: Annotated[Positive, Meta(description="requests waiting per worker before new ones get 429")] = 512
     max_running_prefills: Annotated[Count, Meta(description="prompts computed at once; 0 is no limit but the budget")] = 0
     prefix_cache: Annotated[bool, Meta(description="reuse the KV of prompts that begin alike")] = True
+    kv_events: Annotated[bool, Meta(description="tell routers what the prefix cache holds, so that they can route by it")] = True
     check_invariants: Annotated[bool, Meta(description="verify every block count after every step (slow; for tests)")] = False
 
 
@@ -68,6 +69,9 @@ class RouterOptions(Options, frozen=True, kw_only=True):
     failover_wait_s: Annotated[
         float, Meta(ge=0.0, description="how long a request that lost its worker waits for another to come up")
     ] = 10.0
+    shutdown_wait_s: Annotated[
+        Count, Meta(description="after SIGTERM, running responses may end by themselves for so many seconds")
+    ] = 5
     served_model_name: Annotated[str, Meta(description="name clients use for the model; default is MODEL")] = ""
     max_body_bytes: Annotated[Positive, Meta(description="largest request body")] = 32 * 1024 * 1024
     policy: Annotated[
@@ -87,8 +91,19 @@ class RouterOptions(Options, frozen=True, kw_only=True):
         ),
     ] = "write"
     local_prefill_tokens: Annotated[
-        Count, Meta(description="prompts of at most so many tokens are computed by the decode worker itself")
+        Count, Meta(description="a prompt of which the decode worker lacks at most so many tokens is computed by it alone")
     ] = 64
+    context_index: Annotated[
+        str,
+        Meta(
+            description="URL of a ContextPilot server, which is told when a request's KV is gone; of several routers, only one"
+            " needs it"
+        ),
+    ] = ""
+    eviction_sync: Annotated[
+        Literal["evicted", "terminal", "off"],
+        Meta(description="when it is told: once no worker has a block of the request cached, as soon as it ends, or never"),
+    ] = "evicted"
     log_requests: Annotated[bool, Meta(description="log one line per request")] = False
 
 
@@ -141,6 +156,15 @@ class WorkerOptions(Options, frozen=True, kw_only=True):
     ] = "tcp://127.0.0.1:5600"
     worker_host: Annotated[str, Meta(description="address on which the worker listens for routers")] = "127.0.0.1"
     worker_port: Annotated[int, Meta(ge=0, le=65535, description="port on which it listens; 0 picks a free one")] = 0
+    signal_port: Annotated[
+        int, Meta(ge=0, le=65535, description="port on which a prefill worker talks to decode workers; 0 picks a free one")
+    ] = 0
+    events_port: Annotated[
+        int, Meta(ge=0, le=65535, description="port on which it publishes what its cache holds; 0 picks a free one")
+    ] = 0
+    replay_port: Annotated[
+        int, Meta(ge=0, le=65535, description="port on which missed events are asked for; 0 picks a free one")
+    ] = 0
     lease_s: Annotated[float, Meta(gt=0.0, le=600.0, description="a worker silent for so long is taken for dead")] = 4.0
     cluster_key: Annotated[
         str, Meta(description="file with the key that routers and workers share; without it their planes are open")
@@ -157,6 +181,8 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str
     offline: bool  # never ask a registry or hub
     native_kernels: bool  # compile and use the C kernels where a compiler is found
+    cluster_key: str = ""  # file of the cluster key, where no option names one
+    context_index: str = ""  # URL of the context index, where no option names one
 
 
 def read_environment() -> Environment:
@@ -166,4 +192,6 @@ def read_environment() -> Environment:
         log_level=os.environ.get("KVRELAY_LOG", "info").lower(),
         offline=os.environ.get("KVRELAY_OFFLINE", os.environ.get("HF_HUB_OFFLINE", "")) not in ("", "0"),
         native_kernels=os.environ.get("KVRELAY_NATIVE", "1") != "0",
+        cluster_key=os.environ.get("KVRELAY_CLUSTER_KEY", ""),
+        context_index=os.environ.get("CONTEXTPILOT_INDEX_URL", ""),
     )

@@ -6,6 +6,7 @@ KVRelayError
 │   ├── UnauthorizedError        401
 │   ├── NotFoundError            404
 │   ├── MethodNotAllowedError    405
+│   ├── ConflictError            409
 │   ├── TooLargeError            413
 │   ├── QueueFullError           429, with Retry-After
 │   ├── InternalError            500
@@ -21,6 +22,9 @@ KVRelayError
 ├── ProtocolError                a peer sent something we do not understand
 │   ├── WrongIdError
 │   └── VersionMismatchError
+├── ContextIndexError            a context index could not be told something; it may pass
+│   ├── IndexNotReadyError       it has no index yet
+│   └── IndexRefusedError        it would refuse the same again
 ├── WorkerDiedError              a worker that `serve` started ended before it was ready, or too often
 ├── EngineClosedError            submitted to an engine that is draining or gone
 └── BenchError                   a benchmark that could not be carried out
@@ -64,6 +68,13 @@ class NotFoundError(RequestError):
 class MethodNotAllowedError(RequestError):
     status = 405
     kind = "invalid_request_error"
+
+
+class ConflictError(RequestError):
+    """What was asked for is under way, or is so already."""
+
+    status = 409
+    kind = "conflict_error"
 
 
 class TooLargeError(RequestError):
@@ -136,6 +147,18 @@ class WrongIdError(ProtocolError):
 
 class VersionMismatchError(ProtocolError):
     """A peer of another protocol version or another model."""
+
+
+class ContextIndexError(KVRelayError):
+    """A context index could not be told something. It may work the next time."""
+
+
+class IndexNotReadyError(ContextIndexError):
+    """The context index has nothing in it yet, so there is nothing to remove."""
+
+
+class IndexRefusedError(ContextIndexError):
+    """The context index does not take what it was told, and would not take it the next time."""
 
 
 class WorkerDiedError(KVRelayError):

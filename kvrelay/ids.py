@@ -30,6 +30,7 @@ _FORMS = {
     "WorkerId": re.compile(r"(?:whole|prefill|decode|encode)-[0-9a-f]{12}"),
     "RouterId": re.compile(r"router-[0-9a-f]{12}"),
 }
+_ANSWER_ID = re.compile(r"(?:cmpl-|chatcmpl-|resp_)[0-9a-f]{32}")
 
 
 def new_request_id() -> RequestId:
@@ -46,6 +47,16 @@ def new_worker_id(role: str) -> WorkerId:
 
 def new_router_id() -> RouterId:
     return RouterId(f"router-{secrets.token_hex(6)}")
+
+
+def new_answer_id(prefix: str) -> str:
+    """What a client calls its request if it has no name for it: the id of our answer, such as chatcmpl-..."""
+    return f"{prefix}{uuid.uuid4().hex}"
+
+
+def is_answer_id(external_id: str) -> bool:
+    """Whether the id of a request is one that we made up (`new_answer_id`), or looks like one."""
+    return _ANSWER_ID.fullmatch(external_id) is not None or _FORMS["RequestId"].fullmatch(external_id) is not None
 
 
 def as_request_id(text: str) -> RequestId:

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
+import resource
 import signal
 import socket
 from collections.abc import Callable, Coroutine, Iterator
@@ -22,6 +24,7 @@ import uvloop
 
 from kvrelay.checkpoint.fetch import resolve
 from kvrelay.cluster import FREE_LOCAL_PORT, WorkerSettings, open_router, until_ready, worker_roles
+from kvrelay.cluster_key import key_file, load_key
 from kvrelay.config import (
     ClusterOptions,
     EngineOptions,
@@ -31,10 +34,15 @@ from kvrelay.config import (
     TransferOptions,
 )
 from kvrelay.errors import ConfigError
+from kvrelay.events.eviction_sync import EvictionSyncAdapter
+from kvrelay.events.removals import RemovalQueue
 from kvrelay.frontend.app import create_app
-from kvrelay.log import Log
+from kvrelay.frontend.connections import close_slow, limited
+from kvrelay.log import Log, take_over
 from kvrelay.metrics import Metrics
+from kvrelay.plane import is_loopback, use_key
 from kvrelay.progress import Progress
+from kvrelay.router.router import OpenSync
 from kvrelay.states import Role
 from kvrelay.supervise import Supervisor
 from kvrelay.text.tokenizer import Tokenizer
@@ -46,8 +54,10 @@ _BACKLOG = 4096
 # tokens takes tens of milliseconds, so with one descriptor new clients would wait for seconds.
 _ACCEPTS_PER_TURN = 48
 _KEEP_ALIVE_S = 75  # longer than common proxies keep idle connections, so that they close first
-_HTTP_PATIENCE_S = 5  # running responses may end by themselves for so long
 _DEFAULT_LISTEN = "tcp://127.0.0.1:5600"
+_SPARE_DESCRIPTORS = 1024  # for workers, logs and files, besides one per HTTP connection
+_TICKS_PER_CHECK = 50  # of a tenth of a second
+_LAST_REMOVALS_S = 2.0  # for telling a context index what went with the workers
 
 
 def serve(
@@ -61,6 +71,8 @@ def serve(
 ) -> int:
     """Runs until a signal; returns the exit status."""
     roles = worker_roles(cluster)
+    router = _with_index(router, environment)
+    _prepare(router, cluster, environment)
     with _listening(router.host, router.port) as listener:
         folder = resolve(model.model, environment, progress)
         tokenizer = Tokenizer.load(folder)
@@ -70,6 +82,7 @@ def serve(
             engine=engine,
             transfer=transfer,
             lease_s=cluster.lease_s,
+            cluster_key=cluster.cluster_key,
             flags=["--progress=plain"] if len(roles) > 1 else [],
         )
 
@@ -84,6 +97,8 @@ def route(
     model: ModelOptions, router: RouterOptions, cluster: ClusterOptions, environment: Environment, progress: Progress
 ) -> int:
     """The router alone: workers are started elsewhere and register here."""
+    router = _with_index(router, environment)
+    _prepare(router, cluster, environment)
     with _listening(router.host, router.port) as listener:
         tokenizer = Tokenizer.load(resolve(model.model, environment, progress))
         served_name = router.served_model_name or model.model
@@ -109,13 +124,22 @@ class Front:
     ) -> None:
         metrics = Metrics()
         self.served_name = served_name
-        self.router, self.registry_address = open_router(options, cluster, metrics, served_name, default_listen=default_listen)
+        self.removals = _open_removals(options, metrics)
+        self.router, self.registry_address = open_router(
+            options,
+            cluster,
+            metrics,
+            served_name,
+            default_listen=default_listen,
+            sync=None if self.removals is None else _open_sync(options, self.removals, metrics),
+        )
+        take_over("uvicorn.error")  # it has a line for every request that is none
         app = create_app(self.router, tokenizer, metrics=metrics, options=options, model=served_name)
         self.server = HttpServer(
             uvicorn.Config(
                 app,
                 loop="none",
-                http="httptools",
+                http=limited(options.max_connections),
                 ws="none",
                 lifespan="off",
                 interface="asgi3",
@@ -126,17 +150,40 @@ class Front:
                 server_header=False,
                 backlog=_BACKLOG,
                 timeout_keep_alive=_KEEP_ALIVE_S,
-                timeout_graceful_shutdown=_HTTP_PATIENCE_S,
+                timeout_graceful_shutdown=options.shutdown_wait_s,
             )
         )
 
 
 class HttpServer(uvicorn.Server):
-    """Leaves signals to us."""
+    """Leaves signals to us, and closes connections whose requests never arrive."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % _TICKS_PER_CHECK == 0:
+            close_slow(self.server_state.connections, asyncio.get_running_loop().time())
+        return await super().on_tick(counter)
+
+
+def _with_index(options: RouterOptions, environment: Environment) -> RouterOptions:
+    return msgspec.structs.replace(options, context_index=options.context_index or environment.context_index)
+
+
+def _open_removals(options: RouterOptions, metrics: Metrics) -> RemovalQueue | None:
+    """On the running loop. None where there is no context index, or nothing to tell it."""
+    if not options.context_index or options.eviction_sync == "off":
+        return None
+    from kvrelay.events.contextpilot import ContextPilotIndex  # loads an HTTP client that nobody else here needs
+
+    return RemovalQueue(ContextPilotIndex(options.context_index), metrics)
+
+
+def _open_sync(options: RouterOptions, removals: RemovalQueue, metrics: Metrics) -> OpenSync:
+    assert options.eviction_sync != "off"
+    return functools.partial(EvictionSyncAdapter, removals, mode=options.eviction_sync, metrics=metrics)
 
 
 async def _run(front: Front, listener: socket.socket, supervisor: Supervisor | None, roles: list[Role]) -> int:
@@ -162,6 +209,8 @@ async def _run(front: Front, listener: socket.socket, supervisor: Supervisor | N
         await asyncio.wait([http])
         if supervisor is not None:
             await supervisor.stop()  # before the router: a worker that leaves wants an answer of the registry
+        if front.removals is not None:
+            await front.removals.close(_LAST_REMOVALS_S)
         front.router.close()
     return 0
 
@@ -192,6 +241,29 @@ def _on_signals(server: HttpServer, stop: asyncio.Event) -> None:
 def _run_loop(main: Callable[[], Coroutine[Any, Any, int]]) -> int:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(main())
+
+
+def _prepare(router: RouterOptions, cluster: ClusterOptions, environment: Environment) -> None:
+    """Before anything is opened."""
+    use_key(load_key(key_file(cluster.cluster_key, environment)))
+    if not is_loopback(router.host) and not router.api_key and not router.api_key_file:
+        log.warning(
+            "whoever reaches this address can use the server; protect it with --api-key-file",
+            option="--host",
+            address=router.host,
+        )
+    _allow_descriptors(router.max_connections + _SPARE_DESCRIPTORS)
+
+
+def _allow_descriptors(wanted: int) -> None:
+    """Every connection takes one. Most systems give a process few of them unless it asks."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed < wanted:
+        log.warning("the system allows fewer open files than --max-connections needs", allowed=allowed, wanted=wanted)
 
 
 @contextlib.contextmanager

@@ -55,11 +55,48 @@ class Metrics:
         self.malformed = Counter(
             "kvrelay_malformed_messages", "Messages of peers that could not be understood", ["plane"], registry=registry
         )
+        self.registry_up = Gauge("kvrelay_registry_up", "Whether the registry can be reached", registry=registry)
         self.worker_joins = Counter("kvrelay_worker_joins", "Workers that joined", ["role"], registry=registry)
         self.worker_losses = Counter(
             "kvrelay_worker_losses", "Workers that went away", ["role", "reason"], registry=registry
         )  # reason: left, expired, broken
         self.dispatched = Counter("kvrelay_dispatched", "Requests sent to workers", registry=registry)
+        self.failovers = Counter(
+            "kvrelay_failovers",
+            "Requests that were sent again because a worker was lost or failed",
+            ["reason"],
+            registry=registry,
+        )  # reason: lost, or the kind of error
+        self.deadlines = Counter("kvrelay_deadlines", "Requests that took longer than they were given", registry=registry)
+        self.local_prefills = Counter(
+            "kvrelay_local_prefills", "Prompts that a decode worker was left to compute itself", registry=registry
+        )
+        self.routed_cached_tokens = Counter(
+            "kvrelay_routed_cached_tokens",
+            "Prompt tokens that the chosen worker had cached, as far as the router knew",
+            ["role"],
+            registry=registry,
+        )
+        self.prefix_index_blocks = Gauge(
+            "kvrelay_prefix_index_blocks", "KV blocks that the router knows to be cached somewhere", registry=registry
+        )
+        self.event_gaps = Counter("kvrelay_event_gaps", "Times that KV events of a worker were missed", registry=registry)
+        self.event_repairs = Counter(
+            "kvrelay_event_repairs", "Times that missed KV events were made good", ["by"], registry=registry
+        )  # by: replay, snapshot
+        self.eviction_sync = Counter(
+            "kvrelay_eviction_sync_requests",
+            "Request ids on their way to the context index, by what became of them",
+            ["outcome"],
+            registry=registry,
+        )  # outcome: sent, removed, not_found, deferred, dropped, early
+        self.eviction_sync_tracked = Gauge(
+            "kvrelay_eviction_sync_tracked", "Request ids that may still have cached KV", registry=registry
+        )
+        self.eviction_sync_waiting = Gauge(
+            "kvrelay_eviction_sync_waiting", "Request ids that the context index is yet to be told", registry=registry
+        )
+        self.eviction_sync_up = Gauge("kvrelay_eviction_sync_up", "Whether the context index answers", registry=registry)
         self.rejected = Counter(
             "kvrelay_rejected", "Requests that no worker could take", ["reason"], registry=registry
         )  # reason: queue_full, unavailable

@@ -43,7 +43,15 @@ O = TypeVar("O", bound=Options)
 
 # Of the groups that `kvrelay serve` has besides, what makes sense without HTTP. All of it is about worker processes.
 _COUNTS = ("prefill", "decode", "whole")
-_RELAY_NAMES = (*_COUNTS, "lease_s", "mode", "local_prefill_tokens", "policy", *TransferOptions.__struct_fields__)
+_RELAY_NAMES = (
+    *_COUNTS,
+    "lease_s",
+    "cluster_key",
+    "mode",
+    "local_prefill_tokens",
+    "policy",
+    *TransferOptions.__struct_fields__,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,6 +112,7 @@ def open_cluster(
         engine=options.engine,
         transfer=options.transfer,
         lease_s=options.cluster.lease_s,
+        cluster_key=options.cluster.cluster_key,
         flags=["--quiet", "--progress=plain" if shown else "--progress=none"],
     )
     return Tokenizer.load(folder), LocalCluster(workers, options.router, options.cluster, on_answers)

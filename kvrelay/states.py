@@ -77,6 +77,28 @@ class WorkerState(enum.StrEnum):
     GONE = "gone"  # left, or its lease ended
 
 
+class FreeReason(enum.StrEnum):
+    """Why a request's KV was given back."""
+
+    FINISHED = "finished"  # terminal: every sample has its finish reason
+    ABORTED = "aborted"  # terminal: nobody wants it any more
+    FAILED = "failed"  # terminal: it could not be served
+    HANDED_OVER = "handed_over"  # terminal here: another worker goes on
+    ROLLED_BACK = "rolled_back"  # allocated, but the step's budget had no room for it
+    PREEMPTED = "preempted"  # swapping is off: its KV is computed again
+    NO_SWAP_ROOM = "no_swap_room"  # the host pool is full: its KV is computed again
+    SWAP_OUT_TIMEOUT = "swap_out_timeout"  # the copy to the host did not end in time
+    SWAP_IN_TIMEOUT = "swap_in_timeout"  # the copy from the host did not end in time
+
+
+class BreakerState(enum.StrEnum):
+    """Whether a router sends requests to a worker that has failed (router/breaker.py)."""
+
+    CLOSED = "closed"  # requests pass
+    OPEN = "open"  # none do, for a while
+    HALF_OPEN = "half_open"  # one does, to find out
+
+
 REQUEST_EDGES: Mapping[RequestState, frozenset[RequestState]] = {
     RequestState.WAITING: frozenset({RequestState.TRANSFERRING, RequestState.RUNNING, RequestState.FINISHED}),
     RequestState.TRANSFERRING: frozenset({RequestState.RUNNING, RequestState.WAITING, RequestState.FINISHED}),
@@ -121,7 +143,13 @@ WORKER_EDGES: Mapping[WorkerState, frozenset[WorkerState]] = {
     WorkerState.GONE: frozenset(),
 }
 
-S = TypeVar("S", RequestState, KVState, ProducerState, ConsumerState, WorkerState)
+BREAKER_EDGES: Mapping[BreakerState, frozenset[BreakerState]] = {
+    BreakerState.CLOSED: frozenset({BreakerState.OPEN}),
+    BreakerState.OPEN: frozenset({BreakerState.HALF_OPEN}),
+    BreakerState.HALF_OPEN: frozenset({BreakerState.CLOSED, BreakerState.OPEN}),
+}
+
+S = TypeVar("S", RequestState, KVState, ProducerState, ConsumerState, WorkerState, BreakerState)
 
 
 def advance(edges: Mapping[S, frozenset[S]], current: S, following: S) -> S:

@@ -1,8 +1,12 @@
 """The worker processes of `kvrelay serve`: started, watched, restarted, and stopped without leaving one behind.
 
     start -> each worker runs -> ends before `all_ready`  -> `failed` gets the reason, serve gives up
-                              -> ends later               -> restarted after a pause that doubles (1 s to 30 s)
+                              -> ends as it was told      -> not restarted: it was drained, here or by a SIGTERM from elsewhere
+                              -> ends otherwise           -> restarted after a pause that doubles (1 s to 30 s)
                               -> ends 5 times in a minute -> given up; when none is left, `failed` gets the reason
+
+A worker that starts again by itself, in another role or after it stood still, keeps its process: nothing is seen of it here,
+except that its successor, should it ever need one, begins in its last role.
 
 Each worker holds one end of a socket pair (worker/launcher.py): if this process dies in any way, the workers see its end.
 """
@@ -18,9 +22,12 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import assert_never
 
 from kvrelay.errors import WorkerDiedError
 from kvrelay.log import Log
+from kvrelay.states import Role
+from kvrelay.wire.launcher import Becomes, Ends, decode_lines, with_role
 
 log = Log("serve")
 
@@ -29,7 +36,7 @@ _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 30.0
 _HEALTHY_AFTER_S = 60.0  # a worker that ran so long begins with a clean record
 _MAX_QUICK_DEATHS = 5
-_MAX_REASON_BYTES = 4096
+_MAX_WORDS_BYTES = 64 * 1024
 
 
 class Child:
@@ -51,15 +58,32 @@ class Child:
         if self._process.poll() is None:
             self._process.send_signal(number)
 
-    def reason(self) -> str:
-        """Why it ended, as it said itself or as its exit status tells. Only after it ended."""
+    def last_words(self) -> tuple[str, Role | None]:
+        """Why it ended, as it said itself or as its exit status tells; and the role it had taken. Only after it ended."""
+        status = self._process.returncode
+        reason = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+        role: Role | None = None
+        for message in decode_lines(self._told()):
+            match message:
+                case Becomes():
+                    role = message.role
+                case Ends():
+                    reason = message.reason
+                case _:
+                    assert_never(message)
+        return reason, role
+
+    @property
+    def ended_as_told(self) -> bool:
+        """By a drain, or by a SIGTERM that came before it could drain. Only after it ended."""
+        return self._process.returncode in (0, -signal.SIGTERM)
+
+    def _told(self) -> bytes:
         self._tie.setblocking(False)
         try:
-            told = self._tie.recv(_MAX_REASON_BYTES).decode(errors="replace")
+            return self._tie.recv(_MAX_WORDS_BYTES)
         except OSError:
-            told = ""
-        status = self._process.returncode
-        return told or (f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}")
+            return b""
 
     def close(self) -> None:
         self._tie.close()
@@ -81,9 +105,11 @@ class _Slot:
     """One worker, through all its restarts."""
 
     index: int
+    command: Sequence[str]
     child: Child | None = None
     quick_deaths: int = 0
     given_up: bool = False
+    left: bool = False  # as it was told
     deaths: list[str] = field(default_factory=list)
 
 
@@ -91,8 +117,7 @@ class Supervisor:
     """Keeps one process per command running. Used on one event loop."""
 
     def __init__(self, commands: Sequence[Sequence[str]]) -> None:
-        self._commands = commands
-        self._slots = [_Slot(index) for index in range(len(commands))]
+        self._slots = [_Slot(index, command) for index, command in enumerate(commands)]
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = False
         self._all_ready = False
@@ -128,14 +153,20 @@ class Supervisor:
     async def _keep(self, slot: _Slot) -> None:
         while not slot.given_up:
             began_at = time.monotonic()
-            slot.child = Child(self._commands[slot.index])
-            await asyncio.shield(slot.child.exited)
-            reason = slot.child.reason()
-            slot.child.close()
+            slot.child = child = Child(slot.command)
+            await asyncio.shield(child.exited)
+            reason, role = child.last_words()
+            child.close()
             slot.child = None
             if not self._all_ready:
                 self._fail(f"worker {slot.index} could not start: {reason}")
                 return
+            if child.ended_as_told:
+                slot.left = True
+                log.info("a worker left as it was told; no other takes its place", worker=slot.index)
+                return
+            if role is not None:
+                slot.command = with_role(slot.command, role)
             await self._pause(slot, reason, time.monotonic() - began_at)
 
     async def _pause(self, slot: _Slot, reason: str, ran_s: float) -> None:
@@ -143,7 +174,7 @@ class Supervisor:
         if slot.quick_deaths >= _MAX_QUICK_DEATHS:
             slot.given_up = True
             log.error("a worker ended too often; giving it up", worker=slot.index, reason=reason)
-            if all(other.given_up for other in self._slots):
+            if all(other.given_up or other.left for other in self._slots):
                 self._fail(f"every worker ended too often; the last one: {reason}")
             return
         pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (slot.quick_deaths - 1))

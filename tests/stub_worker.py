@@ -7,9 +7,7 @@ import threading
 import time
 from collections.abc import Iterable
 
-from kvrelay.discovery.base import Registration
-from kvrelay.discovery.embedded import EmbeddedRegistration
-from kvrelay.discovery.static import StaticRegistration
+from kvrelay.discovery.choose import open_registration
 from kvrelay.ids import RequestId, WorkerId, new_worker_id
 from kvrelay.states import FinishReason, Role, WorkerState
 from kvrelay.wire import PROTOCOL_VERSION
@@ -17,6 +15,7 @@ from kvrelay.wire.registry import BlockCounts, WorkerLoad, WorkerRecord
 from kvrelay.wire.serving import Failure, Finish, SequenceOutput, StepOutputs, Submit
 from kvrelay.worker.heartbeat import Heartbeat
 from kvrelay.worker.serving import EngineFailedError, ServingLoop
+from kvrelay.worker.vigil import Vigil
 
 NUM_BLOCKS = 64
 
@@ -58,7 +57,13 @@ class StubEngine:
             self._failures.append(Failure(submit.request_id, "service_unavailable_error", "draining"))
             return
         self.submitted.append(submit)
-        self._open[submit.request_id] = (submit, dict.fromkeys(range(submit.params.n), 0))
+        samples = dict.fromkeys(range(submit.params.n), 0)
+        if submit.resume:
+            samples = {sample.sample: len(sample.tokens) for sample in submit.resume}
+            for sample in submit.resume:
+                so_far = [stub_token(submit.prompt, sample.sample, position) for position in range(len(sample.tokens))]
+                assert sample.tokens == so_far, "resumed with tokens that nobody made"
+        self._open[submit.request_id] = (submit, samples)
 
     def abort(self, request_ids: Iterable[RequestId]) -> None:
         for request_id in request_ids:
@@ -124,9 +129,11 @@ class StubWorker:
         max_queue: int = 4,
         fingerprint: str = "stub",
         version: int = PROTOCOL_VERSION,
+        step_s: float = 0.0,
     ) -> None:
         self.id = new_worker_id("whole")
         self.engine = StubEngine(self.id)
+        self.engine.stuck_s = step_s
         self.loop = ServingLoop(self.engine, host="127.0.0.1", port=0)
         self.record = self.loop.record = WorkerRecord(
             id=self.id,
@@ -143,19 +150,21 @@ class StubWorker:
             version=version,
             load=self.engine.load(),
         )
-        registration: Registration = EmbeddedRegistration(registry) if registry else StaticRegistration()
+        self.vigil = Vigil(lease_s)
         self.heartbeat = Heartbeat(
-            registration,
+            open_registration(registry or "static"),
             self.record,
             self.loop.status,
             lease_s=lease_s,
             watchdog_s=watchdog_s,
+            vigil=self.vigil,
             on_refused=lambda error: None,
         )
         self.failed = False
         self._crashed = False
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
+        self.vigil.start()
         self.heartbeat.start()
 
     @property
@@ -188,5 +197,6 @@ class StubWorker:
             self.loop._socket.close(linger=0)
             return
         self.heartbeat.stop()
+        self.vigil.stop()
         self.loop.close()
         self.engine.close()

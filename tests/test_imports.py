@@ -19,7 +19,9 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "kvrelay"
 
-VOCABULARY = frozenset({"config", "errors", "ids", "log", "metrics", "progress", "sampling", "states", "version"})
+VOCABULARY = frozenset(
+    {"config", "errors", "ids", "log", "metrics", "progress", "sampling", "secret_file", "states", "version"}
+)
 
 # Part -> the parts it may import besides the vocabulary and itself. A part is a folder or file right under kvrelay/.
 ALLOWED: dict[str, frozenset[str]] = {
@@ -31,22 +33,25 @@ ALLOWED: dict[str, frozenset[str]] = {
     "runner": frozenset({"wire", "engine", "models", "checkpoint", "text", "native"}),
     "discovery": frozenset({"wire", "plane"}),
     "native": frozenset(),
-    "plane": frozenset(),
-    "events": frozenset({"wire", "plane"}),
+    "plane": frozenset({"cluster_key"}),
+    "cluster_key": frozenset(),
+    "events": frozenset({"wire", "plane", "discovery", "hashing"}),
     "hashing": frozenset({"native"}),
     "transfer": frozenset({"wire", "engine", "native", "plane"}),
-    "router": frozenset({"wire", "text", "discovery", "events", "hashing", "plane"}),
-    "worker": frozenset({"wire", "engine", "runner", "checkpoint", "text", "discovery", "transfer", "events", "plane"}),
+    "router": frozenset({"wire", "text", "discovery", "events", "hashing", "native", "plane"}),
+    "worker": frozenset(
+        {"cluster_key", "wire", "engine", "runner", "checkpoint", "text", "discovery", "transfer", "events", "plane"}
+    ),
     "frontend": frozenset({"wire", "text", "checkpoint", "discovery", "router"}),
     "console": frozenset(),
     "cli_options": frozenset(),
     "outputs": frozenset({"wire", "text"}),
-    "supervise": frozenset(),
-    "cluster": frozenset({"wire", "plane", "discovery", "router", "cli_options", "outputs", "supervise"}),
+    "supervise": frozenset({"wire"}),
+    "cluster": frozenset({"cluster_key", "wire", "plane", "discovery", "router", "cli_options", "outputs", "supervise"}),
     "offline": frozenset({"wire", "engine", "checkpoint", "text", "worker", "outputs", "cluster"}),
     "llm": frozenset({"wire", "engine", "text", "router", "outputs", "console", "cluster", "offline"}),
 }
-TOP = frozenset({"__init__", "__main__", "launch", "cli", "chat", "doctor", "bench"})  # may import everything
+TOP = frozenset({"__init__", "__main__", "launch", "cli", "chat", "admin", "doctor", "probe", "bench"})  # may import everything
 
 # Folder of runner/ or engine/ that outsiders may use where only a narrow door is open: (importer, part) -> module prefixes.
 DOORS: dict[tuple[str, str], tuple[str, ...]] = {

@@ -14,6 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 import pytest
@@ -21,7 +22,9 @@ from server import Server, serve
 from tiny_models import tiny_model
 
 from kvrelay import supervise
+from kvrelay.states import Role
 from kvrelay.supervise import Supervisor
+from kvrelay.wire.launcher import Becomes, Ends, encode_line
 
 PATIENCE_S = 60.0
 TINY = ("--max-batch", "8", "--kv-blocks", "64", "--lease-s", "2")
@@ -176,6 +179,14 @@ def script(text: str) -> list[str]:
     return [sys.executable, "-c", text]
 
 
+def saying(message: Becomes | Ends) -> str:
+    """A script that says this on its tie."""
+    return (
+        "import socket, sys; fd = [word for word in sys.argv if word.startswith('--launcher-fd=')][0].split('=')[1];"
+        f" socket.socket(fileno=int(fd)).sendall({encode_line(message)!r});"
+    )
+
+
 async def test_a_worker_that_ends_before_all_are_ready_fails_the_start() -> None:
     supervisor = Supervisor([script("import time; time.sleep(60)"), script("raise SystemExit(3)")])
     supervisor.start()
@@ -186,8 +197,7 @@ async def test_a_worker_that_ends_before_all_are_ready_fails_the_start() -> None
 
 
 async def test_the_reason_a_worker_gives_is_passed_on() -> None:
-    text = "import socket, sys; socket.socket(fileno=int(sys.argv[1].split('=')[1])).sendall(b'no such model')"
-    supervisor = Supervisor([script(text)])
+    supervisor = Supervisor([script(saying(Ends(reason="no such model")))])
     supervisor.start()
     error = await asyncio.wait_for(supervisor.failed, PATIENCE_S)
     assert str(error) == "worker 0 could not start: no such model"
@@ -201,6 +211,44 @@ async def test_a_worker_that_keeps_dying_is_given_up() -> None:
     supervisor.start()
     error = await asyncio.wait_for(supervisor.failed, PATIENCE_S)
     assert str(error) == "every worker ended too often; the last one: killed by SIGSEGV"
+    await supervisor.stop()
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("end", ["raise SystemExit(0)", "import os, signal; os.kill(os.getpid(), signal.SIGTERM)"])
+async def test_a_worker_that_ends_as_it_was_told_is_not_replaced(end: str, tmp_path: Path) -> None:
+    """Another one that crashes beside it still is; and when that is given up, nobody is left."""
+    count = f"open({str(tmp_path / 'starts')!r}, 'a').write('x'); "
+    supervisor = Supervisor([script(count + end), script("raise SystemExit(3)")])
+    supervisor.all_ready()
+    supervisor.start()
+    error = await asyncio.wait_for(supervisor.failed, PATIENCE_S)
+    assert str(error) == "every worker ended too often; the last one: exit status 3"
+    assert (tmp_path / "starts").read_text() == "x"
+    await supervisor.stop()
+
+
+async def test_when_every_worker_has_left_as_told_nothing_has_failed() -> None:
+    supervisor = Supervisor([script("raise SystemExit(0)")] * 2)
+    supervisor.all_ready()
+    supervisor.start()
+    async with asyncio.timeout(PATIENCE_S):
+        await asyncio.wait(supervisor._tasks)
+    assert not supervisor.failed.done()
+    assert supervisor.pids == []
+    await supervisor.stop()
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_a_crashed_worker_is_replaced_in_the_role_it_had_taken(tmp_path: Path) -> None:
+    text = saying(Becomes(role=Role.DECODE)) + f"open({str(tmp_path / 'roles')!r}, 'a').write(sys.argv[-2] + ' '); sys.exit(3)"
+    supervisor = Supervisor([[*script(text), "--role=prefill"]])
+    supervisor.all_ready()
+    supervisor.start()
+    await asyncio.wait_for(supervisor.failed, PATIENCE_S)
+    first, *later = (tmp_path / "roles").read_text().split()
+    assert first == "--role=prefill"
+    assert set(later) == {"--role=decode"}
     await supervisor.stop()
 
 

@@ -20,8 +20,11 @@ import msgspec
 import zmq
 
 from kvrelay.bench.processes import LineReader, say
+from kvrelay.cluster_key import key_file, load_key
+from kvrelay.config import read_environment
 from kvrelay.discovery.embedded import EmbeddedRegistration
 from kvrelay.ids import RequestId, WorkerId, new_worker_id
+from kvrelay.plane import listening, use_key
 from kvrelay.states import FinishReason, Role, WorkerState
 from kvrelay.wire import PROTOCOL_VERSION
 from kvrelay.wire.codec import Decoder, encode
@@ -97,8 +100,7 @@ class FakeWorker:
         self._step = 0
         self._next_step = 0.0
         self._next_renewal = 0.0
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket = listening(zmq.ROUTER)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         port: int = self._socket.bind_to_random_port("tcp://127.0.0.1")
         self._record = make_record(settings, self._worker_id, f"tcp://127.0.0.1:{port}")
@@ -228,6 +230,7 @@ def make_record(settings: FakeWorkerSettings, worker_id: WorkerId, address: str)
 
 
 def main() -> None:
+    use_key(load_key(key_file("", read_environment())))
     commands = LineReader(sys.stdin.fileno())
     while (line := commands.next_line()) is None:
         if not commands.fill():

@@ -23,7 +23,7 @@ Measures this installation and says how far it is from what is possible.
 scenarios:
   machine     memory bandwidth and GEMM rate of this machine
   engine      decode and prefill against those limits, and against transformers (--peer transformers)
-  router      what the router adds to a request, and how many it carries
+  router      what the router adds to a request and how many it carries; what its choices and a lost worker cost
   relay       what handing KV between workers costs, and what it is good for
 
 `kvrelay bench SCENARIO --help` shows a scenario's options. Every figure is compared with something measured in the same
@@ -99,7 +99,16 @@ def _engine_options(parser: Parser) -> None:
 
 
 def _router_options(parser: Parser) -> None:
-    parser.add_argument("--model", default="smollm2", metavar="MODEL", help="whose tokenizer to use (default smollm2)")
+    from kvrelay.bench import router
+
+    names = ",".join(router.PARTS)
+    parser.add_argument(
+        "--only", type=router.parse_parts, default=tuple(router.PARTS), metavar="PARTS", help=f"some of {names} (default all)"
+    )
+    parser.add_argument(
+        "--model", default="smollm2", metavar="MODEL", help="smollm2 (default), a folder, a .gguf file, a hub id"
+    )
+    parser.add_argument("--load", choices=["auto", "dummy"], default="auto", help="dummy: random weights of the model's shape")
     parser.add_argument("--seconds", type=positive, default=10, metavar="S", help="length of the throughput run (default 10)")
     parser.add_argument("--streams", type=positive, default=512, metavar="N", help="streams of the wide runs (default 512)")
 
@@ -142,7 +151,10 @@ def _measure_engine(options: argparse.Namespace, console: Console) -> tuple[Resu
 def _measure_router(options: argparse.Namespace, console: Console) -> tuple[Results, Targets]:
     from kvrelay.bench import router
 
-    return router.measure(options.model, options.seconds, options.streams, console), router.TARGETS
+    bench = router.RouterBench(
+        model=options.model, load=options.load, seconds=options.seconds, streams=options.streams, only=options.only
+    )
+    return bench.measure(console), router.TARGETS
 
 
 def _measure_relay(options: argparse.Namespace, console: Console) -> tuple[Results, Targets]:
@@ -154,7 +166,11 @@ def _measure_relay(options: argparse.Namespace, console: Console) -> tuple[Resul
 SCENARIOS = {
     "machine": Scenario("Memory bandwidth and GEMM rate of this machine.", _machine_options, _measure_machine),
     "engine": Scenario("Decode and prefill against this machine's limits.", _engine_options, _measure_engine),
-    "router": Scenario("What the router adds to a request, and how many it carries.", _router_options, _measure_router),
+    "router": Scenario(
+        "What the router adds to a request, what its choices are worth, what a lost worker costs.",
+        _router_options,
+        _measure_router,
+    ),
     "relay": Scenario("What handing KV between workers costs, and what it is good for.", _relay_options, _measure_relay),
 }
 

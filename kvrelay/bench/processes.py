@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections import deque
+from collections.abc import Mapping
 from types import TracebackType
 from typing import TypeVar
 
@@ -29,12 +30,14 @@ M = TypeVar("M")
 class Child:
     """A process pinned to one core, or to none."""
 
-    def __init__(self, arguments: list[str], core: int | None) -> None:
+    def __init__(self, arguments: list[str], core: int | None, environment: Mapping[str, str] | None = None) -> None:
+        """`environment` has what the child's differs in from ours."""
         self.name = arguments[0]
         self._process = subprocess.Popen(
             [sys.executable, "-m", *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            env=None if environment is None else {**os.environ, **environment},
             preexec_fn=None if core is None else lambda: os.sched_setaffinity(0, {core}),
         )
         assert self._process.stdout is not None

@@ -20,8 +20,7 @@ from rich.console import Console
 from kvrelay.bench.relay_client import RelayClient, Tracked
 from kvrelay.bench.relay_plot import Series, write_plot
 from kvrelay.bench.relay_transfer import EngineMissing, measure_library, measure_shm
-from kvrelay.bench.report import Target
-from kvrelay.bench.router import percentile
+from kvrelay.bench.report import Target, percentile
 from kvrelay.checkpoint.fetch import resolve
 from kvrelay.checkpoint.spec import ModelSpec, read_spec
 from kvrelay.config import ClusterOptions, read_environment

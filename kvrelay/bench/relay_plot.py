@@ -7,7 +7,7 @@ import pathlib
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
-from kvrelay.bench.router import percentile
+from kvrelay.bench.report import percentile
 from kvrelay.errors import ConfigError
 
 _WIDTH, _HEIGHT = 860, 440

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import pathlib
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -62,6 +62,12 @@ def format_figure(figure: float) -> str:
         return f"{int(figure)}"
     decimals = 0 if abs(figure) >= 1000 else 1 if abs(figure) >= 100 else 3
     return f"{figure:.{decimals}f}"
+
+
+def percentile(values: Sequence[float], share: int) -> float:
+    """The smallest value that at least `share` % of all do not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, -(-len(ordered) * share // 100) - 1)]
 
 
 def write(result: BenchResult, path: pathlib.Path) -> None:

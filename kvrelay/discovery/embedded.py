@@ -7,7 +7,6 @@ again, so the membership is whole after one renewal interval.
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,12 +17,13 @@ import zmq
 
 from kvrelay.discovery.base import Loss, OnChanged, OnJoined, OnLeft
 from kvrelay.discovery.loop_socket import LoopSocket, bound_address
+from kvrelay.discovery.records import MAX_WORKERS, check_record, check_ttl
 from kvrelay.errors import ConfigError, ProtocolError, VersionMismatchError
-from kvrelay.ids import WorkerId, as_worker_id
+from kvrelay.ids import WorkerId
 from kvrelay.log import Log
 from kvrelay.plane import Socket, connecting, listening
 from kvrelay.states import WorkerState
-from kvrelay.wire import PROTOCOL_VERSION
+from kvrelay.wire import PROTOCOL_VERSION, agreed, speaks
 from kvrelay.wire.codec import Decoder, encode
 from kvrelay.wire.registry import (
     FromRegistry,
@@ -40,8 +40,6 @@ from kvrelay.wire.registry import (
 
 log = Log("discovery")
 
-MAX_WORKERS = 4096
-MAX_TTL_S = 600.0
 _MAX_MESSAGE_BYTES = 1 << 20
 _TICK_S = 0.2
 _STALL_S = 0.5  # a tick that comes so late shows that we were stopped, not that the workers were silent
@@ -115,7 +113,7 @@ class EmbeddedMembership:
             return self._handle(self._decoder.decode(payload[0]))
         except ProtocolError as error:
             self._on_malformed()
-            log.warning("refused on the registry plane", reason=error)
+            log.seldom("refused on the registry plane", reason=error)
             return RegistryRefused(reason=str(error))
 
     def _handle(self, message: ToRegistry) -> FromRegistry:
@@ -125,15 +123,18 @@ class EmbeddedMembership:
             case Renew():
                 return self._renew(message)
             case Leave():
-                if message.worker_id in self._leases:
-                    self._remove(message.worker_id, Loss.LEFT)
-                return Registered(version=PROTOCOL_VERSION)
+                lease = self._leases.get(message.worker_id)
+                if lease is None:
+                    return Registered(version=PROTOCOL_VERSION)
+                self._remove(message.worker_id, Loss.LEFT)
+                return _registered(lease.record)
             case _:
                 assert_never(message)
 
     def _register(self, message: Register) -> FromRegistry:
         record = message.record
-        _check_record(record, message.ttl_s)
+        check_record(record)
+        check_ttl(message.ttl_s)
         known = record.id in self._leases
         if not known and len(self._leases) >= MAX_WORKERS:
             raise ProtocolError(f"there are already {MAX_WORKERS} workers")
@@ -142,7 +143,7 @@ class EmbeddedMembership:
             self._on_changed(record)
         else:
             self._on_joined(record)
-        return Registered(version=PROTOCOL_VERSION)
+        return _registered(record)
 
     def _renew(self, message: Renew) -> FromRegistry:
         lease = self._leases.get(message.worker_id)
@@ -152,7 +153,7 @@ class EmbeddedMembership:
         if message.state != lease.record.state or message.load != lease.record.load:
             lease.record = msgspec.structs.replace(lease.record, state=message.state, load=message.load)
             self._on_changed(lease.record)
-        return Registered(version=PROTOCOL_VERSION)
+        return _registered(lease.record)
 
     def _remove(self, worker_id: WorkerId, loss: Loss) -> None:
         del self._leases[worker_id]
@@ -172,16 +173,8 @@ class EmbeddedMembership:
         self._schedule_tick()
 
 
-def _check_record(record: WorkerRecord, ttl_s: float) -> None:
-    as_worker_id(record.id)
-    if record.version != PROTOCOL_VERSION:
-        raise VersionMismatchError(f"worker speaks protocol {record.version}, this registry {PROTOCOL_VERSION}")
-    if not (math.isfinite(ttl_s) and 0.0 < ttl_s <= MAX_TTL_S):
-        raise ProtocolError(f"a lease of {ttl_s} s is not between 0 and {MAX_TTL_S:g}")
-    if not record.serving_address.startswith("tcp://"):
-        raise ProtocolError(f"serving address {record.serving_address[:80]!r} is not tcp://HOST:PORT")
-    if record.max_batch < 1 or record.max_queue < 1 or record.max_model_len < 1:
-        raise ProtocolError("max_batch, max_queue and max_model_len must be positive")
+def _registered(record: WorkerRecord) -> Registered:
+    return Registered(version=agreed(record.version))
 
 
 class EmbeddedRegistration:
@@ -249,7 +242,7 @@ class EmbeddedRegistration:
 def _check_answer(answer: FromRegistry) -> None:
     match answer:
         case Registered():
-            if answer.version != PROTOCOL_VERSION:
+            if not speaks(answer.version):
                 raise VersionMismatchError(f"registry speaks protocol {answer.version}, this worker {PROTOCOL_VERSION}")
         case RegistryRefused():
             raise ProtocolError(f"the registry refused this worker: {answer.reason}")

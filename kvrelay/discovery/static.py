@@ -3,7 +3,8 @@
 The router says Hello to each address every `lease_s` / 3, on a connection of its own that carries nothing else; Welcome brings
 the worker's record with its state and load. A worker is lost as soon as its connection breaks (a dead process closes it; ZMQ's
 own heartbeats, answered by its I/O thread even during a long step, find a dead host within `lease_s`), or when nothing was
-answered for `silence_s`: a stuck engine.
+answered for `silence_s`: a stuck engine. Whoever answers there has not told its version yet, and version 1 refuses any other:
+so a Hello that is refused is said again in the older version.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from kvrelay.errors import ConfigError, ProtocolError
 from kvrelay.ids import RouterId
 from kvrelay.log import Log
 from kvrelay.states import WorkerState
-from kvrelay.wire import PROTOCOL_VERSION
+from kvrelay.wire import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION
 from kvrelay.wire.codec import Decoder, encode
 from kvrelay.wire.registry import WorkerLoad, WorkerRecord
 from kvrelay.wire.serving import Hello, Refused, StepOutputs, ToRouter, Welcome
@@ -46,7 +47,10 @@ class StaticMembership:
         if len(set(addresses)) != len(addresses):
             raise ConfigError("a static registry lists the same worker address twice")
         self._addresses = list(addresses)
-        self._hello = encode(Hello(version=PROTOCOL_VERSION, router_id=router_id, lease_s=lease_s))
+        self._hellos = {
+            version: encode(Hello(version=version, router_id=router_id, lease_s=lease_s))
+            for version in (OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION)
+        }
         self._lease_s = lease_s
         self._silence_s = max(silence_s, lease_s)
         self._clock = clock
@@ -99,9 +103,8 @@ class StaticMembership:
     def malformed(self) -> None:
         self._on_malformed()
 
-    @property
-    def hello(self) -> bytes:
-        return self._hello
+    def hello(self, version: int) -> bytes:
+        return self._hellos[version]
 
     @property
     def lease_s(self) -> float:
@@ -113,7 +116,7 @@ class StaticMembership:
     def _tick(self) -> None:
         self.expire()
         for watch in self._watches:
-            watch.connection.send(self._hello)
+            watch.say_hello()
         self._schedule_tick()
 
 
@@ -126,6 +129,7 @@ class _Watch:
         self.address = address
         self.record: WorkerRecord | None = None
         self.heard_at = 0.0
+        self._version = PROTOCOL_VERSION
         self.connection = Connection(
             address,
             identity=None,
@@ -135,24 +139,38 @@ class _Watch:
             on_message=self._on_message,
         )
 
+    def say_hello(self) -> None:
+        self.connection.send(self._membership.hello(self._version))
+
     def _on_up(self) -> None:
-        self.connection.send(self._membership.hello)
+        self._version = PROTOCOL_VERSION  # another process may listen there now
+        self.say_hello()
 
     def _on_down(self) -> None:
         self._membership.lost(self, Loss.EXPIRED)
+
+    def _on_refused(self, reason: str) -> None:
+        """Nothing but the text says why; the other version at the next beat, or at once if it is the older one."""
+        if self._version == PROTOCOL_VERSION:
+            log.info("worker refused; trying the older protocol", address=self.address, reason=reason)
+            self._version = OLDEST_PROTOCOL_VERSION
+            self.say_hello()
+        else:
+            log.warning("worker refused", address=self.address, reason=reason)
+            self._version = PROTOCOL_VERSION
 
     def _on_message(self, frame: bytes) -> None:
         try:
             message = self._decoder.decode(frame)
         except ProtocolError as error:
             self._membership.malformed()
-            log.warning("malformed answer of a worker", address=self.address, reason=error)
+            log.seldom("malformed answer of a worker", address=self.address, reason=error)
             return
         match message:
             case Welcome():
                 self._membership.heard(self, message.worker)
             case Refused():
-                log.warning("worker refused", address=self.address, reason=message.reason)
+                self._on_refused(message.reason)
             case StepOutputs():
                 if self.record is not None and self.record.id == message.worker_id:
                     self._membership.heard(self, msgspec.structs.replace(self.record, load=message.load))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvrelay.engine.request import begins_anew
 from kvrelay.errors import InvalidRequestError, QueueFullError, UnavailableError
 from kvrelay.ids import WorkerId
 from kvrelay.wire.serving import Submit
@@ -25,12 +26,13 @@ class Limits:
         """Raises the RequestError that answers a request which cannot be served."""
         if draining:
             raise UnavailableError("the worker is draining and takes no new requests")
-        if num_waiting >= self.max_queue:
+        if num_waiting >= self.max_queue and submit.attempt == 0:
             raise QueueFullError(f"the worker's queue is full ({self.max_queue} requests wait)")
         self._check_role(submit)
         submit.params.validate()
         self._check_prompt(submit.prompt)
         self._check_params(submit)
+        self._check_resume(submit)
 
     def _check_prompt(self, prompt: list[int]) -> None:
         if not prompt:
@@ -52,6 +54,21 @@ class Limits:
             outside = [token for token in tokens if not 0 <= token < self.vocab_size]
             if outside:
                 raise InvalidRequestError(f"token ids must be from 0 to {self.vocab_size - 1}, not {outside[0]}", param=name)
+
+    def _check_resume(self, submit: Submit) -> None:
+        params = submit.params
+        samples = [resumed.sample for resumed in submit.resume]
+        if len(set(samples)) < len(samples) or not all(0 <= sample < params.n for sample in samples):
+            raise InvalidRequestError(f"resume must name samples from 0 to {params.n - 1}, each once", param="resume")
+        longest = 0
+        for resumed in submit.resume:
+            if not all(0 <= token < self.vocab_size for token in resumed.tokens):
+                raise InvalidRequestError(f"token ids must be from 0 to {self.vocab_size - 1}", param="resume")
+            longest = max(longest, len(resumed.tokens))
+        if longest >= params.max_tokens or len(submit.prompt) + longest >= self.max_model_len:
+            raise InvalidRequestError(f"a sample of {longest} tokens has no token to come", param="resume")
+        if submit.transfer is not None and len(samples) > 1 and not begins_anew(submit):
+            raise UnavailableError("samples that go on at different tokens cannot be handed over together")
 
     def _check_role(self, submit: Submit) -> None:
         """Only a router that is confused sends what fails here."""

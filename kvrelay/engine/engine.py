@@ -22,9 +22,9 @@ from kvrelay.engine.interfaces import Row, RowResult, Runner, StepPlan, StepResu
 from kvrelay.engine.kv_cache import KVCache
 from kvrelay.engine.movers import Arrival, Consumer, Producer
 from kvrelay.engine.outgoing import Outgoing
-from kvrelay.engine.request import Request, Sequence
+from kvrelay.engine.request import Request, Sequence, first_sequences
 from kvrelay.engine.scheduler import Scheduler
-from kvrelay.errors import InternalError, InvalidRequestError, RequestError, UnavailableError
+from kvrelay.errors import HandOverError, InternalError, InvalidRequestError, RequestError, UnavailableError
 from kvrelay.ids import RequestId, WorkerId
 from kvrelay.log import Log
 from kvrelay.states import FinishReason, RequestState
@@ -103,20 +103,21 @@ class Engine:
         except RequestError as error:
             self._failures.append(Failure(submit.request_id, error.kind, error.message, error.param))
             return
-        self._enqueue(submit)
+        request = self._enqueue(submit)
         if self.outgoing is not None and submit.transfer is not None:
-            self.outgoing.expect(submit)
+            self.outgoing.expect(submit, len(request.sequences[0].tokens))
 
-    def _enqueue(self, submit: Submit) -> None:
+    def _enqueue(self, submit: Submit) -> Request:
         request = Request(submit, next(self._arrivals))
+        request.sequences = first_sequences(submit, request, self._keys)
         self.requests[submit.request_id] = request
-        sequence = Sequence(next(self._keys), request, 0, list(submit.prompt), len(submit.prompt))
-        request.sequences.append(sequence)
-        if self.incoming is not None and submit.transfer is not None:
-            self.incoming.expect(sequence, submit.transfer)
-        else:
-            self.scheduler.add(sequence)
+        for sequence in request.sequences:
+            if self.incoming is not None and submit.transfer is not None:
+                self.incoming.expect(sequence, submit.transfer)
+            else:
+                self.scheduler.add(sequence)
         self._stalled = False
+        return request
 
     def abort(self, request_ids: Iterable[RequestId]) -> None:
         """Ends each sample that still runs. Unknown and finished requests are no error: an abort may come late."""
@@ -178,6 +179,7 @@ class Engine:
             output_tokens=self._num_output_tokens,
             preemptions=self.scheduler.num_preemptions,
             steps=self._num_steps,
+            connections=0 if self._relay is None else self._relay.num_links,
         )
 
     @property
@@ -293,7 +295,7 @@ class Engine:
         assert self.outgoing is not None
         request = sequence.request
         first_tokens = []
-        for sample, (token, entry) in enumerate(zip(tokens, logprobs, strict=True)):
+        for sample, (token, entry) in enumerate(zip(tokens, logprobs, strict=True), start=sequence.sample):
             told = request.prompt_logprobs if sample == 0 else None
             first_tokens.append(FirstToken(sample, token, entry, sequence.cached_tokens, told))
         if self.outgoing.finished(sequence, first_tokens):
@@ -305,12 +307,20 @@ class Engine:
         del self.requests[sequence.request_id]
 
     def _first_output(self, sequence: Sequence, first: FirstToken) -> SequenceOutput:
+        position = sequence.num_output_tokens
         sequence.tokens.append(first.token)
         reason = finish_reason(sequence, self._eos_token_ids, self._max_model_len)
         sequence.tokens.pop()
         logprobs = None if first.logprobs is None else [first.logprobs]
         return SequenceOutput(
-            sequence.request_id, first.sample, 0, [first.token], reason, first.cached_tokens, logprobs, first.prompt_logprobs
+            sequence.request_id,
+            first.sample,
+            position,
+            [first.token],
+            reason,
+            first.cached_tokens,
+            logprobs,
+            first.prompt_logprobs,
         )
 
     def _take_news(self) -> None:
@@ -336,13 +346,17 @@ class Engine:
         self._fail(request, UnavailableError(f"the hand-over to the decode worker failed: {reason or 'not wanted any more'}"))
 
     def _arrived(self, sequence: Sequence, arrival: Arrival) -> None:
+        """If it failed, somebody has to compute the prompt after all. Who is best at that, the router knows."""
         if arrival.error:
-            log.warning("hand-over failed, computing the prompt here", request=sequence.request_id, reason=arrival.error)
-            self.scheduler.add(sequence)
+            log.warning("hand-over failed", request=sequence.request_id, reason=arrival.error)
+            self._fail(sequence.request, HandOverError(f"the hand-over from the prefill worker failed: {arrival.error}"))
             return
         self.scheduler.run_at_once(sequence)
-        first_tokens = {first.sample: first for first in arrival.first_tokens}
-        origin = first_tokens[0]
+        first_tokens = {one.sample: one for one in arrival.first_tokens if 0 <= one.token < self._limits.vocab_size}
+        if not all(sequence.sample + index in first_tokens for index in range(sequence.num_slots)):
+            self._fail(sequence.request, HandOverError("the prefill worker did not name the first token of every sample"))
+            return
+        origin = first_tokens[sequence.sample]
         sequence.cached_tokens = origin.cached_tokens
         sequence.request.prompt_logprobs = origin.prompt_logprobs
         for sample in [sequence, *self._fork(sequence)]:

@@ -3,7 +3,7 @@
 expect    the request is known; it holds no blocks
 reserve   the peer has begun, and there is room here: blocks for what the prefix cache does not have    -> TRANSFERRING
 poll      arrived: the sequence runs from its first token on                                             -> RUNNING
-          failed: the sequence waits, to be computed here                                                -> WAITING
+          failed: the request is over here; the router sends it again, perhaps to somebody else          -> FINISHED
           freed: blocks of a failed or aborted transfer are safe again
 """
 
@@ -58,7 +58,7 @@ class Incoming:
 
     def expect(self, sequence: Sequence, transfer: TransferInfo) -> None:
         self._expected[sequence.request_id] = sequence
-        self._consumer.expect(sequence.request_id, transfer, sequence.num_prompt_tokens)
+        self._consumer.expect(sequence.request_id, transfer, len(sequence.tokens))
 
     def reserve(self, slots: int, headroom: int, before: tuple[int, int, int] | None = None) -> bool:
         """Blocks for those whose peer has begun, in order, while `slots` places and the pool last; only for those that come
@@ -86,7 +86,7 @@ class Incoming:
         self._consumer.abort(request_id)
 
     def poll(self) -> list[tuple[Sequence, Arrival]]:
-        """The sequences whose transfer ended. With an error, they hold nothing and wait."""
+        """The sequences whose transfer ended. With an error, they have finished and hold nothing."""
         news = self._consumer.poll()
         for request_id in news.started:
             sequence = self._expected.get(request_id)
@@ -108,6 +108,10 @@ class Incoming:
     def mapping(self) -> MappingCounts:
         return self._consumer.mapping()
 
+    @property
+    def num_links(self) -> int:
+        return self._consumer.num_links
+
     def close(self) -> None:
         self._consumer.close()
 
@@ -119,10 +123,9 @@ class Incoming:
             return None
         if arrival.error:
             self._drop_blocks(sequence)
-            if sequence.state is RequestState.TRANSFERRING:
-                sequence.become(RequestState.WAITING)
+            sequence.become(RequestState.FINISHED)
         else:
-            self._kv.received(sequence, sequence.num_prompt_tokens)
+            self._kv.received(sequence, len(sequence.tokens))
         return sequence
 
     def _end_quarantine(self, request_id: RequestId) -> None:

@@ -59,7 +59,7 @@ def _check_sequence(sequence: Sequence, block_size: int) -> None:
             assert not sequence.block_table, f"{name} is {sequence.state} but holds blocks"
         case RequestState.TRANSFERRING:
             assert sequence.kv_state is KVState.ALLOCATED, f"{name} is being transferred with {sequence.kv_state}"
-            assert len(sequence.block_table) * block_size >= sequence.num_prompt_tokens, f"{name} has too few blocks"
+            assert len(sequence.block_table) * block_size >= len(sequence.tokens), f"{name} has too few blocks"
         case RequestState.SWAPPED:
             raise AssertionError(f"{name} is {sequence.state}, which this engine never uses")
 

@@ -10,8 +10,10 @@ free        the end, or preemption: every reference goes back                   
 from __future__ import annotations
 
 from kvrelay.engine.block_pool import BlockPool, Holder
-from kvrelay.engine.prefix_cache import PrefixCache, extend_hashes, root_hash
+from kvrelay.engine.events import EventRecorder
+from kvrelay.engine.prefix_cache import PrefixCache
 from kvrelay.engine.request import Sequence
+from kvrelay.hashing import extend_hashes, root_hash
 from kvrelay.states import KVState
 
 
@@ -25,6 +27,12 @@ class KVCache:
         self._enabled = prefix_cache
         self._cache_seed = cache_seed
         self._roots: dict[str, bytes] = {}
+
+    def record_events(self) -> EventRecorder:
+        """From now on, what enters and leaves the prefix cache is recorded."""
+        recorder = EventRecorder(self.prefixes.chains, self.pool.num_blocks)
+        self.prefixes.recorder = recorder
+        return recorder
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -135,21 +143,25 @@ class KVCache:
     def _register(self, sequence: Sequence, first: int, last: int) -> None:
         size = self.block_size
         self._extend_hashes(sequence, last)
+        hashes = sequence.hashes
         for index in range(first, last):
             block = sequence.block_table[index]
             if block in self.prefixes:
                 continue
-            replaced = self.prefixes.add(block, sequence.hashes[index], sequence.tokens[index * size : (index + 1) * size])
+            parent = hashes[index - 1] if index else self._root(sequence)
+            replaced = self.prefixes.add(block, hashes[index], sequence.tokens[index * size : (index + 1) * size], parent)
             if replaced is not None:
                 self.pool.forget(replaced)
 
     def _extend_hashes(self, sequence: Sequence, num_blocks: int) -> None:
-        if len(sequence.hashes) >= num_blocks:
-            return
+        if len(sequence.hashes) < num_blocks:
+            extend_hashes(sequence.hashes, self._root(sequence), sequence.tokens, self.block_size, num_blocks)
+
+    def _root(self, sequence: Sequence) -> bytes:
         salt = sequence.request.cache_salt
         root = self._roots.get(salt)
         if root is None:
             if len(self._roots) >= 1024:
                 self._roots.clear()
             root = self._roots[salt] = root_hash(self._cache_seed, salt)
-        extend_hashes(sequence.hashes, root, sequence.tokens, self.block_size, num_blocks)
+        return root

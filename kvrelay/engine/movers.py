@@ -18,6 +18,9 @@ After abort, or an arrival with an error, the blocks given to `reserve` may be w
 where the last byte crossed the abort, arrived without an error).
 A reserve that crosses the end of its transfer is answered by freed at once, before or after the arrival with the error.
 Every expected request ends in exactly one of: released for good (producer), arrived (consumer), or aborted by the engine.
+
+What is handed over is all that is known of one sequence: its prompt, and the output that another worker made if it is resumed.
+`num_tokens` counts both; the first tokens are those that follow.
 """
 
 from __future__ import annotations
@@ -97,6 +100,10 @@ class Producer(Protocol):
 
     def mapping(self) -> MappingCounts: ...
 
+    @property
+    def num_links(self) -> int:
+        """Workers that KV is exchanged with at present."""
+
     def close(self) -> None: ...
 
 
@@ -127,5 +134,9 @@ class Consumer(Protocol):
     def counts(self) -> TransferCounts: ...
 
     def mapping(self) -> MappingCounts: ...
+
+    @property
+    def num_links(self) -> int:
+        """Workers that KV is exchanged with at present."""
 
     def close(self) -> None: ...

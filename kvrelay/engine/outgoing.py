@@ -39,10 +39,11 @@ class Outgoing:
     def __contains__(self, request_id: RequestId) -> bool:
         return request_id in self._submits
 
-    def expect(self, submit: Submit) -> None:
+    def expect(self, submit: Submit, num_tokens: int) -> None:
+        """`num_tokens` is what there is to compute before the hand-over: the prompt, and what another worker made of it."""
         assert submit.transfer is not None
         self._submits[submit.request_id] = submit
-        self._producer.expect(submit.request_id, submit.transfer, len(submit.prompt))
+        self._producer.expect(submit.request_id, submit.transfer, num_tokens)
 
     def begin_step(self, plan: StepPlan) -> None:
         rows = []
@@ -117,6 +118,10 @@ class Outgoing:
 
     def mapping(self) -> MappingCounts:
         return self._producer.mapping()
+
+    @property
+    def num_links(self) -> int:
+        return self._producer.num_links
 
     def close(self) -> None:
         self._producer.close()

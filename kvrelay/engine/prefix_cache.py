@@ -1,33 +1,14 @@
-"""Which full block holds which tokens, found by chained hashes.
+"""Which full block holds which tokens, found by chained hashes (`kvrelay/hashing.py`).
 
-The hash of a block covers its tokens and, through its parent's hash, all tokens before it. The chain starts from a seed of
-model, layout and cache salt, so equal prompts hash equally in every process and different models or tenants never meet.
-A hash that leads to a block with other tokens is a collision and counts as a miss.
+A hash that leads to a block with other tokens is a collision and counts as a miss. What enters and leaves is told to the
+recorder, if somebody listens.
 """
 
 from __future__ import annotations
 
-import hashlib
-from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator
 
-
-def root_hash(cache_seed: str, cache_salt: str) -> bytes:
-    """Where a chain starts."""
-    seed = cache_seed.encode()
-    return hashlib.blake2b(len(seed).to_bytes(8, "little") + seed + cache_salt.encode(), digest_size=16).digest()
-
-
-def block_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
-    return hashlib.blake2b(parent + array("q", tokens).tobytes(), digest_size=16).digest()
-
-
-def extend_hashes(hashes: list[bytes], root: bytes, tokens: Sequence[int], block_size: int, num_blocks: int) -> None:
-    """Appends the hashes of the blocks up to `num_blocks` (all of them full) that are not there yet."""
-    parent = hashes[-1] if hashes else root
-    for index in range(len(hashes), num_blocks):
-        parent = block_hash(parent, tokens[index * block_size : (index + 1) * block_size])
-        hashes.append(parent)
+from kvrelay.engine.events import EventRecorder
 
 
 class PrefixCache:
@@ -36,8 +17,9 @@ class PrefixCache:
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._block_of: dict[bytes, int] = {}
-        self._content: dict[int, tuple[bytes, list[int]]] = {}
+        self._content: dict[int, tuple[bytes, list[int], bytes]] = {}  # hash, tokens, the parent's hash
         self.num_collisions = 0
+        self.recorder: EventRecorder | None = None
 
     def __len__(self) -> int:
         return len(self._content)
@@ -65,7 +47,11 @@ class PrefixCache:
             blocks.append(block)
         return blocks
 
-    def add(self, block: int, digest: bytes, tokens: list[int]) -> int | None:
+    def chains(self) -> Iterator[tuple[bytes, bytes]]:
+        """Every hash that leads to a block, and its parent's."""
+        return ((digest, parent) for digest, _, parent in self._content.values())
+
+    def add(self, block: int, digest: bytes, tokens: list[int], parent: bytes) -> int | None:
         """The block is full and computed. A block that already holds the same stays; one that collides is replaced and
         returned. The same block is never added twice."""
         assert block not in self._content, f"block {block} is in the prefix cache already"
@@ -75,10 +61,14 @@ class PrefixCache:
         if present is not None:
             self.num_collisions += 1
             del self._content[present]
+        elif self.recorder is not None:
+            self.recorder.stored(digest, parent)
         self._block_of[digest] = block
-        self._content[block] = (digest, tokens)
+        self._content[block] = (digest, tokens, parent)
         return present
 
     def remove(self, block: int) -> None:
-        digest, _ = self._content.pop(block)
+        digest = self._content.pop(block)[0]
         del self._block_of[digest]
+        if self.recorder is not None:
+            self.recorder.removed(digest)

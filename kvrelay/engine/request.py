@@ -2,15 +2,18 @@
 
 A `Request` is what was submitted: one prompt, `params.n` samples. A `Sequence` is what is scheduled: one prompt with one
 growing output. A request begins as one sequence; when its prompt is computed the others are forked from it, sharing its
-blocks.
+blocks. A request that another worker began goes on as one sequence per sample that has not ended, each with its output so far:
+as if all of them had been preempted here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from kvrelay.ids import RequestId
 from kvrelay.sampling import SamplingParams
 from kvrelay.states import KV_EDGES, REQUEST_EDGES, FinishReason, KVState, RequestState, advance
-from kvrelay.wire.serving import Submit, TokenLogprobs
+from kvrelay.wire.serving import Resumed, Submit, TokenLogprobs
 
 
 class Request:
@@ -34,8 +37,9 @@ class Request:
         self.priority = submit.priority
         self.cache_salt = submit.cache_salt
         self.arrival = arrival  # order of submission; never changes, so a preempted request keeps its place
-        self.num_unforked = submit.params.n - 1  # samples that do not exist yet
-        self.prompt_logprobs: list[TokenLogprobs | None] | None = None if submit.params.prompt_logprobs is None else [None]
+        self.num_unforked = submit.params.n - 1 if begins_anew(submit) else 0  # samples that do not exist yet
+        tells_prompt = submit.params.prompt_logprobs is not None and (not submit.resume or Resumed(0, []) in submit.resume)
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = [None] if tells_prompt else None  # as far as computed
         self.cut: dict[int, FinishReason] = {}  # samples that the router ended, perhaps before they were forked
         self.sequences: list[Sequence] = []
 
@@ -104,4 +108,18 @@ class Sequence:
     @property
     def wants_prompt_logprobs(self) -> bool:
         collected = self.request.prompt_logprobs
-        return collected is not None and len(collected) < self.num_prompt_tokens
+        return collected is not None and self.sample == 0 and len(collected) < self.num_prompt_tokens
+
+
+def begins_anew(submit: Submit) -> bool:
+    """Whether no sample has a token yet and none has ended: then one sequence computes the prompt for all."""
+    if not submit.resume:
+        return True
+    return len(submit.resume) == submit.params.n and not any(resumed.tokens for resumed in submit.resume)
+
+
+def first_sequences(submit: Submit, request: Request, keys: Iterator[int]) -> list[Sequence]:
+    """Those a request begins with."""
+    beginnings = [Resumed(0, [])] if begins_anew(submit) else sorted(submit.resume, key=lambda resumed: resumed.sample)
+    prompt = submit.prompt
+    return [Sequence(next(keys), request, one.sample, prompt + one.tokens, len(prompt)) for one in beginnings]

@@ -8,6 +8,9 @@ Running sequences come first, in order of priority and arrival; then waiting one
 decoding always gets its one token; prompts share what is left of the token budget, in chunks. When the pool is empty, the
 sequence that is last in order gives its blocks back and waits again (its tokens are kept and recomputed later); since a
 step is planned in that same order, nobody who is already part of the step is ever chosen.
+
+Samples of one request that are computed anew (preempted, or resumed here) share their prompt through the prefix cache: one
+computes it, the others wait that long.
 """
 
 from __future__ import annotations
@@ -145,6 +148,8 @@ class Scheduler:
             if sequence.state is not RequestState.WAITING:
                 heapq.heappop(self._waiting)
                 continue
+            if self._waits_for_sibling(sequence):
+                return
             if sequence.num_slots > slots or not self._kv.attach(sequence, headroom=self._headroom):
                 self.starved = True
                 return
@@ -152,13 +157,20 @@ class Scheduler:
             self.num_waiting -= 1
             sequence.become(RequestState.RUNNING)
             insort(self.running, sequence, key=lambda s: s.order)
-            if sequence.num_output_tokens == 0:
+            if sequence.num_output_tokens == 0 and sequence.sample == 0:
                 sequence.cached_tokens = sequence.num_computed
             count = min(sequence.num_uncomputed, budget)
             budget -= count
             slots -= sequence.num_slots
             num_prefills += 1
             plan.rows.append(_row(sequence, count))
+
+    def _waits_for_sibling(self, sequence: Sequence) -> bool:
+        siblings = sequence.request.sequences
+        if len(siblings) == 1 or not self._options.prefix_cache:
+            return False
+        shared = sequence.num_prompt_tokens // self._options.block_size * self._options.block_size
+        return any(sibling.state is RequestState.RUNNING and sibling.num_computed < shared for sibling in siblings)
 
 
 def _row(sequence: Sequence, count: int) -> Row:

@@ -13,9 +13,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from kvrelay.config import RouterOptions
+from kvrelay.frontend.admin import change_role, drain
+from kvrelay.frontend.auth import ApiKeys, KeyRing
 from kvrelay.frontend.chat import chat_completions
 from kvrelay.frontend.completions import completions
-from kvrelay.frontend.endpoint import ApiKeys, Endpoint, Handler
+from kvrelay.frontend.endpoint import Endpoint, Handler
 from kvrelay.frontend.errors import error_body, unknown_path
 from kvrelay.frontend.http import Receive, Scope, Send
 from kvrelay.frontend.pages import cluster, docs, health, index, metrics_page, models, one_model, openapi_page, version_page
@@ -36,6 +38,8 @@ _ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("/v1/models/{model:path}", "GET", one_model),
     ("/tokenize", "POST", tokenize),
     ("/detokenize", "POST", detokenize),
+    ("/admin/drain", "POST", drain),
+    ("/admin/role", "POST", change_role),
     ("/health", "GET", health),
     ("/cluster", "GET", cluster),
     ("/metrics", "GET", metrics_page),
@@ -50,7 +54,7 @@ class FrontEnd(Starlette):
     """Starlette, except that known paths go straight to their endpoints: a stream is resumed once per token, and every
     layer in between would be passed through each time."""
 
-    def __init__(self, endpoints: Mapping[str, Endpoint], keys: str, lifespan: Lifespan | None) -> None:
+    def __init__(self, endpoints: Mapping[str, Endpoint], keys: KeyRing, lifespan: Lifespan | None) -> None:
         super().__init__(
             routes=[Route(path, endpoint) for path, endpoint in endpoints.items()],
             exception_handlers={HTTPException: _not_found},
@@ -83,7 +87,7 @@ def create_app(
     """`model` is what the server was started with; clients call it that unless `served_model_name` is set."""
     service = Service(backend, tokenizer, metrics, options, model)
     endpoints = {path: Endpoint(service, path, method, handler) for path, method, handler in _ROUTES}
-    return FrontEnd(endpoints, options.api_key, lifespan)
+    return FrontEnd(endpoints, KeyRing(options.api_key, options.api_key_file), lifespan)
 
 
 async def _not_found(request: Request, error: Exception) -> Response:

@@ -69,7 +69,13 @@ async def _prepare(service: Service, request: CompletionRequest) -> _Plan:
     params = [_params(service, request, tokens, best_of, shape and shape[1]) for tokens in prompts]
     return _Plan(
         request=request,
-        work=Work(prompts=prompts, params=params, priority=request.priority, cache_salt=request.cache_salt or ""),
+        work=Work(
+            prompts=prompts,
+            params=params,
+            priority=request.priority,
+            cache_salt=request.cache_salt or "",
+            timeout_s=request.timeout,
+        ),
         echoes=_echoes(service, request, prompts),
         num_choices=choices,
         scores_only=request.max_tokens == 0,

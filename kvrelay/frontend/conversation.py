@@ -131,7 +131,13 @@ def _work(service: Service, request: ChatRequest, tokens: list[int], grammar: Gr
         grammar=grammar,
         extra_stop=(CLOSE,) if tools.parse and tools.one_call and not tools.forced else (),
     )
-    return Work(prompts=[tokens], params=[params], priority=request.priority, cache_salt=request.cache_salt or "")
+    return Work(
+        prompts=[tokens],
+        params=[params],
+        priority=request.priority,
+        cache_salt=request.cache_salt or "",
+        timeout_s=request.timeout,
+    )
 
 
 def _num_top_logprobs(request: ChatRequest) -> int | None:

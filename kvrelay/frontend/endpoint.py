@@ -1,24 +1,20 @@
-"""What all endpoints share: method, errors, metrics, log. And the check of API keys, which comes before them."""
+"""What all endpoints share: method, errors, metrics, log."""
 
 from __future__ import annotations
 
-import hmac
 import time
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
+from collections.abc import Awaitable, Callable
 
-from kvrelay.errors import InternalError, MethodNotAllowedError, RequestError, UnauthorizedError
+from kvrelay.errors import InternalError, MethodNotAllowedError, RequestError
 from kvrelay.frontend.errors import ClientGoneError, error_body, error_event, error_headers, wrong_method
 from kvrelay.frontend.http import Call, Receive, Scope, Send
 from kvrelay.frontend.service import Service
 from kvrelay.log import Log
 
 Handler = Callable[[Service, Call], Awaitable[None]]
-AsgiApp = Callable[[Scope, Receive, Send], Coroutine[Any, Any, None]]
 
 _log = Log("frontend")
 _CLIENT_GONE = 499  # nobody saw it; for the metrics and the log
-OPEN_PATHS = frozenset({"/health", "/metrics"})  # probes and scrapers have no key
 
 
 class Endpoint:
@@ -81,23 +77,3 @@ async def send_error(call: Call, error: RequestError, *, allow: str = "") -> Non
     if isinstance(error, MethodNotAllowedError):
         headers.append((b"allow", allow.encode()))
     await call.answer(error.status, error_body(error), headers)
-
-
-class ApiKeys:
-    """ASGI middleware. Lets a request pass if it carries one of the keys; `/health` and `/metrics` need none."""
-
-    def __init__(self, app: AsgiApp, keys: str) -> None:
-        self._app = app
-        self._keys = [key.strip().encode() for key in keys.split(",") if key.strip()]
-
-    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Coroutine[Any, Any, None]:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or not self._keys:
-            return self._app(scope, receive, send)
-        call = Call(scope, receive, send)
-        kind, _, key = (call.header(b"authorization") or b"").partition(b" ")
-        # Every key is compared, and in constant time, so that timing tells nothing.
-        matches = [hmac.compare_digest(key.strip(), known) for known in self._keys]
-        if kind.lower() == b"bearer" and any(matches):
-            return self._app(scope, receive, send)
-        reason = "wrong API key" if key else "no API key: send the header 'Authorization: Bearer KEY'"
-        return send_error(call, UnauthorizedError(reason, code="invalid_api_key"))

@@ -10,11 +10,11 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvrelay.errors import RequestError
-from kvrelay.ids import TransferId, new_request_id
-from kvrelay.router.backend import GenerateRequest
+from kvrelay.errors import NotFoundError, RequestError
+from kvrelay.ids import TransferId, WorkerId, new_request_id
+from kvrelay.router.backend import DrainOrder, GenerateRequest
 from kvrelay.router.stream import RequestStream
-from kvrelay.states import FinishReason
+from kvrelay.states import FinishReason, Role
 from kvrelay.wire.serving import SequenceOutput, TokenLogprobs
 
 Answer = Callable[[Sequence[int]], Sequence[int]]
@@ -44,6 +44,8 @@ class FakeBackend:
         self.submitted: list[GenerateRequest] = []
         self.finished: list[tuple[int, int]] = []  # (sample, keep_tokens) of each stop string
         self.num_aborted = 0
+        self.workers: dict[str, Role] = {}  # that can be drained
+        self.drained: list[tuple[str, Role | None]] = []
         self._running: dict[RequestStream, _Running] = {}
         self._ticker: asyncio.Task[None] | None = None
 
@@ -70,6 +72,13 @@ class FakeBackend:
 
     def cluster(self) -> dict[str, Any]:
         return {"ready": self.ready, "in_flight": self.num_open, "workers": []}
+
+    def drain(self, worker_id: str, role: Role | None = None) -> DrainOrder:
+        known = self.workers.get(worker_id)
+        if known is None:
+            raise NotFoundError(f"there is no worker {worker_id[:200]!r}", param="worker", code="worker_not_found")
+        self.drained.append((worker_id, role))
+        return DrainOrder(worker=WorkerId(worker_id), role=known, next_role=role, warning="")
 
     # For the streams
 

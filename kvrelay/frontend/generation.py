@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from kvrelay.errors import InternalError, RequestError, UnavailableError
+from kvrelay.frontend.deadline import remaining_s
 from kvrelay.frontend.errors import ClientGoneError
 from kvrelay.frontend.http import Call, DisconnectWatch, Header
 from kvrelay.frontend.service import Service
@@ -35,6 +36,7 @@ class Work:
     params: Sequence[SamplingParams]  # one per prompt: max_tokens may differ
     priority: int = 0
     cache_salt: str = ""
+    timeout_s: float | None = None  # None: the header or the server says
 
 
 class Sample:
@@ -99,6 +101,8 @@ class Generation:
 
     def _submit(self, service: Service, call: Call, trace: Mapping[str, str]) -> None:
         work = self._work
+        timeout_s = remaining_s(service, call, work.timeout_s)
+        session = call.session()
         for place, (prompt, params) in enumerate(zip(work.prompts, work.params, strict=True)):
             request = GenerateRequest(
                 external_id=call.request_id,
@@ -106,7 +110,9 @@ class Generation:
                 params=params,
                 priority=work.priority,
                 cache_salt=work.cache_salt,
+                session=session,
                 trace=trace,
+                timeout_s=timeout_s,
             )
             self._streams.append(service.backend.submit(request))
             samples = [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
@@ -12,6 +11,7 @@ import msgspec
 
 from kvrelay.errors import InvalidRequestError, TooLargeError
 from kvrelay.frontend.errors import JSON_TYPE, ClientGoneError
+from kvrelay.ids import new_answer_id
 
 Scope = MutableMapping[str, Any]
 AsgiMessage = MutableMapping[str, Any]
@@ -46,7 +46,7 @@ class Call:
 
     def name(self, prefix: str, chosen: str | None) -> None:
         """Gives the answer its id, and finds the client's name of the request: from the body, a header, or that id."""
-        self.id = f"{prefix}{uuid.uuid4().hex}"
+        self.id = new_answer_id(prefix)
         named = chosen or (self.header(b"x-request-id") or b"").decode("latin-1")
         usable = 0 < len(named) <= _MAX_HEADER_ID and named.isascii() and named.isprintable()
         self.request_id = named if usable else self.id
@@ -56,6 +56,15 @@ class Call:
             if key == name:
                 return value
         return None
+
+    def session(self) -> str:
+        """What the client calls the conversation that the request belongs to; empty if it does not say."""
+        named = (self.header(b"x-session-id") or b"").decode("latin-1")
+        if len(named) > _MAX_HEADER_ID or not (named.isascii() and (named.isprintable() or not named)):
+            raise InvalidRequestError(
+                f"x-session-id is at most {_MAX_HEADER_ID} printable ASCII characters", param="x-session-id"
+            )
+        return named
 
     def trace(self) -> dict[str, str]:
         return {key.decode(): value.decode("latin-1") for key, value in self._headers if key in _TRACE_HEADERS}

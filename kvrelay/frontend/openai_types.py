@@ -32,6 +32,7 @@ HARMLESS_FIELDS = (
 )
 
 MAX_COUNT = 2**31 - 1
+MAX_TIMEOUT_S = 86_400.0
 TokenId = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 Positive = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
@@ -207,6 +208,7 @@ class SamplingFields(Body, frozen=True, kw_only=True):
     structured_outputs: StructuredOutputs | None = None
     return_token_ids: bool = False
     priority: Annotated[int, Meta(ge=-(2**31), le=MAX_COUNT)] = 0
+    timeout: Annotated[float, Meta(gt=0.0, le=MAX_TIMEOUT_S)] | None = None  # seconds from arrival to the last token
     cache_salt: Identifier | None = None
     request_id: Identifier | None = None  # shown in logs, echoed as x-request-id
     rid: Identifier | None = None  # the same, as SGLang calls it

@@ -6,19 +6,23 @@ from typing import Any
 
 import msgspec
 
+from kvrelay.frontend.admin import DrainRequest, RoleRequest
 from kvrelay.frontend.openai_output import ChatCompletion, Completion, Detokenized, ErrorResponse, Model, ModelList, Tokenized
 from kvrelay.frontend.openai_types import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from kvrelay.frontend.responses_types import ResponsesRequest
+from kvrelay.router.backend import DrainOrder
 from kvrelay.version import version
 
 _JSON = "application/json"
 _REFERENCE = "#/components/schemas/{name}"
 _GENERATE_ERRORS = (400, 401, 404, 413, 429, 500, 503)
 _READ_ERRORS = (400, 401, 404, 413, 500)
+_ADMIN_ERRORS = (400, 401, 404, 409, 413, 500, 503)
 _ERRORS = {
     400: "A field is wrong; `param` names it",
     401: "No API key, or a wrong one",
-    404: "No such path or model",
+    404: "No such path, model or worker",
+    409: "The worker is draining, or has that role, already",
     413: "The body is too large",
     429: "The queue is full; see Retry-After",
     500: "Our fault",
@@ -34,6 +38,10 @@ _POSTS: tuple[tuple[str, str, type, type | None, bool], ...] = (
     ("/tokenize", "Text or a conversation to token ids", TokenizeRequest, Tokenized, False),
     ("/detokenize", "Token ids to text", DetokenizeRequest, Detokenized, False),
 )
+_ADMIN: tuple[tuple[str, str, type], ...] = (
+    ("/admin/drain", "Let a worker finish and leave", DrainRequest),
+    ("/admin/role", "Let a worker finish and come back in another role", RoleRequest),
+)
 # path, summary, content type, schema, errors
 _GETS: tuple[tuple[str, str, str, type | None, tuple[int, ...]], ...] = (
     ("/v1/models", "The model that is served", _JSON, ModelList, (401,)),
@@ -46,14 +54,17 @@ _GETS: tuple[tuple[str, str, str, type | None, tuple[int, ...]], ...] = (
 
 
 def openapi() -> dict[str, Any]:
-    bodies: list[type] = [ErrorResponse, ModelList, Model]
+    bodies: list[type] = [ErrorResponse, ModelList, Model, DrainOrder, *(request for _, _, request in _ADMIN)]
     for _, _, request, response, _ in _POSTS:
         bodies += [request] if response is None else [request, response]
     references, components = msgspec.json.schema_components(bodies, ref_template=_REFERENCE)
     by_type = dict(zip(bodies, references, strict=True))
     paths: dict[str, Any] = {}
     for path, summary, request, response, streams in _POSTS:
-        paths[path] = {"post": _post(summary, by_type[request], _schema(by_type, response), by_type, streams)}
+        answers = _errors(_GENERATE_ERRORS if streams else _READ_ERRORS, by_type)
+        paths[path] = {"post": _post(summary, by_type[request], _schema(by_type, response), answers, streams)}
+    for path, summary, request in _ADMIN:
+        paths[path] = {"post": _post(summary, by_type[request], by_type[DrainOrder], _errors(_ADMIN_ERRORS, by_type), False)}
     for path, summary, content_type, response, errors in _GETS:
         paths[path] = {"get": _get(path, summary, content_type, _schema(by_type, response), errors, by_type)}
     return {
@@ -73,7 +84,7 @@ def _schema(by_type: dict[type, dict[str, Any]], body: type | None) -> dict[str,
 
 
 def _post(
-    summary: str, request: dict[str, Any], response: dict[str, Any], by_type: dict[type, dict[str, Any]], streams: bool
+    summary: str, request: dict[str, Any], response: dict[str, Any], errors: dict[str, Any], streams: bool
 ) -> dict[str, Any]:
     content: dict[str, Any] = {_JSON: {"schema": response}}
     if streams:
@@ -84,7 +95,7 @@ def _post(
     return {
         "summary": summary,
         "requestBody": {"required": True, "content": {_JSON: {"schema": request}}},
-        "responses": answers | _errors(_GENERATE_ERRORS if streams else _READ_ERRORS, by_type),
+        "responses": answers | errors,
     }
 
 

@@ -7,8 +7,10 @@ from typing import Any, Protocol
 
 import msgspec
 
+from kvrelay.ids import WorkerId
 from kvrelay.router.stream import RequestStream
 from kvrelay.sampling import SamplingParams
+from kvrelay.states import Role
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -19,7 +21,18 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     params: SamplingParams
     priority: int = 0
     cache_salt: str = ""
+    session: str = ""  # requests of one session go to the same workers while these can take them
     trace: Mapping[str, str] = {}
+    timeout_s: float | None = None  # from submit to the last token
+
+
+class DrainOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker was told, as `POST /admin/drain` and `/admin/role` answer it."""
+
+    worker: WorkerId
+    role: Role
+    next_role: Role | None  # None: it leaves for good
+    warning: str  # what the cluster cannot do without it; empty if others remain
 
 
 class Backend(Protocol):
@@ -38,3 +51,7 @@ class Backend(Protocol):
 
     def cluster(self) -> dict[str, Any]:
         """The JSON of GET /cluster."""
+
+    def drain(self, worker_id: str, role: Role | None = None) -> DrainOrder:
+        """Tells a worker to finish and leave; with a role, to come back in it. Raises NotFoundError, ConflictError or
+        UnavailableError."""

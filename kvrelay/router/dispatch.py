@@ -1,46 +1,79 @@
-"""Sends each request to its workers and brings their outputs back.
+"""Sends each request to its workers and brings their outputs back, also when workers are lost on the way.
 
     submit -> plan -> Submit to one worker, or to two at once -> StepOutputs ... -> the stream is finished, failed or aborted
+                 ^                                                   |
+                 +-- a worker was lost, or could not go on: again, --+
+                     with the tokens that the client has seen
 
 A request has a leg on every worker it was sent to, each under an id of its own. It is in `_open`, and its legs are in their
-peers' `open`, from submit to the end, and nowhere afterwards: what a worker still says of it then is dropped. This is the hot
-path of the router: no task, future or copy per output.
+peers' `open`, from submit to the end, and nowhere afterwards: what a worker still says of it then is dropped. Sending it
+again (failover.py decides whether) gives it new legs. This is the hot path of the router: no task, future or copy per output.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterable
+from typing import Protocol
 
-from kvrelay.errors import InvalidRequestError, QueueFullError, RequestError, UnavailableError, request_error
-from kvrelay.ids import RequestId, new_request_id, new_transfer_id
+from kvrelay.errors import DeadlineError, InternalError, QueueFullError, RequestError, UnavailableError, request_error
+from kvrelay.ids import RequestId, WorkerId, new_request_id, new_transfer_id
 from kvrelay.log import Log
 from kvrelay.metrics import Metrics
 from kvrelay.router.backend import GenerateRequest
+from kvrelay.router.failover import RetryRules, Stranded, Verdict, judge
 from kvrelay.router.peer import Leg, OpenRequest, Peer
-from kvrelay.router.plan import Mode, Plan, Planner, PolicyName
+from kvrelay.router.plan import Mode, Plan, Planner
 from kvrelay.router.policy import CompletionRate, tokens_of
 from kvrelay.router.stream import RequestStream
 from kvrelay.states import FinishReason, Role
-from kvrelay.wire.serving import Abort, Finish, StepOutputs, Submit, TransferInfo
+from kvrelay.wire.serving import Abort, Finish, Resumed, StepOutputs, Submit, TransferInfo
 
 log = Log("router")
+
+_RESUMES_SINCE = 2  # the version of the protocol that knows Submit.resume
+
+
+class RequestFollower(Protocol):
+    """Wants to know where requests are, by the ids their clients know. Must not raise."""
+
+    def on_request_started(self, request_id: str, workers: Iterable[WorkerId]) -> None:
+        """Sent to these workers, of which the events are heard."""
+
+    def on_request_sent_again(self, request_id: str, workers: Iterable[WorkerId]) -> None: ...
+
+    def on_request_finished(self, request_id: str) -> None: ...
+
+    def on_request_aborted(self, request_id: str) -> None: ...
 
 
 class Dispatcher:
     """Owns the table of open requests. The router tells it which peers may be used."""
 
-    def __init__(self, policy: PolicyName, metrics: Metrics, *, mode: Mode = "write", local_prefill_tokens: int = 0) -> None:
-        self._planner = Planner(policy, local_prefill_tokens)
+    def __init__(
+        self,
+        planner: Planner,
+        metrics: Metrics,
+        *,
+        mode: Mode = "write",
+        rules: RetryRules | None = None,
+        follower: RequestFollower | None = None,
+    ) -> None:
+        self._planner = planner
+        self._follower = follower
         self._mode: Mode = mode
+        self._rules = rules or RetryRules()
         self._metrics = metrics
         self._open: dict[RequestId, OpenRequest] = {}
+        self._stranded = Stranded(self._rules.wait_s, self._retry, self._give_up)
         self._rate = CompletionRate()
         self.usable: list[Peer] = []
 
     def use(self, peers: list[Peer]) -> None:
         self.usable = peers
         self._planner.use(peers)
+        self._stranded.try_now()
 
     @property
     def ready(self) -> bool:
@@ -50,28 +83,24 @@ class Dispatcher:
     def num_open(self) -> int:
         return len(self._open)
 
+    @property
+    def num_stranded(self) -> int:
+        return len(self._stranded)
+
     def submit(self, request: GenerateRequest, excuse: str) -> RequestStream:
         """`excuse` says why there is no usable peer, if there is none."""
-        plan = self._plan(request, excuse)
-        transfer = self._transfer(plan)
-        legs = tuple(Leg(peer, new_request_id()) for peer in plan.peers)
-        stream = RequestStream(
-            legs[-1].request_id,
-            request.params.n,
-            self,
-            prefill=_prefill_name(plan),
-            decode=plan.decode.id,
-            transfer_id=None if transfer is None else transfer.transfer_id,
-        )
-        for leg in legs:
-            if not leg.peer.link.send(_submit_message(leg.request_id, request, transfer)):
+        plan = self._first_plan(request, excuse)
+        stream = RequestStream(new_request_id(), request.params.n, self, prefill=_prefill_name(plan), decode=plan.decode.id)
+        entry = OpenRequest(request, stream, tokens_of(request))
+        while (unreachable := self._launch(entry, plan)) is not None:
+            entry.avoid.add(unreachable.id)
+            plan = self._first_plan(request, excuse, frozenset(entry.avoid))
+            if plan.decode.id in entry.avoid or (plan.prefill is not None and plan.prefill.id in entry.avoid):
                 self._metrics.rejected.labels("unavailable").inc()
-                _abort(legs)
-                raise UnavailableError(f"worker {leg.peer.id} cannot be reached")
-        entry = OpenRequest(request, stream, legs, tokens_of(request))
+                raise UnavailableError(f"worker {unreachable.id} cannot be reached")
         self._open[stream.request_id] = entry
-        for leg in legs:
-            leg.peer.add(leg, entry)
+        if request.timeout_s is not None:
+            entry.deadline = asyncio.get_running_loop().call_later(request.timeout_s, self._expired, entry)
         self._metrics.dispatched.inc()
         return stream
 
@@ -81,6 +110,8 @@ class Dispatcher:
         for output in message.outputs:
             entry = table.get(output.request_id)
             if entry is not None:
+                if not entry.generating and entry.legs[-1].peer is peer:
+                    entry.generating = True
                 entry.stream.deliver(output)
         for failure in message.failures:
             entry = table.get(failure.request_id)
@@ -89,6 +120,7 @@ class Dispatcher:
         for request_id in message.handed_over:
             entry = table.get(request_id)
             if entry is not None:
+                peer.breaker.succeeded()
                 self._leg_ended(entry, peer)
 
     def lost(self, peer: Peer, reason: str) -> None:
@@ -97,46 +129,49 @@ class Dispatcher:
         if entries:
             log.warning("requests lost their worker", worker=peer.id, requests=len(entries), reason=reason)
         for entry in entries:
-            self._settle_lost(entry, peer, reason)
+            is_last = entry.legs[-1].peer is peer
+            self._leg_ended(entry, peer)
+            if is_last:
+                self._again(entry, UnavailableError(f"worker {peer.id} was lost: {reason}", code="worker_lost"), "lost")
+            # Without its prefill worker, the decode worker has everything, or soon says that the hand-over failed.
 
     def fail_all(self, reason: str) -> None:
         for entry in list(self._open.values()):
             _abort(entry.legs)
             entry.stream.fail(UnavailableError(reason))
+        self._stranded.close()
 
-    def _settle_lost(self, entry: OpenRequest, peer: Peer, reason: str) -> None:
-        """Decides what becomes of a request one of whose workers is gone. A decode worker notices for itself that its prefill
-        worker has died, and computes the prompt; without the one that generates, the request fails."""
-        self._leg_ended(entry, peer)
-        if entry.legs[-1].peer is peer:
-            _abort(leg for leg in entry.legs if leg.peer is not peer)
-            entry.stream.fail(UnavailableError(f"the worker serving this request was lost: {reason}", code="worker_lost"))
+    # Sending
 
-    def _leg_ended(self, entry: OpenRequest, peer: Peer) -> None:
-        for leg in entry.legs:
-            if leg.peer is peer:
-                peer.remove(leg, entry)
+    def _launch(self, entry: OpenRequest, plan: Plan) -> Peer | None:
+        """Sends the request to the peers of the plan. Returns the first that cannot be reached; then none of them has it."""
+        transfer = self._transfer(plan)
+        first_id = entry.stream.request_id if entry.attempt == 0 else new_request_id()
+        legs = (*(Leg(peer, new_request_id()) for peer in plan.peers[:-1]), Leg(plan.decode, first_id))
+        resume = self._resume(entry, plan)
+        for leg in legs:
+            if not leg.peer.link.send(_submit_message(leg.request_id, entry, transfer, resume)):
+                _abort(legs)
+                return leg.peer
+        entry.legs, entry.generating = legs, False
+        for leg in legs:
+            leg.peer.add(leg, entry)
+        stream = entry.stream
+        stream.prefill, stream.decode = _prefill_name(plan), plan.decode.id
+        stream.transfer_id = None if transfer is None else transfer.transfer_id
+        if plan.prefill is None and plan.decode.record.role is Role.DECODE:
+            self._metrics.local_prefills.inc()
+        if self._follower is not None:
+            tell = self._follower.on_request_sent_again if entry.attempt else self._follower.on_request_started
+            tell(entry.request.external_id, [leg.peer.id for leg in legs if leg.peer.record.events_address])
+        return None
 
-    def _leg_failed(self, entry: OpenRequest, peer: Peer, error: RequestError) -> None:
-        """A prefill worker that cannot go on is no loss: its decode worker hears of it and computes the prompt. What the client
-        did wrong, or was too much, ends the request everywhere."""
-        if entry.legs[-1].peer is not peer and not isinstance(error, InvalidRequestError | QueueFullError):
-            self._leg_ended(entry, peer)
-            return
-        _abort(leg for leg in entry.legs if leg.peer is not peer)
-        entry.stream.fail(error)
-
-    def _plan(self, request: GenerateRequest, excuse: str) -> Plan:
-        if not self._planner.ready:
-            self._metrics.rejected.labels("unavailable").inc()
-            raise UnavailableError(excuse, code="no_worker")
-        try:
-            return self._planner.plan(request)
-        except QueueFullError as error:
-            self._metrics.rejected.labels("queue_full").inc()
-            retry_after_s = self._rate.retry_after_s(len(self._open), time.monotonic())
-            message = f"{error.message}: {len(self._open)} requests are in flight"
-            raise QueueFullError(message, retry_after_s=retry_after_s) from error
+    def _resume(self, entry: OpenRequest, plan: Plan) -> list[Resumed]:
+        """Workers of the version before know nothing of it and begin at the beginning: what they repeat is dropped."""
+        if entry.attempt == 0 or any(peer.version < _RESUMES_SINCE for peer in plan.peers):
+            return []
+        resume = entry.stream.resume()
+        return resume if len(resume) < entry.request.params.n or any(sample.tokens for sample in resume) else []
 
     def _transfer(self, plan: Plan) -> TransferInfo | None:
         if plan.prefill is None:
@@ -149,10 +184,118 @@ class Dispatcher:
             signal_address=plan.prefill.record.signal_address,
         )
 
+    def _first_plan(self, request: GenerateRequest, excuse: str, avoid: frozenset[str] = frozenset()) -> Plan:
+        if not self._planner.ready:
+            self._metrics.rejected.labels("unavailable").inc()
+            raise UnavailableError(excuse, code="no_worker")
+        try:
+            return self._planner.plan(request, avoid)
+        except QueueFullError as error:
+            self._metrics.rejected.labels("queue_full").inc()
+            retry_after_s = self._rate.retry_after_s(len(self._open), time.monotonic())
+            message = f"{error.message}: {len(self._open)} requests are in flight"
+            raise QueueFullError(message, retry_after_s=retry_after_s) from error
+
+    # Sending again
+
+    def _leg_ended(self, entry: OpenRequest, peer: Peer) -> None:
+        for leg in entry.legs:
+            if leg.peer is peer:
+                peer.remove(leg, entry)
+
+    def _leg_failed(self, entry: OpenRequest, peer: Peer, error: RequestError) -> None:
+        is_last = entry.legs[-1].peer is peer
+        verdict = judge(error, is_last=is_last, generating=entry.generating, num_internal_errors=entry.num_internal_errors)
+        if verdict is Verdict.CLIENT:
+            peer.breaker.abandoned()
+        else:
+            self._blame(entry, peer, error)
+        self._leg_ended(entry, peer)
+        if verdict is Verdict.IGNORE:
+            return
+        if verdict is Verdict.RETRY:
+            entry.num_internal_errors += isinstance(error, InternalError)
+            self._again(entry, error, error.kind)
+        else:
+            self._drop_legs(entry)
+            entry.stream.fail(error)
+
+    def _blame(self, entry: OpenRequest, peer: Peer, error: RequestError) -> None:
+        """A hand-over that failed is its producer's fault, as far as anybody can tell."""
+        blamed = entry.legs[0].peer if len(entry.legs) > 1 and error.kind == "hand_over_error" else peer
+        blamed.breaker.failed()
+        entry.avoid.add(blamed.id)
+
+    def _again(self, entry: OpenRequest, error: RequestError, reason: str) -> None:
+        """The request goes to other workers, or waits for one, or ends with `error` if it has tried often enough."""
+        self._drop_legs(entry)
+        if entry.stream.done:
+            return
+        entry.attempt += 1
+        if entry.attempt > self._rules.max_retries:
+            entry.stream.fail(error)
+            return
+        self._metrics.failovers.labels(reason).inc()
+        log.info("sending a request again", request=entry.stream.request_id, attempt=entry.attempt, reason=error.message)
+        if not self._retry(entry):
+            if isinstance(error, InternalError):  # nobody else could try it, and this one's word is final
+                entry.stream.fail(error)
+            else:
+                entry.avoid.clear()  # while it waits, whoever failed it may have recovered
+                self._stranded.add(entry, error)
+
+    def _retry(self, entry: OpenRequest) -> bool:
+        """False if nobody can take it now who has not failed it before."""
+        for _ in range(len(self.usable)):
+            try:
+                plan = self._planner.plan(entry.request, frozenset(entry.avoid))
+            except (QueueFullError, UnavailableError):
+                return False
+            if plan.decode.id in entry.avoid:
+                return False
+            unreachable = self._launch(entry, self._one_leg_if_needed(entry, plan))
+            if unreachable is None:
+                return True
+            entry.avoid.add(unreachable.id)
+        return False
+
+    def _one_leg_if_needed(self, entry: OpenRequest, plan: Plan) -> Plan:
+        """Samples that have come to different places, and prompts whose only prefill worker has failed, are computed by the
+        worker that generates."""
+        if plan.prefill is None:
+            return plan
+        has_tokens = entry.request.params.n > 1 and any(sample.tokens for sample in entry.stream.resume())
+        return Plan(plan.decode) if has_tokens or plan.prefill.id in entry.avoid else plan
+
+    def _give_up(self, entry: OpenRequest, error: RequestError) -> None:
+        waited = f"and no other worker came up within {self._rules.wait_s:g} s"
+        entry.stream.fail(UnavailableError(f"{error.message}; {waited}", code=error.code))
+
+    def _drop_legs(self, entry: OpenRequest) -> None:
+        for leg in entry.legs:
+            if leg.request_id in leg.peer.open:
+                _abort((leg,))
+                leg.peer.remove(leg, entry)
+        entry.legs = ()
+
+    def _expired(self, entry: OpenRequest) -> None:
+        self._metrics.deadlines.inc()
+        _abort(entry.legs)
+        entry.stream.fail(DeadlineError(f"the request took longer than its {entry.request.timeout_s:g} s", param="timeout"))
+
     # What streams ask for (StreamOwner)
 
     def stream_finished(self, stream: RequestStream) -> None:
         entry = self._open.pop(stream.request_id)
+        if entry.deadline is not None:
+            entry.deadline.cancel()
+        if self._follower is not None:
+            tell = self._follower.on_request_aborted if stream.aborted else self._follower.on_request_finished
+            tell(entry.request.external_id)
+        if not entry.legs:
+            self._stranded.discard(entry)
+            return
+        self._tell_breaker(entry)
         for leg in entry.legs:
             leg.peer.remove(leg, entry)
         self._rate.completed(time.monotonic())
@@ -162,11 +305,20 @@ class Dispatcher:
             _abort(entry.legs[-1:])
 
     def send_finish(self, stream: RequestStream, sample: int, keep_tokens: int, reason: FinishReason) -> None:
-        leg = self._open[stream.request_id].legs[-1]
-        leg.peer.link.send(Finish(request_id=leg.request_id, sample=sample, keep_tokens=keep_tokens, reason=reason))
+        legs = self._open[stream.request_id].legs
+        if legs:
+            leg = legs[-1]
+            leg.peer.link.send(Finish(request_id=leg.request_id, sample=sample, keep_tokens=keep_tokens, reason=reason))
 
     def send_abort(self, stream: RequestStream) -> None:
         _abort(self._open[stream.request_id].legs)
+
+    def _tell_breaker(self, entry: OpenRequest) -> None:
+        breaker = entry.legs[-1].peer.breaker
+        if entry.generating and not entry.stream.aborted and not entry.stream.failed:
+            breaker.succeeded()
+        else:
+            breaker.abandoned()
 
 
 def _abort(legs: Iterable[Leg]) -> None:
@@ -180,7 +332,8 @@ def _prefill_name(plan: Plan) -> str:
     return "local" if plan.decode.record.role is Role.DECODE else plan.decode.id
 
 
-def _submit_message(request_id: RequestId, request: GenerateRequest, transfer: TransferInfo | None) -> Submit:
+def _submit_message(request_id: RequestId, entry: OpenRequest, transfer: TransferInfo | None, resume: list[Resumed]) -> Submit:
+    request = entry.request
     return Submit(
         request_id=request_id,
         external_id=request.external_id,
@@ -190,6 +343,8 @@ def _submit_message(request_id: RequestId, request: GenerateRequest, transfer: T
         cache_salt=request.cache_salt,
         trace=dict(request.trace),
         transfer=transfer,
+        resume=resume,
+        attempt=entry.attempt,
     )
 
 

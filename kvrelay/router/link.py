@@ -10,15 +10,13 @@ from __future__ import annotations
 
 from typing import Protocol, assert_never
 
-import msgspec
-
 from kvrelay.discovery.connection import Connection
 from kvrelay.errors import ProtocolError
 from kvrelay.ids import RouterId
-from kvrelay.wire import PROTOCOL_VERSION
+from kvrelay.wire import OLDEST_PROTOCOL_VERSION, agreed
 from kvrelay.wire.codec import Decoder, encode
 from kvrelay.wire.registry import WorkerRecord
-from kvrelay.wire.serving import Hello, Ping, Refused, StepOutputs, ToRouter, Welcome
+from kvrelay.wire.serving import Hello, Ping, Refused, StepOutputs, ToRouter, ToWorker, Welcome, since
 
 _decoder: Decoder[ToRouter] = Decoder(ToRouter)
 _PING = encode(Ping())
@@ -38,13 +36,15 @@ class LinkOwner(Protocol):
 
 
 class WorkerLink:
-    """One connection and its handshake. `problem` says why the link is not open; it is empty while it is."""
+    """One connection and its handshake. `problem` says why the link is not open; it is empty while it is. `version` is the
+    protocol spoken on it: the worker's own, if that is older than ours."""
 
     def __init__(self, record: WorkerRecord, owner: LinkOwner, *, router_id: RouterId, lease_s: float) -> None:
         self.problem = "connecting"
         self._worker_id = record.id
         self._owner = owner
-        self._hello = encode(Hello(version=PROTOCOL_VERSION, router_id=router_id, lease_s=lease_s))
+        self.version = agreed(record.version)
+        self._hello = encode(Hello(version=self.version, router_id=router_id, lease_s=lease_s))
         self._connection = Connection(
             record.serving_address,
             identity=router_id.encode(),
@@ -58,9 +58,13 @@ class WorkerLink:
     def is_open(self) -> bool:
         return not self.problem
 
-    def send(self, message: msgspec.Struct) -> bool:
-        """False: the link is not open, or the worker does not keep up."""
-        return not self.problem and self._connection.send(encode(message))
+    def knows(self, message: ToWorker) -> bool:
+        """Whether the worker's version has this message, with all that it says."""
+        return since(message) <= self.version
+
+    def send(self, message: ToWorker) -> bool:
+        """False: the link is not open, the worker does not keep up, or its version does not know such a message."""
+        return not self.problem and self.knows(message) and self._connection.send(encode(message))
 
     def tick(self) -> None:
         """Every third of a lease: shows the worker that we live, or asks again for a link."""
@@ -105,10 +109,10 @@ class WorkerLink:
             self._owner.link_outputs(message)
 
     def _on_welcome(self, message: Welcome) -> None:
-        if message.version != PROTOCOL_VERSION:
-            self._break(f"the worker speaks protocol {message.version}, this router {PROTOCOL_VERSION}")
+        if not OLDEST_PROTOCOL_VERSION <= message.version <= self.version:
+            self._break(f"the worker speaks protocol {message.version}, this router said {self.version}")
         elif message.worker.id != self._worker_id:
             self._break(f"{message.worker.id} answers where {self._worker_id} was")
         elif self.problem:
-            self.problem = ""
+            self.version, self.problem = message.version, ""
             self._owner.link_opened(message.worker)

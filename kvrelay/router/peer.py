@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import asyncio
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
 
 from kvrelay.ids import RequestId, RouterId, WorkerId
 from kvrelay.router.backend import GenerateRequest
+from kvrelay.router.breaker import Breaker
 from kvrelay.router.link import WorkerLink
+from kvrelay.router.policy import FOREIGN_REQUEST_TOKENS
 from kvrelay.router.stream import RequestStream
 from kvrelay.states import WorkerState
-from kvrelay.wire.registry import WorkerRecord
+from kvrelay.wire import PROTOCOL_VERSION
+from kvrelay.wire.registry import WorkerLoad, WorkerRecord
 from kvrelay.wire.serving import StepOutputs
 
 
@@ -30,8 +34,13 @@ class OpenRequest:
 
     request: GenerateRequest
     stream: RequestStream
-    legs: tuple[Leg, ...]
     num_tokens: int  # what the policy counts for it
+    legs: tuple[Leg, ...] = ()  # empty while it waits for a worker
+    generating: bool = False  # the last leg has given an output, so it needs nobody else any more
+    attempt: int = 0  # how often it was sent before
+    num_internal_errors: int = 0
+    avoid: set[WorkerId] = field(default_factory=set)  # workers that failed it
+    deadline: asyncio.TimerHandle | None = None
 
 
 class PeerOwner(Protocol):
@@ -48,19 +57,20 @@ class Peer:
     """Joins what the registry says (record), what the worker says (load) and what we sent (open requests)."""
 
     def __init__(self, record: WorkerRecord, owner: PeerOwner, *, router_id: RouterId, lease_s: float) -> None:
+        self.id: WorkerId = record.id
         self.record = record
         self.load = record.load
         self.open: dict[RequestId, OpenRequest] = {}
+        self.has_room = True
         self.num_tokens_in_flight = 0
+        self.num_foreign_requests = 0  # on the worker, but not ours: other routers send it work too
+        self.load_tokens = 0  # what the policy goes by
         self.refusal = ""  # why this router will not use the worker, however ready it is
+        self.breaker = Breaker()
         self._owner = owner
         self._was_open = False
         self._capacity = record.max_batch + record.max_queue
         self.link = WorkerLink(record, self, router_id=router_id, lease_s=lease_s)
-
-    @property
-    def id(self) -> WorkerId:
-        return self.record.id
 
     @property
     def state(self) -> WorkerState:
@@ -74,13 +84,9 @@ class Peer:
         return self.link.is_open and not self.refusal and self.record.state == WorkerState.READY
 
     @property
-    def has_room(self) -> bool:
-        return len(self.open) < self._capacity
-
-    @property
-    def num_foreign_requests(self) -> int:
-        """On the worker, but not ours: other routers send it work too."""
-        return max(0, self.load.running + self.load.waiting + self.load.transferring + self.load.swapped - len(self.open))
+    def version(self) -> int:
+        """Of the protocol that is spoken with it."""
+        return min(self.record.version, PROTOCOL_VERSION)
 
     @property
     def problem(self) -> str:
@@ -93,16 +99,29 @@ class Peer:
         """News from the registry. Its load may be older than what the worker itself told us."""
         self.record = record
         if record.load.steps >= self.load.steps:
-            self.load = record.load
+            self._take_load(record.load)
+
+    def _take_load(self, load: WorkerLoad) -> None:
+        self.load = load
+        self.num_foreign_requests = max(0, load.running + load.waiting + load.transferring + load.swapped - len(self.open))
+        self._reckon()
 
     def add(self, leg: Leg, entry: OpenRequest) -> None:
+        self.breaker.sent()
         self.open[leg.request_id] = entry
         self.num_tokens_in_flight += entry.num_tokens
+        self._reckon()
 
     def remove(self, leg: Leg, entry: OpenRequest) -> None:
         """Harmless if the leg has ended before."""
         if self.open.pop(leg.request_id, None) is not None:
             self.num_tokens_in_flight -= entry.num_tokens
+            self._reckon()
+
+    def _reckon(self) -> None:
+        """Whenever it changes, not whenever it is asked for: a planner asks every worker for every request."""
+        self.has_room = len(self.open) < self._capacity
+        self.load_tokens = self.num_tokens_in_flight + FOREIGN_REQUEST_TOKENS * self.num_foreign_requests
 
     def close(self) -> None:
         self.link.close()
@@ -126,6 +145,8 @@ class Peer:
             "in_flight": len(self.open),
             "steps": load.steps,
             "preemptions": load.preemptions,
+            "connections": load.connections,
+            "breaker": self.breaker.state.value,
         }
         if self.problem:
             described["problem"] = self.problem
@@ -142,7 +163,7 @@ class Peer:
         self._owner.peer_broken(self, reason)
 
     def link_outputs(self, outputs: StepOutputs) -> None:
-        self.load = outputs.load
+        self._take_load(outputs.load)
         self._owner.peer_outputs(self, outputs)
 
     def link_malformed(self, reason: str) -> None:

@@ -1,27 +1,39 @@
 """Where a request goes: one worker that does everything, or a prefill worker and a decode worker that are sent it at once.
 
     whole workers up                   one of them
-    prefill and decode workers up      a pair; or the decode worker alone, if the prompt is short (`local_prefill_tokens`);
+    prefill and decode workers up      a pair; or the decode worker alone, if it has so much of the prompt in its cache that at
+                                       most `local_prefill_tokens` are left (of a short prompt: if it has nothing);
                                        or the prefill worker alone, if one token is all that is wanted
     only decode workers up             one of them, which computes the prompt itself
 
-Where there is nobody with room the client is told to come back; where there is nobody at all, why.
+The policy chooses among several. Where there is nobody with room the client is told to come back; where there is nobody at
+all, why.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from kvrelay import hashing
 from kvrelay.errors import QueueFullError, UnavailableError
+from kvrelay.ids import WorkerId
+from kvrelay.metrics import Metrics
 from kvrelay.router.backend import GenerateRequest
 from kvrelay.router.peer import Peer
-from kvrelay.router.policy import Policy
+from kvrelay.router.policy import LOAD_WEIGHTS, Policy, PolicyName, overloaded
+from kvrelay.router.prefix_index import PrefixIndex
 from kvrelay.states import Role
 
 Mode = Literal["write", "read"]
-PolicyName = Literal["round_robin", "least_loaded", "prefix_aware"]
+
+_FIRST_LOOK_BLOCKS = 128  # of a prompt; the rest is hashed only if somebody has all of these
+_MAX_SESSIONS = 65_536
+
+_root_hash = functools.lru_cache(maxsize=1024)(hashing.root_hash)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,36 +49,132 @@ class Plan:
 
 
 class Planner:
-    """Chooses among the workers that can be used."""
+    """Chooses among the workers that can be used. Looks at their caches if it is given an index of them."""
 
-    def __init__(self, policy: PolicyName, local_prefill_tokens: int) -> None:
-        self._policies = {role: Policy(policy) for role in Role}
+    def __init__(
+        self, policy: PolicyName, local_prefill_tokens: int, metrics: Metrics, index: PrefixIndex | None = None
+    ) -> None:
+        self._policies = {role: Policy(policy, LOAD_WEIGHTS[role]) for role in Role}
         self._local_prefill_tokens = local_prefill_tokens
+        self._cached_tokens = {role: metrics.routed_cached_tokens.labels(role.value) for role in Role}
+        self._index = index
+        self._sessions = _Sessions()
         self._by_role: dict[Role, list[Peer]] = {role: [] for role in Role}
+        self._block_sizes: dict[
+            tuple[str, int], None
+        ] = {}  # fingerprint and block size of the workers that tell what they hold
+        if index is not None:
+            hashing.prepare()
 
     def use(self, peers: Iterable[Peer]) -> None:
         self._by_role = {role: [] for role in Role}
+        self._block_sizes = {}
         for peer in peers:
-            self._by_role[peer.record.role].append(peer)
+            record = peer.record
+            self._by_role[record.role].append(peer)
+            if record.events_address and record.block_size:
+                self._block_sizes[record.fingerprint, record.block_size] = None
 
     @property
     def ready(self) -> bool:
         return bool(self._by_role[Role.WHOLE] or self._by_role[Role.DECODE])
 
-    def plan(self, request: GenerateRequest) -> Plan:
-        """Raises QueueFullError, or UnavailableError without a reason, which the caller knows better."""
-        if self._by_role[Role.WHOLE]:
-            return Plan(self._choose(Role.WHOLE))
-        if not self._by_role[Role.DECODE]:
+    def plan(self, request: GenerateRequest, avoid: frozenset[str] = frozenset()) -> Plan:
+        """Raises QueueFullError, or UnavailableError without a reason, which the caller knows better. Workers in `avoid` are
+        chosen only if nobody else can be; a prefill worker among them is not, since the decode worker can do without."""
+        if not self.ready:
             raise UnavailableError("no worker can generate")
-        if not self._by_role[Role.PREFILL] or len(request.prompt) <= self._local_prefill_tokens:
-            return Plan(self._choose(Role.DECODE))
-        if request.params.max_tokens == 1:
-            return Plan(self._choose(Role.PREFILL))
-        return Plan(self._choose(Role.DECODE), self._choose(Role.PREFILL))
+        choice = _Choice(request, self.cached_tokens(request), avoid)
+        plan = self._plan(choice)
+        for peer in plan.peers if choice.cached else ():
+            if tokens := choice.cached.get(peer.id):
+                self._cached_tokens[peer.record.role].inc(tokens)
+        return plan
 
-    def _choose(self, role: Role) -> Peer:
-        candidates = [peer for peer in self._by_role[role] if peer.has_room]
-        if not candidates:
+    def _plan(self, choice: _Choice) -> Plan:
+        if self._by_role[Role.WHOLE]:
+            return Plan(self._choose(Role.WHOLE, choice))
+        num_tokens = len(choice.request.prompt)
+        if num_tokens <= self._local_prefill_tokens or not self._prefill_up(choice.avoid):
+            return Plan(self._choose(Role.DECODE, choice))
+        if choice.request.params.max_tokens == 1:
+            return Plan(self._choose(Role.PREFILL, choice))
+        decode = self._choose(Role.DECODE, choice)
+        if num_tokens - choice.cached.get(decode.id, 0) <= self._local_prefill_tokens:
+            return Plan(decode)
+        return Plan(decode, self._choose(Role.PREFILL, choice))
+
+    def _prefill_up(self, avoid: frozenset[str]) -> bool:
+        return any(peer.id not in avoid and peer.breaker.passes for peer in self._by_role[Role.PREFILL])
+
+    def cached_tokens(self, request: GenerateRequest) -> Mapping[WorkerId, int]:
+        """How many tokens from the start of the prompt each worker has in its cache, if any. At least one token is left to
+        compute, whatever is cached; and prompt logprobs need them all."""
+        if self._index is None or not len(self._index) or request.params.prompt_logprobs is not None:
+            return {}
+        cached: dict[WorkerId, int] = {}
+        for fingerprint, block_size in self._block_sizes:
+            num_blocks = max(0, len(request.prompt) - 1) // block_size
+            root = _root_hash(fingerprint, request.cache_salt)
+            try:
+                found = _match(self._index, request.prompt, root, block_size, num_blocks)
+            except OverflowError:  # a token that no vocabulary has: the worker says so to the client
+                return {}
+            cached = cached | found if cached else found
+        return cached
+
+    def _choose(self, role: Role, choice: _Choice) -> Peer:
+        """One whose breaker is open is as good as avoided, but better than nobody."""
+        able = [peer for peer in self._by_role[role] if peer.has_room]
+        if not able:
             raise QueueFullError(f"the queues of all {role.value} workers are full")
-        return self._policies[role].choose(candidates)
+        avoid = choice.avoid
+        candidates = able if not avoid else [peer for peer in able if peer.id not in avoid] or able
+        peer = self._pick(role, candidates, choice)
+        if not peer.breaker.passes:  # seldom, so only then are all of them asked
+            candidates = [peer for peer in candidates if peer.breaker.passes] or candidates
+            peer = self._pick(role, candidates, choice)
+        if choice.request.session:
+            self._sessions.put(choice.request.session, role, peer.id)
+        return peer
+
+    def _pick(self, role: Role, candidates: list[Peer], choice: _Choice) -> Peer:
+        if choice.request.session:
+            kept = self._sessions.get(choice.request.session, role)
+            peer = next((peer for peer in candidates if peer.id == kept), None)
+            if peer is not None and not overloaded(peer, candidates):
+                return peer
+        return self._policies[role].choose(candidates, choice.cached)
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    request: GenerateRequest
+    cached: Mapping[WorkerId, int]
+    avoid: frozenset[str]
+
+
+class _Sessions:
+    """Which worker of each role a session was sent to last. The one unused for longest is forgotten first."""
+
+    def __init__(self) -> None:
+        self._workers: OrderedDict[tuple[str, Role], WorkerId] = OrderedDict()
+
+    def get(self, session: str, role: Role) -> WorkerId | None:
+        return self._workers.get((session, role))
+
+    def put(self, session: str, role: Role, worker_id: WorkerId) -> None:
+        self._workers[session, role] = worker_id
+        self._workers.move_to_end((session, role))
+        if len(self._workers) > _MAX_SESSIONS:
+            self._workers.popitem(last=False)
+
+
+def _match(index: PrefixIndex, prompt: Sequence[int], root: bytes, block_size: int, num_blocks: int) -> dict[WorkerId, int]:
+    end = min(num_blocks, _FIRST_LOOK_BLOCKS)
+    hashes = hashing.hash_prompt(root, prompt, block_size, end)
+    found = index.match(hashes, block_size)
+    if end < num_blocks and end * block_size in found.values():
+        hashes += hashing.hash_prompt(hashes[-hashing.HASH_BYTES :], prompt, block_size, num_blocks, end)
+        found = index.match(hashes, block_size)
+    return found

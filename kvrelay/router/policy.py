@@ -1,23 +1,45 @@
-"""Which of the workers that could take a request gets it."""
+"""Which of the workers that could take a request gets it.
+
+    round_robin     each in turn
+    least_loaded    the one with the fewest tokens in flight
+    prefix_aware    the one with the lowest cost:   load_weight * tokens in flight - prompt tokens that it has cached
+
+Cost is counted in prompt tokens that somebody has to compute before the first token comes. For a prefill worker, what is in
+flight is still to be computed, so it weighs as much as the prompt's own tokens. A worker that generates has computed most of
+what it has in flight; there it weighs a quarter. So a cache is followed until its worker is that much busier than the others;
+then another one computes the prefix, has it from then on too, and takes its share. Where nobody has anything cached, or
+nobody tells, this is least_loaded. Equal ones take turns, so that no worker is everybody's first choice.
+
+A session stays with its worker, whatever the policy, until that worker is overloaded: it has more than twice the tokens of
+the least loaded one in flight, and some to spare.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol, TypeVar
 
+from kvrelay.ids import WorkerId
 from kvrelay.router.backend import GenerateRequest
+from kvrelay.states import Role
+
+PolicyName = Literal["round_robin", "least_loaded", "prefix_aware"]
 
 _EXPECTED_OUTPUT_TOKENS = 256  # max_tokens is a bound, often far above what comes; beyond this it says little
-_FOREIGN_REQUEST_TOKENS = 512  # what a request of another router is taken to cost
+FOREIGN_REQUEST_TOKENS = 512  # what a request of another router is taken to cost
+_SPARE_TOKENS = 8192  # a session leaves its worker only for more than this
+
+LOAD_WEIGHTS = {Role.PREFILL: 1.0, Role.DECODE: 0.25, Role.WHOLE: 0.25, Role.ENCODE: 1.0}
 
 
 class Candidate(Protocol):
     @property
-    def num_tokens_in_flight(self) -> int: ...
+    def id(self) -> WorkerId: ...
 
     @property
-    def num_foreign_requests(self) -> int: ...
+    def load_tokens(self) -> int:
+        """Tokens in flight, those of other routers' requests included."""
 
 
 C = TypeVar("C", bound=Candidate)
@@ -26,11 +48,13 @@ C = TypeVar("C", bound=Candidate)
 class Policy:
     """Chooses among at least one candidate. Equal ones take turns."""
 
-    def __init__(self, name: Literal["round_robin", "least_loaded", "prefix_aware"]) -> None:
+    def __init__(self, name: PolicyName, load_weight: float = 1.0) -> None:
         self._by_load = name != "round_robin"
+        self._load_weight = load_weight
         self._turn = 0
 
-    def choose(self, candidates: Sequence[C]) -> C:
+    def choose(self, candidates: Sequence[C], cached: Mapping[WorkerId, int]) -> C:
+        """`cached` has the prompt tokens that workers hold; those that hold none may be left out."""
         self._turn += 1
         if len(candidates) == 1:
             return candidates[0]
@@ -38,11 +62,14 @@ class Policy:
         if not self._by_load:
             return candidates[first]
         in_turn = [*candidates[first:], *candidates[:first]]
-        return min(in_turn, key=_load)
+        weight, cached_by = self._load_weight, cached.get
+        costs = [weight * each.load_tokens - cached_by(each.id, 0) for each in in_turn]
+        return in_turn[costs.index(min(costs))]
 
 
-def _load(candidate: Candidate) -> int:
-    return candidate.num_tokens_in_flight + _FOREIGN_REQUEST_TOKENS * candidate.num_foreign_requests
+def overloaded(candidate: Candidate, candidates: Sequence[Candidate]) -> bool:
+    """So far above the least loaded that a session had better go there and compute its prompt anew."""
+    return candidate.load_tokens > 2 * min(each.load_tokens for each in candidates) + _SPARE_TOKENS
 
 
 def tokens_of(request: GenerateRequest) -> int:

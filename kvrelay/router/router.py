@@ -10,23 +10,39 @@ Everything runs on one event loop's thread.
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from kvrelay.discovery.base import Loss, Membership
 from kvrelay.errors import ProtocolError
+from kvrelay.events.eviction_sync import EvictionSyncAdapter
 from kvrelay.ids import RouterId, WorkerId, new_router_id
 from kvrelay.log import Log
 from kvrelay.metrics import Metrics
-from kvrelay.router.backend import GenerateRequest
+from kvrelay.router.backend import DrainOrder, GenerateRequest
 from kvrelay.router.collector import WorkerCollector
 from kvrelay.router.dispatch import Dispatcher, excuse
+from kvrelay.router.drain import order_drain
+from kvrelay.router.event_feed import EventFeed
+from kvrelay.router.failover import RetryRules
 from kvrelay.router.peer import Peer
-from kvrelay.router.plan import Mode, PolicyName
+from kvrelay.router.plan import Mode, Planner
+from kvrelay.router.policy import PolicyName
+from kvrelay.router.prefix_index import PrefixIndex
 from kvrelay.router.stream import RequestStream
+from kvrelay.states import Role
 from kvrelay.wire.registry import WorkerRecord
-from kvrelay.wire.serving import StepOutputs
+from kvrelay.wire.serving import PeerLost, StepOutputs
 
 log = Log("router")
+
+_KNOWS_PEER_LOST = 2  # since this version of the protocol
+
+
+class OpenSync(Protocol):
+    """Makes the eviction sync, if there is a context index to be told."""
+
+    def __call__(self, *, is_held: Callable[[bytes], bool]) -> EvictionSyncAdapter: ...
 
 
 class Router:
@@ -43,6 +59,8 @@ class Router:
         lease_s: float = 4.0,
         model: str = "",
         router_id: RouterId | None = None,
+        rules: RetryRules | None = None,
+        sync: OpenSync | None = None,
     ) -> None:
         self.router_id = router_id or new_router_id()
         self._membership = membership
@@ -50,7 +68,11 @@ class Router:
         self._lease_s = lease_s
         self._model = model
         self._peers: dict[WorkerId, Peer] = {}
-        self._dispatcher = Dispatcher(policy, metrics, mode=mode, local_prefill_tokens=local_prefill_tokens)
+        index = PrefixIndex() if policy == "prefix_aware" or sync is not None else None
+        self._sync = None if sync is None or index is None else sync(is_held=index.holds)
+        self._feed = None if index is None else EventFeed(index, metrics, self._sync)
+        planner = Planner(policy, local_prefill_tokens, metrics, index if policy == "prefix_aware" else None)
+        self._dispatcher = Dispatcher(planner, metrics, mode=mode, rules=rules, follower=self._sync)
         self._ticker: asyncio.TimerHandle | None = None
         self._changed = asyncio.Event()
         metrics.registry.register(WorkerCollector(self._peers.values))
@@ -62,9 +84,13 @@ class Router:
     def close(self) -> None:
         """Open requests fail; nothing is heard of the workers any more."""
         self._dispatcher.fail_all("the server is shutting down")
+        if self._sync is not None:
+            self._sync.close()
         if self._ticker is not None:
             self._ticker.cancel()
         self._membership.close()
+        if self._feed is not None:
+            self._feed.close()
         for peer in self._peers.values():
             peer.close()
         self._peers.clear()
@@ -89,8 +115,16 @@ class Router:
             "model": self._model,
             "ready": self.ready,
             "in_flight": self._dispatcher.num_open,
+            "stranded": self._dispatcher.num_stranded,
             "workers": [peer.describe() for peer in self._peers.values()],
         }
+
+    def drain(self, worker_id: str, role: Role | None = None) -> DrainOrder:
+        """Tells a worker to finish and leave; with a role, to come back in it. Raises as `order_drain`."""
+        order = order_drain(self._peers, worker_id, role)
+        log.info("worker told to drain", worker=order.worker, next_role=role)
+        self._refresh()
+        return order
 
     # For the launcher
 
@@ -111,9 +145,11 @@ class Router:
             peer = Peer(record, self, router_id=self.router_id, lease_s=self._lease_s)
         except ProtocolError as error:
             self._metrics.malformed.labels("registry").inc()
-            log.warning("a worker gave no usable address", worker=record.id, reason=error)
+            log.seldom("a worker gave no usable address", worker=record.id, reason=error)
             return
         self._peers[record.id] = peer
+        if self._feed is not None:
+            self._feed.joined(record)
         self._metrics.worker_joins.labels(record.role.value).inc()
         log.info("worker joined", worker=record.id, address=record.serving_address, pid=record.pid)
 
@@ -133,10 +169,15 @@ class Router:
         if peer is None:
             return
         peer.close()
+        if self._feed is not None:
+            self._feed.left(worker_id)
         self._metrics.worker_losses.labels(peer.record.role.value, loss.value).inc()
         log.info("worker left", worker=worker_id, reason=loss.value)
         self._refresh()
-        self._dispatcher.lost(peer, "it left" if loss is Loss.LEFT else "it was silent for longer than its lease")
+        if loss is Loss.LEFT:
+            self._dispatcher.lost(peer, "it left")
+        else:
+            self._settle(peer, "it was silent for longer than its lease")
 
     # What the links say (PeerOwner)
 
@@ -148,14 +189,21 @@ class Router:
         self._metrics.worker_losses.labels(peer.record.role.value, "broken").inc()
         log.warning("link to a worker broke", worker=peer.id, reason=reason)
         self._refresh()
-        self._dispatcher.lost(peer, reason)
+        self._settle(peer, reason)
 
     def peer_outputs(self, peer: Peer, outputs: StepOutputs) -> None:
         self._dispatcher.outputs(peer, outputs)
 
     def peer_malformed(self, peer: Peer, reason: str) -> None:
         self._metrics.malformed.labels("serving").inc()
-        log.warning("malformed message of a worker", worker=peer.id, reason=reason)
+        log.seldom("malformed message of a worker", worker=peer.id, reason=reason)
+
+    def _settle(self, lost: Peer, reason: str) -> None:
+        """Its requests go elsewhere; and the workers that exchange KV with it need not wait to find out."""
+        for peer in self._peers.values():
+            if peer is not lost and peer.version >= _KNOWS_PEER_LOST:
+                peer.link.send(PeerLost(worker_id=lost.id))
+        self._dispatcher.lost(lost, reason)
 
     def _refresh(self) -> None:
         """Workers are used together only if one can replace the other: the oldest reachable one decides which model it is."""

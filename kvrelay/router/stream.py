@@ -15,7 +15,7 @@ from typing import Protocol
 from kvrelay.errors import InternalError, RequestError
 from kvrelay.ids import RequestId, TransferId
 from kvrelay.states import FinishReason
-from kvrelay.wire.serving import SequenceOutput
+from kvrelay.wire.serving import Resumed, SequenceOutput
 
 _MAX_EARLY = 1024  # outputs parked behind a gap; so many mean that what is missing will never come
 
@@ -39,8 +39,8 @@ class RequestStream:
         "_error",
         "_owner",
         "_pending",
-        "_positions",
         "_running",
+        "_tokens",
         "_waiter",
         "aborted",
         "decode",
@@ -65,7 +65,7 @@ class RequestStream:
         self.prefill = prefill  # worker ids, for the response headers
         self.decode = decode
         self._owner = owner
-        self._positions = [0] * num_samples
+        self._tokens: list[list[int]] = [[] for _ in range(num_samples)]
         self._running = set(range(num_samples))
         self._pending: list[SequenceOutput] = []
         self._early: dict[tuple[int, int], SequenceOutput] = {}
@@ -77,11 +77,15 @@ class RequestStream:
         """Nothing more will come after what is pending."""
         return not self._running or self._error is not None
 
+    @property
+    def failed(self) -> bool:
+        return self._error is not None
+
     def deliver(self, output: SequenceOutput) -> None:
         sample, position = output.sample, output.position
         if self._error is not None or sample not in self._running:
             return
-        expected = self._positions[sample]
+        expected = len(self._tokens[sample])
         if position > expected:
             self._park(output)
             return
@@ -95,6 +99,12 @@ class RequestStream:
         if not self._running:
             self._owner.stream_finished(self)
         self._wake()
+
+    def resume(self) -> list[Resumed]:
+        """What another worker must know to go on: the tokens so far of the samples that have not ended. What was parked came
+        of a worker that is gone, and is forgotten."""
+        self._early.clear()
+        return [Resumed(sample, list(self._tokens[sample])) for sample in sorted(self._running)]
 
     def fail(self, error: RequestError) -> None:
         if self.done:
@@ -146,7 +156,7 @@ class RequestStream:
 
     def _unpark(self, sample: int) -> SequenceOutput | None:
         """A parked output that goes on where the sample is now; those that say nothing new are dropped."""
-        expected = self._positions[sample]
+        expected = len(self._tokens[sample])
         for key in [key for key in self._early if key[0] == sample and key[1] <= expected]:
             output = _without_first(self._early.pop(key), expected - key[1])
             if output.tokens or output.finish is not None:
@@ -155,7 +165,7 @@ class RequestStream:
 
     def _accept(self, output: SequenceOutput) -> None:
         self._pending.append(output)
-        self._positions[output.sample] = output.position + len(output.tokens)
+        self._tokens[output.sample] += output.tokens
         if output.finish is not None:
             self._running.discard(output.sample)
 

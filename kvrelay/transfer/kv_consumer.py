@@ -62,6 +62,10 @@ class ConsumerMachine:
             max_parked=settings.max_parked, parked_s=settings.parked_s, max_ended=settings.max_ended
         )
 
+    @property
+    def num_links(self) -> int:
+        return len(self._links)
+
     # The engine's calls
 
     def expect(self, request_id: RequestId, transfer: TransferInfo, num_tokens: int, now: float) -> None:
@@ -156,7 +160,7 @@ class ConsumerMachine:
 
     def on_malformed(self, peer: WorkerId, error: ProtocolError) -> None:
         self.malformed += 1
-        log.warning("malformed message", peer=peer, error=error)
+        log.seldom("malformed message", peer=peer, error=error)
 
     def _on_welcome(self, link: ProducerLink, welcome: Welcome, now: float) -> None:
         try:
@@ -165,7 +169,7 @@ class ConsumerMachine:
             self._refused(link, str(error))
             return
         if welcome.worker_id != link.peer:
-            self.peer_lost(link.peer, f"it was replaced: {welcome.worker_id} answers at its address")
+            self.peer_died(link.peer, f"it was replaced: {welcome.worker_id} answers at its address")
         elif not link.welcomed:
             link.welcomed = True
             link.hello_at = now + self._settings.hello_retry_s
@@ -179,7 +183,7 @@ class ConsumerMachine:
             case "opening" if not link.ready:
                 self._refused(link, refused.reason)
             case "opening" | "sender" | "frame":
-                log.warning("producer refused a message", peer=link.peer, reason=refused.reason)
+                log.seldom("producer refused a message", peer=link.peer, reason=refused.reason)
             case _:
                 assert_never(refused.about)
 
@@ -331,11 +335,18 @@ class ConsumerMachine:
             self._drop_link(link)
 
     def peer_lost(self, peer: WorkerId, reason: str) -> None:
+        """Somebody takes the producer for gone. It may be stopped, and wake up in the middle of a write: every transfer with it
+        fails now, but blocks that it was given stay quarantined until it says that it drained, or is proven dead."""
+        for receiving in self.table.live_with(peer):
+            receiving.fail(f"the producer was lost: {reason}")
+            self._note_end(receiving)
+
+    def peer_died(self, peer: WorkerId, reason: str) -> None:
         """The producer is proven dead: it will never write again."""
         link = self._links.get(peer)
         if link is None:
             return
-        log.warning("producer lost", peer=peer, reason=reason)
+        log.warning("producer is dead", peer=peer, reason=reason)
         self._drop_link(link)
         for receiving in self.table.live_with(peer):
             receiving.fail(f"the producer is gone: {reason}", peer_drained=True)
@@ -387,6 +398,11 @@ class ConsumerMachine:
         due = [link.beat_at if link.ready else link.hello_at for link in self._links.values()]
         due.extend(receiving.next_at for receiving in self.table.live() if receiving.next_at is not None)
         return max(0.0, min(due, default=now + 1.0) - now)
+
+    @property
+    def num_repeated(self) -> int:
+        """Messages about open transfers that said what was known, or came too late to matter."""
+        return self._desk.duplicates
 
     def counts(self) -> TransferCounts:
         return self._desk.counts(self.table.num_live)

@@ -1,8 +1,8 @@
 """All transfers of a worker that hands KV on, to any number of consumers. No thread, no socket, no clock.
 
 Who drives it: the engine's calls (`expect` ... `abort`), `on_message` for what consumers say, `on_completion` for what a
-transfer engine's `poll` gave, `tick` now and then, `peer_lost` when a consumer is gone. After any of them: `pump`, which moves
-or announces what is new, then `take_outgoing` and `take_news`.
+transfer engine's `poll` gave, `tick` now and then, `peer_lost` when a consumer seems gone. After any of them: `pump`, which
+moves or announces what is new, then `take_outgoing` and `take_news`.
 """
 
 from __future__ import annotations
@@ -63,6 +63,10 @@ class ProducerMachine:
         self.table: TransferTable[Sending, ProducerEnd] = TransferTable(
             max_parked=settings.max_parked, parked_s=settings.parked_s, max_ended=settings.max_ended
         )
+
+    @property
+    def num_links(self) -> int:
+        return len(self._links)
 
     # The engine's calls
 
@@ -147,7 +151,7 @@ class ProducerMachine:
 
     def on_malformed(self, peer: WorkerId, error: ProtocolError) -> None:
         self.malformed += 1
-        log.warning("malformed message", peer=peer, error=error)
+        log.seldom("malformed message", peer=peer, error=error)
         self._send(peer, Refused(reason=str(error)[:500], about="frame"))
 
     def _on_hello(self, peer: WorkerId, hello: Hello, now: float) -> None:
@@ -176,7 +180,7 @@ class ProducerMachine:
 
     def _refuse(self, peer: WorkerId, reason: str) -> None:
         """An opening that cannot work ends every transfer between the two; a connection that is open stays as it is."""
-        log.error("consumer refused", peer=peer, reason=reason)
+        log.seldom("consumer refused", peer=peer, reason=reason)
         self._send(peer, Refused(reason=reason, about="opening"))
         link = self._links.get(peer)
         if link is None or not link.open:
@@ -313,14 +317,21 @@ class ProducerMachine:
             sending.tick(now, lease_s)
             self._note_end(sending)
         for peer in [peer for peer, link in self._links.items() if now >= link.heard_at + lease_s]:
-            self.peer_lost(peer, f"the consumer has been silent for {lease_s:g} s")
+            self._forget_peer(peer, f"the consumer has been silent for {lease_s:g} s")
         self.table.expire_parked(now)
 
     def peer_lost(self, peer: WorkerId, reason: str) -> None:
-        """It is dead, or has lost its leases by silence. Should it come back, it must say hello again."""
-        link = self._links.pop(peer, None)
+        """Somebody takes the consumer for gone. It may be stopped, and wake up within its lease: every transfer with it fails
+        now, but blocks that it was told to read are held until it lets go or the lease is over."""
+        for sending in self.table.live_with(peer):
+            sending.fail(f"the consumer was lost: {reason}")
+            self._note_end(sending)
+
+    def _forget_peer(self, peer: WorkerId, reason: str) -> None:
+        """It has lost its leases by silence. Should it come back, it must say hello again."""
+        link = self._links.pop(peer)
         self._fail_all(peer, reason)
-        if link is not None and link.engine is not None:
+        if link.engine is not None:
             link.engine.remove_peer(peer)
 
     def _fail_all(self, peer: WorkerId, reason: str) -> None:
@@ -368,6 +379,11 @@ class ProducerMachine:
     def wants_layers(self) -> bool:
         """Whether a layer of the pass under way could be moved as soon as it is computed."""
         return any(sending.state is ProducerState.SENDING for sending, _ in self._step)
+
+    @property
+    def num_repeated(self) -> int:
+        """Messages about open transfers that said what was known, or came too late to matter."""
+        return self._desk.duplicates
 
     def counts(self) -> TransferCounts:
         return self._desk.counts(self.table.num_live)

@@ -48,7 +48,7 @@ class _ConsumerTurns:
             except ProtocolError as error:
                 self.machine.on_malformed(peer, error)
         for peer in self.sockets.find_dead():
-            self.machine.peer_lost(peer, "nobody listens at its address any more")
+            self.machine.peer_died(peer, "nobody listens at its address any more")
         self._poll_engines()
         now = clock()  # after the copies: leases are judged by it
         self.machine.tick(now)
@@ -64,7 +64,7 @@ class _ConsumerTurns:
         for peer in producers:
             reason = self.sockets.connect(peer, self.machine.address_of(peer), self._poller)
             if reason:
-                self.machine.peer_lost(peer, reason)
+                self.machine.peer_died(peer, reason)
 
     def _poll_engines(self) -> None:
         for engine in self._parts.engines:
@@ -144,9 +144,8 @@ class RelayConsumer:
             self._forget_if_over(request_id)
         self._loop.call(lambda: self._turns.machine.abort(request_id))
 
-    def peer_lost(self, peer: WorkerId) -> None:
-        """For whoever knows that a producer's process has ended. It must be true: blocks that it could write are reused."""
-        self._loop.call(lambda: self._turns.machine.peer_lost(peer, "its process ended"))
+    def peer_lost(self, worker_id: WorkerId) -> None:
+        self._loop.call(lambda: self._turns.machine.peer_lost(worker_id, "a router takes it for gone"))
 
     @property
     def has_news(self) -> bool:
@@ -195,7 +194,11 @@ class RelayConsumer:
 
     def mapping(self) -> MappingCounts:
         machine = self._turns.machine
-        return mapping_counts(machine.table.snapshot(), machine.malformed)
+        return mapping_counts(machine.table.snapshot(), machine.malformed, machine.num_repeated)
+
+    @property
+    def num_links(self) -> int:
+        return self._turns.machine.num_links
 
     def stats(self) -> RelayStats:
         machine = self._turns.machine

@@ -167,9 +167,8 @@ class RelayProducer:
             self._aborted.add(request_id)
         self._loop.call(lambda: self._turns.machine.abort(request_id))
 
-    def peer_lost(self, peer: WorkerId) -> None:
-        """For whoever knows that a consumer's process has ended."""
-        self._loop.call(lambda: self._turns.machine.peer_lost(peer, "its process ended"))
+    def peer_lost(self, worker_id: WorkerId) -> None:
+        self._loop.call(lambda: self._turns.machine.peer_lost(worker_id, "a router takes it for gone"))
 
     @property
     def has_news(self) -> bool:
@@ -202,7 +201,11 @@ class RelayProducer:
 
     def mapping(self) -> MappingCounts:
         machine = self._turns.machine
-        return mapping_counts(machine.table.snapshot(), machine.malformed)
+        return mapping_counts(machine.table.snapshot(), machine.malformed, machine.num_repeated)
+
+    @property
+    def num_links(self) -> int:
+        return self._turns.machine.num_links
 
     def stats(self) -> RelayStats:
         machine, socket = self._turns.machine, self._turns.socket

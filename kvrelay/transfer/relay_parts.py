@@ -27,13 +27,14 @@ class RelayStats(msgspec.Struct, frozen=True, kw_only=True):
     strangers: int = 0  # messages of connections that did not name a worker
 
 
-def mapping_counts(table: TableStats, malformed: int) -> MappingCounts:
+def mapping_counts(table: TableStats, malformed: int, num_repeated: int) -> MappingCounts:
+    """`num_repeated` are the duplicates about transfers that are open."""
     return MappingCounts(
         size=table.size,
         parked=table.parked,
         lookups=table.lookups,
         lookup_s=table.lookup_s,
-        duplicates=table.duplicates,
+        duplicates=table.duplicates + num_repeated,
         unknown=table.unknown,
         foreign=table.foreign,
         malformed=malformed,

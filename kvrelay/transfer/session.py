@@ -19,8 +19,7 @@ from kvrelay.transfer.engines.base import Mover, TransferEngine, TransferError
 from kvrelay.transfer.engines.choose import pick
 from kvrelay.transfer.layout import KVLayout, kv_layout
 from kvrelay.transfer.leases import Beats
-from kvrelay.wire import PROTOCOL_VERSION
-from kvrelay.wire.transfer import EngineInfo, Hello, MapRegion, RegionMapped, Welcome
+from kvrelay.wire.transfer import SIGNAL_VERSION, EngineInfo, Hello, MapRegion, RegionMapped, Welcome
 
 
 class TransferSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,10 +61,10 @@ class LocalSide:
     engines: Mapping[str, TransferEngine]
 
     def hello(self) -> Hello:
-        return Hello(version=PROTOCOL_VERSION, worker_id=self.worker_id, fingerprint=self.fingerprint)
+        return Hello(version=SIGNAL_VERSION, worker_id=self.worker_id, fingerprint=self.fingerprint)
 
     def welcome(self) -> Welcome:
-        return Welcome(version=PROTOCOL_VERSION, worker_id=self.worker_id)
+        return Welcome(version=SIGNAL_VERSION, worker_id=self.worker_id)
 
     def map_region(self) -> MapRegion:
         return MapRegion(
@@ -128,8 +127,8 @@ class ProducerLink(Link):
 
 def check_hello(local: LocalSide, peer: WorkerId, hello: Hello) -> None:
     """Raises VersionMismatchError if this producer and that consumer cannot work together."""
-    if hello.version != PROTOCOL_VERSION:
-        raise VersionMismatchError(f"the consumer speaks protocol {hello.version}, the producer {PROTOCOL_VERSION}")
+    if hello.version != SIGNAL_VERSION:
+        raise VersionMismatchError(f"the consumer speaks signal protocol {hello.version}, the producer {SIGNAL_VERSION}")
     if hello.worker_id != peer:
         raise VersionMismatchError(f"the connection of {peer} says hello as {hello.worker_id}")
     if hello.fingerprint != local.fingerprint:
@@ -139,8 +138,8 @@ def check_hello(local: LocalSide, peer: WorkerId, hello: Hello) -> None:
 
 
 def check_welcome(welcome: Welcome) -> None:
-    if welcome.version != PROTOCOL_VERSION:
-        raise VersionMismatchError(f"the producer speaks protocol {welcome.version}, the consumer {PROTOCOL_VERSION}")
+    if welcome.version != SIGNAL_VERSION:
+        raise VersionMismatchError(f"the producer speaks signal protocol {welcome.version}, the consumer {SIGNAL_VERSION}")
 
 
 def accept_region(local: LocalSide, link: Link, message: MapRegion) -> RegionMapped:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 
 import zmq
 
-from kvrelay.errors import WrongIdError
+from kvrelay.errors import ProtocolError, WrongIdError
 from kvrelay.ids import WorkerId, as_worker_id
 from kvrelay.log import Log
 from kvrelay.plane import Socket, connecting, listening
@@ -25,6 +25,14 @@ log = Log("transfer.signal")
 
 _MAX_FRAME_BYTES = 16 * 1024 * 1024
 _LINGER_MS = 200  # for the last words of a worker that goes
+# After a broken network, TCP itself waits ever longer before it tries again; a new connection is there within a second or two.
+_RECONNECTING = (
+    (zmq.RECONNECT_IVL, 50),
+    (zmq.RECONNECT_IVL_MAX, 1000),
+    (zmq.CONNECT_TIMEOUT, 1000),
+    (zmq.HEARTBEAT_IVL, 1000),
+    (zmq.HEARTBEAT_TIMEOUT, 3000),
+)
 _MESSAGES_PER_TURN = 256  # then moves and commands have their turn
 
 
@@ -55,7 +63,7 @@ class ProducerSocket:
                 yield as_worker_id(frames[0].decode(errors="replace")), _only_frame(frames[1:])
             except WrongIdError as error:
                 self.strangers += 1
-                log.warning("message of a stranger", error=error)
+                log.seldom("message of a stranger", error=error)
 
     def send(self, peer: WorkerId, frame: bytes) -> None:
         if not _try_send(self._socket, [peer.encode(), frame]):
@@ -81,16 +89,20 @@ class ConsumerSockets:
         """Harmless if connected. Returns why it cannot be, or nothing."""
         if peer in self._sockets:
             return ""
-        socket = _set_up(connecting(zmq.DEALER))
-        socket.setsockopt(zmq.IDENTITY, self._worker_id.encode())
-        socket.setsockopt(zmq.RECONNECT_IVL, 50)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         try:
+            socket = _set_up(connecting(zmq.DEALER))
+        except ProtocolError as error:
+            return str(error)
+        socket.setsockopt(zmq.IDENTITY, self._worker_id.encode())
+        for option, value in _RECONNECTING:
+            socket.setsockopt(option, value)
+        try:
+            monitor: Socket = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED)
             socket.connect(address)
         except zmq.ZMQError as error:
+            socket.disable_monitor()
             socket.close()
-            return f"cannot connect to {address!r}: {error}"
-        monitor: Socket = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED)
+            return f"cannot connect to {address[:80]!r}: {error}"
         poller.register(socket, zmq.POLLIN)
         poller.register(monitor, zmq.POLLIN)
         self._sockets[peer], self._monitors[peer], self._addresses[peer] = socket, monitor, address
@@ -164,8 +176,8 @@ class Probe:
         self._socket.setblocking(False)
         try:
             self._error = self._socket.connect_ex((host.strip("[]"), int(port)))
-        except (OSError, ValueError) as error:
-            log.warning("cannot probe", address=address, error=error)
+        except (OSError, ValueError, OverflowError) as error:  # a peer's address may be anything
+            log.seldom("cannot probe", address=address, error=error)
             self._error = errno.EINVAL
 
     def refused(self) -> bool | None:

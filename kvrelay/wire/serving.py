@@ -135,7 +135,8 @@ class SequenceOutput(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FirstToken(msgspec.Struct, frozen=True, array_like=True):
-    """The first output token of one sample, sampled by a prefill worker for a decode worker to go on from."""
+    """The first output token of one sample (of one that is resumed: the next), sampled by a prefill worker for a decode worker
+    to go on from."""
 
     sample: int
     token: int
@@ -164,3 +165,14 @@ class StepOutputs(Message, frozen=True, kw_only=True):
 
 ToWorker = Hello | Submit | Abort | Finish | Ping | PeerLost | Drain
 ToRouter = Welcome | Refused | StepOutputs
+
+
+def since(message: ToWorker) -> int:
+    """The protocol version from which on a worker understands this message. What older ones may ignore does not count."""
+    match message:
+        case PeerLost() | Drain():
+            return 2
+        case Submit():
+            return 2 if message.resume else 1
+        case _:
+            return 1

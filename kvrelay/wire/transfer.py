@@ -43,6 +43,8 @@ from kvrelay.states import ConsumerState, ProducerState
 from kvrelay.wire.codec import Decoder
 from kvrelay.wire.serving import FirstToken
 
+SIGNAL_VERSION = 1  # of this plane alone: it has not changed while the others went on
+
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
     """The shape of a worker's KV memory: [layers, 2, blocks, block_size, kv_heads, head_dim]."""

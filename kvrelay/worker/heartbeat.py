@@ -1,7 +1,8 @@
 """The thread that keeps a worker registered.
 
 It runs beside the engine, so a long step does not look like death; and it watches the engine, so a stuck one does: while a
-step takes longer than `watchdog_s` nothing is renewed, the lease runs out, and routers send their requests elsewhere.
+step takes longer than `watchdog_s` nothing is renewed, the lease runs out, and routers send their requests elsewhere. A process
+that stood still renews nothing either (worker/vigil.py): it comes back as another worker.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from kvrelay.errors import ProtocolError
 from kvrelay.log import Log
 from kvrelay.wire.registry import WorkerRecord
 from kvrelay.worker.status import Status
+from kvrelay.worker.vigil import Vigil
 
 log = Log("worker")
 
@@ -29,6 +31,7 @@ class Heartbeat:
         *,
         lease_s: float,
         watchdog_s: float,
+        vigil: Vigil,
         on_refused: Callable[[ProtocolError], None],
     ) -> None:
         self._registration = registration
@@ -36,6 +39,7 @@ class Heartbeat:
         self._status = status
         self._lease_s = lease_s
         self._watchdog_s = watchdog_s
+        self._vigil = vigil
         self._on_refused = on_refused
         self._wake = threading.Event()
         self._stopping = False
@@ -49,7 +53,7 @@ class Heartbeat:
         self._wake.set()
 
     def stop(self) -> None:
-        """Leaves the registry and ends the thread."""
+        """Leaves the registry and ends the thread. Leaves in silence if this incarnation is over."""
         self._stopping = True
         self._wake.set()
         self._thread.join(timeout=5.0)
@@ -57,21 +61,25 @@ class Heartbeat:
     def _run(self) -> None:
         try:
             self._register()
-            while not self._stopping:
+            while self._goes_on():
                 self._pause()
-                if not self._stopping:
+                if self._goes_on():
                     self._renew()
-            self._registration.leave()
+            if not self._vigil.over:
+                self._registration.leave()
         except ProtocolError as error:
             self._on_refused(error)
         finally:
             self._registration.close()
 
+    def _goes_on(self) -> bool:
+        return not self._stopping and not self._vigil.look()
+
     def _register(self) -> None:
         told = False
-        while not self._stopping and not self._registration.register(self._record, self._lease_s):
+        while self._goes_on() and not self._registration.register(self._record, self._lease_s):
             if not told:
-                log.warning("no registry answers; trying until one does")
+                log.warning("no registry answers; trying until one does (it must hold the same cluster key, or none)")
                 told = True
             self._pause()
 

@@ -1,4 +1,4 @@
-"""A worker's tie to the process that launched it: a socket pair, inherited.
+"""A worker's tie to the process that launched it: a socket pair, inherited (messages: wire/launcher.py).
 
 It tells the launcher why the worker could not start, and its end of file tells the worker that the launcher is gone: then
 the worker ends at once, so that nothing is left behind even by a kill -9. On Linux the kernel is asked for the same
@@ -14,14 +14,18 @@ import socket
 import sys
 import threading
 
+from kvrelay.states import Role
+from kvrelay.wire.launcher import Becomes, Ends, encode_line
+
 _PR_SET_PDEATHSIG = 1
-_MAX_REASON_BYTES = 4096
+_MAX_REASON_CHARACTERS = 2000
 
 
 class LauncherTie:
     """The worker's end."""
 
     def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
         self._socket = socket.socket(fileno=descriptor)
         self._socket.set_inheritable(False)
         if sys.platform == "linux":
@@ -32,9 +36,16 @@ class LauncherTie:
     def report(self, reason: str) -> None:
         """Why this worker ends. The launcher shows it."""
         try:
-            self._socket.sendall(reason.encode()[:_MAX_REASON_BYTES])
+            self._socket.sendall(encode_line(Ends(reason=reason[:_MAX_REASON_CHARACTERS])))
         except OSError:
             print(f"error: {reason}", file=sys.stderr)
+
+    def becomes(self, role: Role) -> None:
+        """This process starts again in another role. A launcher that is gone need not know."""
+        try:
+            self._socket.sendall(encode_line(Becomes(role=role)))
+        except OSError:
+            return
 
     def _watch(self) -> None:
         try:

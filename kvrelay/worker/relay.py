@@ -8,6 +8,8 @@ from __future__ import annotations
 import ipaddress
 from typing import Any
 
+import zmq
+
 from kvrelay.checkpoint.fetch import resolve
 from kvrelay.config import EngineOptions, Environment, ModelOptions, TransferOptions
 from kvrelay.engine.engine import Engine
@@ -24,11 +26,11 @@ from kvrelay.transfer.layout import kv_layout
 from kvrelay.transfer.mover import RelayConsumer, RelayParts, RelayProducer
 from kvrelay.transfer.region import Region, shared_region
 from kvrelay.transfer.session import TransferSettings
-from kvrelay.worker.stage import BuildStage, Stage, Waker
+from kvrelay.worker.stage import BuildStage, Stage, Waker, publishes_events
 
 
-def relay_stage(role: Role, options: TransferOptions, host: str) -> BuildStage:
-    """How to build a prefill or a decode worker that listens on `host`."""
+def relay_stage(role: Role, options: TransferOptions, host: str, signal_port: int = 0) -> BuildStage:
+    """How to build a prefill or a decode worker that listens on `host`. Port 0 is any free one."""
 
     def build(
         worker_id: WorkerId,
@@ -51,7 +53,7 @@ def relay_stage(role: Role, options: TransferOptions, host: str) -> BuildStage:
             settings=TransferSettings(lease_s=options.transfer_lease_s),
             on_news=waker,
         )
-        producer = RelayProducer(parts, listen_host=host) if role is Role.PREFILL else None
+        producer = _producer(parts, host, signal_port) if role is Role.PREFILL else None
         consumer = RelayConsumer(parts) if role is Role.DECODE else None
         engine = Engine(
             options=engine_options,
@@ -69,10 +71,19 @@ def relay_stage(role: Role, options: TransferOptions, host: str) -> BuildStage:
             fingerprint=runner.fingerprint,
             max_model_len=runner.max_model_len,
             signal_address="" if producer is None else producer.signal_address,
+            recorder=engine.kv.record_events() if publishes_events(engine_options) else None,
             waker=waker,
         )
 
     return build
+
+
+def _producer(parts: RelayParts, host: str, port: int) -> RelayProducer:
+    try:
+        return RelayProducer(parts, listen_host=host, listen_port=port)
+    except zmq.ZMQError as error:
+        reason = error.strerror or error
+        raise ConfigError(f"the signal plane cannot listen on {host}:{port} (--signal-port): {reason}") from error
 
 
 class _Memory:

@@ -21,11 +21,11 @@ import zmq
 
 from kvrelay.discovery.loop_socket import bound_address
 from kvrelay.errors import ConfigError, InternalError, ProtocolError, RequestError, UnavailableError, VersionMismatchError
-from kvrelay.ids import RequestId, WorkerId, as_request_id, as_router_id
+from kvrelay.ids import RequestId, WorkerId, as_request_id, as_router_id, as_transfer_id, as_worker_id
 from kvrelay.log import Log
 from kvrelay.plane import Socket, listening
 from kvrelay.states import Role, WorkerState
-from kvrelay.wire import PROTOCOL_VERSION
+from kvrelay.wire import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION, agreed, speaks
 from kvrelay.wire.codec import Decoder, encode
 from kvrelay.wire.registry import WorkerLoad, WorkerRecord
 from kvrelay.wire.serving import (
@@ -43,6 +43,7 @@ from kvrelay.wire.serving import (
     ToWorker,
     Welcome,
 )
+from kvrelay.worker.recent import Recent
 from kvrelay.worker.status import Status
 
 log = Log("worker")
@@ -53,6 +54,7 @@ _IDLE_WAIT_MS = 100  # how soon a signal is noticed while nothing happens
 _MESSAGES_PER_STEP = 1024
 _CHECK_ROUTERS_EVERY_S = 0.2
 _MAX_LEASE_S = 600.0
+_REMEMBERED_IDS = 16_384
 
 
 class ServingEngine(Protocol):
@@ -112,6 +114,7 @@ class ServingLoop:
         self._decoder: Decoder[ToWorker] = Decoder(ToWorker)
         self._routers: dict[bytes, _Router] = {}
         self._owners: dict[RequestId, _Router] = {}
+        self._submitted: Recent[RequestId] = Recent(_REMEMBERED_IDS)  # blocks may be held under an id after its request ended
         self._load_untold = False
         self._next_check = 0.0
         self.num_malformed = 0
@@ -121,11 +124,14 @@ class ServingLoop:
         self.drain_asked = False  # set by a signal handler
         self.stop_asked = False
         self.next_role: Role | None = None  # what to come back as after draining
+        self.after_turn: Callable[[], None] = lambda: None  # called by `run` after every step, and while idle
+        self._is_over: Callable[[], bool] = lambda: False
 
-    def run(self, on_draining: Callable[[], None]) -> None:
-        """Until drained or told to stop."""
+    def run(self, on_draining: Callable[[], None], is_over: Callable[[], bool] = lambda: False) -> None:
+        """Until drained or told to stop; or until `is_over` (worker/vigil.py): then nobody is told anything any more."""
         assert self.record is not None
-        while not self.stop_asked and not self._engine.drained:
+        self._is_over = is_over
+        while not self.stop_asked and not self._is_over() and not self._engine.drained:
             if self.drain_asked and self.status.state is WorkerState.READY:
                 self._engine.drain()
                 self.status.advance(WorkerState.DRAINING)
@@ -137,6 +143,7 @@ class ServingLoop:
             else:
                 self._tell_load()
                 self._wait()
+            self.after_turn()
 
     def wake(self) -> None:
         """From any thread: the engine has news, so `run` should look."""
@@ -148,10 +155,13 @@ class ServingLoop:
             os.eventfd_read(self._wake_fd)
 
     def close(self) -> None:
-        """Requests that are still open, or came too late, are told so."""
-        self._receive()
-        self._fail_all(UnavailableError("the worker is shutting down"))
-        self._socket.close(linger=1000)
+        """Requests that are still open, or came too late, are told so, unless this incarnation is over."""
+        if self._is_over():
+            self._socket.close(linger=0)
+        else:
+            self._receive()
+            self._fail_all(UnavailableError("the worker is shutting down"))
+            self._socket.close(linger=1000)
         os.close(self._wake_fd)
 
     @property
@@ -171,7 +181,7 @@ class ServingLoop:
                 self._handle(frames[0], frames[1:])
             except ProtocolError as error:
                 self.num_malformed += 1
-                log.warning("refused on the serving plane", reason=error)
+                log.seldom("refused on the serving plane", reason=error)
                 self._send(frames[0], encode(Refused(reason=str(error))))
         return False
 
@@ -197,15 +207,19 @@ class ServingLoop:
                 pass
             case PeerLost():
                 self._engine.peer_lost(message.worker_id)
-            case Drain():
+            case Drain() if not self.drain_asked:
                 self.drain_asked, self.next_role = True, message.role
+            case Drain():
+                log.info("told to drain again", role=message.role)
             case _:
                 assert_never(message)
 
     def _on_hello(self, identity: bytes, hello: Hello) -> None:
         """A router that says Hello again has lost what it had here."""
-        if hello.version != PROTOCOL_VERSION:
-            raise VersionMismatchError(f"router speaks protocol {hello.version}, this worker {PROTOCOL_VERSION}")
+        if not speaks(hello.version):
+            raise VersionMismatchError(
+                f"router speaks protocol {hello.version}, this worker {OLDEST_PROTOCOL_VERSION} to {PROTOCOL_VERSION}"
+            )
         as_router_id(hello.router_id)
         if not 0.0 < hello.lease_s <= _MAX_LEASE_S:
             raise ProtocolError(f"a lease of {hello.lease_s} s is not between 0 and {_MAX_LEASE_S:g}")
@@ -214,19 +228,21 @@ class ServingLoop:
             self._abort(known, list(known.open))
         self._routers[identity] = _Router(identity, hello.lease_s, time.monotonic())
         assert self.record is not None
-        record = msgspec.structs.replace(self.record, state=self.status.state, load=self._engine.load())
-        self._send(identity, encode(Welcome(version=PROTOCOL_VERSION, worker=record)))
+        record = msgspec.structs.replace(self.record, state=self.status.state, load=self._load())
+        self._send(identity, encode(Welcome(version=agreed(hello.version), worker=record)))
 
     def _on_submit(self, router: _Router, submit: Submit) -> None:
-        as_request_id(submit.request_id)
-        if submit.request_id in self._owners:
+        _check_ids(submit)
+        if submit.request_id in self._owners or submit.request_id in self._submitted:
             raise ProtocolError(f"request {submit.request_id} was submitted before")
+        self._submitted.add(submit.request_id)
         try:
             submit.params.validate()
         except RequestError as error:
             self._answer(router, Failure(submit.request_id, error.kind, error.message, error.param))
             return
-        router.open[submit.request_id] = set(range(submit.params.n))
+        resumed = {one.sample for one in submit.resume}
+        router.open[submit.request_id] = resumed or set(range(submit.params.n))
         self._owners[submit.request_id] = router
         self._load_untold = True
         self._engine.submit(submit)
@@ -260,11 +276,19 @@ class ServingLoop:
         finally:
             self.status.step_ends()
         self._load_untold = True
-        self._deal(outputs)
+        if not self._is_over():
+            self._deal(outputs)
+
+    def _load(self) -> WorkerLoad:
+        return self._with_routers(self._engine.load())
+
+    def _with_routers(self, load: WorkerLoad) -> WorkerLoad:
+        """The engine knows how many workers it is connected with."""
+        return msgspec.structs.replace(load, connections=load.connections + len(self._routers))
 
     def _deal(self, step: StepOutputs) -> None:
         """Each router gets what is its own. What belongs to nobody any more was aborted meanwhile."""
-        self.status.load = step.load
+        self.status.load = load = self._with_routers(step.load)
         touched: dict[bytes, _Router] = {}
         for output in step.outputs:
             router = self._owners.get(output.request_id)
@@ -288,7 +312,7 @@ class ServingLoop:
         if len(self._routers) == 1 and touched:
             self._load_untold = False
         for router in touched.values():
-            self._send_outputs(router, step.step, step.load)
+            self._send_outputs(router, step.step, load)
 
     def _send_outputs(self, router: _Router, step: int, load: WorkerLoad) -> None:
         outputs, router.outputs = router.outputs, []
@@ -304,17 +328,18 @@ class ServingLoop:
 
     def _answer(self, router: _Router, failure: Failure) -> None:
         router.failures.append(failure)
-        load = self._engine.load()
+        load = self._load()
         self._send_outputs(router, load.steps, load)
 
     def _tell_load(self) -> None:
         """Nothing is left to do: every router gets the final numbers, also those that no step reports: after aborts, and when
-        the transfer thread ended a hand-over that the engine had given up before."""
-        load = self._engine.load()
-        if not self._load_untold and load == self.status.load:
+        the transfer thread ended a hand-over that the engine had given up before. That somebody has connected is news for the
+        registry only."""
+        load, known = self._load(), self.status.load
+        self.status.load = load
+        if not self._load_untold and msgspec.structs.replace(load, connections=known.connections) == known:
             return
         self._load_untold = False
-        self.status.load = load
         for router in list(self._routers.values()):
             self._send_outputs(router, load.steps, load)
 
@@ -361,6 +386,15 @@ class ServingLoop:
             router.open.clear()
             if router.failures:
                 self._send_outputs(router, self.status.load.steps, self.status.load)
+
+
+def _check_ids(submit: Submit) -> None:
+    """All of them, before anything is begun under one of them. Raises WrongIdError."""
+    as_request_id(submit.request_id)
+    if submit.transfer is not None:
+        as_transfer_id(submit.transfer.transfer_id)
+        as_worker_id(submit.transfer.producer)
+        as_worker_id(submit.transfer.consumer)
 
 
 def _bind(host: str, port: int) -> Socket:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvrelay.config import EngineOptions, Environment, ModelOptions
+from kvrelay.engine.events import EventRecorder
 from kvrelay.ids import WorkerId
 from kvrelay.progress import Progress
 from kvrelay.worker.serving import ServingEngine
@@ -31,7 +32,13 @@ class Stage:
     fingerprint: str  # equal for workers that can replace each other
     max_model_len: int
     signal_address: str = ""  # where a prefill worker's consumers connect
+    recorder: EventRecorder | None = None  # what the engine's cache does, if anybody is to be told
     waker: Waker = field(default_factory=Waker)
 
 
 BuildStage = Callable[[WorkerId, ModelOptions, EngineOptions, Environment, Progress], Stage]
+
+
+def publishes_events(options: EngineOptions) -> bool:
+    """Without a prefix cache there is nothing to tell."""
+    return options.prefix_cache and options.kv_events

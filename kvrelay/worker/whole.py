@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pathlib
 
+import msgspec
+
 from kvrelay.checkpoint.fetch import resolve
 from kvrelay.config import EngineOptions, Environment, ModelOptions
 from kvrelay.engine.engine import Engine
@@ -11,7 +13,7 @@ from kvrelay.ids import WorkerId, new_worker_id
 from kvrelay.progress import Progress
 from kvrelay.runner.build import build_runner
 from kvrelay.text.tokenizer import Tokenizer
-from kvrelay.worker.stage import Stage
+from kvrelay.worker.stage import Stage, publishes_events
 
 
 def build_whole(
@@ -31,7 +33,8 @@ def build_engine(
     """The same without a process around it, with the tokenizer that a router would hold."""
     folder = resolve(model_options.model, environment, progress)
     tokenizer = Tokenizer.load(folder)
-    engine, _ = _join(new_worker_id("whole"), model_options, engine_options, environment, progress, folder)
+    unheard = msgspec.structs.replace(engine_options, kv_events=False)  # there is nobody to tell
+    engine, _ = _join(new_worker_id("whole"), model_options, unheard, environment, progress, folder)
     return tokenizer, engine
 
 
@@ -53,4 +56,10 @@ def _join(
         vocab_size=runner.spec.vocab_size,
         cache_seed=runner.fingerprint,
     )
-    return engine, Stage(engine=engine, fingerprint=runner.fingerprint, max_model_len=runner.max_model_len)
+    stage = Stage(
+        engine=engine,
+        fingerprint=runner.fingerprint,
+        max_model_len=runner.max_model_len,
+        recorder=engine.kv.record_events() if publishes_events(engine_options) else None,
+    )
+    return engine, stage

@@ -2,6 +2,9 @@
 
 SIGTERM          drains: takes nothing new, finishes what it has, leaves the registry, ends with status 0
 a second one     stops at once: open requests fail with 503
+Drain            the same by message; with a role, the process then starts again in it, as a new worker
+standing still   (SIGSTOP ... SIGCONT) for most of a lease: drops everything without a word and starts again as a new worker;
+                 who was told to leave just ends
 an engine error  every open request fails with 500, then the process ends with status 1: what a step left behind
                  cannot be trusted, and whoever supervises the worker starts a fresh one
 """
@@ -15,20 +18,25 @@ import socket
 import sys
 from types import FrameType
 
+from kvrelay.cluster_key import key_file, load_key
 from kvrelay.config import EngineOptions, Environment, ModelOptions, WorkerOptions
 from kvrelay.discovery.base import Registration
-from kvrelay.discovery.embedded import EmbeddedRegistration
-from kvrelay.discovery.static import StaticRegistration
+from kvrelay.discovery.choose import open_registration
 from kvrelay.errors import ConfigError, ProtocolError
 from kvrelay.ids import new_worker_id
 from kvrelay.log import Log, configure
+from kvrelay.plane import use_key, warn_if_open
 from kvrelay.progress import Progress
 from kvrelay.states import Role, WorkerState
 from kvrelay.wire import PROTOCOL_VERSION
 from kvrelay.wire.registry import WorkerRecord
+from kvrelay.worker.cache_events import CacheEvents
 from kvrelay.worker.heartbeat import Heartbeat
+from kvrelay.worker.launcher import LauncherTie
+from kvrelay.worker.restart import execute_again
 from kvrelay.worker.serving import EngineFailedError, ServingLoop
 from kvrelay.worker.stage import BuildStage, Stage
+from kvrelay.worker.vigil import Vigil
 
 log = Log("worker")
 
@@ -49,20 +57,23 @@ def run_worker(
     progress: Progress,
     build_stage: BuildStage,
     *,
-    launched: bool = False,
+    tie: LauncherTie | None = None,
 ) -> int:
-    """The life of a worker; returns its exit status. `launched`: Ctrl-C is for the launcher, not for us."""
+    """The life of a worker; returns its exit status. With a tie to a launcher, Ctrl-C is for the launcher, not for us."""
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     role = check_role(worker_options.role)
     if worker_options.worker_host in ("0.0.0.0", "*", "::"):
         raise ConfigError("--worker-host must be an address that routers can reach, not every address")
     worker_id = new_worker_id(role.value)
     configure(environment.log_level, worker_id)
-    registration = _open_registration(worker_options.registry)
+    use_key(load_key(key_file(worker_options.cluster_key, environment)))
+    warn_if_open("--worker-host", worker_options.worker_host)
+    registration = open_registration(worker_options.registry)
     stage = build_stage(worker_id, model_options, engine_options, environment, progress)
     gc.collect()
     gc.freeze()  # what exists now lives as long as the process
     loop = ServingLoop(stage.engine, host=worker_options.worker_host, port=worker_options.worker_port)
+    events = CacheEvents(stage.recorder, worker_id, worker_options)
     loop.record = WorkerRecord(
         id=worker_id,
         role=role,
@@ -78,13 +89,24 @@ def run_worker(
         version=PROTOCOL_VERSION,
         load=loop.status.load,
         signal_address=stage.signal_address,
+        events_address=events.events_address,
+        replay_address=events.replay_address,
+        block_size=engine_options.block_size,
     )
+    loop.after_turn = events.tell
     stage.waker.bind(loop.wake)
-    _handle_signals(loop, launched=launched)
-    return _serve(loop, stage, registration, worker_options)
+    _handle_signals(loop, launched=tie is not None)
+    vigil = Vigil(worker_options.lease_s)
+    status = _serve(loop, stage, registration, worker_options, vigil)
+    events.close()
+    if status == 0 and (loop.next_role is not None or (vigil.over and not loop.drain_asked)):
+        if tie is not None and loop.next_role is not None:
+            tie.becomes(loop.next_role)
+        execute_again(loop.next_role, keep=None if tie is None else tie.descriptor)
+    return status
 
 
-def _serve(loop: ServingLoop, stage: Stage, registration: Registration, options: WorkerOptions) -> int:
+def _serve(loop: ServingLoop, stage: Stage, registration: Registration, options: WorkerOptions, vigil: Vigil) -> int:
     assert loop.record is not None
     refusals: list[ProtocolError] = []
 
@@ -98,36 +120,32 @@ def _serve(loop: ServingLoop, stage: Stage, registration: Registration, options:
         loop.status,
         lease_s=options.lease_s,
         watchdog_s=options.watchdog_s,
+        vigil=vigil,
         on_refused=refused,
     )
+    vigil.start()
     heartbeat.start()
     log.info("worker listens", worker=loop.record.id, address=loop.address)
     status = 0
     try:
-        loop.run(on_draining=heartbeat.soon)
+        loop.run(on_draining=heartbeat.soon, is_over=vigil.look)
     except EngineFailedError:
         status = 1  # logged where it happened
     heartbeat.stop()
     loop.close()
     stage.engine.close()
+    vigil.stop()
     if refusals:
         raise refusals[0]
     log.info("worker ends", worker=loop.record.id, status=status)
     return status
 
 
-def _open_registration(address: str) -> Registration:
-    if address == "static":
-        return StaticRegistration()
-    if not address.startswith("tcp://"):
-        raise ConfigError(f"--registry {address!r} is neither tcp://HOST:PORT nor static")
-    return EmbeddedRegistration(address)
-
-
 def _handle_signals(loop: ServingLoop, *, launched: bool) -> None:
     def ask(_signal: int, _frame: FrameType | None) -> None:
-        loop.stop_asked = loop.drain_asked
-        loop.drain_asked = True
+        """The first one also takes back the wish that it come back in another role."""
+        loop.stop_asked = loop.drain_asked and loop.next_role is None
+        loop.drain_asked, loop.next_role = True, None
 
     signal.signal(signal.SIGTERM, ask)
     if not launched:

@@ -6,7 +6,7 @@ import pytest
 
 from kvrelay.bench import engine
 from kvrelay.bench.engine import Round, summarise
-from kvrelay.bench.router import percentile
+from kvrelay.bench.report import percentile
 from kvrelay.bench.work import Limits, decode_work, head_weights, layer_weights, prefill_work
 from kvrelay.checkpoint.rope import RopeSpec
 from kvrelay.checkpoint.spec import ModelSpec

@@ -11,10 +11,12 @@ from typing import Protocol
 import msgspec
 import pytest
 import zmq
+from etcd_server import etcd_server
 from registry_records import make_record
 
 from kvrelay.discovery.base import Loss, Membership, Registration
 from kvrelay.discovery.embedded import EmbeddedMembership, EmbeddedRegistration
+from kvrelay.discovery.etcd import EtcdMembership, EtcdRegistration
 from kvrelay.discovery.static import StaticMembership, StaticRegistration
 from kvrelay.ids import WorkerId, new_router_id
 from kvrelay.states import WorkerState
@@ -78,11 +80,11 @@ class Member(Protocol):
 
 
 class RegisteredMember:
-    """Of the embedded registry: renews from a thread, as a real worker does."""
+    """Of a registry that workers speak to: renews from a thread, as a real worker does."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, registration: Registration) -> None:
         self.record = make_record()
-        self._registration: Registration = EmbeddedRegistration(address)
+        self._registration = registration
         self._state, self._load = self.record.state, self.record.load
         self._stop = threading.Event()
         self._leaving = False
@@ -151,8 +153,18 @@ async def embedded() -> AsyncIterator[tuple[Watcher, Callable[[], Member]]]:
     membership = EmbeddedMembership("tcp://127.0.0.1:*")
     watcher = Watcher()
     watcher.start(membership)
-    yield watcher, lambda: RegisteredMember(membership.address)
+    yield watcher, lambda: RegisteredMember(EmbeddedRegistration(membership.address))
     membership.close()
+
+
+@contextlib.asynccontextmanager
+async def etcd() -> AsyncIterator[tuple[Watcher, Callable[[], Member]]]:
+    with etcd_server() as server:
+        membership = EtcdMembership(server.address, lease_s=LEASE_S)
+        watcher = Watcher()
+        watcher.start(membership)
+        yield watcher, lambda: RegisteredMember(EtcdRegistration(membership.address))
+        membership.close()
 
 
 @contextlib.asynccontextmanager
@@ -169,7 +181,7 @@ async def static() -> AsyncIterator[tuple[Watcher, Callable[[], Member]]]:
         member.vanish()
 
 
-@pytest.fixture(params=[embedded, static], ids=["embedded", "static"])
+@pytest.fixture(params=[embedded, etcd, static], ids=["embedded", "etcd", "static"])
 async def registry(request: pytest.FixtureRequest) -> AsyncIterator[tuple[Watcher, Callable[[], Member]]]:
     async with request.param() as made:
         yield made

@@ -108,7 +108,7 @@ async def test_leaving_twice_is_harmless(registry: Registry) -> None:
 @pytest.mark.parametrize(
     ("changes", "ttl_s", "complaint"),
     [
-        ({"version": PROTOCOL_VERSION + 1}, 4.0, "protocol"),
+        ({"version": PROTOCOL_VERSION + 2}, 4.0, "protocol"),
         ({"id": "router-0123456789ab"}, 4.0, "WorkerId"),
         ({"serving_address": "inproc://me"}, 4.0, "serving address"),
         ({"max_batch": 0}, 4.0, "positive"),
@@ -169,8 +169,8 @@ async def test_a_refused_worker_hears_why() -> None:
     membership = EmbeddedMembership("tcp://127.0.0.1:*")
     membership.start(lambda _: None, lambda _: None, lambda *_: None)
     registration = EmbeddedRegistration(membership.address)
-    with pytest.raises(ProtocolError, match=f"protocol {PROTOCOL_VERSION + 1}"):
-        await asyncio.to_thread(registration.register, make_record(version=PROTOCOL_VERSION + 1), 4.0)
+    with pytest.raises(ProtocolError, match=f"protocol {PROTOCOL_VERSION + 2}"):
+        await asyncio.to_thread(registration.register, make_record(version=PROTOCOL_VERSION + 2), 4.0)
     registration.close()
     membership.close()
 

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 from test_engine import VOCAB, Collected, solo
 
 from kvrelay.config import EngineOptions
 from kvrelay.engine import invariants
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.movers import Arrival, ConsumerNews, ProducerNews
+from kvrelay.errors import HandOverError
 from kvrelay.ids import RequestId, WorkerId, new_request_id, new_transfer_id
 from kvrelay.runner.fake import FakeRunner
 from kvrelay.sampling import SamplingParams
 from kvrelay.states import FinishReason, RequestState
 from kvrelay.wire.registry import MappingCounts, TransferCounts
-from kvrelay.wire.serving import FirstToken, Submit, TransferInfo
+from kvrelay.wire.serving import FirstToken, Resumed, Submit, TransferInfo
 
 PREFILL = WorkerId("prefill-0123456789ab")
 DECODE = WorkerId("decode-0123456789ab")
@@ -68,8 +70,15 @@ class ScriptedProducer:
     def counts(self) -> TransferCounts:
         return TransferCounts()
 
+    def peer_lost(self, worker_id: WorkerId) -> None:
+        raise AssertionError("nobody asked for that")
+
     def mapping(self) -> MappingCounts:
         return MappingCounts()
+
+    @property
+    def num_links(self) -> int:
+        return 1
 
     def close(self) -> None:
         pass
@@ -79,13 +88,13 @@ class ScriptedConsumer:
     """Records what the engine says; the test puts the news in."""
 
     def __init__(self) -> None:
-        self.expected: list[RequestId] = []
+        self.expected: dict[RequestId, int] = {}
         self.reserved: dict[RequestId, tuple[list[int], int]] = {}
         self.aborted: list[RequestId] = []
         self.news = ConsumerNews()
 
     def expect(self, request_id: RequestId, transfer: TransferInfo, num_tokens: int) -> None:
-        self.expected.append(request_id)
+        self.expected[request_id] = num_tokens
 
     def reserve(self, request_id: RequestId, blocks: Sequence[int], skip_tokens: int) -> None:
         self.reserved[request_id] = (list(blocks), skip_tokens)
@@ -107,8 +116,15 @@ class ScriptedConsumer:
     def counts(self) -> TransferCounts:
         return TransferCounts()
 
+    def peer_lost(self, worker_id: WorkerId) -> None:
+        raise AssertionError("nobody asked for that")
+
     def mapping(self) -> MappingCounts:
         return MappingCounts()
+
+    @property
+    def num_links(self) -> int:
+        return 1
 
     def close(self) -> None:
         pass
@@ -145,14 +161,16 @@ class Pair:
             **common,  # type: ignore[arg-type]
         )
 
-    def submit(self, prompt: list[int], **params: object) -> RequestId:
+    def submit(self, prompt: list[int], resume: Sequence[Resumed] = (), **params: object) -> RequestId:
         """To both, as a router does. Both use one id here, so that the test can follow it."""
         request_id = new_request_id()
         info = TransferInfo(
             transfer_id=new_transfer_id(), mode="write", producer=PREFILL, consumer=DECODE, signal_address="tcp://nowhere:1"
         )
         sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": 6, **params})  # type: ignore[arg-type]
-        message = Submit(request_id=request_id, external_id="x", prompt=prompt, params=sampling, transfer=info)
+        message = Submit(
+            request_id=request_id, external_id="x", prompt=prompt, params=sampling, transfer=info, resume=list(resume)
+        )
         self.prefill.submit(message)
         self.decode.submit(message)
         return request_id
@@ -333,21 +351,95 @@ def test_samples_are_forked_on_the_decode_worker_after_one_prefill_and_one_trans
     assert len(pair.consumer.reserved) == 1
 
 
-def test_a_failed_transfer_is_computed_here_and_its_blocks_wait_in_quarantine() -> None:
+@pytest.mark.parametrize("point", ["queued", "reserved"])
+def test_a_failed_transfer_ends_the_request_here_and_its_blocks_wait_in_quarantine(point: str) -> None:
     pair = Pair(num_blocks=16)
-    prompt = list(range(9))
-    request_id = pair.submit(prompt)
+    request_id, other = pair.submit(list(range(9)), n=2), pair.submit([1, 2])
+    seen = Collected()
+    if point == "reserved":
+        pair.consumer.news.started.append(request_id)
+        run(pair.decode, seen)
+    pair.consumer.news.arrived.append(Arrival(request_id, [], "the peer died"))
+    failures = [failure for _ in range(2) if pair.decode.has_work for failure in pair.decode.step().failures]
+    assert [(one.request_id, one.kind) for one in failures] == [(request_id, HandOverError.kind)]
+    assert "the peer died" in failures[0].message
+    assert not pair.decode.has_work
+    assert list(pair.decode.requests) == [other]
+    assert pair.decode.load().waiting == 1
+    assert pair.decode.load().blocks.quarantined == (3 if point == "reserved" else 0)
+    pair.consumer.news.freed.append(request_id)
+    pair.decode.abort([other])
+    run(pair.decode, seen)
+    assert not seen.tokens[other, 0]
+    invariants.check_idle(pair.decode)
+
+
+@pytest.mark.parametrize("told", [[], [FirstToken(0, 5)], [FirstToken(0, 5), FirstToken(1, VOCAB)]])
+def test_first_tokens_that_are_missing_or_no_tokens_are_a_failed_hand_over(told: list[FirstToken]) -> None:
+    pair = Pair()
+    request_id = pair.submit(list(range(9)), n=2)
     run(pair.prefill, Collected())
     pair.consumer.news.started.append(request_id)
     run(pair.decode, Collected())
-    pair.consumer.news.arrived.append(Arrival(request_id, [], "the peer died"))
+    pair.producer.first_tokens[request_id] = told
+    pair.move(request_id)
     seen = Collected()
     run(pair.decode, seen)
-    assert seen.tokens[request_id, 0] == solo(prompt, max_tokens=6)[0]
-    assert pair.decode.load().blocks.quarantined == 3
-    pair.consumer.news.freed.append(request_id)
-    run(pair.decode, seen)
+    assert "first token" in seen.failures[request_id]
+    assert not seen.tokens
     invariants.check_idle(pair.decode)
+
+
+@pytest.mark.parametrize("sample", [0, 2])
+def test_one_sample_that_another_worker_began_is_handed_over_with_its_tokens(sample: int) -> None:
+    params = {"n": 3, "temperature": 1.0, "seed": 5, "max_tokens": 9, "logprobs": 1}
+    prompt = list(range(10))
+    expected = solo(prompt, **params)[sample]
+    for count in range(9):
+        pair = Pair(token_budget=4)
+        request_id = pair.submit(prompt, resume=[Resumed(sample, expected[:count])], **params)
+        assert ("expect", request_id, 10 + count) in pair.producer.calls
+        assert pair.consumer.expected == {request_id: 10 + count}
+        first, rest = Collected(), Collected()
+        for seen in (first, rest):
+            seen.tokens[request_id, sample] = expected[:count]
+        run(pair.prefill, first)
+        assert first.tokens == {(request_id, sample): expected[: count + 1]}
+        assert (first.ends == {(request_id, sample): FinishReason.LENGTH}) == (count == 8)
+        pair.consumer.news.started.append(request_id)
+        run(pair.decode, rest)
+        assert pair.decode.load().blocks.reserved == -(-(10 + count) // BLOCK)
+        pair.move(request_id)
+        run(pair.decode, rest)
+        assert rest.tokens == {(request_id, sample): expected}
+        assert rest.ends == {(request_id, sample): FinishReason.LENGTH}
+        assert pair.decode.load().steps == 8 - count + 1  # one for each token after the next, and one to forget the sequence
+        pair.producer.news.released.append(request_id)
+        run(pair.prefill, first)
+        for engine in (pair.prefill, pair.decode):
+            invariants.check_idle(engine)
+
+
+def test_what_was_parked_is_computed_again_with_the_tokens_of_the_worker_before() -> None:
+    pair = Pair(max_batch=1)
+    prompt = list(range(6))
+    expected = solo(prompt, max_tokens=6)[0]
+    seen = Collected()
+    first = pair.submit(prompt, resume=[Resumed(0, expected[:3])])
+    seen.tokens[first, 0] = expected[:3]
+    run(pair.prefill, seen)
+    second = pair.submit([7, 8])
+    run(pair.prefill, seen)
+    pair.producer.news.parked.append(first)
+    run(pair.prefill, seen)
+    pair.producer.news.released.append(second)
+    pair.producer.news.restart.append(first)
+    run(pair.prefill, seen)
+    assert seen.tokens[first, 0] == expected[:4]  # its next token was told once
+    assert [one.token for one in pair.producer.first_tokens[first]] == expected[3:4]
+    pair.producer.news.released.append(first)
+    run(pair.prefill, seen)
+    invariants.check_idle(pair.prefill)
 
 
 def test_abort_at_every_point_returns_every_block_when_the_peer_is_done_with_it() -> None:

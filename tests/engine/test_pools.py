@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvrelay.engine.block_pool import BlockPool, Holder
 from kvrelay.engine.kv_cache import KVCache
-from kvrelay.engine.prefix_cache import PrefixCache, block_hash, extend_hashes, root_hash
+from kvrelay.engine.prefix_cache import PrefixCache
 from kvrelay.engine.request import Request, Sequence
 from kvrelay.ids import new_request_id
 from kvrelay.sampling import SamplingParams
@@ -212,32 +212,13 @@ TestKV = KVMachine.TestCase
 TestKV.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 
 
-def test_hash_chains_depend_on_everything_before_and_on_the_seed() -> None:
-    hashes: list[bytes] = []
-    extend_hashes(hashes, root_hash("m", ""), [1, 2, 3, 4], 2, 2)
-    assert hashes[1] == block_hash(block_hash(root_hash("m", ""), [1, 2]), [3, 4])
-    for root, tokens in (
-        (root_hash("m", "x"), [1, 2, 3, 4]),
-        (root_hash("n", ""), [1, 2, 3, 4]),
-        (root_hash("m", ""), [2, 1, 3, 4]),
-    ):
-        other: list[bytes] = []
-        extend_hashes(other, root, tokens, 2, 2)
-        assert other[1] != hashes[1]
-    assert root_hash("ab", "c") != root_hash("a", "bc")
-
-
-def test_hashes_are_equal_in_every_process() -> None:
-    assert block_hash(root_hash("model", "salt"), [1, 2, 3]).hex() == "02dac2f783d3de1860f0739699d19990"
-
-
 def test_a_collision_is_a_miss_and_the_newer_block_replaces_the_older() -> None:
     cache = PrefixCache(2)
-    assert cache.add(7, b"digest", [1, 2]) is None
+    assert cache.add(7, b"digest", [1, 2], b"root") is None
     assert cache.find(b"digest", [3, 4]) is None
     assert cache.num_collisions == 1
-    assert cache.add(8, b"digest", [3, 4]) == 7
+    assert cache.add(8, b"digest", [3, 4], b"root") == 7
     assert cache.find(b"digest", [3, 4]) == 8
     assert 7 not in cache
-    assert cache.add(9, b"digest", [3, 4]) is None  # the same content twice: the first stays
+    assert cache.add(9, b"digest", [3, 4], b"root") is None  # the same content twice: the first stays
     assert 9 not in cache

@@ -150,6 +150,8 @@ WRONG_FIELDS: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, chat(continue_final_message=True, add_generation_prompt=True), "continue_final_message"),
     (CHAT, chat(cache_salt=""), "cache_salt"),
     (CHAT, chat(priority="high"), "priority"),
+    (CHAT, chat(timeout=0), "timeout"),
+    (CHAT, chat(timeout="soon"), "timeout"),
     # completions
     (TEXT, {"model": MODEL}, "prompt"),
     (TEXT, text(prompt=""), "prompt"),

@@ -17,6 +17,7 @@ from kvrelay.errors import UnavailableError
 from kvrelay.ids import RequestId, new_request_id, new_worker_id
 from kvrelay.metrics import Metrics
 from kvrelay.router.backend import GenerateRequest
+from kvrelay.router.failover import RetryRules
 from kvrelay.router.router import Router
 from kvrelay.sampling import SamplingParams
 from kvrelay.states import FinishReason
@@ -46,7 +47,7 @@ class Scripted:
     def __init__(self) -> None:
         self.membership = GivenMembership()
         self.metrics = Metrics()
-        self.router = Router(membership=self.membership, metrics=self.metrics, lease_s=0.6)
+        self.router = Router(membership=self.membership, metrics=self.metrics, lease_s=0.6, rules=RetryRules(wait_s=0.0))
         self.router.start()
         self.socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)

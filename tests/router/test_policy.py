@@ -2,41 +2,86 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import pytest
+
+from kvrelay.ids import WorkerId, new_worker_id
 from kvrelay.router.backend import GenerateRequest
-from kvrelay.router.policy import CompletionRate, Policy, tokens_of
+from kvrelay.router.policy import LOAD_WEIGHTS, CompletionRate, Policy, overloaded, tokens_of
 from kvrelay.sampling import SamplingParams
+from kvrelay.states import Role
 
 
 @dataclass
 class Stub:
-    num_tokens_in_flight: int = 0
-    num_foreign_requests: int = 0
+    load_tokens: int = 0
+    id: WorkerId = field(default_factory=lambda: new_worker_id("decode"))
 
 
 def test_round_robin_takes_turns_whatever_the_load() -> None:
     workers = [Stub(1000), Stub(0), Stub(5)]
     policy = Policy("round_robin")
-    chosen = [policy.choose(workers) for _ in range(6)]
+    chosen = [policy.choose(workers, {workers[0].id: 10_000}) for _ in range(6)]
     assert all(chosen.count(worker) == 2 for worker in workers)
 
 
 def test_least_loaded_takes_the_fewest_tokens() -> None:
     workers = [Stub(1000), Stub(10), Stub(500)]
     policy = Policy("least_loaded")
-    assert all(policy.choose(workers) is workers[1] for _ in range(5))
+    assert all(policy.choose(workers, {}) is workers[1] for _ in range(5))
 
 
-def test_equally_loaded_workers_take_turns() -> None:
+@pytest.mark.parametrize("name", ["least_loaded", "prefix_aware"])
+def test_equally_loaded_workers_take_turns(name: str) -> None:
     workers = [Stub(), Stub(), Stub()]
-    policy = Policy("least_loaded")
-    assert {id(policy.choose(workers)) for _ in range(3)} == {id(worker) for worker in workers}
+    policy = Policy(name)  # type: ignore[arg-type]
+    assert {id(policy.choose(workers, {})) for _ in range(3)} == {id(worker) for worker in workers}
 
 
-def test_work_of_other_routers_counts() -> None:
-    workers = [Stub(100, num_foreign_requests=5), Stub(700)]
-    assert Policy("least_loaded").choose(workers) is workers[1]
+# Load and cached tokens of each of two workers; which of them a prefill and a decode worker's policy takes.
+@pytest.mark.parametrize(
+    ("first", "second", "prefill", "decode"),
+    [
+        ((0, 0), (0, 512), 1, 1),  # the cache decides between idle ones
+        ((0, 0), (500, 512), 1, 1),  # waiting for 500 tokens is less than computing 512
+        ((0, 0), (600, 512), 0, 1),  # a prefill worker's queue has to be computed first; a decode worker's runs beside
+        ((0, 0), (2100, 512), 0, 0),  # too busy, though it has everything
+        ((1000, 0), (3000, 512), 0, 1),  # only the difference of loads counts
+        ((300, 496), (320, 512), 0, 1),
+        ((700, 0), (600, 16), 1, 1),
+        ((100, 0), (0, 0), 1, 1),  # nobody has anything: least loaded
+    ],
+)
+def test_cached_tokens_count_against_load(first: tuple[int, int], second: tuple[int, int], prefill: int, decode: int) -> None:
+    workers = [Stub(first[0]), Stub(second[0])]
+    cached = {worker.id: tokens for worker, (_, tokens) in zip(workers, (first, second), strict=True) if tokens}
+    for role, expected in ((Role.PREFILL, prefill), (Role.DECODE, decode)):
+        policy = Policy("prefix_aware", LOAD_WEIGHTS[role])
+        for _ in range(3):  # whoever's turn it is
+            assert policy.choose(workers, cached) is workers[expected], role
+
+
+def test_a_popular_prefix_spreads_instead_of_drowning_its_worker() -> None:
+    """Each request stays; the prefix is cached where it was computed once."""
+    workers = [Stub() for _ in range(4)]
+    policy = Policy("prefix_aware", LOAD_WEIGHTS[Role.PREFILL])
+    cached = {workers[0].id: 1024}
+    for _ in range(200):
+        chosen = policy.choose(workers, cached)
+        chosen.load_tokens += 1100
+        cached[chosen.id] = 1024
+    loads = sorted(worker.load_tokens for worker in workers)
+    assert loads[-1] - loads[0] <= 2 * 1100
+
+
+def test_a_session_leaves_a_worker_that_is_far_above_the_others() -> None:
+    idle, busy = Stub(100), Stub(8000)
+    assert not overloaded(busy, [idle, busy])
+    busy.load_tokens = 9000
+    assert overloaded(busy, [idle, busy])
+    idle.load_tokens = 1000
+    assert not overloaded(busy, [idle, busy])
 
 
 def test_a_request_costs_its_prompt_and_a_bounded_output_per_sample() -> None:

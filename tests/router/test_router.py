@@ -13,6 +13,7 @@ from kvrelay.discovery.embedded import EmbeddedMembership
 from kvrelay.errors import InternalError, QueueFullError, RequestError, UnavailableError
 from kvrelay.metrics import Metrics
 from kvrelay.router.backend import GenerateRequest
+from kvrelay.router.failover import RetryRules
 from kvrelay.router.router import Router
 from kvrelay.router.stream import RequestStream
 from kvrelay.sampling import SamplingParams
@@ -24,11 +25,16 @@ PATIENCE_S = 10.0
 class Cluster:
     """A router with an embedded registry, and whatever workers a test starts."""
 
-    def __init__(self, lease_s: float = 4.0, policy: Any = "least_loaded") -> None:
+    def __init__(
+        self, lease_s: float = 4.0, policy: Any = "least_loaded", *, max_retries: int = 5, wait_s: float = 0.3
+    ) -> None:
         self.metrics = Metrics()
         self.membership = EmbeddedMembership("tcp://127.0.0.1:*")
         self.lease_s = lease_s
-        self.router = Router(membership=self.membership, metrics=self.metrics, lease_s=lease_s, policy=policy, model="stub")
+        rules = RetryRules(max_retries=max_retries, wait_s=wait_s)
+        self.router = Router(
+            membership=self.membership, metrics=self.metrics, lease_s=lease_s, policy=policy, model="stub", rules=rules
+        )
         self.router.start()
         self.workers: list[StubWorker] = []
 

@@ -592,7 +592,14 @@ class World:
 
     def tell_of_death(self, worker: WorkerId) -> None:
         for consumer in self.consumers.values():
-            consumer.machine.peer_lost(worker, "its process ended")
+            consumer.machine.peer_died(worker, "its process ended")
+        self.pump()
+
+    def suspect(self, worker: WorkerId) -> None:
+        """A router takes the worker for gone and tells the others that run. It may be wrong."""
+        for other, side in [*self.producers.items(), *self.consumers.items()]:
+            if other != worker and other not in self.stopped:
+                side.machine.peer_lost(worker, "a router takes it for gone")
         self.pump()
 
     # What must always hold

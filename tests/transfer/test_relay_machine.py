@@ -154,6 +154,11 @@ class Relay(RuleBasedStateMachine):
         self.world.pump()
 
     @rule(which=index)
+    def suspect(self, which: int) -> None:
+        sides = [*self.world.producers.values(), *self.world.consumers.values()]
+        self.world.suspect(sides[which % len(sides)].id)
+
+    @rule(which=index)
     def kill_and_restart(self, which: int) -> None:
         sides: list[ProducerSide | ConsumerSide] = [*self.world.producers.values(), *self.world.consumers.values()]
         side = sides[which % len(sides)]
@@ -249,6 +254,8 @@ class Schedule:
             self.stop_or_continue: 2 * faults,
             self.kill_and_restart: 0.3 * faults,
             self.nap: 0.6 * faults,
+            self.suspect: 1 * faults,
+            self.hang: 4 * faults,
             self.reuse_at_once: 2 * faults,
             self.echo: 3 * faults,
             self.find_out: 2 * faults,
@@ -327,6 +334,25 @@ class Schedule:
             world.deliver(0)
         world.stopped.add(side.id)
         self.relay.wait(self.random.choice([20.0, 31.0]))
+        world.stopped.discard(side.id)
+        while side.engine.busy and self.random.random() < 0.9:
+            side.engine.advance(1)
+            world.pump()
+
+    def suspect(self) -> None:
+        self.relay.suspect(self.any())
+
+    def hang(self) -> None:
+        """A worker is stopped in the middle of its moves and taken for gone; others reuse what they can; it wakes, within its
+        transfers' leases or after them, and goes on."""
+        world = self.relay.world
+        sides: list[ProducerSide | ConsumerSide] = [*world.producers.values(), *world.consumers.values()]
+        side = self.random.choice([side for side in sides if side.engine.busy] or sides)
+        world.stopped.add(side.id)
+        self.relay.wait(self.random.choice([0.5, 4.0, 31.0]))
+        world.suspect(side.id)
+        for action in self.random.choices([self.submit, self.hear, self.compute, self.compute_layer, self.reserve], k=20):
+            action()
         world.stopped.discard(side.id)
         while side.engine.busy and self.random.random() < 0.9:
             side.engine.advance(1)

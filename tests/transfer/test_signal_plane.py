@@ -14,9 +14,9 @@ from relay_pair import TINY, Consumer, Producer, info, wait_for
 from kvrelay.ids import new_request_id, new_transfer_id, new_worker_id
 from kvrelay.transfer.session import TransferSettings
 from kvrelay.transfer.signal import Probe
-from kvrelay.wire import PROTOCOL_VERSION
 from kvrelay.wire.codec import encode
 from kvrelay.wire.transfer import (
+    SIGNAL_VERSION,
     Heartbeat,
     Hello,
     MapRegion,
@@ -69,7 +69,7 @@ def raw(producer: Producer) -> Iterator[Callable[[str], RawConsumer]]:
 
 
 def hello(worker: str, **changes: object) -> bytes:
-    message = Hello(version=PROTOCOL_VERSION, worker_id=worker, fingerprint="tiny/float32")  # type: ignore[arg-type]
+    message = Hello(version=SIGNAL_VERSION, worker_id=worker, fingerprint="tiny/float32")  # type: ignore[arg-type]
     return encode(msgspec.structs.replace(message, **changes))
 
 
@@ -79,7 +79,7 @@ def test_another_protocol_version_is_refused_naming_both(raw: Callable[[str], Ra
     assert isinstance(answer, Refused)
     assert answer.about == "opening"
     assert "99" in answer.reason
-    assert str(PROTOCOL_VERSION) in answer.reason
+    assert str(SIGNAL_VERSION) in answer.reason
 
 
 def test_a_hello_under_another_name_is_refused(raw: Callable[[str], RawConsumer]) -> None:

@@ -17,7 +17,7 @@ from kvrelay.sampling import SamplingParams
 from kvrelay.states import FinishReason
 from kvrelay.wire import PROTOCOL_VERSION
 from kvrelay.wire.codec import Decoder, encode
-from kvrelay.wire.serving import Abort, Finish, Hello, Ping, Refused, StepOutputs, Submit, ToRouter, Welcome
+from kvrelay.wire.serving import Abort, Finish, Hello, Ping, Refused, Resumed, StepOutputs, Submit, ToRouter, Welcome
 
 PATIENCE_S = 10.0
 
@@ -96,13 +96,38 @@ def until(condition: Callable[[], bool]) -> None:
 def test_hello_is_answered_with_the_record(worker: StubWorker, peer: Peer) -> None:
     welcome = peer.hello()
     assert isinstance(welcome, Welcome)
-    assert welcome.worker == worker.record
+    record = msgspec.structs.replace(worker.record, load=msgspec.structs.replace(worker.record.load, connections=1))
+    assert welcome.worker == record
+
+
+def test_connected_routers_are_counted_and_those_that_fell_silent_are_not(worker: StubWorker) -> None:
+    peers = [Peer(worker.address) for _ in range(2)]
+    for count, peer in enumerate(peers, start=1):
+        for _ in range(2):  # who says Hello again is counted once
+            welcome = peer.hello(lease_s=0.3 if count == 2 else 30.0)
+            assert isinstance(welcome, Welcome)
+            assert welcome.worker.load.connections == count
+    until(lambda: worker.loop.status.load.connections == 1)  # what the heartbeat tells
+    for peer in peers:
+        peer.close()
+
+
+def test_only_the_samples_that_go_on_keep_a_resumed_request_open(worker: StubWorker, peer: Peer) -> None:
+    peer.hello()
+    resume = [Resumed(2, [stub_token([4], 2, 0)]), Resumed(0, [])]
+    params = SamplingParams(n=3, max_tokens=3)
+    peer.send(Submit(request_id=new_request_id(), external_id="", prompt=[4], params=params, resume=resume))
+    outputs = []
+    while sum(output.finish is not None for output in outputs) < 2:
+        outputs += peer.outputs().outputs
+    assert sorted((output.sample, output.position) for output in outputs) == [(0, 0), (0, 1), (0, 2), (2, 1), (2, 2)]
+    until(lambda: worker.loop.num_open == 0)
 
 
 def test_another_protocol_version_is_refused(peer: Peer) -> None:
-    answer = peer.hello(version=PROTOCOL_VERSION + 1)
+    answer = peer.hello(version=PROTOCOL_VERSION + 2)
     assert isinstance(answer, Refused)
-    assert f"protocol {PROTOCOL_VERSION + 1}" in answer.reason
+    assert f"protocol {PROTOCOL_VERSION + 2}" in answer.reason
 
 
 @pytest.mark.parametrize("lease_s", [0.0, -1.0, float("nan"), float("inf"), 1e6])

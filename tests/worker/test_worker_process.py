@@ -18,6 +18,7 @@ from kvrelay.discovery.embedded import EmbeddedMembership
 from kvrelay.errors import UnavailableError
 from kvrelay.metrics import Metrics
 from kvrelay.router.backend import GenerateRequest
+from kvrelay.router.failover import RetryRules
 from kvrelay.router.router import Router
 from kvrelay.router.stream import RequestStream
 from kvrelay.sampling import SamplingParams
@@ -30,7 +31,7 @@ PATIENCE_S = 30.0
 @pytest.fixture
 async def served() -> AsyncIterator[tuple[Router, str]]:
     membership = EmbeddedMembership("tcp://127.0.0.1:*")
-    router = Router(membership=membership, metrics=Metrics(), lease_s=1.0)
+    router = Router(membership=membership, metrics=Metrics(), lease_s=1.0, rules=RetryRules(wait_s=0.2))
     router.start()
     yield router, membership.address
     router.close()
@@ -39,7 +40,8 @@ async def served() -> AsyncIterator[tuple[Router, str]]:
 @contextlib.contextmanager
 def worker_process(registry: str, *arguments: str, pass_fds: tuple[int, ...] = ()) -> Iterator[subprocess.Popen[bytes]]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen([sys.executable, str(SCRIPT), registry, *arguments], env=environment, pass_fds=pass_fds)
+    command = [sys.executable, str(SCRIPT), f"--registry={registry}", *arguments]
+    process = subprocess.Popen(command, env=environment, pass_fds=pass_fds)
     try:
         yield process
     finally:
@@ -130,7 +132,7 @@ async def test_a_killed_worker_fails_its_requests(served: tuple[Router, str]) ->
 async def test_a_worker_ends_with_its_launcher(served: tuple[Router, str]) -> None:
     router, registry = served
     ours, theirs = socket.socketpair()
-    with worker_process(registry, str(theirs.fileno()), pass_fds=(theirs.fileno(),)) as process:
+    with worker_process(registry, f"--launcher-fd={theirs.fileno()}", pass_fds=(theirs.fileno(),)) as process:
         theirs.close()
         await until_ready(router)
         process.send_signal(signal.SIGINT)  # Ctrl-C is the launcher's to handle

@@ -102,6 +102,7 @@ class MooncakeEngine:
         if server.register_memory(region.address, region.size_bytes) != 0:
             raise TransferError(f"mooncake: could not register {region.size_bytes} bytes")
         self._region, self._server = region, server
+        _log.warning("mooncake listens on every address of this machine, without keys: keep strangers from its ports")
 
     def local_info(self) -> bytes:
         region = self._registered()

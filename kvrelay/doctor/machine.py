@@ -1,8 +1,7 @@
-"""`kvrelay doctor`: what this machine has, what is missing, and what to do about it."""
+"""What any machine needs: Python, libraries, memory, a compiler, a place for models, a free port."""
 
 from __future__ import annotations
 
-import enum
 import importlib.metadata
 import os
 import pathlib
@@ -10,15 +9,11 @@ import platform
 import shutil
 import socket
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import zmq
-from rich.console import Console
-from rich.table import Table
 
-from kvrelay.cli_options import Parser
-from kvrelay.config import Environment, ModelOptions, RouterOptions, read_environment
+from kvrelay.config import Environment, ModelOptions
+from kvrelay.doctor.finding import Checks, Finding, Grade
 
 _LIBRARIES = ("torch", "numpy", "safetensors", "tokenizers", "llguidance", "msgspec", "pyzmq", "uvicorn", "uvloop")
 _MINIMUM_PYTHON = (3, 11)
@@ -26,39 +21,8 @@ _NEEDED_MEMORY_BYTES = 2 << 30
 _NEEDED_DISK_BYTES = 1 << 30
 
 
-class Grade(enum.StrEnum):
-    OK = "ok"
-    WARN = "warn"  # works, but slower or with something missing
-    FAIL = "fail"  # does not work
-
-
-_COLOURS = {Grade.OK: "green", Grade.WARN: "yellow", Grade.FAIL: "red"}
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """What one check found. `remedy` says what to do, unless all is well."""
-
-    grade: Grade
-    found: str
-    remedy: str = ""
-
-
-def run(argv: list[str]) -> int:
-    """Exit status 1 if anything fails."""
-    parser = Parser(prog="kvrelay doctor", description="Checks this machine and says what to do.")
-    parser.add_argument("--port", type=int, default=RouterOptions().port, metavar="N", help="HTTP port you mean to use")
-    arguments = parser.parse_strictly(argv)
-    findings = examine(read_environment(), arguments.port)
-    table = Table("check", "", "found", "what to do")
-    for name, finding in findings.items():
-        table.add_row(name, f"[{_COLOURS[finding.grade]}]{finding.grade.value}[/]", finding.found, finding.remedy)
-    Console().print(table)
-    return 1 if any(finding.grade is Grade.FAIL for finding in findings.values()) else 0
-
-
-def examine(environment: Environment, port: int) -> dict[str, Finding]:
-    checks: dict[str, Callable[[], Finding]] = {
+def machine_checks(environment: Environment, port: int) -> Checks:
+    return {
         "python": check_python,
         "libraries": check_libraries,
         "cpu": check_cpu,
@@ -70,7 +34,6 @@ def examine(environment: Environment, port: int) -> dict[str, Finding]:
         "port": lambda: check_port(port),
         "encryption": check_curve,
     }
-    return {name: check() for name, check in checks.items()}
 
 
 def check_python() -> Finding:

@@ -1,0 +1,146 @@
+"""The workers that etcd listed last, and what has changed since: told as joined, changed and left. No sockets here.
+
+    key    /kvrelay/workers/{role}/{worker_id}, under the worker's lease
+    value  its WorkerRecord as JSON
+
+Keys and values of strangers are counted and ignored. A worker whose key is missing after a time in which etcd was not heard
+stays a member for `grace_s`: if etcd lost its data, the workers register again within that time, and their requests go on.
+Whoever really died meanwhile is noticed by the link to it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from kvrelay.discovery.base import Loss, OnChanged, OnJoined, OnLeft
+from kvrelay.discovery.etcd_gateway import Event, KeyValue
+from kvrelay.discovery.records import MAX_WORKERS, check_record
+from kvrelay.errors import ProtocolError
+from kvrelay.log import Log
+from kvrelay.states import WorkerState
+from kvrelay.wire.registry import WorkerRecord
+
+log = Log("discovery")
+
+PREFIX = b"/kvrelay/workers/"
+PREFIX_END = b"/kvrelay/workers0"  # "0" comes after "/"
+
+
+def key_of(record: WorkerRecord) -> bytes:
+    return PREFIX + f"{record.role.value}/{record.id}".encode()
+
+
+def value_of(record: WorkerRecord) -> bytes:
+    return msgspec.json.encode(record)
+
+
+def read_record(pair: KeyValue) -> WorkerRecord:
+    """Raises ProtocolError."""
+    try:
+        record = msgspec.json.decode(pair.value, type=WorkerRecord)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise ProtocolError(f"the value is no worker's record: {error}") from error
+    check_record(record)
+    if pair.key != key_of(record):
+        raise ProtocolError(f"the record of {record.id} is under a key that is not its own")
+    return record
+
+
+class EtcdMembers:
+    """Follows one etcd through `replace_all` (a snapshot) and `apply` (the watch). The callbacks are told of differences."""
+
+    def __init__(
+        self,
+        on_joined: OnJoined,
+        on_changed: OnChanged,
+        on_left: OnLeft,
+        *,
+        grace_s: float,
+        on_malformed: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.revision = 0  # of etcd's store, up to which everything was told
+        self._on_joined, self._on_changed, self._on_left = on_joined, on_changed, on_left
+        self._on_malformed = on_malformed
+        self._grace_s = grace_s
+        self._clock = clock
+        self._members: dict[bytes, WorkerRecord] = {}
+        self._ignored: set[bytes] = set()  # keys in etcd that are no member's
+        self._missing: dict[bytes, float] = {}  # members whose keys were not in etcd: until when they may come back
+
+    def replace_all(self, pairs: Iterable[KeyValue], revision: int) -> None:
+        """etcd holds exactly these."""
+        found = {pair.key: pair for pair in pairs}
+        self._ignored &= found.keys()
+        for key, record in list(self._members.items()):
+            if key not in found:
+                self._miss(key, record)  # also those missed before: etcd was away again, and they could not come back
+        for pair in found.values():
+            self._put(pair)
+        self.revision = revision
+
+    def apply(self, events: Iterable[Event]) -> None:
+        """In etcd's order."""
+        for event in events:
+            if event.type == "DELETE":
+                self._delete(event.kv.key)
+            else:
+                self._put(event.kv)
+            self.revision = max(self.revision, event.kv.mod_revision)
+
+    def agrees(self, count: int, newest_revision: int) -> bool:
+        """Whether etcd, which has so many keys, the newest of that revision, has told us all of it."""
+        return count == len(self._members) - len(self._missing) + len(self._ignored) and newest_revision <= self.revision
+
+    def expire(self) -> None:
+        """Gives up on missing members whose time is over."""
+        now = self._clock()
+        for key in [key for key, until in self._missing.items() if until <= now]:
+            self._leave(key)
+
+    def _put(self, pair: KeyValue) -> None:
+        known = self._members.get(pair.key)
+        try:
+            record = read_record(pair)
+            if known is None and len(self._members) >= MAX_WORKERS:
+                raise ProtocolError(f"there are already {MAX_WORKERS} workers")
+        except ProtocolError as error:
+            self._refuse(pair.key, error, known)
+            return
+        self._missing.pop(pair.key, None)
+        self._ignored.discard(pair.key)
+        self._members[pair.key] = record
+        if known is None:
+            self._on_joined(record)
+        elif known != record:
+            self._on_changed(record)
+
+    def _refuse(self, key: bytes, error: ProtocolError, known: WorkerRecord | None) -> None:
+        """A member whose key now holds nonsense stays what it was."""
+        self._on_malformed()
+        if known is not None:
+            self._missing.pop(key, None)
+        if known is not None or key not in self._ignored:
+            log.seldom("ignored in etcd", key=key[:120], reason=error)
+        if known is None:
+            self._ignored.add(key)
+
+    def _delete(self, key: bytes) -> None:
+        self._ignored.discard(key)
+        if key in self._members:
+            self._leave(key)
+
+    def _miss(self, key: bytes, record: WorkerRecord) -> None:
+        if record.state is WorkerState.DRAINING:
+            self._leave(key)
+        else:
+            self._missing[key] = self._clock() + self._grace_s
+
+    def _leave(self, key: bytes) -> None:
+        """A worker that goes in order is DRAINING before its key goes; a lease that ended looks the same but for that."""
+        record = self._members.pop(key)
+        self._missing.pop(key, None)
+        self._on_left(record.id, Loss.LEFT if record.state is WorkerState.DRAINING else Loss.EXPIRED)

@@ -1,0 +1,96 @@
+"""Keeps the prefix index in step with the workers: one subscription for each that publishes events.
+
+joined(record)    subscribe; the index fills
+left(worker)      the subscription ends, and the index forgets the worker
+
+Where a context index is to be told what is gone, the eviction sync hears the same, each time after the prefix index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvrelay.errors import ProtocolError
+from kvrelay.events.eviction_sync import EvictionSyncAdapter
+from kvrelay.events.subscriber import EventSubscriber
+from kvrelay.ids import WorkerId
+from kvrelay.log import Log
+from kvrelay.metrics import Metrics
+from kvrelay.router.prefix_index import PrefixIndex
+from kvrelay.wire.events import LifeEvent
+from kvrelay.wire.registry import WorkerRecord
+
+log = Log("router")
+
+
+class EventFeed:
+    """Owns the subscriptions. Everything runs on the event loop's thread."""
+
+    def __init__(self, index: PrefixIndex, metrics: Metrics, sync: EvictionSyncAdapter | None = None) -> None:
+        self._index = index
+        self._sync = sync
+        self._metrics = metrics
+        self._subscribers: dict[WorkerId, EventSubscriber] = {}
+        metrics.prefix_index_blocks.set_function(lambda: len(index))
+
+    def joined(self, record: WorkerRecord) -> None:
+        """Harmless if the worker publishes nothing, or is known."""
+        if not record.events_address or not record.replay_address or record.id in self._subscribers:
+            return
+        try:
+            self._subscribers[record.id] = EventSubscriber(record.id, record.events_address, record.replay_address, self)
+        except ProtocolError as error:
+            self.malformed(record.id, str(error))
+
+    def left(self, worker_id: WorkerId) -> None:
+        subscriber = self._subscribers.pop(worker_id, None)
+        if subscriber is not None:
+            subscriber.close()
+            self._index.drop(worker_id)
+            if self._sync is not None:
+                self._sync.on_worker_left(worker_id)
+
+    def close(self) -> None:
+        """The workers live on: nothing is gone but our knowledge of it."""
+        self._sync = None
+        for worker_id in list(self._subscribers):
+            self.left(worker_id)
+
+    def in_step(self, worker_id: WorkerId) -> bool:
+        """Whether all that the worker has published is in the index."""
+        subscriber = self._subscribers.get(worker_id)
+        return subscriber is not None and subscriber.in_step
+
+    # What subscribers say (EventOwner)
+
+    def stored(self, worker_id: WorkerId, hashes: Iterable[bytes]) -> None:
+        self._index.add(worker_id, hashes)
+
+    def removed(self, worker_id: WorkerId, hashes: Iterable[bytes]) -> None:
+        self._index.remove(worker_id, hashes)
+        if self._sync is not None:
+            self._sync.on_blocks_removed(hashes)
+
+    def cleared(self, worker_id: WorkerId) -> None:
+        self._index.clear(worker_id)
+        if self._sync is not None:
+            self._sync.on_cache_lost()
+
+    def lived(self, worker_id: WorkerId, event: LifeEvent) -> None:
+        pass  # what is findable has its own events
+
+    def replaced(self, worker_id: WorkerId, hashes: Iterable[bytes]) -> None:
+        self._index.replace(worker_id, hashes)
+        if self._sync is not None:
+            self._sync.on_cache_lost()
+
+    def gap(self, worker_id: WorkerId) -> None:
+        self._metrics.event_gaps.inc()
+        log.info("events of a worker were lost", worker=worker_id)
+
+    def repaired(self, worker_id: WorkerId, *, by_snapshot: bool) -> None:
+        self._metrics.event_repairs.labels("snapshot" if by_snapshot else "replay").inc()
+
+    def malformed(self, worker_id: WorkerId, reason: str) -> None:
+        self._metrics.malformed.labels("events").inc()
+        log.seldom("malformed message on the event plane", worker=worker_id, reason=reason)

@@ -1,0 +1,98 @@
+"""What becomes of a request whose worker is gone or could not go on.
+
+    judge      whose fault is an error that a worker reports: the client's, nobody's any more, or the worker's
+    Stranded   requests that lost their worker when no other was up: tried again as soon as one is, for a while
+
+A request that breaks two workers is not given to a third: it may be what breaks them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvrelay.errors import InternalError, RequestError, UnavailableError
+from kvrelay.router.peer import OpenRequest
+
+_LOOK_EVERY_S = 0.2  # room in a queue comes without any word
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RetryRules:
+    max_retries: int = 5
+    wait_s: float = 10.0  # how long a request that lost its worker waits for another
+
+
+class Verdict(enum.Enum):
+    """What an error of one leg means for its request."""
+
+    CLIENT = enum.auto()  # the request cannot be served as it is: the client is told
+    FINAL = enum.auto()  # the worker's fault, but no other would do better
+    RETRY = enum.auto()  # another worker may do better
+    IGNORE = enum.auto()  # the leg is not needed any more
+
+
+def judge(error: RequestError, *, is_last: bool, generating: bool, num_internal_errors: int) -> Verdict:
+    if not is_last and generating:
+        return Verdict.IGNORE
+    if isinstance(error, UnavailableError):
+        return Verdict.RETRY
+    if isinstance(error, InternalError):
+        return Verdict.RETRY if num_internal_errors == 0 else Verdict.FINAL
+    return Verdict.CLIENT
+
+
+class Stranded:
+    """Holds requests without a worker. On the loop that made the first of them wait."""
+
+    def __init__(
+        self,
+        wait_s: float,
+        retry: Callable[[OpenRequest], bool],
+        give_up: Callable[[OpenRequest, RequestError], None],
+    ) -> None:
+        self._wait_s = wait_s
+        self._retry = retry
+        self._give_up = give_up
+        self._waiting: dict[str, tuple[OpenRequest, RequestError, float]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, entry: OpenRequest, error: RequestError) -> None:
+        if self._wait_s <= 0.0:
+            self._give_up(entry, error)
+            return
+        loop = asyncio.get_running_loop()
+        self._waiting[entry.stream.request_id] = (entry, error, loop.time() + self._wait_s)
+        if self._timer is None:
+            self._timer = loop.call_later(_LOOK_EVERY_S, self._look)
+
+    def discard(self, entry: OpenRequest) -> None:
+        self._waiting.pop(entry.stream.request_id, None)
+
+    def try_now(self) -> None:
+        """Somebody may have come up."""
+        for request_id, (entry, _, _) in list(self._waiting.items()):
+            if request_id in self._waiting and self._retry(entry):
+                self._waiting.pop(request_id, None)
+
+    def close(self) -> None:
+        self._waiting.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _look(self) -> None:
+        self._timer = None
+        self.try_now()
+        loop = asyncio.get_running_loop()
+        for entry, error, deadline in list(self._waiting.values()):
+            if deadline <= loop.time():
+                self.discard(entry)
+                self._give_up(entry, error)
+        if self._waiting:
+            self._timer = loop.call_later(_LOOK_EVERY_S, self._look)

@@ -1,0 +1,63 @@
+"""The tie between a worker and the process that launched it: a socket pair that the worker inherits (worker/launcher.py).
+
+worker                                   launcher
+  | Becomes(role) -----------------------> |   I start again in this role: my process stays, and so does this tie
+  | Ends(reason) ------------------------> |   I cannot go on
+  | <--------------------- (end of file)   |   the launcher is gone: end
+
+One JSON object a line. The launcher reads them when the worker has ended: until then it need not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from kvrelay.states import Role
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Base of all messages of this channel."""
+
+
+class Becomes(Message, frozen=True, kw_only=True):
+    """Whoever replaces this worker should begin in this role."""
+
+    role: Role
+
+
+class Ends(Message, frozen=True, kw_only=True):
+    reason: str
+
+
+ToLauncher = Becomes | Ends
+
+_decoder: msgspec.json.Decoder[ToLauncher] = msgspec.json.Decoder(ToLauncher)
+
+
+def encode_line(message: ToLauncher) -> bytes:
+    return msgspec.json.encode(message) + b"\n"
+
+
+def decode_lines(data: bytes) -> list[ToLauncher]:
+    """What is no message, such as a last line cut short, is left out."""
+    messages: list[ToLauncher] = []
+    for line in data.splitlines():
+        try:
+            messages.append(_decoder.decode(line))
+        except msgspec.DecodeError:
+            continue
+    return messages
+
+
+def with_role(arguments: Sequence[str], role: Role) -> list[str]:
+    """A worker's command line, in another role."""
+    kept: list[str] = []
+    words = iter(arguments)
+    for word in words:
+        if word == "--role":
+            next(words, None)
+        elif not word.startswith("--role="):
+            kept.append(word)
+    return [*kept, f"--role={role.value}"]

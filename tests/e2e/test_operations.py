@@ -1,0 +1,69 @@
+"""An operator at work on a real `kvrelay serve`: a worker changes its role, crashes, and all of them are drained away."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import pytest
+from server import Server, serve
+from tiny_models import tiny_model
+
+from kvrelay import cli
+
+PATIENCE_S = 60.0
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.05)
+
+
+def complete(url: str) -> str:
+    body = {"prompt": "The quick brown fox", "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+    request = urllib.request.Request(url + "/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as response:
+        text: str = json.loads(response.read())["choices"][0]["text"]
+        return text
+
+
+def ready(server: Server, role: str) -> list[dict[str, Any]]:
+    return [entry for entry in server.get("/cluster")["workers"] if (entry["role"], entry["state"]) == (role, "ready")]
+
+
+def test_roles_change_crashes_are_repaired_and_drained_workers_stay_away(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--prefill", "1", "--decode", "2", "--max-batch", "8", "--kv-blocks", "64", "--local-prefill-tokens", "0")
+    with serve(str(tiny_model("llama")), *options) as server:
+        before = complete(server.url)
+        worker = ready(server, "decode")[0]
+        assert cli.main(["role", worker["id"], "prefill", "--url", server.url]) == 0
+        (back,) = [entry for entry in ready(server, "prefill") if entry["pid"] == worker["pid"]]
+        assert capsys.readouterr().out == f"{worker['id']} is back as {back['id']}\n"
+        assert [complete(server.url) for _ in range(2)] == [before] * 2
+
+        os.kill(back["pid"], signal.SIGKILL)
+        until(lambda: back["id"] not in [entry["id"] for entry in server.get("/cluster")["workers"]])
+        until(lambda: len(ready(server, "prefill")) == 2)  # the crashed one is replaced in the role it had last
+        assert complete(server.url) == before
+        server.idle_workers()
+
+        for entry in server.get("/cluster")["workers"]:
+            assert cli.main(["drain", entry["id"], "--url", server.url]) == 0
+        assert "no request can be served without it" in capsys.readouterr().err
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            complete(server.url)
+        assert refused.value.code == 503
+        until(lambda: not psutil.Process(server.process.pid).children())
+        assert server.process.poll() is None
+        assert server.get("/cluster")["workers"] == []
+        server.stop()
+        assert server.process.returncode == 0

@@ -1,0 +1,173 @@
+"""A cluster of real processes that a test can hurt: one router, and workers that are started, killed, stopped and drained.
+
+    with ProcessCluster(model, folder) as cluster:
+        worker = cluster.add("decode")
+        cluster.until_ready(1)
+
+Every process writes its log to a file of its own in `folder`. Leaving the block ends all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+START_LIMIT_S = 90.0
+_YIELDING = 10  # a niceness
+_READY = re.compile(r"kvrelay ready on http://([^:]+):(\d+).*register at (tcp://\S+?)\)")
+
+
+class WorkerProcess:
+    """One `kvrelay worker`. Its process keeps its id when it comes back as a new worker."""
+
+    def __init__(self, role: str, process: subprocess.Popen[bytes], log: pathlib.Path) -> None:
+        self.role = role
+        self.process = process
+        self.log = log
+        self.stopped = False
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def signal(self, number: signal.Signals) -> None:
+        if self.alive:
+            self.process.send_signal(number)
+        self.stopped = number is signal.SIGSTOP or (self.stopped and number is not signal.SIGCONT)
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+        self.process.wait(START_LIMIT_S)
+
+    def yield_to_others(self, *, yields: bool) -> None:
+        """On a machine with few cores, workers that serve would starve those that start. Taking it back needs rights."""
+        with contextlib.suppress(PermissionError, ProcessLookupError):
+            os.setpriority(os.PRIO_PGRP, self.pid, _YIELDING if yields else 0)
+
+
+class ProcessCluster:
+    """Owns the processes."""
+
+    def __init__(
+        self,
+        model: str,
+        folder: pathlib.Path,
+        *,
+        lease_s: float = 1.0,
+        router_flags: Sequence[str] = (),
+        worker_flags: Sequence[str] = (),
+    ) -> None:
+        self._model = model
+        self._folder = folder
+        self._lease = ("--lease-s", str(lease_s))
+        self._worker_flags = worker_flags
+        self.workers: list[WorkerProcess] = []
+        self._count = 0
+        self.router_log = folder / "router.log"
+        flags = ("--port", "0", "--registry-listen", "tcp://127.0.0.1:*", *self._lease, *router_flags)
+        with self.router_log.open("wb") as log:
+            self.router = subprocess.Popen(
+                _command("router", model, *flags), stdout=subprocess.PIPE, stderr=log, env=_environment()
+            )
+        assert self.router.stdout is not None
+        line = self.router.stdout.readline().decode()
+        found = _READY.search(line)
+        if found is None:
+            self.close()
+            raise AssertionError(f"the router did not come up: {line!r}\n{self.router_log.read_text()[-2000:]}")
+        self.host, self.port, self.registry = found[1], int(found[2]), found[3]
+        self.url = f"http://{self.host}:{self.port}"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def add(self, role: str) -> WorkerProcess:
+        self._count += 1
+        path = self._folder / f"{self._count:03d}-{role}.log"
+        flags = ("--role", role, "--registry", self.registry, *self._lease, *self._worker_flags)
+        with path.open("wb") as log:
+            process = subprocess.Popen(
+                _command("worker", self._model, *flags), stdout=log, stderr=log, env=_environment(), process_group=0
+            )
+        worker = WorkerProcess(role, process, path)
+        self.workers.append(worker)
+        return worker
+
+    def reap(self) -> None:
+        """Forgets workers that have ended."""
+        self.workers = [worker for worker in self.workers if worker.alive]
+
+    def get(self, path: str, timeout_s: float = 10.0) -> Any:
+        with urllib.request.urlopen(self.url + path, timeout=timeout_s) as response:
+            return json.loads(response.read())
+
+    def post(self, path: str, body: dict[str, Any], timeout_s: float = 60.0) -> Any:
+        request = urllib.request.Request(self.url + path, json.dumps(body).encode(), {"content-type": "application/json"})
+        with urllib.request.urlopen(request, timeout=timeout_s) as response:
+            return json.loads(response.read())
+
+    def shown(self) -> list[dict[str, Any]]:
+        """The workers of GET /cluster."""
+        workers: list[dict[str, Any]] = self.get("/cluster")["workers"]
+        return workers
+
+    def until_ready(self, count: int, patience_s: float = START_LIMIT_S) -> None:
+        self.until(lambda: sum(entry["state"] == "ready" for entry in self.shown()) >= count, patience_s)
+
+    def until(self, condition: Callable[[], bool], patience_s: float = START_LIMIT_S) -> None:
+        deadline = time.monotonic() + patience_s
+        while not condition():
+            if time.monotonic() > deadline:
+                raise AssertionError(f"waited in vain; the cluster says {self.shown()}\n{self.logs()}")
+            assert self.router.poll() is None, f"the router has ended\n{self.logs()}"
+            time.sleep(0.05)
+
+    def logs(self, lines: int = 12) -> str:
+        """The end of every log."""
+        parts = []
+        for path in sorted(self._folder.glob("*.log")):
+            tail = path.read_text(errors="replace").splitlines()[-lines:]
+            parts.append("\n".join([f"--- {path.name}", *tail]))
+        return "\n".join(parts)
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.signal(signal.SIGKILL)
+        self.router.terminate()
+        try:
+            self.router.wait(15)
+        except subprocess.TimeoutExpired:
+            self.router.kill()
+            self.router.wait(15)
+        if self.router.stdout is not None:
+            self.router.stdout.close()
+        for worker in self.workers:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                worker.process.wait(15)
+
+
+def _command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "kvrelay", *arguments]
+
+
+def _environment() -> dict[str, str]:
+    """One thread for each worker's arithmetic: a tiny model gains nothing from more, and a test machine has few cores."""
+    return {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -1,0 +1,258 @@
+"""Where a request goes: which workers, with or without a prefill worker, by what is cached, and by session."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from registry_records import make_record
+
+from kvrelay.errors import QueueFullError, UnavailableError
+from kvrelay.hashing import extend_hashes, root_hash
+from kvrelay.ids import WorkerId, new_worker_id
+from kvrelay.metrics import Metrics
+from kvrelay.router.backend import GenerateRequest
+from kvrelay.router.plan import Planner
+from kvrelay.router.policy import PolicyName
+from kvrelay.router.prefix_index import PrefixIndex
+from kvrelay.sampling import SamplingParams
+from kvrelay.states import Role
+from kvrelay.wire.registry import WorkerRecord
+
+PROMPT = list(range(1000, 1200))  # 200 tokens: 12 full blocks of 16 before the last token
+
+
+@dataclass
+class Breaker:
+    passes: bool = True
+
+
+class Worker:
+    """As much of a peer as a planner looks at."""
+
+    def __init__(self, role: Role, block_size: int = 16) -> None:
+        self.id: WorkerId = new_worker_id(role.value)
+        self.record: WorkerRecord = make_record(
+            id=self.id, role=role, block_size=block_size, events_address="tcp://127.0.0.1:1", fingerprint="model"
+        )
+        self.has_room = True
+        self.load_tokens = 0
+        self.breaker = Breaker()
+
+
+class World:
+    def __init__(self, policy: PolicyName, *workers: Worker, local_prefill_tokens: int = 64) -> None:
+        self.index = PrefixIndex()
+        self.metrics = Metrics()
+        index = self.index if policy == "prefix_aware" else None
+        self.planner = Planner(policy, local_prefill_tokens, self.metrics, index)
+        self.planner.use(workers)  # type: ignore[arg-type]
+
+    def cache(self, worker: Worker, tokens: list[int], salt: str = "") -> None:
+        hashes: list[bytes] = []
+        size = worker.record.block_size
+        extend_hashes(hashes, root_hash("model", salt), tokens, size, len(tokens) // size)
+        self.index.add(worker.id, hashes)
+
+    def plan(self, prompt: list[int] = PROMPT, *, avoid: set[str] = frozenset(), **fields: Any) -> tuple[Any, Any]:  # type: ignore[assignment]
+        params = fields.pop("params", SamplingParams(max_tokens=50))
+        request = GenerateRequest(external_id="x", prompt=prompt, params=params, **fields)
+        plan = self.planner.plan(request, frozenset(avoid))
+        return plan.prefill, plan.decode
+
+
+def split(policy: PolicyName = "prefix_aware", **options: Any) -> tuple[World, list[Worker], list[Worker]]:
+    prefills = [Worker(Role.PREFILL) for _ in range(2)]
+    decodes = [Worker(Role.DECODE) for _ in range(2)]
+    return World(policy, *prefills, *decodes, **options), prefills, decodes
+
+
+# Conditional disaggregation
+
+
+@pytest.mark.parametrize(
+    ("num_cached", "num_tokens", "local"),
+    [
+        (0, 64, True),  # a short prompt
+        (0, 65, False),
+        (128, 192, True),  # 64 tokens are left
+        (128, 193, False),
+        (192, 200, True),
+        (192, 192, True),  # all of it: the last block is computed again for its logits
+    ],
+)
+def test_a_decode_worker_computes_what_little_it_lacks(num_cached: int, num_tokens: int, local: bool) -> None:
+    world, _, decodes = split()
+    prompt = PROMPT[:num_tokens]
+    world.cache(decodes[1], prompt[:num_cached])
+    for _ in range(3):
+        prefill, decode = world.plan(prompt)
+        assert (prefill is None) == local
+        assert num_cached == 0 or decode is decodes[1]
+
+
+def test_without_an_index_only_the_length_counts() -> None:
+    world, _, decodes = split("least_loaded")
+    world.cache(decodes[0], PROMPT)
+    assert world.plan()[0] is not None
+    assert world.plan(PROMPT[:64])[0] is None
+
+
+def test_without_a_prefill_worker_the_decode_worker_does_it() -> None:
+    world, prefills, decodes = split()
+    world.planner.use(decodes)  # type: ignore[arg-type]
+    assert world.plan()[0] is None
+    world.planner.use([*prefills, *decodes])  # type: ignore[list-item]
+    for prefill in prefills:
+        prefill.breaker.passes = False
+    assert world.plan()[0] is None
+    prefills[1].breaker.passes = True
+    assert all(world.plan()[0] is prefills[1] for _ in range(3))
+
+
+def test_one_token_is_the_prefill_workers_alone() -> None:
+    world, prefills, _ = split()
+    prefill, decode = world.plan(params=SamplingParams(max_tokens=1))
+    assert prefill is None
+    assert decode in prefills
+
+
+# By cache
+
+
+def test_both_choices_follow_the_cache() -> None:
+    world, prefills, decodes = split(local_prefill_tokens=0)
+    world.cache(prefills[1], PROMPT[:96])
+    world.cache(decodes[0], PROMPT[:32])
+    assert all(world.plan() == (prefills[1], decodes[0]) for _ in range(4))
+    counted = {
+        sample.labels["role"]: sample.value
+        for metric in world.metrics.routed_cached_tokens.collect()
+        for sample in metric.samples
+    }
+    assert counted["prefill"] == 4 * 96
+    assert counted["decode"] == 4 * 32
+
+
+def test_a_busy_worker_is_passed_over_though_it_has_the_cache() -> None:
+    world, prefills, _ = split()
+    world.cache(prefills[1], PROMPT)
+    prefills[1].load_tokens = 5000
+    assert world.plan()[0] is prefills[0]
+
+
+def test_another_salt_shares_nothing() -> None:
+    world, _, decodes = split()
+    world.cache(decodes[1], PROMPT, salt="tenant")
+    assert world.plan(cache_salt="tenant") == (None, decodes[1])
+    assert world.plan()[0] is not None
+
+
+def test_prompt_logprobs_need_every_token_computed() -> None:
+    world, _, decodes = split()
+    world.cache(decodes[1], PROMPT)
+    assert world.plan(params=SamplingParams(max_tokens=5, prompt_logprobs=0))[0] is not None
+
+
+def test_workers_of_different_block_sizes_are_each_looked_up_in_their_own() -> None:
+    prefill, decode, other = Worker(Role.PREFILL, 16), Worker(Role.DECODE, 32), Worker(Role.DECODE, 32)
+    world = World("prefix_aware", prefill, other, decode)
+    world.cache(prefill, PROMPT)
+    world.cache(decode, PROMPT[:128])
+    assert world.planner.cached_tokens(GenerateRequest(external_id="", prompt=PROMPT, params=SamplingParams())) == {
+        prefill.id: 192,
+        decode.id: 128,
+    }
+
+
+def test_long_prompts_are_looked_up_to_their_end() -> None:
+    worker, other = Worker(Role.WHOLE), Worker(Role.WHOLE)
+    world = World("prefix_aware", worker, other)
+    prompt = [number % 977 for number in range(10_000)]
+    world.cache(worker, prompt)
+    world.cache(other, prompt[:4096])
+    request = GenerateRequest(external_id="", prompt=prompt, params=SamplingParams())
+    assert world.planner.cached_tokens(request) == {worker.id: 9_984, other.id: 4096}
+
+
+@pytest.mark.parametrize("prompt", [[], [1], list(range(15)), list(range(16))])
+def test_prompts_of_less_than_a_block_are_cached_nowhere(prompt: list[int]) -> None:
+    world, _, decodes = split()
+    world.cache(decodes[0], PROMPT)
+    assert world.plan(prompt)[0] is None
+
+
+def test_a_token_that_cannot_be_is_left_to_the_worker_to_refuse() -> None:
+    world, _, decodes = split()
+    world.cache(decodes[0], PROMPT)
+    assert world.plan([*PROMPT[:100], 2**40, *PROMPT])[1] in decodes
+
+
+# Who is able
+
+
+def test_full_workers_are_not_chosen() -> None:
+    world, prefills, decodes = split()
+    decodes[0].has_room = prefills[0].has_room = False
+    assert all(world.plan() == (prefills[1], decodes[1]) for _ in range(3))
+    prefills[1].has_room = False
+    with pytest.raises(QueueFullError, match="prefill"):
+        world.plan()
+    decodes[1].has_room = False
+    with pytest.raises(QueueFullError, match="decode"):
+        world.plan()
+    with pytest.raises(UnavailableError):
+        World("prefix_aware", *prefills).plan()
+
+
+def test_avoided_workers_are_chosen_only_if_nobody_else_can_be() -> None:
+    world, prefills, decodes = split()
+    world.cache(decodes[0], PROMPT[:32])
+    avoid: set[str] = {decodes[0].id, prefills[1].id}
+    assert all(world.plan(avoid=avoid) == (prefills[0], decodes[1]) for _ in range(3))
+    assert world.plan(avoid={*avoid, prefills[0].id}) == (None, decodes[1])
+    prefill, decode = world.plan(avoid={decodes[0].id, decodes[1].id})
+    assert prefill in prefills
+    assert decode is decodes[0]  # its cache still counts
+    whole = Worker(Role.WHOLE)
+    assert World("prefix_aware", whole).plan(avoid={whole.id}) == (None, whole)
+
+
+def test_a_worker_whose_breaker_is_open_is_passed_over_if_there_is_another() -> None:
+    world, _, decodes = split()
+    world.cache(decodes[0], PROMPT[:32])
+    decodes[0].breaker.passes = False
+    assert all(world.plan()[1] is decodes[1] for _ in range(4))
+    decodes[1].breaker.passes = False
+    assert world.plan()[1] is decodes[0]
+
+
+# Sessions
+
+
+@pytest.mark.parametrize("policy", ["round_robin", "least_loaded", "prefix_aware"])
+def test_a_session_stays_with_its_workers(policy: PolicyName) -> None:
+    world, prefills, decodes = split(policy)
+    first = world.plan(session="chat 1")
+    for _ in range(5):
+        assert world.plan(session="chat 1") == first
+        world.plan(session="chat 2")
+        world.plan()
+    prefill, decode = first
+    decode.load_tokens = 50_000
+    moved = world.plan(session="chat 1")
+    assert moved[1] is not decode
+    decode.load_tokens = 0
+    assert world.plan(session="chat 1") == moved  # there it is at home now
+    assert world.plan(session="chat 1", avoid={moved[1].id})[1] is decode
+    world.planner.use([peer for peer in [*prefills, *decodes] if peer is not prefill])  # type: ignore[misc]
+    assert world.plan(session="chat 1")[0] is not prefill
+
+
+def test_sessions_are_forgotten_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvrelay.router.plan._MAX_SESSIONS", 8)
+    world, _, _ = split()
+    for number in range(100):
+        world.plan(session=f"chat {number}")
+    assert len(world.planner._sessions._workers) == 8
