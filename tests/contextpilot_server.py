@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import os
 import pathlib
 import signal
 import socket
@@ -25,6 +26,15 @@ from kvrelay.config import read_environment
 CONSTRAINTS = pathlib.Path(__file__).with_name("contextpilot-constraints.txt")
 NEEDED = ("fastapi", "uvicorn", "aiohttp", "numpy", "scipy")  # of what it requires, all that its index server imports
 START_LIMIT_S = 60.0
+
+# The server builds its index with a pool of forked processes and ends them by SIGTERM. They inherit uvicorn's handler of that
+# signal, which does not end them: now and then, on a busy machine often, /reorder then waits for ever. So they get the default
+# one back.
+LAUNCHER = """
+import os, runpy, signal
+os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+runpy.run_module("contextpilot.server.http_server", run_name="__main__", alter_sys=True)
+"""
 
 
 def environment_folder() -> pathlib.Path:
@@ -70,8 +80,8 @@ class ContextPilotServer:
         assert self._process is None
         options = {"host": "127.0.0.1", "port": str(self.port), "infer-api-url": self._infer_url}
         flags = [text for name, value in options.items() for text in (f"--{name}", value)]
-        command = [str(self._python), "-m", "contextpilot.server.http_server", *flags]
-        self._process = subprocess.Popen(command, stdout=self._output, stderr=subprocess.STDOUT)
+        command = [str(self._python), "-c", LAUNCHER, *flags]
+        self._process = subprocess.Popen(command, stdout=self._output, stderr=subprocess.STDOUT, process_group=0)
         deadline = time.monotonic() + START_LIMIT_S
         while not self._answers():
             assert self._process.poll() is None, f"ContextPilot ended: {self.output()}"
@@ -82,8 +92,7 @@ class ContextPilotServer:
         """Harmless if it does not run."""
         process, self._process = self._process, None
         if process is not None:
-            process.send_signal(signal.SIGCONT)
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
     def pause(self) -> None:

@@ -17,12 +17,20 @@ import time
 from collections.abc import Iterable
 from typing import Protocol
 
-from kvrelay.errors import DeadlineError, InternalError, QueueFullError, RequestError, UnavailableError, request_error
+from kvrelay.errors import (
+    DeadlineError,
+    HandOverError,
+    InternalError,
+    QueueFullError,
+    RequestError,
+    UnavailableError,
+    request_error,
+)
 from kvrelay.ids import RequestId, WorkerId, new_request_id, new_transfer_id
 from kvrelay.log import Log
 from kvrelay.metrics import Metrics
 from kvrelay.router.backend import GenerateRequest
-from kvrelay.router.failover import RetryRules, Stranded, Verdict, judge
+from kvrelay.router.failover import Estranged, RetryRules, Stranded, Verdict, judge
 from kvrelay.router.peer import Leg, OpenRequest, Peer
 from kvrelay.router.plan import Mode, Plan, Planner
 from kvrelay.router.policy import CompletionRate, tokens_of
@@ -67,6 +75,7 @@ class Dispatcher:
         self._metrics = metrics
         self._open: dict[RequestId, OpenRequest] = {}
         self._stranded = Stranded(self._rules.wait_s, self._retry, self._give_up)
+        self._estranged = Estranged()
         self._rate = CompletionRate()
         self.usable: list[Peer] = []
 
@@ -91,7 +100,7 @@ class Dispatcher:
         """`excuse` says why there is no usable peer, if there is none."""
         plan = self._first_plan(request, excuse)
         stream = RequestStream(new_request_id(), request.params.n, self, prefill=_prefill_name(plan), decode=plan.decode.id)
-        entry = OpenRequest(request, stream, tokens_of(request))
+        entry = OpenRequest(request, stream)
         while (unreachable := self._launch(entry, plan)) is not None:
             entry.avoid.add(unreachable.id)
             plan = self._first_plan(request, excuse, frozenset(entry.avoid))
@@ -147,7 +156,8 @@ class Dispatcher:
         """Sends the request to the peers of the plan. Returns the first that cannot be reached; then none of them has it."""
         transfer = self._transfer(plan)
         first_id = entry.stream.request_id if entry.attempt == 0 else new_request_id()
-        legs = (*(Leg(peer, new_request_id()) for peer in plan.peers[:-1]), Leg(plan.decode, first_id))
+        last = Leg(plan.decode, first_id, tokens_of(entry.request))
+        legs = (last,) if plan.prefill is None else (Leg(plan.prefill, new_request_id(), plan.prefill_tokens), last)
         resume = self._resume(entry, plan)
         for leg in legs:
             if not leg.peer.link.send(_submit_message(leg.request_id, entry, transfer, resume)):
@@ -189,7 +199,7 @@ class Dispatcher:
             self._metrics.rejected.labels("unavailable").inc()
             raise UnavailableError(excuse, code="no_worker")
         try:
-            return self._planner.plan(request, avoid)
+            return self._estranged.mend(self._planner.plan(request, avoid))
         except QueueFullError as error:
             self._metrics.rejected.labels("queue_full").inc()
             retry_after_s = self._rate.retry_after_s(len(self._open), time.monotonic())
@@ -222,7 +232,10 @@ class Dispatcher:
 
     def _blame(self, entry: OpenRequest, peer: Peer, error: RequestError) -> None:
         """A hand-over that failed is its producer's fault, as far as anybody can tell."""
-        blamed = entry.legs[0].peer if len(entry.legs) > 1 and error.kind == "hand_over_error" else peer
+        blamed = peer
+        if len(entry.legs) > 1 and isinstance(error, HandOverError):
+            blamed = entry.legs[0].peer
+            self._estranged.add(blamed, peer)
         blamed.breaker.failed()
         entry.avoid.add(blamed.id)
 
@@ -262,6 +275,7 @@ class Dispatcher:
     def _one_leg_if_needed(self, entry: OpenRequest, plan: Plan) -> Plan:
         """Samples that have come to different places, and prompts whose only prefill worker has failed, are computed by the
         worker that generates."""
+        plan = self._estranged.mend(plan)
         if plan.prefill is None:
             return plan
         has_tokens = entry.request.params.n > 1 and any(sample.tokens for sample in entry.stream.resume())

@@ -26,6 +26,7 @@ class Leg:
 
     peer: Peer
     request_id: RequestId
+    num_tokens: int  # what the policy counts for it
 
 
 @dataclass(slots=True)
@@ -34,7 +35,6 @@ class OpenRequest:
 
     request: GenerateRequest
     stream: RequestStream
-    num_tokens: int  # what the policy counts for it
     legs: tuple[Leg, ...] = ()  # empty while it waits for a worker
     generating: bool = False  # the last leg has given an output, so it needs nobody else any more
     attempt: int = 0  # how often it was sent before
@@ -109,13 +109,13 @@ class Peer:
     def add(self, leg: Leg, entry: OpenRequest) -> None:
         self.breaker.sent()
         self.open[leg.request_id] = entry
-        self.num_tokens_in_flight += entry.num_tokens
+        self.num_tokens_in_flight += leg.num_tokens
         self._reckon()
 
     def remove(self, leg: Leg, entry: OpenRequest) -> None:
         """Harmless if the leg has ended before."""
         if self.open.pop(leg.request_id, None) is not None:
-            self.num_tokens_in_flight -= entry.num_tokens
+            self.num_tokens_in_flight -= leg.num_tokens
             self._reckon()
 
     def _reckon(self) -> None:
