@@ -27,12 +27,22 @@ CONSTRAINTS = pathlib.Path(__file__).with_name("contextpilot-constraints.txt")
 NEEDED = ("fastapi", "uvicorn", "aiohttp", "numpy", "scipy")  # of what it requires, all that its index server imports
 START_LIMIT_S = 60.0
 
-# The server builds its index with a pool of forked processes and ends them by SIGTERM. They inherit uvicorn's handler of that
-# signal, which does not end them: now and then, on a busy machine often, /reorder then waits for ever. So they get the default
-# one back.
+# The server builds its index with a pool of forked processes and ends them by SIGTERM. One that it catches while it is still
+# being forked has uvicorn's handler of that signal, and forgets it: then /reorder waits for ever, on a busy machine often. So
+# the signal has to wait until the child can die of it.
 LAUNCHER = """
 import os, runpy, signal
-os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+
+def mask(how):
+    signal.pthread_sigmask(how, [signal.SIGTERM])
+
+def after_in_child():
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    mask(signal.SIG_UNBLOCK)
+
+os.register_at_fork(
+    before=lambda: mask(signal.SIG_BLOCK), after_in_parent=lambda: mask(signal.SIG_UNBLOCK), after_in_child=after_in_child
+)
 runpy.run_module("contextpilot.server.http_server", run_name="__main__", alter_sys=True)
 """
 
