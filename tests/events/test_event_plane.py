@@ -265,11 +265,11 @@ async def test_an_address_that_is_none_is_refused() -> None:
 
 
 def test_kinds_of_events_of_a_later_version_are_skipped() -> None:
-    class Swapped(msgspec.Struct, frozen=True, tag=True):
+    class Migrated(msgspec.Struct, frozen=True, tag=True):
         request: str
 
     subscriber, owner = unconnected()
-    later = msgspec.Raw(msgspec.msgpack.encode(Swapped("cmpl-1")))
+    later = msgspec.Raw(msgspec.msgpack.encode(Migrated("cmpl-1")))
     for number, events in enumerate([pack_events(stored("a")), [later], [later, *pack_events(stored("b"))]]):
         batch = Events(worker_id=subscriber._worker_id, sequence=number + 1, events=events)
         subscriber._on_frames([encode(batch)])

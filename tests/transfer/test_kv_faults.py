@@ -793,7 +793,6 @@ def test_a_producer_that_cannot_be_reached_fails_the_request_soon() -> None:
 def test_a_producer_that_falls_silent_fails_the_request_within_the_lease() -> None:
     pair = Pair()
     pair.world.stopped.add(pair.producer.id)
-    pair.consumer.expect(pair.plan)
     pair.world.run(6)
     assert pair.outcomes_of_consumer == []
     pair.world.run(31)
