@@ -83,7 +83,7 @@ class ContextPilotServer:
         self._infer_url = infer_url
         self.port = port or _free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self._output = tempfile.TemporaryFile()
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as we do
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -102,8 +102,12 @@ class ContextPilotServer:
         """Harmless if it does not run."""
         process, self._process = self._process, None
         if process is not None:
-            os.killpg(process.pid, signal.SIGKILL)
+            os.killpg(process.pid, signal.SIGKILL)  # also of a stopped one, and of its pool
             process.wait()
+
+    def close(self) -> None:
+        self.stop()
+        self._output.close()
 
     def pause(self) -> None:
         assert self._process is not None
@@ -147,7 +151,7 @@ def contextpilot(python: pathlib.Path, *, infer_url: str = "http://127.0.0.1:9")
         server.start()
         yield server
     finally:
-        server.stop()
+        server.close()
 
 
 def _free_port() -> int:

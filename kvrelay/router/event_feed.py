@@ -86,9 +86,7 @@ class EventFeed:
         match event:
             case Freed():
                 handed_over = event.reason is FreeReason.HANDED_OVER
-                sync.on_kv_blocks_freed(
-                    worker_id, event.request, terminal=True, handed_over=handed_over, hashes=event.hashes
-                )
+                sync.on_kv_blocks_freed(worker_id, event.request, terminal=True, handed_over=handed_over, hashes=event.hashes)
             case FreedForNow():
                 sync.on_kv_blocks_freed(worker_id, event.request, terminal=False)
             case Swapped():

@@ -142,6 +142,8 @@ class Peer:
             "blocks": msgspec.to_builtins(load.blocks),
             "transfers": msgspec.to_builtins(load.transfers),
             "address": record.serving_address,
+            "events_address": record.events_address,
+            "replay_address": record.replay_address,
             "in_flight": len(self.open),
             "steps": load.steps,
             "preemptions": load.preemptions,

@@ -39,9 +39,7 @@ async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
     real.reorder([[-1]])  # so that there is an index
     index = ContextPilotIndex(real.url)
     always = real.listed()
-    yield World(
-        index, lambda count: real.reorder([[10 * n, 10 * n + 1] for n in range(count)]), lambda: real.listed() - always
-    )
+    yield World(index, lambda count: real.reorder([[10 * n, 10 * n + 1] for n in range(count)]), lambda: real.listed() - always)
     await index.close()
 
 

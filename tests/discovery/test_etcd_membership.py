@@ -14,11 +14,14 @@ from etcd_server import EtcdServer, etcd_server, free_port
 from etcd_tools import LEASE_S, PATIENCE_S, Etcdctl, Relay, View, register, renewed, until_renewed
 from registry_records import make_record
 
+from kvrelay.cluster_key import derive
 from kvrelay.discovery.base import Loss
 from kvrelay.discovery.etcd import EtcdRegistration
 from kvrelay.discovery.etcd_gateway import Event, KeyValue
-from kvrelay.discovery.etcd_members import PREFIX, EtcdMembers, key_of, value_of
+from kvrelay.discovery.etcd_members import PREFIX, EtcdMembers, key_of, read_record, value_of
+from kvrelay.errors import ProtocolError
 from kvrelay.ids import WorkerId
+from kvrelay.plane import keyed
 from kvrelay.states import WorkerState
 from kvrelay.wire import PROTOCOL_VERSION
 from kvrelay.wire.registry import WorkerLoad, WorkerRecord
@@ -232,3 +235,18 @@ async def test_members_equal_what_etcd_holds_after_random_changes_and_cuts(serve
             draw.choice([relay.cut, relay.mute, relay.mute_watches])()
     await view.until_members(*held.values())
     view.membership.close()
+
+
+def test_in_a_cluster_with_a_key_only_signed_records_count() -> None:
+    ours, other = derive(b"a" * 32), derive(b"b" * 32)
+    record = make_record()
+    with keyed(ours):
+        signed = KeyValue(key=key_of(record), value=value_of(record), mod_revision=1)
+        assert read_record(signed) == record
+        with keyed(other), pytest.raises(ProtocolError, match="not signed"):
+            read_record(signed)
+        for value in (msgspec.json.encode(record), b"", b" " + msgspec.json.encode(record), signed.value + b" "):
+            with pytest.raises(ProtocolError, match="not signed"):
+                read_record(KeyValue(key=key_of(record), value=value, mod_revision=1))
+    with pytest.raises(ProtocolError, match="no worker's record"):
+        read_record(signed)
