@@ -12,6 +12,7 @@ import zmq
 from registry_records import make_record
 
 from kvrelay.errors import ConfigError, ProtocolError
+from kvrelay.events import publisher as publisher_module
 from kvrelay.events import subscriber as subscriber_module
 from kvrelay.events.publisher import EventPublisher, PublisherSettings
 from kvrelay.events.subscriber import EventSubscriber
@@ -152,7 +153,8 @@ async def test_one_that_joins_after_the_ring_is_over_gets_a_snapshot(plane: Plan
     await until(lambda: b"later" in owner.hashes)
 
 
-async def test_a_long_history_of_a_small_cache_comes_as_a_snapshot(plane: Plane) -> None:
+async def test_a_long_history_of_a_small_cache_comes_as_a_snapshot(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publisher_module, "_CHEAP_REPLAY_BYTES", 2000)
     publisher = plane.publisher()
     for _ in range(200):
         publisher.publish([*stored("a"), *removed("a")])
