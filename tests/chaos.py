@@ -36,7 +36,7 @@ from tiny_models import tiny_model
 NUM_STREAMS = 32
 NUM_REQUESTS = 32
 COMPLETE_SHARE = 0.995
-LEASE_S = 1.0
+LEASE_S = 2.5  # on a busy machine with few cores, a shorter one takes workers for hung that only wait for their turn
 POPULATION = {"prefill": 2, "decode": 2}
 MOST = {"prefill": 3, "decode": 3}
 IDLE_PATIENCE_S = 45.0
@@ -186,7 +186,7 @@ class Chaos:
 
     def _stop(self, victim: WorkerProcess) -> None:
         """For a part of the lease, or for longer: then it comes back as another worker."""
-        for_s = self._rng.choice((self._rng.uniform(0.1, 0.8), self._rng.uniform(1.5, 4.0)))
+        for_s = LEASE_S * self._rng.choice((self._rng.uniform(0.05, 0.3), self._rng.uniform(1.2, 2.5)))
         self._note("stop" if for_s < LEASE_S else "hang", f"{self._name(victim)} for {for_s:.1f} s")
         victim.signal(signal.SIGSTOP)
 

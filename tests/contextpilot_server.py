@@ -80,7 +80,7 @@ class ContextPilotServer:
 
     def __init__(self, python: pathlib.Path, *, infer_url: str = "http://127.0.0.1:9", port: int = 0) -> None:
         self._python = python
-        self._infer_url = infer_url
+        self.infer_url = infer_url
         self.port = port or _free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as we do
@@ -88,7 +88,7 @@ class ContextPilotServer:
 
     def start(self) -> None:
         assert self._process is None
-        options = {"host": "127.0.0.1", "port": str(self.port), "infer-api-url": self._infer_url}
+        options = {"host": "127.0.0.1", "port": str(self.port), "infer-api-url": self.infer_url}
         flags = [text for name, value in options.items() for text in (f"--{name}", value)]
         command = [str(self._python), "-c", LAUNCHER, *flags]
         self._process = subprocess.Popen(command, stdout=self._output, stderr=subprocess.STDOUT, process_group=0)
