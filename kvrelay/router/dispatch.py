@@ -30,6 +30,7 @@ from kvrelay.ids import RequestId, WorkerId, new_request_id, new_transfer_id
 from kvrelay.log import Log
 from kvrelay.metrics import Metrics
 from kvrelay.router.backend import GenerateRequest
+from kvrelay.router.breaker import Breaker
 from kvrelay.router.failover import Estranged, RetryRules, Stranded, Verdict, judge
 from kvrelay.router.peer import Leg, OpenRequest, Peer
 from kvrelay.router.plan import Mode, Plan, Planner
@@ -131,6 +132,11 @@ class Dispatcher:
             if entry is not None:
                 peer.breaker.succeeded()
                 self._leg_ended(entry, peer)
+
+    def came_back(self, peer: Peer) -> None:
+        """Its link is open, again or for the first time: what happened before does not count."""
+        peer.breaker = Breaker()
+        self._estranged.forgive(peer.id)
 
     def lost(self, peer: Peer, reason: str) -> None:
         """The worker is gone, or has forgotten us: none of its requests gets another output from it."""

@@ -62,6 +62,10 @@ class Estranged:
         self._until = {pair: until for pair, until in self._until.items() if until > now}
         self._until[prefill.id, decode.id] = now + _ESTRANGED_S
 
+    def forgive(self, worker_id: WorkerId) -> None:
+        """It was out of reach and is back: that is what was wrong."""
+        self._until = {pair: until for pair, until in self._until.items() if worker_id not in pair}
+
     def mend(self, plan: Plan) -> Plan:
         if not self._until or plan.prefill is None:  # the usual case
             return plan
