@@ -145,6 +145,7 @@ async def test_one_that_joins_after_the_ring_is_over_gets_a_snapshot(plane: Plan
     for number in range(10):
         publisher.publish(stored(f"block {number}"))
     publisher.publish(removed("block 0"))
+    await until(lambda: publisher._sequence == 11)  # its thread has got so far
     subscriber, owner = plane.subscribe(publisher)
     await until(lambda: subscriber.in_step)
     assert (subscriber.sequence, owner.said) == (11, ["replaced"])
@@ -159,6 +160,7 @@ async def test_a_long_history_of_a_small_cache_comes_as_a_snapshot(plane: Plane,
     for _ in range(200):
         publisher.publish([*stored("a"), *removed("a")])
     publisher.publish(stored("a"))
+    await until(lambda: publisher._sequence == 201)
     subscriber, owner = plane.subscribe(publisher)
     await until(lambda: subscriber.in_step)
     assert owner.hashes == {b"a"}
