@@ -11,7 +11,7 @@ DOCUMENTS = [
     "The last runner is called the anchor.",
     "A dropped baton may be picked up by the runner who dropped it.",
 ]
-QUESTIONS = [([0, 1, 2], "How many run in a team?"), ([2, 0, 3], "Who may pick it up?"), ([1, 2, 0], "Who runs last?")]
+QUESTIONS = [([0, 1, 2], "How many run in a team?"), ([2, 0, 3], "Who may pick it up?"), ([3, 1, 2], "Who runs last?")]
 
 index = httpx.Client(base_url=sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8765", timeout=120.0)
 plan = index.post("/reorder", json={"contexts": [documents for documents, _ in QUESTIONS]}).raise_for_status().json()
@@ -24,6 +24,7 @@ for place, documents in enumerate(plan["reordered_contexts"]):
         "model": "smollm2",
         "prompt": f"{text}\nQuestion: {QUESTIONS[number][1]}\nAnswer:",
         "max_tokens": 12,
+        "temperature": 0,
         "stop": "\n",
         "request_id": plan["request_ids"][number],  # so that kvrelay can say when its KV is gone
     }

@@ -126,6 +126,7 @@ async def test_what_happened_before_a_router_listened_is_repeated_to_it(world: W
     for number in range(1, 200):
         decode.publish([stored(number), removed(number - 1)])
     decode.publish([freed("a", 199)])
+    await until(lambda: decode._sequence == 200)
     world.join(decode)
     await until(lambda: "a" in world.sync)
     decode.publish([removed(199)])
@@ -140,6 +141,7 @@ async def test_what_was_lost_for_good_ends_with_a_removal_all_the_same(world: Wo
     lost: list[CacheEvent] = [stored(1), freed("a", 1)]
     decode.publish(lost)
     decode.publish([stored(2)])
+    await until(lambda: decode._sequence == 2)
     world.sync.on_request_finished("a")
     world.join(decode)
     await world.in_step(decode)
