@@ -301,7 +301,7 @@ class Dispatcher:
     def _expired(self, entry: OpenRequest) -> None:
         self._metrics.deadlines.inc()
         _abort(entry.legs)
-        entry.stream.fail(DeadlineError(f"the request took longer than its {entry.request.timeout_s:g} s", param="timeout"))
+        entry.stream.fail(DeadlineError("the request took longer than it was given", param="timeout", code="deadline"))
 
     # What streams ask for (StreamOwner)
 
