@@ -67,6 +67,11 @@ class Connection:
         """False: the connection is down, or the worker does not keep up."""
         return self.is_up and self._data.send((frame,))
 
+    def drain(self) -> None:
+        """Hands on what has arrived."""
+        if self.is_up:
+            self._data.drain()
+
     def close(self) -> None:
         """No callback runs afterwards. What was sent just before still goes out."""
         self.is_up = False

@@ -70,6 +70,10 @@ class WorkerLink:
         """Every third of a lease: shows the worker that we live, or asks again for a link."""
         self._connection.send(self._hello if self.problem else _PING)
 
+    def drain(self) -> None:
+        """What the worker said last counts, though another socket was quicker to say that it left."""
+        self._connection.drain()
+
     def close(self) -> None:
         """Silent: the owner is not told."""
         self.problem = "closed"

@@ -165,9 +165,11 @@ class Router:
             self._refresh()
 
     def _on_left(self, worker_id: WorkerId, loss: Loss) -> None:
-        peer = self._peers.pop(worker_id, None)
+        peer = self._peers.get(worker_id)
         if peer is None:
             return
+        peer.link.drain()
+        self._peers.pop(worker_id, None)
         peer.close()
         if self._feed is not None:
             self._feed.left(worker_id)
