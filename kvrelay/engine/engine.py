@@ -174,8 +174,10 @@ class Engine:
             return True
         if self.incoming is not None and self.incoming.has_news:
             return True
-        if self.scheduler.loading or (self.swap is not None and self.swap.copies and self.scheduler.swapped):
+        if self.scheduler.loading:
             return True
+        if self.swap is not None and self.swap.copies and (self.scheduler.swapped or self._num_waiting):
+            return True  # somebody may wait for the blocks that a copy holds
         return (self.scheduler.num_waiting > 0 or bool(self.scheduler.swapped)) and not self._stalled
 
     def load(self) -> WorkerLoad:
@@ -348,7 +350,8 @@ class Engine:
 
     def _take_news(self) -> None:
         """What the transfer layer did since the last step, and which copies ended."""
-        self.scheduler.take_copied(_COPY_WAIT_S if self._stalled else 0.0)
+        if self.swap is not None:
+            self.scheduler.take_copied(_COPY_WAIT_S if self._stalled and self.requests else 0.0)
         if self.outgoing is not None and self.outgoing.has_news:
             restarts, ended = self.outgoing.poll()
             self._stalled = False

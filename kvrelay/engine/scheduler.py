@@ -93,10 +93,9 @@ class Scheduler:
         sequence.become(RequestState.FINISHED)
 
     def take_copied(self, wait_s: float) -> None:
-        """What came of copies to and from the host. If somebody waits for one, and none ended, waits up to `wait_s`."""
-        if self._swap is None:
-            return
-        news = self._swap.poll(wait_s if self.loading or self.swapped else 0.0)
+        """What came of copies to and from the host. If none ended, waits up to `wait_s` for one."""
+        assert self._swap is not None
+        news = self._swap.poll(wait_s)
         for sequence in news.restored + news.fetched:
             self.loading.remove(sequence)
             self.run_at_once(sequence)
