@@ -1,7 +1,7 @@
 """The engine of one worker: takes requests, plans steps, has them computed, and says what came of it.
 
     submit / abort / finish      between steps, by the worker
-    step                         take news (of transfers and copies) -> schedule -> launch -> collect -> commit; everything new as one message
+    step                         take news -> schedule -> launch -> collect -> commit; everything new as one message
     drain                        takes nothing new; `drained` when the last request has ended
 
 Every submitted request ends in exactly one way: each sample with a finish reason, or the whole with one Failure.
@@ -66,9 +66,7 @@ class Engine:
         self.outgoing = None if producer is None else Outgoing(producer, self.kv)
         self.incoming = None if consumer is None else Incoming(consumer, self.kv)
         self._relay = self.incoming if self.outgoing is None else self.outgoing
-        self.swap = (
-            Swap(self.kv, runner, clock=clock, timeout_s=options.swap_timeout_s) if runner.num_host_blocks else None
-        )
+        self.swap = Swap(self.kv, runner, clock=clock, timeout_s=options.swap_timeout_s) if runner.num_host_blocks else None
         self.scheduler = Scheduler(options, self.kv, self.incoming, self.outgoing, self.swap)
         if self.outgoing is not None:
             runner.on_layer(self.outgoing.layer_done)
@@ -289,7 +287,7 @@ class Engine:
         return children
 
     def _append(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
-        position = sequence.num_output_tokens
+        position = len(sequence.tokens) - sequence.num_prompt_tokens
         sequence.tokens.append(token)
         self._num_output_tokens += 1
         reason = finish_reason(sequence, self._eos_token_ids, self._max_model_len)

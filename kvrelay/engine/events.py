@@ -76,12 +76,13 @@ class EventRecorder:
     def _overflow(self) -> None:
         """Changes of the cache can be said anew. Of requests, at least the ends should be told."""
         self._overflowed = True
-        lives = [life for life in self._pending if not isinstance(life, tuple)]
+        lives: list[LifeEvent] = [life for life in self._pending if not isinstance(life, tuple)]
         if 2 * len(lives) > self._max_pending:
-            ends = [life for life in lives if isinstance(life, Freed)][-(self._max_pending // 2) :]
+            ends: list[LifeEvent] = []
+            ends += [life for life in lives if isinstance(life, Freed)][-(self._max_pending // 2) :]
             self.num_lost += len(lives) - len(ends)
             lives = ends
-        self._pending = list(lives)
+        self._pending = [*lives]
 
 
 def _only_cached(life: LifeEvent, cached: set[bytes]) -> LifeEvent:

@@ -111,11 +111,10 @@ class KVCache:
         """KV of the next `count` tokens was written."""
         if sequence.kv_state is KVState.ALLOCATED:
             sequence.kv_become(KVState.ACTIVE)
-        before = sequence.num_computed
+        before, size = sequence.num_computed, self.block_size
         sequence.num_computed = after = before + count
-        first, last = before // self.block_size, after // self.block_size
-        if last > first and self._enabled:
-            self._register(sequence, first, last)
+        if before % size + count >= size and self._enabled:
+            self._register(sequence, before // size, after // size)
 
     def register_computed(self, sequence: Sequence) -> None:
         """Its full blocks came back from the host: they can be found again."""

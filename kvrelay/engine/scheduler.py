@@ -169,10 +169,19 @@ class Scheduler:
 
     def _schedule_running(self, plan: StepPlan, budget: int) -> int:
         index, running, rows, grow, copies = 0, self.running, plan.rows, self._kv.grow, plan.copies
+        size, references = self._kv.block_size, self._kv.pool.references
         while index < len(running):  # it gets shorter when somebody is preempted
             sequence = running[index]
             computed = sequence.num_computed
             uncomputed = len(sequence.tokens) - computed
+            if uncomputed == 1:  # the usual case, without a call: it decodes, and its last block has room and is its own
+                table = sequence.block_table
+                place = computed // size
+                request = sequence.request
+                if place < len(table) and references[table[place]] == 1 and not request.num_unforked:
+                    rows.append(Row(sequence, computed, 1, 1) if request.prompt_logprobs is None else _row(sequence, 1))
+                    index += 1
+                    continue
             count = 1 if uncomputed == 1 else min(uncomputed, budget)
             if count > 0:
                 if not grow(sequence, computed + count, copies) and not self._make_room(sequence, computed + count, plan):

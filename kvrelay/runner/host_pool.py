@@ -115,7 +115,7 @@ class CudaHostPool:
         self._host = torch.empty((num_blocks, layers, two, *block), dtype=self._pool.dtype, pin_memory=True)
         self._staged = torch.empty((layers, two, _STAGED_BLOCKS, *block), dtype=self._pool.dtype, device=self._pool.device)
         self._crossing = torch.empty((_STAGED_BLOCKS, layers, two, *block), dtype=self._pool.dtype, device=self._pool.device)
-        self._stream = torch.cuda.Stream(device=self._pool.device)
+        self._stream = torch.cuda.Stream(device=self._pool.device)  # type: ignore[no-untyped-call]
         self._num_begun = 0
         self._under_way: deque[tuple[int, torch.cuda.Event]] = deque()
 
@@ -136,7 +136,7 @@ class CudaHostPool:
     def finished(self, wait_s: float) -> list[int]:
         """Tickets end in order. Waiting is for the oldest one, whose end is near: an event of CUDA knows no time-out."""
         tickets = []
-        while self._under_way and self._under_way[0][1].query():
+        while self._under_way and self._under_way[0][1].query():  # type: ignore[no-untyped-call]
             tickets.append(self._under_way.popleft()[0])
         if wait_s > 0.0 and not tickets and self._under_way:
             threading.Event().wait(min(wait_s, 0.0002))

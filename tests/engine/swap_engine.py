@@ -22,7 +22,9 @@ NEVER = 10**9
 class SwapEngine:
     """`delays` says how many steps each copy takes; more than TIMEOUT_STEPS is too long."""
 
-    def __init__(self, *, num_blocks: int = 12, host_blocks: int = 64, delays: list[int] | None = None, **options: object) -> None:
+    def __init__(
+        self, *, num_blocks: int = 12, host_blocks: int = 64, delays: list[int] | None = None, **options: object
+    ) -> None:
         self.now = 0.0
         self.delays = delays or [1]
         self._num_copies = 0
@@ -81,9 +83,9 @@ class SwapEngine:
     def until_swapped(self, request: Submit, *, saved: bool = True) -> Sequence:
         for _ in range(200):
             sequence = self.sequence(request)
-            if sequence.state is RequestState.SWAPPED and self.engine.swap is not None:
-                if not saved or self.engine.swap.is_saved(sequence):
-                    return sequence
+            swap = self.engine.swap
+            if swap is not None and sequence.state is RequestState.SWAPPED and (not saved or swap.is_saved(sequence)):
+                return sequence
             self.step()
         raise AssertionError("it was never swapped out")
 

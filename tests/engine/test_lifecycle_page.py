@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import re
 from pathlib import Path
 
@@ -33,7 +34,7 @@ def test_every_row_names_a_function_and_a_test_that_exist() -> None:
 def test_every_step_from_state_to_state_is_an_edge() -> None:
     for row in ROWS:
         states = [KVState[word] for word in re.findall(r"[A-Z]{5,}", row[1])]
-        for before, after in zip(states, states[1:], strict=False):
+        for before, after in itertools.pairwise(states):
             assert after in KV_EDGES[before], row
 
 

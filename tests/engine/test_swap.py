@@ -28,7 +28,9 @@ def pressed(**options: object) -> tuple[SwapEngine, list[Submit]]:
 def assert_as_alone(engine: SwapEngine) -> None:
     for request in engine.requests:
         params = request.params
-        expected = solo(request.prompt, n=params.n, max_tokens=params.max_tokens, temperature=params.temperature, seed=params.seed)
+        expected = solo(
+            request.prompt, n=params.n, max_tokens=params.max_tokens, temperature=params.temperature, seed=params.seed
+        )
         for sample, tokens in expected.items():
             assert engine.seen.tokens[request.request_id, sample] == tokens
 
@@ -104,7 +106,9 @@ def test_a_victim_in_prefill_resumes_its_prefill() -> None:
 def test_who_makes_room_is_chosen_by_priority_then_by_the_policy() -> None:
     for policy, expected in (("latest", 3), ("oldest", 1)):
         engine = SwapEngine(num_blocks=9, preempt=policy)
-        requests = [engine.submit([index, 1, 2], max_tokens=20, priority=priority) for index, priority in enumerate((0, 1, 1, 1))]
+        requests = [
+            engine.submit([index, 1, 2], max_tokens=20, priority=priority) for index, priority in enumerate((0, 1, 1, 1))
+        ]
         for _ in range(60):
             if engine.engine.scheduler.swapped:
                 break

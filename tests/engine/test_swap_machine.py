@@ -53,7 +53,13 @@ class SwapMachine(RuleBasedStateMachine):
         temperature, seed = float(n > 1), len(self.engine.requests)
         room = self.engine.engine.kv.pool.num_blocks * 4 - len(prompt)
         self.engine.submit(
-            prompt, n=n, max_tokens=min(max_tokens, room), temperature=temperature, seed=seed, priority=priority, cache_salt=salt
+            prompt,
+            n=n,
+            max_tokens=min(max_tokens, room),
+            temperature=temperature,
+            seed=seed,
+            priority=priority,
+            cache_salt=salt,
         )
 
     @rule(count=st.integers(1, 12))
@@ -87,7 +93,9 @@ class SwapMachine(RuleBasedStateMachine):
 
     def check_request(self, request: Submit) -> None:
         params = request.params
-        expected = solo(request.prompt, n=params.n, max_tokens=params.max_tokens, temperature=params.temperature, seed=params.seed)
+        expected = solo(
+            request.prompt, n=params.n, max_tokens=params.max_tokens, temperature=params.temperature, seed=params.seed
+        )
         for sample, tokens in expected.items():
             got = self.engine.seen.tokens.get((request.request_id, sample), [])
             assert got == tokens[: len(got)]
