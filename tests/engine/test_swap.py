@@ -322,3 +322,35 @@ def test_the_end_of_a_request_names_its_blocks_that_can_still_be_found() -> None
     assert len(ends[aborted.external_id].hashes) == 2
     kinds = {type(event) for event in engine.events}
     assert not kinds & {Swapped, FreedForNow}
+
+
+def test_kv_that_came_back_can_be_found_on_the_device_again() -> None:
+    engine, (first, second) = pressed(num_blocks=9)
+    sequence = engine.until_swapped(second)
+    while engine.engine.requests.get(first.request_id) is not None:  # it grows into the victim's blocks
+        engine.step()
+    while sequence.state is not RequestState.RUNNING:
+        engine.step()
+    num_full = sequence.num_computed // 4
+    assert num_full > 1
+    assert all(engine.engine.kv.prefixes.has(digest) for digest in sequence.hashes[:num_full])
+    engine.run()
+
+
+def test_a_block_that_was_given_away_while_it_was_copied_is_not_cached_on_the_host() -> None:
+    engine = SwapEngine(num_blocks=8, delays=[40], swap_timeout_s=100.0)
+    swap = swap_of(engine)
+    engine.submit(list(range(17)), max_tokens=2)
+    while engine.engine.has_work:
+        engine.step()
+    (copy,) = swap.copies.values()
+    assert copy.spilled
+    engine.submit([50 + index for index in range(30)], max_tokens=2)
+    while engine.engine.has_work:
+        engine.step()
+    pool = engine.engine.kv.pool
+    kept = [generation == pool.generations[block] for block, generation, _ in copy.spilled]
+    assert not all(kept)
+    engine.delays = [1]
+    engine.settle()
+    assert [slot in swap.cache for slot in copy.slots] == kept
