@@ -54,6 +54,7 @@ bench: $(DEV_STAMP) libraries ## measure engine, router and relay; results go to
 	$(BIN)/kvrelay bench engine --peer transformers --json bench/results/engine.json
 	$(BIN)/kvrelay bench router --json bench/results/router.json
 	$(BIN)/kvrelay bench relay --json bench/results/relay.json
+	$(BIN)/kvrelay bench kv --json bench/results/kv.json
 
 clean: ## remove .venv, caches and build outputs (fetched models stay in the user's cache folder)
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

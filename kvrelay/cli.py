@@ -44,6 +44,7 @@ commands:
   chat       talk to a running server in the terminal
   drain      let a worker finish what it has and leave
   role       let a worker finish what it has and come back in another role
+  events     show live what the workers' KV caches do
   bench      measure this installation
   doctor     check this machine and say what to do
   keygen     make the key that routers and workers share
@@ -248,6 +249,12 @@ def _role(argv: list[str]) -> int:
     return admin.role(argv)
 
 
+def _events(argv: list[str]) -> int:
+    from kvrelay import event_log
+
+    return event_log.run(argv)
+
+
 def _bench(argv: list[str]) -> int:
     from kvrelay.bench import main as bench
 
@@ -293,6 +300,7 @@ _COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "chat": _chat,
     "drain": _drain,
     "role": _role,
+    "events": _events,
     "bench": _bench,
     "doctor": _doctor,
     "keygen": _keygen,

@@ -9,6 +9,7 @@ connection takes both, and so the file.
 from __future__ import annotations
 
 import hashlib
+import hmac
 import os
 import pathlib
 import secrets
@@ -36,12 +37,20 @@ class ClusterKey:
     server_public: bytes = field(repr=False)
     client_secret: bytes = field(repr=False)
     client_public: bytes = field(repr=False)
+    seal: bytes = field(repr=False)  # signs what is left with a third party
+
+    def sign(self, message: bytes) -> bytes:
+        return hashlib.blake2b(message, key=self.seal, digest_size=16).hexdigest().encode()
+
+    def has_signed(self, message: bytes, signature: bytes) -> bool:
+        return hmac.compare_digest(self.sign(message), signature)
 
 
 def derive(secret: bytes) -> ClusterKey:
     assert len(secret) == _NUM_BYTES
     server, client = _pair_secret(secret, b"kvrelay server"), _pair_secret(secret, b"kvrelay client")
-    return ClusterKey(server, zmq.curve_public(server), client, zmq.curve_public(client))
+    seal = hashlib.blake2b(key=secret, digest_size=_NUM_BYTES, person=b"kvrelay seal").digest()
+    return ClusterKey(server, zmq.curve_public(server), client, zmq.curve_public(client), seal)
 
 
 def _pair_secret(secret: bytes, purpose: bytes) -> bytes:

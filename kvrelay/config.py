@@ -60,9 +60,7 @@ class EngineOptions(Options, frozen=True, kw_only=True):
     max_queue: Annotated[Positive, Meta(description="requests waiting per worker before new ones get 429")] = 512
     max_running_prefills: Annotated[Count, Meta(description="prompts computed at once; 0 is no limit but the budget")] = 0
     prefix_cache: Annotated[bool, Meta(description="reuse the KV of prompts that begin alike")] = True
-    kv_events: Annotated[bool, Meta(description="tell routers what the prefix cache holds, so that they can route by it")] = (
-        True
-    )
+    kv_events: Annotated[bool, Meta(description="tell routers what the prefix cache holds, so that they route by it")] = True
     check_invariants: Annotated[bool, Meta(description="verify every block count after every step (slow; for tests)")] = False
 
 

@@ -17,6 +17,7 @@ import functools
 import hashlib
 import struct
 import sys
+import sysconfig
 from collections.abc import Callable, Sequence
 
 from kvrelay.native import compile_and_load
@@ -28,8 +29,14 @@ _SOURCE = r"""
 #include <string.h>
 #include <sys/types.h>
 
-/* Of Python's C interface, which the process that loads this has; no header is needed. */
-extern void *PyList_GetItem(void *list, ssize_t index); /* borrowed */
+/* Of Python's C interface, which the process that loads this has; no header is needed. A list is read as it lies in memory,
+   which costs half as much as asking for each item; whoever loads this checks that it is so. */
+struct List {
+    ssize_t references;
+    void *type;
+    ssize_t size;
+    void **items;
+};
 extern long PyLong_AsLong(void *number);
 extern void *PyErr_Occurred(void);
 
@@ -71,6 +78,7 @@ static void compress(uint64_t h[8], const uint64_t m[16], uint64_t length, int l
    Returns 0, or -1 if a token is no 32-bit integer (then an exception may be set). */
 int kvrelay_hash_blocks(void *tokens, ssize_t first, ssize_t size, ssize_t count, const char *parent, char *out) {
     uint64_t m[16], h[8];
+    void **items = ((const struct List *)tokens)->items;
     uint64_t total = 16 + 4 * (uint64_t)size;
     for (ssize_t block = 0; block < count; block++, first += size, parent = out, out += 16) {
         memcpy(h, IV, sizeof h);
@@ -80,7 +88,7 @@ int kvrelay_hash_blocks(void *tokens, ssize_t first, ssize_t size, ssize_t count
         int filled = 4;
         uint64_t length = 0;
         for (ssize_t i = first; i < first + size; i++) {
-            long token = PyLong_AsLong(PyList_GetItem(tokens, i));
+            long token = PyLong_AsLong(items[i]);
             if (token != (int32_t)token || (token == -1 && PyErr_Occurred()))
                 return -1;
             if (filled == 32) { /* full, and more to come */
@@ -136,9 +144,15 @@ def prepare() -> None:
     _hash_blocks()
 
 
+def _lists_are_plain() -> bool:
+    """Whether the C code's picture of a list is this interpreter's: CPython with its lock, on a 64-bit machine."""
+    plain = sys.implementation.name == "cpython" and not sysconfig.get_config_var("Py_GIL_DISABLED")
+    return plain and sys.byteorder == "little" and sys.maxsize == 2**63 - 1
+
+
 @functools.cache
 def _hash_blocks() -> _HashBlocks:
-    library = compile_and_load("hashing", _SOURCE, ("-O3",)) if sys.byteorder == "little" else None
+    library = compile_and_load("hashing", _SOURCE, ("-O3",)) if _lists_are_plain() else None
     if library is None:
         return _hash_by_hashlib
     # PYFUNCTYPE keeps Python's lock, since the function reads a list.
@@ -153,7 +167,8 @@ def _hash_blocks() -> _HashBlocks:
             raise OverflowError("a token is no 32-bit integer")
         return out.raw
 
-    return hash_blocks
+    trial = ([1, 2, 3, 70_000], 0, 2, 2, bytes(HASH_BYTES))
+    return hash_blocks if hash_blocks(*trial) == _hash_by_hashlib(*trial) else _hash_by_hashlib
 
 
 def _hash_by_hashlib(tokens: Sequence[int], first: int, size: int, count: int, parent: bytes) -> bytes:

@@ -1,6 +1,6 @@
 """Chaos: a cluster of two prefill and two decode workers loses, gets and changes workers at random under 32 streams.
 
-    python tests/chaos.py --minutes 30 --seed 7 --report soak.json       what `make soak` runs
+    python tests/chaos.py --minutes 30 --seed 7 --report build/soak.json       what `make soak` runs
 
 Every few tenths of a second one thing happens, drawn from a seed: a worker is killed, stopped and woken later, drained by a
 signal or by the operator, or one more is started. Whoever goes is replaced. One decode worker is always left alone, so that
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import bisect
+import dataclasses
 import json
 import pathlib
 import random
@@ -35,7 +36,7 @@ from tiny_models import tiny_model
 NUM_STREAMS = 32
 NUM_REQUESTS = 32
 COMPLETE_SHARE = 0.995
-LEASE_S = 1.0
+LEASE_S = 2.5  # on a busy machine with few cores, a shorter one takes workers for hung that only wait for their turn
 POPULATION = {"prefill": 2, "decode": 2}
 MOST = {"prefill": 3, "decode": 3}
 IDLE_PATIENCE_S = 45.0
@@ -185,7 +186,7 @@ class Chaos:
 
     def _stop(self, victim: WorkerProcess) -> None:
         """For a part of the lease, or for longer: then it comes back as another worker."""
-        for_s = self._rng.choice((self._rng.uniform(0.1, 0.8), self._rng.uniform(1.5, 4.0)))
+        for_s = LEASE_S * self._rng.choice((self._rng.uniform(0.05, 0.3), self._rng.uniform(1.2, 2.5)))
         self._note("stop" if for_s < LEASE_S else "hang", f"{self._name(victim)} for {for_s:.1f} s")
         victim.signal(signal.SIGSTOP)
 
@@ -290,11 +291,12 @@ def run_chaos(
     seed: int,
     duration_s: float,
     every_s: tuple[float, float] = (0.3, 1.8),
+    mode: str = "write",
     say: Callable[[str], None] = lambda line: None,
 ) -> Report:
     """A whole run, on a cluster of its own."""
     model = tiny_model("llama")
-    flags = ("--local-prefill-tokens", "16")
+    flags = ("--local-prefill-tokens", "16", "--mode", mode)
     with ProcessCluster(str(model), folder, lease_s=LEASE_S, router_flags=flags, worker_flags=_WORKER_FLAGS) as cluster:
         for role, count in POPULATION.items():
             for _ in range(count):
@@ -313,17 +315,25 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="hurts a cluster under load, and reports what its clients saw")
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=int(time.time()))
-    parser.add_argument("--report", type=pathlib.Path, help="file for the report as JSON")
+    parser.add_argument("--mode", choices=("write", "read"), default="write", help="of the hand-over")
+    parser.add_argument("--report", type=pathlib.Path, help="file for the report as JSON; as text, with .txt, beside it")
     parser.add_argument("--logs", type=pathlib.Path, help="folder for the logs of all processes")
     arguments = parser.parse_args()
     folder = arguments.logs or pathlib.Path(tempfile.mkdtemp(prefix="kvrelay-chaos-"))
     folder.mkdir(parents=True, exist_ok=True)
     print(f"seed {arguments.seed}; logs in {folder}", flush=True)
-    report = run_chaos(folder, seed=arguments.seed, duration_s=arguments.minutes * 60, say=lambda line: print(line, flush=True))
+    report = run_chaos(
+        folder,
+        seed=arguments.seed,
+        duration_s=arguments.minutes * 60,
+        mode=arguments.mode,
+        say=lambda line: print(line, flush=True),
+    )
     print(report.as_text())
     if arguments.report is not None:
         arguments.report.parent.mkdir(parents=True, exist_ok=True)
-        arguments.report.write_text(json.dumps(report.__dict__, indent=1) + "\n")
+        arguments.report.write_text(json.dumps(dataclasses.asdict(report), indent=1) + "\n")
+        arguments.report.with_suffix(".txt").write_text(report.as_text() + "\n")
     return 1 if report.problems else 0
 
 

@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import os
 import pathlib
 import signal
 import socket
@@ -25,6 +26,25 @@ from kvrelay.config import read_environment
 CONSTRAINTS = pathlib.Path(__file__).with_name("contextpilot-constraints.txt")
 NEEDED = ("fastapi", "uvicorn", "aiohttp", "numpy", "scipy")  # of what it requires, all that its index server imports
 START_LIMIT_S = 60.0
+
+# The server builds its index with a pool of forked processes and ends them by SIGTERM. One that it catches while it is still
+# being forked has uvicorn's handler of that signal, and forgets it: then /reorder waits for ever, on a busy machine often. So
+# the signal has to wait until the child can die of it.
+LAUNCHER = """
+import os, runpy, signal
+
+def mask(how):
+    signal.pthread_sigmask(how, [signal.SIGTERM])
+
+def after_in_child():
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    mask(signal.SIG_UNBLOCK)
+
+os.register_at_fork(
+    before=lambda: mask(signal.SIG_BLOCK), after_in_parent=lambda: mask(signal.SIG_UNBLOCK), after_in_child=after_in_child
+)
+runpy.run_module("contextpilot.server.http_server", run_name="__main__", alter_sys=True)
+"""
 
 
 def environment_folder() -> pathlib.Path:
@@ -60,18 +80,18 @@ class ContextPilotServer:
 
     def __init__(self, python: pathlib.Path, *, infer_url: str = "http://127.0.0.1:9", port: int = 0) -> None:
         self._python = python
-        self._infer_url = infer_url
+        self.infer_url = infer_url
         self.port = port or _free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self._output = tempfile.TemporaryFile()
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as we do
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         assert self._process is None
-        options = {"host": "127.0.0.1", "port": str(self.port), "infer-api-url": self._infer_url}
+        options = {"host": "127.0.0.1", "port": str(self.port), "infer-api-url": self.infer_url}
         flags = [text for name, value in options.items() for text in (f"--{name}", value)]
-        command = [str(self._python), "-m", "contextpilot.server.http_server", *flags]
-        self._process = subprocess.Popen(command, stdout=self._output, stderr=subprocess.STDOUT)
+        command = [str(self._python), "-c", LAUNCHER, *flags]
+        self._process = subprocess.Popen(command, stdout=self._output, stderr=subprocess.STDOUT, process_group=0)
         deadline = time.monotonic() + START_LIMIT_S
         while not self._answers():
             assert self._process.poll() is None, f"ContextPilot ended: {self.output()}"
@@ -82,9 +102,12 @@ class ContextPilotServer:
         """Harmless if it does not run."""
         process, self._process = self._process, None
         if process is not None:
-            process.send_signal(signal.SIGCONT)
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)  # also of a stopped one, and of its pool
             process.wait()
+
+    def close(self) -> None:
+        self.stop()
+        self._output.close()
 
     def pause(self) -> None:
         assert self._process is not None
@@ -128,7 +151,7 @@ def contextpilot(python: pathlib.Path, *, infer_url: str = "http://127.0.0.1:9")
         server.start()
         yield server
     finally:
-        server.stop()
+        server.close()
 
 
 def _free_port() -> int:

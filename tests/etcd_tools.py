@@ -107,6 +107,7 @@ class Relay:
         self._server = server
         self._open: set[asyncio.StreamWriter] = set()
         self._muted: set[asyncio.StreamWriter] = set()
+        self._watches: set[asyncio.StreamWriter] = set()
         self.address = ""
 
     async def start(self) -> None:
@@ -120,11 +121,13 @@ class Relay:
             writer.close()
             return
         self._open |= {writer, far_writer}
-        await asyncio.gather(self._pump(reader, far_writer), self._pump(far_reader, writer))
+        await asyncio.gather(self._pump(reader, far_writer, writer), self._pump(far_reader, writer, writer))
 
-    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, client: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):
             while data := await reader.read(1 << 16):
+                if b"POST /v3/watch" in data:
+                    self._watches.add(client)
                 if writer not in self._muted:
                     writer.write(data)
                     await writer.drain()
@@ -134,6 +137,9 @@ class Relay:
     def mute(self) -> None:
         """Every connection of now; new ones work."""
         self._muted |= self._open
+
+    def mute_watches(self) -> None:
+        self._muted |= self._watches
 
     def cut(self) -> None:
         for writer in list(self._open):

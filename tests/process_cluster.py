@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import Any, Self
 
 START_LIMIT_S = 90.0
-_YIELDING = 10  # a niceness
+_YIELDING = 5  # a niceness
 _READY = re.compile(r"kvrelay ready on http://([^:]+):(\d+).*register at (tcp://\S+?)\)")
 
 

@@ -51,7 +51,8 @@ ALLOWED: dict[str, frozenset[str]] = {
     "offline": frozenset({"wire", "engine", "checkpoint", "text", "worker", "outputs", "cluster"}),
     "llm": frozenset({"wire", "engine", "text", "router", "outputs", "console", "cluster", "offline"}),
 }
-TOP = frozenset({"__init__", "__main__", "launch", "cli", "chat", "admin", "doctor", "probe", "bench"})  # may import everything
+# May import everything.
+TOP = frozenset({"__init__", "__main__", "launch", "cli", "chat", "admin", "event_log", "doctor", "probe", "bench"})
 
 # Folder of runner/ or engine/ that outsiders may use where only a narrow door is open: (importer, part) -> module prefixes.
 DOORS: dict[tuple[str, str], tuple[str, ...]] = {

@@ -25,6 +25,7 @@ scenarios:
   engine      decode and prefill against those limits, and against transformers (--peer transformers)
   router      what the router adds to a request and how many it carries; what its choices and a lost worker cost
   relay       what handing KV between workers costs, and what it is good for
+  kv          what KV's life costs: scheduling, preemption, a context index that is stopped
 
 `kvrelay bench SCENARIO --help` shows a scenario's options. Every figure is compared with something measured in the same
 run, because a shared machine is never the same twice; docs/benchmarks.md tells the method.
@@ -122,6 +123,22 @@ def _relay_options(parser: Parser) -> None:
     parser.add_argument("--plot", type=pathlib.Path, default=plot, metavar="FILE.svg", help=f"the picture (default {plot})")
 
 
+def _kv_options(parser: Parser) -> None:
+    from kvrelay.bench import kv
+
+    names = ",".join(kv.PARTS)
+    parser.add_argument(
+        "--only", type=kv.parse_parts, default=tuple(kv.PARTS), metavar="PARTS", help=f"some of {names} (default all)"
+    )
+    parser.add_argument(
+        "--model", default="smollm2", metavar="MODEL", help="smollm2 (default), a folder, a .gguf file, a hub id"
+    )
+    parser.add_argument("--load", choices=["auto", "dummy"], default="auto", help="dummy: random weights of the model's shape")
+    parser.add_argument("--rounds", type=positive, default=5, metavar="N", help="figures are medians over so many (default 5)")
+    profile = pathlib.Path("bench/results/kv-scheduler-profile.txt")
+    parser.add_argument("--profile", type=pathlib.Path, default=profile, metavar="FILE", help=f"a profile (default {profile})")
+
+
 def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
@@ -163,6 +180,15 @@ def _measure_relay(options: argparse.Namespace, console: Console) -> tuple[Resul
     return relay.measure(options.model, options.seconds, options.plot, console), relay.TARGETS
 
 
+def _measure_kv(options: argparse.Namespace, console: Console) -> tuple[Results, Targets]:
+    from kvrelay.bench import kv
+
+    bench = kv.KVBench(
+        model=options.model, load=options.load, rounds=options.rounds, only=options.only, profile=options.profile
+    )
+    return bench.measure(console), kv.TARGETS
+
+
 SCENARIOS = {
     "machine": Scenario("Memory bandwidth and GEMM rate of this machine.", _machine_options, _measure_machine),
     "engine": Scenario("Decode and prefill against this machine's limits.", _engine_options, _measure_engine),
@@ -172,6 +198,7 @@ SCENARIOS = {
         _measure_router,
     ),
     "relay": Scenario("What handing KV between workers costs, and what it is good for.", _relay_options, _measure_relay),
+    "kv": Scenario("What the life of a request's KV costs.", _kv_options, _measure_kv),
 }
 
 

@@ -2,7 +2,7 @@
 
     streams run -> kill -9 of the busiest decode worker -> the router finds out -> its streams go on elsewhere
                    |<------ detection ------------------->|                         |
-                   |<------ next token of each of its streams ------------------- ->|
+                   |<------ next token of each of its streams --------------------->|
 
 Afterwards, on the quiet cluster: the time of a prompt of that length that nobody has, and every stream again, undisturbed, to
 compare all its tokens with.

@@ -1,7 +1,7 @@
 """The workers that etcd listed last, and what has changed since: told as joined, changed and left. No sockets here.
 
     key    /kvrelay/workers/{role}/{worker_id}, under the worker's lease
-    value  its WorkerRecord as JSON
+    value  its WorkerRecord as JSON; in a cluster with a key, the signature and a space before it
 
 Keys and values of strangers are counted and ignored. A worker whose key is missing after a time in which etcd was not heard
 stays a member for `grace_s`: if etcd lost its data, the workers register again within that time, and their requests go on.
@@ -20,6 +20,7 @@ from kvrelay.discovery.etcd_gateway import Event, KeyValue
 from kvrelay.discovery.records import MAX_WORKERS, check_record
 from kvrelay.errors import ProtocolError
 from kvrelay.log import Log
+from kvrelay.plane import current_key
 from kvrelay.states import WorkerState
 from kvrelay.wire.registry import WorkerRecord
 
@@ -34,13 +35,25 @@ def key_of(record: WorkerRecord) -> bytes:
 
 
 def value_of(record: WorkerRecord) -> bytes:
-    return msgspec.json.encode(record)
+    value, key = msgspec.json.encode(record), current_key()
+    return value if key is None else key.sign(value) + b" " + value
+
+
+def _unsealed(value: bytes) -> bytes:
+    """Whoever can write to etcd is not thereby a worker of this cluster."""
+    key = current_key()
+    if key is None:
+        return value
+    signature, _, message = value.partition(b" ")
+    if not key.has_signed(message, signature):
+        raise ProtocolError("the record is not signed with this cluster's key")
+    return message
 
 
 def read_record(pair: KeyValue) -> WorkerRecord:
     """Raises ProtocolError."""
     try:
-        record = msgspec.json.decode(pair.value, type=WorkerRecord)
+        record = msgspec.json.decode(_unsealed(pair.value), type=WorkerRecord)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ProtocolError(f"the value is no worker's record: {error}") from error
     check_record(record)

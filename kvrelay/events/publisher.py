@@ -2,7 +2,7 @@
 
     engine's thread    publish(events) -> a short queue -> wake
     this thread        queue -> number, remember, send to all subscribers
-                       Replay -> the batches from there on, or a snapshot, whichever is smaller
+                       Replay -> the batches from there on, or a snapshot, if that is much smaller
                        nothing for a while -> Beat
 
 The engine never waits for this thread: while the queue is full (`has_room`) the caller keeps its events. Neither does this
@@ -50,6 +50,7 @@ from kvrelay.wire.events import (
 log = Log("events")
 
 _BYTES_PER_HASH = 18  # in a message
+_CHEAP_REPLAY_BYTES = 1 << 20
 _ANSWERS_PER_TURN = 64  # then batches have their turn
 _UNREAD_ANSWERS = 16  # of one subscriber; more are dropped, and asked for again
 _UNREAD_BATCHES = 10_000  # of one subscriber, likewise
@@ -198,7 +199,8 @@ class EventPublisher:
         count = self._sequence + 1 - replay.first
         if 0 <= count <= len(self._ring):
             frames = list(self._ring)[len(self._ring) - count :]
-            if sum(map(len, frames)) <= _BYTES_PER_HASH * (len(self._cached) + 64):
+            # Preferred even if they are more: only they tell what became of requests.
+            if sum(map(len, frames)) <= max(_CHEAP_REPLAY_BYTES, _BYTES_PER_HASH * (len(self._cached) + 64)):
                 return [*frames, encode(Beat(worker_id=self._worker_id, sequence=self._sequence))]
         return [encode(Snapshot(worker_id=self._worker_id, sequence=self._sequence, hashes=list(self._cached)))]
 

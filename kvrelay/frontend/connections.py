@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from kvrelay.errors import UnavailableError
@@ -56,6 +56,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._part = _Part.HEADERS
         self._since = self.loop.time()
         self._header_bytes = 0
+        self._unanswered: list[RequestResponseCycle] = []  # the first of them is being answered, the others wait
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         if len(self.connections) < self.max_connections:
@@ -70,6 +71,7 @@ class LimitedProtocol(HttpToolsProtocol):
             if self._header_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
                 self.transport.write(_plain(431, "Request Header Fields Too Large"))
                 self.transport.close()
+                self._give_up()
 
     def on_message_begin(self) -> None:
         self._part, self._since, self._header_bytes = _Part.HEADERS, self.loop.time(), 0
@@ -77,13 +79,31 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._part = _Part.BODY
+        before = self.cycle
         super().on_headers_complete()
+        if self.cycle is not None and self.cycle is not before:
+            self._unanswered.append(self.cycle)
 
     def on_message_complete(self) -> None:
         self._part = _Part.NOTHING
         super().on_message_complete()
 
+    def send_400_response(self, msg: str) -> None:
+        super().send_400_response(msg)
+        self._give_up()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._give_up()
+        super().connection_lost(exc)
+
+    def _give_up(self) -> None:
+        """Nobody waits for answers any more. uvicorn tells only the last of several requests that came on one connection."""
+        for cycle in self._unanswered:
+            cycle.disconnected = True
+            cycle.message_event.set()
+
     def on_response_complete(self) -> None:
+        del self._unanswered[:1]
         self._since = self.loop.time()
         super().on_response_complete()
 

@@ -17,12 +17,21 @@ import time
 from collections.abc import Iterable
 from typing import Protocol
 
-from kvrelay.errors import DeadlineError, InternalError, QueueFullError, RequestError, UnavailableError, request_error
+from kvrelay.errors import (
+    DeadlineError,
+    HandOverError,
+    InternalError,
+    QueueFullError,
+    RequestError,
+    UnavailableError,
+    request_error,
+)
 from kvrelay.ids import RequestId, WorkerId, new_request_id, new_transfer_id
 from kvrelay.log import Log
 from kvrelay.metrics import Metrics
 from kvrelay.router.backend import GenerateRequest
-from kvrelay.router.failover import RetryRules, Stranded, Verdict, judge
+from kvrelay.router.breaker import Breaker
+from kvrelay.router.failover import Estranged, RetryRules, Stranded, Verdict, judge
 from kvrelay.router.peer import Leg, OpenRequest, Peer
 from kvrelay.router.plan import Mode, Plan, Planner
 from kvrelay.router.policy import CompletionRate, tokens_of
@@ -67,6 +76,7 @@ class Dispatcher:
         self._metrics = metrics
         self._open: dict[RequestId, OpenRequest] = {}
         self._stranded = Stranded(self._rules.wait_s, self._retry, self._give_up)
+        self._estranged = Estranged()
         self._rate = CompletionRate()
         self.usable: list[Peer] = []
 
@@ -91,7 +101,7 @@ class Dispatcher:
         """`excuse` says why there is no usable peer, if there is none."""
         plan = self._first_plan(request, excuse)
         stream = RequestStream(new_request_id(), request.params.n, self, prefill=_prefill_name(plan), decode=plan.decode.id)
-        entry = OpenRequest(request, stream, tokens_of(request))
+        entry = OpenRequest(request, stream)
         while (unreachable := self._launch(entry, plan)) is not None:
             entry.avoid.add(unreachable.id)
             plan = self._first_plan(request, excuse, frozenset(entry.avoid))
@@ -123,6 +133,11 @@ class Dispatcher:
                 peer.breaker.succeeded()
                 self._leg_ended(entry, peer)
 
+    def came_back(self, peer: Peer) -> None:
+        """Its link is open, again or for the first time: what happened before does not count."""
+        peer.breaker = Breaker()
+        self._estranged.forgive(peer.id)
+
     def lost(self, peer: Peer, reason: str) -> None:
         """The worker is gone, or has forgotten us: none of its requests gets another output from it."""
         entries = list(peer.open.values())
@@ -147,7 +162,8 @@ class Dispatcher:
         """Sends the request to the peers of the plan. Returns the first that cannot be reached; then none of them has it."""
         transfer = self._transfer(plan)
         first_id = entry.stream.request_id if entry.attempt == 0 else new_request_id()
-        legs = (*(Leg(peer, new_request_id()) for peer in plan.peers[:-1]), Leg(plan.decode, first_id))
+        last = Leg(plan.decode, first_id, tokens_of(entry.request))
+        legs = (last,) if plan.prefill is None else (Leg(plan.prefill, new_request_id(), plan.prefill_tokens), last)
         resume = self._resume(entry, plan)
         for leg in legs:
             if not leg.peer.link.send(_submit_message(leg.request_id, entry, transfer, resume)):
@@ -189,7 +205,7 @@ class Dispatcher:
             self._metrics.rejected.labels("unavailable").inc()
             raise UnavailableError(excuse, code="no_worker")
         try:
-            return self._planner.plan(request, avoid)
+            return self._estranged.mend(self._planner.plan(request, avoid))
         except QueueFullError as error:
             self._metrics.rejected.labels("queue_full").inc()
             retry_after_s = self._rate.retry_after_s(len(self._open), time.monotonic())
@@ -222,7 +238,10 @@ class Dispatcher:
 
     def _blame(self, entry: OpenRequest, peer: Peer, error: RequestError) -> None:
         """A hand-over that failed is its producer's fault, as far as anybody can tell."""
-        blamed = entry.legs[0].peer if len(entry.legs) > 1 and error.kind == "hand_over_error" else peer
+        blamed = peer
+        if len(entry.legs) > 1 and isinstance(error, HandOverError):
+            blamed = entry.legs[0].peer
+            self._estranged.add(blamed, peer)
         blamed.breaker.failed()
         entry.avoid.add(blamed.id)
 
@@ -262,6 +281,7 @@ class Dispatcher:
     def _one_leg_if_needed(self, entry: OpenRequest, plan: Plan) -> Plan:
         """Samples that have come to different places, and prompts whose only prefill worker has failed, are computed by the
         worker that generates."""
+        plan = self._estranged.mend(plan)
         if plan.prefill is None:
             return plan
         has_tokens = entry.request.params.n > 1 and any(sample.tokens for sample in entry.stream.resume())
@@ -281,7 +301,7 @@ class Dispatcher:
     def _expired(self, entry: OpenRequest) -> None:
         self._metrics.deadlines.inc()
         _abort(entry.legs)
-        entry.stream.fail(DeadlineError(f"the request took longer than its {entry.request.timeout_s:g} s", param="timeout"))
+        entry.stream.fail(DeadlineError("the request took longer than it was given", param="timeout", code="deadline"))
 
     # What streams ask for (StreamOwner)
 

@@ -9,6 +9,7 @@ Where a context index is to be told what is gone, the eviction sync hears the sa
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import assert_never
 
 from kvrelay.errors import ProtocolError
 from kvrelay.events.eviction_sync import EvictionSyncAdapter
@@ -17,7 +18,8 @@ from kvrelay.ids import WorkerId
 from kvrelay.log import Log
 from kvrelay.metrics import Metrics
 from kvrelay.router.prefix_index import PrefixIndex
-from kvrelay.wire.events import LifeEvent
+from kvrelay.states import FreeReason
+from kvrelay.wire.events import Freed, FreedForNow, LifeEvent, Restored, Swapped
 from kvrelay.wire.registry import WorkerRecord
 
 log = Log("router")
@@ -77,7 +79,22 @@ class EventFeed:
             self._sync.on_cache_lost()
 
     def lived(self, worker_id: WorkerId, event: LifeEvent) -> None:
-        pass  # what is findable has its own events
+        """What can be found has events of its own, so the prefix index has no use for these."""
+        sync = self._sync
+        if sync is None:
+            return
+        match event:
+            case Freed():
+                handed_over = event.reason is FreeReason.HANDED_OVER
+                sync.on_kv_blocks_freed(worker_id, event.request, terminal=True, handed_over=handed_over, hashes=event.hashes)
+            case FreedForNow():
+                sync.on_kv_blocks_freed(worker_id, event.request, terminal=False)
+            case Swapped():
+                sync.on_kv_blocks_swapped(worker_id, event.request)
+            case Restored():
+                pass
+            case _:
+                assert_never(event)
 
     def replaced(self, worker_id: WorkerId, hashes: Iterable[bytes]) -> None:
         self._index.replace(worker_id, hashes)

@@ -2,6 +2,7 @@
 
     judge      whose fault is an error that a worker reports: the client's, nobody's any more, or the worker's
     Stranded   requests that lost their worker when no other was up: tried again as soon as one is, for a while
+    Estranged  pairs of workers between which a hand-over has failed: not tried again for a while
 
 A request that breaks two workers is not given to a third: it may be what breaks them.
 """
@@ -10,12 +11,16 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvrelay.errors import InternalError, RequestError, UnavailableError
-from kvrelay.router.peer import OpenRequest
+from kvrelay.ids import WorkerId
+from kvrelay.router.peer import OpenRequest, Peer
+from kvrelay.router.plan import Plan
 
+_ESTRANGED_S = 15.0  # then one request finds out whether they have come together
 _LOOK_EVERY_S = 0.2  # room in a queue comes without any word
 
 
@@ -42,6 +47,30 @@ def judge(error: RequestError, *, is_last: bool, generating: bool, num_internal_
     if isinstance(error, InternalError):
         return Verdict.RETRY if num_internal_errors == 0 else Verdict.FINAL
     return Verdict.CLIENT
+
+
+class Estranged:
+    """Each worker may be well and reachable from here, and yet not from the other. Then the one that generates computes the
+    prompt itself, until the pair is tried again."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._until: dict[tuple[WorkerId, WorkerId], float] = {}
+
+    def add(self, prefill: Peer, decode: Peer) -> None:
+        now = self._clock()
+        self._until = {pair: until for pair, until in self._until.items() if until > now}
+        self._until[prefill.id, decode.id] = now + _ESTRANGED_S
+
+    def forgive(self, worker_id: WorkerId) -> None:
+        """It was out of reach and is back: that is what was wrong."""
+        self._until = {pair: until for pair, until in self._until.items() if worker_id not in pair}
+
+    def mend(self, plan: Plan) -> Plan:
+        if not self._until or plan.prefill is None:  # the usual case
+            return plan
+        until = self._until.get((plan.prefill.id, plan.decode.id), 0.0)
+        return plan if until <= self._clock() else Plan(plan.decode)
 
 
 class Stranded:

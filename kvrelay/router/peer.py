@@ -26,6 +26,7 @@ class Leg:
 
     peer: Peer
     request_id: RequestId
+    num_tokens: int  # what the policy counts for it
 
 
 @dataclass(slots=True)
@@ -34,7 +35,6 @@ class OpenRequest:
 
     request: GenerateRequest
     stream: RequestStream
-    num_tokens: int  # what the policy counts for it
     legs: tuple[Leg, ...] = ()  # empty while it waits for a worker
     generating: bool = False  # the last leg has given an output, so it needs nobody else any more
     attempt: int = 0  # how often it was sent before
@@ -109,13 +109,13 @@ class Peer:
     def add(self, leg: Leg, entry: OpenRequest) -> None:
         self.breaker.sent()
         self.open[leg.request_id] = entry
-        self.num_tokens_in_flight += entry.num_tokens
+        self.num_tokens_in_flight += leg.num_tokens
         self._reckon()
 
     def remove(self, leg: Leg, entry: OpenRequest) -> None:
         """Harmless if the leg has ended before."""
         if self.open.pop(leg.request_id, None) is not None:
-            self.num_tokens_in_flight -= entry.num_tokens
+            self.num_tokens_in_flight -= leg.num_tokens
             self._reckon()
 
     def _reckon(self) -> None:
@@ -142,6 +142,8 @@ class Peer:
             "blocks": msgspec.to_builtins(load.blocks),
             "transfers": msgspec.to_builtins(load.transfers),
             "address": record.serving_address,
+            "events_address": record.events_address,
+            "replay_address": record.replay_address,
             "in_flight": len(self.open),
             "steps": load.steps,
             "preemptions": load.preemptions,

@@ -42,6 +42,7 @@ class Plan:
 
     decode: Peer
     prefill: Peer | None = None
+    prefill_tokens: int = 0  # that the prefill worker has to compute: it does not have them cached
 
     @property
     def peers(self) -> tuple[Peer, ...]:
@@ -102,7 +103,8 @@ class Planner:
         decode = self._choose(Role.DECODE, choice)
         if num_tokens - choice.cached.get(decode.id, 0) <= self._local_prefill_tokens:
             return Plan(decode)
-        return Plan(decode, self._choose(Role.PREFILL, choice))
+        prefill = self._choose(Role.PREFILL, choice)
+        return Plan(decode, prefill, num_tokens - choice.cached.get(prefill.id, 0))
 
     def _prefill_up(self, avoid: frozenset[str]) -> bool:
         return any(peer.id not in avoid and peer.breaker.passes for peer in self._by_role[Role.PREFILL])

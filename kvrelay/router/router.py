@@ -183,6 +183,7 @@ class Router:
 
     def peer_opened(self, peer: Peer) -> None:
         log.info("worker ready", worker=peer.id)
+        self._dispatcher.came_back(peer)
         self._refresh()
 
     def peer_broken(self, peer: Peer, reason: str) -> None:

@@ -327,8 +327,10 @@ class ConsumerMachine:
         live = self.table.live_with(link.peer)
         silent_since = link.silent_since()
         for receiving in live:
-            if now >= max(silent_since, receiving.expected_at) + lease_s:
-                receiving.fail(f"the producer has not answered for {lease_s:g} s")
+            patience_s = lease_s if link.ready or receiving.state is ConsumerState.RESERVED else self._settings.opening_s
+            patience_s = min(lease_s, patience_s)
+            if now >= max(silent_since, receiving.expected_at) + patience_s:
+                receiving.fail(f"the producer has not answered for {patience_s:g} s")
                 self._note_end(receiving)
         silent = now >= silent_since + lease_s
         if not self.table.live_with(link.peer) and (silent or now >= link.used_at + self._settings.idle_link_s):

@@ -28,6 +28,7 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True):
     lease_s: float = 30.0  # a consumer silent for so long loses what it may read; a producer silent for so long is given up
     heartbeat_s: float = 2.0  # at most so long between heartbeats while transfers are open
     hello_retry_s: float = 1.0  # an unanswered opening is repeated
+    opening_s: float = 5.0  # a producer that has not let us in for so long cannot be reached
     unknown_s: float = 30.0  # a consumer waits so long for a producer that has not heard of the transfer
     pull_backoff_s: float = 0.01  # read mode: before the second pull, doubled with every further one
     pull_backoff_max_s: float = 1.0

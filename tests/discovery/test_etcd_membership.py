@@ -14,11 +14,14 @@ from etcd_server import EtcdServer, etcd_server, free_port
 from etcd_tools import LEASE_S, PATIENCE_S, Etcdctl, Relay, View, register, renewed, until_renewed
 from registry_records import make_record
 
+from kvrelay.cluster_key import derive
 from kvrelay.discovery.base import Loss
 from kvrelay.discovery.etcd import EtcdRegistration
 from kvrelay.discovery.etcd_gateway import Event, KeyValue
-from kvrelay.discovery.etcd_members import PREFIX, EtcdMembers, key_of, value_of
+from kvrelay.discovery.etcd_members import PREFIX, EtcdMembers, key_of, read_record, value_of
+from kvrelay.errors import ProtocolError
 from kvrelay.ids import WorkerId
+from kvrelay.plane import keyed
 from kvrelay.states import WorkerState
 from kvrelay.wire import PROTOCOL_VERSION
 from kvrelay.wire.registry import WorkerLoad, WorkerRecord
@@ -65,8 +68,10 @@ def test_a_worker_that_does_not_come_back_is_given_up_after_its_grace() -> None:
     members = EtcdMembers(lambda _: None, lambda _: None, lambda *loss: left.append(loss), grace_s=4.0, clock=lambda: now[0])
     gone, back = make_record(), make_record()
     pairs = [KeyValue(key=key_of(record), value=value_of(record), mod_revision=3) for record in (gone, back)]
-    members.replace_all(pairs, 5)
-    assert members.agrees(2, 3)
+    members.replace_all([*pairs, KeyValue(key=PREFIX + b"stranger", mod_revision=4)], 5)
+    assert members.agrees(3, 4)
+    assert not members.agrees(3, 6)
+    assert not members.agrees(2, 4)
     members.replace_all([], 1)
     assert members.agrees(0, 0)
     members.apply([Event(kv=pairs[1])])
@@ -113,14 +118,14 @@ async def test_a_stopped_etcd_is_noticed_and_followed_again(server: EtcdServer) 
 
 
 async def test_a_watch_that_fell_silent_is_noticed_by_what_it_does_not_tell(server: EtcdServer, relay: Relay) -> None:
-    view, control = View(relay.address, timeout_s=0.5), Etcdctl(server)
+    view, control = View(relay.address), Etcdctl(server)
     goes, changes = make_record(), make_record()
     await asyncio.to_thread(control.put_all, [goes, changes])
     await view.until_members(goes, changes)
-    relay.mute()
+    relay.mute_watches()
     await asyncio.to_thread(control.delete, key_of(goes))
     await view.until_members(changes)
-    relay.mute()
+    relay.mute_watches()
     changed = msgspec.structs.replace(changes, load=WorkerLoad(running=2))
     await asyncio.to_thread(control.put_all, [changed])
     await view.until_members(changed)
@@ -227,6 +232,21 @@ async def test_members_equal_what_etcd_holds_after_random_changes_and_cuts(serve
             held[record.id] = msgspec.structs.replace(record, load=WorkerLoad(steps=step))
             await asyncio.to_thread(control.put_all, [held[record.id]])
         if draw.random() < 0.04:
-            draw.choice([relay.cut, relay.mute])()
+            draw.choice([relay.cut, relay.mute, relay.mute_watches])()
     await view.until_members(*held.values())
     view.membership.close()
+
+
+def test_in_a_cluster_with_a_key_only_signed_records_count() -> None:
+    ours, other = derive(b"a" * 32), derive(b"b" * 32)
+    record = make_record()
+    with keyed(ours):
+        signed = KeyValue(key=key_of(record), value=value_of(record), mod_revision=1)
+        assert read_record(signed) == record
+        with keyed(other), pytest.raises(ProtocolError, match="not signed"):
+            read_record(signed)
+        for value in (msgspec.json.encode(record), b"", b" " + msgspec.json.encode(record), signed.value + b" "):
+            with pytest.raises(ProtocolError, match="not signed"):
+                read_record(KeyValue(key=key_of(record), value=value, mod_revision=1))
+    with pytest.raises(ProtocolError, match="no worker's record"):
+        read_record(signed)

@@ -7,10 +7,14 @@ import subprocess
 import sys
 
 import pytest
+from contextpilot_server import contextpilot
 from server import Server
 
 FOLDER = pathlib.Path(__file__).resolve().parents[2] / "examples"
-AGAINST_A_SERVER = sorted(path.name for path in FOLDER.glob("*.py") if not path.name.startswith("offline"))
+WITH_AN_INDEX = "contextpilot.py"
+AGAINST_A_SERVER = sorted(
+    path.name for path in FOLDER.glob("*.py") if not path.name.startswith("offline") and path.name != WITH_AN_INDEX
+)
 WITHOUT = sorted(path.name for path in FOLDER.glob("offline*.py"))
 
 
@@ -30,3 +34,8 @@ def test_an_example_against_the_server(smol: Server, name: str) -> None:
 @pytest.mark.parametrize("name", WITHOUT)
 def test_an_example_without_a_server(name: str) -> None:
     assert run(name).strip()
+
+
+def test_the_example_with_a_context_index(smol: Server, contextpilot_python: pathlib.Path) -> None:
+    with contextpilot(contextpilot_python, infer_url=smol.url) as index:
+        assert "the index lists 3 requests" in run(WITH_AN_INDEX, index.url)

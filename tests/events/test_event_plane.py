@@ -12,6 +12,7 @@ import zmq
 from registry_records import make_record
 
 from kvrelay.errors import ConfigError, ProtocolError
+from kvrelay.events import publisher as publisher_module
 from kvrelay.events import subscriber as subscriber_module
 from kvrelay.events.publisher import EventPublisher, PublisherSettings
 from kvrelay.events.subscriber import EventSubscriber
@@ -144,6 +145,7 @@ async def test_one_that_joins_after_the_ring_is_over_gets_a_snapshot(plane: Plan
     for number in range(10):
         publisher.publish(stored(f"block {number}"))
     publisher.publish(removed("block 0"))
+    await until(lambda: publisher._sequence == 11)  # its thread has got so far
     subscriber, owner = plane.subscribe(publisher)
     await until(lambda: subscriber.in_step)
     assert (subscriber.sequence, owner.said) == (11, ["replaced"])
@@ -152,11 +154,13 @@ async def test_one_that_joins_after_the_ring_is_over_gets_a_snapshot(plane: Plan
     await until(lambda: b"later" in owner.hashes)
 
 
-async def test_a_long_history_of_a_small_cache_comes_as_a_snapshot(plane: Plane) -> None:
+async def test_a_long_history_of_a_small_cache_comes_as_a_snapshot(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publisher_module, "_CHEAP_REPLAY_BYTES", 2000)
     publisher = plane.publisher()
     for _ in range(200):
         publisher.publish([*stored("a"), *removed("a")])
     publisher.publish(stored("a"))
+    await until(lambda: publisher._sequence == 201)
     subscriber, owner = plane.subscribe(publisher)
     await until(lambda: subscriber.in_step)
     assert owner.hashes == {b"a"}
@@ -265,11 +269,11 @@ async def test_an_address_that_is_none_is_refused() -> None:
 
 
 def test_kinds_of_events_of_a_later_version_are_skipped() -> None:
-    class Swapped(msgspec.Struct, frozen=True, tag=True):
+    class Migrated(msgspec.Struct, frozen=True, tag=True):
         request: str
 
     subscriber, owner = unconnected()
-    later = msgspec.Raw(msgspec.msgpack.encode(Swapped("cmpl-1")))
+    later = msgspec.Raw(msgspec.msgpack.encode(Migrated("cmpl-1")))
     for number, events in enumerate([pack_events(stored("a")), [later], [later, *pack_events(stored("b"))]]):
         batch = Events(worker_id=subscriber._worker_id, sequence=number + 1, events=events)
         subscriber._on_frames([encode(batch)])

@@ -39,7 +39,7 @@ class Cluster:
         membership = EtcdMembership(
             self.server.address,
             lease_s=LEASE_S,
-            timeout_s=0.5,
+            timeout_s=5.0,
             probe_every_s=0.2,
             on_reachable=metrics.registry_up.set,
         )

@@ -169,7 +169,7 @@ async def test_a_deadline_ends_the_request_here_and_on_the_worker(cluster: Clust
     worker.engine.gate.clear()
     request = ask([1])
     stream = cluster.router.submit(msgspec.structs.replace(request, timeout_s=0.05))
-    with pytest.raises(DeadlineError, match=r"0\.05 s"):
+    with pytest.raises(DeadlineError, match="longer than it was given"):
         await tokens_of_rest(stream)
     await cluster.until(lambda: worker.engine.aborted == [stream.request_id])
     worker.engine.gate.set()

@@ -782,10 +782,19 @@ def test_a_consumer_that_never_comes_ends_it_on_the_producer() -> None:
     assert len(pair.producer.pool.free) == pair.producer.pool.layout.num_blocks
 
 
-def test_a_producer_that_does_not_answer_fails_the_request_within_the_lease() -> None:
+def test_a_producer_that_cannot_be_reached_fails_the_request_soon() -> None:
     pair = Pair(connect=False)
     pair.world.stopped.add(pair.producer.id)
     pair.consumer.expect(pair.plan)
+    pair.world.run(6)
+    assert pair.outcomes_of_consumer == ["the producer has not answered for 5 s"]
+
+
+def test_a_producer_that_falls_silent_fails_the_request_within_the_lease() -> None:
+    pair = Pair()
+    pair.world.stopped.add(pair.producer.id)
+    pair.world.run(6)
+    assert pair.outcomes_of_consumer == []
     pair.world.run(31)
     assert pair.outcomes_of_consumer == ["the producer has not answered for 30 s"]
 

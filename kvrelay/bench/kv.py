@@ -1,0 +1,75 @@
+"""`kvrelay bench kv`: what the life of a request's KV costs. In parts, each by itself with `--only`.
+
+scheduler    a step of the scheduler and its pools, without a model                 kv_scheduler.py
+preempt      giving up KV and going on: from the host, or by computing it again     kv_preempt.py
+index        a context index that is stopped, seen from a stream                    kv_index.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from rich.console import Console
+
+from kvrelay.bench import kv_index, kv_preempt, kv_scheduler
+from kvrelay.bench.report import Target
+from kvrelay.cli_options import suggest
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVBench:
+    """What the command line asked for."""
+
+    model: str
+    load: Literal["auto", "dummy"]
+    rounds: int
+    only: tuple[str, ...]
+    profile: pathlib.Path
+
+    def measure(self, console: Console) -> dict[str, float]:
+        results: dict[str, float] = {}
+        for number, name in enumerate(self.only, 1):
+            console.print(f"{number} of {len(self.only)}: {PARTS[name].title}", highlight=False)
+            results |= PARTS[name].measure(self, console)
+        return results
+
+
+@dataclass(frozen=True)
+class Part:
+    title: str
+    measure: Callable[[KVBench, Console], dict[str, float]]
+    targets: Mapping[str, Target]
+
+
+PARTS = {
+    "scheduler": Part(
+        "scheduler: a step of pure Python",
+        lambda bench, console: kv_scheduler.measure(bench.rounds, bench.profile, console),
+        kv_scheduler.TARGETS,
+    ),
+    "preempt": Part(
+        "preempt: going on from the host, or by computing again",
+        lambda bench, console: kv_preempt.measure(bench.model, bench.load, console),
+        kv_preempt.TARGETS,
+    ),
+    "index": Part(
+        "index: a context index that is stopped",
+        lambda bench, console: kv_index.measure(bench.model, bench.load, bench.rounds, console),
+        kv_index.TARGETS,
+    ),
+}
+
+TARGETS: dict[str, Target] = {name: target for part in PARTS.values() for name, target in part.targets.items()}
+
+
+def parse_parts(text: str) -> tuple[str, ...]:
+    """Of `--only`: names with commas between them. They run in the order of PARTS."""
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in PARTS:
+            raise argparse.ArgumentTypeError(f"unknown part {name!r}{suggest(name, PARTS)} (there are {', '.join(PARTS)})")
+    return tuple(name for name in PARTS if name in names)

@@ -1,0 +1,135 @@
+"""What it costs a sequence to lose its blocks: how long after the pool is free again its next token comes.
+
+    two long sequences decode -> the pool is full -> the less urgent one gives up its KV
+    -> the other one ends     -> [ it gets its KV back, and makes one more token ]   <- this is timed
+
+Once with room on the host, from where the KV comes back, once without, when it is computed again. Both in the same run, with
+the real engine and the real runner. Without the prefix cache, which would spare both a part of the work.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Literal
+
+from rich.console import Console
+
+from kvrelay.bench.engine import random_prompt
+from kvrelay.bench.report import Target
+from kvrelay.checkpoint.fetch import resolve
+from kvrelay.config import EngineOptions, ModelOptions, read_environment
+from kvrelay.console import ConsoleProgress
+from kvrelay.engine.engine import Engine
+from kvrelay.errors import BenchError
+from kvrelay.ids import RequestId, new_request_id, new_worker_id
+from kvrelay.progress import Silent
+from kvrelay.runner.build import build_runner
+from kvrelay.sampling import SamplingParams
+from kvrelay.states import Role
+from kvrelay.wire.serving import StepOutputs, Submit
+
+CONTEXTS = (256, 1024, 4096)
+_BLOCK_SIZE = 16
+_SPARE_BLOCKS = 4  # beside two prompts: each sequence takes one of these for every 16 tokens
+_URGENT_TOKENS = 72
+_VICTIM_TOKENS = 90
+_PATIENCE_S = 600.0
+
+TARGETS: dict[str, Target] = {}
+
+
+def measure(model: str, load: Literal["auto", "dummy"], console: Console) -> dict[str, float]:
+    folder = str(resolve(model, read_environment(), ConsoleProgress()))
+    results: dict[str, float] = {}
+    for context in CONTEXTS:
+        with console.status(f"{context} tokens: from the host"):
+            swapped_s = _resume_s(folder, load, context, swap=True)
+        with console.status(f"{context} tokens: computed again"):
+            recomputed_s = _resume_s(folder, load, context, swap=False)
+        results |= {
+            f"resume_by_swap_ms_{context}": swapped_s * 1e3,
+            f"resume_by_recompute_ms_{context}": recomputed_s * 1e3,
+            f"swap_faster_{context}": recomputed_s / swapped_s,
+        }
+    return results
+
+
+def _resume_s(folder: str, load: Literal["auto", "dummy"], context: int, *, swap: bool) -> float:
+    engine = _engine(folder, load, context, swap=swap)
+    try:
+        return _Race(engine, context).run(swap=swap)
+    finally:
+        engine.close()
+
+
+def _engine(folder: str, load: Literal["auto", "dummy"], context: int, *, swap: bool) -> Engine:
+    num_blocks = 2 * context // _BLOCK_SIZE + _SPARE_BLOCKS
+    options = EngineOptions(
+        block_size=_BLOCK_SIZE,
+        kv_blocks=num_blocks,
+        swap_blocks=num_blocks if swap else 0,
+        token_budget=512,
+        max_model_len=context + _VICTIM_TOKENS,
+        prefix_cache=False,
+    )
+    model = ModelOptions(model=folder, load=load, dtype="float32")
+    runner = build_runner(model, options, resolve(folder, read_environment(), Silent()), read_environment(), Silent())
+    return Engine(
+        options=options,
+        runner=runner,
+        worker_id=new_worker_id(Role.WHOLE),
+        eos_token_ids=runner.eos_token_ids,
+        max_model_len=runner.max_model_len,
+        vocab_size=runner.spec.vocab_size,
+        cache_seed=runner.fingerprint,
+    )
+
+
+class _Race:
+    """Two sequences in a pool that both outgrow."""
+
+    def __init__(self, engine: Engine, context: int) -> None:
+        self._engine = engine
+        self._context = context
+        self._deadline = time.monotonic() + _PATIENCE_S
+
+    def run(self, *, swap: bool) -> float:
+        victim = self._submit(seed=1, priority=1, max_tokens=_VICTIM_TOKENS)
+        self._until(lambda step: _has_token(step, victim))
+        urgent = self._submit(seed=2, priority=0, max_tokens=_URGENT_TOKENS)
+        self._until(lambda step: _has_ended(step, urgent))
+        load = self._engine.load()
+        if not load.preemptions or (swap and not load.swapped):
+            raise BenchError("the request was not preempted as it should be, so nothing can be measured")
+        start = time.perf_counter()
+        self._until(lambda step: _has_token(step, victim))
+        seconds = time.perf_counter() - start
+        self._engine.abort([victim])
+        while self._engine.has_work:
+            self._engine.step()
+        return seconds
+
+    def _submit(self, *, seed: int, priority: int, max_tokens: int) -> RequestId:
+        request_id = new_request_id()
+        params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=max_tokens)
+        prompt = random_prompt(self._context, seed)
+        self._engine.submit(
+            Submit(request_id=request_id, external_id=request_id, prompt=prompt, params=params, priority=priority)
+        )
+        return request_id
+
+    def _until(self, condition: Callable[[StepOutputs], bool]) -> None:
+        while not condition(step := self._engine.step()):
+            for failure in step.failures:
+                raise BenchError(f"the engine refused a request: {failure.message}")
+            if time.monotonic() > self._deadline:
+                raise BenchError(f"no token within {_PATIENCE_S:g} s")
+
+
+def _has_token(step: StepOutputs, request_id: RequestId) -> bool:
+    return any(output.request_id == request_id and output.tokens for output in step.outputs)
+
+
+def _has_ended(step: StepOutputs, request_id: RequestId) -> bool:
+    return any(output.request_id == request_id and output.finish is not None for output in step.outputs)

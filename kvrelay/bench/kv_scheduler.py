@@ -1,0 +1,114 @@
+"""A step of the engine without a model: 256 sequences decode, 100,000 blocks are there, and the runner's time is taken off.
+
+What is left is Python: deciding, blocks, hashes, the plan, committing. The profile of the same steps is kept beside the result.
+"""
+
+from __future__ import annotations
+
+import cProfile
+import io
+import pathlib
+import pstats
+import statistics
+import time
+from collections.abc import Callable
+
+from rich.console import Console
+
+from kvrelay.bench.engine import random_prompt
+from kvrelay.bench.report import Target
+from kvrelay.config import EngineOptions
+from kvrelay.engine.engine import Engine
+from kvrelay.engine.events import EventRecorder
+from kvrelay.engine.interfaces import StepPlan, StepResult
+from kvrelay.errors import BenchError, ConfigError
+from kvrelay.ids import new_request_id, new_worker_id
+from kvrelay.runner.fake import FakeRunner
+from kvrelay.sampling import SamplingParams
+from kvrelay.states import Role
+from kvrelay.wire.serving import Submit
+
+SEQUENCES = 256
+BLOCKS = 100_000
+STEPS = 100  # a round: each sequence fills six blocks
+_PROMPT_TOKENS = 512
+_VOCABULARY = 32_000
+_PROFILE_LINES = 40
+
+TARGETS = {"scheduler_step_ms": Target("<=", 1.0)}
+
+
+class TimedRunner(FakeRunner):
+    """Counts the time that the engine spends inside of it."""
+
+    def __init__(self) -> None:
+        super().__init__(num_blocks=BLOCKS, vocab_size=_VOCABULARY, verify=False)
+        self.inside_s = 0.0
+
+    def launch(self, plan: StepPlan) -> None:
+        start = time.perf_counter()
+        super().launch(plan)
+        self.inside_s += time.perf_counter() - start
+
+    def collect(self) -> StepResult:
+        start = time.perf_counter()
+        result = super().collect()
+        self.inside_s += time.perf_counter() - start
+        return result
+
+
+def measure(rounds: int, profile: pathlib.Path, console: Console) -> dict[str, float]:
+    runner = TimedRunner()
+    engine = _running_engine(runner)
+    events = engine.kv.record_events()  # as a worker does, which takes them after every step
+    with console.status(f"{SEQUENCES} sequences, {BLOCKS} blocks"):
+        medians = [statistics.median(_steps(engine, runner, events)) for _ in range(rounds)]
+        _write_profile(profile, lambda: _steps(engine, runner, events))
+    engine.close()
+    return {"scheduler_step_ms": statistics.median(medians) * 1e3, "scheduler_step_best_ms": min(medians) * 1e3}
+
+
+def _running_engine(runner: TimedRunner) -> Engine:
+    """Every sequence has its first token."""
+    engine = Engine(
+        options=EngineOptions(max_batch=SEQUENCES, token_budget=16 * _PROMPT_TOKENS, max_queue=SEQUENCES),
+        runner=runner,
+        worker_id=new_worker_id(Role.WHOLE),
+        eos_token_ids=runner.eos_token_ids,
+        max_model_len=runner.max_model_len,
+        vocab_size=runner.vocab_size,
+        cache_seed=runner.fingerprint,
+    )
+    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=1_000_000)
+    for seed in range(SEQUENCES):
+        request_id = new_request_id()
+        prompt = random_prompt(_PROMPT_TOKENS, seed)
+        engine.submit(Submit(request_id=request_id, external_id=request_id, prompt=prompt, params=params))
+    while len(engine.step().outputs) < SEQUENCES:
+        pass
+    return engine
+
+
+def _steps(engine: Engine, runner: TimedRunner, events: EventRecorder) -> list[float]:
+    """Seconds of each step, less the runner's."""
+    times = []
+    for _ in range(STEPS):
+        inside_s, start = runner.inside_s, time.perf_counter()
+        outputs = engine.step().outputs
+        events.take()
+        times.append(time.perf_counter() - start - (runner.inside_s - inside_s))
+        if len(outputs) != SEQUENCES:
+            raise BenchError(f"a step of {SEQUENCES} sequences gave {len(outputs)} tokens")
+    return times
+
+
+def _write_profile(path: pathlib.Path, work: Callable[[], object]) -> None:
+    profiler = cProfile.Profile()
+    profiler.runcall(work)
+    text = io.StringIO()
+    pstats.Stats(profiler, stream=text).sort_stats("tottime").print_stats(_PROFILE_LINES)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text.getvalue(), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--profile: cannot write {path}: {error.strerror}") from error
