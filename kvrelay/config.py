@@ -43,7 +43,17 @@ class EngineOptions(Options, frozen=True, kw_only=True):
 
     block_size: Annotated[int, Meta(ge=1, le=1024, description="tokens per KV block")] = 16
     kv_blocks: Annotated[Count, Meta(description="KV blocks per worker; 0 sizes the pool from memory")] = 0
-    swap_blocks: Annotated[Count, Meta(description="host KV blocks for swapped requests")] = 0
+    swap_blocks: Annotated[
+        Count,
+        Meta(description="host KV blocks, for requests that make room and for blocks evicted on the device; 0 computes anew"),
+    ] = 0
+    swap_timeout_s: Annotated[
+        float, Meta(gt=0.0, description="a copy to or from the host that takes longer is given up, and the KV computed anew")
+    ] = 5.0
+    preempt: Annotated[
+        Literal["latest", "oldest"],
+        Meta(description="who makes room when KV blocks run out: of those with the lowest priority, who came last or first"),
+    ] = "latest"
     max_batch: Annotated[Positive, Meta(description="sequences that run at once")] = 64
     token_budget: Annotated[Positive, Meta(description="tokens computed per step, prompts and decodes together")] = 512
     max_model_len: Annotated[Count, Meta(description="longest prompt plus output; 0 takes the model's own limit")] = 0

@@ -9,7 +9,7 @@ from kvrelay.engine.kv_cache import KVCache
 from kvrelay.engine.request import Request, Sequence
 from kvrelay.ids import new_request_id
 from kvrelay.sampling import SamplingParams
-from kvrelay.wire.events import CacheEvent, Cleared, Removed, Stored
+from kvrelay.wire.events import CacheEvent, Cleared, Freed, FreedForNow, Removed, Restored, Stored, Swapped
 from kvrelay.wire.serving import Submit
 
 BLOCK_SIZE = 4
@@ -29,6 +29,8 @@ def apply(event: CacheEvent, hashes: set[bytes]) -> None:
             hashes.difference_update(event.hashes)
         case Cleared():
             hashes.clear()
+        case Swapped() | Restored() | FreedForNow() | Freed():
+            pass
         case _:
             assert_never(event)
 

@@ -1,5 +1,5 @@
 """The engine with the real runner gives transformers' greedy tokens: in mixed batches, with any chunk size, with and without
-the prefix cache, and under forced preemption."""
+the prefix cache, and under forced preemption by recomputing and by swapping."""
 
 from __future__ import annotations
 
@@ -106,6 +106,28 @@ def test_forced_preemption(name: str, block_size: int, device: str) -> None:
     assert_all_equal(name, generate(engine, prompts(), MORE_TOKENS), f"{name} preempted")
     assert engine.load().preemptions > 0
     engine.close()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("block_size", "preempt"), [(5, "latest"), (16, "oldest")])
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_forced_swapping(name: str, block_size: int, preempt: str, device: str) -> None:
+    """A pool for about three of the twelve, first with room on the host for all of it, then with slots for a few."""
+    num_blocks = -(-160 // block_size)
+    for swap_blocks in (4 * num_blocks, num_blocks // 2):
+        engine = make_engine(
+            name,
+            device,
+            block_size=block_size,
+            kv_blocks=num_blocks,
+            token_budget=64,
+            swap_blocks=swap_blocks,
+            swap_timeout_s=60.0,
+            preempt=preempt,
+        )
+        assert_all_equal(name, generate(engine, prompts(), MORE_TOKENS), f"{name} swapped")
+        assert engine.load().host.swapped_in > 0
+        engine.close()
 
 
 @pytest.mark.parametrize("device", DEVICES)

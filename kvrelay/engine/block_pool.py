@@ -15,7 +15,7 @@ cache can still find; the one unused for longest is given away first. Held block
 from __future__ import annotations
 
 import enum
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 
 from kvrelay.wire.registry import BlockCounts
@@ -37,6 +37,8 @@ class BlockPool:
     def __init__(self, num_blocks: int, *, keep: Callable[[int], bool], evict: Callable[[int], None]) -> None:
         self.num_blocks = num_blocks
         self.references = [0] * num_blocks
+        self.generations = [0] * num_blocks  # how often each was given to somebody: until it changes, so does no KV in it
+        self.given_up: deque[int] = deque(maxlen=0)  # blocks that were cached lately, if anybody wants to know
         self._keep = keep
         self._evict = evict
         self._free = list(range(num_blocks - 1, -1, -1))  # taken from the end
@@ -64,8 +66,13 @@ class BlockPool:
                 block, _ = self._cached.popitem(last=False)
                 self._evict(block)
             self.references[block] = 1
+            self.generations[block] += 1
             blocks.append(block)
         return blocks
+
+    def holds(self, block: int, generation: int) -> bool:
+        """Whether the block still has what it was given to somebody for."""
+        return self.generations[block] == generation and (self.references[block] > 0 or block in self._cached)
 
     def retain(self, blocks: Iterable[int], holder: Holder = Holder.SEQUENCE) -> None:
         """One more reference to each; a cached block is held again."""
@@ -81,6 +88,7 @@ class BlockPool:
             if self.references[block] == 0:
                 if self._keep(block):
                     self._cached[block] = None
+                    self.given_up.append(block)
                 else:
                     self._free.append(block)
 

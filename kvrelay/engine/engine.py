@@ -9,7 +9,8 @@ Every submitted request ends in exactly one way: each sample with a finish reaso
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as List
 from itertools import count as counter
 
@@ -24,14 +25,17 @@ from kvrelay.engine.movers import Arrival, Consumer, Producer
 from kvrelay.engine.outgoing import Outgoing
 from kvrelay.engine.request import Request, Sequence, first_sequences
 from kvrelay.engine.scheduler import Scheduler
+from kvrelay.engine.swap import Swap
 from kvrelay.errors import HandOverError, InternalError, InvalidRequestError, RequestError, UnavailableError
 from kvrelay.ids import RequestId, WorkerId
 from kvrelay.log import Log
-from kvrelay.states import FinishReason, RequestState
-from kvrelay.wire.registry import MappingCounts, TransferCounts, WorkerLoad
+from kvrelay.states import FinishReason, FreeReason, RequestState
+from kvrelay.wire.registry import HostCounts, MappingCounts, TransferCounts, WorkerLoad
 from kvrelay.wire.serving import Failure, Finish, FirstToken, SequenceOutput, StepOutputs, Submit, TokenLogprobs
 
 log = Log("engine")
+
+_COPY_WAIT_S = 0.002  # how long a step that has nothing to compute waits for a copy to end
 
 
 class Engine:
@@ -49,6 +53,7 @@ class Engine:
         cache_seed: str,
         producer: Producer | None = None,
         consumer: Consumer | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.options = options
         self.kv = KVCache(
@@ -61,7 +66,8 @@ class Engine:
         self.outgoing = None if producer is None else Outgoing(producer, self.kv)
         self.incoming = None if consumer is None else Incoming(consumer, self.kv)
         self._relay = self.incoming if self.outgoing is None else self.outgoing
-        self.scheduler = Scheduler(options, self.kv, self.incoming, self.outgoing)
+        self.swap = Swap(self.kv, runner, clock=clock, timeout_s=options.swap_timeout_s) if runner.num_host_blocks else None
+        self.scheduler = Scheduler(options, self.kv, self.incoming, self.outgoing, self.swap)
         if self.outgoing is not None:
             runner.on_layer(self.outgoing.layer_done)
         self.requests: dict[RequestId, Request] = {}
@@ -84,6 +90,7 @@ class Engine:
         self._failures: list[Failure] = []
         self._handed_over: list[RequestId] = []
         self._released: list[int] = []
+        self._handing_on: dict[RequestId, tuple[str, list[bytes]]] = {}  # client's id and hashes of prompts that ended here
         self._draining = False
         self._stalled = False  # the last step could do nothing, and nothing has changed since
         self._num_steps = 0
@@ -124,10 +131,11 @@ class Engine:
         for request_id in request_ids:
             request = self.requests.get(request_id)
             if request is not None:
-                for sample in self._drop(request):
+                for sample in self._drop(request, FreeReason.ABORTED):
                     self._outputs.append(SequenceOutput(request_id, sample, 0, [], FinishReason.ABORT))
             elif self.outgoing is not None:
                 self.outgoing.abort_finished(request_id)
+                self._tell_handed_on(request_id, FreeReason.ABORTED)
 
     def finish(self, finish: Finish) -> None:
         """The router found the end of a sample. The sequence may have ended or run a few tokens further meanwhile."""
@@ -136,7 +144,7 @@ class Engine:
             return
         request.cut[finish.sample] = finish.reason
         if len(request.cut) == request.params.n:
-            self._drop(request)
+            self._drop(request, FreeReason.FINISHED)
         elif not request.num_unforked:
             self._end_cut(request)
             self._forget_if_finished(request)
@@ -164,14 +172,20 @@ class Engine:
             return True
         if self.incoming is not None and self.incoming.has_news:
             return True
-        return self.scheduler.num_waiting > 0 and not self._stalled
+        if self.scheduler.loading:
+            return True
+        if self.swap is not None and self.swap.copies and (self.scheduler.swapped or self._num_waiting):
+            return True  # somebody may wait for the blocks that a copy holds
+        return (self.scheduler.num_waiting > 0 or bool(self.scheduler.swapped)) and not self._stalled
 
     def load(self) -> WorkerLoad:
         return WorkerLoad(
             running=len(self.scheduler.running),
             waiting=self._num_waiting,
-            transferring=0 if self.incoming is None else len(self.incoming.transferring),
+            transferring=self._num_transferring,
+            swapped=len(self.scheduler.swapped),
             blocks=self.kv.pool.counts(),
+            host=HostCounts() if self.swap is None else self.swap.counts(),
             transfers=TransferCounts() if self._relay is None else self._relay.counts(),
             mapping=MappingCounts() if self._relay is None else self._relay.mapping(),
             prompt_tokens=self._num_prompt_tokens,
@@ -185,6 +199,11 @@ class Engine:
     @property
     def _num_waiting(self) -> int:
         return self.scheduler.num_waiting + (0 if self.incoming is None else self.incoming.num_waiting)
+
+    @property
+    def _num_transferring(self) -> int:
+        """Sequences whose blocks are being filled, by a peer or from the host."""
+        return len(self.scheduler.loading) + (0 if self.incoming is None else len(self.incoming.transferring))
 
     def close(self) -> None:
         for side in (self.outgoing, self.incoming):
@@ -202,6 +221,8 @@ class Engine:
             self._commit(plan, self._run(plan))
             self._num_steps += 1
         self._stalled = not plan.rows
+        if self.swap is not None:
+            self.swap.spill()
         if self._stalled and self.scheduler.starved and self.outgoing is not None:
             self.outgoing.park_one()
         if self.options.check_invariants:
@@ -266,7 +287,7 @@ class Engine:
         return children
 
     def _append(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
-        position = sequence.num_output_tokens
+        position = len(sequence.tokens) - sequence.num_prompt_tokens
         sequence.tokens.append(token)
         self._num_output_tokens += 1
         reason = finish_reason(sequence, self._eos_token_ids, self._max_model_len)
@@ -305,6 +326,8 @@ class Engine:
         self.scheduler.remove(sequence)
         self._released.append(sequence.key)
         del self.requests[sequence.request_id]
+        if self.kv.recorder is not None:
+            self._handing_on[sequence.request_id] = (request.external_id, self._findable(request))
 
     def _first_output(self, sequence: Sequence, first: FirstToken) -> SequenceOutput:
         position = sequence.num_output_tokens
@@ -324,7 +347,9 @@ class Engine:
         )
 
     def _take_news(self) -> None:
-        """What the transfer layer did since the last step."""
+        """What the transfer layer did since the last step, and which copies ended."""
+        if self.swap is not None:
+            self.scheduler.take_copied(_COPY_WAIT_S if self._stalled and self.requests else 0.0)
         if self.outgoing is not None and self.outgoing.has_news:
             restarts, ended = self.outgoing.poll()
             self._stalled = False
@@ -342,6 +367,7 @@ class Engine:
         request = self.requests.get(request_id)
         if request is None:
             self._handed_over.append(request_id)
+            self._tell_handed_on(request_id, FreeReason.FAILED if reason else FreeReason.HANDED_OVER)
             return
         self._fail(request, UnavailableError(f"the hand-over to the decode worker failed: {reason or 'not wanted any more'}"))
 
@@ -385,21 +411,39 @@ class Engine:
                 self._end(sequence, request.cut[sequence.sample])
 
     def _forget_if_finished(self, request: Request) -> None:
-        if request.finished:
-            self.requests.pop(request.request_id, None)
+        if request.finished and self.requests.pop(request.request_id, None) is not None:
+            self._tell_freed(request, FreeReason.FINISHED)
 
-    def _drop(self, request: Request) -> list[int]:
+    def _drop(self, request: Request, reason: FreeReason) -> list[int]:
         """Ends all of a request at once; returns the samples that had not ended before."""
         open_sequences = [s for s in request.sequences if s.state is not RequestState.FINISHED]
         samples = [s.sample for s in open_sequences] + list(range(1, 1 + request.num_unforked))
         for sequence in open_sequences:
             self._end(sequence, FinishReason.ABORT)
         del self.requests[request.request_id]
+        self._tell_freed(request, reason)
         return samples
+
+    def _tell_freed(self, request: Request, reason: FreeReason) -> None:
+        """The end of a request here."""
+        if self.kv.recorder is not None:
+            self.kv.recorder.freed(request.external_id, reason, self._findable(request))
+
+    def _tell_handed_on(self, request_id: RequestId, reason: FreeReason) -> None:
+        """The end here of a request that goes on elsewhere, or was to: its prompt ended a while ago."""
+        handing_on = self._handing_on.pop(request_id, None)
+        if handing_on is not None and self.kv.recorder is not None:
+            external_id, hashes = handing_on
+            self.kv.recorder.freed(external_id, reason, [digest for digest in hashes if self.kv.is_findable(digest)])
+
+    def _findable(self, request: Request) -> list[bytes]:
+        """Hashes of the request's full blocks that the prefix cache has."""
+        hashes = dict.fromkeys(digest for sequence in request.sequences for digest in sequence.hashes)
+        return [digest for digest in hashes if self.kv.is_findable(digest)]
 
     def _fail(self, request: Request, error: RequestError) -> None:
         if request.request_id in self.requests:
-            self._drop(request)
+            self._drop(request, FreeReason.FAILED)
             self._failures.append(Failure(request.request_id, error.kind, error.message, error.param))
 
     def fail_all(self, message: str) -> StepOutputs:

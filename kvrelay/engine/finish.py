@@ -8,13 +8,13 @@ from kvrelay.states import FinishReason
 
 def finish_reason(sequence: Sequence, eos_token_ids: frozenset[int], max_model_len: int) -> FinishReason | None:
     """Looks at the last token only: called after each one."""
-    params, count = sequence.params, sequence.num_output_tokens
-    token = sequence.tokens[-1]
+    params, tokens = sequence.params, sequence.tokens
+    token, count = tokens[-1], len(tokens) - sequence.num_prompt_tokens
     if count >= params.min_tokens:
         if token in eos_token_ids and not params.ignore_eos:
             return FinishReason.STOP
         if params.stop_token_ids and token in params.stop_token_ids:
             return FinishReason.STOP
-    if count >= params.max_tokens or len(sequence.tokens) >= max_model_len:
+    if count >= params.max_tokens or len(tokens) >= max_model_len:
         return FinishReason.LENGTH
     return None

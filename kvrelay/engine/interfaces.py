@@ -102,6 +102,19 @@ class Runner(Protocol):
     def num_blocks(self) -> int:
         """KV blocks there are, numbered from 0."""
 
+    @property
+    def num_host_blocks(self) -> int:
+        """KV blocks on the host, numbered from 0; 0 if there are none."""
+
+    def begin_copies(self, saves: List[tuple[int, int]], loads: List[tuple[int, int]]) -> int:
+        """Starts to copy whole blocks: `saves` are (block, host block), `loads` (host block, block). Returns a ticket at once.
+
+        The copy sees what plans collected before have computed. It runs beside later plans, so nobody may write what it reads,
+        or touch what it writes, before it ended."""
+
+    def finished_copies(self, wait_s: float = 0.0) -> list[int]:
+        """Tickets of copies that ended, each once, in any order. If there are none, waits up to `wait_s` for one."""
+
     def on_layer(self, listener: Callable[[int], None]) -> None:
         """The listener is told in the middle of a pass, from the thread that launched it, each time a layer's KV of all rows
         is stored: layer 0, 1, ..."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from kvrelay.engine.block_pool import Holder
 from kvrelay.engine.request import Sequence
+from kvrelay.engine.swap import Swap
 from kvrelay.states import KVState, RequestState
 
 if TYPE_CHECKING:
@@ -28,6 +30,8 @@ def check(engine: Engine) -> None:
     if engine.incoming is not None:
         for blocks in engine.incoming.quarantined.values():
             references.update(blocks)
+    if engine.swap is not None:
+        references.update(_check_swap(engine.swap))
     held = {block: count for block, count in enumerate(kv.pool.references) if count}
     assert dict(references) == held, f"references of sequences {dict(references)} differ from the pool's {held}"
     _check_queues(engine)
@@ -43,7 +47,30 @@ def check_idle(engine: Engine) -> None:
     assert not engine.requests, f"requests left behind: {list(engine.requests)}"
     assert counts.in_use == counts.reserved == counts.sending == counts.quarantined == 0, f"leaked blocks: {counts}"
     assert not engine.scheduler.running
+    assert not engine.scheduler.swapped
+    assert not engine.scheduler.loading
+    if engine.swap is not None:
+        assert not engine.swap.kept, f"sequences left on the host: {list(engine.swap.kept)}"
+        assert engine.swap.slots.counts().in_use == sum(len(copy.slots) for copy in engine.swap.copies.values())
     assert not engine.scheduler.waiting
+
+
+def _check_swap(swap: Swap) -> Counter[int]:
+    """The slots; returns the references of copies and of sequences on their way back to blocks."""
+    swap.slots.check()
+    slots: Counter[int] = Counter()
+    blocks: Counter[int] = Counter()
+    for copy in swap.copies.values():
+        slots.update(copy.slots)
+        if copy.holder is Holder.QUARANTINED or not copy.expired:
+            blocks.update(copy.blocks)
+    for kept in swap.kept.values():
+        slots.update(kept.slots)
+        blocks.update(kept.table)
+        assert kept.tickets <= swap.copies.keys(), "a sequence waits for a copy that is over"
+    held = {slot: count for slot, count in enumerate(swap.slots.references) if count}
+    assert dict(slots) == held, f"references to slots {dict(slots)} differ from the pool's {held}"
+    return blocks
 
 
 def _check_sequence(sequence: Sequence, block_size: int) -> None:
@@ -61,7 +88,8 @@ def _check_sequence(sequence: Sequence, block_size: int) -> None:
             assert sequence.kv_state is KVState.ALLOCATED, f"{name} is being transferred with {sequence.kv_state}"
             assert len(sequence.block_table) * block_size >= len(sequence.tokens), f"{name} has too few blocks"
         case RequestState.SWAPPED:
-            raise AssertionError(f"{name} is {sequence.state}, which this engine never uses")
+            assert sequence.kv_state is KVState.SWAPPED, f"{name} is swapped with {sequence.kv_state}"
+            assert not sequence.block_table, f"{name} is swapped but holds blocks"
 
 
 def _check_queues(engine: Engine) -> None:
@@ -69,11 +97,15 @@ def _check_queues(engine: Engine) -> None:
     live = [s for request in engine.requests.values() for s in request.sequences if s.state is not RequestState.FINISHED]
     running = [s for s in live if s.state is RequestState.RUNNING]
     assert sorted(running, key=lambda s: s.key) == sorted(scheduler.running, key=lambda s: s.key)
-    assert scheduler.running == sorted(scheduler.running, key=lambda s: s.order), "the batch is out of order"
+    assert scheduler.running == sorted(scheduler.running, key=scheduler.rank), "the batch is out of order"
+    assert scheduler.swapped == sorted(scheduler.swapped, key=lambda s: s.order), "the swapped ones are out of order"
+    swapped = [s for s in live if s.state is RequestState.SWAPPED]
+    coming = [s for s in scheduler.loading if s.state is RequestState.SWAPPED]
+    assert sorted(swapped, key=lambda s: s.key) == sorted([*scheduler.swapped, *coming], key=lambda s: s.key)
     waiting = [s for s in live if s.state is RequestState.WAITING]
     expected = [] if engine.incoming is None else engine.incoming.waiting
     transferring = [] if engine.incoming is None else engine.incoming.transferring
     assert sorted(waiting, key=lambda s: s.key) == sorted([*scheduler.waiting, *expected], key=lambda s: s.key)
     assert scheduler.num_waiting == len(scheduler.waiting)
-    slots = sum(s.num_slots for s in [*scheduler.running, *transferring])
+    slots = sum(s.num_slots for s in [*scheduler.running, *transferring, *scheduler.loading])
     assert slots <= engine.options.max_batch, "more sequences run and arrive than the batch holds"

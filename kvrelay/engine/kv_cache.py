@@ -5,9 +5,14 @@ grow        a running one gets room for more tokens; a block shared with others 
 computed    KV was written: full blocks enter the prefix cache                                   ALLOCATED -> ACTIVE
 fork        a child holds its parent's blocks
 free        the end, or preemption: every reference goes back                                    -> FREED
+
+Swapping (`engine/swap.py`) leads from ACTIVE to SWAPPED and back.
 """
 
 from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
 
 from kvrelay.engine.block_pool import BlockPool, Holder
 from kvrelay.engine.events import EventRecorder
@@ -23,6 +28,7 @@ class KVCache:
     def __init__(self, *, num_blocks: int, block_size: int, prefix_cache: bool, cache_seed: str) -> None:
         self.block_size = block_size
         self.prefixes = PrefixCache(block_size)
+        self._host: PrefixCache | None = None
         self.pool = BlockPool(num_blocks, keep=self.prefixes.__contains__, evict=self.prefixes.remove)
         self._enabled = prefix_cache
         self._cache_seed = cache_seed
@@ -30,9 +36,31 @@ class KVCache:
 
     def record_events(self) -> EventRecorder:
         """From now on, what enters and leaves the prefix cache is recorded."""
-        recorder = EventRecorder(self.prefixes.chains, self.pool.num_blocks)
-        self.prefixes.recorder = recorder
+        caches = [self.prefixes] if self._host is None else [self.prefixes, self._host]
+        recorder = EventRecorder(self._chains, self.pool.num_blocks + (self.pool.given_up.maxlen or 0))
+        for cache in caches:
+            cache.recorder = recorder
         return recorder
+
+    @property
+    def recorder(self) -> EventRecorder | None:
+        return self.prefixes.recorder
+
+    def use_host_cache(self, num_blocks: int) -> PrefixCache:
+        """A second cache, of blocks on the host. From now on the pool remembers which of its own were given up lately."""
+        assert self.recorder is None, "events are recorded already"
+        self._host = PrefixCache(self.block_size)
+        self._host.twin, self.prefixes.twin = self.prefixes, self._host
+        self.pool.given_up = deque(maxlen=num_blocks)
+        return self._host
+
+    def is_findable(self, digest: bytes) -> bool:
+        return self.prefixes.has(digest) or (self._host is not None and self._host.has(digest))
+
+    def _chains(self) -> Iterator[tuple[bytes, bytes]]:
+        yield from self.prefixes.chains()
+        if self._host is not None:
+            yield from (chain for chain in self._host.chains() if not self.prefixes.has(chain[0]))
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -52,6 +80,12 @@ class KVCache:
         sequence.num_computed = len(found) * self.block_size
         sequence.kv_become(KVState.ALLOCATED)
         return True
+
+    def missing(self, sequence: Sequence, num_tokens: int) -> int:
+        """How many blocks `grow` would take."""
+        index, offset = divmod(sequence.num_computed, self.block_size)
+        shared = offset != 0 and self.pool.references[sequence.block_table[index]] > 1
+        return max(0, self.blocks_for(num_tokens) - len(sequence.block_table)) + shared
 
     def grow(self, sequence: Sequence, num_tokens: int, copies: list[tuple[int, int]]) -> bool:
         """Room for the sequence's first `num_tokens` tokens, of which those past `num_computed` are about to be written.
@@ -77,11 +111,45 @@ class KVCache:
         """KV of the next `count` tokens was written."""
         if sequence.kv_state is KVState.ALLOCATED:
             sequence.kv_become(KVState.ACTIVE)
-        before = sequence.num_computed
+        before, size = sequence.num_computed, self.block_size
         sequence.num_computed = after = before + count
-        first, last = before // self.block_size, after // self.block_size
-        if last > first and self._enabled:
-            self._register(sequence, first, last)
+        if before % size + count >= size and self._enabled:
+            self._register(sequence, before // size, after // size)
+
+    def register_computed(self, sequence: Sequence) -> None:
+        """Its full blocks came back from the host: they can be found again."""
+        if self._enabled:
+            self._register(sequence, 0, sequence.num_computed // self.block_size)
+
+    def find(self, cache: PrefixCache, sequence: Sequence, index: int) -> int | None:
+        """Where a cache has the sequence's block of this index."""
+        if not self._enabled:
+            return None
+        self._extend_hashes(sequence, index + 1)
+        return cache.find(sequence.hashes[index], self._tokens_of(sequence, index))
+
+    def content_of(self, sequence: Sequence, index: int) -> tuple[bytes, list[int], bytes] | None:
+        """Hash, tokens and parent's hash of a full block, if there is a prefix cache."""
+        if not self._enabled:
+            return None
+        self._extend_hashes(sequence, index + 1)
+        parent = sequence.hashes[index - 1] if index else self._root(sequence)
+        return sequence.hashes[index], self._tokens_of(sequence, index), parent
+
+    def host_blocks(self, sequence: Sequence, first: int) -> list[int]:
+        """The host's blocks that go on where the device's end, which is block `first`."""
+        found: list[int] = []
+        if self._host is None or not self._enabled or sequence.wants_prompt_logprobs:
+            return found
+        for index in range(first, (len(sequence.tokens) - 1) // self.block_size):
+            slot = self.find(self._host, sequence, index)
+            if slot is None:
+                break
+            found.append(slot)
+        return found
+
+    def _tokens_of(self, sequence: Sequence, index: int) -> list[int]:
+        return sequence.tokens[index * self.block_size : (index + 1) * self.block_size]
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         shared = parent.block_table[: self.blocks_for(parent.num_computed)]  # only what holds KV: the rest stays the parent's

@@ -1,7 +1,8 @@
 """Which full block holds which tokens, found by chained hashes (`kvrelay/hashing.py`).
 
 A hash that leads to a block with other tokens is a collision and counts as a miss. What enters and leaves is told to the
-recorder, if somebody listens.
+recorder, if somebody listens. Where there are two caches, the device's and the host's, each is the other's twin: what one of
+them still has was not removed, and what one of them already has is not news.
 """
 
 from __future__ import annotations
@@ -20,12 +21,20 @@ class PrefixCache:
         self._content: dict[int, tuple[bytes, list[int], bytes]] = {}  # hash, tokens, the parent's hash
         self.num_collisions = 0
         self.recorder: EventRecorder | None = None
+        self.twin: PrefixCache | None = None
 
     def __len__(self) -> int:
         return len(self._content)
 
     def __contains__(self, block: int) -> bool:
         return block in self._content
+
+    def has(self, digest: bytes) -> bool:
+        return digest in self._block_of
+
+    def content(self, block: int) -> tuple[bytes, list[int], bytes]:
+        """Hash, tokens, and the parent's hash."""
+        return self._content[block]
 
     def find(self, digest: bytes, tokens: list[int]) -> int | None:
         """The block that holds exactly these tokens behind exactly this chain."""
@@ -61,7 +70,10 @@ class PrefixCache:
         if present is not None:
             self.num_collisions += 1
             del self._content[present]
-        elif self.recorder is not None:
+            if self.recorder is not None:
+                self.recorder.removed(digest)
+                self.recorder.stored(digest, parent)
+        elif self.recorder is not None and not self._twin_has(digest):
             self.recorder.stored(digest, parent)
         self._block_of[digest] = block
         self._content[block] = (digest, tokens, parent)
@@ -70,5 +82,8 @@ class PrefixCache:
     def remove(self, block: int) -> None:
         digest = self._content.pop(block)[0]
         del self._block_of[digest]
-        if self.recorder is not None:
+        if self.recorder is not None and not self._twin_has(digest):
             self.recorder.removed(digest)
+
+    def _twin_has(self, digest: bytes) -> bool:
+        return self.twin is not None and self.twin.has(digest)

@@ -23,6 +23,7 @@ class Request:
         "arrival",
         "cache_salt",
         "cut",
+        "external_id",
         "num_unforked",
         "params",
         "priority",
@@ -33,6 +34,7 @@ class Request:
 
     def __init__(self, submit: Submit, arrival: int) -> None:
         self.request_id: RequestId = submit.request_id
+        self.external_id = submit.external_id  # what the client knows it by
         self.params: SamplingParams = submit.params
         self.priority = submit.priority
         self.cache_salt = submit.cache_salt

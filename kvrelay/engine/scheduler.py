@@ -4,10 +4,18 @@ The rules of both roles: those that run and those whose KV is on its way togethe
 worker's sequence runs only when its transfer has finished, and transfers start whenever there is room; prompts start when
 nothing runs or some of the budget is left, at most `max_running_prefills` at once.
 
-Running sequences come first, in order of priority and arrival; then waiting ones, while there is room. A sequence that is
-decoding always gets its one token; prompts share what is left of the token budget, in chunks. When the pool is empty, the
-sequence that is last in order gives its blocks back and waits again (its tokens are kept and recomputed later); since a
-step is planned in that same order, nobody who is already part of the step is ever chosen.
+Running sequences come first, by priority and by who would be the last to make room for the others (`--preempt`: usually who
+came first); then swapped ones; then waiting ones, while there is room. A sequence that is decoding always gets its one token;
+prompts share what is left of the token budget, in chunks.
+
+When the pool is empty, the running sequence that is last makes room; since a step is planned in that same order, nobody who
+is already part of the step is ever chosen. Its KV goes to the host if there is room (`engine/swap.py`), and until it is
+there, whoever needed the blocks sits out. Else its KV is given up and computed again later. Its tokens are kept either way.
+
+Nobody stays swapped for ever. Swapped sequences come back by priority and arrival, the first one first, whenever those that
+run leave enough blocks; as long as one of them has to wait, nobody is admitted. So those that run get fewer: each step brings
+at least one of them a token nearer to its end, and when the last has ended, the first swapped one has the pool to itself. It
+waits at most as many steps as the requests that were admitted before still have tokens to compute, and for copies.
 
 Samples of one request that are computed anew (preempted, or resumed here) share their prompt through the prefix cache: one
 computes it, the others wait that long.
@@ -17,6 +25,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import insort
+from collections.abc import Callable
 
 from kvrelay.config import EngineOptions
 from kvrelay.engine.incoming import Incoming
@@ -24,25 +33,39 @@ from kvrelay.engine.interfaces import Row, StepPlan
 from kvrelay.engine.kv_cache import KVCache
 from kvrelay.engine.outgoing import Outgoing
 from kvrelay.engine.request import Sequence
-from kvrelay.states import RequestState
+from kvrelay.engine.swap import Swap
+from kvrelay.states import FreeReason, RequestState
+
+Order = tuple[int, int, int]
 
 
 class Scheduler:
     """Holds the queue and the batch. Touches no tensor, no socket and no clock."""
 
     def __init__(
-        self, options: EngineOptions, kv: KVCache, incoming: Incoming | None = None, outgoing: Outgoing | None = None
+        self,
+        options: EngineOptions,
+        kv: KVCache,
+        incoming: Incoming | None = None,
+        outgoing: Outgoing | None = None,
+        swap: Swap | None = None,
     ) -> None:
         self._options = options
         self._kv = kv
         self._incoming = incoming
         self._outgoing = outgoing
+        self._swap = swap
+        self.rank: Callable[[Sequence], Order] = _latest_last if options.preempt == "latest" else _oldest_last
         self._watermark = max(1, kv.pool.num_blocks // 100)
         self._waiting: list[tuple[tuple[int, int, int], Sequence]] = []  # a heap; those that ended are skipped when met
-        self.running: list[Sequence] = []  # sorted by order
+        self.running: list[Sequence] = []  # sorted by rank: the last one makes room first
+        self.swapped: list[Sequence] = []  # sorted by order
+        self.loading: list[Sequence] = []  # have blocks, into which their KV is copied from the host
         self.num_waiting = 0
         self.num_preemptions = 0
         self.starved = False  # the last plan left somebody waiting for a place or for blocks
+        self._num_short = 0  # blocks that sequences which sit out this step need
+        self._full_budget = 0  # for the prompts of this step
 
     def add(self, sequence: Sequence) -> None:
         heapq.heappush(self._waiting, (sequence.order, sequence))
@@ -51,16 +74,39 @@ class Scheduler:
     def run_at_once(self, sequence: Sequence) -> None:
         """Its KV is there already: it was forked, or handed over. Its place in the batch was kept for it."""
         sequence.become(RequestState.RUNNING)
-        insort(self.running, sequence, key=lambda s: s.order)
+        insort(self.running, sequence, key=self.rank)
 
     def remove(self, sequence: Sequence) -> None:
         """The sequence ended."""
-        if sequence.state is RequestState.RUNNING:
-            self.running.remove(sequence)
-        else:
-            self.num_waiting -= 1
+        match sequence.state:
+            case RequestState.RUNNING:
+                self.running.remove(sequence)
+            case RequestState.WAITING:
+                self.num_waiting -= 1
+            case RequestState.SWAPPED | RequestState.TRANSFERRING:
+                assert self._swap is not None
+                (self.loading if sequence in self.loading else self.swapped).remove(sequence)
+                self._swap.drop(sequence)
+            case RequestState.FINISHED:
+                raise AssertionError(f"{sequence.request_id} ended twice")
         self._kv.free(sequence)
         sequence.become(RequestState.FINISHED)
+
+    def take_copied(self, wait_s: float) -> None:
+        """What came of copies to and from the host. If none ended, waits up to `wait_s` for one."""
+        assert self._swap is not None
+        news = self._swap.poll(wait_s)
+        for sequence in news.restored + news.fetched:
+            self.loading.remove(sequence)
+            self.run_at_once(sequence)
+        for sequence in news.fetched:
+            _note_cached(sequence)
+        for sequence in news.lost_out:
+            self.swapped.remove(sequence)
+            self._recompute(sequence, FreeReason.SWAP_OUT_TIMEOUT)
+        for sequence in news.lost_in:
+            self.loading.remove(sequence)
+            self._recompute(sequence, FreeReason.SWAP_IN_TIMEOUT)
 
     @property
     def waiting(self) -> list[Sequence]:
@@ -69,10 +115,13 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         plan = StepPlan()
         num_decoding = sum([len(sequence.tokens) - sequence.num_computed == 1 for sequence in self.running])
-        budget = max(1, self._options.token_budget - num_decoding)
+        self._full_budget = budget = max(1, self._options.token_budget - num_decoding)
+        self._num_short = 0
         budget = self._schedule_running(plan, budget)
         self.starved = False
-        if self._incoming is not None and self._incoming.has_startable:
+        if self.swapped or self._num_short:
+            self._bring_back()
+        elif self._incoming is not None and self._incoming.has_startable:
             self._admit_in_order(plan, budget, self._incoming)
         elif self._waiting:
             self._schedule_waiting(plan, budget)
@@ -92,9 +141,21 @@ class Scheduler:
             heapq.heappop(self._waiting)  # it ended meanwhile
         return self._waiting[0][1] if self._waiting else None
 
+    def _bring_back(self) -> None:
+        """Swapped sequences, in order. Not while somebody who runs is short of blocks: it would be sent away again."""
+        assert self._swap is not None
+        while self.swapped and not self._num_short:
+            sequence = self.swapped[0]
+            if not self._swap.is_saved(sequence) or sequence.num_slots > self._num_free_slots:
+                return
+            if not self._swap.swap_in(sequence, headroom=self._headroom):
+                return
+            self.loading.append(self.swapped.pop(0))
+
     @property
     def _num_free_slots(self) -> int:
-        taken = sum(sequence.num_slots for sequence in self.running)
+        taken = sum([sequence.num_slots for sequence in self.running])
+        taken += sum([sequence.num_slots for sequence in self.loading])
         if self._incoming is not None:
             taken += sum(sequence.num_slots for sequence in self._incoming.transferring)
         if self._outgoing is not None:
@@ -104,18 +165,28 @@ class Scheduler:
     @property
     def _headroom(self) -> int:
         """Blocks to leave for those that run, so that newcomers do not make them stop at once."""
-        return self._watermark if self.running else 0
+        return self._watermark if self.running or self.loading else 0
 
     def _schedule_running(self, plan: StepPlan, budget: int) -> int:
         index, running, rows, grow, copies = 0, self.running, plan.rows, self._kv.grow, plan.copies
+        size, references = self._kv.block_size, self._kv.pool.references
         while index < len(running):  # it gets shorter when somebody is preempted
             sequence = running[index]
             computed = sequence.num_computed
             uncomputed = len(sequence.tokens) - computed
+            if uncomputed == 1:  # the usual case, without a call: it decodes, and its last block has room and is its own
+                table = sequence.block_table
+                place = computed // size
+                request = sequence.request
+                if place < len(table) and references[table[place]] == 1 and not request.num_unforked:
+                    rows.append(Row(sequence, computed, 1, 1) if request.prompt_logprobs is None else _row(sequence, 1))
+                    index += 1
+                    continue
             count = 1 if uncomputed == 1 else min(uncomputed, budget)
             if count > 0:
                 if not grow(sequence, computed + count, copies) and not self._make_room(sequence, computed + count, plan):
-                    break  # it was last in order and preempted itself
+                    index += 1  # it sits out this step, or was last and is gone
+                    continue
                 if uncomputed > 1:
                     budget -= count
                 rows.append(_row(sequence, count))
@@ -123,7 +194,12 @@ class Scheduler:
         return budget
 
     def _make_room(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> bool:
+        """False if the sequence is no part of this step: its room is still being made, or it was last and made room itself."""
+        missing = self._kv.missing(sequence, num_tokens)
         while not self._kv.grow(sequence, num_tokens, plan.copies):
+            if self._swap is not None and self._swap.num_releasing >= self._num_short + missing:
+                self._num_short += missing
+                return False
             victim = self.running.pop()
             self._preempt(victim)
             if victim is sequence:
@@ -131,17 +207,30 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
+        self.num_preemptions += 1
+        if self._swap is None:
+            self._recompute(sequence, FreeReason.PREEMPTED)
+        elif not self._swap.swap_out(sequence):
+            self._recompute(sequence, FreeReason.NO_SWAP_ROOM)
+        else:
+            sequence.become(RequestState.SWAPPED)
+            insort(self.swapped, sequence, key=lambda s: s.order)
+
+    def _recompute(self, sequence: Sequence, reason: FreeReason) -> None:
+        """The KV is given up, and the sequence waits again: a free that is not the end of it."""
         self._kv.free(sequence)
         sequence.become(RequestState.WAITING)
         collected = sequence.request.prompt_logprobs
         if sequence.wants_prompt_logprobs and collected is not None:
             del collected[1:]  # the prompt starts over
-        self.num_preemptions += 1
+        if self._kv.recorder is not None:
+            self._kv.recorder.freed_for_now(sequence.request.external_id, reason)
         self.add(sequence)
 
     def _schedule_waiting(self, plan: StepPlan, budget: int) -> None:
         slots = self._num_free_slots
         limit = self._options.max_running_prefills
+        full_budget = self._full_budget
         num_prefills = sum(1 for row in plan.rows if row.sequence.num_prompt_tokens > row.start)
         while self._waiting and budget > 0 and (limit == 0 or num_prefills < limit):
             sequence = self._waiting[0][1]
@@ -153,17 +242,29 @@ class Scheduler:
             if sequence.num_slots > slots or not self._kv.attach(sequence, headroom=self._headroom):
                 self.starved = True
                 return
+            count = min(sequence.num_uncomputed, budget)
+            if budget < full_budget and count < min(sequence.num_uncomputed, self._options.block_size):
+                self._roll_back(sequence)
+                return
             heapq.heappop(self._waiting)
             self.num_waiting -= 1
-            sequence.become(RequestState.RUNNING)
-            insort(self.running, sequence, key=lambda s: s.order)
-            if sequence.num_output_tokens == 0 and sequence.sample == 0:
-                sequence.cached_tokens = sequence.num_computed
-            count = min(sequence.num_uncomputed, budget)
-            budget -= count
             slots -= sequence.num_slots
+            if self._swap is not None and self._swap.fetch(sequence):
+                sequence.become(RequestState.TRANSFERRING)
+                self.loading.append(sequence)
+                continue
+            self.run_at_once(sequence)
+            _note_cached(sequence)
+            budget -= count
             num_prefills += 1
             plan.rows.append(_row(sequence, count))
+
+    def _roll_back(self, sequence: Sequence) -> None:
+        """Other prompts left it less than a block of this step's budget: it had better start with the next step's, and its
+        blocks are not held until then. It keeps its place."""
+        self._kv.free(sequence)
+        if self._kv.recorder is not None:
+            self._kv.recorder.freed_for_now(sequence.request.external_id, FreeReason.ROLLED_BACK)
 
     def _waits_for_sibling(self, sequence: Sequence) -> bool:
         siblings = sequence.request.sequences
@@ -171,6 +272,21 @@ class Scheduler:
             return False
         shared = sequence.num_prompt_tokens // self._options.block_size * self._options.block_size
         return any(sibling.state is RequestState.RUNNING and sibling.num_computed < shared for sibling in siblings)
+
+
+def _latest_last(sequence: Sequence) -> Order:
+    return sequence.order
+
+
+def _oldest_last(sequence: Sequence) -> Order:
+    priority, arrival, sample = sequence.order
+    return priority, -arrival, -sample
+
+
+def _note_cached(sequence: Sequence) -> None:
+    """When a prompt starts: how much of it was there already."""
+    if sequence.num_output_tokens == 0 and sequence.sample == 0:
+        sequence.cached_tokens = sequence.num_computed
 
 
 def _row(sequence: Sequence, count: int) -> Row:

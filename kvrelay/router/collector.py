@@ -21,6 +21,12 @@ _TOTALS = {
 }
 
 
+_HOST = {
+    "hit_tokens": "Prompt tokens found in the host's cache and not on the device",
+    "swapped_out": "Sequences whose KV went to the host",
+    "swapped_in": "Sequences whose KV came back from the host",
+    "timeouts": "Copies to and from the host that took too long",
+}
 _TRANSFERS = {
     "done": "KV hand-overs that ended well",
     "failed": "KV hand-overs that ended otherwise",
@@ -49,6 +55,8 @@ class WorkerCollector(Collector):
         yield _blocks(peers)
         yield _up(peers)
         yield from _counters(peers, "kvrelay_worker_", _TOTALS, lambda load: load)
+        yield from _counters(peers, "kvrelay_worker_host_", _HOST, lambda load: load["host"])
+        yield _host_blocks(peers)
         yield from _counters(peers, "kvrelay_worker_transfers_", _TRANSFERS, lambda load: load["transfers"])
         yield from _counters(peers, "kvrelay_worker_mapping_", _MAPPING, lambda load: load["mapping"])
         yield _gauge(peers, "transfers_in_flight", "KV hand-overs under way", lambda load: load["transfers"]["in_flight"])
@@ -88,6 +96,17 @@ def _blocks(peers: list[Peer]) -> Metric:
     family = GaugeMetricFamily("kvrelay_worker_blocks", "KV blocks, by what holds them", labels=["worker", "role", "kind"])
     for peer in peers:
         for kind, count in msgspec.to_builtins(peer.load.blocks).items():
+            family.add_metric([peer.id, peer.record.role.value, kind], float(count))
+    return family
+
+
+def _host_blocks(peers: list[Peer]) -> Metric:
+    family = GaugeMetricFamily(
+        "kvrelay_worker_host_blocks", "KV blocks on the host, by what holds them", labels=["worker", "role", "kind"]
+    )
+    for peer in peers:
+        host = peer.load.host
+        for kind, count in (("total", host.total), ("free", host.free), ("cached", host.cached), ("in_use", host.in_use)):
             family.add_metric([peer.id, peer.record.role.value, kind], float(count))
     return family
 

@@ -18,6 +18,7 @@ from kvrelay.ids import RequestId
 from kvrelay.log import Log
 from kvrelay.models.registry import Model
 from kvrelay.progress import Progress
+from kvrelay.runner.host_pool import make_host_pool
 from kvrelay.runner.kernels.choose import choose_kernels
 from kvrelay.runner.kv_pool import KVPool, PoolSize, blocks_for, choose_pool_size, free_cpu_bytes
 from kvrelay.runner.loader import load_model
@@ -42,8 +43,6 @@ def build_runner(
     """Raises ConfigError or ModelError. The runner has computed once, so its first request is not slower than the others."""
     if model_options.tp > 1:
         raise ConfigError(f"--tp {model_options.tp}: tensor parallelism is not supported yet; use --tp 1")
-    if engine_options.swap_blocks:
-        raise ConfigError("--swap-blocks: swapping KV to the host is not supported yet; preempted requests are recomputed")
     device = choose_device(model_options)
     dtype_name = choose_dtype(model_options, _cpu_flags())
     dtype = _DTYPES[dtype_name]
@@ -79,6 +78,7 @@ def build_runner(
         fingerprint=f"{fingerprint(spec, dtype_name)}-{'dummy' if model_options.load == 'dummy' else weights_digest(folder)}",
         folder=folder,
         num_threads=num_threads,
+        host_pool=make_host_pool(pool, engine_options.swap_blocks),
     )
     _warm_up(runner, engine_options.block_size)
     log.info(

@@ -4,7 +4,8 @@ Its next token is a hash of all tokens so far (and of seed and sample, unless gr
 lost, repeated or out of place, or a wrong sample number show as other tokens. It keeps KV too: each slot holds a signature of
 the token written there and of everything before it, as real KV does. With `verify` on, every step checks that what each row
 would attend to was written for exactly its own tokens, at their positions; block tables, copies, reference counts and the
-prefix cache cannot be wrong unnoticed. A violated check is an AssertionError.
+prefix cache cannot be wrong unnoticed. A violated check is an AssertionError. Copies to and from the host happen at the last
+moment, when they are said to have ended, so that whatever was reused too early shows.
 
 It has no probabilities: parameters that shape them (temperature above 0, top_k, penalties, logit_bias, ...) change nothing,
 logprobs are made up, and a grammar is refused.
@@ -40,11 +41,22 @@ class _Known:
     signature: int
 
 
+@dataclass(slots=True)
+class _Copies:
+    """Under way."""
+
+    saves: list[tuple[int, int]]
+    loads: list[tuple[int, int]]
+    num_polls_left: int
+
+
 class FakeRunner:
     """Implements `engine.interfaces.Runner`.
 
     `tokens` are the ids it may give, all by default. End-of-text comes about once in `eos_one_in` tokens (never if 0), as the
     first of `eos_token_ids`. A step takes `step_time_s`, counted from its launch or from the end of the one before it.
+    A copy to or from one of the `num_host_blocks` ends when it was asked for as often as `copy_delay` says, at least once;
+    `end_copies` ends them all.
     """
 
     def __init__(
@@ -61,6 +73,8 @@ class FakeRunner:
         max_model_len: int | None = None,
         fingerprint: str = "fake",
         allocate: Allocate | None = None,
+        num_host_blocks: int = 0,
+        copy_delay: Callable[[], int] = lambda: 1,
     ) -> None:
         assert not eos_one_in or eos_token_ids, "there is no end-of-text token to give"
         self.vocab_size = vocab_size
@@ -83,7 +97,11 @@ class FakeRunner:
             dtype="uint64",
             item_bytes=8,
         )
-        self._store = _SignatureStore(num_blocks, block_size, allocate) if verify else None
+        self._store = _SignatureStore(num_blocks, block_size, allocate, num_host_blocks) if verify else None
+        self._num_host_blocks = num_host_blocks
+        self._copy_delay = copy_delay
+        self._copies: dict[int, _Copies] = {}
+        self._num_copies = 0
         self._on_layer: Callable[[int], None] | None = None
         self._known: dict[int, _Known] = {}
         self._step_time_s = step_time_s
@@ -93,6 +111,33 @@ class FakeRunner:
     @property
     def num_blocks(self) -> int:
         return self._num_blocks
+
+    @property
+    def num_host_blocks(self) -> int:
+        return self._num_host_blocks
+
+    def begin_copies(self, saves: Sequence[tuple[int, int]], loads: Sequence[tuple[int, int]]) -> int:
+        self._num_copies += 1
+        self._copies[self._num_copies] = _Copies(list(saves), list(loads), self._copy_delay())
+        return self._num_copies
+
+    def finished_copies(self, wait_s: float = 0.0) -> list[int]:
+        for copies in self._copies.values():
+            copies.num_polls_left -= 1
+        return self._finish([ticket for ticket, copies in self._copies.items() if copies.num_polls_left <= 0])
+
+    def end_copies(self) -> None:
+        """Every copy under way ends with the next `finished_copies`."""
+        for copies in self._copies.values():
+            copies.num_polls_left = 1
+
+    def _finish(self, tickets: list[int]) -> list[int]:
+        for ticket in tickets:
+            copies = self._copies.pop(ticket)
+            if self._store is not None:
+                self._store.copy_to_host(copies.saves)
+                self._store.copy_from_host(copies.loads)
+        return tickets
 
     @property
     def num_known_sequences(self) -> int:
@@ -125,6 +170,7 @@ class FakeRunner:
 
     def close(self) -> None:
         self._launched.clear()
+        self._copies.clear()
 
     def _signatures(self, rows: list[Row]) -> list[int]:
         """Of each row's tokens up to its last computed one. Costs one hash per token that is new since the last step."""
@@ -206,8 +252,9 @@ class FakeRunner:
 class _SignatureStore:
     """What real KV memory is to a real runner, with a signature in place of each token's keys and values."""
 
-    def __init__(self, num_blocks: int, block_size: int, allocate: Allocate | None) -> None:
+    def __init__(self, num_blocks: int, block_size: int, allocate: Allocate | None, num_host_blocks: int) -> None:
         self._block_size = block_size
+        self._host: Hashes = np.zeros((_NUM_LAYERS, 2, num_host_blocks, block_size), dtype=np.uint64)
         self._num_blocks = num_blocks
         shape = (_NUM_LAYERS, 2, num_blocks, block_size)
         memory = bytearray(8 * int(np.prod(shape))) if allocate is None else allocate(8 * int(np.prod(shape)))
@@ -218,6 +265,20 @@ class _SignatureStore:
             assert 0 <= source < self._num_blocks, f"copy of block {source}, which does not exist"
             assert 0 <= target < self._num_blocks, f"copy to block {target}, which does not exist"
             self.planes[:, :, target] = self.planes[:, :, source]
+
+    def copy_to_host(self, saves: list[tuple[int, int]]) -> None:
+        for block, slot in saves:
+            self._check_copy(block, slot)
+            self._host[:, :, slot] = self.planes[:, :, block]
+
+    def copy_from_host(self, loads: list[tuple[int, int]]) -> None:
+        for slot, block in loads:
+            self._check_copy(block, slot)
+            self.planes[:, :, block] = self._host[:, :, slot]
+
+    def _check_copy(self, block: int, slot: int) -> None:
+        assert 0 <= block < self._num_blocks, f"block {block} does not exist"
+        assert 0 <= slot < self._host.shape[2], f"host block {slot} does not exist"
 
     def run(self, rows: list[Row]) -> None:
         """Writes what the rows compute, then checks what they attend to: as in a real layer, all is stored before any reads."""

@@ -3,6 +3,8 @@
 launch    forget released sequences; copy blocks; build the batch; start the forward pass; read what sampling needs
 collect   choose tokens from the logits, oldest launch first; results leave as plain Python numbers
 
+Copies of whole blocks to and from the host run beside the passes (`host_pool.py`).
+
 On a GPU `launch` returns while the device works; on a CPU the forward pass is done when it returns. Sampling happens in
 `collect`. At most two plans may be under way, so their input buffers never meet.
 """
@@ -11,7 +13,7 @@ from __future__ import annotations
 
 import pathlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +24,7 @@ from kvrelay.models.registry import Model
 from kvrelay.runner.batch import BatchBuilder
 from kvrelay.runner.edits import EditState
 from kvrelay.runner.grammar import Grammars
+from kvrelay.runner.host_pool import HostPool
 from kvrelay.runner.kv_pool import KVPool, blocks_for
 from kvrelay.runner.sampler import Prepared, Sampler
 from kvrelay.wire.transfer import Layout
@@ -52,6 +55,7 @@ class TorchRunner:
         fingerprint: str,
         folder: pathlib.Path,
         num_threads: int = 1,
+        host_pool: HostPool | None = None,
     ) -> None:
         self.spec = spec
         self.max_model_len = max_model_len
@@ -59,6 +63,7 @@ class TorchRunner:
         self.fingerprint = fingerprint
         self._model = model
         self._pool = pool
+        self._host_pool = host_pool
         self._builder = BatchBuilder(
             block_size=block_size,
             max_tokens=token_budget,
@@ -93,6 +98,17 @@ class TorchRunner:
         return self._pool.num_blocks
 
     @property
+    def num_host_blocks(self) -> int:
+        return 0 if self._host_pool is None else self._host_pool.num_blocks
+
+    def begin_copies(self, saves: Sequence[tuple[int, int]], loads: Sequence[tuple[int, int]]) -> int:
+        assert self._host_pool is not None, "there are no host blocks"
+        return self._host_pool.begin(saves, loads)
+
+    def finished_copies(self, wait_s: float = 0.0) -> list[int]:
+        return [] if self._host_pool is None else self._host_pool.finished(wait_s)
+
+    @property
     def num_known_sequences(self) -> int:
         """Sequences of which anything is remembered; 0 once all were released."""
         return max(self._builder.num_known_sequences, self._sampler.num_known_sequences)
@@ -120,3 +136,5 @@ class TorchRunner:
     def close(self) -> None:
         """Drops what is under way. Weights and KV memory go with the runner."""
         self._launched.clear()
+        if self._host_pool is not None:
+            self._host_pool.close()

@@ -29,6 +29,19 @@ class BlockCounts(msgspec.Struct, frozen=True, kw_only=True):
     quarantined: int = 0  # a writer may still touch them
 
 
+class HostCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """KV blocks that a worker has on the host. The first four are of this moment, the rest since the start."""
+
+    total: int = 0
+    free: int = 0
+    cached: int = 0  # evicted on the device or about to be, KV reusable
+    in_use: int = 0  # of swapped sequences, and of copies under way
+    hit_tokens: int = 0  # prompt tokens found here and not on the device
+    swapped_out: int = 0  # sequences
+    swapped_in: int = 0  # sequences
+    timeouts: int = 0  # copies that took too long
+
+
 class TransferCounts(msgspec.Struct, frozen=True, kw_only=True):
     in_flight: int = 0
     done: int = 0
@@ -59,6 +72,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     transferring: int = 0
     swapped: int = 0
     blocks: BlockCounts = BlockCounts()
+    host: HostCounts = HostCounts()
     transfers: TransferCounts = TransferCounts()
     mapping: MappingCounts = MappingCounts()
     prompt_tokens: int = 0  # since the start: prompt tokens computed

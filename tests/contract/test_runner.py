@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from kvrelay.checkpoint.spec import read_spec
 from kvrelay.engine.interfaces import Row, RowResult, Runner, StepPlan
 from kvrelay.progress import Silent
 from kvrelay.runner.fake import FakeRunner
+from kvrelay.runner.host_pool import make_host_pool
 from kvrelay.runner.kernels.torch_kernels import TorchKernels
 from kvrelay.runner.kv_pool import KVPool
 from kvrelay.runner.loader import load_model
@@ -23,6 +24,7 @@ from kvrelay.sampling import SamplingParams
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 40
+NUM_HOST_BLOCKS = 12
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -49,6 +51,7 @@ def make_torch_runner(device: torch.device = CPU) -> Runner:
         max_model_len=NUM_BLOCKS * BLOCK_SIZE,
         fingerprint="tiny",
         folder=folder,
+        host_pool=make_host_pool(pool, NUM_HOST_BLOCKS),
     )
 
 
@@ -60,7 +63,13 @@ def make_cuda_runner() -> Runner:
 
 def make_fake_runner() -> Runner:
     return FakeRunner(
-        num_blocks=NUM_BLOCKS, vocab_size=VOCAB_SIZE, block_size=BLOCK_SIZE, eos_token_ids=[EOS_TOKEN_ID], eos_one_in=4
+        num_blocks=NUM_BLOCKS,
+        vocab_size=VOCAB_SIZE,
+        block_size=BLOCK_SIZE,
+        eos_token_ids=[EOS_TOKEN_ID],
+        eos_one_in=4,
+        num_host_blocks=NUM_HOST_BLOCKS,
+        copy_delay=lambda: 3,
     )
 
 
@@ -77,8 +86,10 @@ def make_runner(request: pytest.FixtureRequest) -> Callable[[], Runner]:
 
 
 @pytest.fixture
-def runner(make_runner: Callable[[], Runner]) -> Runner:
-    return make_runner()
+def runner(make_runner: Callable[[], Runner]) -> Iterator[Runner]:
+    runner = make_runner()
+    yield runner
+    runner.close()
 
 
 def run(runner: Runner, step: StepPlan) -> list[RowResult]:
@@ -267,6 +278,54 @@ def test_prompt_logprobs_cover_every_token_but_the_first_whatever_the_chunks(
     found = collect(chunks)
     assert len(found) == 8
     assert found == collect([9])
+
+
+def ended(runner: Runner, *tickets: int) -> None:
+    """Waits until exactly these copies have ended."""
+    waited: list[int] = []
+    for _ in range(10_000):
+        waited += runner.finished_copies(0.01)
+        if len(waited) >= len(tickets):
+            break
+    assert sorted(waited) == sorted(tickets)
+    assert runner.finished_copies() == []
+
+
+def test_host_blocks_are_counted_and_no_copy_ends_that_did_not_begin(runner: Runner) -> None:
+    assert runner.num_host_blocks == NUM_HOST_BLOCKS
+    assert runner.finished_copies() == []
+
+
+def test_kv_goes_to_the_host_and_comes_back_to_other_blocks(make_runner: Callable[[], Runner]) -> None:
+    expected = generate(make_runner(), FreeSequence(tokens=prompt(11), block_table=[0, 1, 2, 3]), 3)
+    runner = make_runner()
+    sequence = FreeSequence(tokens=prompt(11), block_table=[5, 30, 2])
+    (result,) = run(runner, plan(whole(sequence)))
+    sequence.tokens += result.tokens
+    ended(runner, runner.begin_copies([(5, 7), (30, 1), (2, 11)], []))
+    for block in (5, 30, 2):  # somebody else has them now
+        run(runner, plan(whole(FreeSequence(tokens=prompt(4, 9), block_table=[block]))))
+    ended(runner, runner.begin_copies([], [(7, 12), (1, 13), (11, 4)]))
+    sequence.block_table = [12, 13, 4]
+    for _ in range(2):
+        (result,) = run(runner, plan(last(sequence)))
+        sequence.tokens += result.tokens
+        sequence.block_table = [12, 13, 4, 20]
+    assert sequence.tokens[-3:] == expected
+    runner.close()
+
+
+def test_copies_run_beside_a_step_and_each_ticket_is_told_once(runner: Runner) -> None:
+    sequence = FreeSequence(tokens=prompt(8), block_table=[1, 2])
+    run(runner, plan(whole(sequence)))
+    tickets = [runner.begin_copies([(1, 0)], []), runner.begin_copies([(2, 1)], [(0, 9)]), runner.begin_copies([], [(1, 10)])]
+    assert len(set(tickets)) == 3
+    run(runner, plan(whole(FreeSequence(tokens=prompt(6, 5), block_table=[20, 21]))))
+    ended(runner, *tickets)
+    moved = FreeSequence(tokens=[*sequence.tokens, 5], block_table=[9, 10, 30])
+    stayed = FreeSequence(tokens=[*sequence.tokens, 5], block_table=[1, 2, 31])
+    results = run(runner, plan(last(moved), last(stayed)))
+    assert results[0].tokens == results[1].tokens
 
 
 def test_closing_drops_what_is_under_way(runner: Runner) -> None:

@@ -16,6 +16,7 @@ from kvrelay.ids import RequestId, WorkerId, new_request_id, new_transfer_id
 from kvrelay.runner.fake import FakeRunner
 from kvrelay.sampling import SamplingParams
 from kvrelay.states import FinishReason, RequestState
+from kvrelay.wire.events import Freed
 from kvrelay.wire.registry import MappingCounts, TransferCounts
 from kvrelay.wire.serving import FirstToken, Resumed, Submit, TransferInfo
 
@@ -134,7 +135,13 @@ class Pair:
     """A prefill engine and a decode engine with scripted movers between them."""
 
     def __init__(
-        self, *, num_blocks: int = 32, max_batch: int = 8, token_budget: int = 16, max_running_prefills: int = 0
+        self,
+        *,
+        num_blocks: int = 32,
+        max_batch: int = 8,
+        token_budget: int = 16,
+        max_running_prefills: int = 0,
+        host_blocks: int = 0,
     ) -> None:
         options = EngineOptions(
             block_size=BLOCK,
@@ -144,7 +151,9 @@ class Pair:
             max_running_prefills=max_running_prefills,
         )
         self.producer, self.consumer = ScriptedProducer(), ScriptedConsumer()
-        self.runners = [FakeRunner(num_blocks=num_blocks, vocab_size=VOCAB, block_size=BLOCK) for _ in range(2)]
+        self.runners = [
+            FakeRunner(num_blocks=num_blocks, vocab_size=VOCAB, block_size=BLOCK, num_host_blocks=host_blocks) for _ in range(2)
+        ]
         common = {"eos_token_ids": frozenset[int](), "max_model_len": 64, "vocab_size": VOCAB, "cache_seed": "fake"}
         self.prefill = Engine(
             options=options,
@@ -486,6 +495,42 @@ def test_a_consumer_that_failed_ends_the_prompt_that_is_computed_for_it() -> Non
     pair.producer.news.released.append(request_id)  # the abort that followed was answered
     run(pair.prefill, seen)
     invariants.check_idle(pair.prefill)
+
+
+@pytest.mark.parametrize("host_blocks", [0, 32])
+def test_who_makes_room_after_a_hand_over_goes_on_here_without_a_second_transfer(host_blocks: int) -> None:
+    pair, seen = Pair(num_blocks=16, host_blocks=host_blocks), Collected()
+    prompts = [[start + index for index in range(10)] for start in (0, 30)]
+    ids = [pair.submit(prompt, max_tokens=30) for prompt in prompts]
+    run(pair.prefill, Collected())
+    pair.consumer.news.started += ids
+    run(pair.decode, seen)
+    for request_id in ids:
+        pair.move(request_id)
+    pair.consumer.reserved.clear()
+    run(pair.decode, seen)
+    load = pair.decode.load()
+    assert load.preemptions > 0
+    assert (load.host.swapped_in > 0) == (host_blocks > 0)
+    assert not pair.consumer.reserved
+    for request_id, prompt in zip(ids, prompts, strict=True):
+        assert seen.tokens[request_id, 0] == solo(prompt, max_tokens=30)[0]
+    invariants.check_idle(pair.decode)
+
+
+def test_the_end_of_a_hand_over_is_told_once_and_is_not_the_end_of_the_prompt() -> None:
+    pair = Pair()
+    recorder = pair.prefill.kv.record_events()
+    done, aborted = pair.submit(list(range(9))), pair.submit(list(range(40, 49)))
+    run(pair.prefill, Collected())
+    assert not [event for event in recorder.take() if isinstance(event, Freed)]  # a peer still reads them
+    pair.producer.news.released.append(done)
+    pair.prefill.abort([aborted])
+    run(pair.prefill, Collected())
+    pair.producer.news.released.append(aborted)
+    run(pair.prefill, Collected())
+    ends = [event for event in recorder.take() if isinstance(event, Freed)]
+    assert sorted((str(event.reason), len(event.hashes)) for event in ends) == [("aborted", 2), ("handed_over", 2)]
 
 
 def test_work_for_another_worker_is_refused() -> None:

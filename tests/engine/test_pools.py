@@ -7,11 +7,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvrelay.engine.block_pool import BlockPool, Holder
+from kvrelay.engine.events import EventRecorder
 from kvrelay.engine.kv_cache import KVCache
 from kvrelay.engine.prefix_cache import PrefixCache
 from kvrelay.engine.request import Request, Sequence
 from kvrelay.ids import new_request_id
 from kvrelay.sampling import SamplingParams
+from kvrelay.wire.events import Removed, Stored
 from kvrelay.wire.serving import Submit
 
 
@@ -214,11 +216,17 @@ TestKV.settings = settings(max_examples=100, stateful_step_count=40, deadline=No
 
 def test_a_collision_is_a_miss_and_the_newer_block_replaces_the_older() -> None:
     cache = PrefixCache(2)
+    cache.recorder = recorder = EventRecorder(cache.chains, 4)
     assert cache.add(7, b"digest", [1, 2], b"root") is None
     assert cache.find(b"digest", [3, 4]) is None
     assert cache.num_collisions == 1
     assert cache.add(8, b"digest", [3, 4], b"root") == 7
     assert cache.find(b"digest", [3, 4]) == 8
     assert 7 not in cache
+    assert recorder.take() == [
+        Stored(hashes=[b"digest"], parent=b"root"),
+        Removed(hashes=[b"digest"]),
+        Stored(hashes=[b"digest"], parent=b"root"),
+    ]
     assert cache.add(9, b"digest", [3, 4], b"root") is None  # the same content twice: the first stays
     assert 9 not in cache

@@ -71,6 +71,7 @@ def test_a_pool_of_one_block_warms_up_too() -> None:
     ("model", "engine", "says"),
     [
         ({"tp": 2}, {}, "--tp 2"),
+        ({}, {"swap_blocks": 2**50}, "--swap-blocks"),
         ({}, {"max_model_len": 257}, "--max-model-len 257"),
         ({}, {"max_model_len": 256, "kv_blocks": 2}, "--kv-blocks"),
     ],

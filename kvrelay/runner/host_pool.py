@@ -1,0 +1,247 @@
+"""KV blocks on the host, and the copies between them and the pool.
+
+A host block is one contiguous piece: what the pool keeps of a block in each layer, K and V, one after the other. So a GPU
+gathers blocks on the device and sends each in one go, and a CPU reads or writes one side straight through.
+
+    begin       returns a ticket at once; the copy runs beside the forward passes
+    finished    the tickets of copies that have ended, each once
+
+On a CPU a thread copies, in one native call per ticket and without Python's lock. On CUDA a stream of its own does: it starts
+after what was launched before, and nothing waits for it but whoever asks for its tickets; host memory is pinned.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvrelay.errors import ConfigError
+from kvrelay.native import compile_and_load
+from kvrelay.runner.kv_pool import KVPool
+
+_STAGED_BLOCKS = 64  # gathered on a GPU before they are sent
+
+Pairs = Sequence[tuple[int, int]]
+
+
+class HostPool(Protocol):
+    """One thread calls it. No call waits, except `finished` as long as it is told to."""
+
+    @property
+    def num_blocks(self) -> int: ...
+
+    def begin(self, saves: Pairs, loads: Pairs) -> int:
+        """`saves` are (block, host block), `loads` (host block, block)."""
+
+    def finished(self, wait_s: float) -> list[int]: ...
+
+    def close(self) -> None: ...
+
+
+def make_host_pool(pool: KVPool, num_blocks: int) -> HostPool | None:
+    """None for 0 blocks. Raises ConfigError where there is no memory for them."""
+    if not num_blocks:
+        return None
+    try:
+        return CpuHostPool(pool, num_blocks) if pool.tensor.device.type == "cpu" else CudaHostPool(pool, num_blocks)
+    except (RuntimeError, MemoryError) as error:
+        raise ConfigError(f"--swap-blocks {num_blocks}: no host memory for so many KV blocks: {error}") from error
+
+
+class CpuHostPool:
+    """Copies in a thread that starts with the first copy."""
+
+    def __init__(self, pool: KVPool, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._pool = _bytes_of(pool.tensor)
+        layers, two, _, *block = pool.tensor.shape
+        self._num_planes = layers * two
+        self._piece_bytes = math.prod(block) * pool.tensor.element_size()
+        self._host = np.zeros(num_blocks * self._num_planes * self._piece_bytes, dtype=np.uint8)  # no page is touched yet
+        self._copy = _best_copy()
+        self._num_begun = 0
+        self._jobs: queue.SimpleQueue[tuple[int, NDArray[np.int64], NDArray[np.int64]] | None] = queue.SimpleQueue()
+        self._ended: deque[int] = deque()
+        self._news = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def begin(self, saves: Pairs, loads: Pairs) -> int:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="kv-copies", daemon=True)
+            self._thread.start()
+        self._num_begun += 1
+        self._jobs.put((self._num_begun, _host_and_pool([(slot, block) for block, slot in saves]), _host_and_pool(loads)))
+        return self._num_begun
+
+    def finished(self, wait_s: float) -> list[int]:
+        if wait_s > 0.0 and not self._ended:
+            self._news.wait(wait_s)
+        self._news.clear()
+        return [self._ended.popleft() for _ in range(len(self._ended))]
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            ticket, saves, loads = job
+            for pairs, to_host in ((saves, True), (loads, False)):
+                if len(pairs):
+                    self._copy(self._host, self._pool, pairs, self._num_planes, self._piece_bytes, to_host)
+            self._ended.append(ticket)
+            self._news.set()
+
+
+class CudaHostPool:
+    """Copies on a stream of its own. Blocks are gathered or scattered on the device, so that each crosses in one piece."""
+
+    def __init__(self, pool: KVPool, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._pool = pool.tensor
+        layers, two, _, *block = pool.tensor.shape
+        self._host = torch.empty((num_blocks, layers, two, *block), dtype=self._pool.dtype, pin_memory=True)
+        self._staged = torch.empty((layers, two, _STAGED_BLOCKS, *block), dtype=self._pool.dtype, device=self._pool.device)
+        self._crossing = torch.empty((_STAGED_BLOCKS, layers, two, *block), dtype=self._pool.dtype, device=self._pool.device)
+        self._stream = torch.cuda.Stream(device=self._pool.device)  # type: ignore[no-untyped-call]
+        self._num_begun = 0
+        self._under_way: deque[tuple[int, torch.cuda.Event]] = deque()
+
+    @torch.inference_mode()
+    def begin(self, saves: Pairs, loads: Pairs) -> int:
+        self._num_begun += 1
+        self._stream.wait_stream(torch.cuda.current_stream(self._pool.device))
+        with torch.cuda.stream(self._stream):
+            for first in range(0, len(saves), _STAGED_BLOCKS):
+                self._save(saves[first : first + _STAGED_BLOCKS])
+            for first in range(0, len(loads), _STAGED_BLOCKS):
+                self._load(loads[first : first + _STAGED_BLOCKS])
+            ended = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            ended.record(self._stream)
+        self._under_way.append((self._num_begun, ended))
+        return self._num_begun
+
+    def finished(self, wait_s: float) -> list[int]:
+        """Tickets end in order. Waiting is for the oldest one, whose end is near: an event of CUDA knows no time-out."""
+        tickets = []
+        while self._under_way and self._under_way[0][1].query():  # type: ignore[no-untyped-call]
+            tickets.append(self._under_way.popleft()[0])
+        if wait_s > 0.0 and not tickets and self._under_way:
+            threading.Event().wait(min(wait_s, 0.0002))
+        return tickets
+
+    def close(self) -> None:
+        self._stream.synchronize()
+        self._under_way.clear()
+
+    def _save(self, pairs: Pairs) -> None:
+        count = len(pairs)
+        blocks = self._indices([block for block, _ in pairs])
+        torch.index_select(self._pool, 2, blocks, out=self._staged[:, :, :count])
+        crossing = self._crossing[:count]
+        crossing.copy_(self._staged[:, :, :count].movedim(2, 0))
+        for first, end, slot in _runs([slot for _, slot in pairs]):
+            self._host[slot : slot + end - first].copy_(crossing[first:end], non_blocking=True)
+
+    def _load(self, pairs: Pairs) -> None:
+        count = len(pairs)
+        crossing = self._crossing[:count]
+        for first, end, slot in _runs([slot for slot, _ in pairs]):
+            crossing[first:end].copy_(self._host[slot : slot + end - first], non_blocking=True)
+        self._pool.index_copy_(2, self._indices([block for _, block in pairs]), crossing.movedim(0, 2))
+
+    def _indices(self, values: list[int]) -> torch.Tensor:
+        """From pinned memory, so that the stream does not stop for it."""
+        return torch.tensor(values, dtype=torch.int64).pin_memory().to(self._pool.device, non_blocking=True)
+
+
+def _runs(slots: list[int]) -> list[tuple[int, int, int]]:
+    """Neighbours that follow each other: (first, end, slot of the first)."""
+    runs: list[tuple[int, int, int]] = []
+    for index, slot in enumerate(slots):
+        if runs and slot == runs[-1][2] + index - runs[-1][0]:
+            runs[-1] = (runs[-1][0], index + 1, runs[-1][2])
+        else:
+            runs.append((index, index + 1, slot))
+    return runs
+
+
+_SOURCE = """
+#include <stdint.h>
+#include <string.h>
+
+/* The pool's pieces are far apart: ask for the next one ahead of time. */
+static void expect(const char *piece, int64_t size) {
+    for (int64_t page = 0; page < size && page < 65536; page += 4096)
+        for (int64_t line = 0; line < 1024 && page + line < size; line += 64)
+            __builtin_prefetch(piece + page + line, 0, 0);
+}
+
+/* pairs: host block, block. A host block is `planes` pieces in a row; the pool has a plane of pieces for each. */
+void kvrelay_copy_blocks(char *host, char *pool, const int64_t *pairs, int64_t count, int64_t planes, int64_t piece,
+                         int64_t plane_bytes, int32_t to_host) {
+    for (int64_t i = 0; i < count; i++, pairs += 2) {
+        char *there = host + pairs[0] * planes * piece;
+        char *here = pool + pairs[1] * piece;
+        for (int64_t plane = 0; plane < planes; plane++, there += piece, here += plane_bytes) {
+            if (plane + 1 < planes)
+                expect(to_host ? here + plane_bytes : there + piece, piece);
+            memcpy(to_host ? there : here, to_host ? here : there, piece);
+        }
+    }
+}
+"""
+
+_Copy = Callable[[NDArray[np.uint8], NDArray[np.uint8], NDArray[np.int64], int, int, bool], None]
+
+
+@functools.cache
+def _best_copy() -> _Copy:
+    library = compile_and_load("host_pool", _SOURCE)
+    if library is None:
+        return _copy_by_numpy
+    function = library.kvrelay_copy_blocks
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    function.argtypes = [pointer, pointer, pointer, number, number, number, number, ctypes.c_int32]
+    function.restype = None
+
+    def copy(
+        host: NDArray[np.uint8], pool: NDArray[np.uint8], pairs: NDArray[np.int64], planes: int, piece: int, to_host: bool
+    ) -> None:
+        plane_bytes = len(pool) // planes
+        function(host.ctypes.data, pool.ctypes.data, pairs.ctypes.data, len(pairs), planes, piece, plane_bytes, to_host)
+
+    return copy
+
+
+def _copy_by_numpy(
+    host: NDArray[np.uint8], pool: NDArray[np.uint8], pairs: NDArray[np.int64], planes: int, piece: int, to_host: bool
+) -> None:
+    """Where there is no compiler."""
+    slots, blocks = host.reshape(-1, planes, piece), pool.reshape(planes, -1, piece)
+    if to_host:
+        slots[pairs[:, 0]] = blocks[:, pairs[:, 1]].swapaxes(0, 1)
+    else:
+        blocks[:, pairs[:, 1]] = slots[pairs[:, 0]].swapaxes(0, 1)
+
+
+def _bytes_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
+    """The tensor's memory."""
+    array: NDArray[np.uint8] = tensor.view(torch.uint8).reshape(-1).numpy()
+    return array
+
+
+def _host_and_pool(pairs: Pairs) -> NDArray[np.int64]:
+    return np.array(pairs, dtype=np.int64).reshape(-1, 2)
