@@ -98,6 +98,7 @@ def _until_it_says(process: subprocess.Popen[str], words: str) -> None:
     assert any(words in line for line in process.stderr), "it ended"
 
 
+@pytest.mark.long
 def test_serve_hands_the_key_to_its_workers(key: str) -> None:
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
     with serve(str(tiny_model("llama")), *flags, "--local-prefill-tokens=0", "--cluster-key", key) as server:
