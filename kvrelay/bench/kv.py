@@ -1,6 +1,8 @@
 """`kvrelay bench kv`: what the life of a request's KV costs. In parts, each by itself with `--only`.
 
 scheduler    a step of the scheduler and its pools, without a model                 kv_scheduler.py
+swap         KV to the host and back, against memcpy                                kv_swap.py
+overlap      on a GPU: steps with copies to the host beside them                    kv_overlap.py
 preempt      giving up KV and going on: from the host, or by computing it again     kv_preempt.py
 index        a context index that is stopped, seen from a stream                    kv_index.py
 """
@@ -15,7 +17,7 @@ from typing import Literal
 
 from rich.console import Console
 
-from kvrelay.bench import kv_index, kv_preempt, kv_scheduler
+from kvrelay.bench import kv_index, kv_overlap, kv_preempt, kv_scheduler, kv_swap
 from kvrelay.bench.report import Target
 from kvrelay.cli_options import suggest
 
@@ -51,6 +53,16 @@ PARTS = {
         lambda bench, console: kv_scheduler.measure(bench.rounds, bench.profile, console),
         kv_scheduler.TARGETS,
     ),
+    "swap": Part(
+        "swap: KV to the host and back",
+        lambda bench, console: kv_swap.measure(bench.model, bench.rounds, console),
+        kv_swap.TARGETS,
+    ),
+    "overlap": Part(
+        "overlap: steps with copies to the host beside them",
+        lambda bench, console: kv_overlap.measure(bench.rounds, console),
+        kv_overlap.TARGETS,
+    ),
     "preempt": Part(
         "preempt: going on from the host, or by computing again",
         lambda bench, console: kv_preempt.measure(bench.model, bench.load, console),
@@ -62,6 +74,8 @@ PARTS = {
         kv_index.TARGETS,
     ),
 }
+
+DEFAULT_PARTS = tuple(name for name in PARTS if name != "overlap")  # which needs a GPU
 
 TARGETS: dict[str, Target] = {name: target for part in PARTS.values() for name, target in part.targets.items()}
 

@@ -128,7 +128,11 @@ def _kv_options(parser: Parser) -> None:
 
     names = ",".join(kv.PARTS)
     parser.add_argument(
-        "--only", type=kv.parse_parts, default=tuple(kv.PARTS), metavar="PARTS", help=f"some of {names} (default all)"
+        "--only",
+        type=kv.parse_parts,
+        default=kv.DEFAULT_PARTS,
+        metavar="PARTS",
+        help=f"some of {names} (default all but overlap)",
     )
     parser.add_argument(
         "--model", default="smollm2", metavar="MODEL", help="smollm2 (default), a folder, a .gguf file, a hub id"
