@@ -108,6 +108,7 @@ def test_a_missing_library_is_left_out_and_said(spec: ModelSpec, monkeypatch: py
     assert "nixl is left out: nixl is not usable here" in console.file.getvalue()
 
 
+@pytest.mark.long
 def test_a_whole_run_on_a_tiny_model_gives_every_figure(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "model"
     shutil.copytree(tiny_model("llama"), folder)

@@ -40,6 +40,7 @@ def ready(server: Server, role: str) -> list[dict[str, Any]]:
     return [entry for entry in server.get("/cluster")["workers"] if (entry["role"], entry["state"]) == (role, "ready")]
 
 
+@pytest.mark.long
 def test_roles_change_crashes_are_repaired_and_drained_workers_stay_away(capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--prefill", "1", "--decode", "2", "--max-batch", "8", "--kv-blocks", "64", "--local-prefill-tokens", "0")
     with serve(str(tiny_model("llama")), *options) as server:
