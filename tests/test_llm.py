@@ -246,7 +246,7 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("end", [end if end == "kill" else pytest.param(end, marks=pytest.mark.long) for end in ENDS])
 def test_no_worker_outlives_its_process(folder: str, end: str) -> None:
     script = f"""
         import gc, os, signal, sys

@@ -30,7 +30,7 @@ def assert_all_handed_over(cluster: Cluster) -> None:
         assert load.transfers.done
 
 
-@pytest.mark.parametrize("transfer", ["shm", "nixl", "mooncake"])
+@pytest.mark.parametrize("transfer", ["shm", "nixl", pytest.param("mooncake", marks=pytest.mark.long)])
 @pytest.mark.parametrize("pairs", [1, 2])
 async def test_200_random_prompts_in_each_mode(transfer: str, pairs: int) -> None:
     shape = Shape(prefill=pairs, decode=pairs, transfer=transfer)  # type: ignore[arg-type]

@@ -391,7 +391,7 @@ class Schedule:
         self.relay.teardown()
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(seed=st.integers(0, 2**32))
 def test_faults_meet_transfers_in_every_state(seed: int) -> None:
     Schedule(seed).run(400)
