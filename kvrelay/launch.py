@@ -54,6 +54,7 @@ _BACKLOG = 4096
 # tokens takes tens of milliseconds, so with one descriptor new clients would wait for seconds.
 _ACCEPTS_PER_TURN = 48
 _KEEP_ALIVE_S = 75  # longer than common proxies keep idle connections, so that they close first
+COLLECTOR_THRESHOLDS = (20_000, 20, 50)  # a request leaves few cycles behind
 _DEFAULT_LISTEN = "tcp://127.0.0.1:5600"
 _SPARE_DESCRIPTORS = 1024  # for workers, logs and files, besides one per HTTP connection
 _TICKS_PER_CHECK = 50  # of a tenth of a second
@@ -296,4 +297,4 @@ def _spare_the_collector() -> None:
     """What exists now lives as long as the process: the garbage collector need not look at it again and again."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 20, 50)
+    gc.set_threshold(*COLLECTOR_THRESHOLDS)

@@ -56,6 +56,11 @@ class Part:
 
 
 PARTS = {
+    "http": Part(
+        "http: what the router adds to a request",
+        lambda bench, console: router_http.measure(bench.model, bench.seconds, bench.streams, console),
+        router_http.TARGETS,
+    ),
     "decision": Part(
         "decision: choosing workers for a prompt",
         lambda bench, console: router_decision.measure(console),
@@ -65,11 +70,6 @@ PARTS = {
         "idle: a cluster with nothing to do",
         lambda bench, console: router_idle.measure(bench.local_model(), console),
         router_idle.TARGETS,
-    ),
-    "http": Part(
-        "http: what the router adds to a request",
-        lambda bench, console: router_http.measure(bench.model, bench.seconds, bench.streams, console),
-        router_http.TARGETS,
     ),
     "multiturn": Part(
         "multiturn: choosing by caches against choosing in turn",

@@ -27,6 +27,7 @@ from kvrelay.bench.router_multiturn import draw
 from kvrelay.discovery.loop_socket import bound_address
 from kvrelay.errors import BenchError
 from kvrelay.ids import WorkerId, new_router_id, new_worker_id
+from kvrelay.launch import COLLECTOR_THRESHOLDS
 from kvrelay.metrics import Metrics
 from kvrelay.plane import listening
 from kvrelay.router.backend import GenerateRequest
@@ -169,9 +170,12 @@ def _time_all(planners: dict[PolicyName, Planner], prompts: Sequence[Prompt]) ->
     """The policies in turns, after a round that does not count. A server, too, keeps what it has away from the collector."""
     gc.collect()
     gc.freeze()
+    usual = gc.get_threshold()
+    gc.set_threshold(*COLLECTOR_THRESHOLDS)
     try:
         rounds = [{policy: _time(planner, prompts) for policy, planner in planners.items()} for _ in range(ROUNDS + 1)][1:]
     finally:
+        gc.set_threshold(*usual)
         gc.unfreeze()
     return {policy: Times([each[policy] for each in rounds]) for policy in planners}
 

@@ -61,6 +61,7 @@ class Planner:
         self._index = index
         self._sessions = _Sessions()
         self._by_role: dict[Role, list[Peer]] = {role: [] for role in Role}
+        self._by_id: dict[Role, dict[WorkerId, Peer]] = {role: {} for role in Role}
         self._block_sizes: dict[
             tuple[str, int], None
         ] = {}  # fingerprint and block size of the workers that tell what they hold
@@ -69,10 +70,12 @@ class Planner:
 
     def use(self, peers: Iterable[Peer]) -> None:
         self._by_role = {role: [] for role in Role}
+        self._by_id = {role: {} for role in Role}
         self._block_sizes = {}
         for peer in peers:
             record = peer.record
             self._by_role[record.role].append(peer)
+            self._by_id[record.role][peer.id] = peer
             if record.events_address and record.block_size:
                 self._block_sizes[record.fingerprint, record.block_size] = None
 
@@ -146,7 +149,8 @@ class Planner:
             peer = next((peer for peer in candidates if peer.id == kept), None)
             if peer is not None and not overloaded(peer, candidates):
                 return peer
-        return self._policies[role].choose(candidates, choice.cached)
+        by_id = self._by_id[role]
+        return self._policies[role].choose(candidates, choice.cached, by_id if len(by_id) == len(candidates) else None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,18 +53,35 @@ class Policy:
         self._load_weight = load_weight
         self._turn = 0
 
-    def choose(self, candidates: Sequence[C], cached: Mapping[WorkerId, int]) -> C:
-        """`cached` has the prompt tokens that workers hold; those that hold none may be left out."""
+    def choose(self, candidates: Sequence[C], cached: Mapping[WorkerId, int], by_id: Mapping[WorkerId, C] | None = None) -> C:
+        """`cached` has the prompt tokens that workers hold; those that hold none may be left out. `by_id`, if the caller has
+        it, saves the time of making it."""
         self._turn += 1
         if len(candidates) == 1:
             return candidates[0]
         first = self._turn % len(candidates)
         if not self._by_load:
             return candidates[first]
-        in_turn = [*candidates[first:], *candidates[:first]]
-        weight, cached_by = self._load_weight, cached.get
-        costs = [weight * each.load_tokens - cached_by(each.id, 0) for each in in_turn]
-        return in_turn[costs.index(min(costs))]
+        loads = [each.load_tokens for each in candidates]
+        lowest = min(loads)
+        try:
+            best = candidates[loads.index(lowest, first)]
+        except ValueError:  # only before `first`
+            best = candidates[loads.index(lowest)]
+        return self._best_cached(best, cached, by_id or {each.id: each for each in candidates}) if cached else best
+
+    def _best_cached(self, best: C, cached: Mapping[WorkerId, int], by_id: Mapping[WorkerId, C]) -> C:
+        """The least loaded one, or one that holds so much more that it is worth its load. Few hold anything, so only they are
+        looked at; equal ones take turns in being met first or last."""
+        weight, last_wins = self._load_weight, self._turn & 1
+        lowest = weight * best.load_tokens - cached.get(best.id, 0)
+        for worker_id, tokens in cached.items():
+            each = by_id.get(worker_id)
+            if each is not None:
+                cost = weight * each.load_tokens - tokens
+                if cost < lowest or (cost == lowest and last_wins):
+                    best, lowest = each, cost
+        return best
 
 
 def overloaded(candidate: Candidate, candidates: Sequence[Candidate]) -> bool:
