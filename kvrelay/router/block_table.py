@@ -18,9 +18,11 @@ from kvrelay.hashing import HASH_BYTES
 from kvrelay.native import compile_and_load
 
 _SOURCE = r"""
+#define _GNU_SOURCE
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 
 /* Open addressing, linear probing, at most half full. A slot is a hash and its mask; an empty one has no bit set. */
 typedef struct {
@@ -52,8 +54,25 @@ static uint64_t *find(const Table *t, const char *hash) {
     }
 }
 
+/* Zeroed. A large table lies on huge pages where the system has them: its slots are read in no order, and every small page
+   would have to be looked up. */
+static uint64_t *new_slots(size_t bytes) {
+    const size_t huge = (size_t)2 << 20;
+    if (bytes < 2 * huge)
+        return calloc(1, bytes);
+    size_t rounded = (bytes + huge - 1) & ~(huge - 1);
+    uint64_t *slots = aligned_alloc(huge, rounded);
+    if (slots) {
+#ifdef MADV_HUGEPAGE
+        madvise(slots, rounded, MADV_HUGEPAGE);
+#endif
+        memset(slots, 0, rounded);
+    }
+    return slots;
+}
+
 static int rebuild(Table *t, int64_t capacity, int64_t width) {
-    Table fresh = {calloc((size_t)capacity, (size_t)(2 + width) * 8), capacity, t->used, width};
+    Table fresh = {new_slots((size_t)capacity * (size_t)(2 + width) * 8), capacity, t->used, width};
     if (!fresh.slots)
         return -1;
     for (int64_t place = 0; place < t->capacity; place++) {

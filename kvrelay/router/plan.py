@@ -110,7 +110,10 @@ class Planner:
         return Plan(decode, prefill, num_tokens - choice.cached.get(prefill.id, 0))
 
     def _prefill_up(self, avoid: frozenset[str]) -> bool:
-        return any(peer.id not in avoid and peer.breaker.passes for peer in self._by_role[Role.PREFILL])
+        for peer in self._by_role[Role.PREFILL]:  # noqa: SIM110  usually the first one is: no generator is made for it
+            if peer.id not in avoid and peer.breaker.passes:
+                return True
+        return False
 
     def cached_tokens(self, request: GenerateRequest) -> Mapping[WorkerId, int]:
         """How many tokens from the start of the prompt each worker has in its cache, if any. At least one token is left to
