@@ -9,17 +9,15 @@ index        a context index that is stopped, seen from a stream                
 
 from __future__ import annotations
 
-import argparse
+import functools
 import pathlib
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from rich.console import Console
 
 from kvrelay.bench import kv_index, kv_overlap, kv_preempt, kv_scheduler, kv_swap
-from kvrelay.bench.report import Target
-from kvrelay.cli_options import suggest
+from kvrelay.bench.parts import Part, all_targets, parse_parts, run_parts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,21 +31,10 @@ class KVBench:
     profile: pathlib.Path
 
     def measure(self, console: Console) -> dict[str, float]:
-        results: dict[str, float] = {}
-        for number, name in enumerate(self.only, 1):
-            console.print(f"{number} of {len(self.only)}: {PARTS[name].title}", highlight=False)
-            results |= PARTS[name].measure(self, console)
-        return results
+        return run_parts(PARTS, self.only, self, console)
 
 
-@dataclass(frozen=True)
-class Part:
-    title: str
-    measure: Callable[[KVBench, Console], dict[str, float]]
-    targets: Mapping[str, Target]
-
-
-PARTS = {
+PARTS: dict[str, Part[KVBench]] = {
     "scheduler": Part(
         "scheduler: a step of pure Python",
         lambda bench, console: kv_scheduler.measure(bench.rounds, bench.profile, console),
@@ -77,13 +64,5 @@ PARTS = {
 
 DEFAULT_PARTS = tuple(name for name in PARTS if name != "overlap")  # which needs a GPU
 
-TARGETS: dict[str, Target] = {name: target for part in PARTS.values() for name, target in part.targets.items()}
-
-
-def parse_parts(text: str) -> tuple[str, ...]:
-    """Of `--only`: names with commas between them. They run in the order of PARTS."""
-    names = [name.strip() for name in text.split(",")]
-    for name in names:
-        if name not in PARTS:
-            raise argparse.ArgumentTypeError(f"unknown part {name!r}{suggest(name, PARTS)} (there are {', '.join(PARTS)})")
-    return tuple(name for name in PARTS if name in names)
+TARGETS = all_targets(PARTS)
+parse = functools.partial(parse_parts, PARTS)

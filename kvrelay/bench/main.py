@@ -104,7 +104,7 @@ def _router_options(parser: Parser) -> None:
 
     names = ",".join(router.PARTS)
     parser.add_argument(
-        "--only", type=router.parse_parts, default=tuple(router.PARTS), metavar="PARTS", help=f"some of {names} (default all)"
+        "--only", type=router.parse, default=tuple(router.PARTS), metavar="PARTS", help=f"some of {names} (default all)"
     )
     parser.add_argument(
         "--model", default="smollm2", metavar="MODEL", help="smollm2 (default), a folder, a .gguf file, a hub id"
@@ -129,7 +129,7 @@ def _kv_options(parser: Parser) -> None:
     names = ",".join(kv.PARTS)
     parser.add_argument(
         "--only",
-        type=kv.parse_parts,
+        type=kv.parse,
         default=kv.DEFAULT_PARTS,
         metavar="PARTS",
         help=f"some of {names} (default all but overlap)",

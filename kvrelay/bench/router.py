@@ -9,8 +9,7 @@ failover     kill -9 of a decode worker under streams                        rou
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Mapping
+import functools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,9 +17,8 @@ import msgspec
 from rich.console import Console
 
 from kvrelay.bench import router_decision, router_failover, router_http, router_idle, router_multiturn
-from kvrelay.bench.report import Target
+from kvrelay.bench.parts import Part, all_targets, parse_parts, run_parts
 from kvrelay.checkpoint.fetch import resolve
-from kvrelay.cli_options import suggest
 from kvrelay.config import ModelOptions, read_environment
 from kvrelay.console import ConsoleProgress
 
@@ -36,11 +34,7 @@ class RouterBench:
     only: tuple[str, ...]
 
     def measure(self, console: Console) -> dict[str, float]:
-        results: dict[str, float] = {}
-        for number, name in enumerate(self.only, 1):
-            console.print(f"{number} of {len(self.only)}: {PARTS[name].title}", highlight=False)
-            results |= PARTS[name].measure(self, console)
-        return results
+        return run_parts(PARTS, self.only, self, console)
 
     def local_model(self) -> ModelOptions:
         """For workers: a folder, fetched once."""
@@ -48,14 +42,7 @@ class RouterBench:
         return msgspec.structs.replace(ModelOptions(dtype="float32"), model=str(folder), load=self.load)
 
 
-@dataclass(frozen=True)
-class Part:
-    title: str
-    measure: Callable[[RouterBench, Console], dict[str, float]]
-    targets: Mapping[str, Target]
-
-
-PARTS = {
+PARTS: dict[str, Part[RouterBench]] = {
     "http": Part(
         "http: what the router adds to a request",
         lambda bench, console: router_http.measure(bench.model, bench.seconds, bench.streams, console),
@@ -83,13 +70,5 @@ PARTS = {
     ),
 }
 
-TARGETS: dict[str, Target] = {name: target for part in PARTS.values() for name, target in part.targets.items()}
-
-
-def parse_parts(text: str) -> tuple[str, ...]:
-    """Of `--only`: names with commas between them. They run in the order of PARTS."""
-    names = [name.strip() for name in text.split(",")]
-    for name in names:
-        if name not in PARTS:
-            raise argparse.ArgumentTypeError(f"unknown part {name!r}{suggest(name, PARTS)} (there are {', '.join(PARTS)})")
-    return tuple(name for name in PARTS if name in names)
+TARGETS = all_targets(PARTS)
+parse = functools.partial(parse_parts, PARTS)

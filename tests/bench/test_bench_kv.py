@@ -16,9 +16,9 @@ QUIET = Console(quiet=True)
 
 
 def test_parts_run_in_their_own_order_and_unknown_ones_are_refused() -> None:
-    assert kv.parse_parts("index, scheduler") == ("scheduler", "index")
+    assert kv.parse("index, scheduler") == ("scheduler", "index")
     with pytest.raises(argparse.ArgumentTypeError, match="did you mean preempt"):
-        kv.parse_parts("prempt")
+        kv.parse("prempt")
 
 
 def test_the_scheduler_is_timed_without_the_runner(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

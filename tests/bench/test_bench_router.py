@@ -20,12 +20,12 @@ from tests.tiny_models import tiny_model
 
 
 def test_parts_run_in_their_own_order() -> None:
-    assert router.parse_parts("failover, decision") == ("decision", "failover")
+    assert router.parse("failover, decision") == ("decision", "failover")
 
 
 def test_an_unknown_part_is_refused() -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="unknown part 'fail-over'; did you mean failover"):
-        router.parse_parts("idle,fail-over")
+        router.parse("idle,fail-over")
 
 
 def test_every_part_has_targets_of_its_own() -> None:
