@@ -54,6 +54,9 @@ class EngineOptions(Options, frozen=True, kw_only=True):
         Literal["latest", "oldest"],
         Meta(description="who makes room when KV blocks run out: of those with the lowest priority, who came last or first"),
     ] = "latest"
+    lease_share: Annotated[
+        float, Meta(ge=0.0, le=1.0, description="largest share of the KV blocks that continuation leases may pin")
+    ] = 0.5
     max_batch: Annotated[Positive, Meta(description="sequences that run at once")] = 64
     token_budget: Annotated[Positive, Meta(description="tokens computed per step, prompts and decodes together")] = 512
     max_model_len: Annotated[Count, Meta(description="longest prompt plus output; 0 takes the model's own limit")] = 0
@@ -103,6 +106,15 @@ class RouterOptions(Options, frozen=True, kw_only=True):
     local_prefill_tokens: Annotated[
         Count, Meta(description="a prompt of which the decode worker lacks at most so many tokens is computed by it alone")
     ] = 64
+    keep_kv_s: Annotated[
+        float, Meta(ge=0.0, description="keep the KV of every request for so long, unless it says otherwise; 0 keeps none")
+    ] = 0.0
+    keep_kv_default_s: Annotated[float, Meta(gt=0.0, description="how long `keep_kv: true` keeps KV")] = 60.0
+    max_lease_s: Annotated[float, Meta(gt=0.0, description="longest time that a request may ask to keep its KV")] = 3600.0
+    max_leases_per_key: Annotated[Count, Meta(description="leases that the holder of one API key may have at once")] = 64
+    continuation_cache: Annotated[
+        Count, Meta(description="finished requests whose tokens are remembered, to be continued from")
+    ] = 1024
     context_index: Annotated[
         str,
         Meta(

@@ -5,6 +5,7 @@
 - `TransferId` names one attempt to move a request's KV between two workers: "xfer-{uuid}". The router makes it.
 - `WorkerId`   names one incarnation of a worker process: "{role}-{random}". A restarted process has a new one.
 - `RouterId`   names one incarnation of a router process: "router-{random}".
+- `LeaseId`    names the kept KV of one finished sample: "kv-{uuid}". The router makes it; a client may name it.
 
 The id a client sees or chose (`external_id`) is plain text and is never used as any of these.
 """
@@ -22,6 +23,7 @@ RequestId = NewType("RequestId", str)
 TransferId = NewType("TransferId", str)
 WorkerId = NewType("WorkerId", str)
 RouterId = NewType("RouterId", str)
+LeaseId = NewType("LeaseId", str)
 
 _UUID = r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 _FORMS = {
@@ -29,6 +31,7 @@ _FORMS = {
     "TransferId": re.compile(rf"xfer-{_UUID}"),
     "WorkerId": re.compile(r"(?:whole|prefill|decode|encode)-[0-9a-f]{12}"),
     "RouterId": re.compile(r"router-[0-9a-f]{12}"),
+    "LeaseId": re.compile(rf"kv-{_UUID}"),
 }
 _ANSWER_ID = re.compile(r"(?:cmpl-|chatcmpl-|resp_)[0-9a-f]{32}")
 
@@ -43,6 +46,10 @@ def new_transfer_id() -> TransferId:
 
 def new_worker_id(role: str) -> WorkerId:
     return as_worker_id(f"{role}-{secrets.token_hex(6)}")
+
+
+def new_lease_id() -> LeaseId:
+    return LeaseId(f"kv-{uuid.uuid4()}")
 
 
 def new_router_id() -> RouterId:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import struct
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -37,6 +37,18 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
     source: str = ""
 
 
+class BeamSearch(msgspec.Struct, frozen=True, kw_only=True):
+    """Beam search instead of sampling: the `width` likeliest continuations grow side by side; the best `n` are the result.
+
+    A finished one scores its total logprob / length ** length_penalty. The search ends with `width` finished ones
+    (`early_stopping` true), when no running one is likely to beat the worst of them (false), or when none can ("never").
+    """
+
+    width: int
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Everything that decides the tokens of one request. Text-level fields (`stop`) are used by the router only."""
 
@@ -60,6 +72,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logprobs: int | None = None  # alternatives reported beside each sampled token; None reports nothing
     prompt_logprobs: int | None = None  # the same for each prompt token
     grammar: Grammar | None = None
+    beam: BeamSearch | None = None
 
     @property
     def greedy(self) -> bool:

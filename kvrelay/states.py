@@ -91,6 +91,24 @@ class FreeReason(enum.StrEnum):
     SWAP_IN_TIMEOUT = "swap_in_timeout"  # the copy from the host did not end in time
 
 
+class LeaseState(enum.StrEnum):
+    """Of the kept KV of a finished sample, on its worker (engine/continuation.py)."""
+
+    ON_DEVICE = "on_device"  # its blocks are pinned
+    LEAVING = "leaving"  # they are being copied to the host, since others need the room
+    ON_HOST = "on_host"  # its host slots are held
+    ENDED = "ended"  # its time is over, or nobody wants it any more
+
+
+class HandleState(enum.StrEnum):
+    """Of a request that a client may continue from, as its router sees it (router/continuations.py)."""
+
+    RUNNING = "running"  # still being generated: a child waits for its end
+    HELD = "held"  # a worker keeps its KV under a lease
+    KNOWN = "known"  # its tokens are known: a child costs what the prefix cache does not have
+    GONE = "gone"  # nothing is left but the reason
+
+
 class BreakerState(enum.StrEnum):
     """Whether a router sends requests to a worker that has failed (router/breaker.py)."""
 
@@ -149,7 +167,21 @@ BREAKER_EDGES: Mapping[BreakerState, frozenset[BreakerState]] = {
     BreakerState.HALF_OPEN: frozenset({BreakerState.CLOSED, BreakerState.OPEN}),
 }
 
-S = TypeVar("S", RequestState, KVState, ProducerState, ConsumerState, WorkerState, BreakerState)
+LEASE_EDGES: Mapping[LeaseState, frozenset[LeaseState]] = {
+    LeaseState.ON_DEVICE: frozenset({LeaseState.LEAVING, LeaseState.ENDED}),
+    LeaseState.LEAVING: frozenset({LeaseState.ON_DEVICE, LeaseState.ON_HOST, LeaseState.ENDED}),
+    LeaseState.ON_HOST: frozenset({LeaseState.ENDED}),
+    LeaseState.ENDED: frozenset(),
+}
+
+HANDLE_EDGES: Mapping[HandleState, frozenset[HandleState]] = {
+    HandleState.RUNNING: frozenset({HandleState.HELD, HandleState.KNOWN, HandleState.GONE}),
+    HandleState.HELD: frozenset({HandleState.KNOWN, HandleState.GONE}),
+    HandleState.KNOWN: frozenset({HandleState.GONE}),
+    HandleState.GONE: frozenset(),
+}
+
+S = TypeVar("S", RequestState, KVState, ProducerState, ConsumerState, WorkerState, BreakerState, LeaseState, HandleState)
 
 
 def advance(edges: Mapping[S, frozenset[S]], current: S, following: S) -> S:

@@ -34,7 +34,19 @@ from kvrelay.transfer.session import LocalSide, check_hello, check_welcome
 from kvrelay.wire import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION, agreed, speaks
 from kvrelay.wire.codec import Decoder, encode
 from kvrelay.wire.registry import FromRegistry, Register, Registered, ToRegistry, WorkerRecord
-from kvrelay.wire.serving import Drain, Hello, PeerLost, Ping, Resumed, StepOutputs, Submit, ToRouter, ToWorker, Welcome
+from kvrelay.wire.serving import (
+    Drain,
+    Hello,
+    LeaseTold,
+    PeerLost,
+    Ping,
+    Resumed,
+    StepOutputs,
+    Submit,
+    ToRouter,
+    ToWorker,
+    Welcome,
+)
 from kvrelay.wire.transfer import decode_for_consumer, decode_for_producer
 from kvrelay.worker.serving import ServingLoop
 
@@ -232,6 +244,9 @@ class Owner:
 
     def link_outputs(self, outputs: StepOutputs) -> None:
         raise AssertionError("nothing was asked for")
+
+    def link_told(self, told: LeaseTold) -> None:
+        raise AssertionError(f"told of leases: {told}")
 
     def link_malformed(self, reason: str) -> None:
         raise AssertionError(reason)

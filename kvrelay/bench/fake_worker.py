@@ -31,11 +31,13 @@ from kvrelay.wire.codec import Decoder, encode
 from kvrelay.wire.registry import BlockCounts, WorkerLoad, WorkerRecord
 from kvrelay.wire.serving import (
     Abort,
+    AskLease,
     Drain,
     Finish,
     Hello,
     PeerLost,
     Ping,
+    ReleaseLeases,
     SequenceOutput,
     StepOutputs,
     Submit,
@@ -168,7 +170,7 @@ class FakeWorker:
                     requests.pop(request_id, None)
             case Finish():
                 requests.pop(message.request_id, None)
-            case Ping() | PeerLost() | Drain():
+            case Ping() | PeerLost() | Drain() | ReleaseLeases() | AskLease():
                 pass
             case _:
                 assert_never(message)

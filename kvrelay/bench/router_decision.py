@@ -39,7 +39,7 @@ from kvrelay.sampling import SamplingParams
 from kvrelay.states import Role, WorkerState
 from kvrelay.wire import PROTOCOL_VERSION
 from kvrelay.wire.registry import WorkerLoad, WorkerRecord
-from kvrelay.wire.serving import StepOutputs
+from kvrelay.wire.serving import LeaseTold, StepOutputs
 
 WORKERS = 64
 BLOCKS = 1_000_000
@@ -67,6 +67,8 @@ class _Owner:
     def peer_broken(self, peer: Peer, reason: str) -> None: ...
 
     def peer_outputs(self, peer: Peer, outputs: StepOutputs) -> None: ...
+
+    def peer_told(self, peer: Peer, told: LeaseTold) -> None: ...
 
     def peer_malformed(self, peer: Peer, reason: str) -> None: ...
 

@@ -27,11 +27,11 @@ from kvrelay.engine.request import Request, Sequence, first_sequences
 from kvrelay.engine.scheduler import Scheduler
 from kvrelay.engine.swap import Swap
 from kvrelay.errors import HandOverError, InternalError, InvalidRequestError, RequestError, UnavailableError
-from kvrelay.ids import RequestId, WorkerId
+from kvrelay.ids import LeaseId, RequestId, WorkerId
 from kvrelay.log import Log
 from kvrelay.states import FinishReason, FreeReason, RequestState
 from kvrelay.wire.registry import HostCounts, MappingCounts, TransferCounts, WorkerLoad
-from kvrelay.wire.serving import Failure, Finish, FirstToken, SequenceOutput, StepOutputs, Submit, TokenLogprobs
+from kvrelay.wire.serving import Failure, Finish, FirstToken, LeaseInfo, SequenceOutput, StepOutputs, Submit, TokenLogprobs
 
 log = Log("engine")
 
@@ -148,6 +148,13 @@ class Engine:
         elif not request.num_unforked:
             self._end_cut(request)
             self._forget_if_finished(request)
+
+    def release_leases(self, lease_ids: Iterable[LeaseId]) -> None:
+        """Nobody will continue from these any more. Unknown ones are no error: they may have ended."""
+
+    def find_leases(self, handle: str, owner: str) -> list[LeaseInfo]:
+        """By a lease's id, or by the id under which a client knows the parent."""
+        return []
 
     def drain(self) -> None:
         self._draining = True

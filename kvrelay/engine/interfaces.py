@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from kvrelay.ids import RequestId
 from kvrelay.sampling import SamplingParams
-from kvrelay.wire.serving import TokenLogprobs
+from kvrelay.wire.serving import Image, Logprob, TokenLogprobs
 
 Allocate = Callable[[int], Any]
 """Gives a writable buffer of so many zeroed bytes: KV memory that transfers can reach. None: any memory will do."""
@@ -46,6 +46,10 @@ class SequenceView(Protocol):
     def block_table(self) -> List[int]:
         """Block ids, in order of position: token p lives in block_table[p // block_size] at offset p % block_size."""
 
+    @property
+    def images(self) -> List[Image]:
+        """Of the prompt, in order of their places in it."""
+
 
 @dataclass(slots=True)
 class Row:
@@ -60,6 +64,7 @@ class Row:
     count: int
     samples: int
     prompt_logprobs: bool = False  # report the logprobs of prompt tokens start + 1 .. start + count (those that exist)
+    candidates: int = 0  # with samples == 0: report so many of the most likely next tokens instead, for a beam search
 
 
 @dataclass(slots=True)
@@ -85,6 +90,7 @@ class RowResult:
     tokens: list[int]
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
+    candidates: list[Logprob] | None = None  # in falling order; of equal ones the lower token id comes first
     failure: str | None = None
 
 

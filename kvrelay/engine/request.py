@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from kvrelay.ids import RequestId
 from kvrelay.sampling import SamplingParams
 from kvrelay.states import KV_EDGES, REQUEST_EDGES, FinishReason, KVState, RequestState, advance
-from kvrelay.wire.serving import Resumed, Submit, TokenLogprobs
+from kvrelay.wire.serving import Image, Resumed, Submit, TokenLogprobs
 
 
 class Request:
@@ -24,6 +24,7 @@ class Request:
         "cache_salt",
         "cut",
         "external_id",
+        "images",
         "num_unforked",
         "params",
         "priority",
@@ -38,6 +39,7 @@ class Request:
         self.params: SamplingParams = submit.params
         self.priority = submit.priority
         self.cache_salt = submit.cache_salt
+        self.images = submit.images
         self.arrival = arrival  # order of submission; never changes, so a preempted request keeps its place
         self.num_unforked = submit.params.n - 1 if begins_anew(submit) else 0  # samples that do not exist yet
         tells_prompt = submit.params.prompt_logprobs is not None and (not submit.resume or Resumed(0, []) in submit.resume)
@@ -93,6 +95,10 @@ class Sequence:
 
     def kv_become(self, state: KVState) -> None:
         self.kv_state = advance(KV_EDGES, self.kv_state, state)
+
+    @property
+    def images(self) -> list[Image]:
+        return self.request.images
 
     @property
     def num_output_tokens(self) -> int:

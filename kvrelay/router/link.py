@@ -16,7 +16,7 @@ from kvrelay.ids import RouterId
 from kvrelay.wire import OLDEST_PROTOCOL_VERSION, agreed
 from kvrelay.wire.codec import Decoder, encode
 from kvrelay.wire.registry import WorkerRecord
-from kvrelay.wire.serving import Hello, Ping, Refused, StepOutputs, ToRouter, ToWorker, Welcome, since
+from kvrelay.wire.serving import Hello, LeaseTold, Ping, Refused, StepOutputs, ToRouter, ToWorker, Welcome, since
 
 _decoder: Decoder[ToRouter] = Decoder(ToRouter)
 _PING = encode(Ping())
@@ -31,6 +31,8 @@ class LinkOwner(Protocol):
         """Only after `link_opened`, once per opening."""
 
     def link_outputs(self, outputs: StepOutputs) -> None: ...
+
+    def link_told(self, told: LeaseTold) -> None: ...
 
     def link_malformed(self, reason: str) -> None: ...
 
@@ -99,6 +101,8 @@ class WorkerLink:
         match message:
             case StepOutputs():
                 self._on_outputs(message)
+            case LeaseTold():
+                self._owner.link_told(message)
             case Welcome():
                 self._on_welcome(message)
             case Refused():

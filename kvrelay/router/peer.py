@@ -17,7 +17,7 @@ from kvrelay.router.stream import RequestStream
 from kvrelay.states import WorkerState
 from kvrelay.wire import PROTOCOL_VERSION
 from kvrelay.wire.registry import WorkerLoad, WorkerRecord
-from kvrelay.wire.serving import StepOutputs
+from kvrelay.wire.serving import LeaseTold, StepOutputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,8 @@ class PeerOwner(Protocol):
     def peer_broken(self, peer: Peer, reason: str) -> None: ...
 
     def peer_outputs(self, peer: Peer, outputs: StepOutputs) -> None: ...
+
+    def peer_told(self, peer: Peer, told: LeaseTold) -> None: ...
 
     def peer_malformed(self, peer: Peer, reason: str) -> None: ...
 
@@ -167,6 +169,9 @@ class Peer:
     def link_outputs(self, outputs: StepOutputs) -> None:
         self._take_load(outputs.load)
         self._owner.peer_outputs(self, outputs)
+
+    def link_told(self, told: LeaseTold) -> None:
+        self._owner.peer_told(self, told)
 
     def link_malformed(self, reason: str) -> None:
         self._owner.peer_malformed(self, reason)

@@ -32,7 +32,7 @@ from kvrelay.router.prefix_index import PrefixIndex
 from kvrelay.router.stream import RequestStream
 from kvrelay.states import Role
 from kvrelay.wire.registry import WorkerRecord
-from kvrelay.wire.serving import PeerLost, StepOutputs
+from kvrelay.wire.serving import LeaseTold, PeerLost, StepOutputs
 
 log = Log("router")
 
@@ -196,6 +196,9 @@ class Router:
 
     def peer_outputs(self, peer: Peer, outputs: StepOutputs) -> None:
         self._dispatcher.outputs(peer, outputs)
+
+    def peer_told(self, peer: Peer, told: LeaseTold) -> None:
+        pass
 
     def peer_malformed(self, peer: Peer, reason: str) -> None:
         self._metrics.malformed.labels("serving").inc()

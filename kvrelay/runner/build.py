@@ -24,6 +24,7 @@ from kvrelay.runner.kv_pool import KVPool, PoolSize, blocks_for, choose_pool_siz
 from kvrelay.runner.loader import load_model
 from kvrelay.runner.runner import TorchRunner
 from kvrelay.sampling import SamplingParams
+from kvrelay.wire.serving import Image
 
 _BFLOAT16_FLAGS = frozenset({"bf16", "avx512_bf16", "amx_bf16"})
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -199,3 +200,4 @@ class _Nobody:
     tokens: list[int]
     num_prompt_tokens: int
     block_table: list[int]
+    images: tuple[Image, ...] = ()

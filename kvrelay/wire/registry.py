@@ -81,6 +81,8 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     preemptions: int = 0  # since the start
     steps: int = 0  # since the start
     connections: int = 0  # routers that are connected, and workers that KV is exchanged with
+    leases: int = 0  # finished samples whose KV is kept for a continuation
+    inherited_tokens: int = 0  # since the start: prompt tokens whose KV was taken from a lease
 
 
 class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):

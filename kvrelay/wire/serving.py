@@ -8,6 +8,9 @@ router                                   worker
   | Ping ---------------------------------> |   keeps an idle connection's requests alive
   | PeerLost -----------------------------> |   another worker is gone: transfers with it fail at once
   | Drain --------------------------------> |   finish what you have, then leave (or come back in another role)
+  | ReleaseLeases ------------------------> |   nobody will continue from these any more
+  | AskLease -----------------------------> |   a router that did not serve the parent looks for its lease
+  | <----------------------------- LeaseTold |
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from typing import Literal
 
 import msgspec
 
-from kvrelay.ids import RequestId, RouterId, TransferId, WorkerId
+from kvrelay.ids import LeaseId, RequestId, RouterId, TransferId, WorkerId
 from kvrelay.sampling import SamplingParams
 from kvrelay.states import FinishReason, Role
 from kvrelay.wire.registry import WorkerLoad, WorkerRecord
@@ -61,6 +64,25 @@ class Resumed(msgspec.Struct, frozen=True, array_like=True):
     tokens: list[int]
 
 
+class Keep(msgspec.Struct, frozen=True, array_like=True):
+    """Asks for a lease on each sample's KV when the sample ends, whatever ends it. Answered by one LeaseNews per sample."""
+
+    lease_ids: list[LeaseId]  # one per sample
+    ttl_s: float
+    owner: str = ""  # a digest of the API key whose holder may continue from it; empty where no keys are asked for
+
+
+class Image(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A picture in a prompt. Its placeholders, prompt[start : start + num_tokens], are ids derived from its digest
+    (`kvrelay/media/placeholders.py`), so that prompts with different pictures are different prompts to every cache."""
+
+    digest: str  # equal for equal embeddings: of the file's bytes and the size it is brought to
+    start: int
+    num_tokens: int
+    grid: tuple[int, int, int]  # frames, rows and columns of patches, before patches are merged
+    data: bytes = b""  # the file, for a worker that makes the embeddings itself; else they are relayed to it
+
+
 class Submit(Message, frozen=True, kw_only=True):
     """Asks for one request. Answered by outputs until each of its `params.n` samples has a finish reason, or by one Failure.
 
@@ -78,6 +100,9 @@ class Submit(Message, frozen=True, kw_only=True):
     transfer: TransferInfo | None = None  # None: this worker computes prompt and output
     resume: list[Resumed] = []  # empty: all samples begin at the beginning
     attempt: int = 0  # how often it was sent before; a request that was accepted once is not turned away by a full queue
+    keep: Keep | None = None
+    inherit: LeaseId | None = None  # the prompt begins with the tokens of this lease: their KV is taken from it, if it is there
+    images: list[Image] = []
 
 
 class Abort(Message, frozen=True, kw_only=True):
@@ -107,6 +132,17 @@ class Drain(Message, frozen=True, kw_only=True):
     """Take nothing new, finish what is there, leave. With a role: then come back in it, as a new worker."""
 
     role: Role | None = None
+
+
+class ReleaseLeases(Message, frozen=True, kw_only=True):
+    lease_ids: list[LeaseId]
+
+
+class AskLease(Message, frozen=True, kw_only=True):
+    """`handle` is a lease's id, or the parent's id as its client knows it."""
+
+    handle: str
+    owner: str
 
 
 # worker -> router
@@ -154,6 +190,60 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
     param: str | None = None
 
 
+class LeaseNews(msgspec.Struct, frozen=True, array_like=True):
+    """Once for each sample whose KV was to be kept: it is, for `ttl_s` from now, or it is not, and why."""
+
+    request_id: RequestId
+    sample: int
+    lease_id: LeaseId
+    kept: bool
+    ttl_s: float = 0.0
+    num_tokens: int = 0  # of the parent, prompt and output
+    num_blocks: int = 0
+    reason: str = ""
+
+
+class Inherited(msgspec.Struct, frozen=True, array_like=True):
+    """Once for each request that named a lease, before its first token: how many tokens' KV it took from it. None, if the lease
+    was gone: then the prefix cache was asked, and what that did not have was computed."""
+
+    request_id: RequestId
+    num_tokens: int
+    num_cached: int = 0  # without the lease: tokens that the prefix cache had
+
+
+class BeamResult(msgspec.Struct, frozen=True, array_like=True):
+    """Once for each sample of a beam search, in the message that brings the sample's tokens, which all come at once."""
+
+    request_id: RequestId
+    sample: int  # in falling order of score
+    cumulative_logprob: float
+    score: float
+
+
+class LeaseInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A lease as its worker sees it."""
+
+    lease_id: LeaseId
+    external_id: str
+    owner: str
+    cache_salt: str
+    tokens: list[int]
+    num_prompt_tokens: int  # of the parent
+    num_blocks: int
+    on_host: bool
+    ttl_s: float  # what is left
+    images: list[Image] = []
+
+
+class LeaseTold(Message, frozen=True, kw_only=True):
+    """Answers AskLease. A parent with several samples may have several leases; none: not here."""
+
+    handle: str
+    owner: str
+    leases: list[LeaseInfo] = []
+
+
 class StepOutputs(Message, frozen=True, kw_only=True):
     worker_id: WorkerId
     step: int
@@ -161,18 +251,25 @@ class StepOutputs(Message, frozen=True, kw_only=True):
     outputs: list[SequenceOutput] = []
     failures: list[Failure] = []
     handed_over: list[RequestId] = []  # a prefill worker's terminal word: the decode worker has all it wanted
+    leases: list[LeaseNews] = []
+    inherited: list[Inherited] = []
+    beams: list[BeamResult] = []
 
 
-ToWorker = Hello | Submit | Abort | Finish | Ping | PeerLost | Drain
-ToRouter = Welcome | Refused | StepOutputs
+ToWorker = Hello | Submit | Abort | Finish | Ping | PeerLost | Drain | ReleaseLeases | AskLease
+ToRouter = Welcome | Refused | StepOutputs | LeaseTold
 
 
 def since(message: ToWorker) -> int:
     """The protocol version from which on a worker understands this message. What older ones may ignore does not count."""
     match message:
+        case ReleaseLeases() | AskLease():
+            return 3
         case PeerLost() | Drain():
             return 2
         case Submit():
+            if message.keep or message.inherit or message.images or message.params.beam:
+                return 3
             return 2 if message.resume else 1
         case _:
             return 1

@@ -30,13 +30,16 @@ from kvrelay.wire.codec import Decoder, encode
 from kvrelay.wire.registry import WorkerLoad, WorkerRecord
 from kvrelay.wire.serving import (
     Abort,
+    AskLease,
     Drain,
     Failure,
     Finish,
     Hello,
+    LeaseTold,
     PeerLost,
     Ping,
     Refused,
+    ReleaseLeases,
     SequenceOutput,
     StepOutputs,
     Submit,
@@ -211,6 +214,11 @@ class ServingLoop:
                 self.drain_asked, self.next_role = True, message.role
             case Drain():
                 log.info("told to drain again", role=message.role)
+            case ReleaseLeases():
+                self._engine.release_leases(message.lease_ids)
+            case AskLease():
+                leases = self._engine.find_leases(message.handle, message.owner)
+                self._send(identity, encode(LeaseTold(handle=message.handle, owner=message.owner, leases=leases)))
             case _:
                 assert_never(message)
 

@@ -1,0 +1,23 @@
+"""What stands for a picture among a prompt's tokens.
+
+Checkpoints have one token that all pictures share; a cache that looked at it alone would take any two pictures of the same size
+for the same. So on its way from the router to the runner a picture of n tokens is n ids that are derived from its digest,
+above every vocabulary. Prefix caches, routing and continuation then need to know nothing of pictures. The runner never looks
+these ids up: the picture's embeddings stand in their places.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+FIRST_ID = 1 << 29  # above any vocabulary; ids up to twice this fit one digit of Python's integers
+
+
+def placeholder_ids(digest: str, num_tokens: int) -> list[int]:
+    """Different for different pictures, and for different places of one."""
+    data = hashlib.shake_128(digest.encode()).digest(4 * num_tokens)
+    return [FIRST_ID | int.from_bytes(data[at : at + 4], "little") & (FIRST_ID - 1) for at in range(0, 4 * num_tokens, 4)]
+
+
+def is_placeholder(token: int) -> bool:
+    return token >= FIRST_ID
