@@ -18,6 +18,7 @@ from kvrelay.errors import InvalidRequestError
 MAX_LOGPROBS = 20
 MAX_SAMPLES = 128
 MAX_STOP_STRINGS = 16
+MAX_BEAM_WIDTH = 128
 
 Probability = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 
@@ -104,6 +105,30 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _require(all(self.stop), "stop", "must not hold an empty string")
         for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             _require(count is None or 0 <= count <= MAX_LOGPROBS, name, f"must be between 0 and {MAX_LOGPROBS}")
+        if self.beam is not None:
+            _validate_beam(self, self.beam)
+
+
+def _validate_beam(params: SamplingParams, beam: BeamSearch) -> None:
+    """A search takes the model's probabilities as they are, and sees no text."""
+    _require(1 <= beam.width <= MAX_BEAM_WIDTH, "beam_width", f"must be between 1 and {MAX_BEAM_WIDTH}")
+    _require(params.n <= beam.width, "n", "must be at most beam_width")
+    _require(-10.0 <= beam.length_penalty <= 10.0, "length_penalty", "must be between -10 and 10")
+    given = {
+        "temperature": params.temperature > 0.0,
+        "top_p": params.top_p < 1.0,
+        "top_k": params.top_k > 0,
+        "min_p": params.min_p > 0.0,
+        "repetition_penalty": params.repetition_penalty != 1.0,
+        "presence_penalty": params.presence_penalty != 0.0,
+        "frequency_penalty": params.frequency_penalty != 0.0,
+        "logit_bias": bool(params.logit_bias),
+        "response_format": params.grammar is not None,
+        "prompt_logprobs": params.prompt_logprobs is not None,
+        "stop": bool(params.stop),
+    }
+    for name, is_given in given.items():
+        _require(not is_given, name, "cannot be combined with beam search")
 
 
 def _require(condition: bool, param: str, rule: str) -> None:

@@ -26,7 +26,7 @@ NUM_TOKENS = 12
 MORE_TOKENS = 28  # where growing must run into the pool's end
 
 
-def make_engine(name: str, device: str, **options: object) -> Engine:
+def make_engine(name: str, device: str, *, eos_token_ids: frozenset[int] = frozenset(), **options: object) -> Engine:
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no NVIDIA card")
     settings = EngineOptions(**{"max_model_len": 128, "kv_blocks": 128, "check_invariants": True, **options})  # type: ignore[arg-type]
@@ -36,7 +36,7 @@ def make_engine(name: str, device: str, **options: object) -> Engine:
         options=settings,
         runner=runner,
         worker_id=new_worker_id("whole"),
-        eos_token_ids=frozenset(),
+        eos_token_ids=eos_token_ids,
         max_model_len=runner.max_model_len,
         vocab_size=runner.spec.vocab_size,
         cache_seed=runner.fingerprint,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvrelay.engine.beam import ends_of, most_blocks, most_tokens
 from kvrelay.engine.request import begins_anew
 from kvrelay.errors import InvalidRequestError, QueueFullError, UnavailableError
 from kvrelay.ids import WorkerId
@@ -19,8 +20,12 @@ class Limits:
     max_batch: int
     max_model_len: int
     vocab_size: int
+    eos_token_ids: frozenset[int]
+    num_blocks: int
+    block_size: int
     hands_on: bool  # a prefill worker's
     takes_over: bool  # a decode worker's
+    num_pinnable_blocks: int = 0  # that others may hold while a request runs
 
     def check(self, submit: Submit, *, num_waiting: int, draining: bool) -> None:
         """Raises the RequestError that answers a request which cannot be served."""
@@ -33,6 +38,7 @@ class Limits:
         self._check_prompt(submit.prompt)
         self._check_params(submit)
         self._check_resume(submit)
+        self._check_beam(submit)
 
     def _check_prompt(self, prompt: list[int]) -> None:
         if not prompt:
@@ -69,6 +75,31 @@ class Limits:
             raise InvalidRequestError(f"a sample of {longest} tokens has no token to come", param="resume")
         if submit.transfer is not None and len(samples) > 1 and not begins_anew(submit):
             raise UnavailableError("samples that go on at different tokens cannot be handed over together")
+
+    def _check_beam(self, submit: Submit) -> None:
+        """A search must be able to reach its end with the pool to itself."""
+        beam = submit.params.beam
+        if beam is None:
+            return
+        if any(resumed.tokens for resumed in submit.resume):
+            raise InvalidRequestError("a beam search always starts anew", param="resume")
+        others = self.vocab_size - len(ends_of(submit.params, self.eos_token_ids))
+        if beam.width > others:
+            raise InvalidRequestError(
+                f"beam_width must be at most {others}, the tokens that do not end a text", param="beam_width"
+            )
+        if (self.hands_on and submit.transfer is not None) or most_tokens(submit, self.max_model_len) == 1:
+            return  # nothing but the prompt is computed
+        if beam.width > self.max_batch:
+            raise InvalidRequestError(f"beam_width must be at most {self.max_batch}, the size of a batch", param="beam_width")
+        needed = most_blocks(submit, self.max_model_len, self.block_size)
+        available = self.num_blocks - self.num_pinnable_blocks
+        if needed > available:
+            raise InvalidRequestError(
+                f"{beam.width} beams with prompt and output of up to {needed} KV blocks do not fit the {available} there are:"
+                " ask for fewer beams or fewer tokens",
+                param="beam_width",
+            )
 
     def _check_role(self, submit: Submit) -> None:
         """Only a router that is confused sends what fails here."""

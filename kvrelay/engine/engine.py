@@ -17,6 +17,7 @@ from itertools import count as counter
 from kvrelay.config import EngineOptions
 from kvrelay.engine import invariants
 from kvrelay.engine.admission import Limits
+from kvrelay.engine.beam import Beams
 from kvrelay.engine.finish import finish_reason
 from kvrelay.engine.incoming import Incoming
 from kvrelay.engine.interfaces import Row, RowResult, Runner, StepPlan, StepResult
@@ -31,7 +32,18 @@ from kvrelay.ids import LeaseId, RequestId, WorkerId
 from kvrelay.log import Log
 from kvrelay.states import FinishReason, FreeReason, RequestState
 from kvrelay.wire.registry import HostCounts, MappingCounts, TransferCounts, WorkerLoad
-from kvrelay.wire.serving import Failure, Finish, FirstToken, LeaseInfo, SequenceOutput, StepOutputs, Submit, TokenLogprobs
+from kvrelay.wire.serving import (
+    BeamResult,
+    Failure,
+    Finish,
+    FirstToken,
+    LeaseInfo,
+    Logprob,
+    SequenceOutput,
+    StepOutputs,
+    Submit,
+    TokenLogprobs,
+)
 
 log = Log("engine")
 
@@ -79,6 +91,9 @@ class Engine:
             max_batch=options.max_batch,
             max_model_len=max_model_len,
             vocab_size=vocab_size,
+            eos_token_ids=eos_token_ids,
+            num_blocks=runner.num_blocks,
+            block_size=options.block_size,
             hands_on=producer is not None,
             takes_over=consumer is not None,
         )
@@ -86,7 +101,16 @@ class Engine:
         self._max_model_len = max_model_len
         self._keys = counter()
         self._arrivals = counter()
+        self._beams = Beams(
+            self.kv,
+            self.scheduler,
+            self._keys,
+            eos_token_ids=eos_token_ids,
+            max_model_len=max_model_len,
+            vocab_size=vocab_size,
+        )
         self._outputs: list[SequenceOutput] = []
+        self._beam_results: list[BeamResult] = []
         self._failures: list[Failure] = []
         self._handed_over: list[RequestId] = []
         self._released: list[int] = []
@@ -117,6 +141,8 @@ class Engine:
     def _enqueue(self, submit: Submit) -> Request:
         request = Request(submit, next(self._arrivals))
         request.sequences = first_sequences(submit, request, self._keys)
+        if submit.params.beam is not None:
+            self._beams.begin(request, submit, hands_on=self.outgoing is not None and submit.transfer is not None)
         self.requests[submit.request_id] = request
         for sequence in request.sequences:
             if self.incoming is not None and submit.transfer is not None:
@@ -143,7 +169,7 @@ class Engine:
         if request is None:
             return
         request.cut[finish.sample] = finish.reason
-        if len(request.cut) == request.params.n:
+        if len(request.cut) == request.params.n or request.group is not None:
             self._drop(request, FreeReason.FINISHED)
         elif not request.num_unforked:
             self._end_cut(request)
@@ -223,7 +249,8 @@ class Engine:
     def step(self) -> StepOutputs:
         self._take_news()
         plan = self.scheduler.schedule()
-        plan.released, self._released = self._released, []
+        plan.released, self._released = self._released + self.scheduler.discarded, []
+        self.scheduler.discarded.clear()
         if plan.rows or plan.released:
             self._commit(plan, self._run(plan))
             self._num_steps += 1
@@ -286,6 +313,9 @@ class Engine:
             self._num_prompt_tokens += min(row.start + row.count, sequence.num_prompt_tokens) - row.start
         if answer.prompt_logprobs is not None and sequence.request.prompt_logprobs is not None:
             sequence.request.prompt_logprobs.extend(answer.prompt_logprobs)
+        if answer.candidates is not None:
+            self._take_candidates(sequence, answer.candidates)
+            return
         if row.samples == 0:
             return
         if row.samples == 1 and self.outgoing is None:  # the usual case
@@ -295,7 +325,14 @@ class Engine:
             return
         logprobs: List[TokenLogprobs | None] = answer.logprobs or [None] * row.samples
         if self.outgoing is not None and sequence.request_id in self.outgoing:
-            self._hand_on(sequence, answer.tokens, logprobs)
+            told = sequence.request.prompt_logprobs
+            self._hand_on(
+                sequence,
+                [
+                    FirstToken(sample, token, entry, sequence.cached_tokens, told if sample == 0 else None)
+                    for sample, (token, entry) in enumerate(zip(answer.tokens, logprobs, strict=True), start=sequence.sample)
+                ],
+            )
             return
         samples = [sequence, *self._fork(sequence)]
         for sample, token, entry in zip(samples, answer.tokens, logprobs, strict=True):
@@ -317,6 +354,23 @@ class Engine:
             children.append(child)
         request.num_unforked = 0
         return children
+
+    def _take_candidates(self, sequence: Sequence, candidates: list[Logprob]) -> None:
+        """Of one beam of a search. Its results are told when it is over, all at once."""
+        if self.outgoing is not None and sequence.request_id in self.outgoing:
+            self._hand_on(sequence, [self._beams.first_token(sequence, candidates)])
+            return
+        if not self._beams.take(sequence, candidates):
+            return
+        request = sequence.request
+        for output, result in self._beams.results(request):
+            self._outputs.append(output)
+            self._beam_results.append(result)
+            self._num_output_tokens += len(output.tokens)
+            self._num_cached_tokens += output.cached_tokens if output.sample == 0 else 0
+        for beam in request.sequences:
+            self._end(beam, FinishReason.STOP)
+        self._forget_if_finished(request)
 
     def _append(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
         position = len(sequence.tokens) - sequence.num_prompt_tokens
@@ -343,18 +397,16 @@ class Engine:
 
     # Hand-over
 
-    def _hand_on(self, sequence: Sequence, tokens: List[int], logprobs: List[TokenLogprobs | None]) -> None:
-        """The prompt is computed: its first tokens are told at once, and its KV goes to the peer, where the samples go on."""
+    def _hand_on(self, sequence: Sequence, first_tokens: list[FirstToken]) -> None:
+        """The prompt is computed: its first tokens are told at once (not a search's), and its KV goes to the peer, where the
+        samples go on."""
         assert self.outgoing is not None
         request = sequence.request
-        first_tokens = []
-        for sample, (token, entry) in enumerate(zip(tokens, logprobs, strict=True), start=sequence.sample):
-            told = request.prompt_logprobs if sample == 0 else None
-            first_tokens.append(FirstToken(sample, token, entry, sequence.cached_tokens, told))
         if self.outgoing.finished(sequence, first_tokens):
             self._num_cached_tokens += sequence.cached_tokens
-            self._num_output_tokens += len(tokens)
-            self._outputs.extend(self._first_output(sequence, first) for first in first_tokens)
+            if request.group is None:
+                self._num_output_tokens += len(first_tokens)
+                self._outputs.extend(self._first_output(sequence, first) for first in first_tokens)
         self.scheduler.remove(sequence)
         self._released.append(sequence.key)
         del self.requests[sequence.request_id]
@@ -410,6 +462,9 @@ class Engine:
             self._fail(sequence.request, HandOverError(f"the hand-over from the prefill worker failed: {arrival.error}"))
             return
         self.scheduler.run_at_once(sequence)
+        if sequence.request.group is not None:
+            self._search_arrived(sequence, arrival.first_tokens)
+            return
         first_tokens = {one.sample: one for one in arrival.first_tokens if 0 <= one.token < self._limits.vocab_size}
         if not all(sequence.sample + index in first_tokens for index in range(sequence.num_slots)):
             self._fail(sequence.request, HandOverError("the prefill worker did not name the first token of every sample"))
@@ -422,6 +477,14 @@ class Engine:
             self._append(sample, first.token, first.logprobs)
         self._end_cut(sequence.request)
         self._forget_if_finished(sequence.request)
+
+    def _search_arrived(self, sequence: Sequence, first_tokens: list[FirstToken]) -> None:
+        candidates = self._beams.arrived(sequence.request, first_tokens)
+        if candidates is None:
+            self._fail(sequence.request, HandOverError("the prefill worker did not name the candidates of a beam search"))
+            return
+        sequence.cached_tokens = first_tokens[0].cached_tokens
+        self._take_candidates(sequence, candidates)
 
     # Endings
 
@@ -450,6 +513,8 @@ class Engine:
         """Ends all of a request at once; returns the samples that had not ended before."""
         open_sequences = [s for s in request.sequences if s.state is not RequestState.FINISHED]
         samples = [s.sample for s in open_sequences] + list(range(1, 1 + request.num_unforked))
+        if request.group is not None:
+            samples = list(range(request.params.n))
         for sequence in open_sequences:
             self._end(sequence, FinishReason.ABORT)
         del self.requests[request.request_id]
@@ -488,6 +553,7 @@ class Engine:
         outputs, self._outputs = self._outputs, []
         failures, self._failures = self._failures, []
         handed_over, self._handed_over = self._handed_over, []
+        beams, self._beam_results = self._beam_results, []
         return StepOutputs(
             worker_id=self._worker_id,
             step=self._num_steps,
@@ -495,6 +561,7 @@ class Engine:
             outputs=outputs,
             failures=failures,
             handed_over=handed_over,
+            beams=beams,
         )
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from kvrelay.engine.block_pool import Holder
-from kvrelay.engine.request import Sequence
+from kvrelay.engine.request import Request, Sequence
 from kvrelay.engine.swap import Swap
 from kvrelay.states import KVState, RequestState
 
@@ -24,6 +24,7 @@ def check(engine: Engine) -> None:
         for sequence in request.sequences:
             _check_sequence(sequence, kv.block_size)
             references.update(sequence.block_table)
+        _check_search(request)
     if engine.outgoing is not None:
         for blocks in engine.outgoing.held.values():
             references.update(blocks)
@@ -90,6 +91,21 @@ def _check_sequence(sequence: Sequence, block_size: int) -> None:
         case RequestState.SWAPPED:
             assert sequence.kv_state is KVState.SWAPPED, f"{name} is swapped with {sequence.kv_state}"
             assert not sequence.block_table, f"{name} is swapped but holds blocks"
+
+
+def _check_search(request: Request) -> None:
+    """The beams of a search are all in the same state, at the same length, and none of them is forgotten."""
+    group = request.group
+    if group is None:
+        return
+    name = request.request_id
+    if not group.beams:
+        assert len(request.sequences) == 1, f"{name} has several sequences before its search has begun"
+        return
+    assert {beam.sequence.key for beam in group.beams} == {sequence.key for sequence in request.sequences}
+    assert sorted(sequence.sample for sequence in request.sequences) == list(range(group.width)), f"{name} lost a beam"
+    assert len({(s.state, s.num_computed, len(s.tokens)) for s in request.sequences}) == 1, f"{name}: its beams are apart"
+    assert request.num_unforked == 0, f"{name} keeps places for beams that exist"
 
 
 def _check_queues(engine: Engine) -> None:

@@ -1,7 +1,7 @@
 """Blocks for sequences: joins the pool and the prefix cache.
 
 attach      a waiting sequence gets the cached blocks of its prefix and new ones for the rest    FREED -> ALLOCATED
-grow        a running one gets room for more tokens; a block shared with others is copied first
+grow        a running one gets room for more tokens; a block shared with others is copied first (`grow_together`: several)
 computed    KV was written: full blocks enter the prefix cache                                   ALLOCATED -> ACTIVE
 fork        a child holds its parent's blocks
 free        the end, or preemption: every reference goes back                                    -> FREED
@@ -11,7 +11,7 @@ Swapping (`engine/swap.py`) leads from ACTIVE to SWAPPED and back.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 
 from kvrelay.engine.block_pool import BlockPool, Holder
@@ -105,6 +105,27 @@ class KVCache:
             pool.release((table[index],))
             table[index] = copy
         table.extend(blocks)
+        return True
+
+    def missing_together(self, sequences: list[Sequence]) -> int:
+        """How many blocks `grow_together` would take. Of those that share a block, the last one to write it needs no copy,
+        unless somebody else holds it, too."""
+        num_new = 0
+        writers: Counter[int] = Counter()
+        for sequence in sequences:
+            index, offset = divmod(sequence.num_computed, self.block_size)
+            num_new += index >= len(sequence.block_table)
+            if offset:
+                writers[sequence.block_table[index]] += 1
+        return num_new + sum(count - (self.pool.references[block] == count) for block, count in writers.items())
+
+    def grow_together(self, sequences: list[Sequence], copies: list[tuple[int, int]]) -> bool:
+        """Room for one more token of each. False (and nothing changes) if the pool has too few blocks for all."""
+        if self.missing_together(sequences) > self.pool.num_available:
+            return False
+        for sequence in sequences:
+            has_room = self.grow(sequence, sequence.num_computed + 1, copies)
+            assert has_room
         return True
 
     def computed(self, sequence: Sequence, count: int) -> None:

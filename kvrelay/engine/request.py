@@ -4,16 +4,23 @@ A `Request` is what was submitted: one prompt, `params.n` samples. A `Sequence` 
 growing output. A request begins as one sequence; when its prompt is computed the others are forked from it, sharing its
 blocks. A request that another worker began goes on as one sequence per sample that has not ended, each with its output so far:
 as if all of them had been preempted here.
+
+A beam search (`engine/beam.py`) begins as one sequence, too. Its other sequences are the beams that are alive: their number is
+the search's, not `params.n`, and which of them will be results, nobody knows before the end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from kvrelay.ids import RequestId
 from kvrelay.sampling import SamplingParams
 from kvrelay.states import KV_EDGES, REQUEST_EDGES, FinishReason, KVState, RequestState, advance
 from kvrelay.wire.serving import Image, Resumed, Submit, TokenLogprobs
+
+if TYPE_CHECKING:
+    from kvrelay.engine.beam import BeamGroup
 
 
 class Request:
@@ -24,6 +31,7 @@ class Request:
         "cache_salt",
         "cut",
         "external_id",
+        "group",
         "images",
         "num_unforked",
         "params",
@@ -46,6 +54,7 @@ class Request:
         self.prompt_logprobs: list[TokenLogprobs | None] | None = [None] if tells_prompt else None  # as far as computed
         self.cut: dict[int, FinishReason] = {}  # samples that the router ended, perhaps before they were forked
         self.sequences: list[Sequence] = []
+        self.group: BeamGroup | None = None  # of a beam search
 
     @property
     def finished(self) -> bool:
@@ -109,6 +118,12 @@ class Sequence:
         return len(self.tokens) - self.num_computed
 
     @property
+    def together(self) -> list[Sequence]:
+        """Those that run, are swapped and come back as one: the beams of a search that has begun; else itself alone."""
+        group = self.request.group
+        return [self] if group is None or not group.beams else self.request.sequences
+
+    @property
     def num_slots(self) -> int:
         """Places in the batch this sequence takes or will take: itself and the samples to be forked from it."""
         return 1 + (self.request.num_unforked if self.sample == 0 else 0)
@@ -121,7 +136,7 @@ class Sequence:
 
 def begins_anew(submit: Submit) -> bool:
     """Whether no sample has a token yet and none has ended: then one sequence computes the prompt for all."""
-    if not submit.resume:
+    if not submit.resume or submit.params.beam is not None:
         return True
     return len(submit.resume) == submit.params.n and not any(resumed.tokens for resumed in submit.resume)
 

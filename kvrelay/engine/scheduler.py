@@ -17,6 +17,8 @@ run leave enough blocks; as long as one of them has to wait, nobody is admitted.
 at least one of them a token nearer to its end, and when the last has ended, the first swapped one has the pool to itself. It
 waits at most as many steps as the requests that were admitted before still have tokens to compute, and for copies.
 
+The beams of a search count as one here: they are planned, make room, are swapped and come back together (`engine/beam.py`).
+
 Samples of one request that are computed anew (preempted, or resumed here) share their prompt through the prefix cache: one
 computes it, the others wait that long.
 """
@@ -26,6 +28,8 @@ from __future__ import annotations
 import heapq
 from bisect import insort
 from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
 
 from kvrelay.config import EngineOptions
 from kvrelay.engine.incoming import Incoming
@@ -35,6 +39,9 @@ from kvrelay.engine.outgoing import Outgoing
 from kvrelay.engine.request import Sequence
 from kvrelay.engine.swap import Swap
 from kvrelay.states import FreeReason, RequestState
+
+if TYPE_CHECKING:
+    from kvrelay.engine.beam import BeamGroup
 
 Order = tuple[int, int, int]
 
@@ -63,6 +70,7 @@ class Scheduler:
         self.loading: list[Sequence] = []  # have blocks, into which their KV is copied from the host
         self.num_waiting = 0
         self.num_preemptions = 0
+        self.discarded: list[int] = []  # keys of beams that a search gave up; the engine takes them
         self.starved = False  # the last plan left somebody waiting for a place or for blocks
         self._num_short = 0  # blocks that sequences which sit out this step need
         self._full_budget = 0  # for the prompts of this step
@@ -91,6 +99,15 @@ class Scheduler:
                 raise AssertionError(f"{sequence.request_id} ended twice")
         self._kv.free(sequence)
         sequence.become(RequestState.FINISHED)
+
+    def discard(self, sequence: Sequence) -> None:
+        """A beam that its search does not follow any further."""
+        self.remove(sequence)
+        self._forget_beam(sequence)
+
+    def _forget_beam(self, sequence: Sequence) -> None:
+        sequence.request.sequences.remove(sequence)
+        self.discarded.append(sequence.key)
 
     def take_copied(self, wait_s: float) -> None:
         """What came of copies to and from the host. If none ended, waits up to `wait_s` for one."""
@@ -146,11 +163,13 @@ class Scheduler:
         assert self._swap is not None
         while self.swapped and not self._num_short:
             sequence = self.swapped[0]
-            if not self._swap.is_saved(sequence) or sequence.num_slots > self._num_free_slots:
+            together = sequence.together
+            if not self._swap.is_saved(sequence) or sum(one.num_slots for one in together) > self._num_free_slots:
                 return
-            if not self._swap.swap_in(sequence, headroom=self._headroom):
+            if not self._swap.swap_in(together, headroom=self._headroom):
                 return
-            self.loading.append(self.swapped.pop(0))
+            self.loading += self.swapped[: len(together)]
+            del self.swapped[: len(together)]
 
     @property
     def _num_free_slots(self) -> int:
@@ -167,54 +186,88 @@ class Scheduler:
         """Blocks to leave for those that run, so that newcomers do not make them stop at once."""
         return self._watermark if self.running or self.loading else 0
 
+    def _headroom_for(self, sequence: Sequence) -> int:
+        """A search that was thrown out once comes in where it can stay."""
+        group = sequence.request.group
+        if group is None or not group.has_restarted or not (self.running or self.loading):
+            return self._headroom
+        return self._headroom + group.most_blocks - self._kv.blocks_for(len(sequence.tokens))
+
     def _schedule_running(self, plan: StepPlan, budget: int) -> int:
         rows, grow, copies = plan.rows, self._kv.grow, plan.copies
         size, references = self._kv.block_size, self._kv.pool.references
+        planned: BeamGroup | None = None
         for sequence in self.running:  # it gets shorter when somebody is preempted, always at its end
             computed = sequence.num_computed
             uncomputed = len(sequence.tokens) - computed
-            if uncomputed == 1:  # the usual case, without a call: it decodes, and its last block has room and is its own
+            request = sequence.request
+            group = request.group
+            if group is not None and group.beams:
+                if group is not planned:  # they stand next to each other
+                    planned = group
+                    self._schedule_beams(sequence.together, group.num_candidates, plan)
+                continue
+            if uncomputed == 1 and group is None:
+                # The usual case, without a call: it decodes, and its last block has room and is its own.
                 table = sequence.block_table
                 place = computed // size
-                request = sequence.request
                 if place < len(table) and references[table[place]] == 1 and not request.num_unforked:
                     rows.append(Row(sequence, computed, 1, 1) if request.prompt_logprobs is None else _row(sequence, 1))
                     continue
             count = 1 if uncomputed == 1 else min(uncomputed, budget)
             if count > 0:
-                if not grow(sequence, computed + count, copies) and not self._make_room(sequence, computed + count, plan):
+                end = computed + count
+                if not grow(sequence, end, copies) and not self._make_room(
+                    sequence, self._kv.missing(sequence, end), partial(grow, sequence, end, copies)
+                ):
                     continue  # it sits out this step, or was last and is gone
                 if uncomputed > 1:
                     budget -= count
                 rows.append(_row(sequence, count))
         return budget
 
-    def _make_room(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> bool:
-        """False if the sequence is no part of this step: its room is still being made, or it was last and made room itself."""
-        missing = self._kv.missing(sequence, num_tokens)
-        while not self._kv.grow(sequence, num_tokens, plan.copies):
+    def _schedule_beams(self, beams: list[Sequence], num_candidates: int, plan: StepPlan) -> None:
+        """All of them or none."""
+        grow = partial(self._kv.grow_together, beams, plan.copies)
+        if grow() or self._make_room(beams[0], self._kv.missing_together(beams), grow):
+            plan.rows += [Row(beam, beam.num_computed, 1, 0, candidates=num_candidates) for beam in beams]
+
+    def _make_room(self, sequence: Sequence, missing: int, grow: Callable[[], bool]) -> bool:
+        """Until it can grow, which takes `missing` blocks at most. False if the sequence is no part of this step: its room is
+        still being made, or it was last and made room itself."""
+        while not grow():
             if self._swap is not None and self._swap.num_releasing >= self._num_short + missing:
                 self._num_short += missing
                 return False
-            victim = self.running.pop()
-            self._preempt(victim)
-            if victim is sequence:
+            self._preempt_last()
+            if sequence.state is not RequestState.RUNNING:
                 return False
         return True
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _preempt_last(self) -> None:
+        together = list(self.running[-1].together)
+        del self.running[-len(together) :]
         self.num_preemptions += 1
-        if self._swap is None:
-            self._recompute(sequence, FreeReason.PREEMPTED)
-        elif not self._swap.swap_out(sequence):
-            self._recompute(sequence, FreeReason.NO_SWAP_ROOM)
-        else:
-            sequence.become(RequestState.SWAPPED)
-            insort(self.swapped, sequence, key=lambda s: s.order)
+        if self._swap is not None and self._swap.swap_out(together):
+            for sequence in together:
+                sequence.become(RequestState.SWAPPED)
+                insort(self.swapped, sequence, key=lambda s: s.order)
+            return
+        for sequence in together:
+            self._recompute(sequence, FreeReason.PREEMPTED if self._swap is None else FreeReason.NO_SWAP_ROOM)
 
     def _recompute(self, sequence: Sequence, reason: FreeReason) -> None:
-        """The KV is given up, and the sequence waits again: a free that is not the end of it."""
+        """The KV is given up, and the sequence waits again: a free that is not the end of it. Of a search, one sequence waits:
+        it starts again from the prompt, and the others are forgotten."""
         self._kv.free(sequence)
+        group = sequence.request.group
+        if group is not None:
+            if sequence.sample != 0:
+                sequence.become(RequestState.FINISHED)
+                self._forget_beam(sequence)
+                return
+            if group.beams:
+                group.start_again(sequence, self._kv.block_size)
         sequence.become(RequestState.WAITING)
         collected = sequence.request.prompt_logprobs
         if sequence.wants_prompt_logprobs and collected is not None:
@@ -235,7 +288,7 @@ class Scheduler:
                 continue
             if self._waits_for_sibling(sequence):
                 return
-            if sequence.num_slots > slots or not self._kv.attach(sequence, headroom=self._headroom):
+            if sequence.num_slots > slots or not self._kv.attach(sequence, headroom=self._headroom_for(sequence)):
                 self.starved = True
                 return
             count = min(sequence.num_uncomputed, budget)
@@ -287,6 +340,10 @@ def _note_cached(sequence: Sequence) -> None:
 
 def _row(sequence: Sequence, count: int) -> Row:
     start = sequence.num_computed
+    group = sequence.request.group
+    if group is not None:
+        is_last = start + count == len(sequence.tokens)
+        return Row(sequence, start, count, 0, candidates=group.num_candidates if is_last else 0)
     samples = 0
     if start + count == len(sequence.tokens):
         samples = 1 + sequence.request.num_unforked if sequence.sample == 0 else 1

@@ -4,6 +4,7 @@ A host slot holds what one device block held. Slots are counted and cached like 
 copies run beside the steps; nothing here waits for one.
 
     swap_out    the KV of a running sequence goes to slots; its blocks come back when it is there      ACTIVE -> SWAPPED
+                (beams of one search: together)
     swap_in     blocks first; what is on the device already is shared, the rest copied; only when it is
                 there is the host's copy dropped                                                       SWAPPED -> ACTIVE
     fetch       a prompt's next blocks, evicted on the device, are copied from the host's cache        stays ALLOCATED
@@ -89,37 +90,47 @@ class Swap:
 
     # Out
 
-    def swap_out(self, sequence: Sequence) -> bool:
-        """False (and nothing changes) if there are too few slots. The sequence holds no blocks afterwards; those that are being
-        copied come back later (`num_releasing`)."""
-        pool, table = self._kv.pool, sequence.block_table
-        origins = self._origins(sequence)
-        present = [self._find_slot(origin, sequence, index) for index, origin in enumerate(origins)]
-        self.slots.retain([slot for slot in present if slot is not None])
-        fresh = self.slots.allocate(present.count(None))
+    def swap_out(self, sequences: list[Sequence]) -> bool:
+        """False (and nothing changes) if there are too few slots. The sequences hold no blocks afterwards; those that are being
+        copied come back later (`num_releasing`). What they share is kept once, and they are saved, or lost, together."""
+        found: dict[Origin, int | None] = {}
+        for sequence in sequences:
+            for index, origin in enumerate(self._origins(sequence)):
+                if origin not in found:
+                    found[origin] = self._find_slot(origin, sequence, index)
+        present = [slot for slot in found.values() if slot is not None]
+        self.slots.retain(present)
+        fresh = self.slots.allocate(len(found) - len(present))
         if fresh is None:
-            self._release_slots([slot for slot in present if slot is not None])
+            self._release_slots(present)
             return False
         saves: list[tuple[int, int]] = []
-        slots = []
-        for origin, slot in zip(origins, present, strict=True):
+        placed: dict[Origin, int] = {}
+        for origin, slot in found.items():
             if slot is None:
                 slot = fresh.pop()
                 self._slot_of[origin] = slot
                 self._origin_of[slot] = origin
                 saves.append((origin[0], slot))
-            slots.append(slot)
-        kept = self.kept[sequence.key] = Kept(sequence, slots)
+            placed[origin] = slot
         if saves:
             self._begin_save(saves)
-        kept.tickets = {self._filling[slot] for slot in slots if slot in self._filling}
-        pool.release(reversed(table))
-        sequence.block_table = []
-        sequence.kv_become(KVState.SWAPPED)
-        self._num_out += 1
-        if not kept.tickets:
-            self._swapped_out(kept)
+        self._leave(sequences, placed)
+        self._release_slots(list(placed.values()))  # those who left hold them now
         return True
+
+    def _leave(self, sequences: list[Sequence], placed: dict[Origin, int]) -> None:
+        tickets = {self._filling[slot] for slot in placed.values() if slot in self._filling}
+        for sequence in sequences:
+            slots = [placed[origin] for origin in self._origins(sequence)]
+            self.slots.retain(slots)
+            kept = self.kept[sequence.key] = Kept(sequence, slots, set(tickets))
+            self._kv.pool.release(reversed(sequence.block_table))
+            sequence.block_table = []
+            sequence.kv_become(KVState.SWAPPED)
+            self._num_out += 1
+            if not tickets:
+                self._swapped_out(kept)
 
     def is_saved(self, sequence: Sequence) -> bool:
         return not self.kept[sequence.key].tickets
@@ -148,25 +159,37 @@ class Swap:
 
     # In
 
-    def swap_in(self, sequence: Sequence, *, headroom: int) -> bool:
-        """Blocks for all its tokens, if `headroom` blocks would still be left over. `poll` says when its KV is in them."""
-        kept, pool = self.kept[sequence.key], self._kv.pool
-        assert not kept.tickets
-        present = [self._find_block(slot, sequence, index) for index, slot in enumerate(kept.slots)]
-        found = [block for block in present if block is not None]
-        num_new = self._kv.blocks_for(len(sequence.tokens)) - len(found)
-        if num_new + sum(map(pool.is_cached, found)) + headroom > pool.num_available:
+    def swap_in(self, sequences: list[Sequence], *, headroom: int) -> bool:
+        """Blocks for all tokens of all of them, if `headroom` blocks would still be left over. What they have in one slot, they
+        share in one block. `poll` says when their KV is in them: they come back, or are lost, together."""
+        keeps, pool = [self.kept[sequence.key] for sequence in sequences], self._kv.pool
+        found: dict[int, int | None] = {}
+        num_new = 0
+        for kept in keeps:
+            assert not kept.tickets
+            num_new += self._kv.blocks_for(len(kept.sequence.tokens)) - len(kept.slots)
+            for index, slot in enumerate(kept.slots):
+                if slot not in found:
+                    found[slot] = self._find_block(slot, kept.sequence, index)
+        present = {block for block in found.values() if block is not None}
+        missing = [slot for slot, block in found.items() if block is None]
+        num_new += len(missing)
+        if num_new + sum(map(pool.is_cached, present)) + headroom > pool.num_available:
             return False
-        pool.retain(found)
+        pool.retain(present)
         fresh = pool.allocate(num_new)
         assert fresh is not None
-        fresh.reverse()
-        table = [fresh.pop() if block is None else block for block in present]
-        loads = [(slot, table[index]) for index, slot in enumerate(kept.slots) if present[index] is None]
-        kept.table = table + fresh
-        self._num_in += 1
-        if loads:
-            kept.tickets = {self._begin_load(loads)}
+        loads = [(slot, fresh.pop()) for slot in missing]
+        placed = {slot: block for slot, block in found.items() if block is not None} | dict(loads)
+        tickets = {self._begin_load(loads)} if loads else set()
+        for kept in keeps:
+            kept.table = [placed[slot] for slot in kept.slots]
+            kept.tickets = set(tickets)
+            pool.retain(kept.table)
+            while len(kept.table) < self._kv.blocks_for(len(kept.sequence.tokens)):
+                kept.table.append(fresh.pop())
+            self._num_in += 1
+        pool.release([*present, *(block for _, block in loads)])  # those who come back hold them now
         return True
 
     def fetch(self, sequence: Sequence) -> bool:

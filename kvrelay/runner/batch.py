@@ -28,7 +28,7 @@ from kvrelay.runner.kernels.base import AttentionBatch, ForwardBatch
 class LogitLayout:
     """Whose logits are where in the forward pass's result."""
 
-    sampled: list[tuple[int, int]]  # row of the plan, row of the logits it samples from
+    sampled: list[tuple[int, int]]  # row of the plan, row of the logits it samples from, or whose best tokens it asks for
     prompts: list[tuple[int, int, int]]  # row of the plan, first of its prompt positions in the logits, how many
     num_rows: int
 
@@ -258,7 +258,7 @@ def _logit_layout(rows: list[Row], query_start: NDArray[np.int64]) -> tuple[Logi
         if num_targets:
             layout.prompts.append((index, len(wanted), num_targets))
             wanted.extend(range(ends[index], ends[index] + num_targets))
-        if row.samples:
+        if row.samples or row.candidates:
             layout.sampled.append((index, len(wanted)))
             wanted.append(ends[index + 1] - 1)
     layout.num_rows = len(wanted)

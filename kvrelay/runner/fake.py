@@ -8,7 +8,8 @@ prefix cache cannot be wrong unnoticed. A violated check is an AssertionError. C
 moment, when they are said to have ended, so that whatever was reused too early shows.
 
 It has no probabilities: parameters that shape them (temperature above 0, top_k, penalties, logit_bias, ...) change nothing,
-logprobs are made up, and a grammar is refused.
+logprobs are made up, and a grammar is refused. The candidates it names for a beam search are made up too, from all tokens so
+far, in falling order with unequal logprobs; their end-of-text token comes at any place, first about once in `eos_one_in` times.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrelay.engine.interfaces import Allocate, Row, RowResult, SequenceView, StepPlan, StepResult
-from kvrelay.wire.serving import TokenLogprobs
+from kvrelay.wire.serving import Logprob, TokenLogprobs
 from kvrelay.wire.transfer import Layout
 
 MAX_LAUNCHED = 2
@@ -209,7 +210,11 @@ class FakeRunner:
                     first = row.sequence.sample
                     wanted += [(signature, params.seed % 2**64, first + 1 + index) for index in range(row.samples)]
         draws = iter(_hash_draws(wanted))
-        return [self._answer_row(row, [next(draws) for _ in range(row.samples)]) for row in rows]
+        results = [self._answer_row(row, [next(draws) for _ in range(row.samples)]) for row in rows]
+        for row, signature, result in zip(rows, signatures, results, strict=True):
+            if row.candidates:
+                result.candidates = self._candidates(signature, row.candidates)
+        return results
 
     def _answer_row(self, row: Row, draws: list[int]) -> RowResult:
         sequence = row.sequence
@@ -241,6 +246,17 @@ class FakeRunner:
         best = -0.01 - (draw >> 56) / 256
         top = [((token + rank) % self.vocab_size, best - rank) for rank in range(min(number, self.vocab_size))]
         return TokenLogprobs(best, top)
+
+    def _candidates(self, signature: int, number: int) -> list[Logprob]:
+        """Tokens from a place in the vocabulary that the signature gives, each a little less likely than the one before."""
+        draws = _hash_draws([(signature, 0, 1 + rank) for rank in range(number)])
+        first, size = draws[0] % len(self._choices), len(self._choices)
+        tokens = [self._choices[(first + rank) % size] for rank in range(min(number, size))]
+        if self._eos_one_in:
+            tokens.insert((draws[0] >> 32) % self._eos_one_in, self._eos[0])
+        gaps = np.array(draws, dtype=np.uint64) >> np.uint64(40)
+        logprobs = -np.cumsum((gaps + np.uint64(1)) / 2.0**24)
+        return list(zip(tokens[:number], logprobs.tolist(), strict=False))
 
     def _prompt_logprobs(self, row: Row) -> list[TokenLogprobs]:
         tokens, number = row.sequence.tokens, row.sequence.params.prompt_logprobs or 0
@@ -304,7 +320,8 @@ class _SignatureStore:
         assert row.start >= 0, f"sequence {sequence.key}: a row from position {row.start}"
         assert row.count > 0, f"sequence {sequence.key}: a row without tokens"
         assert end <= len(sequence.tokens), f"sequence {sequence.key}: {end} tokens wanted, it has {len(sequence.tokens)}"
-        assert not row.samples or end == len(sequence.tokens), f"sequence {sequence.key}: sampled before its last token"
+        is_last = end == len(sequence.tokens)
+        assert is_last or not (row.samples or row.candidates), f"sequence {sequence.key}: sampled before its last token"
         positions = np.arange(end)
         table = np.array(sequence.block_table, dtype=np.int64)
         assert end <= len(table) * self._block_size, f"sequence {sequence.key}: {len(table)} blocks cannot hold {end} tokens"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from kvrelay.runner.draw import best
-from kvrelay.wire.serving import TokenLogprobs
+from kvrelay.wire.serving import Logprob, TokenLogprobs
 
 _MOST_ELEMENTS = 8 * 2**20  # logits turned into logprobs at once, so that long prompts need little extra memory
 
@@ -23,6 +23,22 @@ def token_logprobs(logits: torch.Tensor, tokens: list[int], num_top: list[int]) 
         last = first + at_once
         found.extend(_few(logits[first:last], tokens[first:last], num_top[first:last]))
     return found
+
+
+def best_logprobs(logits: torch.Tensor, count: int) -> list[list[Logprob] | None]:
+    """For each row of the logits: its `count` most likely tokens in falling order, of equal ones the lower ids; None where no
+    logit is finite."""
+    logprobs = logits.float().log_softmax(dim=-1)
+    values, ids = best(logprobs, count + 1)
+    if count < logits.shape[1]:
+        # Where the first one left out is as likely as the last one taken, which of the equal ones were found is chance.
+        tied = (values[:, count] == values[:, count - 1]).nonzero()[:, 0]
+        if len(tied):
+            all_values, all_ids = logprobs[tied].sort(dim=-1, descending=True, stable=True)
+            values[tied], ids[tied] = all_values[:, : count + 1], all_ids[:, : count + 1]
+    usable = torch.isfinite(values[:, 0]).tolist()
+    rows = zip(usable, ids[:, :count].tolist(), values[:, :count].tolist(), strict=True)
+    return [list(zip(row_ids, row_values, strict=True)) if is_usable else None for is_usable, row_ids, row_values in rows]
 
 
 def _few(logits: torch.Tensor, tokens: list[int], num_top: list[int]) -> list[TokenLogprobs]:

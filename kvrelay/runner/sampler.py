@@ -20,7 +20,7 @@ from kvrelay.engine.interfaces import Row, RowResult, SequenceView, StepPlan
 from kvrelay.runner.batch import LogitLayout
 from kvrelay.runner.draw import Draws, Filters, draw, greedy
 from kvrelay.runner.edits import EditState, LogitEdits
-from kvrelay.runner.logprobs import token_logprobs
+from kvrelay.runner.logprobs import best_logprobs, token_logprobs
 from kvrelay.sampling import uniform
 from kvrelay.wire.serving import TokenLogprobs
 
@@ -48,12 +48,22 @@ class _PromptTargets:
 
 
 @dataclass(slots=True)
+class _Candidates:
+    """One row of the plan that asks for its most likely next tokens."""
+
+    plan_row: int
+    logits_row: int
+    count: int
+
+
+@dataclass(slots=True)
 class Prepared:
     """Everything `finish` needs besides the logits."""
 
     num_plan_rows: int
     wanted: list[_Wanted] = field(default_factory=list)
     prompts: list[_PromptTargets] = field(default_factory=list)
+    candidates: list[_Candidates] = field(default_factory=list)
     edits: LogitEdits = field(default_factory=LogitEdits)
     failures: dict[int, str] = field(default_factory=dict)  # by logits row
     greedy_rows: list[int] = field(default_factory=list)  # indexes of `wanted`
@@ -83,6 +93,9 @@ class Sampler:
         sampled: list[tuple[int, SequenceView]] = []
         for plan_row, logits_row in layout.sampled:
             row = rows[plan_row]
+            if row.candidates:
+                prepared.candidates.append(_Candidates(plan_row, logits_row, row.candidates))
+                continue
             sampled.append((logits_row, row.sequence))
             group = prepared.greedy_rows if row.sequence.params.greedy else prepared.drawn_rows
             group.append(len(prepared.wanted))
@@ -97,6 +110,7 @@ class Sampler:
         """Consumes the logits: they are edited in place."""
         results = [RowResult(tokens=[]) for _ in range(prepared.num_plan_rows)]
         _report_prompts(logits, prepared.prompts, results)
+        _report_candidates(logits, prepared.candidates, results)
         if not prepared.wanted:
             return results
         reported = [index for index, one in enumerate(prepared.wanted) if one.num_top is not None]
@@ -168,6 +182,19 @@ def _report_prompts(logits: torch.Tensor, prompts: list[_PromptTargets], results
     for one in prompts:
         rows = logits[one.first_logits_row : one.first_logits_row + len(one.tokens)]
         results[one.plan_row].prompt_logprobs = token_logprobs(rows, one.tokens, [one.num_top] * len(one.tokens))
+
+
+def _report_candidates(logits: torch.Tensor, wanted: list[_Candidates], results: list[RowResult]) -> None:
+    """Of the model's own distribution: nothing edits the logits of a beam search."""
+    if not wanted:
+        return
+    rows = logits if len(wanted) == logits.shape[0] else logits[[one.logits_row for one in wanted]]
+    found = best_logprobs(rows, max(one.count for one in wanted))
+    for one, candidates in zip(wanted, found, strict=True):
+        if candidates is None:
+            results[one.plan_row].failure = _NO_LOGITS
+        else:
+            results[one.plan_row].candidates = candidates[: one.count]
 
 
 def _report_samples(original: torch.Tensor, wanted: list[_Wanted], results: list[RowResult]) -> None:
