@@ -254,8 +254,9 @@ class FakeRunner:
         tokens = [self._choices[(first + rank) % size] for rank in range(min(number, size))]
         if self._eos_one_in:
             tokens.insert((draws[0] >> 32) % self._eos_one_in, self._eos[0])
-        gaps = np.array(draws, dtype=np.uint64) >> np.uint64(40)
-        logprobs = -np.cumsum((gaps + np.uint64(1)) / 2.0**24)
+        gaps = ((np.array(draws, dtype=np.uint64) >> np.uint64(40)) + np.uint64(1)) / 2.0**24
+        gaps[1:] *= 1 << draws[0] % 4  # at times it is sure of the first, so not all beams descend from the same few
+        logprobs = -np.cumsum(gaps)
         return list(zip(tokens[:number], logprobs.tolist(), strict=False))
 
     def _prompt_logprobs(self, row: Row) -> list[TokenLogprobs]:

@@ -17,13 +17,20 @@ from tests.engine.test_engine import VOCAB, WORKER, Collected, submit
 
 TIMEOUT_STEPS = 6
 NEVER = 10**9
+EOS = 0
 
 
 class SwapEngine:
     """`delays` says how many steps each copy takes; more than TIMEOUT_STEPS is too long."""
 
     def __init__(
-        self, *, num_blocks: int = 12, host_blocks: int = 64, delays: list[int] | None = None, **options: object
+        self,
+        *,
+        num_blocks: int = 12,
+        host_blocks: int = 64,
+        delays: list[int] | None = None,
+        eos_one_in: int = 0,
+        **options: object,
     ) -> None:
         self.now = 0.0
         self.delays = delays or [1]
@@ -35,6 +42,8 @@ class SwapEngine:
             num_blocks=num_blocks,
             vocab_size=VOCAB,
             block_size=self.options.block_size,
+            eos_token_ids=(EOS,) if eos_one_in else (),
+            eos_one_in=eos_one_in,
             num_host_blocks=host_blocks,
             copy_delay=self._delay,
         )
@@ -42,7 +51,7 @@ class SwapEngine:
             options=self.options,
             runner=self.runner,
             worker_id=WORKER,
-            eos_token_ids=frozenset(),
+            eos_token_ids=self.runner.eos_token_ids,
             max_model_len=num_blocks * self.options.block_size,
             vocab_size=VOCAB,
             cache_seed="fake",

@@ -15,7 +15,7 @@ from kvrelay.ids import RequestId, WorkerId, new_request_id
 from kvrelay.runner.fake import FakeRunner
 from kvrelay.sampling import SamplingParams
 from kvrelay.states import FinishReason
-from kvrelay.wire.serving import Finish, SequenceOutput, StepOutputs, Submit
+from kvrelay.wire.serving import BeamResult, Finish, SequenceOutput, StepOutputs, Submit
 
 VOCAB = 97
 WORKER = WorkerId("whole-0123456789ab")
@@ -52,6 +52,7 @@ class Collected:
         self.ends: dict[tuple[RequestId, int], FinishReason] = {}
         self.failures: dict[RequestId, str] = {}
         self.first: dict[RequestId, SequenceOutput] = {}
+        self.beams: dict[tuple[RequestId, int], BeamResult] = {}
 
     def take(self, step: StepOutputs) -> None:
         for output in step.outputs:
@@ -64,6 +65,9 @@ class Collected:
             known.extend(output.tokens)
             if output.finish is not None:
                 self.ends[key] = output.finish
+        for result in step.beams:
+            assert (result.request_id, result.sample) not in self.beams
+            self.beams[result.request_id, result.sample] = result
         for failure in step.failures:
             assert failure.request_id not in self.failures
             self.failures[failure.request_id] = failure.message
