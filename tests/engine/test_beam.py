@@ -517,7 +517,7 @@ def test_a_search_that_arrived_and_starts_again_computes_its_prompt_here() -> No
     pair = Pair(num_blocks=21)
     recorder = pair.decode.kv.record_events()
     arrived = [
-        handed_over(pair, list(range(start, start + 5)), beam=beam(4), n=2, max_tokens=19, temperature=0.0) for start in (0, 30)
+        handed_over(pair, list(range(start, start + 5)), beam=beam(4), n=2, max_tokens=19, temperature=0.0) for start in (0, 12)
     ]
     requests, seen = [request for request, _ in arrived], Collected()
     for request in requests:
