@@ -333,3 +333,35 @@ def test_closing_drops_what_is_under_way(runner: Runner) -> None:
     runner.close()
     with pytest.raises(AssertionError):
         runner.collect()
+
+
+def candidates(sequence: FreeSequence, count: int, *, whole_prompt: bool = True) -> Row:
+    start = 0 if whole_prompt else len(sequence.tokens) - 1
+    return Row(sequence, start, len(sequence.tokens) - start, 0, candidates=count)
+
+
+def test_candidates_are_the_likeliest_tokens_in_falling_order(runner: Runner) -> None:
+    sequence = FreeSequence(tokens=prompt(9), block_table=[3, 4, 5])
+    other = FreeSequence(tokens=prompt(6, 2), block_table=[6, 7])
+    third = FreeSequence(tokens=prompt(4, 3), block_table=[8])
+    many, few, plain = run(runner, plan(candidates(sequence, 12), candidates(other, 3), whole(third)))
+    assert (many.tokens, few.tokens, many.logprobs) == ([], [], None)
+    assert many.candidates is not None
+    assert few.candidates is not None
+    assert plain.candidates is None
+    assert len(plain.tokens) == 1
+    assert (len(many.candidates), len(few.candidates)) == (12, 3)
+    for found in (many.candidates, few.candidates):
+        assert len({token for token, _ in found}) == len(found)
+        assert [logprob for _, logprob in found] == sorted((logprob for _, logprob in found), reverse=True)
+        assert all(0 <= token < VOCAB_SIZE and logprob < 0.0 for token, logprob in found)
+    (again,) = run(runner, plan(candidates(sequence, 12, whole_prompt=False)))
+    assert again.candidates is not None
+    assert [token for token, _ in again.candidates] == [token for token, _ in many.candidates]
+
+
+def test_no_more_candidates_than_there_are_tokens(runner: Runner) -> None:
+    sequence = FreeSequence(tokens=prompt(5), block_table=[3, 4])
+    (result,) = run(runner, plan(candidates(sequence, VOCAB_SIZE + 7)))
+    assert result.candidates is not None
+    assert sorted(token for token, _ in result.candidates) == list(range(VOCAB_SIZE))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pathlib
 
 import pytest
@@ -16,7 +17,7 @@ from kvrelay.progress import Silent
 from kvrelay.runner.kernels.torch_kernels import TorchKernels
 from kvrelay.runner.kv_pool import KVPool
 from kvrelay.runner.loader import load_model
-from kvrelay.runner.logprobs import token_logprobs
+from kvrelay.runner.logprobs import best_logprobs, token_logprobs
 from kvrelay.runner.runner import TorchRunner
 from kvrelay.sampling import SamplingParams
 from kvrelay.wire.serving import TokenLogprobs
@@ -89,3 +90,20 @@ def test_many_rows_are_done_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_alternatives_are_at_most_the_vocabulary() -> None:
     (entry,) = token_logprobs(torch.zeros(1, 3), [1], [20])
     assert [token for token, _ in entry.top] == [0, 1, 2]
+
+
+def test_the_best_are_the_lower_ids_where_many_are_equal() -> None:
+    logits = torch.zeros(3, 50)
+    logits[0, 20:] = 1.0
+    logits[1, 7] = 2.0
+    found = best_logprobs(logits, 4)
+    assert [[token for token, _ in row or []] for row in found] == [[20, 21, 22, 23], [7, 0, 1, 2], [0, 1, 2, 3]]
+    assert found[2] is not None
+    assert found[2][0][1] == pytest.approx(-math.log(50))
+
+
+def test_a_row_without_a_finite_logit_has_no_best() -> None:
+    logits = torch.zeros(3, 8)
+    logits[0] = -torch.inf
+    logits[1, 3] = torch.nan
+    assert [row is None for row in best_logprobs(logits, 8)] == [True, True, False]
