@@ -83,6 +83,8 @@ class Limits:
             return
         if any(resumed.tokens for resumed in submit.resume):
             raise InvalidRequestError("a beam search always starts anew", param="resume")
+        if submit.keep is not None:
+            raise InvalidRequestError("keep_kv cannot be combined with beam search", param="keep_kv")
         others = self.vocab_size - len(ends_of(submit.params, self.eos_token_ids))
         if beam.width > others:
             raise InvalidRequestError(

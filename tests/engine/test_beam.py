@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from kvrelay.engine import invariants
 from kvrelay.engine.movers import Arrival
 from kvrelay.errors import HandOverError, InvalidRequestError
-from kvrelay.ids import RequestId
+from kvrelay.ids import LeaseId, RequestId
 from kvrelay.sampling import BeamSearch, Grammar, GrammarKind, SamplingParams
 from kvrelay.states import FinishReason, RequestState
 from kvrelay.wire.events import Freed
-from kvrelay.wire.serving import BeamResult, Finish, FirstToken, Resumed, Submit, TokenLogprobs
+from kvrelay.wire.serving import BeamResult, Finish, FirstToken, Keep, Resumed, Submit, TokenLogprobs
 from tests.engine.swap_engine import NEVER, SwapEngine
 from tests.engine.test_engine import Collected, make_engine, submit
 from tests.engine.test_engine import run as run_engine
@@ -60,7 +60,9 @@ def alone(request: Submit, eos_one_in: int = EOS_ONE_IN) -> Result:
 
 def assert_as_alone(engine: SwapEngine, eos_one_in: int = EOS_ONE_IN) -> None:
     for request in engine.requests:
-        if request.params.beam is not None:
+        if engine.seen.ends[request.request_id, 0] is FinishReason.ABORT:
+            assert request.request_id not in {request_id for request_id, _ in engine.seen.beams}
+        elif request.params.beam is not None:
             assert result_of(engine.seen, request) == alone(request, eos_one_in)
         else:
             assert engine.seen.tokens[request.request_id, 0]
@@ -276,33 +278,39 @@ def test_many_pools_give_the_results_of_a_large_one(seed: int) -> None:
     check_random(seed)
 
 
-def check_random(seed: int) -> None:
-    """Searches and plain requests, with any width, on a pool that holds one of them at least."""
+def check_random(seed: int) -> SwapEngine:
+    """Searches and plain requests, of which some are aborted, on a pool that holds one of them at least."""
     rng = random.Random(seed)
-    shapes = [(rng.randint(1, 6), rng.randint(1, 9), rng.randint(1, 12)) for _ in range(rng.randint(2, 6))]
-    size = rng.choice((2, 4))
+    shapes = [(rng.randint(1, 6), rng.randint(1, 9), rng.randint(1, 14)) for _ in range(rng.randint(3, 7))]
+    size = rng.choice((1, 2, 4))
     needed = [length // size + width * (-(-(length + most) // size) - length // size) for width, length, most in shapes]
     engine = SwapEngine(
-        num_blocks=max(12, max(needed)) + rng.choice((0, 1, 5)),
-        host_blocks=rng.choice((0, 5, 20, 100)),
-        delays=rng.choices((1, 2, 5, 9), k=5),
+        num_blocks=max(-(-23 // size), *needed) + rng.choice((0, 1, 3)),
+        host_blocks=rng.choice((0, 5, 20, 100, 300)),
+        delays=rng.choices((1, 2, 5, 9), weights=(6, 3, 1, 1), k=5),
         block_size=size,
-        max_batch=rng.randint(6, 12),
-        token_budget=rng.choice((12, 40)),
+        max_batch=rng.randint(6, 24),
+        token_budget=rng.choice((24, 40)),
         prefix_cache=rng.random() < 0.7,
         preempt=rng.choice(("latest", "oldest")),
         eos_one_in=EOS_ONE_IN,
     )
     for index, (width, length, most) in enumerate(shapes):
         prompt = [1 + (7 * index * (index % 3) + place) % 90 for place in range(length)]
-        if rng.random() < 0.3:
+        if rng.random() < 0.2:
             engine.submit(prompt, max_tokens=most)
         else:
             engine.submit(prompt, beam=beam(width), n=rng.randint(1, width), max_tokens=most)
-        if rng.random() < 0.5:
+        if rng.random() < 0.3:
             engine.step()
+    for request in list(engine.requests):
+        if rng.random() < 0.1:
+            for _ in range(rng.randint(0, 12)):
+                engine.step()
+            engine.engine.abort([request.request_id])
     engine.run()
     assert_as_alone(engine)
+    return engine
 
 
 # Endings
@@ -436,7 +444,7 @@ def test_a_search_that_could_not_reach_its_end_is_refused(width: int, length: in
         assert len(result_of(run_engine(engine, seen), request)) == 1
 
 
-def test_a_search_that_is_sent_again_starts_anew() -> None:
+def test_a_search_that_is_sent_again_starts_anew_and_keeps_nothing() -> None:
     engine = make_engine()
     first = submit([1, 2, 3], beam=beam(3), n=3)
     again = Submit(
@@ -450,9 +458,13 @@ def test_a_search_that_is_sent_again_starts_anew() -> None:
     halfway = Submit(
         request_id=RequestId("y"), external_id="x", prompt=first.prompt, params=first.params, resume=[Resumed(0, [5])]
     )
-    for request in (first, again, halfway):
+    kept = Submit(
+        request_id=RequestId("z"), external_id="x", prompt=first.prompt, params=first.params, keep=Keep([LeaseId("a")], 1.0)
+    )
+    for request in (first, again, halfway, kept):
         engine.submit(request)
     seen = run_engine(engine)
+    assert "keep_kv" in seen.failures[kept.request_id]
     assert result_of(seen, first) == result_of(seen, again)
     assert "always starts anew" in seen.failures[halfway.request_id]
 
