@@ -125,8 +125,8 @@ def assert_equal(name: str, cases: list[Case], monkeypatch: pytest.MonkeyPatch, 
 
 
 def cases_of(prompts_used: tuple[int, ...], variants: int = 1) -> list[Case]:
-    """Every width with every way to stop, and the penalties and prompts in turn."""
-    turns = enumerate(itertools.product(WIDTHS, STOPPING, range(variants)))
+    """Every width with both ways to stop early and not, and the penalties and prompts in turn."""
+    turns = enumerate(itertools.product(WIDTHS, STOPPING[: 2 + (variants > 1)], range(variants)))
     return [
         Case(
             prompts_used[turn % len(prompts_used)],
@@ -139,15 +139,18 @@ def cases_of(prompts_used: tuple[int, ...], variants: int = 1) -> list[Case]:
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_every_width_and_way_to_stop(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert_equal(name, cases_of((0, 4, 6, 2, 3)), monkeypatch, max_batch=40, token_budget=64)
+    never = [
+        Case(prompt, BeamSearch(width=width, length_penalty=penalty, early_stopping="never"), n=width)
+        for prompt, width, penalty in ((0, 2, 1.0), (4, 5, 2.0), (6, 8, 0.0))
+    ]
+    assert_equal(name, cases_of((0, 4, 6, 2, 3)) + never, monkeypatch, max_batch=40, token_budget=64)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_every_width_way_to_stop_and_penalty(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for block_size in (3, 16):
-        cases = [dataclasses.replace(case, max_tokens=24) for case in cases_of((0, 1, 2, 4, 6, 8, 9, 10, 11), variants=4)]
-        assert_equal(name, cases, monkeypatch, max_batch=60, block_size=block_size, kv_blocks=6000 // block_size)
+    cases = [dataclasses.replace(case, max_tokens=24) for case in cases_of((0, 1, 2, 4, 6, 8, 9, 10, 11), variants=4)]
+    assert_equal(name, cases, monkeypatch, max_batch=60, block_size=3, kv_blocks=2000)
 
 
 def test_few_tokens_and_a_least_number_of_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -244,7 +244,7 @@ def test_without_a_host_the_search_starts_again_and_says_so_once() -> None:
     assert_as_alone(engine, eos_one_in=0)
     kinds = engine.kinds(second)
     assert kinds == ["preempted"] * (len(kinds) - 1) + ["Freed"]
-    assert len(kinds) == 1 + engine.engine.load().preemptions <= 3  # it came back where it could stay
+    assert len(kinds) == 1 + engine.engine.load().preemptions == 2  # it came back where it could stay
 
 
 @pytest.mark.parametrize("direction", ["out", "in"])
@@ -266,7 +266,7 @@ def test_a_copy_that_takes_too_long_starts_the_search_again(direction: str) -> N
     assert engine.kinds(second).count(f"swap_{direction}_timeout") == 1
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_any_pool_gives_the_results_of_a_large_one(data: st.DataObject) -> None:
     check_random(data.draw(st.integers(0, 10**9)))
@@ -370,8 +370,7 @@ def test_a_search_ends_once_in_whatever_state_it_is(state: str, how: str) -> Non
             engine.engine.abort([request_id])
             engine.engine.abort([request_id])
         case "finish":
-            for sample in (1, 0, 2):
-                engine.engine.finish(Finish(request_id=request_id, sample=sample, keep_tokens=0, reason=FinishReason.STOP))
+            engine.engine.finish(Finish(request_id=request_id, sample=1, keep_tokens=0, reason=FinishReason.STOP))
         case _:
             engine.engine._fail(engine.engine.requests[request_id], HandOverError("broken"))
     engine.run()
