@@ -124,32 +124,37 @@ def assert_equal(name: str, cases: list[Case], monkeypatch: pytest.MonkeyPatch, 
     return engine
 
 
-def cases_of(prompts_used: tuple[int, ...], variants: int = 1) -> list[Case]:
-    """Every width with both ways to stop early and not, and the penalties and prompts in turn."""
-    turns = enumerate(itertools.product(WIDTHS, STOPPING[: 2 + (variants > 1)], range(variants)))
-    return [
-        Case(
-            prompts_used[turn % len(prompts_used)],
-            BeamSearch(width=width, length_penalty=PENALTIES[(turn + variant) % 4], early_stopping=stopping),
-            n=width if turn % 2 else max(1, width // 2),
-        )
-        for turn, (width, stopping, variant) in turns
-    ]
-
-
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_every_width_and_way_to_stop(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both models together: each width with both."""
+    cases = [
+        Case(
+            (0, 4, 6, 2, 3)[width % 5],
+            BeamSearch(width=width, length_penalty=PENALTIES[width // 2 % 4], early_stopping=width % 2 == (name == "llama")),
+            n=width if width > 4 else 1 + width // 2,
+        )
+        for width in WIDTHS
+    ]
     never = [
         Case(prompt, BeamSearch(width=width, length_penalty=penalty, early_stopping="never"), n=width)
         for prompt, width, penalty in ((0, 2, 1.0), (4, 5, 2.0), (6, 8, 0.0))
     ]
-    assert_equal(name, cases_of((0, 4, 6, 2, 3)) + never, monkeypatch, max_batch=40, token_budget=64)
+    assert_equal(name, cases + never, monkeypatch, max_batch=40, token_budget=64)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_every_width_way_to_stop_and_penalty(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    cases = [dataclasses.replace(case, max_tokens=24) for case in cases_of((0, 1, 2, 4, 6, 8, 9, 10, 11), variants=4)]
+    used = (0, 1, 2, 4, 6, 8, 9, 10, 11)
+    cases = [
+        Case(
+            used[turn % len(used)],
+            BeamSearch(width=width, length_penalty=penalty, early_stopping=stopping),
+            n=width if turn % 2 else max(1, width // 2),
+            max_tokens=24,
+        )
+        for turn, (width, stopping, penalty) in enumerate(itertools.product(WIDTHS, STOPPING, PENALTIES))
+    ]
     assert_equal(name, cases, monkeypatch, max_batch=60, block_size=3, kv_blocks=2000)
 
 
