@@ -26,6 +26,7 @@ VOCABULARY = frozenset(
 # Part -> the parts it may import besides the vocabulary and itself. A part is a folder or file right under kvrelay/.
 ALLOWED: dict[str, frozenset[str]] = {
     "wire": frozenset(),
+    "media": frozenset(),
     "engine": frozenset({"wire", "hashing"}),
     "checkpoint": frozenset(),
     "text": frozenset({"checkpoint"}),
@@ -64,6 +65,7 @@ DOORS: dict[tuple[str, str], tuple[str, ...]] = {
 FORBIDDEN_LIBRARIES: dict[str, frozenset[str]] = {
     "engine": frozenset({"torch", "zmq", "asyncio", "socket", "uvloop", "transformers", "starlette"}),
     "wire": frozenset({"torch", "zmq", "asyncio", "socket"}),
+    "media": frozenset({"torch", "transformers", "zmq"}),
     "console": frozenset({"torch"}),
     "checkpoint": frozenset({"torch", "transformers", "zmq"}),
     "text": frozenset({"torch", "transformers", "zmq"}),
