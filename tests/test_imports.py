@@ -27,7 +27,7 @@ VOCABULARY = frozenset(
 ALLOWED: dict[str, frozenset[str]] = {
     "wire": frozenset(),
     "media": frozenset(),
-    "engine": frozenset({"wire", "hashing"}),
+    "engine": frozenset({"wire", "hashing", "media"}),
     "checkpoint": frozenset(),
     "text": frozenset({"checkpoint"}),
     "models": frozenset({"checkpoint", "runner"}),
@@ -41,9 +41,9 @@ ALLOWED: dict[str, frozenset[str]] = {
     "transfer": frozenset({"wire", "engine", "native", "plane"}),
     "router": frozenset({"wire", "text", "discovery", "events", "hashing", "native", "plane"}),
     "worker": frozenset(
-        {"cluster_key", "wire", "engine", "runner", "checkpoint", "text", "discovery", "transfer", "events", "plane"}
+        {"cluster_key", "wire", "media", "engine", "runner", "checkpoint", "text", "discovery", "transfer", "events", "plane"}
     ),
-    "frontend": frozenset({"wire", "text", "checkpoint", "discovery", "router"}),
+    "frontend": frozenset({"wire", "media", "text", "checkpoint", "discovery", "router"}),
     "console": frozenset(),
     "cli_options": frozenset(),
     "outputs": frozenset({"wire", "text"}),
@@ -57,6 +57,7 @@ TOP = frozenset({"__init__", "__main__", "launch", "cli", "chat", "admin", "even
 
 # Folder of runner/ or engine/ that outsiders may use where only a narrow door is open: (importer, part) -> module prefixes.
 DOORS: dict[tuple[str, str], tuple[str, ...]] = {
+    ("engine", "media"): ("kvrelay.media.placeholders",),
     ("runner", "engine"): ("kvrelay.engine.interfaces",),
     ("models", "runner"): ("kvrelay.runner.kernels",),
     ("transfer", "engine"): ("kvrelay.engine.movers",),

@@ -53,6 +53,7 @@ class Engine:
         cache_seed: str,
         producer: Producer | None = None,
         consumer: Consumer | None = None,
+        takes_images: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.options = options
@@ -81,6 +82,7 @@ class Engine:
             vocab_size=vocab_size,
             hands_on=producer is not None,
             takes_over=consumer is not None,
+            takes_images=takes_images,
         )
         self._eos_token_ids = eos_token_ids
         self._max_model_len = max_model_len

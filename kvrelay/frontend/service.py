@@ -10,7 +10,9 @@ from typing import TypeVar
 
 from kvrelay.config import RouterOptions
 from kvrelay.errors import InvalidRequestError, NotFoundError
+from kvrelay.frontend.media import Media
 from kvrelay.frontend.tools import Tags
+from kvrelay.media.image_spec import ImageSpec
 from kvrelay.metrics import Metrics
 from kvrelay.router.backend import Backend
 from kvrelay.sampling import Grammar
@@ -26,7 +28,15 @@ _check_grammar = functools.lru_cache(maxsize=512)(check_grammar)
 class Service:
     """Made once per server. Holds no state of requests."""
 
-    def __init__(self, backend: Backend, tokenizer: Tokenizer, metrics: Metrics, options: RouterOptions, model: str) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        tokenizer: Tokenizer,
+        metrics: Metrics,
+        options: RouterOptions,
+        model: str,
+        image_spec: ImageSpec | None = None,
+    ) -> None:
         self.backend = backend
         self.tokenizer = tokenizer
         self.metrics = metrics
@@ -35,6 +45,7 @@ class Service:
         self.root = model
         self.started_at = int(time.time())
         self.tool_tags = Tags.of(tokenizer)
+        self.media = None if image_spec is None else Media(image_spec, options)  # None: the model takes no pictures
         self.reads_tool_calls = options.tool_parser == "hermes" or (options.tool_parser == "auto" and _speaks_hermes(tokenizer))
 
     def check_model(self, name: str | None) -> None:

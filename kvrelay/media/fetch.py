@@ -197,8 +197,8 @@ class _Answer:
 
 
 def is_public(address: str) -> bool:
-    """Not private, loopback, link-local, reserved, multicast or of any other special kind, also where such an address is wrapped
-    in one of version 6."""
+    """Not private, loopback, link-local, reserved, multicast or of any other special kind, also where such an address is
+    wrapped in one of version 6."""
     found = ipaddress.ip_address(address)
     if isinstance(found, ipaddress.IPv6Address):
         inner = found.ipv4_mapped or found.sixtofour
