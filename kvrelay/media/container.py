@@ -8,6 +8,7 @@ makes the picture: no comments, profiles, thumbnails or EXIF. The content decide
 
 from __future__ import annotations
 
+import re
 import struct
 from typing import Literal
 
@@ -18,7 +19,7 @@ from kvrelay.errors import MediaError
 Format = Literal["JPEG", "PNG", "WEBP", "GIF"]
 
 _MAX_PARTS = 20_000  # segments, chunks or blocks of a file
-_MAX_SCANS = 64  # of a JPEG file; each costs as much as a picture
+_MAX_SCANS = 32  # of a JPEG file; each costs as much as a picture
 _MAX_EXIF_ENTRIES = 1000
 _ORIENTATION_TAG = 0x0112
 
@@ -51,6 +52,7 @@ def read_container(data: bytes) -> PictureFile:
 
 _START_OF_FRAME = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _WITHOUT_LENGTH = frozenset({0x01, *range(0xD0, 0xD8)})
+_MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")  # between and after scans; the others belong to a scan's data
 _LEFT_OUT = frozenset({*range(0xE1, 0xEE), 0xEF, 0xFE})  # all APPn but JFIF's and Adobe's, which say how colours are coded
 
 
@@ -87,10 +89,26 @@ def _read_jpeg(data: bytes) -> PictureFile:
         raise _too_many("JPEG", "segments")
     if size is None:
         raise MediaError("the JPEG file does not say how large it is")
-    if data.count(b"\xff\xda", at) > _MAX_SCANS:  # inside a scan, FF is never followed by DA
-        raise _too_many("JPEG", "scans")
-    kept.append(data[at:])
+    kept.append(data[at : _end_of_scans(data, at)])
     return PictureFile(format="JPEG", width=size[0], height=size[1], orientation=orientation, data=b"".join(kept))
+
+
+def _end_of_scans(data: bytes, at: int) -> int:
+    """Where the picture ends: phones put films and further pictures behind it."""
+    num_scans = 0
+    for _ in range(_MAX_PARTS):
+        found = _MARKER.search(data, at)
+        if found is None:
+            return len(data)
+        at, marker = found.end(), data[found.end() - 1]
+        if marker == 0xD9:
+            return at
+        if marker == 0xDA:
+            num_scans += 1
+            if num_scans > _MAX_SCANS:
+                raise _too_many("JPEG", "scans")
+        at += struct.unpack_from(">H", data, at)[0]
+    raise _too_many("JPEG", "segments")
 
 
 # PNG: chunks of length, type, content, checksum.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import random
 import struct
 
 import pytest
@@ -98,7 +100,7 @@ def test_a_file_that_breaks_off_is_refused(kind: str, mode: str) -> None:
         (b"GIF89a" + struct.pack("<HHBBB", 1, 1, 0, 0, 0) + b"," + struct.pack("<HHHHB", 60000, 60000, 9, 9, 0), "60009x60009"),
         (b"RIFF\0\0\0\0WEBPVP8X" + struct.pack("<I", 10) + bytes(4) + b"\xff" * 6, "16777216x16777216"),
         (b"RIFF\0\0\0\0WEBPnope" + bytes(30), "does not say how large"),
-        (b"\xff\xd8\xff\xc0" + struct.pack(">HBHHB", 11, 8, 65000, 65000, 1) + bytes(3) + b"\xff\xda", "65000x65000"),
+        (b"\xff\xd8\xff\xc0" + struct.pack(">HBHHB", 11, 8, 65000, 65000, 1) + bytes(3) + b"\xff\xda\0\2", "65000x65000"),
         (b"\xff\xd8\xff\xda", "does not say how large"),
         (b"\xff\xd8\xff\xe0\0\0", "without content"),
         (b"\xff\xd8\xff\xe0\0\x04xxno marker", "no marker"),
@@ -125,6 +127,13 @@ def png_with(extra: bytes) -> bytes:
     return data[:33] + extra + data[33:]
 
 
+def with_scans(count: int) -> bytes:
+    """Of a file with one scan: it again and again."""
+    data = encoded(picture(32, 32), "JPEG")
+    at = data.index(b"\xff\xda")
+    return data[:at] + data[at:-2] * count + data[-2:]
+
+
 BOMB = (  # a directory of entries that each claim a large part of the file
     b"II*\0" + struct.pack("<IH", 8, 40_000) + b"".join(struct.pack("<HHII", n, 7, 500_000, 0) for n in range(40_000))
 )
@@ -139,7 +148,7 @@ BOMB = (  # a directory of entries that each claim a large part of the file
         png_with(chunk(b"abCd", b"") * 50_000),
         gif_with(b"!\xfe" + b"\x01x" * 100_000 + b"\0"),
         gif_with(b"!\xfe\0" * 100_000),
-        encoded(picture(32, 32), "JPEG") + b"\xff\xda" * 100,
+        with_scans(33),
     ],
     ids=["comments", "fill bytes", "texts", "unknown chunks", "long comment", "short comments", "scans"],
 )
@@ -161,6 +170,28 @@ def test_too_many_parts_are_refused_at_once(data: bytes) -> None:
 def test_what_does_not_make_the_picture_is_not_read(data: bytes) -> None:
     assert check(data, LIMITS) == (32, 32)
     assert len(read_container(data).data) < 3000
+
+
+def test_what_follows_the_picture_is_not_read() -> None:
+    """As in photographs that carry a film."""
+    data = encoded(picture(64, 48), "JPEG", progressive=True)
+    longer = data + b"film" + b"\xff\xda" * 1000
+    assert read_container(longer).data == read_container(data).data
+    assert same(decode(longer, LIMITS), on_white(data))
+
+
+@pytest.mark.parametrize(("kind", "mode"), KINDS)
+def test_a_damaged_file_is_refused_or_read_and_never_worse(kind: str, mode: str) -> None:
+    draw = random.Random(f"{kind} {mode}")
+    original = encoded(picture(40, 30, mode), kind)
+    for _ in range(60):
+        data = bytearray(original)
+        for _ in range(draw.randint(1, 4)):
+            at = draw.randrange(min(len(data), 200))
+            data[at : at + draw.randint(0, 3)] = draw.randbytes(draw.randint(0, 3))
+        with contextlib.suppress(MediaError):
+            height, width = check(bytes(data), LIMITS)
+            assert decode(bytes(data), LIMITS).size == (width, height)
 
 
 def test_comments_and_profiles_do_not_change_the_picture() -> None:
