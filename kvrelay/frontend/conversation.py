@@ -7,9 +7,9 @@ import dataclasses
 from kvrelay.errors import InvalidRequestError
 from kvrelay.frontend.deltas import Collected, Delta, Parser, Text
 from kvrelay.frontend.generation import Sample, Work
-from kvrelay.frontend.media import picture_parts, place_pictures, shifted
 from kvrelay.frontend.openai_types import ChatRequest
 from kvrelay.frontend.params import output_tokens, sampling_params, shape_of
+from kvrelay.frontend.pictures import picture_parts, place_pictures, shifted
 from kvrelay.frontend.prompts import chat_prompt, render
 from kvrelay.frontend.reasoning import ReasoningParser
 from kvrelay.frontend.service import Service

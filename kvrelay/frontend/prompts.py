@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 
 from kvrelay.errors import InvalidRequestError
-from kvrelay.frontend.media import template_parts
 from kvrelay.frontend.openai_types import (
     AssistantMessage,
     ChatMessage,
@@ -20,6 +19,7 @@ from kvrelay.frontend.openai_types import (
     ToolCall,
     ToolMessage,
 )
+from kvrelay.frontend.pictures import template_parts
 from kvrelay.frontend.service import Service
 from kvrelay.frontend.tools import hermes_messages, tools_for_template
 from kvrelay.text.chat_template import RESERVED_VARIABLES, Message

@@ -21,8 +21,9 @@ from kvrelay.errors import InvalidRequestError
 from kvrelay.frontend import media as media_module
 from kvrelay.frontend.app import create_app
 from kvrelay.frontend.fake_backend import FakeBackend
-from kvrelay.frontend.media import Media, Part
+from kvrelay.frontend.media import Media
 from kvrelay.frontend.openai_types import ImagePart, ImageUrl
+from kvrelay.frontend.pictures import Part
 from kvrelay.media.image_spec import ImageSpec
 from kvrelay.media.placeholders import is_placeholder, placeholder_ids
 from kvrelay.metrics import Metrics
