@@ -65,6 +65,7 @@ class Engine:
         cache_seed: str,
         producer: Producer | None = None,
         consumer: Consumer | None = None,
+        takes_images: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.options = options
@@ -96,6 +97,7 @@ class Engine:
             block_size=options.block_size,
             hands_on=producer is not None,
             takes_over=consumer is not None,
+            takes_images=takes_images,
         )
         self._eos_token_ids = eos_token_ids
         self._max_model_len = max_model_len

@@ -24,6 +24,7 @@ from kvrelay.frontend.pages import cluster, docs, health, index, metrics_page, m
 from kvrelay.frontend.responses import responses
 from kvrelay.frontend.service import Service
 from kvrelay.frontend.tokenize import detokenize, tokenize
+from kvrelay.media.image_spec import ImageSpec
 from kvrelay.metrics import Metrics
 from kvrelay.router.backend import Backend
 from kvrelay.text.tokenizer import Tokenizer
@@ -82,10 +83,12 @@ def create_app(
     metrics: Metrics,
     options: RouterOptions,
     model: str,
+    image_spec: ImageSpec | None = None,
     lifespan: Lifespan | None = None,
 ) -> Starlette:
-    """`model` is what the server was started with; clients call it that unless `served_model_name` is set."""
-    service = Service(backend, tokenizer, metrics, options, model)
+    """`model` is what the server was started with; clients call it that unless `served_model_name` is set. With an `image_spec`
+    it takes pictures."""
+    service = Service(backend, tokenizer, metrics, options, model, image_spec)
     endpoints = {path: Endpoint(service, path, method, handler) for path, method, handler in _ROUTES}
     return FrontEnd(endpoints, KeyRing(options.api_key, options.api_key_file), lifespan)
 

@@ -9,12 +9,14 @@ from kvrelay.frontend.deltas import Collected, Delta, Parser, Text
 from kvrelay.frontend.generation import Sample, Work
 from kvrelay.frontend.openai_types import ChatRequest
 from kvrelay.frontend.params import output_tokens, sampling_params, shape_of
+from kvrelay.frontend.pictures import picture_parts, place_pictures, shifted
 from kvrelay.frontend.prompts import chat_prompt, render
 from kvrelay.frontend.reasoning import ReasoningParser
 from kvrelay.frontend.service import Service
 from kvrelay.frontend.tool_parser import CLOSE, ToolCallParser
 from kvrelay.frontend.tools import ToolPlan, plan_tools
 from kvrelay.sampling import Grammar
+from kvrelay.wire.serving import Image
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,6 +84,7 @@ async def prepare_conversation(service: Service, request: ChatRequest) -> Conver
     grammar, param = _grammar(tools, shape)
     if grammar is not None:
         await service.check_grammar(grammar, param)
+    pictures = picture_parts(service.media, request)
     prompt = chat_prompt(
         request.messages,
         tools=tools.tools,
@@ -94,13 +97,15 @@ async def prepare_conversation(service: Service, request: ChatRequest) -> Conver
         tokens = await service.encode(text, add_special_tokens=True)
     else:
         tokens = await service.encode_chat(text)
+    tokens, images = await place_pictures(service.media, request, pictures, tokens)
     if request.truncate_prompt_tokens is not None:
+        images = shifted(images, len(tokens) - request.truncate_prompt_tokens)
         tokens = tokens[-request.truncate_prompt_tokens :]
     if not tokens:
         raise InvalidRequestError("the messages give an empty prompt", param="messages", code="empty_prompt")
     reasons = service.options.reasoning_parser == "think"
     return Conversation(
-        work=_work(service, request, tokens, grammar, tools),
+        work=_work(service, request, tokens, images, grammar, tools),
         tools=tools,
         reasons=reasons,
         opened=reasons and text.rstrip().endswith("<think>"),
@@ -114,7 +119,20 @@ def _grammar(tools: ToolPlan, shape: tuple[str, Grammar] | None) -> tuple[Gramma
     return (None, "") if shape is None else (shape[1], shape[0])
 
 
-def _work(service: Service, request: ChatRequest, tokens: list[int], grammar: Grammar | None, tools: ToolPlan) -> Work:
+def shown_prompt(service: Service, work: Work) -> list[int]:
+    """The prompt's tokens as clients may see them."""
+    prompt = work.prompts[0]
+    return prompt if service.media is None or not work.images else service.media.shown(prompt)
+
+
+def _work(
+    service: Service,
+    request: ChatRequest,
+    tokens: list[int],
+    images: list[Image],
+    grammar: Grammar | None,
+    tools: ToolPlan,
+) -> Work:
     field = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
     requested = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     if request.stream and request.prompt_logprobs is not None:
@@ -137,6 +155,7 @@ def _work(service: Service, request: ChatRequest, tokens: list[int], grammar: Gr
         priority=request.priority,
         cache_salt=request.cache_salt or "",
         timeout_s=request.timeout,
+        images=images,
     )
 
 

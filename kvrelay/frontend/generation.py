@@ -25,7 +25,7 @@ from kvrelay.router.stream import RequestStream
 from kvrelay.sampling import SamplingParams
 from kvrelay.states import FinishReason
 from kvrelay.text.detokenizer import Detokenizer
-from kvrelay.wire.serving import SequenceOutput, TokenLogprobs
+from kvrelay.wire.serving import Image, SequenceOutput, TokenLogprobs
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,6 +37,7 @@ class Work:
     priority: int = 0
     cache_salt: str = ""
     timeout_s: float | None = None  # None: the header or the server says
+    images: Sequence[Image] = ()  # of a conversation, which is one prompt
 
 
 class Sample:
@@ -113,6 +114,7 @@ class Generation:
                 session=session,
                 trace=trace,
                 timeout_s=timeout_s,
+                images=work.images,
             )
             self._streams.append(service.backend.submit(request))
             samples = [

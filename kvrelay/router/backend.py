@@ -11,6 +11,7 @@ from kvrelay.ids import WorkerId
 from kvrelay.router.stream import RequestStream
 from kvrelay.sampling import SamplingParams
 from kvrelay.states import Role
+from kvrelay.wire.serving import Image
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,6 +25,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     session: str = ""  # requests of one session go to the same workers while these can take them
     trace: Mapping[str, str] = {}
     timeout_s: float | None = None  # from submit to the last token
+    images: Sequence[Image] = ()  # with their files
 
 
 class DrainOrder(msgspec.Struct, frozen=True, kw_only=True):

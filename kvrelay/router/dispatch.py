@@ -365,6 +365,7 @@ def _submit_message(request_id: RequestId, entry: OpenRequest, transfer: Transfe
         transfer=transfer,
         resume=resume,
         attempt=entry.attempt,
+        images=list(request.images),
     )
 
 
