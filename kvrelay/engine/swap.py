@@ -398,10 +398,11 @@ class Swap:
         return slot
 
     def _find_block(self, slot: int, sequence: Sequence, index: int) -> int | None:
-        origin, is_full = self._origin_of.get(slot), (index + 1) * self._kv.block_size <= sequence.num_computed
-        if origin is not None and self._kv.pool.holds(origin[0], origin[1]):
-            if is_full or origin[0] not in self._kv.prefixes:  # a block that others can find must not be written
-                return origin[0]
+        is_full = (index + 1) * self._kv.block_size <= sequence.num_computed
+        origin = self._origin_of.get(slot)
+        may_share = origin is not None and (is_full or origin[0] not in self._kv.prefixes)  # what others find is not written
+        if origin is not None and may_share and self._kv.pool.holds(origin[0], origin[1]):
+            return origin[0]
         if not is_full:
             return None
         return self._kv.find(self._kv.prefixes, sequence, index)

@@ -161,5 +161,7 @@ def from_scratch(request: Submit) -> dict[int, list[int]]:
     """The tokens of each sample, by an engine that nobody else uses."""
     params = request.params
     engine = make_engine(num_blocks=100, max_model_len=400, prefix_cache=False, token_budget=400, check_invariants=False)
-    engine.submit(submit(request.prompt, n=params.n, max_tokens=params.max_tokens, temperature=params.temperature, seed=params.seed))
+    engine.submit(
+        submit(request.prompt, n=params.n, max_tokens=params.max_tokens, temperature=params.temperature, seed=params.seed)
+    )
     return {sample: tokens for (_, sample), tokens in run(engine).tokens.items()}

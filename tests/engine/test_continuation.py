@@ -384,23 +384,23 @@ def test_a_copy_to_the_host_that_takes_too_long_leaves_the_lease_on_the_device()
     engine.end()
 
 
-def test_a_copy_from_the_host_that_takes_too_long_is_computed_instead() -> None:
-    for prefix_cache in (True, False):
-        engine = LeaseEngine(prefix_cache=prefix_cache)
-        parent = engine.parent(list(range(17)), max_tokens=6)
-        to_host(engine, parent)
-        evict(engine)
-        engine.delays = [NEVER]
-        child = engine.child(parent, SUFFIX)
-        engine.run_until(lambda: child.request_id in engine.seen.inherited)
-        assert engine.seen.inherited[child.request_id] == Inherited(child.request_id, 0)
-        engine.delays = [1]
-        engine.until_ended(child)
-        again = engine.child(parent, SUFFIX)
-        engine.until_ended(again)
-        engine.assert_inherited(again, parent)
-        engine.assert_as_from_scratch(child, again)
-        engine.end()
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_a_copy_from_the_host_that_takes_too_long_is_computed_instead(prefix_cache: bool) -> None:
+    engine = LeaseEngine(prefix_cache=prefix_cache)
+    parent = engine.parent(list(range(17)), max_tokens=6)
+    to_host(engine, parent)
+    evict(engine)
+    engine.delays = [NEVER]
+    child = engine.child(parent, SUFFIX)
+    engine.run_until(lambda: child.request_id in engine.seen.inherited)
+    assert engine.seen.inherited[child.request_id] == Inherited(child.request_id, 0)
+    engine.delays = [1]
+    engine.until_ended(child)
+    again = engine.child(parent, SUFFIX)
+    engine.until_ended(again)
+    engine.assert_inherited(again, parent)
+    engine.assert_as_from_scratch(child, again)
+    engine.end()
 
 
 def test_a_lease_that_ends_while_it_leaves_leaks_nothing() -> None:
@@ -553,17 +553,21 @@ def test_a_child_of_other_tokens_salt_or_images_is_refused() -> None:
     text, handle = engine.text(parent), lease_id(parent)
     picture = Image(digest="d", start=2, num_tokens=3, grid=(1, 2, 2))
     wrong = [
-        engine.ask(text[:-1] + [(text[-1] + 1) % 97, *SUFFIX], inherit=handle, cache_salt="a"),
+        engine.ask([*text[:-1], (text[-1] + 1) % 97, *SUFFIX], inherit=handle, cache_salt="a"),
         engine.ask(text[:-1], inherit=handle, cache_salt="a"),
         engine.ask(text + SUFFIX, inherit=handle, cache_salt="b"),
         engine.ask(text + SUFFIX, inherit=handle, cache_salt="a", prompt_logprobs=1),
     ]
     base = engine.ask(text + SUFFIX, inherit=handle, cache_salt="a", keep=False)
-    params = base.params
     with_picture = Submit(
-        request_id=RequestId("cmpl-picture"), external_id="p", prompt=base.prompt, params=params, cache_salt="a", inherit=handle,
+        request_id=RequestId("cmpl-picture"),
+        external_id="p",
+        prompt=base.prompt,
+        params=base.params,
+        cache_salt="a",
+        inherit=handle,
         images=[picture],
-    )  # fmt: skip
+    )
     engine.engine.submit(with_picture)
     outputs = engine.engine.step()
     params_named = {failure.request_id: failure.param for failure in outputs.failures}
