@@ -24,51 +24,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 
 from kvrelay.engine.kv_cache import KVCache
+from kvrelay.engine.lease import GRACE_S, Due, Heir, Lease
 from kvrelay.engine.request import Sequence
 from kvrelay.engine.swap import Swap
-from kvrelay.errors import InvalidRequestError
 from kvrelay.ids import LeaseId, RequestId
-from kvrelay.states import LEASE_EDGES, LeaseState, advance
-from kvrelay.wire.serving import Finish, Image, Inherited, Keep, LeaseInfo, LeaseNews, Submit
-
-GRACE_S = 1.0  # a lease is kept so much longer than was said, so that no client's clock is ahead of ours
-
-
-@dataclass(slots=True, eq=False)
-class Lease:
-    """The kept KV of one sample."""
-
-    lease_id: LeaseId
-    owner: str
-    kv: Sequence  # the sample as its client saw it; while its KV is on the device, it has the pinned blocks
-    expires_s: float
-    state: LeaseState
-    num_holds: int = 0  # children that have not taken what they inherit
-    is_over: bool = False  # it is there for these only
-    is_stuck: bool = False  # a copy to the host took too long: it is not tried again
-
-    def become(self, state: LeaseState) -> None:
-        self.state = advance(LEASE_EDGES, self.state, state)
-
-
-@dataclass(slots=True)
-class Due:
-    """What has yet to be said of a request that asked to be kept."""
-
-    keep: Keep
-    samples: set[int]
-    seen: dict[int, int] = field(default_factory=dict)  # sample -> output tokens that its client saw
-
-
-@dataclass(slots=True)
-class Heir:
-    """What a child that has not started will take."""
-
-    lease: Lease
-    absent: list[int] = field(default_factory=list)  # which of the lease's blocks have to come from the host
+from kvrelay.states import LeaseState
+from kvrelay.wire.serving import Finish, Inherited, LeaseInfo, LeaseNews, Submit
 
 
 class Leases:
@@ -90,12 +53,15 @@ class Leases:
         self._swap = swap
         self._clock = clock
         self._keys = keys
+        self._is_off = share == 0
         self.limit = min(share, most)
         self.most = most
         self._verify = verify
         self.leases: dict[LeaseId, Lease] = {}  # who was used least lately comes first
         self.heirs: dict[int, Heir] = {}  # by the child's key
         self.let_go_after_step: list[Lease] = []
+        self._leaving: list[Lease] = []
+        self._num_over = 0
         self.pinned: Counter[int] = Counter()  # blocks of leases on the device: by how many
         self.staying: Counter[int] = Counter()  # the same, without those that are leaving
         self._due: dict[RequestId, Due] = {}
@@ -174,6 +140,8 @@ class Leases:
 
     def _take(self, sequence: Sequence, leased: Sequence) -> str:
         """Blocks or slots of the sequence for a lease. Says why not, if it cannot be."""
+        if self._is_off:
+            return "the worker's lease share is 0"
         if leased.num_computed <= 0:
             return "nothing of it was computed, or its KV had been given up"
         if self._swap is not None and self._swap.has_slots(sequence):
@@ -201,18 +169,8 @@ class Leases:
     def check(self, submit: Submit) -> None:
         """Raises what answers a child that is not one of the lease it names."""
         lease = self._find(submit.inherit)
-        if lease is None:
-            return
-        parent = lease.kv
-        if submit.prompt[: len(parent.tokens)] != parent.tokens:
-            what = "the prompt does not begin with what the parent's lease holds"
-        elif submit.cache_salt != parent.request.cache_salt:
-            what = "the parent has another cache_salt"
-        elif _pictures(submit.images, len(parent.tokens)) != _pictures(parent.images, len(parent.tokens)):
-            what = "the parent has other images"
-        else:
-            return
-        raise InvalidRequestError(what, param="continuation_of")
+        if lease is not None:
+            lease.check_child(submit)
 
     def inherit(self, submit: Submit, children: Iterable[Sequence]) -> None:
         if submit.inherit is None:
@@ -315,16 +273,19 @@ class Leases:
     def copied(self, stayed: list[Sequence]) -> None:
         """After `Swap.poll`, which names those whose copy took too long."""
         keys = {sequence.key for sequence in stayed}
-        for lease in self.leases.values():
-            if lease.state is not LeaseState.LEAVING:
-                continue
+        leaving, self._leaving = self._leaving, []
+        for lease in leaving:
             assert self._swap is not None
+            if lease.state is LeaseState.ENDED:
+                continue
             if lease.kv.key in keys:
                 lease.become(LeaseState.ON_DEVICE)
                 lease.is_stuck = True
                 self.staying.update(lease.kv.block_table)
             elif self._swap.is_saved(lease.kv):
                 self._left(lease)
+            else:
+                self._leaving.append(lease)
 
     def _movable(self) -> list[Lease]:
         if self._swap is None:
@@ -344,6 +305,8 @@ class Leases:
         _subtract(self.staying, lease.kv.block_table)
         if self._swap.is_saved(lease.kv):
             self._left(lease)
+        else:
+            self._leaving.append(lease)
         return True
 
     def _left(self, lease: Lease) -> None:
@@ -355,8 +318,9 @@ class Leases:
 
     def release(self, lease_ids: Iterable[LeaseId]) -> None:
         for lease_id in lease_ids:
-            if lease_id in self.leases:
-                self._be_over(self.leases[lease_id])
+            lease = self._find(lease_id)
+            if lease is not None:
+                self._be_over(lease)
 
     def expire(self) -> bool:
         """True if somebody's time is over."""
@@ -364,13 +328,14 @@ class Leases:
         if now < self._next_expiry_s:
             return False
         for lease in list(self.leases.values()):
-            if lease.expires_s <= now:
+            if lease.expires_s <= now and not lease.is_over:
                 self._be_over(lease)
         self._next_expiry_s = min((one.expires_s for one in self.leases.values() if not one.is_over), default=math.inf)
         return True
 
     def _be_over(self, lease: Lease) -> None:
         lease.is_over = True
+        self._num_over += 1
         if not lease.num_holds:
             self._end(lease)
 
@@ -389,6 +354,7 @@ class Leases:
             assert self._swap is not None
             self._swap.drop(lease.kv)
         lease.become(LeaseState.ENDED)
+        self._num_over -= 1
         del self.leases[lease.lease_id]
 
     # What others want to know
@@ -404,11 +370,11 @@ class Leases:
 
     def __len__(self) -> int:
         """Those that can be inherited from."""
-        return sum(not lease.is_over for lease in self.leases.values())
+        return len(self.leases) - self._num_over
 
     def find(self, handle: str, owner: str) -> list[LeaseInfo]:
         return [
-            self._info(lease)
+            lease.info(self._clock(), self._kv.blocks_for(lease.kv.num_computed))
             for lease in self.leases.values()
             if lease.owner == owner and not lease.is_over and handle in (lease.lease_id, lease.kv.request.external_id)
         ]
@@ -416,21 +382,6 @@ class Leases:
     def _find(self, lease_id: LeaseId | None) -> Lease | None:
         lease = None if lease_id is None else self.leases.get(lease_id)
         return None if lease is None or lease.is_over else lease
-
-    def _info(self, lease: Lease) -> LeaseInfo:
-        request = lease.kv.request
-        return LeaseInfo(
-            lease_id=lease.lease_id,
-            external_id=request.external_id,
-            owner=lease.owner,
-            cache_salt=request.cache_salt,
-            tokens=list(lease.kv.tokens),
-            num_prompt_tokens=lease.kv.num_prompt_tokens,
-            num_blocks=self._kv.blocks_for(lease.kv.num_computed),
-            on_host=lease.state is LeaseState.ON_HOST,
-            ttl_s=max(0.0, lease.expires_s - GRACE_S - self._clock()),
-            images=request.images,
-        )
 
 
 def _num_together(pinned: Counter[int], blocks: list[int]) -> int:
@@ -443,8 +394,3 @@ def _subtract(pinned: Counter[int], blocks: list[int]) -> None:
         pinned[block] -= 1
         if not pinned[block]:
             del pinned[block]
-
-
-def _pictures(images: list[Image], num_tokens: int) -> list[tuple[str, int, int]]:
-    """Those that begin within the first tokens."""
-    return [(image.digest, image.start, image.num_tokens) for image in images if image.start < num_tokens]

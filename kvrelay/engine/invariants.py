@@ -94,6 +94,7 @@ def _check_leases(engine: Engine) -> Counter[int]:
         blocks.update(lease.kv.block_table)
         if lease.state is LeaseState.ON_DEVICE:
             staying.update(lease.kv.block_table)
+    assert len(leases) == sum(not lease.is_over for lease in leases.leases.values()), "leases are counted wrongly"
     assert blocks == leases.pinned, "blocks of leases are counted wrongly"
     assert staying == leases.staying, "blocks of leases that stay are counted wrongly"
     assert len(blocks) <= leases.most, f"leases pin {len(blocks)} blocks, which leaves too few for one request"

@@ -462,6 +462,21 @@ def test_a_lease_that_is_cut_when_it_is_on_the_host() -> None:
     engine.end()
 
 
+def test_a_child_does_not_write_what_others_can_find_though_nobody_else_holds_it() -> None:
+    """The last block of a lease that was cut is full, and in the prefix cache."""
+    engine = LeaseEngine()
+    parent = engine.parent(list(range(6)), max_tokens=8)
+    engine.engine.finish(finish(parent, 1))
+    child = engine.ask(engine.text(parent)[:7] + SUFFIX, inherit=lease_id(parent), keep=False)
+    engine.engine.release_leases([lease_id(parent)])
+    engine.until_ended(child)
+    again = engine.ask(engine.text(parent), keep=False)
+    engine.until_ended(again)
+    assert engine.seen.first[again.request_id].cached_tokens == 12
+    engine.assert_as_from_scratch(child, again)
+    engine.end()
+
+
 # Families
 
 

@@ -33,10 +33,9 @@ class LeaseTraffic:
         )  # fmt: skip
 
     def step(self) -> None:
-        known = set(self.engine.seen.leases)
+        num_known = len(self.engine.seen.leases)
         self.engine.step()
-        for key in set(self.engine.seen.leases) - known:
-            news = self.engine.seen.leases[key]
+        for news in list(self.engine.seen.leases.values())[num_known:]:
             if news.kept:
                 self.promised[news.lease_id] = self.engine.now + news.ttl_s
         self.check()
