@@ -329,6 +329,18 @@ def test_leases_make_room_before_anybody_who_runs_has_to() -> None:
     engine.end()
 
 
+def test_leases_make_room_for_who_waits_too() -> None:
+    engine = LeaseEngine()
+    for number in range(2):
+        engine.parent([number] * 17, max_tokens=8)
+    running = engine.ask([30] * 20, keep=False, max_tokens=8)
+    engine.step()
+    waiting = engine.ask([31] * 32, keep=False, max_tokens=2)
+    engine.run_until(lambda: engine.sequence(waiting).state is RequestState.RUNNING)
+    assert running.request_id in engine.engine.requests
+    engine.end()
+
+
 def test_without_room_on_the_host_those_who_run_make_room() -> None:
     engine = LeaseEngine(host_blocks=2)
     parents = [engine.parent([number] * 17, max_tokens=8) for number in range(2)]
