@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from kvrelay.engine.beam import ends_of, most_blocks, most_tokens
@@ -41,6 +42,7 @@ class Limits:
         self._check_params(submit)
         self._check_resume(submit)
         self._check_beam(submit)
+        self._check_continuation(submit)
 
     def _check_prompt(self, submit: Submit) -> None:
         prompt = submit.prompt
@@ -121,6 +123,17 @@ class Limits:
                 " ask for fewer beams or fewer tokens",
                 param="beam_width",
             )
+
+    def _check_continuation(self, submit: Submit) -> None:
+        keep = submit.keep
+        if keep is not None and not 0.0 < keep.ttl_s < math.inf:
+            raise InvalidRequestError(f"KV is kept for some seconds, more than 0, not {keep.ttl_s}", param="keep_kv")
+        if keep is not None and len(keep.lease_ids) != submit.params.n:
+            raise InvalidRequestError(f"{len(keep.lease_ids)} leases for n = {submit.params.n} samples", param="keep_kv")
+        if submit.inherit is not None and submit.params.prompt_logprobs is not None:
+            raise InvalidRequestError("a continuation does not compute its whole prompt", param="prompt_logprobs")
+        if submit.inherit is not None and submit.transfer is not None:
+            raise UnavailableError("a continuation runs where its lease is; nobody hands it over")
 
     def _check_role(self, submit: Submit) -> None:
         """Only a router that is confused sends what fails here."""

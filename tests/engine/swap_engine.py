@@ -30,6 +30,7 @@ class SwapEngine:
         host_blocks: int = 64,
         delays: list[int] | None = None,
         eos_one_in: int = 0,
+        max_model_len: int = 0,
         **options: object,
     ) -> None:
         self.now = 0.0
@@ -52,7 +53,7 @@ class SwapEngine:
             runner=self.runner,
             worker_id=WORKER,
             eos_token_ids=self.runner.eos_token_ids,
-            max_model_len=num_blocks * self.options.block_size,
+            max_model_len=max_model_len or num_blocks * self.options.block_size,
             vocab_size=VOCAB,
             cache_seed="fake",
             clock=lambda: self.now,

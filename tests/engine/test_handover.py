@@ -18,7 +18,7 @@ from kvrelay.sampling import SamplingParams
 from kvrelay.states import FinishReason, RequestState
 from kvrelay.wire.events import Freed
 from kvrelay.wire.registry import MappingCounts, TransferCounts
-from kvrelay.wire.serving import FirstToken, Resumed, Submit, TransferInfo
+from kvrelay.wire.serving import FirstToken, Keep, Resumed, Submit, TransferInfo
 
 PREFILL = WorkerId("prefill-0123456789ab")
 DECODE = WorkerId("decode-0123456789ab")
@@ -142,9 +142,11 @@ class Pair:
         token_budget: int = 16,
         max_running_prefills: int = 0,
         host_blocks: int = 0,
+        lease_share: float = 0.5,
     ) -> None:
         options = EngineOptions(
             block_size=BLOCK,
+            lease_share=lease_share,
             max_batch=max_batch,
             token_budget=token_budget,
             check_invariants=True,
@@ -170,7 +172,9 @@ class Pair:
             **common,  # type: ignore[arg-type]
         )
 
-    def submit(self, prompt: list[int], resume: Sequence[Resumed] = (), **params: object) -> RequestId:
+    def submit(
+        self, prompt: list[int], resume: Sequence[Resumed] = (), keep: Keep | None = None, **params: object
+    ) -> RequestId:
         """To both, as a router does. Both use one id here, so that the test can follow it."""
         request_id = new_request_id()
         info = TransferInfo(
@@ -178,7 +182,13 @@ class Pair:
         )
         sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": 6, **params})  # type: ignore[arg-type]
         message = Submit(
-            request_id=request_id, external_id="x", prompt=prompt, params=sampling, transfer=info, resume=list(resume)
+            request_id=request_id,
+            external_id="x",
+            prompt=prompt,
+            params=sampling,
+            transfer=info,
+            resume=list(resume),
+            keep=keep,
         )
         self.prefill.submit(message)
         self.decode.submit(message)

@@ -354,3 +354,29 @@ def test_a_block_that_was_given_away_while_it_was_copied_is_not_cached_on_the_ho
     engine.delays = [1]
     engine.settle()
     assert [slot in swap.cache for slot in copy.slots] == kept
+
+
+def test_a_block_that_others_can_find_is_not_written_by_who_comes_back() -> None:
+    """Its first tokens are the swapped sample's, but a sibling filled it meanwhile, and it went into the prefix cache."""
+    engine = SwapEngine(num_blocks=20, check_invariants=False)
+    request = engine.submit(list(range(13)), n=3, max_tokens=4, temperature=1.0, seed=5)
+    engine.step()
+    scheduler, pool = engine.engine.scheduler, engine.engine.kv.pool
+    victim = engine.sequence(request, sample=1)
+    tail = victim.block_table[-1]
+    scheduler.running.remove(victim)
+    scheduler.running.append(victim)
+    scheduler._preempt_last()
+    taken = pool.allocate(pool.num_available - 1)  # so that it cannot come back yet
+    assert taken is not None
+    while engine.sequence(request, sample=2).state is not RequestState.FINISHED:
+        engine.step()
+    assert tail in engine.engine.kv.prefixes
+    assert pool.is_cached(tail)
+    pool.release(taken)
+    engine.run()
+    texts = [request.prompt + engine.seen.tokens[request.request_id, sample] for sample in range(3)]
+    for text in texts:
+        engine.submit(text, max_tokens=2)
+    engine.run()
+    assert_as_alone(engine)

@@ -1,0 +1,80 @@
+"""One lease, and what is noted of those who will get one or take from one. `engine/continuation.py` says how they live."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvrelay.engine.request import Sequence
+from kvrelay.errors import InvalidRequestError
+from kvrelay.ids import LeaseId
+from kvrelay.states import LEASE_EDGES, LeaseState, advance
+from kvrelay.wire.serving import Image, Keep, LeaseInfo, Submit
+
+GRACE_S = 1.0  # a lease is kept so much longer than was said, so that no client's clock is ahead of ours
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """The kept KV of one sample."""
+
+    lease_id: LeaseId
+    owner: str
+    kv: Sequence  # the sample as its client saw it; while its KV is on the device, it has the pinned blocks
+    expires_s: float
+    state: LeaseState
+    num_holds: int = 0  # children that have not taken what they inherit
+    is_over: bool = False  # it is there for these only
+    is_stuck: bool = False  # a copy to the host took too long: it is not tried again
+
+    def become(self, state: LeaseState) -> None:
+        self.state = advance(LEASE_EDGES, self.state, state)
+
+    def check_child(self, submit: Submit) -> None:
+        """Raises what answers a request that is no child of this one."""
+        parent = self.kv
+        if submit.prompt[: len(parent.tokens)] != parent.tokens:
+            what = "the prompt does not begin with what the parent's lease holds"
+        elif submit.cache_salt != parent.request.cache_salt:
+            what = "the parent has another cache_salt"
+        elif _pictures(submit.images, len(parent.tokens)) != _pictures(parent.images, len(parent.tokens)):
+            what = "the parent has other images"
+        else:
+            return
+        raise InvalidRequestError(what, param="continuation_of")
+
+    def info(self, now_s: float, num_blocks: int) -> LeaseInfo:
+        request = self.kv.request
+        return LeaseInfo(
+            lease_id=self.lease_id,
+            external_id=request.external_id,
+            owner=self.owner,
+            cache_salt=request.cache_salt,
+            tokens=list(self.kv.tokens),
+            num_prompt_tokens=self.kv.num_prompt_tokens,
+            num_blocks=num_blocks,
+            on_host=self.state is LeaseState.ON_HOST,
+            ttl_s=max(0.0, self.expires_s - GRACE_S - now_s),
+            images=request.images,
+        )
+
+
+@dataclass(slots=True)
+class Due:
+    """What has yet to be said of a request that asked to be kept."""
+
+    keep: Keep
+    samples: set[int]
+    seen: dict[int, int] = field(default_factory=dict)  # sample -> output tokens that its client saw
+
+
+@dataclass(slots=True)
+class Heir:
+    """What a child that has not started will take."""
+
+    lease: Lease
+    absent: list[int] = field(default_factory=list)  # which of the lease's blocks have to come from the host
+
+
+def _pictures(images: list[Image], num_tokens: int) -> list[tuple[str, int, int]]:
+    """Those that begin within the first tokens."""
+    return [(image.digest, image.start, image.num_tokens) for image in images if image.start < num_tokens]
