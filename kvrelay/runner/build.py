@@ -18,6 +18,7 @@ from kvrelay.ids import RequestId
 from kvrelay.log import Log
 from kvrelay.models.registry import Model
 from kvrelay.progress import Progress
+from kvrelay.runner.features import FeatureStore
 from kvrelay.runner.host_pool import make_host_pool
 from kvrelay.runner.kernels.choose import choose_kernels
 from kvrelay.runner.kv_pool import KVPool, PoolSize, blocks_for, choose_pool_size, free_cpu_bytes
@@ -80,6 +81,9 @@ def build_runner(
         folder=folder,
         num_threads=num_threads,
         host_pool=make_host_pool(pool, engine_options.swap_blocks),
+        features=None
+        if spec.vision is None
+        else FeatureStore(_feature_bytes(spec, engine_options), device=device, dtype=dtype),
     )
     _warm_up(runner, engine_options.block_size)
     log.info(
@@ -146,7 +150,11 @@ def _free_gpu_bytes(
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     others = total - free - torch.cuda.memory_reserved(device)  # other processes, and what CUDA itself holds
-    return max(0, int(total * model_options.gpu_memory) - peak - others)
+    return max(0, int(total * model_options.gpu_memory) - peak - others - _feature_bytes(spec, options))
+
+
+def _feature_bytes(spec: ModelSpec, options: EngineOptions) -> int:
+    return 0 if spec.vision is None else options.feature_cache_mib << 20
 
 
 def _profile(
