@@ -6,7 +6,6 @@ import atexit
 import functools
 import hashlib
 import io
-import json
 import pathlib
 import tempfile
 from dataclasses import dataclass
@@ -68,8 +67,7 @@ def image_spec(kind: Kind) -> ImageSpec:
 
 @functools.cache
 def image_processor(kind: Kind) -> Any:
-    settings = json.loads((tiny_vl(kind) / "preprocessor_config.json").read_text())
-    return transformers.AutoImageProcessor.from_pretrained(tiny_vl(kind), **settings)
+    return transformers.Qwen2VLImageProcessorPil.from_pretrained(tiny_vl(kind))
 
 
 def picture(width: int, height: int, seed: int = 0) -> PIL.Image.Image:

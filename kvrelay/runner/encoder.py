@@ -35,7 +35,7 @@ class Encoder:
         """`max_patches`: pictures are sent through the tower together up to so many patches, or alone."""
         self._tower = tower
         self._spec = spec
-        self._store = store
+        self.store = store
         self._decode = decode
         self._device = device
         self._max_patches = max_patches
@@ -49,7 +49,7 @@ class Encoder:
         failures: dict[str, MediaError] = {}
         wanted: dict[str, Image] = {}
         for image in images:
-            if image.digest in wanted or self._store.is_ready(image.digest):
+            if image.digest in wanted or self.store.is_ready(image.digest):
                 self.num_hits += 1
             else:
                 wanted[image.digest] = image
@@ -85,7 +85,7 @@ class Encoder:
         first = 0
         for image, _ in batch:
             own = features[first : first + image.num_tokens].clone()  # a view would keep the whole batch's features alive
-            self._store.put(image.digest, own)
+            self.store.put(image.digest, own)
             first += image.num_tokens
         self.num_passes += 1
         self.num_encoded += len(batch)

@@ -38,12 +38,11 @@ from kvrelay.media.resize import target_size
 from kvrelay.progress import Silent
 from kvrelay.runner import encoder as encoder_module
 from kvrelay.runner import pictures as pictures_module
-from kvrelay.runner.build import build_runner
+from kvrelay.runner.build import build_encoder, build_runner
 from kvrelay.runner.encoder import Encoder
 from kvrelay.runner.features import FeatureStore
 from kvrelay.runner.loader import load_tower
 from kvrelay.runner.pictures import PictureRows, Span, spans_of
-from kvrelay.runner.runner import TorchRunner
 from kvrelay.sampling import SamplingParams
 from kvrelay.wire.serving import Submit
 
@@ -75,22 +74,22 @@ def expected(kind: Kind, index: int) -> tuple[list[int], list[bool]]:
     return reference_output(kind, prompts(kind)[index], NUM_TOKENS)
 
 
-def make_engine(kind: Kind, **options: object) -> tuple[Engine, TorchRunner, Encoder]:
+def make_engine(kind: Kind, **options: object) -> tuple[Engine, Encoder]:
     settings = EngineOptions(**{"max_model_len": 256, "kv_blocks": 64, "check_invariants": True, **options})  # type: ignore[arg-type]
     model = ModelOptions(model=kind, dtype="float32", threads=1)
-    runner = build_runner(model, settings, tiny_vl(kind), read_environment(), Silent())
-    assert runner.features is not None
+    encoder = build_encoder(model, settings, tiny_vl(kind), read_picture, Silent())
+    runner = build_runner(model, settings, tiny_vl(kind), read_environment(), Silent(), features=encoder.store)
     engine = Engine(
         options=settings,
         runner=runner,
         worker_id=new_worker_id("whole"),
         eos_token_ids=frozenset(),
         max_model_len=runner.max_model_len,
-        vocab_size=2 * FIRST_ID,
+        vocab_size=runner.spec.vocab_size,
         cache_seed=runner.fingerprint,
+        takes_images=True,
     )
-    encoder = Encoder(tower(kind), image_spec(kind), runner.features, decode=read_picture, device=CPU)
-    return engine, runner, encoder
+    return engine, encoder
 
 
 def generate(engine: Engine, encoder: Encoder, batch: list[Prompt], **changes: Any) -> list[list[int]]:
@@ -159,7 +158,7 @@ def test_both_layouts_of_a_checkpoint_are_the_same_model(kind: Kind) -> None:
 
 @every_kind
 def test_text_and_pictures_in_one_batch_twice_so_that_the_second_is_cached(kind: Kind) -> None:
-    engine, _, encoder = make_engine(kind)
+    engine, encoder = make_engine(kind)
     assert_all_equal(kind, generate(engine, encoder, prompts(kind)), "fresh")
     assert (encoder.num_encoded, encoder.num_hits, encoder.num_passes) == (4, 0, 1)
     assert_all_equal(kind, generate(engine, encoder, prompts(kind)), "cached")
@@ -173,13 +172,13 @@ def test_text_and_pictures_in_one_batch_twice_so_that_the_second_is_cached(kind:
 )
 @pytest.mark.parametrize("chunk", [1, 7, 16, 33])
 def test_any_chunk_size(kind: Kind, chunk: int) -> None:
-    engine, _, encoder = make_engine(kind, token_budget=chunk, prefix_cache=False, max_batch=4)
+    engine, encoder = make_engine(kind, token_budget=chunk, prefix_cache=False, max_batch=4)
     assert_all_equal(kind, generate(engine, encoder, prompts(kind)), f"chunk {chunk}")
     engine.close()
 
 
 def test_preempted_and_computed_again() -> None:
-    engine, _, encoder = make_engine("qwen3_vl", block_size=5, kv_blocks=24, token_budget=40, max_model_len=120)
+    engine, encoder = make_engine("qwen3_vl", block_size=5, kv_blocks=24, token_budget=40, max_model_len=120)
     assert_all_equal("qwen3_vl", generate(engine, encoder, prompts("qwen3_vl")), "preempted")
     assert engine.load().preemptions > 0
     engine.close()
@@ -190,7 +189,7 @@ def test_a_picture_in_a_batch_changes_no_bit_of_the_others(kind: Kind) -> None:
     """Logprobs are as good as logits here: alone, and next to pictures that are being computed."""
 
     def logprobs(batch: list[Prompt]) -> list[float]:
-        engine, _, encoder = make_engine(kind, prefix_cache=False)
+        engine, encoder = make_engine(kind, prefix_cache=False)
         encoder.encode([image for prompt in batch for image in prompt.images])
         params = SamplingParams(temperature=0.0, max_tokens=4, logprobs=0)
         first = new_request_id()
@@ -212,7 +211,7 @@ def test_a_picture_in_a_batch_changes_no_bit_of_the_others(kind: Kind) -> None:
 
 
 def test_a_penalty_counts_the_picture_token_and_nothing_that_is_not_in_the_vocabulary() -> None:
-    engine, _, encoder = make_engine("qwen3_vl")
+    engine, encoder = make_engine("qwen3_vl")
     (tokens,) = generate(engine, encoder, prompts("qwen3_vl")[1:2], repetition_penalty=1.3, frequency_penalty=0.5)
     prompt = prompts("qwen3_vl")[1]
     assert len(tokens) == NUM_TOKENS
@@ -314,7 +313,7 @@ DEEPSTACK_FAULTS = ["deepstack_reversed", "deepstack_one_layer_late", "deepstack
 def test_a_mistake_shows_in_the_tokens(kind: Kind, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of those with pictures; text alone stays as it was."""
     getattr(_Fault(monkeypatch), fault)()
-    engine, _, encoder = make_engine(kind)
+    engine, encoder = make_engine(kind)
     text, *others = generate(engine, encoder, prompts(kind))
     engine.close()
     assert_parity(text, *expected(kind, 0), "text")
