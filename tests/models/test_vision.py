@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 import PIL.Image
 import pytest
@@ -74,11 +75,12 @@ def expected(kind: Kind, index: int) -> tuple[list[int], list[bool]]:
     return reference_output(kind, prompts(kind)[index], NUM_TOKENS)
 
 
-def make_engine(kind: Kind, **options: object) -> tuple[Engine, Encoder]:
+def make_engine(kind: Kind, *, native_kernels: bool = True, **options: object) -> tuple[Engine, Encoder]:
     settings = EngineOptions(**{"max_model_len": 256, "kv_blocks": 64, "check_invariants": True, **options})  # type: ignore[arg-type]
     model = ModelOptions(model=kind, dtype="float32", threads=1)
     encoder = build_encoder(model, settings, tiny_vl(kind), read_picture, Silent())
-    runner = build_runner(model, settings, tiny_vl(kind), read_environment(), Silent(), features=encoder.store)
+    environment = msgspec.structs.replace(read_environment(), native_kernels=native_kernels)
+    runner = build_runner(model, settings, tiny_vl(kind), environment, Silent(), features=encoder.store)
     engine = Engine(
         options=settings,
         runner=runner,
@@ -174,6 +176,20 @@ def test_text_and_pictures_in_one_batch_twice_so_that_the_second_is_cached(kind:
 def test_any_chunk_size(kind: Kind, chunk: int) -> None:
     engine, encoder = make_engine(kind, token_budget=chunk, prefix_cache=False, max_batch=4)
     assert_all_equal(kind, generate(engine, encoder, prompts(kind)), f"chunk {chunk}")
+    engine.close()
+
+
+def test_the_kernels_in_pytorch_do_the_same() -> None:
+    engine, encoder = make_engine("qwen3_vl", native_kernels=False, token_budget=50)
+    assert_all_equal("qwen3_vl", generate(engine, encoder, prompts("qwen3_vl")), "without native kernels")
+    engine.close()
+
+
+def test_samples_of_one_prompt_share_its_pictures() -> None:
+    engine, encoder = make_engine("qwen3_vl")
+    (tokens,) = generate(engine, encoder, prompts("qwen3_vl")[2:3], n=3)
+    one, _ = expected("qwen3_vl", 2)
+    assert tokens == [token for token in one for _ in range(3)]  # all take the same step at the same time
     engine.close()
 
 
