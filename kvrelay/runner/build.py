@@ -16,21 +16,19 @@ from kvrelay.engine.interfaces import Allocate, Row, StepPlan
 from kvrelay.errors import ConfigError
 from kvrelay.ids import RequestId
 from kvrelay.log import Log
-from kvrelay.media.image_spec import read_image_spec
 from kvrelay.models.registry import Model
 from kvrelay.progress import Progress
-from kvrelay.runner.encoder import Decode, Encoder
 from kvrelay.runner.features import FeatureStore
 from kvrelay.runner.host_pool import make_host_pool
 from kvrelay.runner.kernels.choose import choose_kernels
 from kvrelay.runner.kv_pool import KVPool, PoolSize, blocks_for, choose_pool_size, free_cpu_bytes
-from kvrelay.runner.loader import load_model, load_tower
+from kvrelay.runner.loader import load_model
 from kvrelay.runner.runner import TorchRunner
 from kvrelay.sampling import SamplingParams
 from kvrelay.wire.serving import Image
 
 _BFLOAT16_FLAGS = frozenset({"bf16", "avx512_bf16", "amx_bf16"})
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _WARM_UP_TOKENS = 32
 
 log = Log("build")
@@ -51,8 +49,8 @@ def build_runner(
     if model_options.tp > 1:
         raise ConfigError(f"--tp {model_options.tp}: tensor parallelism is not supported yet; use --tp 1")
     device = choose_device(model_options)
-    dtype_name = choose_dtype(model_options, _cpu_flags())
-    dtype = _DTYPES[dtype_name]
+    dtype_name = choose_dtype(model_options, cpu_flags())
+    dtype = DTYPES[dtype_name]
     num_threads = set_threads(model_options.threads)
     spec = read_spec(folder)
     model = load_model(
@@ -86,7 +84,7 @@ def build_runner(
         folder=folder,
         num_threads=num_threads,
         host_pool=make_host_pool(pool, engine_options.swap_blocks),
-        features=_make_store(spec, engine_options, device, dtype) if features is None else features,
+        features=make_store(spec, engine_options, device, dtype) if features is None else features,
     )
     _warm_up(runner, engine_options.block_size)
     log.info(
@@ -96,24 +94,8 @@ def build_runner(
     return runner
 
 
-def build_encoder(
-    model_options: ModelOptions, engine_options: EngineOptions, folder: pathlib.Path, decode: Decode, progress: Progress
-) -> Encoder:
-    """Raises ConfigError or ModelError, also for a text model. Reads none of the text model's weights. A runner in the same
-    process is built afterwards, so that it knows what memory the tower has left."""
-    device = choose_device(model_options)
-    dtype = _DTYPES[choose_dtype(model_options, _cpu_flags())]
-    set_threads(model_options.threads)
-    spec, image_spec = read_spec(folder), read_image_spec(folder)
-    store = _make_store(spec, engine_options, device, dtype)
-    if image_spec is None or store is None:
-        raise ConfigError(f"{folder}: {spec.architecture} takes no pictures, so there is nothing to encode")
-    tower = load_tower(folder, spec, device=device, dtype=dtype, load=model_options.load, progress=progress)
-    log.info("encoder ready", model=model_options.model, device=device.type)
-    return Encoder(tower, image_spec, store, decode=decode, device=device)
-
-
-def _make_store(spec: ModelSpec, options: EngineOptions, device: torch.device, dtype: torch.dtype) -> FeatureStore | None:
+def make_store(spec: ModelSpec, options: EngineOptions, device: torch.device, dtype: torch.dtype) -> FeatureStore | None:
+    """None for a text model."""
     return None if spec.vision is None else FeatureStore(_feature_bytes(spec, options), device=device, dtype=dtype)
 
 
@@ -140,7 +122,7 @@ def set_threads(threads: int) -> int:
     return num_threads
 
 
-def _cpu_flags() -> frozenset[str]:
+def cpu_flags() -> frozenset[str]:
     """What the kernel says the CPU can do ("flags" on x86, "Features" on Arm)."""
     try:
         text = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")

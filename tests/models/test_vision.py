@@ -39,7 +39,8 @@ from kvrelay.media.resize import target_size
 from kvrelay.progress import Silent
 from kvrelay.runner import encoder as encoder_module
 from kvrelay.runner import pictures as pictures_module
-from kvrelay.runner.build import build_encoder, build_runner
+from kvrelay.runner.build import build_runner
+from kvrelay.runner.build_encoder import build_encoder
 from kvrelay.runner.encoder import Encoder
 from kvrelay.runner.features import FeatureStore
 from kvrelay.runner.loader import load_tower

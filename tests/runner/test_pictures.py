@@ -19,7 +19,7 @@ from kvrelay.ids import RequestId
 from kvrelay.media.placeholders import FIRST_ID
 from kvrelay.models.vision import Grid
 from kvrelay.progress import Silent
-from kvrelay.runner.build import build_encoder
+from kvrelay.runner.build_encoder import build_encoder
 from kvrelay.runner.encoder import Encoder
 from kvrelay.runner.features import FeatureStore
 from kvrelay.runner.kernels.base import PictureBatch
