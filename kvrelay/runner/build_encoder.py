@@ -1,5 +1,5 @@
-"""From options and a checkpoint folder to an encoder that is ready. Not in `build.py`, so that a worker that encodes nothing does
-not load Pillow."""
+"""From options and a checkpoint folder to an encoder that is ready. It is not in `build.py`, so that a worker that encodes
+nothing does not load Pillow."""
 
 from __future__ import annotations
 

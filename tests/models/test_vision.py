@@ -132,7 +132,7 @@ def test_patches_are_those_of_the_processor_bit_for_bit(kind: Kind, size: tuple[
 
 
 @every_kind
-@pytest.mark.parametrize("layout", ["hub", "transformers"])
+@pytest.mark.parametrize("layout", ["hub", pytest.param("transformers", marks=pytest.mark.long)])
 def test_a_tower_alone_makes_the_features_that_the_whole_model_makes(kind: Kind, layout: Any) -> None:
     """Of pictures of which some fill windows and some do not, in one pass and each alone."""
     grids = [(1, 12, 18), (1, 8, 6), (1, 2, 2), (1, 8, 8), (1, 10, 14)]
@@ -173,7 +173,7 @@ def test_text_and_pictures_in_one_batch_twice_so_that_the_second_is_cached(kind:
 @pytest.mark.parametrize(
     "kind", ["qwen3_vl", pytest.param("qwen2_5_vl", marks=pytest.mark.long), pytest.param("qwen2_vl", marks=pytest.mark.long)]
 )
-@pytest.mark.parametrize("chunk", [1, 7, 16, 33])
+@pytest.mark.parametrize("chunk", [1, 16, *(pytest.param(chunk, marks=pytest.mark.long) for chunk in (7, 33, 64))])
 def test_any_chunk_size(kind: Kind, chunk: int) -> None:
     engine, encoder = make_engine(kind, token_budget=chunk, prefix_cache=False, max_batch=4)
     assert_all_equal(kind, generate(engine, encoder, prompts(kind)), f"chunk {chunk}")
