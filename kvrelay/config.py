@@ -57,6 +57,10 @@ class EngineOptions(Options, frozen=True, kw_only=True):
     lease_share: Annotated[
         float, Meta(ge=0.0, le=1.0, description="largest share of the KV blocks that continuation leases may pin")
     ] = 0.5
+    feature_cache_mib: Annotated[
+        Count,
+        Meta(description="memory for what vision towers made of pictures, in MiB; what running requests need may take more"),
+    ] = 512
     max_batch: Annotated[Positive, Meta(description="sequences that run at once")] = 64
     token_budget: Annotated[Positive, Meta(description="tokens computed per step, prompts and decodes together")] = 512
     max_model_len: Annotated[Count, Meta(description="longest prompt plus output; 0 takes the model's own limit")] = 0

@@ -31,7 +31,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "checkpoint": frozenset(),
     "text": frozenset({"checkpoint"}),
     "models": frozenset({"checkpoint", "runner"}),
-    "runner": frozenset({"wire", "engine", "models", "checkpoint", "text", "native"}),
+    "runner": frozenset({"wire", "engine", "models", "checkpoint", "text", "media", "native"}),
     "discovery": frozenset({"wire", "plane"}),
     "native": frozenset(),
     "plane": frozenset({"cluster_key"}),

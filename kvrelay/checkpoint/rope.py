@@ -32,6 +32,8 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
     beta_slow: float = 1.0  # yarn
     attention_factor: float = 1.0  # yarn: scales cos and sin
     truncate: bool = True  # yarn: round the correction range to whole dimensions
+    mrope_section: tuple[int, int, int] | None = None  # pairs turned by time, height and width; None: one position per token
+    mrope_interleaved: bool = False  # the three take turns along the pairs; else each has its own stretch of them
 
 
 def read_rope(raw: RawRope | None, theta: float | None, max_position_embeddings: int) -> RopeSpec:
@@ -53,6 +55,20 @@ def read_rope(raw: RawRope | None, theta: float | None, max_position_embeddings:
         case _:
             supported = ", ".join(SUPPORTED_ROPE_KINDS)
             raise UnsupportedModelError(f"rope type {kind!r} is not supported; supported: {supported}")
+
+
+def read_mrope(raw: RawRope | None, theta: float | None, max_position_embeddings: int, *, interleaved: bool) -> RopeSpec:
+    """Of a model whose pictures have positions of three axes. "mrope" is an old name for the plain kind with sections."""
+    raw = raw or {}
+    section = raw.get("mrope_section")
+    if not isinstance(section, list) or len(section) != 3 or not all(type(size) is int and size >= 0 for size in section):
+        raise ModelError(f"rope setting mrope_section must be three counts, is {section!r}")
+    if "mrope_interleaved" in raw and bool(raw["mrope_interleaved"]) is not interleaved:
+        raise UnsupportedModelError(f"mrope_interleaved {raw['mrope_interleaved']!r} is not supported for this architecture")
+    renamed = {name: "default" if name in ("type", "rope_type") and value == "mrope" else value for name, value in raw.items()}
+    plain = read_rope(renamed, theta, max_position_embeddings)
+    time, height, width = section
+    return msgspec.structs.replace(plain, mrope_section=(time, height, width), mrope_interleaved=interleaved)
 
 
 def _read_llama3(raw: RawRope, theta: float, max_position_embeddings: int) -> RopeSpec:

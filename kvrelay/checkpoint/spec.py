@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from kvrelay.checkpoint.rope import RawRope, RopeSpec, read_rope
+from kvrelay.checkpoint.rope import RawRope, RopeSpec, read_mrope, read_rope
+from kvrelay.checkpoint.vision_spec import RawVision, VisionKind, VisionSpec, read_vision
 from kvrelay.errors import ModelError, UnsupportedModelError
 
 CONFIG_NAME = "config.json"
@@ -43,6 +44,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     max_position_embeddings: int
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    vision: VisionSpec | None = None  # None: a text model
 
     def kv_bytes_per_token(self, element_bytes: int) -> int:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * element_bytes
@@ -60,6 +62,10 @@ class _Family(msgspec.Struct, frozen=True, kw_only=True):
     num_kv_heads: int | None = None  # None: as many as heads
     sliding_window: int | None = None  # what a config that does not mention it means
     window_switch: bool = False  # use_sliding_window must be true for a window to count
+    rms_norm_eps: float = 1e-6
+    rope_theta: float | None = None
+    vision: VisionKind | None = None
+    mrope_interleaved: bool = False
 
 
 _FAMILIES = {
@@ -69,7 +75,19 @@ _FAMILIES = {
     ),
     "Qwen2ForCausalLM": _Family(model_type="qwen2", qkv_bias=True, output_bias=False, mlp_bias=False, window_switch=True),
     "Qwen3ForCausalLM": _Family(model_type="qwen3", mlp_bias=False, qk_norm=True, head_dim=128, window_switch=True),
-}
+    "Qwen3VLForConditionalGeneration": _Family(
+        model_type="qwen3_vl", mlp_bias=False, qk_norm=True, head_dim=128, rope_theta=500000.0, vision="qwen3_vl",
+        mrope_interleaved=True,
+    ),
+    "Qwen2_5_VLForConditionalGeneration": _Family(
+        model_type="qwen2_5_vl", qkv_bias=True, output_bias=False, mlp_bias=False, num_kv_heads=8, window_switch=True,
+        rms_norm_eps=1e-5, rope_theta=1000000.0, vision="qwen2_5_vl",
+    ),
+    "Qwen2VLForConditionalGeneration": _Family(
+        model_type="qwen2_vl", qkv_bias=True, output_bias=False, mlp_bias=False, num_kv_heads=8, window_switch=True,
+        rms_norm_eps=1e-5, rope_theta=1000000.0, vision="qwen2_vl",
+    ),
+}  # fmt: skip
 SUPPORTED_ARCHITECTURES = tuple(_FAMILIES)
 
 
@@ -85,7 +103,7 @@ class _RawConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_key_value_heads: int | None = None
     head_dim: int | None = None
     hidden_act: str = "silu"
-    rms_norm_eps: float = 1e-6
+    rms_norm_eps: float | None = None
     rope_theta: float | None = None
     rope_scaling: RawRope | None = None
     rope_parameters: RawRope | None = None
@@ -97,6 +115,18 @@ class _RawConfig(msgspec.Struct, frozen=True, kw_only=True):
     use_sliding_window: bool = False
     max_window_layers: int = 28  # transformers' default
     layer_types: list[str] | None = None
+    quantization_config: dict[str, Any] | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+
+
+class _RawOuter(msgspec.Struct, frozen=True, kw_only=True):
+    """Around the text model of one that takes pictures. Some files have no text_config, but its fields here."""
+
+    vision_config: RawVision
+    image_token_id: int
+    text_config: msgspec.Raw = msgspec.Raw(b"null")
+    tie_word_embeddings: bool = False
     quantization_config: dict[str, Any] | None = None
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
@@ -117,7 +147,8 @@ def read_spec(folder: pathlib.Path) -> ModelSpec:
     path = folder / CONFIG_NAME
     raw_bytes = _read(path)
     architecture, family = _family(_decode(raw_bytes, _Architectures, path), path)
-    raw = _decode(raw_bytes, _RawConfig, path)
+    outer = None if family.vision is None else _decode(raw_bytes, _RawOuter, path)
+    raw = _decode(raw_bytes, _RawConfig, path) if outer is None else _text_config(raw_bytes, outer, path)
     _refuse_unsupported(raw, family, path)
     generation = _read_generation(folder / GENERATION_CONFIG_NAME)
     spec = ModelSpec(
@@ -130,8 +161,8 @@ def read_spec(folder: pathlib.Path) -> ModelSpec:
         head_dim=raw.head_dim or family.head_dim or raw.hidden_size // max(1, raw.num_attention_heads),
         intermediate_size=raw.intermediate_size,
         vocab_size=raw.vocab_size,
-        rms_norm_eps=raw.rms_norm_eps,
-        rope=_read_rope(raw, path),
+        rms_norm_eps=family.rms_norm_eps if raw.rms_norm_eps is None else raw.rms_norm_eps,
+        rope=_read_rope(raw, family, path),
         tie_word_embeddings=raw.tie_word_embeddings,
         attention_bias=_either(family.qkv_bias, raw.attention_bias),
         output_bias=_either(family.output_bias, raw.attention_bias),
@@ -140,6 +171,7 @@ def read_spec(folder: pathlib.Path) -> ModelSpec:
         max_position_embeddings=raw.max_position_embeddings,
         bos_token_id=raw.bos_token_id if raw.bos_token_id is not None else generation.bos_token_id,
         eos_token_ids=_eos_ids(generation.eos_token_id, raw.eos_token_id),
+        vision=None if outer is None else _read_vision(outer, raw, family, path),
     )
     _check_numbers(spec, path)
     return spec
@@ -167,6 +199,19 @@ def _decode(data: bytes, kind: type[Decoded], path: pathlib.Path) -> Decoded:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ModelError(f"{path}: {error}") from error
+
+
+def _text_config(raw_bytes: bytes, outer: _RawOuter, path: pathlib.Path) -> _RawConfig:
+    """The text model's fields, in either layout. What the outer config alone says counts for it too."""
+    nested = bytes(outer.text_config)
+    text = _decode(raw_bytes if nested == b"null" else nested, _RawConfig, path)
+    return msgspec.structs.replace(
+        text,
+        tie_word_embeddings=text.tie_word_embeddings or outer.tie_word_embeddings,
+        quantization_config=text.quantization_config or outer.quantization_config,
+        bos_token_id=outer.bos_token_id if text.bos_token_id is None else text.bos_token_id,
+        eos_token_id=outer.eos_token_id if text.eos_token_id is None else text.eos_token_id,
+    )
 
 
 def _read_generation(path: pathlib.Path) -> _RawGeneration:
@@ -220,11 +265,23 @@ def _window_that_matters(raw: _RawConfig, family: _Family) -> int | None:
     return None  # a family that ignores the field
 
 
-def _read_rope(raw: _RawConfig, path: pathlib.Path) -> RopeSpec:
+def _read_rope(raw: _RawConfig, family: _Family, path: pathlib.Path) -> RopeSpec:
     if raw.partial_rotary_factor not in (None, 1.0):
         raise UnsupportedModelError(f"{path}: partial_rotary_factor {raw.partial_rotary_factor} is not supported")
+    settings, limit = raw.rope_parameters or raw.rope_scaling, raw.max_position_embeddings
+    theta = family.rope_theta if raw.rope_theta is None else raw.rope_theta
     try:
-        return read_rope(raw.rope_parameters or raw.rope_scaling, raw.rope_theta, raw.max_position_embeddings)
+        if family.vision is not None:
+            return read_mrope(settings, theta, limit, interleaved=family.mrope_interleaved)
+        return read_rope(settings, theta, limit)
+    except ModelError as error:
+        raise type(error)(f"{path}: {error}") from error
+
+
+def _read_vision(outer: _RawOuter, text: _RawConfig, family: _Family, path: pathlib.Path) -> VisionSpec:
+    assert family.vision is not None
+    try:
+        return read_vision(outer.vision_config, family.vision, image_token_id=outer.image_token_id, text_width=text.hidden_size)
     except ModelError as error:
         raise type(error)(f"{path}: {error}") from error
 
@@ -257,6 +314,20 @@ def _check_numbers(spec: ModelSpec, path: pathlib.Path) -> None:
         raise ModelError(f"{path}: {spec.num_heads} attention heads cannot share {spec.num_kv_heads} key-value heads evenly")
     if spec.head_dim % 2:
         raise ModelError(f"{path}: head_dim {spec.head_dim} is odd, so it cannot be rotated in halves")
+    _check_pictures(spec, path)
     bad = [token for token in spec.eos_token_ids if not 0 <= token < spec.vocab_size]
     if bad:
         raise ModelError(f"{path}: eos_token_id {bad[0]} is outside the vocabulary of {spec.vocab_size}")
+
+
+def _check_pictures(spec: ModelSpec, path: pathlib.Path) -> None:
+    if spec.rope.mrope_section is not None and sum(spec.rope.mrope_section) != spec.head_dim // 2:
+        raise ModelError(
+            f"{path}: mrope_section {list(spec.rope.mrope_section)} does not add up to half of head_dim {spec.head_dim}"
+        )
+    if spec.vision is None:
+        return
+    if not 0 <= spec.vision.image_token_id < spec.vocab_size:
+        raise ModelError(f"{path}: image_token_id {spec.vision.image_token_id} is outside the vocabulary of {spec.vocab_size}")
+    if spec.vision.num_deepstack >= spec.num_layers:
+        raise ModelError(f"{path}: {spec.vision.num_deepstack} deepstack features need more layers than {spec.num_layers}")

@@ -131,3 +131,16 @@ class Runner(Protocol):
     def collect(self) -> StepResult: ...
 
     def close(self) -> None: ...
+
+
+class Features(Protocol):
+    """What is there of the pictures of prompts, by digest. The engine plans tokens of a picture only while it holds the
+    picture and its features are ready, and holds it until no plan can want them again."""
+
+    def is_ready(self, digest: str) -> bool: ...
+
+    def hold(self, digest: str) -> None:
+        """From now on its features are kept when they come, or if they are there."""
+
+    def release(self, digest: str) -> None:
+        """Once for each `hold`."""

@@ -49,6 +49,25 @@ def rotary_table(rope: RopeSpec, head_dim: int, num_positions: int, device: torc
     return (table * rope.attention_factor).to(device)
 
 
+def axis_of_pairs(rope: RopeSpec) -> torch.Tensor:
+    """[head_dim / 2] int64: whether time (0), height (1) or width (2) turns each pair, for tokens that have three positions."""
+    assert rope.mrope_section is not None
+    if not rope.mrope_interleaved:
+        return torch.arange(3).repeat_interleave(torch.tensor(rope.mrope_section))
+    section = rope.mrope_section
+    turns = [pair % 3 if pair < 3 * section[pair % 3] else 0 for pair in range(sum(section))]
+    return torch.tensor(turns)
+
+
+def rotary_rows(table: torch.Tensor, axes: torch.Tensor, axis_of_pair: torch.Tensor) -> torch.Tensor:
+    """[tokens, head_dim]: each token's own row, put together from the table's rows at its positions `axes` [3, tokens]. For a
+    token whose positions are equal it is that row of the table, bit for bit."""
+    positions = axes[axis_of_pair].t()  # [tokens, head_dim / 2]
+    pairs = torch.arange(axis_of_pair.shape[0], device=table.device)
+    cos, sin = table[positions, pairs], table[positions, pairs + axis_of_pair.shape[0]]
+    return torch.cat((cos, sin), dim=-1)
+
+
 def inverse_frequencies(rope: RopeSpec, head_dim: int) -> torch.Tensor:
     """[head_dim / 2] float32: the angle per position of each rotated pair."""
     plain = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))

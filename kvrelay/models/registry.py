@@ -29,6 +29,9 @@ _CLASSES: dict[str, type[LlamaModel]] = {
     "MistralForCausalLM": LlamaModel,
     "Qwen2ForCausalLM": LlamaModel,
     "Qwen3ForCausalLM": Qwen3Model,
+    "Qwen2VLForConditionalGeneration": LlamaModel,
+    "Qwen2_5_VLForConditionalGeneration": LlamaModel,
+    "Qwen3VLForConditionalGeneration": Qwen3Model,
 }
 
 

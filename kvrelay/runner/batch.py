@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from kvrelay.engine.interfaces import Row, StepPlan
 from kvrelay.runner.kernels.base import AttentionBatch, ForwardBatch
+from kvrelay.runner.pictures import PictureRows
 
 
 @dataclass(slots=True)
@@ -153,18 +154,30 @@ class _Buffers:
 class BatchBuilder:
     """Turns plans into forward batches. A batch is valid until the second next `build`."""
 
-    def __init__(self, *, block_size: int, max_tokens: int, max_rows: int, max_blocks: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        *,
+        block_size: int,
+        max_tokens: int,
+        max_rows: int,
+        max_blocks: int,
+        device: torch.device,
+        pictures: PictureRows | None = None,
+    ) -> None:
         self._block_size = block_size
+        self._pictures = pictures  # None: a text model
         self._tables = BlockTables(max_rows, max_blocks)
         self._sets = [_Buffers(max_tokens, max_rows, max_blocks, device) for _ in range(2 if device.type == "cuda" else 1)]
         self._turn = 0
 
     @property
     def num_known_sequences(self) -> int:
-        return len(self._tables)
+        return max(len(self._tables), 0 if self._pictures is None else len(self._pictures))
 
-    def forget(self, keys: Iterable[int]) -> None:
+    def forget(self, keys: list[int]) -> None:
         self._tables.forget(keys)
+        if self._pictures is not None:
+            self._pictures.forget(keys)
 
     def build(self, plan: StepPlan) -> tuple[ForwardBatch, LogitLayout]:
         rows = plan.rows
@@ -181,6 +194,10 @@ class BatchBuilder:
         query_start[0] = 0
         np.cumsum(counts, out=query_start[1:])
         self._fill_positions(buffers, starts, counts, places, query_start, num_tokens)
+        pictures = None
+        if self._pictures is not None:
+            token_ids, positions = buffers.token_ids.array(num_tokens), buffers.positions.array(num_tokens)
+            pictures = self._pictures.fill(rows, query_start, token_ids, positions)
         attention = self._attention(buffers, starts + counts, places, int(counts.max()))
         layout, wanted = _logit_layout(rows, query_start)
         buffers.logit_rows.array(len(wanted))[:] = wanted
@@ -190,6 +207,7 @@ class BatchBuilder:
             slots=buffers.slots.tensor(num_tokens),
             attention=attention,
             logit_rows=buffers.logit_rows.tensor(len(wanted)),
+            pictures=pictures,
         )
         buffers.filled()
         return batch, layout

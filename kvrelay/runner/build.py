@@ -18,6 +18,7 @@ from kvrelay.ids import RequestId
 from kvrelay.log import Log
 from kvrelay.models.registry import Model
 from kvrelay.progress import Progress
+from kvrelay.runner.features import FeatureStore
 from kvrelay.runner.host_pool import make_host_pool
 from kvrelay.runner.kernels.choose import choose_kernels
 from kvrelay.runner.kv_pool import KVPool, PoolSize, blocks_for, choose_pool_size, free_cpu_bytes
@@ -27,7 +28,7 @@ from kvrelay.sampling import SamplingParams
 from kvrelay.wire.serving import Image
 
 _BFLOAT16_FLAGS = frozenset({"bf16", "avx512_bf16", "amx_bf16"})
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _WARM_UP_TOKENS = 32
 
 log = Log("build")
@@ -40,13 +41,16 @@ def build_runner(
     environment: Environment,
     progress: Progress,
     allocate: Allocate | None = None,
+    features: FeatureStore | None = None,
 ) -> TorchRunner:
-    """Raises ConfigError or ModelError. The runner has computed once, so its first request is not slower than the others."""
+    """Raises ConfigError or ModelError. The runner has computed once, so its first request is not slower than the others.
+
+    `features` is the store of an encoder in the same process; else a model that takes pictures gets one of its own."""
     if model_options.tp > 1:
         raise ConfigError(f"--tp {model_options.tp}: tensor parallelism is not supported yet; use --tp 1")
     device = choose_device(model_options)
-    dtype_name = choose_dtype(model_options, _cpu_flags())
-    dtype = _DTYPES[dtype_name]
+    dtype_name = choose_dtype(model_options, cpu_flags())
+    dtype = DTYPES[dtype_name]
     num_threads = set_threads(model_options.threads)
     spec = read_spec(folder)
     model = load_model(
@@ -80,6 +84,7 @@ def build_runner(
         folder=folder,
         num_threads=num_threads,
         host_pool=make_host_pool(pool, engine_options.swap_blocks),
+        features=make_store(spec, engine_options, device, dtype) if features is None else features,
     )
     _warm_up(runner, engine_options.block_size)
     log.info(
@@ -87,6 +92,11 @@ def build_runner(
         kv_blocks=size.num_blocks, max_model_len=size.max_model_len,
     )  # fmt: skip
     return runner
+
+
+def make_store(spec: ModelSpec, options: EngineOptions, device: torch.device, dtype: torch.dtype) -> FeatureStore | None:
+    """None for a text model."""
+    return None if spec.vision is None else FeatureStore(_feature_bytes(spec, options), device=device, dtype=dtype)
 
 
 def choose_device(options: ModelOptions) -> torch.device:
@@ -112,7 +122,7 @@ def set_threads(threads: int) -> int:
     return num_threads
 
 
-def _cpu_flags() -> frozenset[str]:
+def cpu_flags() -> frozenset[str]:
     """What the kernel says the CPU can do ("flags" on x86, "Features" on Arm)."""
     try:
         text = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
@@ -146,7 +156,11 @@ def _free_gpu_bytes(
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     others = total - free - torch.cuda.memory_reserved(device)  # other processes, and what CUDA itself holds
-    return max(0, int(total * model_options.gpu_memory) - peak - others)
+    return max(0, int(total * model_options.gpu_memory) - peak - others - _feature_bytes(spec, options))
+
+
+def _feature_bytes(spec: ModelSpec, options: EngineOptions) -> int:
+    return 0 if spec.vision is None else options.feature_cache_mib << 20
 
 
 def _profile(

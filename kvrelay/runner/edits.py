@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvrelay.engine.interfaces import SequenceView
+from kvrelay.media.placeholders import FIRST_ID
 from kvrelay.runner.grammar import Grammars
 from kvrelay.sampling import SamplingParams
 
@@ -21,8 +22,11 @@ from kvrelay.sampling import SamplingParams
 class TokenCounts:
     """The distinct tokens of one sequence, and how often each is in its output. Follows the sequence as it grows."""
 
-    def __init__(self, sequence: SequenceView) -> None:
-        prompt = np.unique(np.array(sequence.tokens[: sequence.num_prompt_tokens], dtype=np.int64))
+    def __init__(self, sequence: SequenceView, image_token_id: int | None) -> None:
+        tokens = np.array(sequence.tokens[: sequence.num_prompt_tokens], dtype=np.int64)
+        if image_token_id is not None:  # what stands for a picture in the prompt is in no vocabulary
+            tokens[tokens >= FIRST_ID] = image_token_id
+        prompt = np.unique(tokens)
         self._size = len(prompt)
         self._ids = np.concatenate([prompt, np.zeros(max(16, self._size), dtype=np.int64)])
         self._counts = np.zeros(len(self._ids), dtype=np.float32)
@@ -97,8 +101,11 @@ class LogitEdits:
 class EditState:
     """What must be remembered of sequences between steps: token counts and grammar matchers."""
 
-    def __init__(self, *, vocab_size: int, eos_token_ids: Iterable[int], grammars: Grammars) -> None:
+    def __init__(
+        self, *, vocab_size: int, eos_token_ids: Iterable[int], grammars: Grammars, image_token_id: int | None = None
+    ) -> None:
         self._vocab_size = vocab_size
+        self.image_token_id = image_token_id  # counts for every token of a picture; None: there are no pictures
         self._eos_token_ids = tuple(eos_token_ids)
         self._grammars = grammars
         self._counts: dict[int, TokenCounts] = {}
@@ -137,7 +144,7 @@ class EditState:
     def _counted(self, sequence: SequenceView) -> TokenCounts:
         counts = self._counts.get(sequence.key)
         if counts is None or not counts.update(sequence):
-            counts = self._counts[sequence.key] = TokenCounts(sequence)
+            counts = self._counts[sequence.key] = TokenCounts(sequence, self.image_token_id)
             counts.update(sequence)
         return counts
 

@@ -17,9 +17,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from kvrelay.checkpoint.spec import ModelSpec
+from kvrelay.checkpoint.vision_spec import VisionSpec
 from kvrelay.errors import MissingTensorError, ModelError, WrongShapeError
 from kvrelay.log import Log
 from kvrelay.models.registry import Model, model_class
+from kvrelay.models.vision import VISION_PREFIX, VisionTower
+from kvrelay.models.vision_towers import make_tower
 from kvrelay.progress import Progress
 from kvrelay.runner.kernels.base import Kernels
 
@@ -57,6 +60,28 @@ def load_model(
     return model
 
 
+def load_tower(
+    folder: pathlib.Path,
+    spec: ModelSpec,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    load: Literal["auto", "dummy"] = "auto",
+    progress: Progress,
+) -> VisionTower:
+    """The vision tower of a model that takes pictures, and nothing of its text model."""
+    assert spec.vision is not None, "the model takes no pictures"
+    source: CheckpointSource | DummySource
+    source = DummySource(device, dtype, progress) if load == "dummy" else CheckpointSource(folder, device, dtype, progress)
+    progress.start("loading vision weights", _num_vision_tensors(spec.vision), unit="tensors")
+    try:
+        tower = make_tower(spec.vision, source)
+    finally:
+        progress.done()
+    source.finish(spec, vision=True)
+    return tower
+
+
 class CheckpointSource:
     """Hands out the tensors of a folder's safetensors files. Each one is found once, by name, in one file."""
 
@@ -66,15 +91,15 @@ class CheckpointSource:
         self._dtype = dtype
         self._progress = progress
         self._files: dict[pathlib.Path, Any] = {}  # open safetensors files
-        self._where = self._find_tensors()
+        self._where = {canonical_name(name): (path, name) for name, path in self._find_tensors().items()}
         self._taken: set[str] = set()
 
     def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         assert name not in self._taken, f"{name} was taken before"
         self._taken.add(name)
-        path = self._where.get(name)
-        if path is None:
+        if name not in self._where:
             raise MissingTensorError(f"{self._folder} has no tensor {name}, which should be {_text(shape)}")
+        path, name = self._where[name]
         stored = self._open(path)
         if name not in stored.keys():  # noqa: SIM118 - not a dict
             raise MissingTensorError(f"{path.name} has no tensor {name}, although {INDEX_NAME} says so")
@@ -87,10 +112,12 @@ class CheckpointSource:
         self._progress.advance(1)
         return tensor.to(device=self._device, dtype=self._dtype, copy=True)  # a copy: the mapped file is let go
 
-    def finish(self, spec: ModelSpec) -> None:
-        """Closes the files and tells of tensors that nobody wanted, once."""
+    def finish(self, spec: ModelSpec, *, vision: bool = False) -> None:
+        """Closes the files and tells of tensors that nobody wanted, once. Of a model that takes pictures either the text model
+        has been taken or the tower, and the other does not count."""
         self._files.clear()
-        unknown = sorted(name for name in self._where if name not in self._taken and not _is_harmless(name, spec))
+        own = [name for name in self._where if spec.vision is None or name.startswith(VISION_PREFIX) is vision]
+        unknown = sorted(name for name in own if name not in self._taken and not _is_harmless(name, spec))
         if unknown:
             _log.warning("tensors of the checkpoint not used", count=len(unknown), first=",".join(unknown[:4]))
 
@@ -136,22 +163,36 @@ class DummySource:
     def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         self._progress.advance(1)
         if len(shape) == 1:
-            fill = 1.0 if name.endswith("norm.weight") else 0.0
+            fill = 1.0 if name.endswith(".weight") else 0.0  # a norm's, else a bias
             return torch.full(shape, fill, device=self._device, dtype=self._dtype)
         seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") >> 1
         generator = torch.Generator(self._device).manual_seed(seed)
-        scale = 1.0 / math.sqrt(shape[1])
+        scale = 1.0 / math.sqrt(math.prod(shape[1:]))
         tensor = torch.empty(shape, device=self._device, dtype=self._dtype)
         return tensor.uniform_(-scale * math.sqrt(3.0), scale * math.sqrt(3.0), generator=generator)
 
-    def finish(self, spec: ModelSpec) -> None:
+    def finish(self, spec: ModelSpec, *, vision: bool = False) -> None:
         """Nothing is open."""
+
+
+def canonical_name(name: str) -> str:
+    """Models that take pictures have been saved with the text model and the tower side by side, and with the tower inside."""
+    for prefix, ours in (("model.language_model.", "model."), ("model.visual.", VISION_PREFIX)):
+        if name.startswith(prefix):
+            return ours + name.removeprefix(prefix)
+    return name
 
 
 def _num_tensors(spec: ModelSpec) -> int:
     """How many tensors a model of this spec takes."""
     per_layer = 9 + 3 * spec.attention_bias + spec.output_bias + 3 * spec.mlp_bias + 2 * spec.qk_norm
     return spec.num_layers * per_layer + 2 + (not spec.tie_word_embeddings)
+
+
+def _num_vision_tensors(spec: VisionSpec) -> int:
+    """How many tensors a tower of this spec takes."""
+    around = {"qwen2_vl": 7, "qwen2_5_vl": 6, "qwen3_vl": 9 + 6 * spec.num_deepstack}
+    return 12 * spec.depth + around[spec.kind]
 
 
 def _is_harmless(name: str, spec: ModelSpec) -> bool:

@@ -23,9 +23,11 @@ from kvrelay.engine.interfaces import RowResult, StepPlan, StepResult
 from kvrelay.models.registry import Model
 from kvrelay.runner.batch import BatchBuilder
 from kvrelay.runner.edits import EditState
+from kvrelay.runner.features import FeatureStore
 from kvrelay.runner.grammar import Grammars
 from kvrelay.runner.host_pool import HostPool
 from kvrelay.runner.kv_pool import KVPool, blocks_for
+from kvrelay.runner.pictures import PictureRows
 from kvrelay.runner.sampler import Prepared, Sampler
 from kvrelay.wire.transfer import Layout
 
@@ -56,8 +58,11 @@ class TorchRunner:
         folder: pathlib.Path,
         num_threads: int = 1,
         host_pool: HostPool | None = None,
+        features: FeatureStore | None = None,
     ) -> None:
+        """`features` holds those of pictures; without it the runner takes none."""
         self.spec = spec
+        self.features = features
         self.max_model_len = max_model_len
         self.eos_token_ids = frozenset(spec.eos_token_ids)
         self.fingerprint = fingerprint
@@ -70,6 +75,7 @@ class TorchRunner:
             max_rows=max_batch,
             max_blocks=blocks_for(max_model_len, block_size),
             device=pool.tensor.device,
+            pictures=_picture_rows(spec, features, pool.tensor.device),
         )
         grammars = Grammars(
             lambda: (folder / TOKENIZER_NAME).read_text(encoding="utf-8"),
@@ -77,7 +83,13 @@ class TorchRunner:
             eos_token_ids=spec.eos_token_ids,
             num_threads=num_threads,
         )
-        self._sampler = Sampler(EditState(vocab_size=spec.vocab_size, eos_token_ids=spec.eos_token_ids, grammars=grammars))
+        edits = EditState(
+            vocab_size=spec.vocab_size,
+            eos_token_ids=spec.eos_token_ids,
+            grammars=grammars,
+            image_token_id=None if spec.vision is None else spec.vision.image_token_id,
+        )
+        self._sampler = Sampler(edits)
         self._launched: deque[_Launched] = deque()
         self._on_layer: Callable[[int], None] | None = None
 
@@ -138,3 +150,7 @@ class TorchRunner:
         self._launched.clear()
         if self._host_pool is not None:
             self._host_pool.close()
+
+
+def _picture_rows(spec: ModelSpec, features: FeatureStore | None, device: torch.device) -> PictureRows | None:
+    return None if spec.vision is None or features is None else PictureRows(spec.vision, features, device)

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvrelay.engine.interfaces import Row, RowResult, SequenceView, StepPlan
+from kvrelay.media.placeholders import is_placeholder
 from kvrelay.runner.batch import LogitLayout
 from kvrelay.runner.draw import Draws, Filters, draw, greedy
 from kvrelay.runner.edits import EditState, LogitEdits
@@ -89,7 +90,7 @@ class Sampler:
         prepared = Prepared(num_plan_rows=len(plan.rows))
         rows = plan.rows
         for plan_row, first, count in layout.prompts:
-            prepared.prompts.append(_prompt_targets(rows[plan_row], plan_row, first, count))
+            prepared.prompts.append(_prompt_targets(rows[plan_row], plan_row, first, count, self._state.image_token_id))
         sampled: list[tuple[int, SequenceView]] = []
         for plan_row, logits_row in layout.sampled:
             row = rows[plan_row]
@@ -173,8 +174,10 @@ def _draws(rows: list[Row]) -> Draws:
     return Draws(rows=places, uniforms=np.array(uniforms, dtype=np.float64))
 
 
-def _prompt_targets(row: Row, plan_row: int, first: int, count: int) -> _PromptTargets:
+def _prompt_targets(row: Row, plan_row: int, first: int, count: int, image_token_id: int | None) -> _PromptTargets:
     tokens = list(row.sequence.tokens[row.start + 1 : row.start + 1 + count])
+    if image_token_id is not None:
+        tokens = [image_token_id if is_placeholder(token) else token for token in tokens]
     return _PromptTargets(plan_row, first, tokens, row.sequence.params.prompt_logprobs or 0)
 
 

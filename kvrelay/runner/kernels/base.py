@@ -44,14 +44,37 @@ class AttentionBatch:
 
 
 @dataclass(slots=True)
+class PictureBatch:
+    """What a pass has besides if some of its tokens are a picture's."""
+
+    axes: torch.Tensor  # [3, tokens] int64: the positions of all tokens of the pass in time, height and width
+    places: torch.Tensor  # [picture tokens] int64: which tokens of the pass they are
+    features: torch.Tensor  # [picture tokens, (1 + num_deepstack) * hidden], in the model's dtype
+    num_deepstack: int
+
+    def embeddings(self) -> torch.Tensor:
+        """Instead of the tokens' own."""
+        return self.features[:, : self._width]
+
+    def deepstack(self, layer: int) -> torch.Tensor:
+        """What is added to the tokens behind that layer, one of the first `num_deepstack`."""
+        return self.features[:, (1 + layer) * self._width : (2 + layer) * self._width]
+
+    @property
+    def _width(self) -> int:
+        return self.features.shape[1] // (1 + self.num_deepstack)
+
+
+@dataclass(slots=True)
 class ForwardBatch:
     """The inputs of one forward pass over `num_tokens` tokens of all rows, concatenated."""
 
     token_ids: torch.Tensor  # [tokens] int64
-    positions: torch.Tensor  # [tokens] int64
+    positions: torch.Tensor  # [tokens] int64: rows of the rotary table
     slots: torch.Tensor  # [tokens] int64, where each token's KV is stored
     attention: AttentionBatch
     logit_rows: torch.Tensor  # [outputs] int64: the tokens whose logits are wanted, and no others
+    pictures: PictureBatch | None = None  # None: no token is a picture's
 
 
 class Packed(Protocol):
