@@ -145,7 +145,7 @@ class EmbeddingProducerMachine:
             if sending is not None and peer in sending.destinations:
                 self._beat(sending, peer, theirs, now)
                 states.append((transfer_id, sending.state))
-            elif end is not None and peer in end.consumers:
+            elif end is not None and end.concerns(peer):
                 states.append((transfer_id, end.state))
             else:
                 states.append((transfer_id, None))
@@ -167,10 +167,12 @@ class EmbeddingProducerMachine:
         sending, end = self._book.find(message.transfer_id), self._book.ended(message.transfer_id)
         if sending is not None and peer in sending.destinations:
             self._to_transfer(sending, peer, message, now)
-        elif end is not None and peer in end.consumers:
+        elif end is not None and end.concerns(peer):
             self._late(peer, message, end)
         elif sending is not None or end is not None:
             self.counts.foreign += 1
+            if isinstance(message, Abort):  # true: nothing is written for a worker that has no part in it
+                self._send(peer, AbortAck(transfer_id=message.transfer_id))
         else:
             self._unknown(peer, message, now)
 
@@ -218,7 +220,7 @@ class EmbeddingProducerMachine:
                 self.counts.unknown += 1
                 self._book.unpark(message.transfer_id, peer)
                 reason = f"the consumer ended it: {message.reason}"
-                self._book.end(message.transfer_id, SendingEnd(EmbeddingState.FAILED, (peer,), reason))
+                self._book.end(message.transfer_id, SendingEnd(EmbeddingState.FAILED, None, reason))
                 self._send(peer, AbortAck(transfer_id=message.transfer_id))
             case Received() | AbortAck():
                 self.counts.unknown += 1

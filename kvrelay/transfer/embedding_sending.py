@@ -35,9 +35,12 @@ class SendingEnd(msgspec.Struct, frozen=True):
     """What a producer remembers of a transfer that ended."""
 
     state: EmbeddingState
-    consumers: tuple[WorkerId, ...]
+    consumers: tuple[WorkerId, ...] | None  # none: it ended before this worker was told who they are
     reason: str = ""
     total_tokens: int = 0
+
+    def concerns(self, peer: WorkerId) -> bool:
+        return self.consumers is None or peer in self.consumers
 
     def answer(self, transfer_id: TransferId) -> Done | Failed:
         """To a consumer that has not heard of it."""

@@ -1,8 +1,8 @@
 """Encode and prefill workers, a network and a clock, all in one thread and under the test's control; see relay_world, whose
 transfer engine moves the bytes here too.
 
-Every token of every embedding has its own values. Blocks that are free hold poison, and whoever gives a block back poisons it at
-once: so bytes that were read from reused memory, or written into it, are seen.
+Every token of every embedding has its own values. Blocks that are free hold poison, and whoever gives a block back poisons it
+at once: so bytes that were read from reused memory, or written into it, are seen.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ class PoisonedPool(EmbeddingPool):
 
 def embedding(number: int, num_tokens: int, row_bytes: int = 8) -> Embedding:
     tokens = np.arange(num_tokens, dtype=np.int32)
-    values = np.repeat((tokens + number * 1_000_000)[:, None], row_bytes // 4, axis=1) + np.arange(row_bytes // 4, dtype=np.int32)
+    values = np.repeat((tokens + number * 1_000_000)[:, None], row_bytes // 4, axis=1) + np.arange(
+        row_bytes // 4, dtype=np.int32
+    )
     rows = np.ascontiguousarray(values.astype(np.int32)).view(np.uint8)
     positions = np.stack((tokens, tokens * 2 + number, tokens * 3), axis=1).astype(np.int32)
     return Embedding(rows=rows, fill_ids=tokens + number * 1000, positions=positions, aux=(number, 3, 4, 5))
@@ -310,11 +312,12 @@ class EmbeddingWorld:
         for _ in range(500):
             if any(isinstance(self.decode(frame), kind) for frame in self.network):
                 return
+            if self.network:
+                self.deliver()
+                continue
             for side in self.running():
                 side.engine.advance()
             self.pump()
-            if self.network:
-                self.deliver()
         raise AssertionError(f"nobody says {kind.__name__}")
 
     def settle(self, rounds: int = 5000) -> None:
