@@ -12,8 +12,9 @@ from kvrelay.errors import ProtocolError, VersionMismatchError
 from kvrelay.ids import TransferId, WorkerId
 from kvrelay.log import Log
 from kvrelay.states import EmbeddingState
+from kvrelay.transfer.embedding_arrival import EmbeddingArrival, ReceivingEnd
 from kvrelay.transfer.embedding_book import Book, RelayCounts
-from kvrelay.transfer.embedding_receiving import EmbeddingArrival, EmbeddingReceiving, ReceivingEnd
+from kvrelay.transfer.embedding_receiving import EmbeddingReceiving
 from kvrelay.transfer.embedding_room import EmbeddingSettings, Rooms
 from kvrelay.transfer.embedding_session import EncoderLink, LocalPool, check_welcome, use_pool
 from kvrelay.transfer.engines.base import Completion, MoveId, TransferEngine, TransferError
@@ -330,6 +331,8 @@ class EmbeddingConsumerMachine:
 
     def next_tick(self, now: float) -> float:
         """Seconds until `tick` or `pump` has something to do."""
+        if any(receiving.is_moving_out for receiving in self._book.live()):
+            return 0.0
         due = [link.beat_at if link.ready else link.hello_at for link in self._links.values()]
         waiting = [each.expected_at + self._all_settings.wait_s for each in self._book.live() if each.waits_for_room]
         return max(0.0, min([*due, *waiting], default=now + 1.0) - now)

@@ -28,11 +28,12 @@ import zmq
 
 from kvrelay.errors import KVRelayError, ProtocolError
 from kvrelay.ids import TransferId, WorkerId, as_transfer_id, as_worker_id
+from kvrelay.states import EmbeddingState
+from kvrelay.transfer.embedding_arrival import EmbeddingArrival
 from kvrelay.transfer.embedding_book import RelayCounts
 from kvrelay.transfer.embedding_consumer import EmbeddingConsumerMachine
 from kvrelay.transfer.embedding_pool import Embedding, EmbeddingPool, PoolCounts
 from kvrelay.transfer.embedding_producer import EmbeddingProducerMachine, EmbeddingSent
-from kvrelay.transfer.embedding_receiving import EmbeddingArrival
 from kvrelay.transfer.embedding_room import EmbeddingSettings
 from kvrelay.transfer.embedding_session import LocalPool
 from kvrelay.transfer.engines.base import TransferEngine, TransferError
@@ -225,6 +226,10 @@ class EmbeddingProducer:
     def num_live(self) -> int:
         return self._turns.machine.num_live
 
+    def state_of(self, transfer_id: TransferId) -> EmbeddingState | None:
+        """None: it is not known to the thread, or not any more."""
+        return self._turns.machine.state_of(transfer_id)
+
     def close(self) -> None:
         self._loop.close()
 
@@ -376,6 +381,10 @@ class EmbeddingConsumer:
     @property
     def num_live(self) -> int:
         return self._turns.machine.num_live
+
+    def state_of(self, transfer_id: TransferId) -> EmbeddingState | None:
+        """None: it is not known to the thread, or not any more."""
+        return self._turns.machine.state_of(transfer_id)
 
     def close(self) -> None:
         self._loop.close()

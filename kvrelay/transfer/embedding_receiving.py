@@ -6,8 +6,9 @@
     any -> FAILED
 
 The true length comes with the first notice, and again in the aux data. Tokens of a round that did not bring the last one are
-copied out of the pool, and only then are its blocks used for the next round; those of the last round stay where they are,
-until whoever expected the embedding has used them.
+copied out of the pool, and only then are its blocks given back, or used for the next round. Where there is room for the rest
+besides, the rest is asked for first, and what came is copied while it is on its way. Tokens of the last round stay where they
+are, until whoever expected the embedding has used them.
 
 When may the blocks be reused after a failure? Where the producer writes: when the round under way was answered, or the producer
 has said that it drained (AbortAck, Failed), or is proven dead - never because time has passed. Where this side copies: when its
@@ -18,13 +19,11 @@ When may bytes that this side copied be used? Only if, after the copy, the produ
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import assert_never
 
-import msgspec
-
-from kvrelay.ids import TransferId, WorkerId
+from kvrelay.ids import TransferId
 from kvrelay.states import EMBEDDING_EDGES, EmbeddingState, advance
+from kvrelay.transfer.embedding_arrival import EmbeddingArrival, ReceivingEnd, Round
 from kvrelay.transfer.embedding_book import RelayCounts
 from kvrelay.transfer.embedding_layout import TokenPlacement, check_source, embedding_ranges
 from kvrelay.transfer.embedding_pool import EmbeddingPool, Piece
@@ -34,36 +33,6 @@ from kvrelay.transfer.engines.base import MoveId, TransferError
 from kvrelay.transfer.leases import ReaderLease
 from kvrelay.wire.embedding import Done, Init, Partial, Received, Resume
 from kvrelay.wire.transfer import Abort, AbortAck, TransferMessage
-
-
-class ReceivingEnd(msgspec.Struct, frozen=True):
-    """What a consumer remembers of a transfer that ended."""
-
-    state: EmbeddingState
-    peer: WorkerId
-    reason: str = ""
-
-
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class EmbeddingArrival:
-    """Further tokens of an embedding, in order; or all of them; or the error with which it ended.
-
-    Pieces of a complete arrival may lie in the pool, in `blocks`: they are good until the embedding is released. Earlier pieces
-    are their holder's own. With an error, what came before is still right but will not be completed.
-    """
-
-    transfer_id: TransferId
-    pieces: tuple[Piece, ...] = ()
-    total_tokens: int = 0
-    aux: tuple[int, ...] = ()  # without the number of tokens; of every arrival the same
-    is_complete: bool = False
-    blocks: tuple[int, ...] = ()
-    error: str = ""
-
-    @property
-    def num_tokens(self) -> int:
-        """So many tokens, from the first on, are there."""
-        return self.pieces[-1].stop if self.pieces else 0
 
 
 class EmbeddingReceiving:
@@ -103,6 +72,8 @@ class EmbeddingReceiving:
         self._notice: Partial | Done | None = None  # its answer
         self._total_tokens: int | None = None
         self._aux: tuple[int, ...] = ()
+        self._unmoved: Round | None = None  # arrived, and still to be copied out
+        self._is_resume_said = True  # messages go out after `pump`, so not in the one after a resume
         self._reads: dict[MoveId, int] = {}
         self._is_read = False  # the round's copy was made, or is being made
         self._ended_here = False
@@ -196,7 +167,15 @@ class EmbeddingReceiving:
             raise TransferError(f"a part up to token {stop} of {message.total_tokens}, where there was room up to {room_stop}")
 
     def pump(self, now: float) -> list[MoveId]:
-        """Where this side copies: reads what was announced, and uses it if it still may. Returns the moves it began."""
+        """Where this side copies: reads what was announced, and uses it if it still may. Returns the moves it began. While bytes
+        of the next round are on their way, those of the round before are moved out."""
+        begun = self._read_or_use(now)
+        if self._is_read if self.link.consumer_copies else self._is_resume_said:
+            self._move_out()
+        self._is_resume_said = True
+        return begun
+
+    def _read_or_use(self, now: float) -> list[MoveId]:
         is_announced = self._notice is not None and self.link.consumer_copies
         if self.state not in (EmbeddingState.WAITING_FOR_INPUT, EmbeddingState.TRANSFERRING) or not is_announced:
             return []
@@ -241,6 +220,7 @@ class EmbeddingReceiving:
         """Every byte of the round is in the pool, and nobody will write there until it is asked to."""
         assert self._room is not None
         assert self._notice is not None
+        self._move_out()  # of the round before
         total, stop = self._notice.total_tokens, _stop(self._notice)
         if self._first_token == 0:
             told, *rest = self._pool.aux(self._room.blocks[0])
@@ -248,47 +228,63 @@ class EmbeddingReceiving:
             if told != total:
                 self.fail(f"the aux data say {told} tokens, the producer {total}")
                 return
-        pieces = self._pool.pieces(self._room.blocks, self._first_token, stop - self._first_token)
+        arrived = Round(self._room.blocks, self._first_token, stop - self._first_token)
         if stop == total:
-            self._succeed(pieces)
-        else:
-            self._arrive([piece.copy() for piece in pieces])
-            if self.state is EmbeddingState.WAITING_FOR_INPUT:
-                self._advance(EmbeddingState.TRANSFERRING)
-            self._resume(stop, total - stop, now)
-
-    def _resume(self, sent_tokens: int, remaining_tokens: int, now: float) -> None:
-        assert self._room is not None
-        try:
-            self._room = self._rooms.more(self._room.blocks, remaining_tokens)
-        except NoRoomError as error:
-            self.fail(str(error))
+            self._succeed(arrived)
             return
+        if self.state is EmbeddingState.WAITING_FOR_INPUT:
+            self._advance(EmbeddingState.TRANSFERRING)
+        self._resume(arrived, total - stop, now)
+
+    def _resume(self, arrived: Round, remaining_tokens: int, now: float) -> None:
+        besides = self._rooms.besides(remaining_tokens)
+        if besides is not None:
+            self._room, self._unmoved, self._is_resume_said = besides, arrived, False
+        else:
+            self._arrive(arrived)
+            try:
+                self._room = self._rooms.more(arrived.blocks, remaining_tokens)
+            except NoRoomError as error:
+                self.fail(str(error))
+                return
         self._counts.resumes += 1
+        sent_tokens = arrived.first_token + arrived.num_tokens
         self._first_token, self._asked_at, self._notice, self._is_read = sent_tokens, None, None, False
         self._first_beat = self.link.beats.next_number
         self._ask(now)
 
-    def _arrive(self, pieces: list[Piece]) -> None:
-        self.arrivals.append(
-            EmbeddingArrival(
-                transfer_id=self.transfer_id, pieces=tuple(pieces), total_tokens=self._total_tokens or 0, aux=self._aux
-            )
-        )
+    @property
+    def is_moving_out(self) -> bool:
+        """`pump` has a copy to make, and need not wait for anything."""
+        return self._unmoved is not None and not self.link.consumer_copies
 
-    def _succeed(self, pieces: list[Piece]) -> None:
-        assert self._room is not None
+    def _move_out(self) -> None:
+        if self._unmoved is not None:
+            arrived, self._unmoved = self._unmoved, None
+            self._arrive(arrived)
+            self._pool.give_back(arrived.blocks)
+
+    def _arrive(self, arrived: Round) -> None:
+        """With copies of what is in the pool."""
+        pieces = tuple(piece.copy() for piece in self._pieces(arrived))
+        total = self._total_tokens or 0
+        self.arrivals.append(EmbeddingArrival(transfer_id=self.transfer_id, pieces=pieces, total_tokens=total, aux=self._aux))
+
+    def _pieces(self, arrived: Round) -> list[Piece]:
+        return self._pool.pieces(arrived.blocks, arrived.first_token, arrived.num_tokens)
+
+    def _succeed(self, arrived: Round) -> None:
         self._advance(EmbeddingState.SUCCESS)
         self._rooms.note_length(self._total_tokens or 0)
         self._send(Received(transfer_id=self.transfer_id))
         self.arrivals.append(
             EmbeddingArrival(
                 transfer_id=self.transfer_id,
-                pieces=tuple(pieces),
+                pieces=tuple(self._pieces(arrived)),
                 total_tokens=self._total_tokens or 0,
                 aux=self._aux,
                 is_complete=True,
-                blocks=self._room.blocks,
+                blocks=arrived.blocks,
             )
         )
         self._room = None  # its holder releases it
@@ -356,6 +352,9 @@ class EmbeddingReceiving:
         if self.state is not EmbeddingState.FAILED:
             self.failure = reason
             self._advance(EmbeddingState.FAILED)
+            if self._unmoved is not None:
+                self._pool.give_back(self._unmoved.blocks)
+                self._unmoved = None
             if not self._ended_here:
                 self.arrivals.append(EmbeddingArrival(transfer_id=self.transfer_id, error=reason))
             for move in self._reads:

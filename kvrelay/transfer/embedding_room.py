@@ -1,9 +1,9 @@
 """How much of its pool a consumer gives to an embedding whose length it does not know, and what it does when there is no room.
 
 - The first time: a default, fixed or learnt from the lengths that came before.
-- For a resume: the rest, as far as the pool can ever hold it, beginning with the blocks that the embedding has: what was in
-  them has been moved out, and they were never given up. So a full pool makes a resume smaller but cannot stop it, unless the
-  policy is to fail.
+- For a resume: the rest, besides the blocks that the embedding has, if there is so much room. Else as much of the rest as the
+  pool can ever hold, beginning with the blocks that it has: what was in them has been moved out, and they were never given up.
+  So a full pool makes a resume smaller but cannot stop it, unless the policy is to fail.
 
 | policy | no room for the default | no room for the rest |
 |---|---|---|
@@ -81,6 +81,11 @@ class Rooms:
         if waited:
             raise NoRoomError(f"the embedding pool had no room for {self._settings.wait_s:g} s")
         return None
+
+    def besides(self, remaining_tokens: int) -> Room | None:
+        """For all of the rest, leaving the blocks that it has alone; none if there is not so much."""
+        blocks = self._pool.take(remaining_tokens)
+        return Room(blocks, remaining_tokens) if blocks is not None else None
 
     def more(self, held: tuple[int, ...], remaining_tokens: int) -> Room:
         """For the rest, with the blocks that it has. Raises NoRoomError; then it still has them."""

@@ -109,7 +109,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
 
 
 class Partial(TransferMessage, frozen=True, kw_only=True):
-    """The room is full: tokens up to `sent_tokens` of `total_tokens` were written, or (with `blocks`) are there to be copied."""
+    """The room is full: tokens up to `sent_tokens` of `total_tokens` were written, or (with `blocks`) can be copied."""
 
     sent_tokens: int
     total_tokens: int

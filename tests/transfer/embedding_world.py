@@ -16,11 +16,11 @@ from relay_world import Frame, SimEngine
 from kvrelay.errors import ProtocolError
 from kvrelay.ids import TransferId, WorkerId, new_transfer_id, new_worker_id
 from kvrelay.states import EmbeddingState
+from kvrelay.transfer.embedding_arrival import EmbeddingArrival
 from kvrelay.transfer.embedding_consumer import EmbeddingConsumerMachine
 from kvrelay.transfer.embedding_layout import EmbeddingLayout
 from kvrelay.transfer.embedding_pool import Embedding, EmbeddingPool, Piece, joined
 from kvrelay.transfer.embedding_producer import EmbeddingProducerMachine
-from kvrelay.transfer.embedding_receiving import EmbeddingArrival
 from kvrelay.transfer.embedding_room import EmbeddingSettings
 from kvrelay.transfer.embedding_session import LocalPool
 from kvrelay.transfer.engines.base import Mover

@@ -1,6 +1,6 @@
 """The embedding relay under every fault: messages are lost, delayed, repeated, reordered and spoilt, moves stall and fail,
-workers stop, die and come back, transfers are aborted - in any order. Always: every embedding arrives byte for byte or ends with one
-clear error on each side, every block is back within the bound once the faults end, and no free block is ever written.
+workers stop, die and come back, transfers are aborted - in any order. Always: every embedding arrives byte for byte or ends
+with one clear error on each side, every block is back within the bound once the faults end, and no free block is written.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ class Embeddings(RuleBasedStateMachine):
 
 TestEmbeddings = Embeddings.TestCase
 TestEmbeddings.settings = settings(
-    max_examples=25,
+    max_examples=40,
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
@@ -269,7 +269,7 @@ class Schedule:
         return self.relay.world
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(seed=st.integers(0, 2**32))
 def test_faults_meet_embeddings_in_every_state(seed: int) -> None:
     Schedule(seed).run(300)
