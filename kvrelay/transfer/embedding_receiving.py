@@ -167,8 +167,8 @@ class EmbeddingReceiving:
             raise TransferError(f"a part up to token {stop} of {message.total_tokens}, where there was room up to {room_stop}")
 
     def pump(self, now: float) -> list[MoveId]:
-        """Where this side copies: reads what was announced, and uses it if it still may. Returns the moves it began. While bytes
-        of the next round are on their way, those of the round before are moved out."""
+        """Where this side copies: reads what was announced, and uses it if it still may. Returns the moves it began. While
+        bytes of the next round are on their way, those of the round before are moved out."""
         begun = self._read_or_use(now)
         if self._is_read if self.link.consumer_copies else self._is_resume_said:
             self._move_out()
