@@ -63,7 +63,7 @@ class EmbeddingReceiving:
         self._unknown_s = settings.transfer.unknown_s
         self._required_dst_info_num = required_dst_info_num
         self._lease = ReaderLease(settings.transfer.lease_s)
-        self._first_beat = link.beats.next_number  # acks of earlier heartbeats are about an earlier state
+        self._acked_beat = 0  # acks of earlier heartbeats tell nothing new
         self._unknown_since: float | None = None
         self._known_there = False
         self._room: Room | None = None
@@ -250,7 +250,6 @@ class EmbeddingReceiving:
         self._counts.resumes += 1
         sent_tokens = arrived.first_token + arrived.num_tokens
         self._first_token, self._asked_at, self._notice, self._is_read = sent_tokens, None, None, False
-        self._first_beat = self.link.beats.next_number
         self._ask(now)
 
     @property
@@ -306,8 +305,9 @@ class EmbeddingReceiving:
 
     def acked(self, number: int, sent_at: float, theirs: EmbeddingState | None, now: float) -> None:
         """The producer's state, in answer to heartbeat `number`."""
-        if number < self._first_beat or self.state is EmbeddingState.FAILED:
+        if number <= self._acked_beat or self.state is EmbeddingState.FAILED:
             return
+        self._acked_beat = number
         match theirs:
             case None:
                 self._not_known_there(now)
@@ -388,7 +388,6 @@ class EmbeddingReceiving:
 
     def _advance(self, following: EmbeddingState) -> None:
         self.state = advance(EMBEDDING_EDGES, self.state, following)
-        self._first_beat = self.link.beats.next_number
 
 
 def _stop(message: Partial | Done) -> int:

@@ -12,7 +12,7 @@ from kvrelay.ids import new_transfer_id, new_worker_id
 from kvrelay.states import EMBEDDING_EDGES, EmbeddingState
 from kvrelay.transfer.embedding_room import EmbeddingSettings
 from kvrelay.transfer.engines.base import Mover
-from kvrelay.wire.embedding import Done, Failed, Init, Partial, Received, Resume
+from kvrelay.wire.embedding import Done, Failed, HeartbeatAck, Init, Partial, Received, Resume
 from kvrelay.wire.transfer import Abort, AbortAck, Hello, Message, Refused
 
 BEGUN = [EmbeddingState.BOOTSTRAPPING, EmbeddingState.WAITING_FOR_INPUT]
@@ -224,6 +224,24 @@ def test_whatever_gets_lost_is_said_again(mover: Mover, kind: type[Message]) -> 
     pair.check_arrived(RESUMED, 2)
 
 
+def test_an_answer_to_an_old_heartbeat_tells_nothing_new() -> None:
+    world = EmbeddingWorld()
+    encoder, prefill = world.add_encoder(), world.add_prefill()
+    plan = world.plan(encoder, prefill, num_tokens=500)
+    prefill.expect(plan)
+    world.deliver_until(HeartbeatAck)
+    old = [frame for frame in world.network if isinstance(world.decode(frame), HeartbeatAck)]
+    world.settle()
+    encoder.expect(plan)
+    world.run(3)
+    world.network += old  # in which the producer has not heard of it
+    world.settle()
+    encoder.offer(plan)
+    world.settle()
+    assert prefill.outcomes[plan.transfer_id] == ["arrived"]
+    world.check_idle()
+
+
 @both_movers
 def test_a_resume_that_does_not_fit_what_was_sent_ends_the_transfer(mover: Mover) -> None:
     pair = Pair(EmbeddingWorld(mover), 3000)
@@ -272,6 +290,27 @@ def test_a_notice_that_does_not_fit_the_room_ends_the_transfer() -> None:
         pair.check_failed("announced what cannot be")
 
 
+def test_a_length_that_the_aux_data_do_not_confirm_ends_the_transfer() -> None:
+    pair = Pair(EmbeddingWorld(), 500, offered=False)
+    pair.world.settle()
+    pair.world.inject(pair.encoder.id, pair.prefill.id, Done(transfer_id=pair.plan.transfer_id, total_tokens=400))
+    pair.world.settle()
+    pair.check_failed("the aux data say 0 tokens, the producer 400")
+
+
+@both_movers
+def test_the_rest_may_be_there_before_the_first_part_was_moved_out(mover: Mover) -> None:
+    pair = Pair(EmbeddingWorld(mover), 2000)
+    pair.world.deliver_until(Resume)
+    pair.world.stopped.add(pair.prefill.id)
+    pair.world.settle()
+    assert pair.prefill.num_tokens(pair.plan) == 0
+    pair.world.stopped.discard(pair.prefill.id)
+    pair.world.deliver(next(at for at, frame in enumerate(pair.world.network) if isinstance(pair.world.decode(frame), Done)))
+    pair.world.settle()
+    pair.check_arrived(RESUMED, 1)
+
+
 def test_a_peer_of_another_version_model_or_width_is_refused() -> None:
     world = EmbeddingWorld()
     encoder, prefill = world.add_encoder(), world.add_prefill()
@@ -301,6 +340,7 @@ def test_messages_of_a_worker_that_has_no_part_in_it_are_ignored() -> None:
     pair.world.inject(other.id, pair.encoder.id, Abort(transfer_id=pair.plan.transfer_id, reason="mischief"))
     pair.world.settle()
     assert pair.encoder.machine.counts.foreign == 1
+    assert pair.world.count(AbortAck) == 1, "nothing is written for it, and that is what an ack says"
     pair.encoder.offer(pair.plan)
     pair.world.settle()
     assert pair.prefill.outcomes[pair.plan.transfer_id] == ["arrived"]
@@ -333,6 +373,25 @@ def test_the_state_changes_when_every_destination_has_reported(mover: Mover) -> 
     world.check_idle()
 
 
+def test_a_part_that_one_destination_has_does_not_change_the_state_of_all() -> None:
+    world = EmbeddingWorld()
+    encoder, one, two = world.add_encoder(), world.add_prefill(), world.add_prefill()
+    plan = world.plan(encoder, one, two, num_tokens=2000)
+    for side in (encoder, one, two):
+        side.expect(plan)
+    encoder.offer(plan)
+    world.settle_messages()
+    encoder.engine.advance()  # one of two writes
+    world.pump()
+    assert world.count(Partial) == 1
+    assert encoder.machine.state_of(plan.transfer_id) is EmbeddingState.WAITING_FOR_INPUT
+    encoder.engine.advance()
+    world.pump()
+    assert encoder.machine.state_of(plan.transfer_id) is EmbeddingState.TRANSFERRING
+    world.settle()
+    world.check_idle()
+
+
 @both_movers
 def test_destinations_go_at_their_own_pace_and_success_waits_for_the_slowest(mover: Mover) -> None:
     world = EmbeddingWorld(mover)
@@ -347,6 +406,23 @@ def test_destinations_go_at_their_own_pace_and_success_waits_for_the_slowest(mov
     two.pool.give_back(taken)
     assert encoder.outcomes[plan.transfer_id] == ["sent"]
     assert (one.machine.counts.resumes, two.machine.counts.resumes) == (1, 4)
+    world.check_idle()
+
+
+def test_a_destination_that_does_not_know_that_it_has_everything_may_abort() -> None:
+    world = EmbeddingWorld()
+    encoder, one, two = world.add_encoder(), world.add_prefill(), world.add_prefill()
+    plan = world.plan(encoder, one, two, num_tokens=500)
+    for side in (encoder, one, two):
+        side.expect(plan)
+    encoder.offer(plan)
+    world.settle_messages()
+    encoder.engine.advance()  # one of two writes
+    world.pump()
+    assert world.drop(Done) == 1
+    for side in (one, two):
+        side.abort(plan)
+    world.settle()
     world.check_idle()
 
 
