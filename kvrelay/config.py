@@ -167,7 +167,7 @@ class ClusterOptions(Options, frozen=True, kw_only=True):
 
 
 class TransferOptions(Options, frozen=True, kw_only=True):
-    """How KV moves between workers."""
+    """How KV and embeddings move between workers."""
 
     transfer: Annotated[
         Literal["auto", "shm", "nixl", "mooncake"],
@@ -176,6 +176,27 @@ class TransferOptions(Options, frozen=True, kw_only=True):
     transfer_lease_s: Annotated[
         float, Meta(gt=0.0, le=600.0, description="KV kept for a peer that has been silent for so long is given up")
     ] = 30.0
+    embedding_buffer_tokens: Annotated[
+        Positive, Meta(description="room that is made for an embedding before its length is known; longer ones are resumed")
+    ] = 8192
+    embedding_buffer: Annotated[
+        Literal["fixed", "adaptive"],
+        Meta(description="whether that room stays as it is, or follows the lengths of recent embeddings"),
+    ] = "fixed"
+    embedding_pool_tokens: Annotated[
+        Positive, Meta(description="embedding tokens that a worker has room for, of all requests together")
+    ] = 32768
+    embedding_block_size: Annotated[int, Meta(ge=1, le=8192, description="tokens per block of that room")] = 128
+    embedding_full: Annotated[
+        Literal["wait", "shrink", "fail"],
+        Meta(
+            description="when there is no room for an embedding: wait, then take what there is; take what there is at once; or"
+            " fail at once"
+        ),
+    ] = "wait"
+    embedding_wait_s: Annotated[
+        float, Meta(ge=0.0, le=600.0, description="how long an embedding waits for room; without any it fails then")
+    ] = 10.0
 
 
 class WorkerOptions(Options, frozen=True, kw_only=True):

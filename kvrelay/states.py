@@ -68,6 +68,16 @@ class ConsumerState(enum.StrEnum):
     FAILED = "failed"  # over without success; nothing is held
 
 
+class EmbeddingState(enum.StrEnum):
+    """Of the transfer of an embedding, on either side."""
+
+    BOOTSTRAPPING = "bootstrapping"  # not every destination has said where there is room
+    WAITING_FOR_INPUT = "waiting_for_input"  # they have; nothing of it has been reported sent
+    TRANSFERRING = "transferring"  # a part has arrived; the rest waits for a resume, or is on its way
+    SUCCESS = "success"  # every token has arrived everywhere
+    FAILED = "failed"  # over without success; memory that a peer may touch is kept until it cannot
+
+
 class WorkerState(enum.StrEnum):
     """Of a worker, as the registry and the router see it."""
 
@@ -154,6 +164,14 @@ CONSUMER_EDGES: Mapping[ConsumerState, frozenset[ConsumerState]] = {
     ConsumerState.FAILED: frozenset(),
 }
 
+EMBEDDING_EDGES: Mapping[EmbeddingState, frozenset[EmbeddingState]] = {
+    EmbeddingState.BOOTSTRAPPING: frozenset({EmbeddingState.WAITING_FOR_INPUT, EmbeddingState.FAILED}),
+    EmbeddingState.WAITING_FOR_INPUT: frozenset({EmbeddingState.SUCCESS, EmbeddingState.TRANSFERRING, EmbeddingState.FAILED}),
+    EmbeddingState.TRANSFERRING: frozenset({EmbeddingState.SUCCESS, EmbeddingState.FAILED}),
+    EmbeddingState.SUCCESS: frozenset(),
+    EmbeddingState.FAILED: frozenset(),
+}
+
 WORKER_EDGES: Mapping[WorkerState, frozenset[WorkerState]] = {
     WorkerState.STARTING: frozenset({WorkerState.READY, WorkerState.GONE}),
     WorkerState.READY: frozenset({WorkerState.DRAINING, WorkerState.GONE}),
@@ -181,7 +199,18 @@ HANDLE_EDGES: Mapping[HandleState, frozenset[HandleState]] = {
     HandleState.GONE: frozenset(),
 }
 
-S = TypeVar("S", RequestState, KVState, ProducerState, ConsumerState, WorkerState, BreakerState, LeaseState, HandleState)
+S = TypeVar(
+    "S",
+    RequestState,
+    KVState,
+    ProducerState,
+    ConsumerState,
+    EmbeddingState,
+    WorkerState,
+    BreakerState,
+    LeaseState,
+    HandleState,
+)
 
 
 def advance(edges: Mapping[S, frozenset[S]], current: S, following: S) -> S:

@@ -1,0 +1,121 @@
+"""The embedding relay with its threads and sockets, over any transport. Run as a program, this file is an encode worker in a
+process of its own: `embedding_pair.py TRANSPORT LEASE_S`. It tells its id and address as a line of JSON, reads a transfer id,
+a consumer and a number of tokens, offers such an embedding, and tells how that ended."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+
+import numpy as np
+from embedding_world import embedding
+
+from kvrelay.ids import TransferId, WorkerId, new_worker_id
+from kvrelay.transfer.embedding_arrival import EmbeddingArrival
+from kvrelay.transfer.embedding_layout import EmbeddingLayout
+from kvrelay.transfer.embedding_mover import EmbeddingConsumer, EmbeddingParts, EmbeddingProducer
+from kvrelay.transfer.embedding_pool import Embedding, EmbeddingPool, Piece, joined
+from kvrelay.transfer.embedding_room import EmbeddingSettings
+from kvrelay.transfer.engines.choose import make_engine
+from kvrelay.transfer.engines.shm import host_identity
+from kvrelay.transfer.region import shared_region
+from kvrelay.transfer.session import TransferSettings
+
+HIDDEN = 64
+
+
+def parts(
+    role: str, transport: str, settings: EmbeddingSettings, *, block_size: int = 128, pool_tokens: int = 16384
+) -> EmbeddingParts:
+    shape = EmbeddingLayout(
+        num_blocks=pool_tokens // block_size, block_size=block_size, hidden=HIDDEN, deepstack=1, dtype="float32", item_bytes=4,
+        aux_items=16,
+    )  # fmt: skip
+    worker, region = new_worker_id(role), shared_region(shape.size_bytes)
+    return EmbeddingParts(
+        worker_id=worker,
+        pool=EmbeddingPool(shape, region),
+        region=region,
+        engines=[make_engine(transport, worker)],
+        fingerprint="tiny",
+        host=host_identity(),
+        settings=settings,
+    )
+
+
+def wide_embedding(number: int, num_tokens: int) -> Embedding:
+    return embedding(number, num_tokens, row_bytes=HIDDEN * 2 * 4)
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.002)
+
+
+class Consumer:
+    """Collects what arrives."""
+
+    def __init__(self, relay: EmbeddingConsumer) -> None:
+        self.relay = relay
+        self._arrivals: dict[TransferId, list[EmbeddingArrival]] = {}
+
+    def arrivals(self, transfer_id: TransferId) -> list[EmbeddingArrival]:
+        for arrival in self.relay.poll():
+            self._arrivals.setdefault(arrival.transfer_id, []).append(arrival)
+        return self._arrivals.get(transfer_id, [])
+
+    def is_over(self, transfer_id: TransferId) -> bool:
+        return any(arrival.is_complete or arrival.error for arrival in self.arrivals(transfer_id))
+
+    def whole(self, transfer_id: TransferId) -> Piece:
+        return joined([piece for arrival in self.arrivals(transfer_id) for piece in arrival.pieces])
+
+    def holds(self, transfer_id: TransferId, wanted: Embedding) -> bool:
+        whole = self.whole(transfer_id)
+        same = np.array_equal(whole.rows, wanted.rows) and np.array_equal(whole.fill_ids, wanted.fill_ids)
+        return same and np.array_equal(whole.positions, wanted.positions)
+
+    def is_empty(self) -> bool:
+        counts = self.relay.pool_counts()
+        return counts.free == counts.total and self.relay.num_live == 0
+
+
+@contextmanager
+def consumer(transport: str, settings: EmbeddingSettings, **shape: int):  # type: ignore[no-untyped-def]
+    relay = EmbeddingConsumer(mine := parts("prefill", transport, settings, **shape))
+    try:
+        yield mine.worker_id, Consumer(relay)
+    finally:
+        relay.close()
+
+
+@contextmanager
+def producer(transport: str, settings: EmbeddingSettings, **shape: int):  # type: ignore[no-untyped-def]
+    relay = EmbeddingProducer(mine := parts("encode", transport, settings, **shape))
+    try:
+        yield mine.worker_id, relay
+    finally:
+        relay.close()
+
+
+def main(transport: str, lease_s: str) -> None:
+    settings = EmbeddingSettings(transfer=TransferSettings(lease_s=float(lease_s), hello_retry_s=0.1))
+    with producer(transport, settings) as (worker, relay):
+        print(json.dumps({"worker": worker, "address": relay.signal_address}), flush=True)
+        for line in sys.stdin:
+            transfer_id, peer, num_tokens = line.split()
+            relay.expect(TransferId(transfer_id), [WorkerId(peer)])
+            if int(num_tokens):
+                assert relay.offer(TransferId(transfer_id), wide_embedding(1, int(num_tokens)))
+            while not (ended := relay.poll()):
+                time.sleep(0.01)
+            print(json.dumps({"error": ended[0].error, "free": relay.pool_counts().free}), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

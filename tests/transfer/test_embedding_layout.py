@@ -1,0 +1,120 @@
+"""Which bytes move for which tokens of an embedding, against a copy token by token; and the blocks of a pool."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from embedding_world import AUX_ITEMS, embedding, layout
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvrelay.transfer.embedding_layout import (
+    EmbeddingLayout,
+    TokenPlacement,
+    check_source,
+    embedding_layout,
+    embedding_ranges,
+)
+from kvrelay.transfer.embedding_pool import Embedding, EmbeddingPool, Rows, joined
+from kvrelay.transfer.engines.base import TransferError
+from kvrelay.transfer.region import shared_region
+from kvrelay.wire.embedding import PoolLayout
+
+
+def offsets(shape: EmbeddingLayout, block: int, offset: int) -> list[tuple[int, int]]:
+    """Where a token's row, fill id and positions are, and their sizes: written out once more."""
+    slot = block * shape.block_size + offset
+    return [
+        (slot * shape.row_bytes, shape.row_bytes),
+        (shape.fill_ids_offset + slot * 4, 4),
+        (shape.positions_offset + slot * 12, 12),
+    ]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.tuples(st.integers(1, 9), st.integers(1, 9)),
+    first=st.integers(0, 30),
+    count=st.integers(1, 30),
+    seed=st.integers(0, 2**32),
+)
+def test_ranges_cover_every_byte_of_every_token_once(sizes: tuple[int, int], first: int, count: int, seed: int) -> None:
+    """The consumer's blocks begin at `first`, wherever that is in the producer's."""
+    here, there = layout(sizes[0], 70), layout(sizes[1], 70)
+    numbers = random.Random(seed)
+    mine, theirs = numbers.sample(range(70), 70), numbers.sample(range(70), 70)
+    ranges = embedding_ranges(TokenPlacement(here, mine), TokenPlacement(there, theirs, first), (first, first + count))
+    moved = {(int(a) + i, int(b) + i) for a, b, size in ranges for i in range(int(size))}
+    assert len(moved) == int(ranges[:, 2].sum()), "a byte moves twice"
+    wanted = set()
+    for token in range(first, first + count):
+        sources = offsets(here, mine[token // here.block_size], token % here.block_size)
+        targets = offsets(there, theirs[(token - first) // there.block_size], (token - first) % there.block_size)
+        wanted |= {(a + i, b + i) for (a, size), (b, _) in zip(sources, targets, strict=True) for i in range(size)}
+    if first == 0:
+        a, b = (shape.aux_offset + block * shape.aux_bytes for shape, block in ((here, mine[0]), (there, theirs[0])))
+        wanted |= {(a + i, b + i) for i in range(AUX_ITEMS * 8)}
+    assert moved == wanted
+
+
+def test_neighbouring_blocks_are_one_range_a_plane() -> None:
+    shape = layout(128, 100)
+    placement = TokenPlacement(shape, range(100))
+    ranges = embedding_ranges(placement, placement, (0, 10_000))
+    assert len(ranges) == 4
+    assert int(ranges[:, 2].sum()) == 10_000 * shape.token_bytes + shape.aux_bytes
+
+
+@pytest.mark.parametrize("name", ["num_blocks", "block_size", "hidden", "item_bytes", "aux_items", "deepstack"])
+def test_a_shape_that_cannot_be_is_refused(name: str) -> None:
+    fields: dict[str, int] = dict.fromkeys(("num_blocks", "block_size", "hidden", "item_bytes", "aux_items", "deepstack"), 1)
+    with pytest.raises(TransferError, match=name):
+        embedding_layout(PoolLayout(dtype="float32", **{**fields, name: -1}))
+    assert "hidden is 1 here and 2 there" in embedding_layout(PoolLayout(dtype="float32", **fields)).mismatch(
+        embedding_layout(PoolLayout(dtype="float32", **{**fields, "hidden": 2}))
+    )
+
+
+def test_blocks_that_a_producer_names_must_exist_and_suffice() -> None:
+    with pytest.raises(TransferError, match="cannot hold 9 tokens"):
+        check_source(layout(4, 8), [0, 1], 9)
+    with pytest.raises(TransferError, match="where there are 8 blocks"):
+        check_source(layout(4, 8), [0, 8, 1], 9)
+
+
+def test_a_pool_prefers_neighbours_and_gives_back_what_it_holds() -> None:
+    shape = layout(4, 8)
+    pool = EmbeddingPool(shape, shared_region(shape.size_bytes))
+    first, second, third = pool.take(8), pool.take(4), pool.take(8)
+    assert (first, second, third) == ((0, 1), (2,), (3, 4))
+    assert first is not None
+    assert third is not None
+    pool.give_back(first)
+    assert pool.take(12) == (5, 6, 7), "side by side rather than first"
+    assert pool.take(12) is None
+    pool.quarantine(third)
+    counts = pool.counts()
+    assert (counts.total, counts.free, counts.held, counts.quarantined) == (8, 2, 4, 2)
+    with pytest.raises(AssertionError, match="twice"):
+        pool.give_back(first)
+
+
+def test_an_embedding_can_be_written_into_the_pool_by_its_maker() -> None:
+    shape = layout(4, 8)
+    pool = EmbeddingPool(shape, shared_region(shape.size_bytes))
+    ready = embedding(7, 14)
+
+    def write(start: int, rows: Rows) -> None:
+        assert isinstance(ready.rows, np.ndarray)
+        rows[:] = ready.rows[start : start + len(rows)]
+
+    blocks = (5, 6, 0, 3)
+    offered = Embedding(rows=write, fill_ids=ready.fill_ids, positions=ready.positions, aux=(1, 2))
+    pool.store(blocks, offered)
+    pieces = pool.pieces(blocks, 100, 14)
+    assert [(piece.start, piece.stop) for piece in pieces] == [(100, 108), (108, 112), (112, 114)]
+    assert (joined(pieces).rows == ready.rows).all()
+    assert (joined(pieces).positions == ready.positions).all()
+    assert pool.aux(5) == (14, 1, 2, 0, 0, 0, 0, 0)
