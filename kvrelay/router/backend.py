@@ -8,9 +8,11 @@ from typing import Any, Protocol
 import msgspec
 
 from kvrelay.ids import WorkerId
+from kvrelay.router.parent import Parent
 from kvrelay.router.stream import RequestStream
 from kvrelay.sampling import SamplingParams
 from kvrelay.states import Role
+from kvrelay.wire.serving import Image, Keep
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,6 +26,12 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     session: str = ""  # requests of one session go to the same workers while these can take them
     trace: Mapping[str, str] = {}
     timeout_s: float | None = None  # from submit to the last token
+    images: Sequence[Image] = ()
+    owner: str = ""  # whose request it is: a digest of the API key; empty where no keys are asked for
+    answer_id: str = ""  # another name under which it can be continued from; requests of one answer share it
+    first_choice: int = 0  # the place of its first sample among the choices of that answer
+    keep: Keep | None = None  # leases that are asked for when it ends
+    parent: Parent | None = None  # the prompt begins with all of this one's tokens
 
 
 class DrainOrder(msgspec.Struct, frozen=True, kw_only=True):
