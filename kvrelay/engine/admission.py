@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from kvrelay.engine.request import begins_anew
@@ -33,6 +34,7 @@ class Limits:
         self._check_prompt(submit.prompt)
         self._check_params(submit)
         self._check_resume(submit)
+        self._check_continuation(submit)
 
     def _check_prompt(self, prompt: list[int]) -> None:
         if not prompt:
@@ -69,6 +71,17 @@ class Limits:
             raise InvalidRequestError(f"a sample of {longest} tokens has no token to come", param="resume")
         if submit.transfer is not None and len(samples) > 1 and not begins_anew(submit):
             raise UnavailableError("samples that go on at different tokens cannot be handed over together")
+
+    def _check_continuation(self, submit: Submit) -> None:
+        keep = submit.keep
+        if keep is not None and not 0.0 < keep.ttl_s < math.inf:
+            raise InvalidRequestError(f"KV is kept for some seconds, more than 0, not {keep.ttl_s}", param="keep_kv")
+        if keep is not None and len(keep.lease_ids) != submit.params.n:
+            raise InvalidRequestError(f"{len(keep.lease_ids)} leases for n = {submit.params.n} samples", param="keep_kv")
+        if submit.inherit is not None and submit.params.prompt_logprobs is not None:
+            raise InvalidRequestError("a continuation does not compute its whole prompt", param="prompt_logprobs")
+        if submit.inherit is not None and submit.transfer is not None:
+            raise UnavailableError("a continuation runs where its lease is; nobody hands it over")
 
     def _check_role(self, submit: Submit) -> None:
         """Only a router that is confused sends what fails here."""

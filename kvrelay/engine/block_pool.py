@@ -54,6 +54,11 @@ class BlockPool:
     def is_cached(self, block: int) -> bool:
         return block in self._cached
 
+    def is_pinned(self, block: int) -> bool:
+        """Whether leases hold it and no live sequence does."""
+        others = self._others.get(block)
+        return others is not None and others[Holder.PINNED] > 0 and others[Holder.SEQUENCE] == 0
+
     def allocate(self, count: int) -> list[int] | None:
         """`count` blocks, each held once by a sequence, or None (and nothing changes) if there are not so many."""
         if count > self.num_available:
@@ -116,6 +121,10 @@ class BlockPool:
             pinned=kinds[Holder.PINNED],
             quarantined=kinds[Holder.QUARANTINED],
         )
+
+    def pins(self) -> dict[int, int]:
+        """References of leases, by block."""
+        return {block: others[Holder.PINNED] for block, others in self._others.items() if others[Holder.PINNED]}
 
     def check(self) -> None:
         """Every block is in exactly one place."""

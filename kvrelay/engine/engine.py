@@ -17,6 +17,7 @@ from itertools import count as counter
 from kvrelay.config import EngineOptions
 from kvrelay.engine import invariants
 from kvrelay.engine.admission import Limits
+from kvrelay.engine.continuation import Leases
 from kvrelay.engine.finish import finish_reason
 from kvrelay.engine.incoming import Incoming
 from kvrelay.engine.interfaces import Row, RowResult, Runner, StepPlan, StepResult
@@ -67,7 +68,17 @@ class Engine:
         self.incoming = None if consumer is None else Incoming(consumer, self.kv)
         self._relay = self.incoming if self.outgoing is None else self.outgoing
         self.swap = Swap(self.kv, runner, clock=clock, timeout_s=options.swap_timeout_s) if runner.num_host_blocks else None
-        self.scheduler = Scheduler(options, self.kv, self.incoming, self.outgoing, self.swap)
+        self._keys = counter()
+        self.leases = Leases(
+            self.kv,
+            self.swap,
+            clock=clock,
+            keys=self._keys,
+            share=int(options.lease_share * runner.num_blocks),
+            most=runner.num_blocks - self.kv.blocks_for(max_model_len),
+            verify=options.check_invariants,
+        )
+        self.scheduler = Scheduler(options, self.kv, self.leases, self.incoming, self.outgoing, self.swap)
         if self.outgoing is not None:
             runner.on_layer(self.outgoing.layer_done)
         self.requests: dict[RequestId, Request] = {}
@@ -84,7 +95,6 @@ class Engine:
         )
         self._eos_token_ids = eos_token_ids
         self._max_model_len = max_model_len
-        self._keys = counter()
         self._arrivals = counter()
         self._outputs: list[SequenceOutput] = []
         self._failures: list[Failure] = []
@@ -105,14 +115,23 @@ class Engine:
         if submit.request_id in self.requests:
             log.warning("request submitted twice, second one ignored", request=submit.request_id)
             return
+        self._end_leases()
         try:
             self._limits.check(submit, num_waiting=self._num_waiting, draining=self._draining)
+            self.leases.check(submit)
         except RequestError as error:
             self._failures.append(Failure(submit.request_id, error.kind, error.message, error.param))
             return
         request = self._enqueue(submit)
         if self.outgoing is not None and submit.transfer is not None:
             self.outgoing.expect(submit, len(request.sequences[0].tokens))
+            return  # whoever takes it over keeps it
+        self.leases.expect(submit)
+        self.leases.inherit(submit, request.sequences)
+        if self.outgoing is not None:
+            self.leases.refuse(submit.request_id, "a prefill worker keeps no KV")
+        elif submit.params.beam is not None:
+            self.leases.refuse(submit.request_id, "the KV of a beam search is not kept")
 
     def _enqueue(self, submit: Submit) -> Request:
         request = Request(submit, next(self._arrivals))
@@ -139,10 +158,13 @@ class Engine:
 
     def finish(self, finish: Finish) -> None:
         """The router found the end of a sample. The sequence may have ended or run a few tokens further meanwhile."""
+        self.leases.seen(finish)
         request = self.requests.get(finish.request_id)
         if request is None:
             return
         request.cut[finish.sample] = finish.reason
+        if self.incoming is not None and finish.request_id in self.incoming and self.leases.is_due(finish.request_id):
+            return  # it ends when its KV is here, since that is to be kept
         if len(request.cut) == request.params.n:
             self._drop(request, FreeReason.FINISHED)
         elif not request.num_unforked:
@@ -151,10 +173,13 @@ class Engine:
 
     def release_leases(self, lease_ids: Iterable[LeaseId]) -> None:
         """Nobody will continue from these any more. Unknown ones are no error: they may have ended."""
+        self.leases.release(lease_ids)
+        self._stalled = False
 
     def find_leases(self, handle: str, owner: str) -> list[LeaseInfo]:
         """By a lease's id, or by the id under which a client knows the parent."""
-        return []
+        self._end_leases()
+        return self.leases.find(handle, owner)
 
     def drain(self) -> None:
         self._draining = True
@@ -175,6 +200,8 @@ class Engine:
         """Whether `step` would do or say anything."""
         if self._outputs or self._failures or self._handed_over or self._released or self.scheduler.running:
             return True
+        if self.leases.has_news or self._is_saving_leases:
+            return True
         if self.outgoing is not None and self.outgoing.has_news:
             return True
         if self.incoming is not None and self.incoming.has_news:
@@ -186,6 +213,7 @@ class Engine:
         return (self.scheduler.num_waiting > 0 or bool(self.scheduler.swapped)) and not self._stalled
 
     def load(self) -> WorkerLoad:
+        self._end_leases()
         return WorkerLoad(
             running=len(self.scheduler.running),
             waiting=self._num_waiting,
@@ -201,7 +229,19 @@ class Engine:
             preemptions=self.scheduler.num_preemptions,
             steps=self._num_steps,
             connections=0 if self._relay is None else self._relay.num_links,
+            leases=len(self.leases),
+            inherited_tokens=self.leases.num_inherited_tokens,
         )
+
+    def _end_leases(self) -> None:
+        """Those whose time is over, also when there is nothing to do: whoever asks for anything finds them gone."""
+        if self.leases.expire():
+            self._stalled = False
+
+    @property
+    def _is_saving_leases(self) -> bool:
+        """Then the blocks come back when somebody looks. A worker that is to end does not wait for that."""
+        return self.swap is not None and self.swap.is_saving_leases and not self._draining
 
     @property
     def _num_waiting(self) -> int:
@@ -227,6 +267,7 @@ class Engine:
         if plan.rows or plan.released:
             self._commit(plan, self._run(plan))
             self._num_steps += 1
+        self.leases.end_step()
         self._stalled = not plan.rows
         if self.swap is not None:
             self.swap.spill()
@@ -355,8 +396,10 @@ class Engine:
 
     def _take_news(self) -> None:
         """What the transfer layer did since the last step, and which copies ended."""
+        self._end_leases()
         if self.swap is not None:
-            self.scheduler.take_copied(_COPY_WAIT_S if self._stalled and self.requests else 0.0)
+            idle = self._stalled and (self.requests or self._is_saving_leases)
+            self.scheduler.take_copied(_COPY_WAIT_S if idle else 0.0)
         if self.outgoing is not None and self.outgoing.has_news:
             restarts, ended = self.outgoing.poll()
             self._stalled = False
@@ -401,6 +444,7 @@ class Engine:
     # Endings
 
     def _end(self, sequence: Sequence, reason: FinishReason) -> None:
+        self.leases.ended(sequence)
         if self.incoming is not None and sequence.request_id in self.incoming:
             self.incoming.abort(sequence)
         else:
@@ -419,6 +463,7 @@ class Engine:
 
     def _forget_if_finished(self, request: Request) -> None:
         if request.finished and self.requests.pop(request.request_id, None) is not None:
+            self.leases.forget(request.request_id)
             self._tell_freed(request, FreeReason.FINISHED)
 
     def _drop(self, request: Request, reason: FreeReason) -> list[int]:
@@ -428,6 +473,7 @@ class Engine:
         for sequence in open_sequences:
             self._end(sequence, FinishReason.ABORT)
         del self.requests[request.request_id]
+        self.leases.forget(request.request_id)
         self._tell_freed(request, reason)
         return samples
 
@@ -450,6 +496,7 @@ class Engine:
 
     def _fail(self, request: Request, error: RequestError) -> None:
         if request.request_id in self.requests:
+            self.leases.refuse(request.request_id, f"the request failed: {error.message}")
             self._drop(request, FreeReason.FAILED)
             self._failures.append(Failure(request.request_id, error.kind, error.message, error.param))
 
@@ -463,6 +510,7 @@ class Engine:
         outputs, self._outputs = self._outputs, []
         failures, self._failures = self._failures, []
         handed_over, self._handed_over = self._handed_over, []
+        leases, inherited = self.leases.take_news()
         return StepOutputs(
             worker_id=self._worker_id,
             step=self._num_steps,
@@ -470,6 +518,8 @@ class Engine:
             outputs=outputs,
             failures=failures,
             handed_over=handed_over,
+            leases=leases,
+            inherited=inherited,
         )
 
 

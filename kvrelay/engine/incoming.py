@@ -41,6 +41,10 @@ class Incoming:
         return bool(self._startable)
 
     @property
+    def next_startable(self) -> Sequence:
+        return self._startable[0][1]
+
+    @property
     def num_waiting(self) -> int:
         """Sequences that hold no blocks yet."""
         return sum(1 for sequence in self._expected.values() if sequence.state is RequestState.WAITING)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kvrelay.engine.block_pool import Holder
 from kvrelay.engine.request import Sequence
 from kvrelay.engine.swap import Swap
-from kvrelay.states import KVState, RequestState
+from kvrelay.states import KVState, LeaseState, RequestState
 
 if TYPE_CHECKING:
     from kvrelay.engine.engine import Engine
@@ -32,6 +32,7 @@ def check(engine: Engine) -> None:
             references.update(blocks)
     if engine.swap is not None:
         references.update(_check_swap(engine.swap))
+    references.update(_check_leases(engine))
     held = {block: count for block, count in enumerate(kv.pool.references) if count}
     assert dict(references) == held, f"references of sequences {dict(references)} differ from the pool's {held}"
     _check_queues(engine)
@@ -50,8 +51,11 @@ def check_idle(engine: Engine) -> None:
     assert not engine.scheduler.swapped
     assert not engine.scheduler.loading
     if engine.swap is not None:
-        assert not engine.swap.kept, f"sequences left on the host: {list(engine.swap.kept)}"
-        assert engine.swap.slots.counts().in_use == sum(len(copy.slots) for copy in engine.swap.copies.values())
+        kept = engine.swap.kept.values()
+        assert all(one.leased for one in kept), f"sequences left on the host: {[one.sequence.request_id for one in kept]}"
+        slots = {slot for one in kept for slot in one.slots} | {s for copy in engine.swap.copies.values() for s in copy.slots}
+        assert engine.swap.slots.counts().in_use == len(slots)
+    assert not engine.leases.heirs, "children left behind"
     assert not engine.scheduler.waiting
 
 
@@ -70,6 +74,34 @@ def _check_swap(swap: Swap) -> Counter[int]:
         assert kept.tickets <= swap.copies.keys(), "a sequence waits for a copy that is over"
     held = {slot: count for slot, count in enumerate(swap.slots.references) if count}
     assert dict(slots) == held, f"references to slots {dict(slots)} differ from the pool's {held}"
+    return blocks
+
+
+def _check_leases(engine: Engine) -> Counter[int]:
+    """Every pin is a lease's or that of a copy for one; returns the leases'."""
+    leases, pool, swap = engine.leases, engine.kv.pool, engine.swap
+    blocks: Counter[int] = Counter()
+    staying: Counter[int] = Counter()
+    holds = Counter(heir.lease.lease_id for heir in leases.heirs.values())
+    holds.update(lease.lease_id for lease in leases.let_go_after_step)
+    for lease in leases.leases.values():
+        on_host = lease.state in (LeaseState.LEAVING, LeaseState.ON_HOST)
+        assert on_host == (swap is not None and lease.kv.key in swap.kept), f"{lease.lease_id} is {lease.state}"
+        assert bool(lease.kv.block_table) == (lease.state is not LeaseState.ON_HOST), f"{lease.lease_id} is {lease.state}"
+        assert lease.num_holds == holds[lease.lease_id], f"{lease.lease_id} is held {lease.num_holds} times"
+        assert lease.num_holds or not lease.is_over, f"{lease.lease_id} is over and nobody needs it"
+        assert lease.kv.num_computed < len(lease.kv.tokens), f"{lease.lease_id} has KV of its last token"
+        blocks.update(lease.kv.block_table)
+        if lease.state is LeaseState.ON_DEVICE:
+            staying.update(lease.kv.block_table)
+    assert blocks == leases.pinned, "blocks of leases are counted wrongly"
+    assert staying == leases.staying, "blocks of leases that stay are counted wrongly"
+    assert len(blocks) <= leases.most, f"leases pin {len(blocks)} blocks, which leaves too few for one request"
+    pins = Counter(blocks)
+    for copy in [] if swap is None else swap.copies.values():
+        if copy.holder is Holder.PINNED and not copy.expired:
+            pins.update(copy.blocks)
+    assert pins == pool.pins(), f"pins of leases {pins} differ from the pool's {pool.pins()}"
     return blocks
 
 

@@ -5,6 +5,8 @@ grow        a running one gets room for more tokens; a block shared with others 
 computed    KV was written: full blocks enter the prefix cache                                   ALLOCATED -> ACTIVE
 fork        a child holds its parent's blocks
 free        the end, or preemption: every reference goes back                                    -> FREED
+pin         a lease holds the blocks of a sequence that is about to end
+inherit     as `attach`, but the beginning is taken from a lease: the cache is not asked         FREED -> ALLOCATED
 
 Swapping (`engine/swap.py`) leads from ACTIVE to SWAPPED and back.
 """
@@ -168,6 +170,50 @@ class KVCache:
         sequence.block_table = []
         sequence.num_computed = 0
         sequence.kv_become(KVState.FREED)
+
+    def pinnable(self, sequence: Sequence, leased: Sequence) -> list[int]:
+        """The blocks for a lease on the sequence's beginning. Where another block has the same KV and can be found, it is that
+        one: it must not go while the lease is there."""
+        blocks = sequence.block_table[: self.blocks_for(leased.num_computed)]
+        for index in range(leased.num_computed // self.block_size):
+            if blocks[index] not in self.prefixes:
+                twin = self.find(self.prefixes, leased, index)
+                blocks[index] = blocks[index] if twin is None else twin
+        return blocks
+
+    def pin(self, leased: Sequence, blocks: list[int]) -> None:
+        self.pool.retain(blocks, Holder.PINNED)
+        leased.block_table = blocks
+
+    def unpin(self, leased: Sequence) -> None:
+        self.pool.release(reversed(leased.block_table), Holder.PINNED)
+        leased.block_table = []
+
+    def inherit(self, sequence: Sequence, leased: Sequence, present: list[int | None], *, headroom: int) -> int:
+        """0: it has blocks for all its tokens, and shares those that are present of the lease's. If all are, `num_computed`
+        says so, and there is one more block for `grow` to copy a partial one to. Else, how many blocks are missing."""
+        assert not sequence.block_table
+        found = [block for block in present if block is not None]
+        num_new = self.blocks_for(len(sequence.tokens)) - len(found)
+        is_partial = leased.num_computed % self.block_size != 0
+        num_taken = num_new + sum(map(self.pool.is_cached, found)) + (is_partial and present[-1] is not None)
+        if num_taken + headroom > self.pool.num_available:
+            return num_taken + headroom - self.pool.num_available
+        self.pool.retain(found)
+        fresh = self.pool.allocate(num_new)
+        assert fresh is not None
+        fresh.reverse()
+        sequence.block_table = [fresh.pop() if block is None else block for block in present] + fresh[::-1]
+        sequence.hashes = list(leased.hashes)
+        sequence.num_computed = leased.num_computed if len(found) == len(present) else 0
+        sequence.kv_become(KVState.ALLOCATED)
+        return 0
+
+    def fresh_hashes(self, sequence: Sequence, num_blocks: int) -> list[bytes]:
+        """Computed anew from its tokens."""
+        hashes: list[bytes] = []
+        extend_hashes(hashes, self._root(sequence), sequence.tokens, self.block_size, num_blocks)
+        return hashes
 
     def reserve(self, sequence: Sequence) -> list[int]:
         """After `attach`: the new blocks, which a transfer will fill."""

@@ -11,6 +11,7 @@ prompts share what is left of the token budget, in chunks.
 When the pool is empty, the running sequence that is last makes room; since a step is planned in that same order, nobody who
 is already part of the step is ever chosen. Its KV goes to the host if there is room (`engine/swap.py`), and until it is
 there, whoever needed the blocks sits out. Else its KV is given up and computed again later. Its tokens are kept either way.
+Before anybody who runs has to, continuation leases make room in the same way (`engine/continuation.py`), as far as they can.
 
 Nobody stays swapped for ever. Swapped sequences come back by priority and arrival, the first one first, whenever those that
 run leave enough blocks; as long as one of them has to wait, nobody is admitted. So those that run get fewer: each step brings
@@ -28,6 +29,7 @@ from bisect import insort
 from collections.abc import Callable
 
 from kvrelay.config import EngineOptions
+from kvrelay.engine.continuation import Leases
 from kvrelay.engine.incoming import Incoming
 from kvrelay.engine.interfaces import Row, StepPlan
 from kvrelay.engine.kv_cache import KVCache
@@ -46,12 +48,14 @@ class Scheduler:
         self,
         options: EngineOptions,
         kv: KVCache,
+        leases: Leases,
         incoming: Incoming | None = None,
         outgoing: Outgoing | None = None,
         swap: Swap | None = None,
     ) -> None:
         self._options = options
         self._kv = kv
+        self._leases = leases
         self._incoming = incoming
         self._outgoing = outgoing
         self._swap = swap
@@ -96,16 +100,18 @@ class Scheduler:
         """What came of copies to and from the host. If none ended, waits up to `wait_s` for one."""
         assert self._swap is not None
         news = self._swap.poll(wait_s)
+        self._leases.copied(news.stayed)
         for sequence in news.restored + news.fetched:
             self.loading.remove(sequence)
             self.run_at_once(sequence)
         for sequence in news.fetched:
-            _note_cached(sequence)
+            self._note_start(sequence)
         for sequence in news.lost_out:
             self.swapped.remove(sequence)
             self._recompute(sequence, FreeReason.SWAP_OUT_TIMEOUT)
         for sequence in news.lost_in:
             self.loading.remove(sequence)
+            self._leases.let_go(sequence)
             self._recompute(sequence, FreeReason.SWAP_IN_TIMEOUT)
 
     @property
@@ -133,8 +139,9 @@ class Scheduler:
         waiting = self._first_waiting()
         if incoming.reserve(self._num_free_slots, self._headroom, None if waiting is None else waiting.order):
             self._schedule_waiting(plan, budget)
-            if not self.starved:
-                incoming.reserve(self._num_free_slots, self._headroom)
+            if self.starved or incoming.reserve(self._num_free_slots, self._headroom):
+                return
+        self._leases.make_room_for(incoming.next_startable, self._headroom)
 
     def _first_waiting(self) -> Sequence | None:
         while self._waiting and self._waiting[0][1].state is not RequestState.WAITING:
@@ -149,6 +156,7 @@ class Scheduler:
             if not self._swap.is_saved(sequence) or sequence.num_slots > self._num_free_slots:
                 return
             if not self._swap.swap_in(sequence, headroom=self._headroom):
+                self._leases.make_room_for(sequence, self._headroom)
                 return
             self.loading.append(self.swapped.pop(0))
 
@@ -200,6 +208,8 @@ class Scheduler:
             if self._swap is not None and self._swap.num_releasing >= self._num_short + missing:
                 self._num_short += missing
                 return False
+            if self._leases.make_room(self._num_short + missing):
+                continue
             victim = self.running.pop()
             self._preempt(victim)
             if victim is sequence:
@@ -239,7 +249,7 @@ class Scheduler:
                 continue
             if self._waits_for_sibling(sequence):
                 return
-            if sequence.num_slots > slots or not self._kv.attach(sequence, headroom=self._headroom):
+            if sequence.num_slots > slots or not self._leases.attach(sequence, headroom=self._headroom):
                 self.starved = True
                 return
             count = min(sequence.num_uncomputed, budget)
@@ -249,12 +259,14 @@ class Scheduler:
             heapq.heappop(self._waiting)
             self.num_waiting -= 1
             slots -= sequence.num_slots
-            if self._swap is not None and self._swap.fetch(sequence):
+            if self._leases.fetch(sequence):
                 sequence.become(RequestState.TRANSFERRING)
                 self.loading.append(sequence)
                 continue
             self.run_at_once(sequence)
-            _note_cached(sequence)
+            self._note_start(sequence)
+            has_room = self._kv.grow(sequence, sequence.num_computed + count, plan.copies)
+            assert has_room, "no block is left to copy a lease's last one to"
             budget -= count
             num_prefills += 1
             plan.rows.append(_row(sequence, count))
@@ -265,6 +277,12 @@ class Scheduler:
         self._kv.free(sequence)
         if self._kv.recorder is not None:
             self._kv.recorder.freed_for_now(sequence.request.external_id, FreeReason.ROLLED_BACK)
+
+    def _note_start(self, sequence: Sequence) -> None:
+        """How much of its prompt was there already."""
+        if sequence.num_output_tokens == 0 and sequence.sample == 0:
+            sequence.cached_tokens = sequence.num_computed
+        self._leases.started(sequence)
 
     def _waits_for_sibling(self, sequence: Sequence) -> bool:
         siblings = sequence.request.sequences
@@ -281,12 +299,6 @@ def _latest_last(sequence: Sequence) -> Order:
 def _oldest_last(sequence: Sequence) -> Order:
     priority, arrival, sample = sequence.order
     return priority, -arrival, -sample
-
-
-def _note_cached(sequence: Sequence) -> None:
-    """When a prompt starts: how much of it was there already."""
-    if sequence.num_output_tokens == 0 and sequence.sample == 0:
-        sequence.cached_tokens = sequence.num_computed
 
 
 def _row(sequence: Sequence, count: int) -> Row:

@@ -7,6 +7,9 @@ copies run beside the steps; nothing here waits for one.
     swap_in     blocks first; what is on the device already is shared, the rest copied; only when it is
                 there is the host's copy dropped                                                       SWAPPED -> ACTIVE
     fetch       a prompt's next blocks, evicted on the device, are copied from the host's cache        stays ALLOCATED
+    load        the same, of slots that are known: those of a lease
+    save        the KV of a lease (`engine/continuation.py`) goes to slots; it keeps its blocks until it is there
+    adopt       the slots of a swapped sequence that ends become a lease's
     spill       blocks that nobody holds any more are copied to slots that nobody needs
     poll        which copies ended, and which took too long: those sequences compute their KV again    -> FREED
 
@@ -20,6 +23,7 @@ somebody else (`BlockPool.generations`), and by its hash.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -51,13 +55,15 @@ class Copy:
 
 @dataclass(slots=True)
 class Kept:
-    """A sequence whose KV is on the host, or on the way to or from it."""
+    """A sequence (or a lease's) whose KV is on the host, or on the way to or from it."""
 
     sequence: Sequence
     slots: list[int]
     tickets: set[int] = field(default_factory=set)  # copies that must end before the next thing can happen
     table: list[int] = field(default_factory=list)  # its blocks, once it comes back
-    num_fetched: int = 0  # of a prompt: blocks that come from the host's cache
+    num_fetched: int = 0  # of a prompt: tokens whose KV it will have then
+    num_hits: int = 0  # of these: tokens whose KV comes from the host
+    leased: bool = False  # stays here until it is dropped
 
 
 @dataclass(slots=True)
@@ -68,6 +74,7 @@ class SwapNews:
     fetched: list[Sequence] = field(default_factory=list)
     lost_out: list[Sequence] = field(default_factory=list)  # the copy to the host took too long
     lost_in: list[Sequence] = field(default_factory=list)  # the copy from the host took too long
+    stayed: list[Sequence] = field(default_factory=list)  # of leases: the copy to the host took too long
 
 
 class Swap:
@@ -92,14 +99,50 @@ class Swap:
     def swap_out(self, sequence: Sequence) -> bool:
         """False (and nothing changes) if there are too few slots. The sequence holds no blocks afterwards; those that are being
         copied come back later (`num_releasing`)."""
-        pool, table = self._kv.pool, sequence.block_table
+        kept = self._save(sequence, Holder.SEQUENCE)
+        if kept is None:
+            return False
+        self._kv.pool.release(reversed(sequence.block_table))
+        sequence.block_table = []
+        sequence.kv_become(KVState.SWAPPED)
+        self._num_out += 1
+        if not kept.tickets:
+            self._swapped_out(kept)
+        return True
+
+    def save(self, leased: Sequence) -> bool:
+        """As `swap_out`, but nothing becomes of the blocks: the lease gives them up once `is_saved`, unless `poll` says that
+        they stayed."""
+        kept = self._save(leased, Holder.PINNED)
+        if kept is None:
+            return False
+        kept.leased = True
+        if not kept.tickets:
+            self._swapped_out(kept)
+        return True
+
+    def adopt(self, sequence: Sequence, leased: Sequence) -> bool:
+        """The sequence is about to end. False if its KV is not on the host yet: nobody knows whether it will be."""
+        kept = self.kept[sequence.key]
+        if kept.tickets and not kept.table:
+            return False
+        slots = kept.slots[: self._kv.blocks_for(leased.num_computed)]
+        self.slots.retain(slots)
+        self.kept[leased.key] = Kept(leased, slots, leased=True)
+        return True
+
+    def has_slots(self, sequence: Sequence) -> bool:
+        """Whether its KV is on the host, or is being copied to it or from it."""
+        return sequence.key in self.kept and bool(self.kept[sequence.key].slots)
+
+    def _save(self, sequence: Sequence, holder: Holder) -> Kept | None:
         origins = self._origins(sequence)
         present = [self._find_slot(origin, sequence, index) for index, origin in enumerate(origins)]
         self.slots.retain([slot for slot in present if slot is not None])
         fresh = self.slots.allocate(present.count(None))
         if fresh is None:
             self._release_slots([slot for slot in present if slot is not None])
-            return False
+            return None
         saves: list[tuple[int, int]] = []
         slots = []
         for origin, slot in zip(origins, present, strict=True):
@@ -111,31 +154,35 @@ class Swap:
             slots.append(slot)
         kept = self.kept[sequence.key] = Kept(sequence, slots)
         if saves:
-            self._begin_save(saves)
+            self._begin_save(saves, holder)
         kept.tickets = {self._filling[slot] for slot in slots if slot in self._filling}
-        pool.release(reversed(table))
-        sequence.block_table = []
-        sequence.kv_become(KVState.SWAPPED)
-        self._num_out += 1
-        if not kept.tickets:
-            self._swapped_out(kept)
-        return True
+        return kept
 
     def is_saved(self, sequence: Sequence) -> bool:
         return not self.kept[sequence.key].tickets
 
     @property
     def num_releasing(self) -> int:
-        """Blocks that nobody but a copy to the host holds: they come back soon."""
+        """Blocks that nobody holds but copies to the host, and leases that wait for these: they come back soon."""
         references = self._kv.pool.references
-        saves = [copy for copy in self.copies.values() if copy.holder is Holder.SEQUENCE and not copy.expired]
-        return sum(references[block] == 1 for copy in saves for block in copy.blocks)
+        holds: Counter[int] = Counter()
+        for copy in self.copies.values():
+            if copy.holder in (Holder.SEQUENCE, Holder.PINNED) and not copy.expired:
+                holds.update(copy.blocks)
+        for kept in self.kept.values():
+            if kept.leased:
+                holds.update(kept.sequence.block_table)
+        return sum(references[block] == count for block, count in holds.items())
 
-    def _begin_save(self, saves: list[tuple[int, int]]) -> None:
+    @property
+    def is_saving_leases(self) -> bool:
+        return any(copy.holder is Holder.PINNED and not copy.expired for copy in self.copies.values())
+
+    def _begin_save(self, saves: list[tuple[int, int]], holder: Holder) -> None:
         blocks, slots = [block for block, _ in saves], [slot for _, slot in saves]
-        self._kv.pool.retain(blocks)
+        self._kv.pool.retain(blocks, holder)
         self.slots.retain(slots)
-        ticket = self._begin(Copy(self._deadline_s(), slots, blocks, Holder.SEQUENCE), saves=saves)
+        ticket = self._begin(Copy(self._deadline_s(), slots, blocks, holder), saves=saves)
         self._filling.update(dict.fromkeys(slots, ticket))
 
     def _swapped_out(self, kept: Kept) -> None:
@@ -143,7 +190,7 @@ class Swap:
         sequence = kept.sequence
         for index, slot in enumerate(kept.slots[: sequence.num_computed // self._kv.block_size]):
             self._remember(slot, sequence, index)
-        if self._kv.recorder is not None:
+        if self._kv.recorder is not None and not kept.leased:
             self._kv.recorder.swapped(sequence.request.external_id, len(kept.slots))
 
     # In
@@ -175,9 +222,27 @@ class Swap:
         slots = self._kv.host_blocks(sequence, first)
         if not slots:
             return False
-        self.kept[sequence.key] = kept = Kept(sequence, [], num_fetched=len(slots))
-        kept.tickets = {self._begin_load(list(zip(slots, sequence.block_table[first:], strict=False)))}
+        loads = list(zip(slots, sequence.block_table[first:], strict=False))
+        self.load(sequence, loads, (first + len(slots)) * self._kv.block_size)
         return True
+
+    def load(self, sequence: Sequence, loads: list[tuple[int, int]], num_tokens: int) -> None:
+        """Of (slot, one of its blocks). `poll` says when: it has the KV of its first `num_tokens` tokens then."""
+        num_fetched = num_tokens - sequence.num_computed
+        num_hits = min(num_fetched, len(loads) * self._kv.block_size)
+        self.kept[sequence.key] = kept = Kept(sequence, [], num_fetched=num_fetched, num_hits=num_hits)
+        kept.tickets = {self._begin_load(loads)}
+
+    def slots_of(self, leased: Sequence) -> list[int]:
+        return self.kept[leased.key].slots[: self._kv.blocks_for(leased.num_computed)]
+
+    def blocks_of(self, leased: Sequence) -> list[int | None]:
+        """Where the device still has what is in its slots. Not of a partial block, which somebody may go on writing."""
+        num_full = leased.num_computed // self._kv.block_size
+        return [
+            self._find_block(slot, leased, index) if index < num_full else None
+            for index, slot in enumerate(self.slots_of(leased))
+        ]
 
     def _begin_load(self, loads: list[tuple[int, int]]) -> int:
         slots, blocks = [slot for slot, _ in loads], [block for _, block in loads]
@@ -258,9 +323,8 @@ class Swap:
             self._swapped_in(kept)
             news.restored.append(kept.sequence)
             return
-        num_tokens = kept.num_fetched * self._kv.block_size
-        self._num_hit_tokens += num_tokens
-        self._kv.computed(kept.sequence, num_tokens)
+        self._num_hit_tokens += kept.num_hits
+        self._kv.computed(kept.sequence, kept.num_fetched)
         news.fetched.append(kept.sequence)
 
     def _ended(self, ticket: int) -> None:
@@ -289,13 +353,13 @@ class Swap:
         """Nobody waits for it any more. What it reads from now on may be anything, so nobody shares what it writes."""
         copy.expired = True
         self._num_timeouts += 1
-        if copy.holder is Holder.SEQUENCE:
-            self._kv.pool.release(reversed(copy.blocks))
+        if copy.holder in (Holder.SEQUENCE, Holder.PINNED):
+            self._kv.pool.release(reversed(copy.blocks), copy.holder)
             for slot in copy.slots:
                 self._forget_origin(slot)
         for kept in [kept for kept in self.kept.values() if ticket in kept.tickets]:
             going_out = not kept.table and not kept.num_fetched
-            (news.lost_out if going_out else news.lost_in).append(kept.sequence)
+            (news.stayed if kept.leased else news.lost_out if going_out else news.lost_in).append(kept.sequence)
             self.drop(kept.sequence)
         if copy.holder is Holder.QUARANTINED:
             self._distrust(copy.slots)
@@ -334,10 +398,11 @@ class Swap:
         return slot
 
     def _find_block(self, slot: int, sequence: Sequence, index: int) -> int | None:
-        origin = self._origin_of.get(slot)
+        origin, is_full = self._origin_of.get(slot), (index + 1) * self._kv.block_size <= sequence.num_computed
         if origin is not None and self._kv.pool.holds(origin[0], origin[1]):
-            return origin[0]
-        if (index + 1) * self._kv.block_size > sequence.num_computed:
+            if is_full or origin[0] not in self._kv.prefixes:  # a block that others can find must not be written
+                return origin[0]
+        if not is_full:
             return None
         return self._kv.find(self._kv.prefixes, sequence, index)
 

@@ -76,7 +76,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     transfers: TransferCounts = TransferCounts()
     mapping: MappingCounts = MappingCounts()
     prompt_tokens: int = 0  # since the start: prompt tokens computed
-    cached_tokens: int = 0  # since the start: prompt tokens found in the prefix cache
+    cached_tokens: int = 0  # since the start: prompt tokens found in the prefix cache, or inherited
     output_tokens: int = 0  # since the start
     preemptions: int = 0  # since the start
     steps: int = 0  # since the start

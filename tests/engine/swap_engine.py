@@ -23,7 +23,13 @@ class SwapEngine:
     """`delays` says how many steps each copy takes; more than TIMEOUT_STEPS is too long."""
 
     def __init__(
-        self, *, num_blocks: int = 12, host_blocks: int = 64, delays: list[int] | None = None, **options: object
+        self,
+        *,
+        num_blocks: int = 12,
+        host_blocks: int = 64,
+        delays: list[int] | None = None,
+        max_model_len: int = 0,
+        **options: object,
     ) -> None:
         self.now = 0.0
         self.delays = delays or [1]
@@ -43,7 +49,7 @@ class SwapEngine:
             runner=self.runner,
             worker_id=WORKER,
             eos_token_ids=frozenset(),
-            max_model_len=num_blocks * self.options.block_size,
+            max_model_len=max_model_len or num_blocks * self.options.block_size,
             vocab_size=VOCAB,
             cache_seed="fake",
             clock=lambda: self.now,
