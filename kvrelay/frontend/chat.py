@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from kvrelay.frontend.beams import scores, stream_results
 from kvrelay.frontend.conversation import Answer, Conversation, prepare_conversation
 from kvrelay.frontend.deltas import CallArguments, CallStart, Delta, Reasoning, Text
 from kvrelay.frontend.generation import Generation, Step
@@ -36,7 +37,10 @@ async def chat_completions(service: Service, call: Call) -> None:
     conversation = await prepare_conversation(service, request)
     generation = Generation(service, call, conversation.work, trace=call.trace())
     try:
-        if request.stream:
+        if request.stream and request.use_beam_search:
+            whole = await _whole(service, call, request, conversation, generation)
+            await stream_results(call, generation, whole, request.stream_options)
+        elif request.stream:
             await _ChatStream(service, call, request, conversation, generation).run()
         else:
             await call.answer_json(await _whole(service, call, request, conversation, generation), generation.headers())
@@ -69,6 +73,7 @@ async def _whole(
                         chat_logprob(service.tokenizer, step.token, step.logprobs, conversation.num_top_logprobs)
                     )
     shows_logprobs = conversation.num_top_logprobs is not None
+    beams = [scores(generation.beam(answer.sample)) for answer in answers]
     choices = [
         ChatChoice(
             index=place,
@@ -76,6 +81,8 @@ async def _whole(
             finish_reason=answer.finish_reason(),
             logprobs=ChatLogprobs(content=logprobs[place]) if shows_logprobs else None,
             token_ids=tokens[place] if request.return_token_ids else msgspec.UNSET,
+            cumulative_logprob=beams[place][0],
+            beam_score=beams[place][1],
         )
         for place, answer in enumerate(answers)
     ]

@@ -8,6 +8,7 @@ import time
 import msgspec
 
 from kvrelay.errors import InvalidRequestError
+from kvrelay.frontend.beams import check_completion, scores, stream_results
 from kvrelay.frontend.generation import Generation, Sample, Step, Work
 from kvrelay.frontend.http import Call
 from kvrelay.frontend.logprobs import LegacyLogprobs, prompt_logprobs
@@ -43,7 +44,9 @@ async def completions(service: Service, call: Call) -> None:
     plan = await _prepare(service, request)
     generation = Generation(service, call, plan.work, trace=call.trace())
     try:
-        if request.stream:
+        if request.stream and request.use_beam_search:
+            await stream_results(call, generation, await _whole(service, call, plan, generation), request.stream_options)
+        elif request.stream:
             await _CompletionStream(service, call, plan, generation).run()
         else:
             await call.answer_json(await _whole(service, call, plan, generation), generation.headers())
@@ -59,6 +62,7 @@ async def _prepare(service: Service, request: CompletionRequest) -> _Plan:
     best_of = choices if request.best_of is None else request.best_of
     _check_combinations(request, choices, best_of)
     shape = shape_of(request)
+    check_completion(request, shape and shape[0])
     if shape is not None:
         await service.check_grammar(shape[1], shape[0])
     prompts = await legacy_prompts(service, request.prompt, add_special_tokens=request.add_special_tokens)
@@ -201,6 +205,7 @@ def _choice(service: Service, plan: _Plan, generation: Generation, choice: _Choi
     prompt, entries = plan.work.prompts[place], generation.prompt_logprobs[place]
     shows_prompt = request.prompt_logprobs is not None and entries is not None
     assert choice.sample.finish is not None
+    cumulative_logprob, beam_score = scores(generation.beam(choice.sample))
     return CompletionChoice(
         index=index,
         text="".join(choice.text),
@@ -209,6 +214,8 @@ def _choice(service: Service, plan: _Plan, generation: Generation, choice: _Choi
         prompt_logprobs=prompt_logprobs(service.tokenizer, prompt, entries or []) if shows_prompt else msgspec.UNSET,
         token_ids=choice.tokens if request.return_token_ids else msgspec.UNSET,
         prompt_token_ids=prompt if request.return_token_ids else msgspec.UNSET,
+        cumulative_logprob=cumulative_logprob,
+        beam_score=beam_score,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from kvrelay.errors import InvalidRequestError
+from kvrelay.frontend.beams import check_chat
 from kvrelay.frontend.deltas import Collected, Delta, Parser, Text
 from kvrelay.frontend.generation import Sample, Work
 from kvrelay.frontend.openai_types import ChatRequest
@@ -80,6 +81,7 @@ async def prepare_conversation(service: Service, request: ChatRequest) -> Conver
         tags=service.tool_tags,
     )
     grammar, param = _grammar(tools, shape)
+    check_chat(request, tools, param)
     if grammar is not None:
         await service.check_grammar(grammar, param)
     prompt = chat_prompt(

@@ -2,6 +2,7 @@
 
 Every tick gives each open sample one more token, as an engine's step does. What it generates for a prompt is `answer(prompt)`
 (the prompt itself unless told otherwise) and then the end-of-text token; sample k begins k tokens later in the answer.
+A beam search gets the same at once, and scores that fall from sample to sample.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from kvrelay.ids import TransferId, WorkerId, new_request_id
 from kvrelay.router.backend import DrainOrder, GenerateRequest
 from kvrelay.router.stream import RequestStream
 from kvrelay.states import FinishReason, Role
-from kvrelay.wire.serving import SequenceOutput, TokenLogprobs
+from kvrelay.wire.serving import BeamResult, SequenceOutput, TokenLogprobs
 
 Answer = Callable[[Sequence[int]], Sequence[int]]
 
@@ -113,12 +114,35 @@ class _Running:
         if fail_after is not None and self._position >= fail_after[0]:
             self._stream.fail(fail_after[1])
             return
+        if self._request.params.beam is not None:
+            self._search()
+            return
         for sample in sorted(self._open):
             output = self._output(sample)
             if output.finish is not None:
                 self._open.discard(sample)
             self._stream.deliver(output)
         self._position += 1
+
+    def _search(self) -> None:
+        """All results in one message, as of an engine."""
+        results = []
+        for sample in sorted(self._open):
+            steps = [self._output(sample)]
+            while steps[-1].finish is None:
+                self._position += 1
+                steps.append(self._output(sample))
+            self._position = 0
+            results.append((sample, steps))
+        for sample, steps in results:
+            total, count = -0.25 * (sample + 1), len(steps)
+            self._stream.beams[sample] = BeamResult(self._stream.request_id, sample, total, total / count)
+        for sample, steps in results:
+            logprobs = [entry for step in steps for entry in step.logprobs or ()]
+            tokens = [token for step in steps for token in step.tokens]
+            cached_tokens, finish = steps[0].cached_tokens, steps[-1].finish
+            shown = None if self._request.params.logprobs is None else logprobs
+            self._stream.deliver(SequenceOutput(self._stream.request_id, sample, 0, tokens, finish, cached_tokens, shown))
 
     def _output(self, sample: int) -> SequenceOutput:
         params, prompt = self._request.params, self._request.prompt

@@ -25,7 +25,7 @@ from kvrelay.router.stream import RequestStream
 from kvrelay.sampling import SamplingParams
 from kvrelay.states import FinishReason
 from kvrelay.text.detokenizer import Detokenizer
-from kvrelay.wire.serving import SequenceOutput, TokenLogprobs
+from kvrelay.wire.serving import BeamResult, SequenceOutput, TokenLogprobs
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -160,6 +160,16 @@ class Generation:
     def done(self) -> bool:
         """Every sample has ended, with the steps handed out last."""
         return self._num_open == 0
+
+    def beam(self, sample: Sample) -> BeamResult | None:
+        """How a search scored this result of it; None if it was sampled."""
+        params = self._work.params[sample.prompt]
+        if params.beam is None:
+            return None
+        beam = self._streams[sample.prompt].beams.get(sample.index % params.n)
+        if beam is None:
+            raise InternalError("a worker gave a result of a beam search without its score")
+        return beam
 
     @property
     def output_tokens(self) -> int:

@@ -77,6 +77,8 @@ class ChatChoice(Output, frozen=True, kw_only=True):
     finish_reason: str
     logprobs: ChatLogprobs | None = None
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    cumulative_logprob: float | msgspec.UnsetType = msgspec.UNSET  # of beam search, as the next
+    beam_score: float | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatCompletion(Output, frozen=True, kw_only=True):
@@ -99,6 +101,8 @@ class CompletionChoice(Output, frozen=True, kw_only=True):
     prompt_logprobs: list[Any] | msgspec.UnsetType = msgspec.UNSET
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    cumulative_logprob: float | msgspec.UnsetType = msgspec.UNSET  # of beam search, as the next
+    beam_score: float | msgspec.UnsetType = msgspec.UNSET
 
 
 class Completion(Output, frozen=True, kw_only=True):

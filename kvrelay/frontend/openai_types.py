@@ -190,6 +190,10 @@ class SamplingFields(Body, frozen=True, kw_only=True):
     logit_bias: dict[TokenId, Annotated[float, Meta(ge=-100.0, le=100.0)]] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     n: NumSamples | None = None
+    use_beam_search: bool | None = None
+    beam_width: NumSamples | None = None  # default: n
+    length_penalty: Annotated[float, Meta(ge=-10.0, le=10.0)] | None = None
+    early_stopping: bool | Literal["never"] | None = None
     min_tokens: Count | None = None
     stop: NotEmpty | Annotated[list[NotEmpty], Meta(max_length=MAX_STOP_STRINGS)] | None = None
     stop_token_ids: list[TokenId] | None = None

@@ -117,6 +117,10 @@ class Dispatcher:
     def outputs(self, peer: Peer, message: StepOutputs) -> None:
         """Everything one engine step of a worker made."""
         table = peer.open
+        for beam in message.beams:
+            entry = table.get(beam.request_id)
+            if entry is not None:
+                entry.stream.beams[beam.sample] = beam
         for output in message.outputs:
             entry = table.get(output.request_id)
             if entry is not None:

@@ -15,7 +15,7 @@ from typing import Protocol
 from kvrelay.errors import InternalError, RequestError
 from kvrelay.ids import RequestId, TransferId
 from kvrelay.states import FinishReason
-from kvrelay.wire.serving import Resumed, SequenceOutput
+from kvrelay.wire.serving import BeamResult, Resumed, SequenceOutput
 
 _MAX_EARLY = 1024  # outputs parked behind a gap; so many mean that what is missing will never come
 
@@ -43,6 +43,7 @@ class RequestStream:
         "_tokens",
         "_waiter",
         "aborted",
+        "beams",
         "decode",
         "prefill",
         "request_id",
@@ -62,6 +63,7 @@ class RequestStream:
         self.request_id = request_id
         self.transfer_id = transfer_id  # of the hand-over, if two workers serve the request
         self.aborted = False
+        self.beams: dict[int, BeamResult] = {}  # by sample; told before the tokens that they belong to
         self.prefill = prefill  # worker ids, for the response headers
         self.decode = decode
         self._owner = owner
