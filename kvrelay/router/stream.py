@@ -135,6 +135,7 @@ class RequestStream:
         self._owner.send_finish(self, sample, keep_tokens, reason)
         if not self._running:
             self._owner.stream_finished(self)
+            self._wake()
 
     def abort(self) -> None:
         """Nobody wants the rest. Harmless when the request is over."""
