@@ -125,6 +125,8 @@ def open_router(
         router_id=router_id,
         rules=RetryRules(max_retries=options.max_retries, wait_s=options.failover_wait_s),
         sync=sync,
+        continuation_cache=options.continuation_cache,
+        max_leases_per_key=options.max_leases_per_key,
     )
     return router, membership.address
 

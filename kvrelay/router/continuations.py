@@ -83,11 +83,17 @@ class Continuations:
             self._ask(parents)
         return parents
 
-    def ended(self, parent: Parent, tokens: Sequence[int]) -> None:
-        """Its tokens, prompt and output, are exactly what its client saw."""
+    def sent(self, parent: Parent, worker_id: WorkerId, fingerprint: str) -> None:
+        """To the worker that generates it; again, if another one was lost."""
+        parent.worker_id, parent.fingerprint, parent.news = worker_id, fingerprint, None
+
+    def ended(self, parent: Parent, prompt: Sequence[int], output: Sequence[int]) -> None:
+        """Its output is exactly what its client saw."""
         if parent.state is not HandleState.RUNNING:
             return
-        parent.tokens, parent.ended = array("I", tokens), True
+        tokens = array("I", prompt)
+        tokens.extend(output)
+        parent.tokens, parent.ended = tokens, True
         parent.unheard_until = self._clock() + NEWS_WAIT_S
         self._conclude(parent)
 
@@ -98,7 +104,7 @@ class Continuations:
     def refused(self, parent: Parent, reason: str, label: str) -> None:
         """Its KV will not be kept."""
         if parent.state is HandleState.RUNNING:
-            parent.asked, parent.reason = False, reason
+            parent.asked, parent.reason, parent.news = False, reason, None
             self._metrics.lease_refusals.labels(label).inc()
             self._not_held(parent)
             self._conclude(parent)
@@ -118,7 +124,7 @@ class Continuations:
         parent.expires_at = self._clock() + news.ttl_s
         parent.wake()
         self._conclude(parent)
-        return True
+        return parent.asked
 
     def lost(self, worker_id: WorkerId, reason: str) -> None:
         """Its leases are gone, or cannot be used any more. What it still generates is another's from now on."""
@@ -130,11 +136,8 @@ class Continuations:
     def unheard(self, worker_id: WorkerId, reason: str) -> None:
         """It has its leases, but what it had to say of others was lost on the way."""
         for parent in self._all_held():
-            if parent.worker_id == worker_id and parent.state is HandleState.RUNNING:
-                if parent.ended:
-                    self.refused(parent, reason, "worker_lost")
-                else:
-                    parent.news = None  # what it kept of a sample that had ended is its own affair
+            if parent.worker_id == worker_id and parent.state is HandleState.RUNNING and parent.ended:
+                self.refused(parent, reason, "worker_lost")
 
     def adopt(self, worker_id: WorkerId, fingerprint: str, leases: Iterable[LeaseInfo]) -> None:
         """Another router served these."""
@@ -240,7 +243,9 @@ class Continuations:
         """It has ended, and its worker has said what there is to say."""
         if not parent.ended or parent.state is not HandleState.RUNNING:
             return
-        if parent.news is not None:
+        if parent.news is not None and parent.news.num_tokens != len(parent.tokens):
+            self.refused(parent, "its worker had more tokens than the client", "worker")
+        elif parent.news is not None:
             parent.become(HandleState.HELD)
         elif not parent.asked:
             self._remember(parent)
@@ -272,7 +277,7 @@ class Continuations:
     def _go(self, parent: Parent, reason: str) -> None:
         if parent.state is HandleState.GONE:
             return
-        parent.reason, parent.tokens, parent.images = reason, (), ()
+        parent.reason, parent.tokens, parent.images, parent.asked = reason, (), (), False
         self._ended.pop(parent, None)
         self._not_held(parent)
         if parent.lease_id is not None and self._leases.get(parent.lease_id) is parent:
