@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from kvrelay.errors import InvalidRequestError
+from kvrelay.frontend.continuation import as_extra
 from kvrelay.frontend.generation import Generation
 from kvrelay.frontend.http import Call
 from kvrelay.frontend.openai_output import AnswerMessage, ChatChoice, ChatCompletion, Completion, CompletionChoice
@@ -104,9 +105,10 @@ async def stream_results(
         continuous=continuous,
     )
     chunks = _chat_chunks(answer) if isinstance(answer, ChatCompletion) else _completion_chunks(answer)
-    events = [writer.choice(chunk, answer.usage if continuous else None) for chunk in chunks]
+    extra = as_extra(answer.kvrelay)
+    events = [writer.choice(chunk, answer.usage if continuous else None, extra) for chunk in chunks]
     if include_usage:
-        events.append(writer.usage(answer.usage))
+        events.append(writer.usage(answer.usage, extra))
     await call.start_stream(generation.headers())
     await call.end_stream(b"".join([*events, DONE]))
 

@@ -6,8 +6,10 @@ import dataclasses
 
 from kvrelay.errors import InvalidRequestError
 from kvrelay.frontend.beams import check_chat
+from kvrelay.frontend.continuation import keep_s, missing, origin_of
 from kvrelay.frontend.deltas import Collected, Delta, Parser, Text
 from kvrelay.frontend.generation import Sample, Work
+from kvrelay.frontend.http import Call
 from kvrelay.frontend.openai_types import ChatRequest
 from kvrelay.frontend.params import output_tokens, sampling_params, shape_of
 from kvrelay.frontend.prompts import chat_prompt, render
@@ -69,7 +71,7 @@ class Answer:
         return "tool_calls" if calls and reason.value == "stop" else reason.value
 
 
-async def prepare_conversation(service: Service, request: ChatRequest) -> Conversation:
+async def prepare_conversation(service: Service, call: Call, request: ChatRequest) -> Conversation:
     """Everything that can be refused is refused here, before a worker sees the request."""
     shape = shape_of(request)
     tools = plan_tools(
@@ -84,6 +86,27 @@ async def prepare_conversation(service: Service, request: ChatRequest) -> Conver
     check_chat(request, tools, param)
     if grammar is not None:
         await service.check_grammar(grammar, param)
+    seconds = keep_s(service, request, obstacle="use_beam_search" if request.use_beam_search else "")
+    origin = await origin_of(service, call, request)
+    text, tokens = await _prompt(service, request, tools) if origin is None else ("", origin.prompt)
+    reasons = service.options.reasoning_parser == "think"
+    if origin is not None and reasons:
+        text = _text_of(service, tokens)
+    work = _work(service, request, tokens, grammar, tools)
+    return Conversation(
+        work=dataclasses.replace(work, keep_s=seconds, origin=origin),
+        tools=tools,
+        reasons=reasons,
+        opened=reasons
+        and (text.rstrip().endswith("<think>") if origin is None else text.rfind("<think>") > text.rfind("</think>")),
+        num_top_logprobs=_num_top_logprobs(request),
+    )
+
+
+async def _prompt(service: Service, request: ChatRequest, tools: ToolPlan) -> tuple[str, list[int]]:
+    """As text, and as tokens."""
+    if request.messages is None:
+        raise missing("messages")
     prompt = chat_prompt(
         request.messages,
         tools=tools.tools,
@@ -100,14 +123,13 @@ async def prepare_conversation(service: Service, request: ChatRequest) -> Conver
         tokens = tokens[-request.truncate_prompt_tokens :]
     if not tokens:
         raise InvalidRequestError("the messages give an empty prompt", param="messages", code="empty_prompt")
-    reasons = service.options.reasoning_parser == "think"
-    return Conversation(
-        work=_work(service, request, tokens, grammar, tools),
-        tools=tools,
-        reasons=reasons,
-        opened=reasons and text.rstrip().endswith("<think>"),
-        num_top_logprobs=_num_top_logprobs(request),
-    )
+    return text, tokens
+
+
+def _text_of(service: Service, tokens: list[int]) -> str:
+    """What stands for a picture is no token of the vocabulary, and no text."""
+    known = [token for token in tokens if token < service.tokenizer.vocab_size]
+    return service.tokenizer.decode(known, skip_special_tokens=False)
 
 
 def _grammar(tools: ToolPlan, shape: tuple[str, Grammar] | None) -> tuple[Grammar | None, str]:
@@ -123,11 +145,12 @@ def _work(service: Service, request: ChatRequest, tokens: list[int], grammar: Gr
         raise InvalidRequestError("prompt_logprobs cannot be streamed", param="prompt_logprobs")
     if request.stream_options is not None and not request.stream:
         raise InvalidRequestError("stream_options needs stream", param="stream_options")
+    prompt_field = "messages" if request.continuation_of is None else "continuation_of"
     params = sampling_params(
         service,
         request,
         samples=request.n or 1,
-        max_tokens=output_tokens(service, requested, None, len(tokens), field=field, prompt_field="messages"),
+        max_tokens=output_tokens(service, requested, None, len(tokens), field=field, prompt_field=prompt_field),
         logprobs=_num_top_logprobs(request),
         prompt_logprobs=request.prompt_logprobs,
         grammar=grammar,

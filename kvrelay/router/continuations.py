@@ -173,7 +173,7 @@ class Continuations:
         parents = self.find_all(handle, owner)
         if len(parents) > 1:
             raise InvalidRequestError(
-                f"continuation_of: {_shown(handle)} has {len(parents)} choices: name the continuation id of one of them",
+                f"{_shown(handle)} has {len(parents)} choices: name the continuation id of one of them",
                 param="continuation_of",
             )
         self._touch(parents[0])
@@ -195,6 +195,12 @@ class Continuations:
         known = (owner, handle) in self._names or (lease is not None and lease.owner == owner)
         return not known and (owner, handle) not in self._reasons
 
+    def has_ended(self, handle: str, owner: str) -> bool:
+        """Whether `find` gives one that need not be waited for, nor looked for elsewhere."""
+        if self.is_unheard_of(handle, owner):
+            return False
+        return all(parent.state is not HandleState.RUNNING for parent in self.find_all(handle, owner))
+
     async def until_ended(self, parent: Parent, handle: str, wait_s: float) -> None:
         """A child waits for its parent. Raises NotFoundError if that failed, ConflictError if it takes longer than `wait_s`."""
         until = self._clock() + wait_s
@@ -202,7 +208,7 @@ class Continuations:
             now = self._clock()
             if now >= until:
                 raise ConflictError(
-                    f"continuation_of: {_shown(handle)} is still being generated, after {wait_s:g} s of waiting for its end",
+                    f"{_shown(handle)} is still being generated, after {wait_s:g} s of waiting for its end",
                     param="continuation_of",
                     code="continuation_running",
                 )
@@ -349,7 +355,7 @@ def _shown(handle: str) -> str:
 def _not_found(handle: str, reason: str) -> NotFoundError:
     why = reason or "nothing is known of it: it never was, or was forgotten"
     return NotFoundError(
-        f"continuation_of: {_shown(handle)} cannot be continued from: {why}",
+        f"{_shown(handle)} cannot be continued from: {why}",
         param="continuation_of",
         code="continuation_not_found",
     )
