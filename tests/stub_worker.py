@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Iterable
 
+import msgspec
+
 from kvrelay.discovery.choose import open_registration
 from kvrelay.ids import LeaseId, RequestId, WorkerId, new_worker_id
 from kvrelay.states import FinishReason, Role, WorkerState
@@ -94,6 +96,16 @@ class StubEngine:
         reason = "" if self.keeps else "no room"
         self._news.append(LeaseNews(submit.request_id, sample, lease_id, self.keeps, submit.keep.ttl_s, len(tokens), 1, reason))
 
+    def _cut(self, finish: Finish) -> None:
+        """It had ended, further on than its client saw."""
+        submit = next(one for one in self.submitted if one.request_id == finish.request_id)
+        assert submit.keep is not None, "nobody needs to know"
+        lease_id = submit.keep.lease_ids[finish.sample]
+        if lease_id in self.leases:
+            lease = self.leases[lease_id]
+            tokens = lease.tokens[: lease.num_prompt_tokens + finish.keep_tokens]
+            self.leases[lease_id] = msgspec.structs.replace(lease, tokens=tokens)
+
     def release_leases(self, lease_ids: Iterable[LeaseId]) -> None:
         for lease_id in lease_ids:
             self.leases.pop(lease_id, None)
@@ -111,6 +123,9 @@ class StubEngine:
 
     def finish(self, finish: Finish) -> None:
         self.finished.append(finish)
+        if finish.request_id not in self._open:
+            self._cut(finish)
+            return
         submit, samples = self._open[finish.request_id]
         if samples.pop(finish.sample, None) is not None:
             self._keep(submit, finish.sample, finish.keep_tokens)

@@ -82,7 +82,7 @@ class FakeBackend:
     def _begin(self, request: GenerateRequest, stream: RequestStream) -> None:
         stream.parents = self.continuations.begun(request)
         for parent in stream.parents:
-            self.continuations.sent(parent, _WORKER, "fake")
+            self.continuations.sent(parent, _WORKER)
         if request.parent is not None and request.parent.state is HandleState.HELD:
             stream.inherited = Inherited(stream.request_id, len(request.parent.tokens) - 1)
 
@@ -125,6 +125,8 @@ class FakeBackend:
 
     def send_finish(self, stream: RequestStream, sample: int, keep_tokens: int, reason: FinishReason) -> None:
         self.finished.append((sample, keep_tokens))
+        if stream not in self._running:
+            self.continuations.cut(stream.parents[sample], keep_tokens)
 
     def send_abort(self, stream: RequestStream) -> None:
         self.num_aborted += 1

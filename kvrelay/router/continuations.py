@@ -22,7 +22,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 from kvrelay.errors import ConflictError, InvalidRequestError, NotFoundError
-from kvrelay.ids import LeaseId, WorkerId
+from kvrelay.ids import LeaseId, RequestId, WorkerId
 from kvrelay.metrics import Metrics
 from kvrelay.router.backend import GenerateRequest
 from kvrelay.router.parent import Parent
@@ -83,9 +83,9 @@ class Continuations:
             self._ask(parents)
         return parents
 
-    def sent(self, parent: Parent, worker_id: WorkerId, fingerprint: str) -> None:
+    def sent(self, parent: Parent, worker_id: WorkerId, fingerprint: str = "", request_id: RequestId | None = None) -> None:
         """To the worker that generates it; again, if another one was lost."""
-        parent.worker_id, parent.fingerprint, parent.news = worker_id, fingerprint, None
+        parent.worker_id, parent.fingerprint, parent.request_id, parent.news = worker_id, fingerprint, request_id, None
 
     def ended(self, parent: Parent, prompt: Sequence[int], output: Sequence[int]) -> None:
         """Its output is exactly what its client saw."""
@@ -96,6 +96,10 @@ class Continuations:
         parent.tokens, parent.ended = tokens, True
         parent.unheard_until = self._clock() + NEWS_WAIT_S
         self._conclude(parent)
+
+    def cut(self, parent: Parent, num_output_tokens: int) -> None:
+        """Its client saw less of it than was thought."""
+        parent.tokens = parent.tokens[: parent.num_prompt_tokens + num_output_tokens]
 
     def failed(self, parent: Parent, reason: str) -> None:
         if parent.state is HandleState.RUNNING:
@@ -249,8 +253,8 @@ class Continuations:
         """It has ended, and its worker has said what there is to say."""
         if not parent.ended or parent.state is not HandleState.RUNNING:
             return
-        if parent.news is not None and parent.news.num_tokens != len(parent.tokens):
-            self.refused(parent, "its worker had more tokens than the client", "worker")
+        if parent.news is not None and parent.news.num_tokens < len(parent.tokens):
+            self.refused(parent, "its worker had fewer tokens than the client", "worker")
         elif parent.news is not None:
             parent.become(HandleState.HELD)
         elif not parent.asked:

@@ -42,7 +42,6 @@ from kvrelay.router.stream import RequestStream
 from kvrelay.router.submission import (
     abort,
     check_model,
-    cut,
     holder_of,
     inherited,
     refuse_old,
@@ -196,7 +195,7 @@ class Dispatcher:
         last = Leg(plan.decode, first_id, tokens_of(entry.request))
         legs = (last,) if plan.prefill is None else (Leg(plan.prefill, new_request_id(), plan.prefill_tokens), last)
         resume = self._resume(entry)
-        keep, inherit = self._keeping.keep(entry, plan.decode), inherited(entry, plan)
+        keep, inherit = self._keeping.keep(entry, last), inherited(entry, plan)
         for leg in legs:
             kept = keep if leg is last else None  # the worker that generates keeps it
             if not leg.peer.link.send(submit_message(leg.request_id, entry, transfer, resume, keep=kept, inherit=inherit)):
@@ -339,7 +338,7 @@ class Dispatcher:
 
     def _expired(self, entry: OpenRequest) -> None:
         self._metrics.deadlines.inc()
-        cut(entry)
+        self._keeping.cut(entry)
         entry.stream.fail(DeadlineError("the request took longer than it was given", param="timeout", code="deadline"))
 
     # What streams ask for (StreamOwner)
@@ -365,13 +364,15 @@ class Dispatcher:
             abort(entry.legs[-1:])
 
     def send_finish(self, stream: RequestStream, sample: int, keep_tokens: int, reason: FinishReason) -> None:
-        legs = self._open[stream.request_id].legs
-        if legs:
-            leg = legs[-1]
+        entry = self._open.get(stream.request_id)
+        if entry is None:
+            self._keeping.cut_late(stream.parents[sample], sample, keep_tokens, self.usable)
+            return
+        for leg in entry.legs[-1:]:
             leg.peer.link.send(Finish(request_id=leg.request_id, sample=sample, keep_tokens=keep_tokens, reason=reason))
 
     def send_abort(self, stream: RequestStream) -> None:
-        cut(self._open[stream.request_id])
+        self._keeping.cut(self._open[stream.request_id])
 
     def _tell_breaker(self, entry: OpenRequest) -> None:
         breaker = entry.legs[-1].peer.breaker

@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvrelay.ids import LeaseId, WorkerId
+from kvrelay.ids import LeaseId, RequestId, WorkerId
 from kvrelay.states import HANDLE_EDGES, HandleState, advance
 from kvrelay.wire.serving import Image, LeaseNews
 
@@ -33,6 +33,7 @@ class Parent:
     state: HandleState = HandleState.RUNNING
     tokens: Sequence[int] = ()
     worker_id: WorkerId | None = None  # that generates it, or holds its lease
+    request_id: RequestId | None = None  # of its request there
     fingerprint: str = ""  # of that worker's model
     num_blocks: int = 0
     expires_at: float = 0.0  # of the lease, by the clock of `Continuations`

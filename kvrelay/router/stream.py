@@ -27,7 +27,8 @@ class StreamOwner(Protocol):
     def stream_finished(self, stream: RequestStream) -> None:
         """Every sample has its finish reason, or the request failed. Called once."""
 
-    def send_finish(self, stream: RequestStream, sample: int, keep_tokens: int, reason: FinishReason) -> None: ...
+    def send_finish(self, stream: RequestStream, sample: int, keep_tokens: int, reason: FinishReason) -> None:
+        """Also of a sample that has ended further on; then the request may be over."""
 
     def send_abort(self, stream: RequestStream) -> None: ...
 
@@ -150,13 +151,15 @@ class RequestStream:
         return taken
 
     def finish(self, sample: int, keep_tokens: int, reason: FinishReason) -> None:
-        """A normal end: the sample is cut after `keep_tokens` tokens and gets nothing more."""
-        if self._error is not None or sample not in self._running:
+        """A normal end: the sample is cut after `keep_tokens` tokens and gets nothing more. Its worker may have ended it by
+        itself, further on."""
+        was_running = sample in self._running
+        if self._error is not None or (not was_running and len(self._tokens[sample]) <= keep_tokens):
             return
         self._running.discard(sample)
         del self._tokens[sample][keep_tokens:]
         self._owner.send_finish(self, sample, keep_tokens, reason)
-        if not self._running:
+        if was_running and not self._running:
             self._owner.stream_finished(self)
             self._wake()
 

@@ -9,8 +9,8 @@ from kvrelay.ids import LeaseId, RequestId, WorkerId
 from kvrelay.router.backend import GenerateRequest
 from kvrelay.router.peer import Leg, OpenRequest, Peer
 from kvrelay.router.plan import Plan
-from kvrelay.states import FinishReason, HandleState
-from kvrelay.wire.serving import Abort, Finish, Keep, Resumed, Submit, TransferInfo
+from kvrelay.states import HandleState
+from kvrelay.wire.serving import Abort, Keep, Resumed, Submit, TransferInfo
 
 KNOWS_CONTINUATION = 3  # since this version of the protocol; and beam search, and pictures
 
@@ -45,18 +45,6 @@ def submit_message(
 def abort(legs: Iterable[Leg]) -> None:
     for leg in legs:
         leg.peer.link.send(Abort(request_ids=[leg.request_id]))
-
-
-def cut(entry: OpenRequest) -> None:
-    """Nobody wants the rest. What was to be kept ends where its client saw it end; if nobody saw any of it, and the prompt is
-    still on its way from another worker, it is not worth the way."""
-    if not entry.is_kept or (len(entry.legs) > 1 and not entry.generating and not entry.stream.has_tokens):
-        abort(entry.legs)
-        return
-    for leg in entry.legs[-1:]:
-        for sample in entry.stream.running:
-            count = len(entry.stream.tokens(sample))
-            leg.peer.link.send(Finish(request_id=leg.request_id, sample=sample, keep_tokens=count, reason=FinishReason.ABORT))
 
 
 def holder_of(request: GenerateRequest, peers: Iterable[Peer], avoid: frozenset[str]) -> Peer | None:

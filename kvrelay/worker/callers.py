@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 from kvrelay.ids import RequestId, WorkerId
 from kvrelay.wire.registry import WorkerLoad
 from kvrelay.wire.serving import BeamResult, Failure, Inherited, LeaseNews, SequenceOutput, StepOutputs, Submit
+from kvrelay.worker.recent import Recent
+
+_REMEMBERED_KEPT = 4096
 
 
 @dataclass(slots=True, eq=False)
@@ -54,6 +57,7 @@ class Callers:
     def __init__(self) -> None:
         self._routers: dict[bytes, Caller] = {}
         self._owners: dict[RequestId, Caller] = {}
+        self._kept: Recent[RequestId] = Recent(_REMEMBERED_KEPT)
         self._awaited: dict[RequestId, tuple[Caller, set[int]]] = {}  # samples of which the lease's news is to come
 
     def __len__(self) -> int:
@@ -87,6 +91,11 @@ class Callers:
         self._owners[submit.request_id] = caller
         if submit.keep is not None:
             self._awaited[submit.request_id] = (caller, set(samples))
+            self._kept.add(submit.request_id)
+
+    def may_be_kept(self, request_id: RequestId) -> bool:
+        """Also long after its end."""
+        return request_id in self._kept
 
     def close(self, caller: Caller, request_ids: Iterable[RequestId]) -> None:
         """They have no more outputs. What becomes of their KV is still told."""

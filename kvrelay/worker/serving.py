@@ -250,7 +250,9 @@ class ServingLoop:
     def _on_finish(self, router: Caller, finish: Finish) -> None:
         samples = router.open.get(finish.request_id)
         if samples is None or finish.sample not in samples:
-            return  # it ended here before the router found its end
+            if self._callers.may_be_kept(finish.request_id):  # it ended here before the router found its end: its lease is cut
+                self._engine.finish(finish)
+            return
         self._engine.finish(finish)
         self._load_untold = True
         self._callers.close_sample(router, finish.request_id, finish.sample)

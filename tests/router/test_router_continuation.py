@@ -173,6 +173,17 @@ async def test_a_stop_string_cuts_the_lease(cluster: Cluster) -> None:
     assert len(worker.engine.leases) == 1
 
 
+async def test_a_stop_string_found_after_the_workers_own_end_cuts_the_lease(cluster: Cluster) -> None:
+    worker = await cluster.add_ready()
+    stream = cluster.router.submit(keeping(max_tokens=4))
+    await cluster.until(lambda: bool(worker.engine.leases))
+    stream.finish(0, 2, FinishReason.STOP)
+    parent = await cluster.router.find_parent("client", "", wait_s=PATIENCE_S)
+    await cluster.until(lambda: parent.state is HandleState.HELD)
+    assert list(parent.tokens) == [*PROMPT, *expected(PROMPT, 2)]
+    assert await tokens_of(cluster.router.submit(child_of(parent, [5]))) == {0: expected([*parent.tokens, 5], 3)}
+
+
 async def test_a_child_waits_for_its_parent_and_for_word_of_its_lease(cluster: Cluster) -> None:
     worker = await cluster.add_ready()
     worker.engine.gate.clear()
