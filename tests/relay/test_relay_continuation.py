@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from cluster import VOCAB, Cluster, Shape, Worker, ask, collect, relay, solo
+from cluster import VOCAB, Answer, Cluster, Shape, Worker, ask, collect, relay, solo
 
 from kvrelay.discovery.base import Loss
 from kvrelay.ids import new_lease_id
@@ -187,7 +187,9 @@ async def test_a_lease_that_is_gone_is_answered_by_the_prefix_cache() -> None:
         cluster.decode[0].engine.release_leases([parent.lease_id])  # type: ignore[list-item]
         stream = cluster.submit(child_of(parent, SUFFIX))
         outputs = await stream.next()
+        answer = Answer()
+        answer.take(outputs)
         assert stream.inherited is not None
         assert stream.inherited.num_tokens == 0
         assert outputs[0].cached_tokens >= 64
-        await collect(stream)
+        await collect(stream, answer)
