@@ -187,11 +187,10 @@ class Continuations:
         """All choices of that name, at least one. Raises NotFoundError."""
         lease = self._leases.get(LeaseId(handle))
         parents = [lease] if lease is not None and lease.owner == owner else self._names.get((owner, handle), [])
-        if not parents:
+        left = self._looked_at(parents)
+        if not left:
             raise _not_found(handle, self._reasons.get((owner, handle), ""))
-        for parent in parents:
-            self._look(parent)
-        return list(parents)
+        return left
 
     def is_unheard_of(self, handle: str, owner: str) -> bool:
         """Neither here, nor known to be gone: another router may know it."""
@@ -231,10 +230,7 @@ class Continuations:
 
     def of_owner(self, owner: str) -> list[Parent]:
         """Those that were to be kept, and are not gone."""
-        parents = [parent for parent in self._leases.values() if parent.owner == owner]
-        for parent in parents:
-            self._look(parent)
-        return parents
+        return self._looked_at([parent for parent in self._leases.values() if parent.owner == owner])
 
     def delete(self, handle: str, owner: str) -> list[Parent]:
         """Nobody may continue from it any more. Returns those whose worker may hold a lease. Raises NotFoundError."""
@@ -259,6 +255,13 @@ class Continuations:
             parent.become(HandleState.HELD)
         elif not parent.asked:
             self._remember(parent)
+
+    def _looked_at(self, parents: Iterable[Parent]) -> list[Parent]:
+        """Those that are not gone, after the time that has passed."""
+        found = list(parents)
+        for parent in found:
+            self._look(parent)
+        return [parent for parent in found if parent.state is not HandleState.GONE]
 
     def _look(self, parent: Parent) -> None:
         """Time passes without any word."""
@@ -341,10 +344,7 @@ class Continuations:
                 del self._held[parent.owner]
 
     def _all_held(self) -> list[Parent]:
-        parents = [parent for held in self._held.values() for parent in held]
-        for parent in parents:
-            self._look(parent)
-        return parents
+        return self._looked_at([parent for held in self._held.values() for parent in held])
 
 
 def _names_of(parent: Parent) -> list[_Name]:
