@@ -1,4 +1,4 @@
-"""An agent's loop of tool calls on kept KV: a turn costs what it adds, not the whole conversation. Usage: agent_loop.py [URL]"""
+"""An agent's tool calls on kept KV: a turn costs what it adds, not the whole conversation. Usage: agent_loop.py [URL]"""
 
 import json
 import sys
