@@ -112,11 +112,12 @@ class AsyncLLM(Base):
         self, name: str, job: Job, priority: int, trace_headers: Mapping[str, str] | None
     ) -> AsyncGenerator[RequestOutput, None]:
         internal, heard = new_request_id(), asyncio.Event()
-        assembly = self._assemblies[internal] = Assembly(self.tokenizer, name, internal, job)
+        assembly = Assembly(self.tokenizer, name, internal, job)
+        self._service.send(submit_of(internal, name, assembly, priority, dict(trace_headers or {})))
+        self._assemblies[internal] = assembly
         if job.keep is not None:
             self._heard[internal] = heard
             self._parents.begun(name, job.keep.lease_ids)
-        self._service.send(submit_of(internal, name, assembly, priority, dict(trace_headers or {})))
         stream = RequestStream(internal, job.params.n, self, prefill="local", decode="local")
         self._streams[internal] = self._external[name] = stream
         try:
@@ -160,6 +161,8 @@ class AsyncLLM(Base):
         self._service.close()
         for stream in list(self._streams.values()):
             stream.fail(InternalError("the engine was closed"))
+        for heard in self._heard.values():  # nothing will be
+            heard.set()
 
     # StreamOwner
 
@@ -189,8 +192,9 @@ class AsyncLLM(Base):
 
     def _deliver(self, answers: Answers) -> None:
         take_words(self._assemblies, answers)
-        for news in answers.leases:
-            self._parents.told(news)
+        unwanted = [news.lease_id for news in answers.leases if not self._parents.told(news) and news.kept]
+        if unwanted:
+            self._tell(ReleaseLeases(lease_ids=unwanted))
         for output in answers.outputs:
             stream = self._streams.get(output.request_id)
             if stream is not None:

@@ -70,11 +70,14 @@ class OfflineParents:
             self._wake(parent)
             self._trim()
 
-    def told(self, news: LeaseNews) -> None:
+    def told(self, news: LeaseNews) -> bool:
+        """False: nobody can name it any more."""
         parent = self._parents.get(news.lease_id)
-        if parent is not None:
-            parent.refused = not news.kept
-            parent.kept_until = self._clock() + news.ttl_s
+        if parent is None:
+            return False
+        parent.refused = not news.kept
+        parent.kept_until = self._clock() + news.ttl_s
+        return True
 
     def forget(self, lease_id: LeaseId, reason: str) -> None:
         parent = self._parents.pop(lease_id, None)

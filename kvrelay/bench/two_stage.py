@@ -49,8 +49,7 @@ _BLOCK_SIZE = 16
 _KEEP_S = 1800
 _SHOWN_CANDIDATES = 20  # as many as the API shows
 _TIE = 1e-3  # total logprobs so close are a tie: which of them is listed first depends on how a batch was cut
-_BURST_TOKENS = 368  # of one of its prompts
-_BURST_OUTPUT = 8
+_BURST_OUTPUT = 8  # tokens of one of its requests
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +66,12 @@ class Workload:
 
     @property
     def longest(self) -> int:
-        return max(self.prompt + self.thinking + self.suffix + self.beam, _BURST_TOKENS + _BURST_OUTPUT) + _BLOCK_SIZE
+        return self.prompt + self.thinking + self.suffix + max(self.beam, _BURST_OUTPUT)
+
+    @property
+    def burst(self) -> int:
+        """Of one of its prompts."""
+        return (self.prompt + self.thinking) // 2
 
     @property
     def lease_blocks(self) -> int:
@@ -78,7 +82,7 @@ class Workload:
     def pool_blocks(self) -> int:
         """As few as hold all leases and a search beside them, since a burst has to fill them."""
         search = _blocks(self.longest) + (self.width - 1) * (_blocks(self.beam) + 1)
-        return self.lease_blocks + max(search, _blocks(self.longest)) + 4
+        return self.lease_blocks + search + 4
 
     def settings(self) -> dict[str, str]:
         return {
@@ -238,8 +242,8 @@ class TwoStageBench:
     async def _burst(self) -> None:
         """Prompts that nobody has seen, as many as fill every block of both workers, and nothing of them left running."""
         number = next(self._bursts)
-        count = math.ceil(self._work.pool_blocks / _blocks(_BURST_TOKENS)) + 1
-        prompts = [self._draw(f"burst {number} {index}", _BURST_TOKENS) for index in range(count)]
+        count = math.ceil(self._work.pool_blocks / (self._work.burst // _BLOCK_SIZE))  # full blocks are what caches hold
+        prompts = [self._draw(f"burst {number} {index}", self._work.burst) for index in range(count)]
         await asyncio.gather(*(self._server.ask({"prompt": prompt, "max_tokens": _BURST_OUTPUT}) for prompt in prompts))
         await self._server.rest()
 

@@ -97,6 +97,8 @@ def test_what_is_absent_has_a_default(fields: dict[str, Any], expected: BeamSear
         ({"prompt_logprobs": 1}, "prompt_logprobs"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"guided_regex": "a+"}, "guided_regex"),
+        ({"keep_kv": True}, "keep_kv"),
+        ({"keep_kv": 30}, "keep_kv"),
         ({"structured_outputs": {"choice": ["a", "b"]}}, "structured_outputs.choice"),
         ({"use_beam_search": False, "beam_width": 2}, "beam_width"),
         ({"use_beam_search": None, "length_penalty": 2.0}, "length_penalty"),
