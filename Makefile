@@ -41,7 +41,8 @@ check: $(DEV_STAMP) ## formatting, lint, strict types, import direction
 	$(BIN)/pytest tests/test_imports.py
 
 test: check libraries ## check, then every test but the long counts (under 12 minutes on 2 cores)
-	$(BIN)/pytest -m 'not long and not cuda' $(ARGS)
+	$(BIN)/pytest -m 'not long and not cuda and beside' -n 2 --dist loadfile $(ARGS) || [ $$? -eq 5 ]
+	$(BIN)/pytest -m 'not long and not cuda and not beside' $(ARGS) || [ $$? -eq 5 ]
 
 test-all: check libraries ## check, then every test with the long counts; tests for NVIDIA cards skip themselves where there is none
 	KVRELAY_CHAOS_S=60 $(BIN)/pytest $(ARGS)

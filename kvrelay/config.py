@@ -127,6 +127,15 @@ class RouterOptions(Options, frozen=True, kw_only=True):
         Meta(description="when it is told: once no worker has a block of the request cached, as soon as it ends, or never"),
     ] = "evicted"
     log_requests: Annotated[bool, Meta(description="log one line per request")] = False
+    allowed_media_hosts: Annotated[
+        str, Meta(description="hosts that pictures are fetched from, NAME or NAME:PORT, separated by commas; default is none")
+    ] = ""
+    max_images: Annotated[Count, Meta(description="pictures that one request may have")] = 32
+    max_image_bytes: Annotated[Positive, Meta(description="largest file of a picture")] = 20 * 1024 * 1024
+    max_image_pixels: Annotated[
+        int, Meta(ge=1, le=80_000_000, description="largest picture that is decoded, width times height")
+    ] = 40_000_000
+    media_timeout_s: Annotated[float, Meta(gt=0.0, description="longest time that fetching a picture may take")] = 10.0
 
 
 class ClusterOptions(Options, frozen=True, kw_only=True):

@@ -19,6 +19,7 @@ KVRelayError
 │   ├── UnsupportedModelError
 │   ├── MissingTensorError
 │   └── WrongShapeError
+├── MediaError                   a picture that cannot be fetched, read or used; the front end says which one
 ├── ProtocolError                a peer sent something we do not understand
 │   ├── WrongIdError
 │   └── VersionMismatchError
@@ -135,6 +136,10 @@ class MissingTensorError(ModelError):
 
 class WrongShapeError(ModelError):
     """A tensor of the checkpoint has another shape than the config says."""
+
+
+class MediaError(KVRelayError):
+    """A picture that cannot be fetched, read or used. The front end answers 400 and names the part."""
 
 
 class ProtocolError(KVRelayError):

@@ -143,6 +143,9 @@ def extend_hashes(hashes: list[bytes], root: bytes, tokens: Sequence[int], block
     if missing > 0:
         assert num_blocks * block_size <= len(tokens)
         parent = hashes[-1] if hashes else root
+        if missing == 1:  # as it grows token by token: less than it costs to get to native code
+            hashes.append(block_hash(parent, tokens[(num_blocks - 1) * block_size : num_blocks * block_size]))
+            return
         packed = _hash_blocks()(tokens, len(hashes) * block_size, block_size, missing, parent)
         hashes.extend(struct.unpack(f"{HASH_BYTES}s" * missing, packed))
 

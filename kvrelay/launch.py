@@ -39,6 +39,7 @@ from kvrelay.events.removals import RemovalQueue
 from kvrelay.frontend.app import create_app
 from kvrelay.frontend.connections import close_slow, limited
 from kvrelay.log import Log, take_over
+from kvrelay.media.image_spec import ImageSpec, read_image_spec
 from kvrelay.metrics import Metrics
 from kvrelay.plane import is_loopback, use_key
 from kvrelay.progress import Progress
@@ -76,7 +77,7 @@ def serve(
     _prepare(router, cluster, environment)
     with _listening(router.host, router.port) as listener:
         folder = resolve(model.model, environment, progress)
-        tokenizer = Tokenizer.load(folder)
+        tokenizer, image_spec = Tokenizer.load(folder), read_image_spec(folder)
         served_name = router.served_model_name or model.model
         workers = WorkerSettings(
             model=msgspec.structs.replace(model, model=str(folder)),
@@ -88,7 +89,7 @@ def serve(
         )
 
         async def main() -> int:
-            front = Front(router, cluster, served_name, tokenizer, default_listen=FREE_LOCAL_PORT)
+            front = Front(router, cluster, served_name, tokenizer, image_spec, default_listen=FREE_LOCAL_PORT)
             return await _run(front, listener, Supervisor(workers.commands(roles, front.registry_address)), roles)
 
         return _run_loop(main)
@@ -101,11 +102,12 @@ def route(
     router = _with_index(router, environment)
     _prepare(router, cluster, environment)
     with _listening(router.host, router.port) as listener:
-        tokenizer = Tokenizer.load(resolve(model.model, environment, progress))
+        folder = resolve(model.model, environment, progress)
+        tokenizer, image_spec = Tokenizer.load(folder), read_image_spec(folder)
         served_name = router.served_model_name or model.model
 
         async def main() -> int:
-            front = Front(router, cluster, served_name, tokenizer, default_listen=_DEFAULT_LISTEN)
+            front = Front(router, cluster, served_name, tokenizer, image_spec, default_listen=_DEFAULT_LISTEN)
             return await _run(front, listener, None, [])
 
         return _run_loop(main)
@@ -120,6 +122,7 @@ class Front:
         cluster: ClusterOptions,
         served_name: str,
         tokenizer: Tokenizer,
+        image_spec: ImageSpec | None = None,
         *,
         default_listen: str,
     ) -> None:
@@ -135,7 +138,7 @@ class Front:
             sync=None if self.removals is None else _open_sync(options, self.removals, metrics),
         )
         take_over("uvicorn.error")  # it has a line for every request that is none
-        app = create_app(self.router, tokenizer, metrics=metrics, options=options, model=served_name)
+        app = create_app(self.router, tokenizer, metrics=metrics, options=options, model=served_name, image_spec=image_spec)
         self.server = HttpServer(
             uvicorn.Config(
                 app,

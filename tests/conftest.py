@@ -13,6 +13,28 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("KVRELAY_OFFLINE", "0")  # the default model may be fetched
 
 
+# Tests of these start no processes that others could slow down, and wait for no clock.
+_BESIDE = (
+    "checkpoint",
+    "engine",
+    "frontend",
+    "media",
+    "models",
+    "runner",
+    "text",
+    "test_parity.py",
+    "test_hashing.py",
+    "test_docs.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    folder = pathlib.Path(__file__).parent
+    for item in items:
+        if item.path.is_relative_to(folder) and item.path.relative_to(folder).parts[0] in _BESIDE:
+            item.add_marker(pytest.mark.beside)
+
+
 @pytest.fixture(scope="session")
 def contextpilot_python(pytestconfig: pytest.Config) -> pathlib.Path:
     """The interpreter of the environment that has the real ContextPilot. Making it takes a minute, once, and shows."""

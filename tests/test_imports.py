@@ -26,7 +26,8 @@ VOCABULARY = frozenset(
 # Part -> the parts it may import besides the vocabulary and itself. A part is a folder or file right under kvrelay/.
 ALLOWED: dict[str, frozenset[str]] = {
     "wire": frozenset(),
-    "engine": frozenset({"wire", "hashing"}),
+    "media": frozenset(),
+    "engine": frozenset({"wire", "hashing", "media"}),
     "checkpoint": frozenset(),
     "text": frozenset({"checkpoint"}),
     "models": frozenset({"checkpoint", "runner"}),
@@ -40,9 +41,9 @@ ALLOWED: dict[str, frozenset[str]] = {
     "transfer": frozenset({"wire", "engine", "native", "plane"}),
     "router": frozenset({"wire", "text", "discovery", "events", "hashing", "native", "plane"}),
     "worker": frozenset(
-        {"cluster_key", "wire", "engine", "runner", "checkpoint", "text", "discovery", "transfer", "events", "plane"}
+        {"cluster_key", "wire", "media", "engine", "runner", "checkpoint", "text", "discovery", "transfer", "events", "plane"}
     ),
-    "frontend": frozenset({"wire", "text", "checkpoint", "discovery", "router"}),
+    "frontend": frozenset({"wire", "media", "text", "checkpoint", "discovery", "router"}),
     "console": frozenset(),
     "cli_options": frozenset(),
     "outputs": frozenset({"wire", "text"}),
@@ -59,6 +60,7 @@ TOP = frozenset({"__init__", "__main__", "launch", "cli", "chat", "admin", "even
 
 # Folder of runner/ or engine/ that outsiders may use where only a narrow door is open: (importer, part) -> module prefixes.
 DOORS: dict[tuple[str, str], tuple[str, ...]] = {
+    ("engine", "media"): ("kvrelay.media.placeholders",),
     ("runner", "engine"): ("kvrelay.engine.interfaces",),
     ("models", "runner"): ("kvrelay.runner.kernels",),
     ("transfer", "engine"): ("kvrelay.engine.movers",),
@@ -67,6 +69,7 @@ DOORS: dict[tuple[str, str], tuple[str, ...]] = {
 FORBIDDEN_LIBRARIES: dict[str, frozenset[str]] = {
     "engine": frozenset({"torch", "zmq", "asyncio", "socket", "uvloop", "transformers", "starlette"}),
     "wire": frozenset({"torch", "zmq", "asyncio", "socket"}),
+    "media": frozenset({"torch", "transformers", "zmq"}),
     "console": frozenset({"torch"}),
     "checkpoint": frozenset({"torch", "transformers", "zmq"}),
     "text": frozenset({"torch", "transformers", "zmq"}),

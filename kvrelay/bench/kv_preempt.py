@@ -31,9 +31,9 @@ from kvrelay.wire.serving import StepOutputs, Submit
 
 CONTEXTS = (256, 1024, 4096)
 _BLOCK_SIZE = 16
-_SPARE_BLOCKS = 4  # beside two prompts: each sequence takes one of these for every 16 tokens
-_URGENT_TOKENS = 72
-_VICTIM_TOKENS = 90
+_SPARE_BLOCKS = 8  # beside two prompts: each sequence takes one for every 16 tokens. The watermark is less, so both run
+_URGENT_TOKENS = 80
+_VICTIM_TOKENS = 120
 _PATIENCE_S = 600.0
 
 TARGETS: dict[str, Target] = {}

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from kvrelay.engine.request import begins_anew
 from kvrelay.errors import InvalidRequestError, QueueFullError, UnavailableError
 from kvrelay.ids import WorkerId
+from kvrelay.media.placeholders import placeholder_ids
 from kvrelay.wire.serving import Submit
 
 
@@ -22,6 +23,7 @@ class Limits:
     vocab_size: int
     hands_on: bool  # a prefill worker's
     takes_over: bool  # a decode worker's
+    takes_images: bool = False
 
     def check(self, submit: Submit, *, num_waiting: int, draining: bool) -> None:
         """Raises the RequestError that answers a request which cannot be served."""
@@ -31,15 +33,17 @@ class Limits:
             raise QueueFullError(f"the worker's queue is full ({self.max_queue} requests wait)")
         self._check_role(submit)
         submit.params.validate()
-        self._check_prompt(submit.prompt)
+        self._check_prompt(submit)
         self._check_params(submit)
         self._check_resume(submit)
         self._check_continuation(submit)
 
-    def _check_prompt(self, prompt: list[int]) -> None:
+    def _check_prompt(self, submit: Submit) -> None:
+        prompt = submit.prompt
         if not prompt:
             raise InvalidRequestError("the prompt is empty", param="prompt")
-        if min(prompt) < 0 or max(prompt) >= self.vocab_size:
+        text = self._without_images(submit) if submit.images else prompt
+        if text and (min(text) < 0 or max(text) >= self.vocab_size):
             raise InvalidRequestError(f"token ids must be from 0 to {self.vocab_size - 1}", param="prompt")
         if len(prompt) >= self.max_model_len:
             raise InvalidRequestError(
@@ -47,6 +51,21 @@ class Limits:
                 f" {self.max_model_len}",
                 param="prompt",
             )
+
+    def _without_images(self, submit: Submit) -> list[int]:
+        """The prompt's text tokens. Pictures must be where the request says, one after the other, and stand for themselves."""
+        if not self.takes_images:
+            raise InvalidRequestError("this worker's model takes no images", param="images")
+        text: list[int] = []
+        end = 0
+        for image in submit.images:
+            if not end <= image.start < image.start + image.num_tokens <= len(submit.prompt):
+                raise InvalidRequestError("images must be inside the prompt, in order, and apart", param="images")
+            text += submit.prompt[end : image.start]
+            end = image.start + image.num_tokens
+            if submit.prompt[image.start : end] != placeholder_ids(image.digest, image.num_tokens):
+                raise InvalidRequestError("the tokens of an image are not its placeholders", param="images")
+        return text + submit.prompt[end:]
 
     def _check_params(self, submit: Submit) -> None:
         params = submit.params

@@ -54,6 +54,7 @@ class Engine:
         cache_seed: str,
         producer: Producer | None = None,
         consumer: Consumer | None = None,
+        takes_images: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.options = options
@@ -92,6 +93,7 @@ class Engine:
             vocab_size=vocab_size,
             hands_on=producer is not None,
             takes_over=consumer is not None,
+            takes_images=takes_images,
         )
         self._eos_token_ids = eos_token_ids
         self._max_model_len = max_model_len
@@ -288,13 +290,38 @@ class Engine:
         return result
 
     def _commit(self, plan: StepPlan, result: StepResult) -> None:
+        decodes = self.outgoing is None
         for row, answer in zip(plan.rows, result.rows, strict=True):
             sequence = row.sequence
             assert isinstance(sequence, Sequence)
             if answer.failure is not None:
                 self._fail(sequence.request, _failure(answer.failure))
-            elif sequence.state is RequestState.RUNNING:  # not when a sibling's failure ended it
+            elif sequence.state is not RequestState.RUNNING:  # a sibling's failure ended it
+                continue
+            elif (
+                decodes
+                and row.count == row.samples == 1
+                and answer.logprobs is None
+                and row.start >= sequence.num_prompt_tokens
+            ):
+                self._commit_decode(sequence, answer.tokens[0])
+            else:
                 self._commit_row(row, sequence, answer)
+
+    def _commit_decode(self, sequence: Sequence, token: int) -> None:
+        """`_commit_row` for by far the most rows: one token of the output was computed, and gives the next."""
+        tokens = sequence.tokens
+        self.kv.computed(sequence, 1)
+        position = len(tokens) - sequence.num_prompt_tokens
+        tokens.append(token)
+        self._num_output_tokens += 1
+        reason = finish_reason(sequence, self._eos_token_ids, self._max_model_len)
+        self._outputs.append(
+            SequenceOutput(sequence.request_id, sequence.sample, position, [token], reason, sequence.cached_tokens)
+        )
+        if reason is not None:
+            self._end(sequence, reason)
+            self._forget_if_finished(sequence.request)
 
     def _commit_row(self, row: Row, sequence: Sequence, answer: RowResult) -> None:
         self.kv.computed(sequence, row.count)

@@ -11,6 +11,8 @@ from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import msgspec
+
 from kvrelay.ids import RequestId
 from kvrelay.sampling import SamplingParams
 from kvrelay.wire.serving import Image, Logprob, TokenLogprobs
@@ -51,8 +53,7 @@ class SequenceView(Protocol):
         """Of the prompt, in order of their places in it."""
 
 
-@dataclass(slots=True)
-class Row:
+class Row(msgspec.Struct, gc=False):
     """One sequence's share of a step: compute tokens[start : start + count], whose KV goes to the sequence's blocks.
 
     If `samples` > 0, the logits after the last of them give that many next tokens (more than one only when a prompt with

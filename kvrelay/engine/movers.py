@@ -18,6 +18,7 @@ After abort, or an arrival with an error, the blocks given to `reserve` may be w
 where the last byte crossed the abort, arrived without an error).
 A reserve that crosses the end of its transfer is answered by freed at once, before or after the arrival with the error.
 Every expected request ends in exactly one of: released for good (producer), arrived (consumer), or aborted by the engine.
+A mover that is broken for good ends them all, and raises when it is polled once more: the worker cannot go on.
 
 What is handed over is all that is known of one sequence: its prompt, and the output that another worker made if it is resumed.
 `num_tokens` counts both; the first tokens are those that follow.

@@ -176,10 +176,9 @@ class Scheduler:
         return self._watermark if self.running or self.loading else 0
 
     def _schedule_running(self, plan: StepPlan, budget: int) -> int:
-        index, running, rows, grow, copies = 0, self.running, plan.rows, self._kv.grow, plan.copies
+        rows, grow, copies = plan.rows, self._kv.grow, plan.copies
         size, references = self._kv.block_size, self._kv.pool.references
-        while index < len(running):  # it gets shorter when somebody is preempted
-            sequence = running[index]
+        for sequence in self.running:  # it gets shorter when somebody is preempted, always at its end
             computed = sequence.num_computed
             uncomputed = len(sequence.tokens) - computed
             if uncomputed == 1:  # the usual case, without a call: it decodes, and its last block has room and is its own
@@ -188,17 +187,14 @@ class Scheduler:
                 request = sequence.request
                 if place < len(table) and references[table[place]] == 1 and not request.num_unforked:
                     rows.append(Row(sequence, computed, 1, 1) if request.prompt_logprobs is None else _row(sequence, 1))
-                    index += 1
                     continue
             count = 1 if uncomputed == 1 else min(uncomputed, budget)
             if count > 0:
                 if not grow(sequence, computed + count, copies) and not self._make_room(sequence, computed + count, plan):
-                    index += 1  # it sits out this step, or was last and is gone
-                    continue
+                    continue  # it sits out this step, or was last and is gone
                 if uncomputed > 1:
                     budget -= count
                 rows.append(_row(sequence, count))
-            index += 1
         return budget
 
     def _make_room(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> bool:

@@ -25,6 +25,7 @@ from kvrelay.frontend.pages import cluster, docs, health, index, metrics_page, m
 from kvrelay.frontend.responses import responses
 from kvrelay.frontend.service import Service
 from kvrelay.frontend.tokenize import detokenize, tokenize
+from kvrelay.media.image_spec import ImageSpec
 from kvrelay.metrics import Metrics
 from kvrelay.router.backend import Backend
 from kvrelay.text.tokenizer import Tokenizer
@@ -86,10 +87,12 @@ def create_app(
     metrics: Metrics,
     options: RouterOptions,
     model: str,
+    image_spec: ImageSpec | None = None,
     lifespan: Lifespan | None = None,
 ) -> Starlette:
-    """`model` is what the server was started with; clients call it that unless `served_model_name` is set."""
-    service = Service(backend, tokenizer, metrics, options, model)
+    """`model` is what the server was started with; clients call it that unless `served_model_name` is set. With an `image_spec`
+    it takes pictures."""
+    service = Service(backend, tokenizer, metrics, options, model, image_spec)
     handlers: dict[str, dict[str, Handler]] = {}
     for path, method, handler in _ROUTES:
         handlers.setdefault(path, {})[method] = handler

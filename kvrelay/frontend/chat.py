@@ -9,7 +9,7 @@ import msgspec
 
 from kvrelay.frontend.beams import scores, stream_results
 from kvrelay.frontend.continuation import as_extra
-from kvrelay.frontend.conversation import Answer, Conversation, prepare_conversation
+from kvrelay.frontend.conversation import Answer, Conversation, prepare_conversation, shown_prompt
 from kvrelay.frontend.deltas import CallArguments, CallStart, Delta, Reasoning, Text
 from kvrelay.frontend.generation import Generation, Step
 from kvrelay.frontend.http import Call
@@ -98,7 +98,7 @@ async def _whole(
         choices=choices,
         usage=_usage(generation, answers),
         prompt_logprobs=msgspec.UNSET if entries is None else prompt_logprobs(service.tokenizer, prompt, entries),
-        prompt_token_ids=prompt if request.return_token_ids else msgspec.UNSET,
+        prompt_token_ids=shown_prompt(service, conversation.work) if request.return_token_ids else msgspec.UNSET,
         kvrelay=generation.provenance(),
     )
 
@@ -187,7 +187,7 @@ class _ChatStream:
             self._begun[index] = True
             choice["delta"] = {"role": "assistant", "content": "", **delta}
             if self._request.return_token_ids:
-                choice["prompt_token_ids"] = self._conversation.work.prompts[0]
+                choice["prompt_token_ids"] = shown_prompt(self._service, self._conversation.work)
         elif not delta and step.finish is None and choice["logprobs"] is None and not self._conversation.plain:
             return b""  # markup that shows nothing
         extra = self._generation.last_words(step, choice)

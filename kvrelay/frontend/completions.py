@@ -89,6 +89,7 @@ async def _prepare(service: Service, call: Call, request: CompletionRequest) -> 
             timeout_s=request.timeout,
             keep_s=seconds,
             origin=origin,
+            images=() if origin is None else origin.parent.images,
         ),
         echoes=_echoes(service, request, prompts),
         num_choices=choices,

@@ -71,6 +71,7 @@ def _check_fields(request: CompletionRequest | ChatRequest) -> None:
             "add_generation_prompt": request.add_generation_prompt,
             "continue_final_message": request.continue_final_message or None,
             "chat_template_kwargs": request.chat_template_kwargs,
+            "mm_processor_kwargs": request.mm_processor_kwargs,
         }
     else:
         refused |= {"prompt": request.prompt, "echo": request.echo or None}
@@ -87,8 +88,15 @@ async def _suffix(service: Service, request: SamplingFields) -> list[int]:
         )
     if tokens is not None:
         service.check_tokens(tokens, "continuation_token_ids")
-        return tokens
-    return await service.encode(text, add_special_tokens=False) if text else []
+        return _without_pictures(service, tokens, "continuation_token_ids")
+    encoded = await service.encode(text, add_special_tokens=False) if text else []
+    return _without_pictures(service, encoded, "continuation_suffix")
+
+
+def _without_pictures(service: Service, suffix: list[int], field: str) -> list[int]:
+    if service.media is not None and service.media.spec.image_token_id in suffix:
+        raise InvalidRequestError(f"{field} may not hold the token that stands for a picture", param=field)
+    return suffix
 
 
 async def _parent(service: Service, call: Call, handle: str, timeout_s: float | None) -> Parent:

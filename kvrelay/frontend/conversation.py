@@ -12,12 +12,14 @@ from kvrelay.frontend.generation import Sample, Work
 from kvrelay.frontend.http import Call
 from kvrelay.frontend.openai_types import ChatRequest
 from kvrelay.frontend.params import output_tokens, sampling_params, shape_of
+from kvrelay.frontend.pictures import picture_parts, place_pictures, shifted
 from kvrelay.frontend.prompts import chat_prompt, render
 from kvrelay.frontend.reasoning import ReasoningParser
 from kvrelay.frontend.service import Service
 from kvrelay.frontend.tool_parser import CLOSE, ToolCallParser
 from kvrelay.frontend.tools import ToolPlan, plan_tools
 from kvrelay.sampling import Grammar
+from kvrelay.wire.serving import Image
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -88,25 +90,28 @@ async def prepare_conversation(service: Service, call: Call, request: ChatReques
         await service.check_grammar(grammar, param)
     seconds = keep_s(service, request, obstacle="use_beam_search" if request.use_beam_search else "")
     origin = await origin_of(service, call, request)
-    text, tokens = await _prompt(service, request, tools) if origin is None else ("", origin.prompt)
     reasons = service.options.reasoning_parser == "think"
-    if origin is not None and reasons:
-        text = _text_of(service, tokens)
-    work = _work(service, request, tokens, grammar, tools)
+    if origin is None:
+        text, tokens, images = await _prompt(service, request, tools)
+        opened = reasons and text.rstrip().endswith("<think>")
+    else:
+        tokens, images = origin.prompt, list(origin.parent.images)
+        opened = reasons and _left_open(service, tokens)
+    work = _work(service, request, tokens, images, grammar, tools)
     return Conversation(
         work=dataclasses.replace(work, keep_s=seconds, origin=origin),
         tools=tools,
         reasons=reasons,
-        opened=reasons
-        and (text.rstrip().endswith("<think>") if origin is None else text.rfind("<think>") > text.rfind("</think>")),
+        opened=opened,
         num_top_logprobs=_num_top_logprobs(request),
     )
 
 
-async def _prompt(service: Service, request: ChatRequest, tools: ToolPlan) -> tuple[str, list[int]]:
-    """As text, and as tokens."""
+async def _prompt(service: Service, request: ChatRequest, tools: ToolPlan) -> tuple[str, list[int], list[Image]]:
+    """As text, and as tokens with what stands for pictures among them."""
     if request.messages is None:
         raise missing("messages")
+    pictures = picture_parts(service.media, request)
     prompt = chat_prompt(
         request.messages,
         tools=tools.tools,
@@ -119,17 +124,20 @@ async def _prompt(service: Service, request: ChatRequest, tools: ToolPlan) -> tu
         tokens = await service.encode(text, add_special_tokens=True)
     else:
         tokens = await service.encode_chat(text)
+    tokens, images = await place_pictures(service.media, request, pictures, tokens)
     if request.truncate_prompt_tokens is not None:
+        images = shifted(images, len(tokens) - request.truncate_prompt_tokens)
         tokens = tokens[-request.truncate_prompt_tokens :]
     if not tokens:
         raise InvalidRequestError("the messages give an empty prompt", param="messages", code="empty_prompt")
-    return text, tokens
+    return text, tokens, images
 
 
-def _text_of(service: Service, tokens: list[int]) -> str:
-    """What stands for a picture is no token of the vocabulary, and no text."""
+def _left_open(service: Service, tokens: list[int]) -> bool:
+    """Whether reasoning was begun and not ended. What stands for a picture is no token of the vocabulary, and no text."""
     known = [token for token in tokens if token < service.tokenizer.vocab_size]
-    return service.tokenizer.decode(known, skip_special_tokens=False)
+    text = service.tokenizer.decode(known, skip_special_tokens=False)
+    return text.rfind("<think>") > text.rfind("</think>")
 
 
 def _grammar(tools: ToolPlan, shape: tuple[str, Grammar] | None) -> tuple[Grammar | None, str]:
@@ -138,7 +146,20 @@ def _grammar(tools: ToolPlan, shape: tuple[str, Grammar] | None) -> tuple[Gramma
     return (None, "") if shape is None else (shape[1], shape[0])
 
 
-def _work(service: Service, request: ChatRequest, tokens: list[int], grammar: Grammar | None, tools: ToolPlan) -> Work:
+def shown_prompt(service: Service, work: Work) -> list[int]:
+    """The prompt's tokens as clients may see them."""
+    prompt = work.prompts[0]
+    return prompt if service.media is None or not work.images else service.media.shown(prompt)
+
+
+def _work(
+    service: Service,
+    request: ChatRequest,
+    tokens: list[int],
+    images: list[Image],
+    grammar: Grammar | None,
+    tools: ToolPlan,
+) -> Work:
     field = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
     requested = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     if request.stream and request.prompt_logprobs is not None:
@@ -162,6 +183,7 @@ def _work(service: Service, request: ChatRequest, tokens: list[int], grammar: Gr
         priority=request.priority,
         cache_salt=request.cache_salt or "",
         timeout_s=request.timeout,
+        images=images,
     )
 
 

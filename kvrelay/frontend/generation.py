@@ -33,7 +33,7 @@ from kvrelay.router.stream import RequestStream
 from kvrelay.sampling import SamplingParams
 from kvrelay.states import FinishReason
 from kvrelay.text.detokenizer import Detokenizer
-from kvrelay.wire.serving import BeamResult, Keep, SequenceOutput, TokenLogprobs
+from kvrelay.wire.serving import BeamResult, Image, Keep, SequenceOutput, TokenLogprobs
 
 _SETTLE_S = 2.0  # how long the end of an answer waits for word of its leases
 
@@ -47,6 +47,7 @@ class Work:
     priority: int = 0
     cache_salt: str = ""
     timeout_s: float | None = None  # None: the header or the server says
+    images: Sequence[Image] = ()  # of a conversation, which is one prompt
     keep_s: float = 0.0  # for how long its KV is kept for others to continue from
     origin: Origin | None = None  # what its one prompt continues from
 
@@ -129,7 +130,6 @@ class Generation:
                 owner=self._owner,
                 keep=keep,
                 parent=None if origin is None else origin.parent,
-                images=() if origin is None else origin.parent.images,
                 prompt=prompt,
                 params=params,
                 priority=work.priority,
@@ -137,6 +137,7 @@ class Generation:
                 session=session,
                 trace=trace,
                 timeout_s=timeout_s,
+                images=work.images,
             )
             self._streams.append(service.backend.submit(request))
             samples = [

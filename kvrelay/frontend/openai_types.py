@@ -59,6 +59,19 @@ class RefusalPart(Body, frozen=True, kw_only=True, tag_field="type", tag="refusa
     refusal: str
 
 
+class ImageUrl(Body, frozen=True, kw_only=True):
+    url: str
+    detail: Literal["auto", "low", "high"] | None = None
+
+
+class ImagePart(Body, frozen=True, kw_only=True, tag_field="type", tag="image_url"):
+    """The bounds stand beside the URL, as in Qwen's own API."""
+
+    image_url: ImageUrl
+    min_pixels: Positive | None = None
+    max_pixels: Positive | None = None
+
+
 class CalledFunction(Body, frozen=True, kw_only=True):
     name: str
     arguments: str  # JSON
@@ -82,7 +95,7 @@ class DeveloperMessage(Body, frozen=True, kw_only=True, tag_field="role", tag="d
 
 
 class UserMessage(Body, frozen=True, kw_only=True, tag_field="role", tag="user"):
-    content: str | list[TextPart]
+    content: str | list[TextPart | ImagePart]
     name: str | None = None
 
 
@@ -167,6 +180,13 @@ class StructuredOutputs(Body, frozen=True, kw_only=True):
     json_object: bool | None = None
 
 
+class ProcessorOptions(Body, frozen=True, kw_only=True):
+    """vLLM's name for what holds for every picture of a request. Areas, after the picture was brought to size."""
+
+    min_pixels: Positive | None = None
+    max_pixels: Positive | None = None
+
+
 class StreamOptions(Body, frozen=True, kw_only=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -245,6 +265,7 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     continue_final_message: bool = False
     add_special_tokens: bool = False  # the template writes them itself
     chat_template_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: ProcessorOptions | None = None
     modalities: list[Literal["text"]] | None = None
     verbosity: Literal["medium"] | None = None
     audio: None = None

@@ -13,11 +13,13 @@ from kvrelay.frontend.openai_types import (
     ChatMessage,
     DeveloperMessage,
     FunctionTool,
+    ImagePart,
     RefusalPart,
     TextPart,
     ToolCall,
     ToolMessage,
 )
+from kvrelay.frontend.pictures import template_parts
 from kvrelay.frontend.service import Service
 from kvrelay.frontend.tools import hermes_messages, tools_for_template
 from kvrelay.text.chat_template import RESERVED_VARIABLES, Message
@@ -60,8 +62,12 @@ def chat_prompt(
 
 
 async def render(service: Service, prompt: ChatPrompt) -> str:
-    length = sum(len(message["content"]) for message in prompt.messages)
+    length = sum(_length(message["content"]) for message in prompt.messages)
     return await service.off_loop_if_long(length, lambda: _render(service, prompt))
+
+
+def _length(content: str | list[dict[str, Any]]) -> int:
+    return len(content) if isinstance(content, str) else sum(len(part.get("text", "")) for part in content)
 
 
 def _render(service: Service, prompt: ChatPrompt) -> str:
@@ -102,12 +108,18 @@ def template_message(message: ChatMessage, place: int) -> Message:
     return rendered
 
 
-def _content(content: str | Sequence[TextPart | RefusalPart] | None) -> str:
+def _content(content: str | Sequence[TextPart | RefusalPart | ImagePart] | None) -> str | list[dict[str, Any]]:
+    """One text, or parts where there are pictures between texts."""
     if content is None:
         return ""
     if isinstance(content, str):
         return content
-    return "\n".join(part.text if isinstance(part, TextPart) else part.refusal for part in content)
+    texts: list[str] = []
+    for part in content:
+        if isinstance(part, ImagePart):
+            return template_parts(content)
+        texts.append(part.text if isinstance(part, TextPart) else part.refusal)
+    return "\n".join(texts)
 
 
 def _call(call: ToolCall, field: str) -> dict[str, Any]:

@@ -30,7 +30,7 @@ async def responses(service: Service, call: Call) -> None:
     try:
         conversation = await prepare_conversation(service, call, chat_request(request))
     except InvalidRequestError as error:
-        raise own_names(error) from error
+        raise own_names(error, request) from error
     generation = Generation(service, call, conversation.work, trace=call.trace())
     try:
         run = _Run(service, call, request, conversation, generation)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -14,18 +15,22 @@ from kvrelay.frontend.openai_types import (
     FunctionDefinition,
     FunctionName,
     FunctionTool,
+    ImagePart,
+    ImageUrl,
     JsonObjectFormat,
     JsonSchema,
     JsonSchemaFormat,
     NamedToolChoice,
     ResponseFormat,
     SystemMessage,
+    TextPart,
     ToolCall,
     ToolChoice,
     ToolMessage,
     UserMessage,
 )
 from kvrelay.frontend.responses_types import (
+    InputImage,
     InputItem,
     InputPart,
     JsonObjectText,
@@ -35,6 +40,7 @@ from kvrelay.frontend.responses_types import (
 )
 
 T = TypeVar("T")
+_MESSAGE = re.compile(r"messages\[(\d+)\]")
 
 # Where a field has another name there.
 _NAMES = (
@@ -46,9 +52,12 @@ _NAMES = (
 )
 
 
-def own_names(error: InvalidRequestError) -> InvalidRequestError:
+def own_names(error: InvalidRequestError, request: ResponsesRequest) -> InvalidRequestError:
     """The error with the names that clients of this endpoint know."""
-    for theirs, ours in _NAMES:
+    place = _MESSAGE.match(error.param or "")
+    sources = [] if place is None else _read_input(request)[1]
+    names = [(place.group(), sources[int(place.group(1))])] if place is not None and sources else []
+    for theirs, ours in (*names, *_NAMES):
         if error.param is not None and error.param.startswith(theirs):
             param = ours + error.param.removeprefix(theirs)
             return InvalidRequestError(error.message.replace(error.param, param), param=param, code=error.code)
@@ -58,7 +67,7 @@ def own_names(error: InvalidRequestError) -> InvalidRequestError:
 def chat_request(request: ResponsesRequest) -> ChatRequest:
     shows_logprobs = bool(request.include) or request.top_logprobs is not None
     return ChatRequest(
-        messages=_messages(request),
+        messages=_read_input(request)[0],
         temperature=request.temperature,
         top_p=request.top_p,
         max_completion_tokens=request.max_output_tokens,
@@ -100,27 +109,29 @@ def _format(request: ResponsesRequest) -> ResponseFormat | None:
     return None
 
 
-def _messages(request: ResponsesRequest) -> list[ChatMessage]:
-    messages: list[ChatMessage] = []
+def _read_input(request: ResponsesRequest) -> tuple[list[ChatMessage], list[str]]:
+    """The messages, and for each the field that it comes from."""
+    reader = _ItemReader()
     if request.instructions is not None:
-        messages.append(SystemMessage(content=request.instructions))
+        reader.add(SystemMessage(content=request.instructions), "instructions")
     if isinstance(request.input, str):
-        messages.append(UserMessage(content=request.input))
-        return messages
-    reader = _ItemReader(messages)
+        reader.add(UserMessage(content=request.input), "input")
+        return reader.messages, reader.fields
     for place, item in enumerate(request.input):
         reader.read(item, f"input[{place}]")
     reader.end()
-    if not messages:
+    if not reader.messages:
         raise InvalidRequestError("input holds no message", param="input")
-    return messages
+    return reader.messages, reader.fields
 
 
 class _ItemReader:
     """Items one by one: what an assistant thought, said and called in a row is one message of a chat."""
 
-    def __init__(self, messages: list[ChatMessage]) -> None:
-        self._messages = messages
+    def __init__(self) -> None:
+        self.messages: list[ChatMessage] = []
+        self.fields: list[str] = []
+        self._last_field = ""  # of the assistant's turn
         self._reasoning: str | None = None
         self._said: str | None = None
         self._calls: list[ToolCall] = []
@@ -133,6 +144,11 @@ class _ItemReader:
             "reasoning": self._think,
         }
         readers[item.type](item, field)
+        self._last_field = field
+
+    def add(self, message: ChatMessage, field: str) -> None:
+        self.messages.append(message)
+        self.fields.append(field)
 
     def end(self) -> None:
         """The assistant's turn is over."""
@@ -140,24 +156,23 @@ class _ItemReader:
             message = AssistantMessage(
                 content=self._said or "", tool_calls=self._calls or None, reasoning_content=self._reasoning
             )
-            self._messages.append(message)
+            self.add(message, self._last_field)
         self._reasoning, self._said, self._calls = None, None, []
 
     def _message(self, item: InputItem, field: str) -> None:
         if item.content is None:
             raise _missing(f"{field}.content")
-        text = _text(item.content)
         match _needed(item.role, f"{field}.role"):
             case "assistant":
                 if self._said is not None or self._calls:
                     self.end()
-                self._said = text
+                self._said = _text(item.content, f"{field}.content")
             case "user":
                 self.end()
-                self._messages.append(UserMessage(content=text))
+                self.add(UserMessage(content=_text_and_images(item.content, f"{field}.content")), field)
             case _:
                 self.end()
-                self._messages.append(SystemMessage(content=text))
+                self.add(SystemMessage(content=_text(item.content, f"{field}.content")), field)
 
     def _call(self, item: InputItem, field: str) -> None:
         function = CalledFunction(
@@ -169,12 +184,13 @@ class _ItemReader:
         self.end()
         if item.output is None:
             raise _missing(f"{field}.output")
-        self._messages.append(ToolMessage(content=_text(item.output), tool_call_id=_needed(item.call_id, f"{field}.call_id")))
+        output = _text(item.output, f"{field}.output")
+        self.add(ToolMessage(content=output, tool_call_id=_needed(item.call_id, f"{field}.call_id")), field)
 
     def _think(self, item: InputItem, field: str) -> None:
         self.end()
         thought: str | Sequence[InputPart] = item.content or item.summary or ""
-        self._reasoning = _text(thought)
+        self._reasoning = _text(thought, f"{field}.content")
 
 
 def _needed(value: T | None, field: str) -> T:
@@ -187,7 +203,24 @@ def _missing(field: str) -> InvalidRequestError:
     return InvalidRequestError(f"missing field: {field}", param=field, code="missing_required_parameter")
 
 
-def _text(content: str | Sequence[InputPart]) -> str:
+def _text(content: str | Sequence[InputPart], field: str) -> str:
     if isinstance(content, str):
         return content
-    return "\n".join(part.refusal if isinstance(part, Refusal) else part.text for part in content)
+    texts: list[str] = []
+    for place, part in enumerate(content):
+        if isinstance(part, InputImage):
+            where = f"{field}[{place}]"
+            raise InvalidRequestError(f"{where}: only messages of the user have images", param=where)
+        texts.append(part.refusal if isinstance(part, Refusal) else part.text)
+    return "\n".join(texts)
+
+
+def _text_and_images(content: str | Sequence[InputPart], field: str) -> str | list[TextPart | ImagePart]:
+    if isinstance(content, str) or not any(isinstance(part, InputImage) for part in content):
+        return _text(content, field)
+    return [
+        ImagePart(image_url=ImageUrl(url=part.image_url, detail=part.detail))
+        if isinstance(part, InputImage)
+        else TextPart(text=_text([part], field))
+        for part in content
+    ]

@@ -16,6 +16,12 @@ class InputText(Body, frozen=True, kw_only=True, tag_field="type", tag="input_te
     text: str
 
 
+class InputImage(Body, frozen=True, kw_only=True, tag_field="type", tag="input_image"):
+    image_url: str
+    detail: Literal["auto", "low", "high"] | None = None
+    file_id: None = None
+
+
 class OutputText(Body, frozen=True, kw_only=True, tag_field="type", tag="output_text"):
     text: str
     annotations: list[Any] | None = None
@@ -34,7 +40,7 @@ class ReasoningText(Body, frozen=True, kw_only=True, tag_field="type", tag="reas
     text: str
 
 
-InputPart = InputText | OutputText | Refusal | SummaryText | ReasoningText
+InputPart = InputText | InputImage | OutputText | Refusal | SummaryText | ReasoningText
 
 
 class InputItem(Body, frozen=True, kw_only=True):

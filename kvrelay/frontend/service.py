@@ -6,16 +6,20 @@ import asyncio
 import functools
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from kvrelay.config import RouterOptions
 from kvrelay.errors import InvalidRequestError, NotFoundError
 from kvrelay.frontend.tools import Tags
+from kvrelay.media.image_spec import ImageSpec
 from kvrelay.metrics import Metrics
 from kvrelay.router.backend import Backend
 from kvrelay.sampling import Grammar
 from kvrelay.text.grammar_check import check_grammar
 from kvrelay.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from kvrelay.frontend.media import Media
 
 T = TypeVar("T")
 # Tokenising takes about 1 us per character: what is longer than this goes to a thread, so that streams do not stutter.
@@ -26,7 +30,15 @@ _check_grammar = functools.lru_cache(maxsize=512)(check_grammar)
 class Service:
     """Made once per server. Holds no state of requests."""
 
-    def __init__(self, backend: Backend, tokenizer: Tokenizer, metrics: Metrics, options: RouterOptions, model: str) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        tokenizer: Tokenizer,
+        metrics: Metrics,
+        options: RouterOptions,
+        model: str,
+        image_spec: ImageSpec | None = None,
+    ) -> None:
         self.backend = backend
         self.tokenizer = tokenizer
         self.metrics = metrics
@@ -35,6 +47,7 @@ class Service:
         self.root = model
         self.started_at = int(time.time())
         self.tool_tags = Tags.of(tokenizer)
+        self.media = None if image_spec is None else _open_media(image_spec, options)  # None: the model takes no pictures
         self.reads_tool_calls = options.tool_parser == "hermes" or (options.tool_parser == "auto" and _speaks_hermes(tokenizer))
 
     def check_model(self, name: str | None) -> None:
@@ -78,6 +91,12 @@ class Service:
                 code="context_length_exceeded",
             )
         return limit - num_prompt_tokens
+
+
+def _open_media(image_spec: ImageSpec, options: RouterOptions) -> Media:
+    from kvrelay.frontend.media import Media  # loads Pillow, which servers of text models have no use for
+
+    return Media(image_spec, options)
 
 
 def _speaks_hermes(tokenizer: Tokenizer) -> bool:

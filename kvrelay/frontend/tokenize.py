@@ -6,6 +6,7 @@ from kvrelay.errors import InvalidRequestError
 from kvrelay.frontend.http import Call
 from kvrelay.frontend.openai_output import Detokenized, Tokenized
 from kvrelay.frontend.openai_types import DetokenizeRequest, TokenizeRequest
+from kvrelay.frontend.pictures import refuse_parts
 from kvrelay.frontend.prompts import chat_prompt, render
 from kvrelay.frontend.reading import BodyReader
 from kvrelay.frontend.service import Service
@@ -37,6 +38,7 @@ async def _text(service: Service, request: TokenizeRequest) -> str:
             if value is not None:
                 raise InvalidRequestError(f"{field} needs messages", param=field)
         return request.prompt or ""
+    refuse_parts(request.messages, "/tokenize")
     prompt = chat_prompt(
         request.messages,
         tools=request.tools or [],

@@ -9,14 +9,15 @@ these ids up: the picture's embeddings stand in their places.
 from __future__ import annotations
 
 import hashlib
+import struct
 
 FIRST_ID = 1 << 29  # above any vocabulary; ids up to twice this fit one digit of Python's integers
 
 
 def placeholder_ids(digest: str, num_tokens: int) -> list[int]:
     """Different for different pictures, and for different places of one."""
-    data = hashlib.shake_128(digest.encode()).digest(4 * num_tokens)
-    return [FIRST_ID | int.from_bytes(data[at : at + 4], "little") & (FIRST_ID - 1) for at in range(0, 4 * num_tokens, 4)]
+    drawn = struct.unpack(f"<{num_tokens}I", hashlib.shake_128(digest.encode()).digest(4 * num_tokens))
+    return [FIRST_ID | number & (FIRST_ID - 1) for number in drawn]
 
 
 def is_placeholder(token: int) -> bool:

@@ -29,7 +29,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     session: str = ""  # requests of one session go to the same workers while these can take them
     trace: Mapping[str, str] = {}
     timeout_s: float | None = None  # from submit to the last token
-    images: Sequence[Image] = ()
+    images: Sequence[Image] = ()  # with their files
     owner: str = ""  # whose request it is: a digest of the API key; empty where no keys are asked for
     answer_id: str = ""  # another name under which it can be continued from; requests of one answer share it
     first_choice: int = 0  # the place of its first sample among the choices of that answer

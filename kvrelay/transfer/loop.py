@@ -2,7 +2,8 @@
 
 It sleeps in a ZMQ poll and is woken by messages, by commands of the engine's thread, and by the clock. Transfer engines have
 no way to wake anybody, so while moves are under way it looks at them every fraction of a millisecond, less often the longer
-nothing happens. An exception ends the thread: `ended` then says why, and whoever owns the loop fails what is open.
+nothing happens. An exception ends the thread: `ended` then says why, whoever owns the loop fails what is open, and then itself:
+a worker that cannot hand over any more had better be replaced.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ _LONGEST_PAUSE_S = 0.001
 def clock() -> float:
     """Seconds that also pass while the machine is suspended: a lease must not outlive a nap."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+class ThreadFailedError(Exception):
+    """The transfer thread ended, though nobody closed it."""
 
 
 class Turns(Protocol):
@@ -60,6 +65,7 @@ class Loop:
         self._failure: Exception | None = None
         self.num_turns = 0
         self.ended = ""  # why, once nothing moves any more
+        self.failed = False  # whether that was an exception's doing
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
 
     def start(self) -> None:
@@ -79,6 +85,16 @@ class Loop:
     def wake(self) -> None:
         if self._asleep and not self._closed:
             os.eventfd_write(self._wake_fd, 1)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether `raise_failure` would."""
+        return self.failed and bool(self.ended)
+
+    def raise_failure(self) -> None:
+        """Harmless while the thread runs, and where it was closed."""
+        if self.has_ended:
+            raise ThreadFailedError(self.ended)
 
     def run_commands(self) -> None:
         """Called by the thread."""
@@ -115,6 +131,7 @@ class Loop:
         except Exception as error:  # nobody may wait for ever because of a fault here
             reason = f"the transfer thread failed: {type(error).__name__}: {error}"
             log.exception("transfer thread failed")
+            self.failed = True
         self._finish(reason)
 
     def _run(self, poller: zmq.Poller) -> None:

@@ -150,7 +150,7 @@ class RelayConsumer:
     @property
     def has_news(self) -> bool:
         news = self._turns.news
-        return bool(news.started or news.arrived or news.freed) or bool(self._loop.ended and self._open)
+        return bool(news.started or news.arrived or news.freed or self._loop.has_ended) or bool(self._loop.ended and self._open)
 
     def poll(self) -> ConsumerNews:
         ended = self._loop.ended  # read first: what the thread said before its end must not be missed
@@ -164,6 +164,8 @@ class RelayConsumer:
                 self._forget_if_over(request_id)
         if ended and self._open:
             self._tell_the_end(news, ended)
+        elif not (news.arrived or news.freed):
+            self._loop.raise_failure()
         return news
 
     def _told(self, arrival: Arrival) -> None:

@@ -173,7 +173,8 @@ class RelayProducer:
     @property
     def has_news(self) -> bool:
         news = self._turns.news
-        return bool(news.released or news.parked or news.restart or news.failed) or bool(self._loop.ended and self._open)
+        said = news.released or news.parked or news.restart or news.failed
+        return bool(said or self._loop.has_ended) or bool(self._loop.ended and self._open)
 
     def poll(self) -> ProducerNews:
         ended = self._loop.ended  # read first: what the thread said before its end must not be missed
@@ -190,6 +191,8 @@ class RelayProducer:
             news.failed.extend((request_id, ended) for request_id in self._open)
             self._open.clear()
             self._aborted.clear()
+        elif not news.released:
+            self._loop.raise_failure()
         return news
 
     def _forget(self, request_id: RequestId) -> None:

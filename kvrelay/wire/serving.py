@@ -157,7 +157,7 @@ class Refused(Message, frozen=True, kw_only=True):
     reason: str
 
 
-class SequenceOutput(msgspec.Struct, frozen=True, array_like=True):
+class SequenceOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """New tokens of one sample. `position` is the index of the first of them among the sample's output tokens."""
 
     request_id: RequestId

@@ -15,6 +15,7 @@ from kvrelay.config import EngineOptions, Environment, ModelOptions, TransferOpt
 from kvrelay.engine.engine import Engine
 from kvrelay.errors import ConfigError
 from kvrelay.ids import WorkerId
+from kvrelay.media.image_spec import read_image_spec
 from kvrelay.progress import Progress
 from kvrelay.runner.build import build_runner
 from kvrelay.runner.runner import TorchRunner
@@ -65,6 +66,7 @@ def relay_stage(role: Role, options: TransferOptions, host: str, signal_port: in
             cache_seed=runner.fingerprint,
             producer=producer,
             consumer=consumer,
+            takes_images=read_image_spec(folder) is not None,
         )
         return Stage(
             engine=engine,

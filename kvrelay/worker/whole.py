@@ -10,6 +10,7 @@ from kvrelay.checkpoint.fetch import resolve
 from kvrelay.config import EngineOptions, Environment, ModelOptions
 from kvrelay.engine.engine import Engine
 from kvrelay.ids import WorkerId, new_worker_id
+from kvrelay.media.image_spec import read_image_spec
 from kvrelay.progress import Progress
 from kvrelay.runner.build import build_runner
 from kvrelay.text.tokenizer import Tokenizer
@@ -55,6 +56,7 @@ def _join(
         max_model_len=runner.max_model_len,
         vocab_size=runner.spec.vocab_size,
         cache_seed=runner.fingerprint,
+        takes_images=read_image_spec(folder) is not None,
     )
     stage = Stage(
         engine=engine,

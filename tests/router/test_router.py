@@ -6,11 +6,13 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import msgspec
 import pytest
 from stub_worker import NUM_BLOCKS, StubWorker, stub_token
 
 from kvrelay.discovery.embedded import EmbeddedMembership
 from kvrelay.errors import InternalError, QueueFullError, RequestError, UnavailableError
+from kvrelay.media.placeholders import placeholder_ids
 from kvrelay.metrics import Metrics
 from kvrelay.router.backend import GenerateRequest
 from kvrelay.router.failover import RetryRules
@@ -18,6 +20,8 @@ from kvrelay.router.router import Router
 from kvrelay.router.stream import RequestStream
 from kvrelay.sampling import SamplingParams
 from kvrelay.states import FinishReason
+from kvrelay.wire import PROTOCOL_VERSION
+from kvrelay.wire.serving import Image
 
 PATIENCE_S = 10.0
 
@@ -306,3 +310,14 @@ async def test_a_stuck_engine_loses_its_lease_and_comes_back(quick_cluster: Clus
     worker.engine.stuck_s = 0.0
     await quick_cluster.until(lambda: quick_cluster.router.ready)
     assert await tokens_of(quick_cluster.router.submit(ask([1]))) == {0: expected([1], 5)}
+
+
+@pytest.mark.skipif(PROTOCOL_VERSION < 3, reason="pictures are of protocol 3")
+async def test_pictures_reach_the_worker_with_their_files(cluster: Cluster) -> None:
+    worker = await cluster.add_ready()
+    image = Image(digest="a", start=1, num_tokens=4, grid=(1, 4, 4), data=b"file")
+    prompt = [1, *placeholder_ids("a", 4), 2]
+    stream = cluster.router.submit(msgspec.structs.replace(ask(prompt), images=[image]))
+    assert await tokens_of(stream) == {0: expected(prompt, 5)}
+    assert worker.engine.submitted[-1].images == [image]
+    assert worker.engine.submitted[-1].prompt == prompt

@@ -176,7 +176,7 @@ async def test_a_stop_string_cuts_the_lease(cluster: Cluster) -> None:
 async def test_a_stop_string_found_after_the_workers_own_end_cuts_the_lease(cluster: Cluster) -> None:
     worker = await cluster.add_ready()
     stream = cluster.router.submit(keeping(max_tokens=4))
-    await cluster.until(lambda: bool(worker.engine.leases))
+    await cluster.until(lambda: len(stream.tokens(0)) == 4 and bool(worker.engine.leases))
     stream.finish(0, 2, FinishReason.STOP)
     parent = await cluster.router.find_parent("client", "", wait_s=PATIENCE_S)
     await cluster.until(lambda: parent.state is HandleState.HELD)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvrelay.media.placeholders import placeholder_ids
 from kvrelay.sampling import SamplingParams
 from kvrelay.text.detokenizer import Detokenizer
 from kvrelay.text.stop import StopSearch
@@ -167,3 +168,10 @@ def test_a_match_that_ended_before_min_tokens_is_not_found_later() -> None:
     assert search.push("ab", armed=False) == ""
     assert search.push("x", armed=True) == "abx"
     assert search.stopped is None
+
+
+@pytest.mark.parametrize("tokenizer", ALL)
+def test_a_prompt_that_ends_in_a_picture_does_not_matter(tokenizer: Tokenizer) -> None:
+    tokens = tokenizer.encode(CORPUS[0], add_special_tokens=False)
+    prompt = [*tokens, *placeholder_ids("a", 9)]
+    assert "".join(pieces_of(tokenizer, tokens, SamplingParams(), prompt)).strip() == CORPUS[0]

@@ -15,6 +15,7 @@ from kvrelay.ids import RequestId, TransferId, new_request_id, new_worker_id
 from kvrelay.transfer.engines.base import Completion, Mover, TransferError
 from kvrelay.transfer.engines.choose import make_engine
 from kvrelay.transfer.engines.memory import MemoryEngine, MemoryNetwork, RandomFaults
+from kvrelay.transfer.loop import ThreadFailedError
 from kvrelay.transfer.region import Region
 from kvrelay.transfer.session import TransferSettings
 
@@ -208,18 +209,26 @@ def test_a_fault_in_the_thread_fails_every_transfer_and_hangs_nobody(make: Closi
     engine.poll = _raise  # type: ignore[method-assign]
     producer.relay.park(here)  # wakes it
     consumer.relay.unreserve(there)
-    wait_for(lambda: here in producer.failures())
-    wait_for(lambda: there in consumer.arrivals())
-    wait_for(lambda: consumer.is_freed(there))
-    assert producer.is_released(here)
-    reason = producer.failures()[here] if which == "producer" else consumer.arrivals()[there].error
-    assert "RuntimeError: out of order" in reason
-    later = new_request_id()
-    broken.relay.expect(later, info(producer, consumer), 4)
+    wait_for(lambda: _has_failed(broken))  # by then it has told of every transfer
     if which == "producer":
-        wait_for(lambda: later in producer.failures())
+        wait_for(lambda: there in consumer.arrivals())
+        wait_for(lambda: consumer.is_freed(there))
     else:
-        wait_for(lambda: later in consumer.arrivals())
+        wait_for(lambda: here in producer.failures())
+    assert here in producer.released
+    assert there in consumer.freed
+    reason = producer._failures[here] if which == "producer" else consumer._arrivals[there].error
+    assert "RuntimeError: out of order" in reason
+
+
+def _has_failed(side: Producer | Consumer) -> bool:
+    """A worker whose transfer thread is gone learns of it: it has to be replaced."""
+    try:
+        side.poll()
+    except ThreadFailedError:
+        assert side.relay.has_news, "nobody would look"
+        return True
+    return False
 
 
 def _raise() -> list[Completion]:

@@ -1,0 +1,88 @@
+"""From a file's bytes to an upright RGB picture, within limits that are checked before anything is decoded.
+
+Colours become RGB as in the processors that models were trained with: what is transparent shows white. Of an animation, the
+first frame is the picture.
+"""
+
+from __future__ import annotations
+
+import io
+
+import msgspec
+from PIL import GifImagePlugin, Image, JpegImagePlugin, PngImagePlugin, UnidentifiedImageError, WebPImagePlugin
+
+from kvrelay.errors import MediaError
+from kvrelay.media.container import PictureFile, read_container
+
+# Importing a plugin registers it: without this, Pillow would import all it has when it meets its first WebP.
+_PLUGINS = (JpegImagePlugin, PngImagePlugin, WebPImagePlugin, GifImagePlugin)
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one picture."""
+
+    max_bytes: int
+    max_pixels: int
+
+
+def check(data: bytes, limits: Limits) -> tuple[int, int]:
+    """Height and width as they are seen. Decodes all of it, so that what is broken is known now. Raises MediaError."""
+    file = _within(data, limits)
+    _open(file).close()
+    return (file.height, file.width) if file.orientation < 5 else (file.width, file.height)
+
+
+def decode(data: bytes, limits: Limits) -> Image.Image:
+    """The picture itself. Raises MediaError."""
+    file = _within(data, limits)
+    try:
+        picture = _to_rgb(_open(file))
+    except (ValueError, OSError) as error:
+        raise MediaError(f"the colours of the {file.format} file cannot be read: {error}") from error
+    turn = _TURNS.get(file.orientation)
+    return picture if turn is None else picture.transpose(turn)
+
+
+def _within(data: bytes, limits: Limits) -> PictureFile:
+    if not data:
+        raise MediaError("the file is empty")
+    if len(data) > limits.max_bytes:
+        raise MediaError(f"the file has {len(data)} bytes; at most {limits.max_bytes} are taken")
+    file = read_container(data)
+    if file.width < 1 or file.height < 1:
+        raise MediaError(f"a picture of {file.width}x{file.height} pixels has no content")
+    if file.width * file.height > limits.max_pixels:
+        raise MediaError(f"{file.width}x{file.height} are more than {limits.max_pixels} pixels, the most that are taken")
+    return file
+
+
+def _open(file: PictureFile) -> Image.Image:
+    try:
+        picture = Image.open(io.BytesIO(file.data), formats=(file.format,))
+        if picture.size != (file.width, file.height):
+            raise MediaError(f"the {file.format} file names two sizes")
+        picture.load()
+    except MediaError:
+        raise
+    except UnidentifiedImageError as error:
+        raise MediaError(f"the {file.format} file has a broken header") from error
+    except Exception as error:  # whatever Pillow raises on what it cannot read
+        raise MediaError(f"the {file.format} file cannot be decoded: {error}") from error
+    return picture
+
+
+def _to_rgb(picture: Image.Image) -> Image.Image:
+    if "A" in picture.getbands() or picture.info.get("transparency") is not None:
+        seen = picture.convert("RGBA")
+        background = Image.new("RGBA", seen.size, (255, 255, 255, 255))
+        return Image.alpha_composite(background, seen).convert("RGB")
+    return picture.convert("RGB")
