@@ -56,6 +56,7 @@ bench: $(DEV_STAMP) libraries ## measure engine, router and relay; results go to
 	$(BIN)/kvrelay bench router --json bench/results/router.json
 	$(BIN)/kvrelay bench relay --json bench/results/relay.json
 	$(BIN)/kvrelay bench kv --json bench/results/kv.json
+	$(BIN)/kvrelay bench two-stage --json bench/results/two-stage.json
 
 clean: ## remove .venv, caches and build outputs (fetched models stay in the user's cache folder)
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvrelay.llm import LLM as LLM
     from kvrelay.llm import AsyncLLM as AsyncLLM
+    from kvrelay.sampling import BeamSearch as BeamSearch
     from kvrelay.sampling import SamplingParams as SamplingParams
 
-__all__ = ["LLM", "AsyncLLM", "SamplingParams"]
+__all__ = ["LLM", "AsyncLLM", "BeamSearch", "SamplingParams"]
 
 
 def __getattr__(name: str) -> Any:
@@ -18,8 +19,8 @@ def __getattr__(name: str) -> Any:
         import kvrelay.llm
 
         return {"LLM": kvrelay.llm.LLM, "AsyncLLM": kvrelay.llm.AsyncLLM}[name]
-    if name == "SamplingParams":
-        from kvrelay.sampling import SamplingParams
+    if name in ("BeamSearch", "SamplingParams"):
+        import kvrelay.sampling
 
-        return SamplingParams
+        return {"BeamSearch": kvrelay.sampling.BeamSearch, "SamplingParams": kvrelay.sampling.SamplingParams}[name]
     raise AttributeError(f"module 'kvrelay' has no attribute {name!r}")

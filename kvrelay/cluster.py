@@ -1,7 +1,7 @@
 """Router and worker processes of one machine: what `kvrelay serve` puts behind HTTP, and `LocalCluster`, which has no HTTP.
 
     LocalCluster(...)    a thread with an event loop: registry, router, workers; returns when all of them are usable
-    send(message)        from any thread: Submit, Abort, Finish, as an engine takes them
+    send(message)        from any thread: Submit, Abort, Finish, ReleaseLeases, as an engine takes them
     on_answers(answers)  in the cluster's thread: what an engine's steps give
     close()              requests that are open fail, workers end; also at the end of the interpreter
 
@@ -35,24 +35,26 @@ from kvrelay.config import (
     read_environment,
 )
 from kvrelay.discovery.choose import open_membership, registry_kind
-from kvrelay.errors import ConfigError, EngineClosedError, InternalError, RequestError
-from kvrelay.ids import RequestId, new_router_id
+from kvrelay.errors import ConfigError, ConflictError, EngineClosedError, InternalError, NotFoundError, RequestError
+from kvrelay.ids import LeaseId, RequestId, new_router_id
 from kvrelay.log import Log
 from kvrelay.metrics import Metrics
 from kvrelay.outputs import Answers
 from kvrelay.plane import keyed
 from kvrelay.router.backend import GenerateRequest
 from kvrelay.router.failover import RetryRules
+from kvrelay.router.parent import Parent
 from kvrelay.router.router import OpenSync, Router
 from kvrelay.router.stream import RequestStream
 from kvrelay.states import FinishReason, Role
 from kvrelay.supervise import Supervisor, worker_command
-from kvrelay.wire.serving import Abort, Failure, Finish, SequenceOutput, Submit
+from kvrelay.wire.serving import Abort, Failure, Finish, LeaseNews, ReleaseLeases, SequenceOutput, Submit
 
 log = Log("cluster")
 
 FREE_LOCAL_PORT = "tcp://127.0.0.1:*"
 _DESCRIBE_S = 30.0  # the cluster's thread never takes so long, unless the machine stands still
+_NEWS_S = 5.0  # after the last token a worker says by then whether it keeps the KV
 
 
 # Shared with `kvrelay serve`
@@ -123,6 +125,8 @@ def open_router(
         router_id=router_id,
         rules=RetryRules(max_retries=options.max_retries, wait_s=options.failover_wait_s),
         sync=sync,
+        continuation_cache=options.continuation_cache,
+        max_leases_per_key=options.max_leases_per_key,
     )
     return router, membership.address
 
@@ -174,7 +178,7 @@ class LocalCluster:
             self.close()
             raise
 
-    def send(self, message: Submit | Abort | Finish) -> None:
+    def send(self, message: Submit | Abort | Finish | ReleaseLeases) -> None:
         """Raises EngineClosedError if the workers have ended; then the message has no answer."""
         self._call(lambda: self._take(message))
 
@@ -242,7 +246,7 @@ class LocalCluster:
             await supervisor.stop()
             self._router.close()
 
-    def _take(self, message: Submit | Abort | Finish) -> None:
+    def _take(self, message: Submit | Abort | Finish | ReleaseLeases) -> None:
         match message:
             case Submit() if self._closed:  # it was under way when the end came
                 self._fail(message.request_id, InternalError("the workers were closed"))
@@ -255,6 +259,10 @@ class LocalCluster:
                 served = self._requests.get(message.request_id)
                 if served is not None and served.stream is not None:
                     served.stream.finish(message.sample, message.keep_tokens, message.reason)
+            case ReleaseLeases():
+                task = asyncio.ensure_future(self._release(message.lease_ids))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
             case _:
                 assert_never(message)
 
@@ -269,13 +277,38 @@ class LocalCluster:
         """Cancelled when nobody wants the rest."""
         submit = served.submit
         async with self._room:
-            served.stream = self._router.submit(_request(submit))
+            parent = None if submit.inherit is None else await self._parent(submit.inherit)
+            served.stream = self._router.submit(_request(submit, parent))
             try:
                 while outputs := await served.stream.next():
-                    renamed = [msgspec.structs.replace(output, request_id=submit.request_id) for output in outputs]
-                    self._on_answers(Answers(outputs=renamed))
+                    self._on_answers(_answers(submit.request_id, served.stream, outputs))
             finally:
                 served.stream.abort()
+            if submit.keep is not None:
+                await self._router.continuations.until_settled(served.stream.parents, _NEWS_S)
+                self._on_answers(Answers(leases=self._news(submit, served.stream.parents)))
+
+    async def _parent(self, lease_id: LeaseId) -> Parent | None:
+        """None: the router knows nothing of it any more, but the prompt has all of its tokens."""
+        try:
+            return await self._router.find_parent(lease_id, "", wait_s=_NEWS_S)
+        except (NotFoundError, ConflictError):
+            return None
+
+    def _news(self, submit: Submit, parents: Sequence[Parent]) -> list[LeaseNews]:
+        assert submit.keep is not None
+        remaining_s = self._router.continuations.remaining_s
+        return [
+            LeaseNews(submit.request_id, sample, lease_id, True, remaining_s(parent), len(parent.tokens), parent.num_blocks)
+            if parent.kept
+            else LeaseNews(submit.request_id, sample, lease_id, False, reason=parent.reason or "its worker does not say so")
+            for sample, (lease_id, parent) in enumerate(zip(submit.keep.lease_ids, parents, strict=True))
+        ]
+
+    async def _release(self, lease_ids: Sequence[LeaseId]) -> None:
+        for lease_id in lease_ids:
+            with contextlib.suppress(NotFoundError):
+                await self._router.delete_parents(lease_id, "")
 
     def _ended(self, served: _Served, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -298,10 +331,13 @@ class LocalCluster:
         served = self._requests.pop(request_id, None)
         if served is None or served.task is None:
             return
-        served.task.cancel()
+        if served.submit.keep is not None and served.stream is not None:
+            served.stream.abort()  # its task goes on to hear whether its KV is kept
+        else:
+            served.task.cancel()
         samples = range(served.submit.params.n)
         ends = [SequenceOutput(request_id, sample, 0, [], FinishReason.ABORT) for sample in samples]
-        self._on_answers(Answers(outputs=ends))
+        self._on_answers(Answers(outputs=ends, leases=_never_kept(served)))
 
     async def _fail_all(self, reason: str) -> None:
         for served in list(self._requests.values()):
@@ -320,7 +356,27 @@ class _Served:
     stream: RequestStream | None = None  # None while it waits for room
 
 
-def _request(submit: Submit) -> GenerateRequest:
+def _answers(request_id: RequestId, stream: RequestStream, outputs: list[SequenceOutput]) -> Answers:
+    """Under the id that the request has outside."""
+    replace = msgspec.structs.replace
+    return Answers(
+        outputs=[replace(output, request_id=request_id) for output in outputs],
+        inherited=[] if stream.inherited is None else [replace(stream.inherited, request_id=request_id)],
+        beams=[replace(stream.beams[each.sample], request_id=request_id) for each in outputs if each.sample in stream.beams],
+    )
+
+
+def _never_kept(served: _Served) -> list[LeaseNews]:
+    """Of a request that never came to a worker."""
+    if served.submit.keep is None or served.stream is not None:
+        return []
+    return [
+        LeaseNews(served.submit.request_id, sample, lease_id, False, reason="it was aborted before it began")
+        for sample, lease_id in enumerate(served.submit.keep.lease_ids)
+    ]
+
+
+def _request(submit: Submit, parent: Parent | None) -> GenerateRequest:
     return GenerateRequest(
         external_id=submit.external_id,
         prompt=submit.prompt,
@@ -328,4 +384,6 @@ def _request(submit: Submit) -> GenerateRequest:
         priority=submit.priority,
         cache_salt=submit.cache_salt,
         trace=submit.trace,
+        keep=submit.keep,
+        parent=parent,
     )

@@ -43,7 +43,7 @@ _LEASE_S = 4.0
 _SHOWN_HASHES = 4
 
 
-class _Worker(msgspec.Struct, frozen=True):
+class EventWorker(msgspec.Struct, frozen=True):
     """An entry of GET /cluster, as far as it matters here."""
 
     id: str
@@ -52,7 +52,7 @@ class _Worker(msgspec.Struct, frozen=True):
 
 
 class _Cluster(msgspec.Struct, frozen=True):
-    workers: list[_Worker]
+    workers: list[EventWorker]
 
 
 def build_parser() -> Parser:
@@ -115,7 +115,7 @@ async def _follow_server(url: str, api_key: str, listener: Listener) -> None:
                 listener.update(await _workers(client))
 
 
-async def _workers(client: httpx.AsyncClient) -> list[_Worker]:
+async def _workers(client: httpx.AsyncClient) -> list[EventWorker]:
     try:
         response = await client.get("/cluster")
     except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -158,7 +158,7 @@ class Listener:
         self._lines = lines
         self._subscribers: dict[WorkerId, EventSubscriber] = {}
 
-    def update(self, workers: Iterable[_Worker]) -> None:
+    def update(self, workers: Iterable[EventWorker]) -> None:
         """These are there, and nobody else."""
         listed = {WorkerId(worker.id): worker for worker in workers}
         for worker_id in [known for known in self._subscribers if known not in listed]:

@@ -82,6 +82,10 @@ def as_router_id(text: str) -> RouterId:
     return RouterId(_checked(text, "RouterId"))
 
 
+def as_lease_id(text: str) -> LeaseId:
+    return LeaseId(_checked(text, "LeaseId"))
+
+
 def _checked(text: str, kind: str) -> str:
     if _FORMS[kind].fullmatch(text):
         return text

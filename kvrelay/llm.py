@@ -7,61 +7,42 @@
 `LLM` computes in the calling thread. `AsyncLLM` computes in a thread of its own and gives asynchronous streams. With counts of
 workers, as in `LLM("smollm2", prefill=1, decode=1)`, both start worker processes and relay through them as `kvrelay serve`
 does; this process then computes nothing and does not load PyTorch. `close()`, or the end of the process, ends the workers.
+
+What was generated with `keep_kv` can be continued from: `generate_continuation` computes its suffix only.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import uuid
 import weakref
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self, overload
 
-from kvrelay.cluster import LocalCluster
-from kvrelay.engine.engine import Engine
-from kvrelay.errors import ConfigError, EngineClosedError, InternalError, request_error
+from kvrelay.async_llm import AsyncLLM
+from kvrelay.errors import ConfigError, EngineClosedError, request_error
 from kvrelay.ids import RequestId, new_request_id
-from kvrelay.offline import ClusterQueue, EngineHere, EngineThread, Message, Turns, open_cluster, open_engine, split_options
-from kvrelay.outputs import Answers, Assembly, RequestOutput, prepare
-from kvrelay.progress import Progress, Silent
-from kvrelay.router.stream import RequestStream
-from kvrelay.sampling import SamplingParams
-from kvrelay.states import FinishReason
-from kvrelay.text.tokenizer import Tokenizer
-from kvrelay.wire.serving import Abort, Finish, Submit
+from kvrelay.llm_base import Base, KeepKV, Prompt, origin_of, shown_progress, submit_of, take_words
+from kvrelay.offline import ClusterQueue, EngineHere, Turns, open_cluster, open_engine, split_options
+from kvrelay.offline_parents import ParentName
+from kvrelay.outputs import Answers, Assembly, CompletionOutput, Job, RequestOutput, prepare
+from kvrelay.progress import Progress
+from kvrelay.sampling import BeamSearch, SamplingParams
+from kvrelay.wire.serving import Abort, ReleaseLeases
 
-Prompt = str | list[int]
+__all__ = ["LLM", "AsyncLLM"]
 
-
-class _Base:
-    """Options are those of `kvrelay serve`, with underscores: LLM("smollm2", max_model_len=1024)."""
-
-    tokenizer: Tokenizer
-    relay: LocalCluster | None = None  # the worker processes, if there are any
-    _engine: Engine | None = None
-    _closed = False
-
-    @property
-    def engine(self) -> Engine:
-        """Of a model in this process."""
-        if self._engine is None:
-            raise ConfigError("the engines of this model are in worker processes")
-        return self._engine
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise EngineClosedError(f"this {type(self).__name__} is closed")
+ParentNames = list[str] | Sequence[CompletionOutput | RequestOutput]
 
 
-class LLM(_Base):
+class LLM(Base):
     """Generates for lists of prompts. One call at a time."""
 
     def __init__(self, model: str = "smollm2", *, progress: bool = True, **options: Any) -> None:
         """Returns when the model is loaded. With worker processes it raises WorkerDiedError if one of them cannot start."""
         chosen = split_options(model, options)
-        self._progress = _progress(progress)
+        super().__init__(chosen)
+        self._progress = shown_progress(progress)
         self._turns: Turns
         if not chosen.relay:
             self.tokenizer, self._engine = open_engine(chosen, self._progress)
@@ -79,22 +60,103 @@ class LLM(_Base):
         *,
         best_of: int | None = None,
         priority: int = 0,
+        keep_kv: KeepKV = None,
         progress: bool | None = None,
     ) -> list[RequestOutput]:
         """One output per prompt, in their order. Prompts are texts or lists of token ids; a single one may stand alone.
 
         A seed of 0, the default, draws a new one for each prompt that is sampled. The first prompt that cannot be served
-        raises, and nothing of the others is left behind.
+        raises, and nothing of the others is left behind. With `keep_kv` each output has a `continuation`.
         """
         self._check_open()
         batch = _as_batch(prompts)
         settings = _as_params(params, len(batch))
-        jobs = [prepare(self.tokenizer, prompt, sampling, best_of) for prompt, sampling in zip(batch, settings, strict=True)]
+        ttl_s = self._keep_ttl_s(keep_kv)
+        pairs = zip(batch, settings, strict=True)
+        jobs = [prepare(self.tokenizer, prompt, sampling, best_of, ttl_s) for prompt, sampling in pairs]
+        return self._generate(jobs, priority, progress)
+
+    @overload
+    def generate_continuation(
+        self,
+        parent: ParentName,
+        suffix: str = "",
+        params: SamplingParams | None = None,
+        *,
+        token_ids: Sequence[int] | None = None,
+        priority: int = 0,
+        keep_kv: KeepKV = None,
+        progress: bool | None = None,
+    ) -> RequestOutput: ...
+
+    @overload
+    def generate_continuation(
+        self,
+        parent: ParentNames,
+        suffix: str = "",
+        params: SamplingParams | None = None,
+        *,
+        token_ids: Sequence[int] | None = None,
+        priority: int = 0,
+        keep_kv: KeepKV = None,
+        progress: bool | None = None,
+    ) -> list[RequestOutput]: ...
+
+    def generate_continuation(
+        self,
+        parent: ParentName | ParentNames,
+        suffix: str = "",
+        params: SamplingParams | None = None,
+        *,
+        token_ids: Sequence[int] | None = None,
+        priority: int = 0,
+        keep_kv: KeepKV = None,
+        progress: bool | None = None,
+    ) -> RequestOutput | list[RequestOutput]:
+        """Goes on from what was generated, after a suffix: a text, tokenised alone, or `token_ids`. Of a list of parents, each
+        has a child.
+
+        A parent is a handle, or what `generate` gave back for it. While its KV is kept, only the suffix is computed, as
+        `continued` of the output tells. Raises NotFoundError if its tokens are not known any more.
+        """
+        self._check_open()
+        ttl_s = self._keep_ttl_s(keep_kv)
+        alone = isinstance(parent, str | CompletionOutput | RequestOutput)
+        parents = [parent] if isinstance(parent, str | CompletionOutput | RequestOutput) else parent
+        origins = [origin_of(self._parents.find(one)) for one in parents]
+        jobs = [self._child_job(origin, suffix, token_ids, params or SamplingParams(), ttl_s) for origin in origins]
+        outputs = self._generate(jobs, priority, progress)
+        return outputs[0] if alone else outputs
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        width: int,
+        max_tokens: int = 16,
+        *,
+        n: int | None = None,
+        length_penalty: float = 1.0,
+        early_stopping: bool | Literal["never"] = False,
+        **settings: Any,
+    ) -> list[RequestOutput]:
+        """The likeliest `n` (default: all `width`) continuations of each prompt, best first. `settings` are SamplingParams'."""
+        beam = BeamSearch(width=width, length_penalty=length_penalty, early_stopping=early_stopping)
+        sampling = SamplingParams(temperature=0.0, n=n or width, max_tokens=max_tokens, beam=beam, **settings)
+        return self.generate(prompts, sampling)
+
+    def release(self, parent: ParentName) -> None:
+        """Nobody will continue from it: its KV need not be kept. Raises NotFoundError if it is not."""
+        self._check_open()
+        lease_id = self._parents.lease_of(parent)
+        self._turns.send(ReleaseLeases(lease_ids=[lease_id]))
+        self._parents.forget(lease_id, "it was released")
+
+    def _generate(self, jobs: list[Job], priority: int, progress: bool | None) -> list[RequestOutput]:
         assemblies: dict[RequestId, Assembly] = {}
         for index, job in enumerate(jobs):
             request_id = new_request_id()
             assemblies[request_id] = Assembly(self.tokenizer, f"offline-{index}", request_id, job)
-        shown = self._progress if progress is None else _progress(progress)
+        shown = self._progress if progress is None else shown_progress(progress)
         shown.start("generating", len(jobs), unit="prompts")
         try:
             self._run(assemblies, priority, shown)
@@ -104,7 +166,17 @@ class LLM(_Base):
         finally:
             shown.done()
         self._turns.settle()
+        for request_id, assembly in assemblies.items():
+            self._remember(request_id, assembly)
         return [assembly.output() for assembly in assemblies.values()]
+
+    def _remember(self, request_id: RequestId, assembly: Assembly) -> None:
+        if assembly.job.keep is not None:
+            self._parents.begun(request_id, assembly.job.keep.lease_ids)
+            for news in assembly.news:
+                self._parents.told(news)
+            for lease_id, tokens in assembly.kept_tokens():
+                self._parents.ended(lease_id, tokens)
 
     def chat(self, messages: Sequence[dict[str, Any]], params: SamplingParams | None = None, **settings: Any) -> RequestOutput:
         """The model's answer to a conversation."""
@@ -126,144 +198,37 @@ class LLM(_Base):
 
     def _run(self, assemblies: Mapping[RequestId, Assembly], priority: int, progress: Progress) -> None:
         waiting = list(assemblies.items())[::-1]
-        open_requests = 0
+        open_requests: set[RequestId] = set()
         while waiting or open_requests:
             while waiting and self._turns.has_room:
                 request_id, assembly = waiting.pop()
-                self._turns.send(_submit(request_id, f"{request_id}", assembly, priority, {}))
-                open_requests += 1
-            ended = self._take(assemblies, self._turns.next())
+                self._turns.send(submit_of(request_id, f"{request_id}", assembly, priority, {}))
+                open_requests.add(request_id)
+            self._take(assemblies, self._turns.next())
+            ended = {request_id for request_id in open_requests if assemblies[request_id].finished}
             open_requests -= ended
-            progress.advance(ended)
+            progress.advance(len(ended))
 
-    def _take(self, assemblies: Mapping[RequestId, Assembly], answers: Answers) -> int:
-        """Returns how many requests ended."""
+    def _take(self, assemblies: Mapping[RequestId, Assembly], answers: Answers) -> None:
         for failure in answers.failures:
             if failure.request_id in assemblies:
                 raise request_error(failure.kind, failure.message, failure.param)
-        num_ended = 0
+        take_words(assemblies, answers)
         for output in answers.outputs:
             assembly = assemblies.get(output.request_id)
-            if assembly is None or assembly.finished:
+            if assembly is None or assembly.ended:
                 continue  # of a call that was given up, or a sample that ran a little further than its stop string
             finish = assembly.take(output)
             if finish is not None:
                 self._turns.send(finish)
-            num_ended += assembly.finished
-        return num_ended
 
     def _abandon(self, assemblies: Mapping[RequestId, Assembly]) -> None:
         with contextlib.suppress(EngineClosedError):  # worker processes that are gone hold nothing
             self._turns.send(Abort(request_ids=list(assemblies)))
+            lease_ids = [lease_id for assembly in assemblies.values() for lease_id, _ in assembly.kept_tokens()]
+            if lease_ids:  # nobody has their handles
+                self._turns.send(ReleaseLeases(lease_ids=lease_ids))
             self._turns.settle()
-
-
-class AsyncLLM(_Base):
-    """Generates streams on an event loop. Make it inside a running loop; every call comes from that loop."""
-
-    def __init__(self, model: str = "smollm2", *, progress: bool = True, **options: Any) -> None:
-        """As `LLM`."""
-        chosen = split_options(model, options)
-        shown = _progress(progress)
-        self._loop = asyncio.get_running_loop()
-        self._streams: dict[RequestId, RequestStream] = {}
-        self._external: dict[str, RequestStream] = {}
-        self._service: EngineThread | LocalCluster
-        if chosen.relay:
-            self.tokenizer, self.relay = open_cluster(chosen, shown, self._hand_over, shown=progress)
-            self._service = self.relay
-        else:
-            self.tokenizer, self._engine = open_engine(chosen, shown)
-            self._service = EngineThread(self._engine, self._hand_over)
-
-    async def generate(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        best_of: int | None = None,
-        priority: int = 0,
-        trace_headers: Mapping[str, str] | None = None,
-    ) -> AsyncIterator[RequestOutput]:
-        """Everything generated so far, each time there is more, until `finished`. Leaving the loop early aborts."""
-        self._check_open()
-        name = request_id or f"cmpl-{uuid.uuid4()}"
-        if name in self._external:
-            raise ConfigError(f"a request with the id {name!r} is running already")
-        job = prepare(self.tokenizer, prompt, params or SamplingParams(), best_of)
-        internal = new_request_id()
-        assembly = Assembly(self.tokenizer, name, internal, job)
-        self._service.send(_submit(internal, name, assembly, priority, dict(trace_headers or {})))
-        stream = RequestStream(internal, job.params.n, self, prefill="local", decode="local")
-        self._streams[internal] = self._external[name] = stream
-        try:
-            while outputs := await stream.next():
-                for output in outputs:
-                    finish = assembly.take(output)
-                    if finish is not None:
-                        stream.finish(finish.sample, finish.keep_tokens, finish.reason)
-                yield assembly.output()
-        finally:
-            stream.abort()
-            self._external.pop(name, None)
-
-    def abort(self, request_id: str) -> None:
-        """Ends a request by the id given to `generate`; its stream ends with the finish reason `abort`. Unknown: no error."""
-        stream = self._external.get(request_id)
-        if stream is not None and not stream.done:
-            self._tell(Abort(request_ids=[stream.request_id]))
-
-    def close(self) -> None:
-        """Ends what still runs with an error, then the engine's thread, or the worker processes. May be called twice."""
-        if self._closed:
-            return
-        self._closed = True
-        self._service.close()
-        for stream in list(self._streams.values()):
-            stream.fail(InternalError("the engine was closed"))
-
-    # StreamOwner
-
-    def stream_finished(self, stream: RequestStream) -> None:
-        self._streams.pop(stream.request_id, None)
-
-    def send_finish(self, stream: RequestStream, sample: int, keep_tokens: int, reason: FinishReason) -> None:
-        self._tell(Finish(request_id=stream.request_id, sample=sample, keep_tokens=keep_tokens, reason=reason))
-
-    def send_abort(self, stream: RequestStream) -> None:
-        self._tell(Abort(request_ids=[stream.request_id]))
-
-    def _tell(self, message: Message) -> None:
-        with contextlib.suppress(EngineClosedError):  # then there is nothing left that could be ended
-            self._service.send(message)
-
-    # Answers, from the thread of whoever serves to ours
-
-    def _hand_over(self, answers: Answers) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits any more
-            self._loop.call_soon_threadsafe(self._deliver, answers)
-
-    def _deliver(self, answers: Answers) -> None:
-        for output in answers.outputs:
-            stream = self._streams.get(output.request_id)
-            if stream is not None:
-                stream.deliver(output)
-        for failure in answers.failures:
-            stream = self._streams.get(failure.request_id)
-            if stream is not None:
-                stream.fail(request_error(failure.kind, failure.message, failure.param))
-
-
-def _submit(request_id: RequestId, external_id: str, assembly: Assembly, priority: int, trace: dict[str, str]) -> Submit:
-    return Submit(
-        request_id=request_id,
-        external_id=external_id,
-        prompt=assembly.job.tokens,
-        params=assembly.job.params,
-        priority=priority,
-        trace=trace,
-    )
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -281,11 +246,3 @@ def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: 
     if len(params) != count:
         raise ConfigError(f"{count} prompts but {len(params)} SamplingParams")
     return list(params)
-
-
-def _progress(shown: bool) -> Progress:
-    if not shown:
-        return Silent()
-    from kvrelay.console import ConsoleProgress
-
-    return ConsoleProgress()

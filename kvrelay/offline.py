@@ -1,6 +1,6 @@
 """What the offline API is made of: its options, and who serves its requests.
 
-                send(Submit, Abort, Finish)     answers
+                send(message)                   answers
 EngineHere      in the calling thread           next(): computes a step
 EngineThread    to an engine in a thread        on_answers, in that thread
 ClusterQueue    to worker processes             next(): waits for them
@@ -34,11 +34,11 @@ from kvrelay.log import Log
 from kvrelay.outputs import Answers
 from kvrelay.progress import Progress
 from kvrelay.text.tokenizer import Tokenizer
-from kvrelay.wire.serving import Abort, Finish, Submit
+from kvrelay.wire.serving import Abort, Finish, ReleaseLeases, Submit
 
 log = Log("llm")
 
-Message = Submit | Abort | Finish
+Message = Submit | Abort | Finish | ReleaseLeases
 O = TypeVar("O", bound=Options)
 
 # Of the groups that `kvrelay serve` has besides, what makes sense without HTTP. All of it is about worker processes.
@@ -52,6 +52,8 @@ _RELAY_NAMES = (
     "policy",
     *TransferOptions.__struct_fields__,
 )
+_KEEP_NAMES = ("keep_kv_default_s", "max_lease_s", "continuation_cache")  # of RouterOptions; with and without workers
+_NO_QUOTA = 2**31 - 1  # leases are counted by API key, of which there are none here
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +70,7 @@ class OfflineOptions:
 
 def split_options(model: str, options: dict[str, Any]) -> OfflineOptions:
     """Raises ConfigError for an option that is unknown, or means nothing without worker processes."""
-    known = {*ModelOptions.__struct_fields__, *EngineOptions.__struct_fields__, *_RELAY_NAMES}
+    known = {*ModelOptions.__struct_fields__, *EngineOptions.__struct_fields__, *_RELAY_NAMES, *_KEEP_NAMES}
     unknown = sorted(set(options) - known)
     if unknown:
         raise ConfigError(f"unknown option {unknown[0]!r}; there are {', '.join(sorted(known))}")
@@ -81,7 +83,7 @@ def split_options(model: str, options: dict[str, Any]) -> OfflineOptions:
         model=_group(ModelOptions, values),
         engine=_group(EngineOptions, values),
         transfer=_group(TransferOptions, values),
-        router=_group(RouterOptions, values),
+        router=_group(RouterOptions, {**values, "max_leases_per_key": _NO_QUOTA}),
         cluster=_group(ClusterOptions, values),
         relay=relay,
     )
@@ -150,8 +152,7 @@ class EngineHere:
         tell(self._engine, message)
 
     def next(self) -> Answers:
-        step = self._engine.step()
-        return Answers(outputs=step.outputs, failures=step.failures)
+        return Answers.of(self._engine.step())
 
     def settle(self) -> None:
         while self._engine.has_work:
@@ -213,8 +214,8 @@ class EngineThread:
             except Exception as error:  # the thread's main: every open request gets an answer
                 log.exception("the engine failed")
                 step = engine.fail_all(f"the engine failed: {error}")
-            if step.outputs or step.failures:
-                self._on_answers(Answers(outputs=step.outputs, failures=step.failures))
+            if answers := Answers.of(step):
+                self._on_answers(answers)
 
     def _take_messages(self, *, block: bool) -> bool:
         """Hands everything that arrived to the engine. False when it is time to end."""
@@ -237,5 +238,7 @@ def tell(engine: Engine, message: Message) -> None:
             engine.abort(message.request_ids)
         case Finish():
             engine.finish(message)
+        case ReleaseLeases():
+            engine.release_leases(message.lease_ids)
         case _:
             assert_never(message)

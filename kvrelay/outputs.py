@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import secrets
+import time
+from typing import Literal
 
 import msgspec
 
 from kvrelay.errors import InvalidRequestError
-from kvrelay.ids import RequestId
+from kvrelay.ids import LeaseId, RequestId, new_lease_id
 from kvrelay.sampling import SamplingParams
 from kvrelay.states import FinishReason
 from kvrelay.text.detokenizer import Detokenizer
 from kvrelay.text.tokenizer import Tokenizer
-from kvrelay.wire.serving import Failure, Finish, SequenceOutput, TokenLogprobs
+from kvrelay.wire.serving import (
+    BeamResult,
+    Failure,
+    Finish,
+    Inherited,
+    Keep,
+    LeaseNews,
+    SequenceOutput,
+    StepOutputs,
+    TokenLogprobs,
+)
 
 
 class Answers(msgspec.Struct, frozen=True, kw_only=True):
@@ -20,6 +32,42 @@ class Answers(msgspec.Struct, frozen=True, kw_only=True):
 
     outputs: list[SequenceOutput] = []
     failures: list[Failure] = []
+    leases: list[LeaseNews] = []
+    inherited: list[Inherited] = []
+    beams: list[BeamResult] = []
+
+    @classmethod
+    def of(cls, step: StepOutputs) -> Answers:
+        return cls(outputs=step.outputs, failures=step.failures, leases=step.leases, inherited=step.inherited, beams=step.beams)
+
+    def __bool__(self) -> bool:
+        return bool(self.outputs or self.failures or self.leases or self.inherited or self.beams)
+
+
+class Continuation(msgspec.Struct, frozen=True, kw_only=True):
+    """How to continue from a sample that was to be kept. Its handle is good as long as its tokens are known, kept or not."""
+
+    handle: str
+    kept: bool  # its KV is, until then
+    expires_at: float | None = None  # as of time.time()
+    reason: str = ""  # why it is not kept
+
+
+class Continued(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the KV of a child's prompt came from."""
+
+    of: str
+    source: Literal["lease", "prefix_cache", "prefill"]
+    inherited_tokens: int  # from the lease
+    computed_tokens: int
+
+
+class Origin(msgspec.Struct, frozen=True, kw_only=True):
+    """What a child begins with."""
+
+    of: str
+    tokens: list[int]
+    lease_id: LeaseId | None  # where their KV is, perhaps
 
 
 class CompletionOutput(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,6 +79,9 @@ class CompletionOutput(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason | None = None  # None while it is being generated
     stop: str | None = None  # the stop string that ended it
     logprobs: list[TokenLogprobs] | None = None
+    cumulative_logprob: float | None = None  # of beam search, as the next
+    score: float | None = None
+    continuation: Continuation | None = None  # with keep_kv, once it has ended
 
 
 class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,6 +94,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
     finished: bool
     cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    continued: Continued | None = None  # of a child
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,10 +105,19 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     params: SamplingParams
     num_returned: int
     keep_logprobs: bool  # whether the caller asked for them; choosing the best needs them anyway
+    keep: Keep | None = None
+    origin: Origin | None = None
 
 
-def prepare(tokenizer: Tokenizer, prompt: str | list[int], params: SamplingParams, best_of: int | None) -> Job:
-    """Tokenises, checks, and draws a seed where none was given."""
+def prepare(
+    tokenizer: Tokenizer,
+    prompt: str | list[int],
+    params: SamplingParams,
+    best_of: int | None,
+    keep_ttl_s: float | None = None,
+    origin: Origin | None = None,
+) -> Job:
+    """Tokenises, checks, and draws a seed where none was given. After an origin comes its suffix, as tokens."""
     tokens = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
     wanted, keep_logprobs = params.n, params.logprobs is not None
     if best_of is not None:
@@ -66,13 +127,24 @@ def prepare(tokenizer: Tokenizer, prompt: str | list[int], params: SamplingParam
     if params.seed == 0 and not params.greedy:
         params = msgspec.structs.replace(params, seed=secrets.randbits(63))
     params.validate()
+    if keep_ttl_s is not None:
+        _check_keep(params, wanted)
     return Job(
         prompt=prompt if isinstance(prompt, str) else None,
         tokens=tokens,
         params=params,
         num_returned=wanted,
         keep_logprobs=keep_logprobs,
+        keep=None if keep_ttl_s is None else Keep([new_lease_id() for _ in range(params.n)], keep_ttl_s),
+        origin=origin,
     )
+
+
+def _check_keep(params: SamplingParams, num_returned: int) -> None:
+    if params.beam is not None:
+        raise InvalidRequestError("keep_kv cannot be combined with beam search", param="keep_kv")
+    if params.n > num_returned:
+        raise InvalidRequestError("keep_kv cannot be combined with best_of above n", param="keep_kv")
 
 
 class _Sample:
@@ -84,6 +156,8 @@ class _Sample:
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.finish: FinishReason | None = None
+        self.beam: BeamResult | None = None
+        self.continuation: Continuation | None = None
 
     def take(self, output: SequenceOutput) -> bool:
         """True if a stop string ended the sample before its worker knew."""
@@ -119,10 +193,48 @@ class Assembly:
         self._samples = [_Sample(tokenizer, job) for _ in range(job.params.n)]
         self._cached_tokens = 0
         self._prompt_logprobs: list[TokenLogprobs | None] | None = None
+        self._inherited = 0
+        self.news: list[LeaseNews] = []
+
+    @property
+    def ended(self) -> bool:
+        """There will be no more tokens."""
+        return all(sample.finish is not None for sample in self._samples)
+
+    @property
+    def heard_all(self) -> bool:
+        """Of every sample that was to be kept, whether it is."""
+        return self.job.keep is None or all(sample.continuation is not None for sample in self._samples)
 
     @property
     def finished(self) -> bool:
-        return all(sample.finish is not None for sample in self._samples)
+        return self.ended and self.heard_all
+
+    def open_samples(self) -> list[tuple[int, int]]:
+        """Those without an end, and how many tokens each has."""
+        return [(place, len(sample.tokens)) for place, sample in enumerate(self._samples) if sample.finish is None]
+
+    def kept_tokens(self) -> list[tuple[LeaseId, list[int]]]:
+        """Of each sample that was to be kept: prompt and output."""
+        lease_ids = [] if self.job.keep is None else self.job.keep.lease_ids
+        return [
+            (lease_id, [*self.job.tokens, *sample.tokens]) for lease_id, sample in zip(lease_ids, self._samples, strict=False)
+        ]
+
+    def take_beam(self, beam: BeamResult) -> None:
+        self._samples[beam.sample].beam = beam
+
+    def take_inherited(self, inherited: Inherited) -> None:
+        self._inherited = inherited.num_tokens
+
+    def take_news(self, news: LeaseNews) -> None:
+        self.news.append(news)
+        self._samples[news.sample].continuation = Continuation(
+            handle=news.lease_id,
+            kept=news.kept,
+            expires_at=time.time() + news.ttl_s if news.kept else None,
+            reason=news.reason,
+        )
 
     def take(self, output: SequenceOutput) -> Finish | None:
         """Returns what to tell the engine when a stop string ended the sample."""
@@ -152,6 +264,16 @@ class Assembly:
             finished=self.finished,
             cached_tokens=self._cached_tokens,
             prompt_logprobs=self._prompt_logprobs,
+            continued=None if self.job.origin is None else self._continued(self.job.origin),
+        )
+
+    def _continued(self, origin: Origin) -> Continued:
+        known = max(self._inherited, self._cached_tokens)
+        return Continued(
+            of=origin.of,
+            source="lease" if self._inherited else "prefix_cache" if known else "prefill",
+            inherited_tokens=self._inherited,
+            computed_tokens=len(self.job.tokens) - known,
         )
 
     def _completion(self, index: int, sample: _Sample) -> CompletionOutput:
@@ -162,4 +284,7 @@ class Assembly:
             finish_reason=sample.finish,
             stop=sample.detokenizer.stopped,
             logprobs=list(sample.logprobs) if self.job.keep_logprobs else None,
+            cumulative_logprob=None if sample.beam is None else sample.beam.cumulative_logprob,
+            score=None if sample.beam is None else sample.beam.score,
+            continuation=sample.continuation,
         )

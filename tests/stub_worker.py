@@ -7,12 +7,14 @@ import threading
 import time
 from collections.abc import Iterable
 
+import msgspec
+
 from kvrelay.discovery.choose import open_registration
-from kvrelay.ids import RequestId, WorkerId, new_worker_id
+from kvrelay.ids import LeaseId, RequestId, WorkerId, new_worker_id
 from kvrelay.states import FinishReason, Role, WorkerState
 from kvrelay.wire import PROTOCOL_VERSION
 from kvrelay.wire.registry import BlockCounts, WorkerLoad, WorkerRecord
-from kvrelay.wire.serving import Failure, Finish, SequenceOutput, StepOutputs, Submit
+from kvrelay.wire.serving import Failure, Finish, Inherited, LeaseInfo, LeaseNews, SequenceOutput, StepOutputs, Submit
 from kvrelay.worker.heartbeat import Heartbeat
 from kvrelay.worker.serving import EngineFailedError, ServingLoop
 from kvrelay.worker.vigil import Vigil
@@ -26,7 +28,8 @@ def stub_token(prompt: list[int], sample: int, position: int) -> int:
 
 
 class StubEngine:
-    """One token per request, sample and step, while `gate` is open. One block per sample."""
+    """One token per request, sample and step, while `gate` is open. One block per sample. Keeps what it is asked to keep, while
+    `keeps`, until it is told to release it."""
 
     def __init__(self, worker_id: WorkerId) -> None:
         self.worker_id = worker_id
@@ -43,10 +46,14 @@ class StubEngine:
         self._steps = 0
         self._draining = False
         self.lost_peers: list[WorkerId] = []
+        self.keeps = True
+        self.leases: dict[LeaseId, LeaseInfo] = {}
+        self._news: list[LeaseNews] = []
+        self._inherited: list[Inherited] = []
 
     @property
     def has_work(self) -> bool:
-        return bool(self._failures) or (bool(self._open) and self.gate.is_set())
+        return bool(self._failures or self._news) or (bool(self._open) and self.gate.is_set())
 
     @property
     def drained(self) -> bool:
@@ -64,16 +71,64 @@ class StubEngine:
                 so_far = [stub_token(submit.prompt, sample.sample, position) for position in range(len(sample.tokens))]
                 assert sample.tokens == so_far, "resumed with tokens that nobody made"
         self._open[submit.request_id] = (submit, samples)
+        if submit.inherit is not None:
+            lease = self.leases.get(submit.inherit)
+            assert lease is None or submit.prompt[: len(lease.tokens)] == lease.tokens
+            self._inherited.append(Inherited(submit.request_id, 0 if lease is None else len(lease.tokens) - 1))
+
+    def _keep(self, submit: Submit, sample: int, count: int) -> None:
+        if submit.keep is None:
+            return
+        lease_id, owner = submit.keep.lease_ids[sample], submit.keep.owner
+        tokens = [*submit.prompt, *(stub_token(submit.prompt, sample, position) for position in range(count))]
+        if self.keeps:
+            self.leases[lease_id] = LeaseInfo(
+                lease_id=lease_id,
+                external_id=submit.external_id,
+                owner=owner,
+                cache_salt=submit.cache_salt,
+                tokens=tokens,
+                num_prompt_tokens=len(submit.prompt),
+                num_blocks=1,
+                on_host=False,
+                ttl_s=submit.keep.ttl_s,
+            )
+        reason = "" if self.keeps else "no room"
+        self._news.append(LeaseNews(submit.request_id, sample, lease_id, self.keeps, submit.keep.ttl_s, len(tokens), 1, reason))
+
+    def _cut(self, finish: Finish) -> None:
+        """It had ended, further on than its client saw."""
+        submit = next(one for one in self.submitted if one.request_id == finish.request_id)
+        assert submit.keep is not None, "nobody needs to know"
+        lease_id = submit.keep.lease_ids[finish.sample]
+        if lease_id in self.leases:
+            lease = self.leases[lease_id]
+            tokens = lease.tokens[: lease.num_prompt_tokens + finish.keep_tokens]
+            self.leases[lease_id] = msgspec.structs.replace(lease, tokens=tokens)
+
+    def release_leases(self, lease_ids: Iterable[LeaseId]) -> None:
+        for lease_id in lease_ids:
+            self.leases.pop(lease_id, None)
+
+    def find_leases(self, handle: str, owner: str) -> list[LeaseInfo]:
+        return [one for one in self.leases.values() if handle in (one.lease_id, one.external_id) and one.owner == owner]
 
     def abort(self, request_ids: Iterable[RequestId]) -> None:
         for request_id in request_ids:
             self.aborted.append(request_id)
-            self._open.pop(request_id, None)
+            submit, samples = self._open.pop(request_id, (None, {}))
+            for sample, count in samples.items():
+                if submit is not None:
+                    self._keep(submit, sample, count)
 
     def finish(self, finish: Finish) -> None:
         self.finished.append(finish)
-        samples = self._open[finish.request_id][1]
-        samples.pop(finish.sample, None)
+        if finish.request_id not in self._open:
+            self._cut(finish)
+            return
+        submit, samples = self._open[finish.request_id]
+        if samples.pop(finish.sample, None) is not None:
+            self._keep(submit, finish.sample, finish.keep_tokens)
         if not samples:
             del self._open[finish.request_id]
 
@@ -83,9 +138,21 @@ class StubEngine:
         if self.step_error is not None:
             raise self.step_error
         self._steps += 1
-        outputs = [output for submit, samples in list(self._open.values()) for output in self._advance(submit, samples)]
+        outputs = []
+        if self.gate.is_set():
+            outputs = [output for submit, samples in list(self._open.values()) for output in self._advance(submit, samples)]
         failures, self._failures = self._failures, []
-        return StepOutputs(worker_id=self.worker_id, step=self._steps, load=self.load(), outputs=outputs, failures=failures)
+        news, self._news = self._news, []
+        inherited, self._inherited = self._inherited, []
+        return StepOutputs(
+            worker_id=self.worker_id,
+            step=self._steps,
+            load=self.load(),
+            outputs=outputs,
+            failures=failures,
+            leases=news,
+            inherited=inherited,
+        )
 
     def _advance(self, submit: Submit, samples: dict[int, int]) -> list[SequenceOutput]:
         outputs = []
@@ -97,6 +164,7 @@ class StubEngine:
             samples[sample] = position + 1
             if ended:
                 del samples[sample]
+                self._keep(submit, sample, position + 1)
         if not samples:
             del self._open[submit.request_id]
         return outputs
@@ -104,7 +172,7 @@ class StubEngine:
     def load(self) -> WorkerLoad:
         in_use = sum(len(samples) for _, samples in self._open.values())
         blocks = BlockCounts(total=NUM_BLOCKS, free=NUM_BLOCKS - in_use, in_use=in_use)
-        return WorkerLoad(running=in_use, blocks=blocks, steps=self._steps)
+        return WorkerLoad(running=in_use, blocks=blocks, steps=self._steps, leases=len(self.leases))
 
     def drain(self) -> None:
         self._draining = True

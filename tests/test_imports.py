@@ -47,10 +47,13 @@ ALLOWED: dict[str, frozenset[str]] = {
     "console": frozenset(),
     "cli_options": frozenset(),
     "outputs": frozenset({"wire", "text"}),
+    "offline_parents": frozenset({"wire", "outputs"}),
     "supervise": frozenset({"wire"}),
     "cluster": frozenset({"cluster_key", "wire", "plane", "discovery", "router", "cli_options", "outputs", "supervise"}),
     "offline": frozenset({"wire", "engine", "checkpoint", "text", "worker", "outputs", "cluster"}),
-    "llm": frozenset({"wire", "engine", "text", "router", "outputs", "console", "cluster", "offline"}),
+    "llm_base": frozenset({"wire", "engine", "text", "outputs", "console", "cluster", "offline", "offline_parents"}),
+    "async_llm": frozenset({"wire", "router", "outputs", "cluster", "offline", "offline_parents", "llm_base"}),
+    "llm": frozenset({"wire", "outputs", "offline", "offline_parents", "llm_base", "async_llm"}),
 }
 # May import everything.
 TOP = frozenset({"__init__", "__main__", "launch", "cli", "chat", "admin", "event_log", "doctor", "probe", "bench"})

@@ -1,4 +1,4 @@
-"""Peers of protocol 1 and 2 work together. What version 1 says was recorded from its own code (data/protocol_1/README.md).
+"""Peers of protocol 2 and 3 work together. What version 2 says was recorded from its own code (data/protocol_2/README.md).
 
 The recorded peers here are scripts: they say what was recorded, byte for byte, but for the ids and ports of this run.
 """
@@ -22,24 +22,28 @@ from kvrelay.config import EngineOptions
 from kvrelay.discovery.embedded import EmbeddedMembership
 from kvrelay.discovery.static import StaticMembership
 from kvrelay.engine.engine import Engine
-from kvrelay.ids import WorkerId, new_request_id, new_router_id, new_worker_id
+from kvrelay.ids import WorkerId, new_lease_id, new_request_id, new_router_id, new_worker_id
 from kvrelay.metrics import Metrics
 from kvrelay.router.backend import GenerateRequest
 from kvrelay.router.link import WorkerLink
 from kvrelay.router.router import Router
 from kvrelay.runner.fake import FakeRunner
-from kvrelay.sampling import SamplingParams
+from kvrelay.sampling import BeamSearch, SamplingParams
 from kvrelay.transfer.layout import KVLayout
 from kvrelay.transfer.session import LocalSide, check_hello, check_welcome
 from kvrelay.wire import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION, agreed, speaks
 from kvrelay.wire.codec import Decoder, encode
 from kvrelay.wire.registry import FromRegistry, Register, Registered, ToRegistry, WorkerRecord
 from kvrelay.wire.serving import (
+    AskLease,
     Drain,
     Hello,
+    Image,
+    Keep,
     LeaseTold,
     PeerLost,
     Ping,
+    ReleaseLeases,
     Resumed,
     StepOutputs,
     Submit,
@@ -50,7 +54,7 @@ from kvrelay.wire.serving import (
 from kvrelay.wire.transfer import decode_for_consumer, decode_for_producer
 from kvrelay.worker.serving import ServingLoop
 
-FOLDER = pathlib.Path(__file__).parent / "data" / "protocol_1"
+FOLDER = pathlib.Path(__file__).parent / "data" / "protocol_2"
 MEANINGS: dict[str, Any] = json.loads((FOLDER / "meanings.json").read_text())
 PATIENCE_S = 10.0
 PROMPT = list(range(1, 20))
@@ -94,7 +98,7 @@ def is_unsaid(value: Any) -> bool:
 
 
 def assert_means(today: Any, then: Any) -> None:
-    """Equal in all that version 1 knew; what it did not know has its default."""
+    """Equal in all that version 2 knew; what it did not know has its default."""
     if isinstance(then, dict):
         assert then.keys() <= today.keys()
         for key, value in today.items():
@@ -122,15 +126,15 @@ def test_every_recorded_frame_still_means_the_same(name: str) -> None:
 
 def test_two_versions_that_follow_each_other_are_spoken() -> None:
     assert PROTOCOL_VERSION - OLDEST_PROTOCOL_VERSION == 1
-    assert [version for version in range(9) if speaks(version)] == [1, 2, 3]  # the next one speaks ours
-    assert [agreed(version) for version in (1, 2, 3)] == [1, 2, 2]
+    assert [version for version in range(9) if speaks(version)] == [2, 3, 4]  # the next one speaks ours
+    assert [agreed(version) for version in (2, 3, 4)] == [2, 3, 3]
 
 
-# A worker of version 1
+# A worker of version 2
 
 
 class RecordedWorker:
-    """Says what the worker of version 1 said, through sockets of its own."""
+    """Says what the worker of version 2 said, through sockets of its own."""
 
     def __init__(self, registry: str = "") -> None:
         context = zmq.asyncio.Context.instance()
@@ -185,7 +189,7 @@ def keys_of(frame: bytes) -> set[str]:
     return set(msgspec.msgpack.decode(frame))
 
 
-async def test_a_worker_of_version_1_joins_is_renewed_and_leaves(served: tuple[Router, RecordedWorker]) -> None:
+async def test_a_worker_of_version_2_joins_is_renewed_and_leaves(served: tuple[Router, RecordedWorker]) -> None:
     router, worker = served
     assert await worker.ask_registry("session/00.worker.Register") == recorded("session/01.registry.Registered")
     assert [entry["id"] for entry in router.cluster()["workers"]] == [worker.id]
@@ -194,19 +198,19 @@ async def test_a_worker_of_version_1_joins_is_renewed_and_leaves(served: tuple[R
     assert router.cluster()["workers"] == []
 
 
-async def test_a_worker_of_version_1_serves_a_request(served: tuple[Router, RecordedWorker]) -> None:
+async def test_a_worker_of_version_2_serves_a_request(served: tuple[Router, RecordedWorker]) -> None:
     router, worker = served
     await worker.ask_registry("session/00.worker.Register")
     hello = await worker.hear()
     assert keys_of(hello) == keys_of(recorded("session/02.router.Hello"))
-    assert to_worker.decode(hello).version == 1  # type: ignore[union-attr]
+    assert to_worker.decode(hello).version == 2  # type: ignore[union-attr]
     await worker.say(recorded("session/03.worker.Welcome"))
     async with asyncio.timeout(PATIENCE_S):
         await router.until_usable(1)
     stream = router.submit(GenerateRequest(external_id="client", prompt=PROMPT, params=PARAMS))
     submit = await worker.hear()
     then = MEANINGS["session/04.router.Submit"]
-    assert keys_of(submit) <= {*then, "type"}, "a word that version 1 does not know"
+    assert keys_of(submit) <= {*then, "type"}, "a word that version 2 does not know"
     assert_means(plain(to_worker.decode(submit)), {**then, "request_id": stream.request_id})
     for number in range(5, 9):
         await worker.say(replaced(recorded(f"session/{number:02d}.worker.StepOutputs"), then["request_id"], stream.request_id))
@@ -252,7 +256,7 @@ class Owner:
         raise AssertionError(reason)
 
 
-@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("version", [2, 3])
 async def test_a_worker_hears_nothing_that_its_version_does_not_know(version: int) -> None:
     worker, owner = RecordedWorker(), Owner()
     record = make_record(version=version, serving_address=f"tcp://127.0.0.1:{worker.port}")
@@ -261,39 +265,44 @@ async def test_a_worker_hears_nothing_that_its_version_does_not_know(version: in
     await worker.say(encode(Welcome(version=version, worker=record)))
     async with asyncio.timeout(PATIENCE_S):
         await owner.opened.wait()
-    resumed = Submit(
-        request_id=new_request_id(), external_id="", prompt=[1], params=SamplingParams(), resume=[Resumed(0, [5, 6])]
-    )
-    news = [PeerLost(worker_id=new_worker_id("decode")), Drain(), resumed]
-    assert [link.send(message) for message in news] == [version == 2] * 3
-    again = msgspec.structs.replace(resumed, resume=[], attempt=1)
-    assert link.send(again)
-    heard = [to_worker.decode(await worker.hear()) for _ in range(4 if version == 2 else 1)]
-    assert heard == ([*news, again] if version == 2 else [again])
+    plain_one = Submit(request_id=new_request_id(), external_id="", prompt=[1], params=SamplingParams())
+    known = [PeerLost(worker_id=new_worker_id("decode")), Drain(), msgspec.structs.replace(plain_one, resume=[Resumed(0, [5])])]
+    lease = new_lease_id()
+    news = [
+        ReleaseLeases(lease_ids=[lease]),
+        AskLease(handle=lease, owner=""),
+        msgspec.structs.replace(plain_one, keep=Keep([lease], 9.0)),
+        msgspec.structs.replace(plain_one, inherit=lease),
+        msgspec.structs.replace(plain_one, images=[Image(digest="", start=0, num_tokens=1, grid=(1, 1, 1))]),
+        msgspec.structs.replace(plain_one, params=SamplingParams(beam=BeamSearch(width=2))),
+    ]
+    assert [link.send(message) for message in known] == [True] * 3
+    assert [link.send(message) for message in news] == [version == 3] * 6
+    assert link.send(plain_one)
+    expected = [*known, *(news if version == 3 else []), plain_one]
+    assert [to_worker.decode(await worker.hear()) for _ in expected] == expected
     link.close()
     worker.close()
 
 
-async def test_a_worker_of_version_1_that_was_named_is_asked_again_in_its_version() -> None:
+async def test_a_worker_of_version_2_that_was_named_answers_our_hello_in_its_version() -> None:
     worker = RecordedWorker()
     joined: asyncio.Future[WorkerRecord] = asyncio.get_running_loop().create_future()
     membership = StaticMembership([f"tcp://127.0.0.1:{worker.port}"], router_id=new_router_id(), lease_s=30.0)
     membership.start(joined.set_result, lambda record: None, lambda worker_id, loss: None)
-    assert to_worker.decode(await worker.hear()).version == 2  # type: ignore[union-attr]
-    await worker.say(recorded("kinds/serving.worker.Refused"))
-    assert to_worker.decode(await worker.hear()).version == 1  # type: ignore[union-attr]
+    assert to_worker.decode(await worker.hear()).version == 3  # type: ignore[union-attr]
     await worker.say(recorded("session/03.worker.Welcome"))
     async with asyncio.timeout(PATIENCE_S):
-        assert (await joined).version == 1
+        assert (await joined).version == 2
     membership.close()
     worker.close()
 
 
-# A router of version 1
+# A router of version 2
 
 
 class RecordedRouter:
-    """Says what the router of version 1 said, to a worker of today."""
+    """Says what the router of version 2 said, to a worker of today."""
 
     def __init__(self, address: str) -> None:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
@@ -344,12 +353,12 @@ def loop() -> Iterator[ServingLoop]:
     engine.close()
 
 
-def test_a_router_of_version_1_is_served(loop: ServingLoop) -> None:
+def test_a_router_of_version_2_is_served(loop: ServingLoop) -> None:
     router = RecordedRouter(loop.address)
     router.say(recorded("session/02.router.Hello"))
     welcome = to_router.decode(router.hear())
     assert isinstance(welcome, Welcome)
-    assert welcome.version == 1
+    assert welcome.version == 2
     router.say(recorded("session/04.router.Submit"))
     router.say(recorded("session/09.router.Ping"))
     tokens: dict[int, list[int]] = {0: [], 1: []}
@@ -365,7 +374,7 @@ def test_a_router_of_version_1_is_served(loop: ServingLoop) -> None:
 
 
 @pytest.mark.parametrize("end", ["Abort", "Finish"])
-def test_a_router_of_version_1_ends_a_request(loop: ServingLoop, end: str) -> None:
+def test_a_router_of_version_2_ends_a_request(loop: ServingLoop, end: str) -> None:
     router = RecordedRouter(loop.address)
     router.say(recorded("session/02.router.Hello"))
     router.hear()
@@ -398,13 +407,13 @@ def test_a_router_that_is_two_versions_away_is_refused(loop: ServingLoop) -> Non
 async def test_the_registry_answers_each_worker_in_its_own_version() -> None:
     membership = EmbeddedMembership("tcp://127.0.0.1:*")
     membership.start(lambda record: None, lambda record: None, lambda worker_id, loss: None)
-    for version, answered in ((1, 1), (2, 2), (3, 2)):
+    for version, answered in ((2, 2), (3, 3), (4, 3)):
         register = Register(record=make_record(version=version), ttl_s=9.0)
         assert membership._answer([encode(register)]) == Registered(version=answered)
     membership.close()
 
 
-def test_the_signal_plane_is_the_one_of_version_1() -> None:
+def test_the_signal_plane_is_the_one_of_version_2() -> None:
     hello = decode_for_producer(recorded("kinds/signal.consumer.Hello"))
     welcome = decode_for_consumer(recorded("kinds/signal.producer.Welcome"))
     layout = KVLayout(num_layers=2, num_blocks=32, block_size=4, num_kv_heads=1, head_dim=2, dtype="float32", item_bytes=4)

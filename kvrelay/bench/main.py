@@ -26,6 +26,7 @@ scenarios:
   router      what the router adds to a request and how many it carries; what its choices and a lost worker cost
   relay       what handing KV between workers costs, and what it is good for
   kv          what KV's life costs: scheduling, preemption, a context index that is stopped
+  two-stage   what continuing from a request costs, against asking again; and a beam search against single requests
 
 `kvrelay bench SCENARIO --help` shows a scenario's options. Every figure is compared with something measured in the same
 run, because a shared machine is never the same twice; docs/benchmarks.md tells the method.
@@ -143,6 +144,25 @@ def _kv_options(parser: Parser) -> None:
     parser.add_argument("--profile", type=pathlib.Path, default=profile, metavar="FILE", help=f"a profile (default {profile})")
 
 
+def _two_stage_options(parser: Parser) -> None:
+    parser.add_argument(
+        "--model", default="smollm2", metavar="MODEL", help="smollm2 (default), a folder, a .gguf file, a hub id"
+    )
+    parser.add_argument("--load", choices=["auto", "dummy"], default="auto", help="dummy: random weights of the model's shape")
+    sizes = {
+        "requests": (2, "requests of each way, besides one whose time to first token is taken"),
+        "prompt-tokens": (500, "tokens of a prompt"),
+        "thinking-tokens": (200, "tokens of stage 1"),
+        "suffix-tokens": (5, "tokens between the stages"),
+        "beam-width": (32, "beams of stage 2"),
+        "beam-tokens": (3, "tokens of stage 2"),
+    }
+    for name, (default, text) in sizes.items():
+        parser.add_argument(f"--{name}", type=positive, default=default, metavar="N", help=f"{text} (default {default})")
+    plot = pathlib.Path("bench/results/two-stage.svg")
+    parser.add_argument("--plot", type=pathlib.Path, default=plot, metavar="FILE.svg", help=f"the picture (default {plot})")
+
+
 def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
@@ -193,6 +213,20 @@ def _measure_kv(options: argparse.Namespace, console: Console) -> tuple[Results,
     return bench.measure(console), kv.TARGETS
 
 
+def _measure_two_stage(options: argparse.Namespace, console: Console) -> tuple[Results, Targets]:
+    from kvrelay.bench import two_stage
+
+    workload = two_stage.Workload(
+        requests=options.requests,
+        prompt=options.prompt_tokens,
+        thinking=options.thinking_tokens,
+        suffix=options.suffix_tokens,
+        width=options.beam_width,
+        beam=options.beam_tokens,
+    )
+    return two_stage.measure(options.model, options.load, workload, options.plot, console), two_stage.TARGETS
+
+
 SCENARIOS = {
     "machine": Scenario("Memory bandwidth and GEMM rate of this machine.", _machine_options, _measure_machine),
     "engine": Scenario("Decode and prefill against this machine's limits.", _engine_options, _measure_engine),
@@ -203,6 +237,9 @@ SCENARIOS = {
     ),
     "relay": Scenario("What handing KV between workers costs, and what it is good for.", _relay_options, _measure_relay),
     "kv": Scenario("What the life of a request's KV costs.", _kv_options, _measure_kv),
+    "two-stage": Scenario(
+        "What continuing from a request costs, against asking again.", _two_stage_options, _measure_two_stage
+    ),
 }
 
 

@@ -3,8 +3,8 @@
 The router says Hello to each address every `lease_s` / 3, on a connection of its own that carries nothing else; Welcome brings
 the worker's record with its state and load. A worker is lost as soon as its connection breaks (a dead process closes it; ZMQ's
 own heartbeats, answered by its I/O thread even during a long step, find a dead host within `lease_s`), or when nothing was
-answered for `silence_s`: a stuck engine. Whoever answers there has not told its version yet, and version 1 refuses any other:
-so a Hello that is refused is said again in the older version.
+answered for `silence_s`: a stuck engine. Whoever answers there has not told its version yet; one that is older by one takes our
+Hello all the same, and answers in its own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvrelay.errors import ConfigError, ProtocolError
 from kvrelay.ids import RouterId
 from kvrelay.log import Log
 from kvrelay.states import WorkerState
-from kvrelay.wire import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION
+from kvrelay.wire import PROTOCOL_VERSION
 from kvrelay.wire.codec import Decoder, encode
 from kvrelay.wire.registry import WorkerLoad, WorkerRecord
 from kvrelay.wire.serving import Hello, Refused, StepOutputs, ToRouter, Welcome
@@ -47,10 +47,7 @@ class StaticMembership:
         if len(set(addresses)) != len(addresses):
             raise ConfigError("a static registry lists the same worker address twice")
         self._addresses = list(addresses)
-        self._hellos = {
-            version: encode(Hello(version=version, router_id=router_id, lease_s=lease_s))
-            for version in (OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION)
-        }
+        self.hello = encode(Hello(version=PROTOCOL_VERSION, router_id=router_id, lease_s=lease_s))
         self._lease_s = lease_s
         self._silence_s = max(silence_s, lease_s)
         self._clock = clock
@@ -103,9 +100,6 @@ class StaticMembership:
     def malformed(self) -> None:
         self._on_malformed()
 
-    def hello(self, version: int) -> bytes:
-        return self._hellos[version]
-
     @property
     def lease_s(self) -> float:
         return self._lease_s
@@ -129,7 +123,6 @@ class _Watch:
         self.address = address
         self.record: WorkerRecord | None = None
         self.heard_at = 0.0
-        self._version = PROTOCOL_VERSION
         self.connection = Connection(
             address,
             identity=None,
@@ -140,24 +133,13 @@ class _Watch:
         )
 
     def say_hello(self) -> None:
-        self.connection.send(self._membership.hello(self._version))
+        self.connection.send(self._membership.hello)
 
     def _on_up(self) -> None:
-        self._version = PROTOCOL_VERSION  # another process may listen there now
         self.say_hello()
 
     def _on_down(self) -> None:
         self._membership.lost(self, Loss.EXPIRED)
-
-    def _on_refused(self, reason: str) -> None:
-        """Nothing but the text says why; the other version at the next beat, or at once if it is the older one."""
-        if self._version == PROTOCOL_VERSION:
-            log.info("worker refused; trying the older protocol", address=self.address, reason=reason)
-            self._version = OLDEST_PROTOCOL_VERSION
-            self.say_hello()
-        else:
-            log.warning("worker refused", address=self.address, reason=reason)
-            self._version = PROTOCOL_VERSION
 
     def _on_message(self, frame: bytes) -> None:
         try:
@@ -170,7 +152,7 @@ class _Watch:
             case Welcome():
                 self._membership.heard(self, message.worker)
             case Refused():
-                self._on_refused(message.reason)
+                log.warning("worker refused", address=self.address, reason=message.reason)
             case StepOutputs():
                 if self.record is not None and self.record.id == message.worker_id:
                     self._membership.heard(self, msgspec.structs.replace(self.record, load=message.load))

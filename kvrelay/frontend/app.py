@@ -17,6 +17,7 @@ from kvrelay.frontend.admin import change_role, drain
 from kvrelay.frontend.auth import ApiKeys, KeyRing
 from kvrelay.frontend.chat import chat_completions
 from kvrelay.frontend.completions import completions
+from kvrelay.frontend.continuations import delete_continuation, list_continuations, one_continuation
 from kvrelay.frontend.endpoint import Endpoint, Handler
 from kvrelay.frontend.errors import error_body, unknown_path
 from kvrelay.frontend.http import Receive, Scope, Send
@@ -35,6 +36,9 @@ _ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("/v1/chat/completions", "POST", chat_completions),
     ("/v1/completions", "POST", completions),
     ("/v1/responses", "POST", responses),
+    ("/v1/continuations", "GET", list_continuations),
+    ("/v1/continuations/{id:path}", "GET", one_continuation),
+    ("/v1/continuations/{id:path}", "DELETE", delete_continuation),
     ("/v1/models", "GET", models),
     ("/v1/models/{model:path}", "GET", one_model),
     ("/tokenize", "POST", tokenize),
@@ -89,7 +93,10 @@ def create_app(
     """`model` is what the server was started with; clients call it that unless `served_model_name` is set. With an `image_spec`
     it takes pictures."""
     service = Service(backend, tokenizer, metrics, options, model, image_spec)
-    endpoints = {path: Endpoint(service, path, method, handler) for path, method, handler in _ROUTES}
+    handlers: dict[str, dict[str, Handler]] = {}
+    for path, method, handler in _ROUTES:
+        handlers.setdefault(path, {})[method] = handler
+    endpoints = {path: Endpoint(service, path, taken) for path, taken in handlers.items()}
     return FrontEnd(endpoints, KeyRing(options.api_key, options.api_key_file), lifespan)
 
 

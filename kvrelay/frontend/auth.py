@@ -20,6 +20,7 @@ from typing import Any
 from kvrelay.errors import ConfigError, UnauthorizedError
 from kvrelay.frontend.endpoint import send_error
 from kvrelay.frontend.http import Call, Receive, Scope, Send
+from kvrelay.frontend.service import Service
 from kvrelay.log import Log
 from kvrelay.secret_file import read_secret_lines
 
@@ -89,6 +90,19 @@ class KeyRing:
 
     def _digest(self, key: bytes) -> bytes:
         return hashlib.blake2b(key, key=self._secret, digest_size=32).digest()
+
+
+def owner_of(service: Service, call: Call) -> str:
+    """Whose the request is: a digest of its key, the same in every process; empty where no keys are asked for."""
+    if not (service.options.api_key or service.options.api_key_file):
+        return ""
+    return hashlib.blake2b(_key(call), digest_size=16, person=b"kvrelay-owner").hexdigest()
+
+
+def _key(call: Call) -> bytes:
+    """Empty if there is none."""
+    kind, _, key = (call.header(b"authorization") or b"").partition(b" ")
+    return key.strip() if kind.lower() == b"bearer" else b""
 
 
 def _signature(path: str) -> _Signature | None:

@@ -7,6 +7,8 @@ from typing import Any
 
 import msgspec
 
+from kvrelay.frontend.beams import scores, stream_results
+from kvrelay.frontend.continuation import as_extra
 from kvrelay.frontend.conversation import Answer, Conversation, prepare_conversation, shown_prompt
 from kvrelay.frontend.deltas import CallArguments, CallStart, Delta, Reasoning, Text
 from kvrelay.frontend.generation import Generation, Step
@@ -33,10 +35,13 @@ _read = BodyReader(ChatRequest)
 async def chat_completions(service: Service, call: Call) -> None:
     request = await _read(service, call)
     call.name("chatcmpl-", request.request_id or request.rid)
-    conversation = await prepare_conversation(service, request)
+    conversation = await prepare_conversation(service, call, request)
     generation = Generation(service, call, conversation.work, trace=call.trace())
     try:
-        if request.stream:
+        if request.stream and request.use_beam_search:
+            whole = await _whole(service, call, request, conversation, generation)
+            await stream_results(call, generation, whole, request.stream_options)
+        elif request.stream:
             await _ChatStream(service, call, request, conversation, generation).run()
         else:
             await call.answer_json(await _whole(service, call, request, conversation, generation), generation.headers())
@@ -68,7 +73,9 @@ async def _whole(
                     logprobs[step.sample.index].append(
                         chat_logprob(service.tokenizer, step.token, step.logprobs, conversation.num_top_logprobs)
                     )
+    await generation.settle()
     shows_logprobs = conversation.num_top_logprobs is not None
+    beams = [scores(generation.beam(answer.sample)) for answer in answers]
     choices = [
         ChatChoice(
             index=place,
@@ -76,6 +83,9 @@ async def _whole(
             finish_reason=answer.finish_reason(),
             logprobs=ChatLogprobs(content=logprobs[place]) if shows_logprobs else None,
             token_ids=tokens[place] if request.return_token_ids else msgspec.UNSET,
+            cumulative_logprob=beams[place][0],
+            beam_score=beams[place][1],
+            continuation=generation.continuation(answer.sample),
         )
         for place, answer in enumerate(answers)
     ]
@@ -89,6 +99,7 @@ async def _whole(
         usage=_usage(generation, answers),
         prompt_logprobs=msgspec.UNSET if entries is None else prompt_logprobs(service.tokenizer, prompt, entries),
         prompt_token_ids=shown_prompt(service, conversation.work) if request.return_token_ids else msgspec.UNSET,
+        kvrelay=generation.provenance(),
     )
 
 
@@ -143,18 +154,23 @@ class _ChatStream:
         await call.start_stream(generation.headers())
         event = self._event
         while not generation.done:
+            if any(step.finish for step in steps):
+                await generation.settle()
             await call.write(b"".join([event(step) for step in steps]))
             steps = await generation.next()
+        await generation.settle()
         await call.end_stream(b"".join([*[event(step) for step in steps], *self._end()]))
 
     def _end(self) -> list[bytes]:
-        usage = [self._writer.usage(_usage(self._generation, self._answers))] if self._include_usage else []
+        if not self._include_usage:
+            return [DONE]
+        usage = [self._writer.usage(_usage(self._generation, self._answers), as_extra(self._generation.provenance()))]
         return [*usage, DONE]
 
     def _event(self, step: Step) -> bytes:
         index = step.sample.index
         usage = _usage(self._generation, self._answers) if self._continuous else None
-        if self._plain and self._begun[index]:
+        if self._plain and self._begun[index] and (step.finish is None or not self._generation.says_more):
             return self._writer.text(index, step.text, b"}", step.finish, usage)
         return self._rich_event(step, usage)
 
@@ -174,7 +190,8 @@ class _ChatStream:
                 choice["prompt_token_ids"] = shown_prompt(self._service, self._conversation.work)
         elif not delta and step.finish is None and choice["logprobs"] is None and not self._conversation.plain:
             return b""  # markup that shows nothing
-        return self._writer.choice(choice, usage)
+        extra = self._generation.last_words(step, choice)
+        return self._writer.choice(choice, usage, extra)
 
     def _logprobs(self, step: Step) -> ChatLogprobs | None:
         num_top = self._conversation.num_top_logprobs

@@ -8,6 +8,8 @@ import time
 import msgspec
 
 from kvrelay.errors import InvalidRequestError
+from kvrelay.frontend.beams import check_completion, scores, stream_results
+from kvrelay.frontend.continuation import as_extra, keep_s, missing, origin_of
 from kvrelay.frontend.generation import Generation, Sample, Step, Work
 from kvrelay.frontend.http import Call
 from kvrelay.frontend.logprobs import LegacyLogprobs, prompt_logprobs
@@ -40,10 +42,12 @@ class _Plan:
 async def completions(service: Service, call: Call) -> None:
     request = await _read(service, call)
     call.name("cmpl-", request.request_id or request.rid)
-    plan = await _prepare(service, request)
+    plan = await _prepare(service, call, request)
     generation = Generation(service, call, plan.work, trace=call.trace())
     try:
-        if request.stream:
+        if request.stream and request.use_beam_search:
+            await stream_results(call, generation, await _whole(service, call, plan, generation), request.stream_options)
+        elif request.stream:
             await _CompletionStream(service, call, plan, generation).run()
         else:
             await call.answer_json(await _whole(service, call, plan, generation), generation.headers())
@@ -54,14 +58,22 @@ async def completions(service: Service, call: Call) -> None:
 # Before
 
 
-async def _prepare(service: Service, request: CompletionRequest) -> _Plan:
+async def _prepare(service: Service, call: Call, request: CompletionRequest) -> _Plan:
     choices = request.n or 1
     best_of = choices if request.best_of is None else request.best_of
     _check_combinations(request, choices, best_of)
     shape = shape_of(request)
+    check_completion(request, shape and shape[0])
     if shape is not None:
         await service.check_grammar(shape[1], shape[0])
-    prompts = await legacy_prompts(service, request.prompt, add_special_tokens=request.add_special_tokens)
+    seconds = keep_s(service, request, obstacle=_obstacle(request, choices, best_of))
+    origin = await origin_of(service, call, request)
+    if origin is not None:
+        prompts = [origin.prompt]
+    elif request.prompt is not None:
+        prompts = await legacy_prompts(service, request.prompt, add_special_tokens=request.add_special_tokens)
+    else:
+        raise missing("prompt")
     if len(prompts) * best_of > _MAX_CHOICES:
         raise InvalidRequestError(f"prompts times choices must be at most {_MAX_CHOICES}", param="prompt")
     if request.truncate_prompt_tokens is not None:
@@ -75,11 +87,23 @@ async def _prepare(service: Service, request: CompletionRequest) -> _Plan:
             priority=request.priority,
             cache_salt=request.cache_salt or "",
             timeout_s=request.timeout,
+            keep_s=seconds,
+            origin=origin,
+            images=() if origin is None else origin.parent.images,
         ),
         echoes=_echoes(service, request, prompts),
         num_choices=choices,
         scores_only=request.max_tokens == 0,
     )
+
+
+def _obstacle(request: CompletionRequest, choices: int, best_of: int) -> str:
+    """Why no KV can be kept: the client does not see all that is generated."""
+    if request.use_beam_search:
+        return "use_beam_search"
+    if best_of > choices:
+        return "best_of above n"
+    return "max_tokens 0" if request.max_tokens == 0 else ""
 
 
 def _check_combinations(request: CompletionRequest, choices: int, best_of: int) -> None:
@@ -106,12 +130,16 @@ def _params(
         request,
         samples=best_of,
         max_tokens=output_tokens(
-            service, requested, _DEFAULT_MAX_TOKENS, len(tokens), field="max_tokens", prompt_field="prompt"
+            service, requested, _DEFAULT_MAX_TOKENS, len(tokens), field="max_tokens", prompt_field=_prompt_field(request)
         ),
         logprobs=0 if ranked and request.logprobs is None else request.logprobs,
         prompt_logprobs=_larger(request.prompt_logprobs, echoed),
         grammar=grammar,
     )
+
+
+def _prompt_field(request: CompletionRequest) -> str:
+    return "prompt" if request.continuation_of is None else "continuation_of"
 
 
 def _larger(one: int | None, other: int | None) -> int | None:
@@ -125,7 +153,7 @@ def _echoes(service: Service, request: CompletionRequest, prompts: list[list[int
     if request.truncate_prompt_tokens is None:
         if isinstance(request.prompt, str):
             return [request.prompt]
-        texts = [entry for entry in request.prompt if isinstance(entry, str)]
+        texts = [entry for entry in request.prompt or () if isinstance(entry, str)]
         if texts:
             return texts
     skip = request.skip_special_tokens
@@ -175,12 +203,14 @@ async def _whole(service: Service, call: Call, plan: _Plan, generation: Generati
                 choices[index].add_prompt(plan, generation)
             if not plan.scores_only:
                 choices[index].add(step)
+    await generation.settle()
     return Completion(
         id=call.id,
         created=int(time.time()),
         model=service.model,
         choices=[_choice(service, plan, generation, choice, index) for index, choice in enumerate(_best(plan, choices))],
         usage=_usage(plan, generation),
+        kvrelay=generation.provenance(),
     )
 
 
@@ -201,6 +231,7 @@ def _choice(service: Service, plan: _Plan, generation: Generation, choice: _Choi
     prompt, entries = plan.work.prompts[place], generation.prompt_logprobs[place]
     shows_prompt = request.prompt_logprobs is not None and entries is not None
     assert choice.sample.finish is not None
+    cumulative_logprob, beam_score = scores(generation.beam(choice.sample))
     return CompletionChoice(
         index=index,
         text="".join(choice.text),
@@ -209,6 +240,9 @@ def _choice(service: Service, plan: _Plan, generation: Generation, choice: _Choi
         prompt_logprobs=prompt_logprobs(service.tokenizer, prompt, entries or []) if shows_prompt else msgspec.UNSET,
         token_ids=choice.tokens if request.return_token_ids else msgspec.UNSET,
         prompt_token_ids=prompt if request.return_token_ids else msgspec.UNSET,
+        cumulative_logprob=cumulative_logprob,
+        beam_score=beam_score,
+        continuation=generation.continuation(choice.sample),
     )
 
 
@@ -250,16 +284,20 @@ class _CompletionStream:
         await call.start_stream(generation.headers())
         event = self._event
         while not generation.done:
+            if any(step.finish for step in steps):
+                await generation.settle()
             await call.write(b"".join([event(step) for step in steps]))
             steps = await generation.next()
-        usage = [self._writer.usage(_usage(self._plan, generation))] if self._include_usage else []
+        await generation.settle()
+        extra = as_extra(generation.provenance())
+        usage = [self._writer.usage(_usage(self._plan, generation), extra)] if self._include_usage else []
         await call.end_stream(b"".join([*[event(step) for step in steps], *usage, DONE]))
 
     def _event(self, step: Step) -> bytes:
         index = step.sample.index
         usage = _usage(self._plan, self._generation) if self._continuous else None
         if self._begun[index]:
-            if not self._rich:
+            if not self._rich and (step.finish is None or not self._generation.says_more):
                 return self._writer.text(index, step.text, b"", step.finish, usage)
             return self._rich_event(step, usage)
         self._begun[index] = True
@@ -290,4 +328,5 @@ class _CompletionStream:
             choice["logprobs"] = self._logprobs[index].take()
         if self._plan.request.return_token_ids:
             choice["token_ids"] = tokens
-        return self._writer.choice(choice, usage)
+        extra = self._generation.last_words(step, choice)
+        return self._writer.choice(choice, usage, extra)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 from kvrelay.errors import InvalidRequestError
+from kvrelay.frontend.beams import check_chat
+from kvrelay.frontend.continuation import keep_s, missing, origin_of
 from kvrelay.frontend.deltas import Collected, Delta, Parser, Text
 from kvrelay.frontend.generation import Sample, Work
+from kvrelay.frontend.http import Call
 from kvrelay.frontend.openai_types import ChatRequest
 from kvrelay.frontend.params import output_tokens, sampling_params, shape_of
 from kvrelay.frontend.pictures import picture_parts, place_pictures, shifted
@@ -70,7 +73,7 @@ class Answer:
         return "tool_calls" if calls and reason.value == "stop" else reason.value
 
 
-async def prepare_conversation(service: Service, request: ChatRequest) -> Conversation:
+async def prepare_conversation(service: Service, call: Call, request: ChatRequest) -> Conversation:
     """Everything that can be refused is refused here, before a worker sees the request."""
     shape = shape_of(request)
     tools = plan_tools(
@@ -82,8 +85,32 @@ async def prepare_conversation(service: Service, request: ChatRequest) -> Conver
         tags=service.tool_tags,
     )
     grammar, param = _grammar(tools, shape)
+    check_chat(request, tools, param)
     if grammar is not None:
         await service.check_grammar(grammar, param)
+    seconds = keep_s(service, request, obstacle="use_beam_search" if request.use_beam_search else "")
+    origin = await origin_of(service, call, request)
+    reasons = service.options.reasoning_parser == "think"
+    if origin is None:
+        text, tokens, images = await _prompt(service, request, tools)
+        opened = reasons and text.rstrip().endswith("<think>")
+    else:
+        tokens, images = origin.prompt, list(origin.parent.images)
+        opened = reasons and _left_open(service, tokens)
+    work = _work(service, request, tokens, images, grammar, tools)
+    return Conversation(
+        work=dataclasses.replace(work, keep_s=seconds, origin=origin),
+        tools=tools,
+        reasons=reasons,
+        opened=opened,
+        num_top_logprobs=_num_top_logprobs(request),
+    )
+
+
+async def _prompt(service: Service, request: ChatRequest, tools: ToolPlan) -> tuple[str, list[int], list[Image]]:
+    """As text, and as tokens with what stands for pictures among them."""
+    if request.messages is None:
+        raise missing("messages")
     pictures = picture_parts(service.media, request)
     prompt = chat_prompt(
         request.messages,
@@ -103,14 +130,14 @@ async def prepare_conversation(service: Service, request: ChatRequest) -> Conver
         tokens = tokens[-request.truncate_prompt_tokens :]
     if not tokens:
         raise InvalidRequestError("the messages give an empty prompt", param="messages", code="empty_prompt")
-    reasons = service.options.reasoning_parser == "think"
-    return Conversation(
-        work=_work(service, request, tokens, images, grammar, tools),
-        tools=tools,
-        reasons=reasons,
-        opened=reasons and text.rstrip().endswith("<think>"),
-        num_top_logprobs=_num_top_logprobs(request),
-    )
+    return text, tokens, images
+
+
+def _left_open(service: Service, tokens: list[int]) -> bool:
+    """Whether reasoning was begun and not ended. What stands for a picture is no token of the vocabulary, and no text."""
+    known = [token for token in tokens if token < service.tokenizer.vocab_size]
+    text = service.tokenizer.decode(known, skip_special_tokens=False)
+    return text.rfind("<think>") > text.rfind("</think>")
 
 
 def _grammar(tools: ToolPlan, shape: tuple[str, Grammar] | None) -> tuple[Grammar | None, str]:
@@ -139,11 +166,12 @@ def _work(
         raise InvalidRequestError("prompt_logprobs cannot be streamed", param="prompt_logprobs")
     if request.stream_options is not None and not request.stream:
         raise InvalidRequestError("stream_options needs stream", param="stream_options")
+    prompt_field = "messages" if request.continuation_of is None else "continuation_of"
     params = sampling_params(
         service,
         request,
         samples=request.n or 1,
-        max_tokens=output_tokens(service, requested, None, len(tokens), field=field, prompt_field="messages"),
+        max_tokens=output_tokens(service, requested, None, len(tokens), field=field, prompt_field=prompt_field),
         logprobs=_num_top_logprobs(request),
         prompt_logprobs=request.prompt_logprobs,
         grammar=grammar,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 from kvrelay.errors import InternalError, MethodNotAllowedError, RequestError
 from kvrelay.frontend.errors import ClientGoneError, error_body, error_event, error_headers, wrong_method
@@ -18,13 +18,13 @@ _CLIENT_GONE = 499  # nobody saw it; for the metrics and the log
 
 
 class Endpoint:
-    """The ASGI application of one path."""
+    """The ASGI application of one path. `handlers` has one for each method that it takes."""
 
-    def __init__(self, service: Service, path: str, method: str, handler: Handler) -> None:
+    def __init__(self, service: Service, path: str, handlers: Mapping[str, Handler]) -> None:
         self._service = service
         self._path = path
-        self._method = method
-        self._handler = handler
+        self._allowed = ", ".join(handlers)
+        self._handlers = {"HEAD": handlers["GET"], **handlers} if "GET" in handlers else dict(handlers)
         self._counters = {200: service.metrics.requests.labels(path, "200")}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -33,14 +33,16 @@ class Endpoint:
         metrics.requests_in_flight.inc()
         status = _CLIENT_GONE  # also if the server is shut down meanwhile
         try:
-            self._check_method(call)
-            await self._handler(self._service, call)
+            handler = self._handlers.get(call.scope["method"])
+            if handler is None:
+                raise wrong_method(call.scope["method"], self._path, self._allowed)
+            await handler(self._service, call)
             status = call.status
         except ClientGoneError:
             pass
         except RequestError as error:
             status = error.status
-            await send_error(call, error, allow=self._method)
+            await send_error(call, error, allow=self._allowed)
         except Exception:  # noqa: BLE001 - a bug: this request ends, the server goes on
             status = 500
             _log.exception("request failed", path=self._path, request=call.request_id)
@@ -51,11 +53,6 @@ class Endpoint:
             self._count(status)
             if self._service.options.log_requests:
                 self._log(call, status)
-
-    def _check_method(self, call: Call) -> None:
-        method = call.scope["method"]
-        if method != self._method and not (method == "HEAD" and self._method == "GET"):
-            raise wrong_method(method, self._path, self._method)
 
     def _count(self, status: int) -> None:
         counter = self._counters.get(status)

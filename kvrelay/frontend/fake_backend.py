@@ -2,6 +2,7 @@
 
 Every tick gives each open sample one more token, as an engine's step does. What it generates for a prompt is `answer(prompt)`
 (the prompt itself unless told otherwise) and then the end-of-text token; sample k begins k tokens later in the answer.
+A beam search gets the same at once, and scores that fall from sample to sample.
 """
 
 from __future__ import annotations
@@ -11,12 +12,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvrelay.errors import NotFoundError, RequestError
-from kvrelay.ids import TransferId, WorkerId, new_request_id
+from kvrelay.ids import LeaseId, TransferId, WorkerId, new_request_id
+from kvrelay.metrics import Metrics
 from kvrelay.router.backend import DrainOrder, GenerateRequest
+from kvrelay.router.continuations import Continuations
+from kvrelay.router.parent import Parent
 from kvrelay.router.stream import RequestStream
-from kvrelay.states import FinishReason, Role
-from kvrelay.wire.serving import SequenceOutput, TokenLogprobs
+from kvrelay.states import FinishReason, HandleState, Role
+from kvrelay.wire.serving import BeamResult, Inherited, LeaseNews, SequenceOutput, TokenLogprobs
 
+_WORKER = WorkerId("whole-fake")
 Answer = Callable[[Sequence[int]], Sequence[int]]
 
 
@@ -46,6 +51,9 @@ class FakeBackend:
         self.num_aborted = 0
         self.workers: dict[str, Role] = {}  # that can be drained
         self.drained: list[tuple[str, Role | None]] = []
+        self.continuations = Continuations(Metrics())
+        self.keeps: bool | None = True  # leases that are asked for; None: nothing is said of them
+        self.released: list[LeaseId] = []
         self._running: dict[RequestStream, _Running] = {}
         self._ticker: asyncio.Task[None] | None = None
 
@@ -64,11 +72,30 @@ class FakeBackend:
             decode="whole-fake",
             transfer_id=self.transfer_id,
         )
+        self._begin(request, stream)
         self.submitted.append(request)
         self._running[stream] = _Running(self, stream, request)
         if self._ticker is None or self._ticker.done():
             self._ticker = asyncio.get_running_loop().create_task(self._tick())
         return stream
+
+    def _begin(self, request: GenerateRequest, stream: RequestStream) -> None:
+        stream.parents = self.continuations.begun(request)
+        for parent in stream.parents:
+            self.continuations.sent(parent, _WORKER)
+        if request.parent is not None and request.parent.state is HandleState.HELD:
+            stream.inherited = Inherited(stream.request_id, len(request.parent.tokens) - 1)
+
+    async def find_parent(self, handle: str, owner: str, *, wait_s: float) -> Parent:
+        parent = self.continuations.find(handle, owner)
+        await self.continuations.until_ended(parent, handle, wait_s)
+        return parent
+
+    async def find_parents(self, handle: str, owner: str) -> list[Parent]:
+        return self.continuations.find_all(handle, owner)
+
+    async def delete_parents(self, handle: str, owner: str) -> None:
+        self.released += [parent.lease_id for parent in self.continuations.delete(handle, owner) if parent.lease_id]
 
     def cluster(self) -> dict[str, Any]:
         return {"ready": self.ready, "in_flight": self.num_open, "workers": []}
@@ -83,10 +110,23 @@ class FakeBackend:
     # For the streams
 
     def stream_finished(self, stream: RequestStream) -> None:
-        del self._running[stream]
+        request = self._running.pop(stream).request
+        for sample, parent in enumerate(stream.parents):
+            if stream.error is not None and sample in stream.running:
+                self.continuations.failed(parent, stream.error.message)
+                continue
+            self.continuations.ended(parent, request.prompt, stream.tokens(sample))
+            if parent.asked and request.keep is not None and self.keeps is not None:
+                news = LeaseNews(
+                    stream.request_id, sample, request.keep.lease_ids[sample], self.keeps, request.keep.ttl_s,
+                    len(parent.tokens), 1, "" if self.keeps else "the pool is full",
+                )  # fmt: skip
+                self.continuations.told(_WORKER, news)
 
     def send_finish(self, stream: RequestStream, sample: int, keep_tokens: int, reason: FinishReason) -> None:
         self.finished.append((sample, keep_tokens))
+        if stream not in self._running:
+            self.continuations.cut(stream.parents[sample], keep_tokens)
 
     def send_abort(self, stream: RequestStream) -> None:
         self.num_aborted += 1
@@ -104,7 +144,7 @@ class _Running:
     def __init__(self, backend: FakeBackend, stream: RequestStream, request: GenerateRequest) -> None:
         self._backend = backend
         self._stream = stream
-        self._request = request
+        self.request = self._request = request
         self._answer = list(backend.answer(request.prompt))
         self._position = 0
         self._open = set(range(request.params.n))
@@ -113,12 +153,35 @@ class _Running:
         if fail_after is not None and self._position >= fail_after[0]:
             self._stream.fail(fail_after[1])
             return
+        if self._request.params.beam is not None:
+            self._search()
+            return
         for sample in sorted(self._open):
             output = self._output(sample)
             if output.finish is not None:
                 self._open.discard(sample)
             self._stream.deliver(output)
         self._position += 1
+
+    def _search(self) -> None:
+        """All results in one message, as of an engine."""
+        results = []
+        for sample in sorted(self._open):
+            steps = [self._output(sample)]
+            while steps[-1].finish is None:
+                self._position += 1
+                steps.append(self._output(sample))
+            self._position = 0
+            results.append((sample, steps))
+        for sample, steps in results:
+            total, count = -0.25 * (sample + 1), len(steps)
+            self._stream.beams[sample] = BeamResult(self._stream.request_id, sample, total, total / count)
+        for sample, steps in results:
+            logprobs = [entry for step in steps for entry in step.logprobs or ()]
+            tokens = [token for step in steps for token in step.tokens]
+            cached_tokens, finish = steps[0].cached_tokens, steps[-1].finish
+            shown = None if self._request.params.logprobs is None else logprobs
+            self._stream.deliver(SequenceOutput(self._stream.request_id, sample, 0, tokens, finish, cached_tokens, shown))
 
     def _output(self, sample: int) -> SequenceOutput:
         params, prompt = self._request.params, self._request.prompt
@@ -130,12 +193,17 @@ class _Running:
             position=self._position,
             tokens=[token],
             finish=self._finish(token),
-            cached_tokens=len(prompt) // 2 if first else 0,
+            cached_tokens=self._cached_tokens() if first else 0,
             logprobs=None if params.logprobs is None else [self._logprobs(token, params.logprobs)],
             prompt_logprobs=None
             if params.prompt_logprobs is None or not first
             else [None, *(self._logprobs(token, params.prompt_logprobs) for token in prompt[1:])],
         )
+
+    def _cached_tokens(self) -> int:
+        if self._request.parent is None:
+            return len(self._request.prompt) // 2
+        return 0 if self._stream.inherited is None else self._stream.inherited.num_tokens
 
     def _token(self, sample: int) -> int:
         place = self._position + sample

@@ -14,18 +14,28 @@ import asyncio
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
 
 from kvrelay.errors import InternalError, RequestError, UnavailableError
+from kvrelay.frontend.auth import owner_of
+from kvrelay.frontend.continuation import Origin, as_extra, provenance, shown
 from kvrelay.frontend.deadline import remaining_s
 from kvrelay.frontend.errors import ClientGoneError
 from kvrelay.frontend.http import Call, DisconnectWatch, Header
+from kvrelay.frontend.openai_output import Continuation, Provenance
 from kvrelay.frontend.service import Service
+from kvrelay.ids import new_lease_id
 from kvrelay.router.backend import GenerateRequest
+from kvrelay.router.parent import Parent
 from kvrelay.router.stream import RequestStream
 from kvrelay.sampling import SamplingParams
 from kvrelay.states import FinishReason
 from kvrelay.text.detokenizer import Detokenizer
-from kvrelay.wire.serving import Image, SequenceOutput, TokenLogprobs
+from kvrelay.wire.serving import BeamResult, Image, Keep, SequenceOutput, TokenLogprobs
+
+_SETTLE_S = 2.0  # how long the end of an answer waits for word of its leases
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,6 +48,8 @@ class Work:
     cache_salt: str = ""
     timeout_s: float | None = None  # None: the header or the server says
     images: Sequence[Image] = ()  # of a conversation, which is one prompt
+    keep_s: float = 0.0  # for how long its KV is kept for others to continue from
+    origin: Origin | None = None  # what its one prompt continues from
 
 
 class Sample:
@@ -77,6 +89,9 @@ class Generation:
 
     def __init__(self, service: Service, call: Call, work: Work, *, trace: Mapping[str, str]) -> None:
         self._metrics = service.metrics
+        self._continuations = service.backend.continuations
+        self._owner = owner_of(service, call)
+        self._settle_until = 0.0
         self._arrived = call.arrived
         self._last_step = 0.0
         self._gone = False
@@ -105,8 +120,16 @@ class Generation:
         timeout_s = remaining_s(service, call, work.timeout_s)
         session = call.session()
         for place, (prompt, params) in enumerate(zip(work.prompts, work.params, strict=True)):
+            origin, keep = work.origin, None
+            if work.keep_s:
+                keep = Keep([new_lease_id() for _ in range(params.n)], work.keep_s, self._owner)
             request = GenerateRequest(
                 external_id=call.request_id,
+                answer_id=call.id,
+                first_choice=place * params.n,
+                owner=self._owner,
+                keep=keep,
+                parent=None if origin is None else origin.parent,
                 prompt=prompt,
                 params=params,
                 priority=work.priority,
@@ -130,7 +153,42 @@ class Generation:
         headers = [(b"x-kvrelay-prefill", stream.prefill.encode()), (b"x-kvrelay-decode", stream.decode.encode())]
         if stream.transfer_id is not None:
             headers.append((b"x-kvrelay-transfer-id", stream.transfer_id.encode()))
+        asked = [parent.name for stream in self._streams for parent in stream.parents if parent.asked or parent.kept]
+        if asked:
+            headers.append((b"x-kvrelay-continuation", ",".join(asked).encode()))
         return headers
+
+    @property
+    def says_more(self) -> bool:
+        """Whether the last words of each choice say more than OpenAI's do."""
+        return bool(self._work.keep_s) or self._work.origin is not None
+
+    async def settle(self) -> None:
+        """Returns when the workers have said what becomes of the KV of the choices that have ended, or should have."""
+        if not self._work.keep_s:
+            return
+        now = time.perf_counter()
+        self._settle_until = self._settle_until or now + _SETTLE_S
+        ended = [self._parent(sample) for sample in self.samples if sample.finish is not None]
+        await self._continuations.until_settled(ended, max(0.0, self._settle_until - now))
+
+    def continuation(self, sample: Sample) -> Continuation | msgspec.UnsetType:
+        return shown(self._continuations, self._parent(sample)) if self._work.keep_s else msgspec.UNSET
+
+    def provenance(self) -> Provenance | msgspec.UnsetType:
+        origin = self._work.origin
+        return msgspec.UNSET if origin is None else provenance(origin, self._streams[0].inherited, self.cached_tokens[0])
+
+    def last_words(self, step: Step, choice: dict[str, Any]) -> bytes:
+        """What a stream says more in the last chunk of a choice: in the choice, and beside it."""
+        if step.finish is None or not self.says_more:
+            return b""
+        if self._work.keep_s:
+            choice["continuation"] = self.continuation(step.sample)
+        return as_extra(self.provenance())
+
+    def _parent(self, sample: Sample) -> Parent:
+        return self._streams[sample.prompt].parents[sample.index % self._work.params[sample.prompt].n]
 
     async def next(self) -> list[Step]:
         if self._num_open == 0:
@@ -157,11 +215,25 @@ class Generation:
         metrics.output_tokens.inc(self.output_tokens)
         if cached := sum(self.cached_tokens):
             metrics.cached_tokens.inc(cached)
+        told = self.provenance()
+        if not isinstance(told, msgspec.UnsetType) and self._last_step:
+            metrics.continuations.labels(told.continuation.source).inc()
+            metrics.inherited_tokens.inc(told.continuation.inherited_tokens)
 
     @property
     def done(self) -> bool:
         """Every sample has ended, with the steps handed out last."""
         return self._num_open == 0
+
+    def beam(self, sample: Sample) -> BeamResult | None:
+        """How a search scored this result of it; None if it was sampled."""
+        params = self._work.params[sample.prompt]
+        if params.beam is None:
+            return None
+        beam = self._streams[sample.prompt].beams.get(sample.index % params.n)
+        if beam is None:
+            raise InternalError("a worker gave a result of a beam search without its score")
+        return beam
 
     @property
     def output_tokens(self) -> int:

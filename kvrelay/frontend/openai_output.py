@@ -71,12 +71,67 @@ class AnswerMessage(Output, frozen=True, kw_only=True, omit_defaults=True):
     tool_calls: list[AnswerToolCall] | None = None
 
 
+class Continuation(Output, frozen=True, kw_only=True):
+    """Whether a choice's KV is kept, and the name under which it can be continued from either way."""
+
+    id: str
+    kept: bool
+    expires_at: int | msgspec.UnsetType = msgspec.UNSET  # Unix time
+    expires_in_s: float | msgspec.UnsetType = msgspec.UNSET
+    reason: str | msgspec.UnsetType = msgspec.UNSET  # why it is not kept
+
+
+class ContinuationSource(Output, frozen=True, kw_only=True):
+    """Where the KV of a continuation's prompt came from."""
+
+    of: str
+    source: Literal["lease", "prefix_cache", "prefill"]
+    inherited_tokens: int  # of the lease
+    computed_tokens: int  # anew
+
+
+class Provenance(Output, frozen=True, kw_only=True):
+    """What only kvrelay has to say."""
+
+    continuation: ContinuationSource
+
+
+class ContinuationHandle(Output, frozen=True, kw_only=True):
+    """A request that can be continued from, as GET /v1/continuations shows it."""
+
+    id: str
+    request_id: str
+    choice: int
+    state: str
+    tokens: int  # prompt and output; 0 while it runs
+    prompt_tokens: int
+    blocks: int  # of KV, that its worker holds for it
+    expires_at: int | None
+    worker: str | None
+    reason: str | None  # why nothing is held
+    object: Literal["continuation"] = "continuation"
+
+
+class ContinuationList(Output, frozen=True, kw_only=True):
+    data: list[ContinuationHandle]
+    object: Literal["list"] = "list"
+
+
+class ContinuationDeleted(Output, frozen=True, kw_only=True):
+    id: str
+    object: Literal["continuation.deleted"] = "continuation.deleted"
+    deleted: bool = True
+
+
 class ChatChoice(Output, frozen=True, kw_only=True):
     index: int
     message: AnswerMessage
     finish_reason: str
     logprobs: ChatLogprobs | None = None
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    cumulative_logprob: float | msgspec.UnsetType = msgspec.UNSET  # of beam search, as the next
+    beam_score: float | msgspec.UnsetType = msgspec.UNSET
+    continuation: Continuation | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatCompletion(Output, frozen=True, kw_only=True):
@@ -89,6 +144,7 @@ class ChatCompletion(Output, frozen=True, kw_only=True):
     system_fingerprint: str | None = None
     prompt_logprobs: list[Any] | msgspec.UnsetType = msgspec.UNSET
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    kvrelay: Provenance | msgspec.UnsetType = msgspec.UNSET
 
 
 class CompletionChoice(Output, frozen=True, kw_only=True):
@@ -99,6 +155,9 @@ class CompletionChoice(Output, frozen=True, kw_only=True):
     prompt_logprobs: list[Any] | msgspec.UnsetType = msgspec.UNSET
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    cumulative_logprob: float | msgspec.UnsetType = msgspec.UNSET  # of beam search, as the next
+    beam_score: float | msgspec.UnsetType = msgspec.UNSET
+    continuation: Continuation | msgspec.UnsetType = msgspec.UNSET
 
 
 class Completion(Output, frozen=True, kw_only=True):
@@ -109,6 +168,7 @@ class Completion(Output, frozen=True, kw_only=True):
     usage: Usage
     object: Literal["text_completion"] = "text_completion"
     system_fingerprint: str | None = None
+    kvrelay: Provenance | msgspec.UnsetType = msgspec.UNSET
 
 
 class Model(Output, frozen=True, kw_only=True):

@@ -210,6 +210,10 @@ class SamplingFields(Body, frozen=True, kw_only=True):
     logit_bias: dict[TokenId, Annotated[float, Meta(ge=-100.0, le=100.0)]] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     n: NumSamples | None = None
+    use_beam_search: bool | None = None
+    beam_width: NumSamples | None = None  # default: n
+    length_penalty: Annotated[float, Meta(ge=-10.0, le=10.0)] | None = None
+    early_stopping: bool | Literal["never"] | None = None
     min_tokens: Count | None = None
     stop: NotEmpty | Annotated[list[NotEmpty], Meta(max_length=MAX_STOP_STRINGS)] | None = None
     stop_token_ids: list[TokenId] | None = None
@@ -230,6 +234,10 @@ class SamplingFields(Body, frozen=True, kw_only=True):
     priority: Annotated[int, Meta(ge=-(2**31), le=MAX_COUNT)] = 0
     timeout: Annotated[float, Meta(gt=0.0, le=MAX_TIMEOUT_S)] | None = None  # seconds from arrival to the last token
     cache_salt: Identifier | None = None
+    continuation_of: Identifier | None = None  # goes on from another request, instead of a prompt
+    continuation_suffix: str | None = None
+    continuation_token_ids: list[TokenId] | None = None
+    keep_kv: bool | Annotated[float, Meta(gt=0.0)] | None = None  # for others to continue from; seconds, or the server's time
     request_id: Identifier | None = None  # shown in logs, echoed as x-request-id
     rid: Identifier | None = None  # the same, as SGLang calls it
     user: str | None = None
@@ -245,7 +253,7 @@ class SamplingFields(Body, frozen=True, kw_only=True):
 class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Meta(min_length=1)]
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)] | None = None  # needed without continuation_of
     max_tokens: Positive | None = None
     max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
@@ -274,7 +282,8 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
 class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
     """POST /v1/completions."""
 
-    prompt: NotEmpty | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
+    # Needed without continuation_of.
+    prompt: NotEmpty | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)] | None = None
     max_tokens: Count | None = None  # 0 only scores the prompt, and needs echo
     logprobs: NumLogprobs | None = None
     echo: bool | None = None

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
 
 from kvrelay.frontend.admin import DrainRequest, RoleRequest
-from kvrelay.frontend.openai_output import ChatCompletion, Completion, Detokenized, ErrorResponse, Model, ModelList, Tokenized
+from kvrelay.frontend.openai_output import (
+    ChatCompletion,
+    Completion,
+    ContinuationDeleted,
+    ContinuationHandle,
+    ContinuationList,
+    Detokenized,
+    ErrorResponse,
+    Model,
+    ModelList,
+    Tokenized,
+)
 from kvrelay.frontend.openai_types import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from kvrelay.frontend.responses_types import ResponsesRequest
 from kvrelay.router.backend import DrainOrder
@@ -15,20 +27,22 @@ from kvrelay.version import version
 
 _JSON = "application/json"
 _REFERENCE = "#/components/schemas/{name}"
-_GENERATE_ERRORS = (400, 401, 404, 413, 429, 500, 503)
+_GENERATE_ERRORS = (400, 401, 404, 409, 413, 429, 500, 503, 504)
 _READ_ERRORS = (400, 401, 404, 413, 500)
 _ADMIN_ERRORS = (400, 401, 404, 409, 413, 500, 503)
 _ERRORS = {
     400: "A field is wrong; `param` names it",
     401: "No API key, or a wrong one",
-    404: "No such path, model or worker",
-    409: "The worker is draining, or has that role, already",
+    404: "No such path, model, worker or continuation",
+    409: "The worker is draining, or has that role, already; or what is to be continued is still being generated",
     413: "The body is too large",
     429: "The queue is full; see Retry-After",
     500: "Our fault",
     503: "No worker is ready",
+    504: "It took longer than it was given",
 }
 _OBJECT: dict[str, Any] = {"type": "object"}
+_PATH_NAME = re.compile(r"\{(\w+)\}")
 
 # path, summary, request body, response body, streams
 _POSTS: tuple[tuple[str, str, type, type | None, bool], ...] = (
@@ -44,6 +58,8 @@ _ADMIN: tuple[tuple[str, str, type], ...] = (
 )
 # path, summary, content type, schema, errors
 _GETS: tuple[tuple[str, str, str, type | None, tuple[int, ...]], ...] = (
+    ("/v1/continuations", "The caller's requests whose KV is kept", _JSON, ContinuationList, (401,)),
+    ("/v1/continuations/{id}", "One request that can be continued from", _JSON, ContinuationHandle, (400, 401, 404)),
     ("/v1/models", "The model that is served", _JSON, ModelList, (401,)),
     ("/v1/models/{model}", "One model", _JSON, Model, (401, 404)),
     ("/health", "Whether requests can be served", _JSON, None, (503,)),
@@ -53,8 +69,14 @@ _GETS: tuple[tuple[str, str, str, type | None, tuple[int, ...]], ...] = (
 )
 
 
+_DELETES: tuple[tuple[str, str, type, tuple[int, ...]], ...] = (
+    ("/v1/continuations/{id}", "Give up what is kept of a request", ContinuationDeleted, (401, 404)),
+)
+
+
 def openapi() -> dict[str, Any]:
     bodies: list[type] = [ErrorResponse, ModelList, Model, DrainOrder, *(request for _, _, request in _ADMIN)]
+    bodies += [ContinuationList, ContinuationHandle, ContinuationDeleted]
     for _, _, request, response, _ in _POSTS:
         bodies += [request] if response is None else [request, response]
     references, components = msgspec.json.schema_components(bodies, ref_template=_REFERENCE)
@@ -67,6 +89,8 @@ def openapi() -> dict[str, Any]:
         paths[path] = {"post": _post(summary, by_type[request], by_type[DrainOrder], _errors(_ADMIN_ERRORS, by_type), False)}
     for path, summary, content_type, response, errors in _GETS:
         paths[path] = {"get": _get(path, summary, content_type, _schema(by_type, response), errors, by_type)}
+    for path, summary, response, errors in _DELETES:
+        paths[path]["delete"] = _get(path, summary, _JSON, by_type[response], errors, by_type)
     return {
         "openapi": "3.1.0",
         "info": {"title": "kvrelay", "version": version(), "description": "Language models behind OpenAI's API."},
@@ -110,8 +134,10 @@ def _get(
     shown = {"type": "string"} if content_type != _JSON else schema
     answer = {"200": {"description": summary, "content": {content_type: {"schema": shown}}}}
     operation: dict[str, Any] = {"summary": summary, "responses": answer | _errors(errors, by_type)}
-    if "{model}" in path:
-        operation["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
+    names = _PATH_NAME.findall(path)
+    if names:
+        text = {"type": "string", "minLength": 1}
+        operation["parameters"] = [{"name": name, "in": "path", "required": True, "schema": text} for name in names]
     return operation
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from kvrelay.errors import InvalidRequestError
+from kvrelay.frontend.beams import beam_search
 from kvrelay.frontend.openai_types import (
     JsonObjectFormat,
     JsonSchemaFormat,
@@ -34,6 +35,7 @@ def sampling_params(
     extra_stop: tuple[str, ...] = (),
 ) -> SamplingParams:
     """Validated. Fields that have another name in the request are checked by the caller."""
+    beam = beam_search(request)
     bias = request.logit_bias or {}
     stop_tokens = request.stop_token_ids or []
     if bias:
@@ -42,7 +44,7 @@ def sampling_params(
         service.check_tokens(stop_tokens, "stop_token_ids")
     params = SamplingParams(
         n=samples,
-        temperature=_or(request.temperature, 1.0),
+        temperature=_or(request.temperature, 1.0 if beam is None else 0.0),
         top_p=_or(request.top_p, 1.0),
         top_k=max(request.top_k or 0, 0),
         min_p=_or(request.min_p, 0.0),
@@ -61,6 +63,7 @@ def sampling_params(
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         grammar=grammar,
+        beam=beam,
     )
     params.validate()
     return params

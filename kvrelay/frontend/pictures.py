@@ -32,7 +32,7 @@ class Part(msgspec.Struct, frozen=True):
 
 def picture_parts(media: Media | None, request: ChatRequest) -> list[Part]:
     """Of a request that may have them."""
-    parts = _find_parts(request.messages)
+    parts = _find_parts(request.messages or ())
     if parts and media is None:
         raise InvalidRequestError(f"{parts[0].field}: this model takes no images", param=parts[0].field, code="no_images")
     if media is None and request.mm_processor_kwargs is not None:

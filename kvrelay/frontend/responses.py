@@ -28,7 +28,7 @@ async def responses(service: Service, call: Call) -> None:
     request = await _read(service, call)
     call.name("resp_", None)
     try:
-        conversation = await prepare_conversation(service, chat_request(request))
+        conversation = await prepare_conversation(service, call, chat_request(request))
     except InvalidRequestError as error:
         raise own_names(error, request) from error
     generation = Generation(service, call, conversation.work, trace=call.trace())

@@ -47,13 +47,14 @@ class ChunkWriter:
             head, _encode(text), close, _FINISH[finish], self._tail if usage is None else self._with_usage(usage),
         )  # fmt: skip
 
-    def choice(self, choice: dict[str, Any], usage: Usage | None) -> bytes:
-        """A chunk with anything else in it."""
-        return self._head + _encode(choice) + (self._tail if usage is None else self._with_usage(usage))
+    def choice(self, choice: dict[str, Any], usage: Usage | None, extra: bytes = b"") -> bytes:
+        """A chunk with anything else in it. `extra` is what stands beside the choices."""
+        tail = self._tail if usage is None else self._with_usage(usage)
+        return self._head + _encode(choice) + b"]" + extra + tail[1:]
 
-    def usage(self, usage: Usage) -> bytes:
+    def usage(self, usage: Usage, extra: bytes = b"") -> bytes:
         """The last chunk, which has no choice."""
-        return self._head + self._with_usage(usage)
+        return self._head + b"]" + extra + self._with_usage(usage)[1:]
 
     @staticmethod
     def _with_usage(usage: Usage) -> bytes:

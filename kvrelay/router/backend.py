@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
 from kvrelay.ids import WorkerId
+from kvrelay.router.parent import Parent
 from kvrelay.router.stream import RequestStream
 from kvrelay.sampling import SamplingParams
 from kvrelay.states import Role
-from kvrelay.wire.serving import Image
+from kvrelay.wire.serving import Image, Keep
+
+if TYPE_CHECKING:  # it needs GenerateRequest
+    from kvrelay.router.continuations import Continuations
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,6 +30,11 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     trace: Mapping[str, str] = {}
     timeout_s: float | None = None  # from submit to the last token
     images: Sequence[Image] = ()  # with their files
+    owner: str = ""  # whose request it is: a digest of the API key; empty where no keys are asked for
+    answer_id: str = ""  # another name under which it can be continued from; requests of one answer share it
+    first_choice: int = 0  # the place of its first sample among the choices of that answer
+    keep: Keep | None = None  # leases that are asked for when it ends
+    parent: Parent | None = None  # the prompt begins with all of this one's tokens
 
 
 class DrainOrder(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,6 +59,20 @@ class Backend(Protocol):
 
     def submit(self, request: GenerateRequest) -> RequestStream:
         """Raises QueueFullError or UnavailableError. The caller takes the stream to its end or aborts it."""
+
+    @property
+    def continuations(self) -> Continuations:
+        """Which requests can be continued from."""
+
+    async def find_parent(self, handle: str, owner: str, *, wait_s: float) -> Parent:
+        """The one that has this name, looked for everywhere, and once it has ended. Raises NotFoundError, InvalidRequestError
+        (it has several choices), or ConflictError (it has not ended within `wait_s`)."""
+
+    async def find_parents(self, handle: str, owner: str) -> list[Parent]:
+        """All choices of that name, ended or not. Raises NotFoundError."""
+
+    async def delete_parents(self, handle: str, owner: str) -> None:
+        """None of them can be continued from any more, and no worker keeps their KV. Raises NotFoundError."""
 
     def cluster(self) -> dict[str, Any]:
         """The JSON of GET /cluster."""

@@ -15,6 +15,7 @@ _REQUEST_STATES = ("running", "waiting", "transferring", "swapped")
 _TOTALS = {
     "prompt_tokens": "Prompt tokens computed",
     "cached_tokens": "Prompt tokens found in the prefix cache",
+    "inherited_tokens": "Prompt tokens whose KV was taken from a lease",
     "output_tokens": "Tokens generated",
     "preemptions": "Requests that had to give up their KV blocks",
     "steps": "Engine steps",
@@ -60,6 +61,7 @@ class WorkerCollector(Collector):
         yield from _counters(peers, "kvrelay_worker_transfers_", _TRANSFERS, lambda load: load["transfers"])
         yield from _counters(peers, "kvrelay_worker_mapping_", _MAPPING, lambda load: load["mapping"])
         yield _gauge(peers, "transfers_in_flight", "KV hand-overs under way", lambda load: load["transfers"]["in_flight"])
+        yield _gauge(peers, "leases", "Finished samples whose KV is kept", lambda load: load["leases"])
         yield _gauge(peers, "mapping_size", "Transfer ids known", lambda load: load["mapping"]["size"])
         yield _gauge(peers, "mapping_parked", "Messages about transfers not yet known", lambda load: load["mapping"]["parked"])
 

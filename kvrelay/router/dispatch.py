@@ -21,6 +21,7 @@ from kvrelay.errors import (
     DeadlineError,
     HandOverError,
     InternalError,
+    InvalidRequestError,
     QueueFullError,
     RequestError,
     UnavailableError,
@@ -31,17 +32,26 @@ from kvrelay.log import Log
 from kvrelay.metrics import Metrics
 from kvrelay.router.backend import GenerateRequest
 from kvrelay.router.breaker import Breaker
+from kvrelay.router.continuations import Continuations
 from kvrelay.router.failover import Estranged, RetryRules, Stranded, Verdict, judge
+from kvrelay.router.keeping import Keeping
 from kvrelay.router.peer import Leg, OpenRequest, Peer
 from kvrelay.router.plan import Mode, Plan, Planner
 from kvrelay.router.policy import CompletionRate, tokens_of
 from kvrelay.router.stream import RequestStream
+from kvrelay.router.submission import (
+    abort,
+    check_model,
+    holder_of,
+    inherited,
+    refuse_old,
+    submit_message,
+    too_old,
+)
 from kvrelay.states import FinishReason, Role
-from kvrelay.wire.serving import Abort, Finish, Resumed, StepOutputs, Submit, TransferInfo
+from kvrelay.wire.serving import Finish, Resumed, StepOutputs, TransferInfo
 
 log = Log("router")
-
-_RESUMES_SINCE = 2  # the version of the protocol that knows Submit.resume
 
 
 class RequestFollower(Protocol):
@@ -64,6 +74,7 @@ class Dispatcher:
         self,
         planner: Planner,
         metrics: Metrics,
+        continuations: Continuations,
         *,
         mode: Mode = "write",
         rules: RetryRules | None = None,
@@ -74,6 +85,7 @@ class Dispatcher:
         self._mode: Mode = mode
         self._rules = rules or RetryRules()
         self._metrics = metrics
+        self._keeping = Keeping(continuations)
         self._open: dict[RequestId, OpenRequest] = {}
         self._stranded = Stranded(self._rules.wait_s, self._retry, self._give_up)
         self._estranged = Estranged()
@@ -102,21 +114,37 @@ class Dispatcher:
         plan = self._first_plan(request, excuse)
         stream = RequestStream(new_request_id(), request.params.n, self, prefill=_prefill_name(plan), decode=plan.decode.id)
         entry = OpenRequest(request, stream)
-        while (unreachable := self._launch(entry, plan)) is not None:
-            entry.avoid.add(unreachable.id)
-            plan = self._first_plan(request, excuse, frozenset(entry.avoid))
-            if plan.decode.id in entry.avoid or (plan.prefill is not None and plan.prefill.id in entry.avoid):
-                self._metrics.rejected.labels("unavailable").inc()
-                raise UnavailableError(f"worker {unreachable.id} cannot be reached")
+        self._keeping.begin(entry)
+        try:
+            self._launch_first(entry, plan, excuse)
+        except RequestError as error:
+            self._keeping.abandon(entry, error)
+            raise
         self._open[stream.request_id] = entry
         if request.timeout_s is not None:
             entry.deadline = asyncio.get_running_loop().call_later(request.timeout_s, self._expired, entry)
         self._metrics.dispatched.inc()
         return stream
 
+    def _launch_first(self, entry: OpenRequest, plan: Plan, excuse: str) -> None:
+        while (unreachable := self._launch(entry, plan)) is not None:
+            entry.avoid.add(unreachable.id)
+            plan = self._first_plan(entry.request, excuse, frozenset(entry.avoid))
+            if plan.decode.id in entry.avoid or (plan.prefill is not None and plan.prefill.id in entry.avoid):
+                self._metrics.rejected.labels("unavailable").inc()
+                raise UnavailableError(f"worker {unreachable.id} cannot be reached")
+
     def outputs(self, peer: Peer, message: StepOutputs) -> None:
         """Everything one engine step of a worker made."""
         table = peer.open
+        for beam in message.beams:
+            entry = table.get(beam.request_id)
+            if entry is not None:
+                entry.stream.beams[beam.sample] = beam
+        for taken in message.inherited:
+            entry = table.get(taken.request_id)
+            if entry is not None:
+                entry.stream.inherited = taken
         for output in message.outputs:
             entry = table.get(output.request_id)
             if entry is not None:
@@ -132,6 +160,8 @@ class Dispatcher:
             if entry is not None:
                 peer.breaker.succeeded()
                 self._leg_ended(entry, peer)
+        if message.leases:  # of requests that have ended, mostly
+            self._keeping.news(peer, message.leases)
 
     def came_back(self, peer: Peer) -> None:
         """Its link is open, again or for the first time: what happened before does not count."""
@@ -152,7 +182,7 @@ class Dispatcher:
 
     def fail_all(self, reason: str) -> None:
         for entry in list(self._open.values()):
-            _abort(entry.legs)
+            abort(entry.legs)
             entry.stream.fail(UnavailableError(reason))
         self._stranded.close()
 
@@ -164,10 +194,12 @@ class Dispatcher:
         first_id = entry.stream.request_id if entry.attempt == 0 else new_request_id()
         last = Leg(plan.decode, first_id, tokens_of(entry.request))
         legs = (last,) if plan.prefill is None else (Leg(plan.prefill, new_request_id(), plan.prefill_tokens), last)
-        resume = self._resume(entry, plan)
+        resume = self._resume(entry)
+        keep, inherit = self._keeping.keep(entry, last), inherited(entry, plan)
         for leg in legs:
-            if not leg.peer.link.send(_submit_message(leg.request_id, entry, transfer, resume)):
-                _abort(legs)
+            kept = keep if leg is last else None  # the worker that generates keeps it
+            if not leg.peer.link.send(submit_message(leg.request_id, entry, transfer, resume, keep=kept, inherit=inherit)):
+                abort(legs)
                 return leg.peer
         entry.legs, entry.generating = legs, False
         for leg in legs:
@@ -182,9 +214,8 @@ class Dispatcher:
             tell(entry.request.external_id, [leg.peer.id for leg in legs if leg.peer.record.events_address])
         return None
 
-    def _resume(self, entry: OpenRequest, plan: Plan) -> list[Resumed]:
-        """Workers of the version before know nothing of it and begin at the beginning: what they repeat is dropped."""
-        if entry.attempt == 0 or any(peer.version < _RESUMES_SINCE for peer in plan.peers):
+    def _resume(self, entry: OpenRequest) -> list[Resumed]:
+        if entry.attempt == 0:
             return []
         resume = entry.stream.resume()
         return resume if len(resume) < entry.request.params.n or any(sample.tokens for sample in resume) else []
@@ -204,8 +235,14 @@ class Dispatcher:
         if not self._planner.ready:
             self._metrics.rejected.labels("unavailable").inc()
             raise UnavailableError(excuse, code="no_worker")
+        holder = None if request.parent is None else holder_of(request, self.usable, avoid)
+        if holder is not None:
+            return Plan(holder)
         try:
-            return self._estranged.mend(self._planner.plan(request, avoid))
+            plan = self._estranged.mend(self._planner.plan(request, avoid | too_old(request, self.usable)))
+            refuse_old(request, plan)
+            check_model(request, plan)
+            return plan
         except QueueFullError as error:
             self._metrics.rejected.labels("queue_full").inc()
             retry_after_s = self._rate.retry_after_s(len(self._open), time.monotonic())
@@ -267,8 +304,9 @@ class Dispatcher:
         """False if nobody can take it now who has not failed it before."""
         for _ in range(len(self.usable)):
             try:
-                plan = self._planner.plan(entry.request, frozenset(entry.avoid))
-            except (QueueFullError, UnavailableError):
+                plan = self._planner.plan(entry.request, frozenset(entry.avoid) | too_old(entry.request, self.usable))
+                refuse_old(entry.request, plan)
+            except (QueueFullError, UnavailableError, InvalidRequestError):
                 return False
             if plan.decode.id in entry.avoid:
                 return False
@@ -294,13 +332,13 @@ class Dispatcher:
     def _drop_legs(self, entry: OpenRequest) -> None:
         for leg in entry.legs:
             if leg.request_id in leg.peer.open:
-                _abort((leg,))
+                abort((leg,))
                 leg.peer.remove(leg, entry)
         entry.legs = ()
 
     def _expired(self, entry: OpenRequest) -> None:
         self._metrics.deadlines.inc()
-        _abort(entry.legs)
+        self._keeping.cut(entry)
         entry.stream.fail(DeadlineError("the request took longer than it was given", param="timeout", code="deadline"))
 
     # What streams ask for (StreamOwner)
@@ -309,6 +347,7 @@ class Dispatcher:
         entry = self._open.pop(stream.request_id)
         if entry.deadline is not None:
             entry.deadline.cancel()
+        self._keeping.ended(entry)
         if self._follower is not None:
             tell = self._follower.on_request_aborted if stream.aborted else self._follower.on_request_finished
             tell(entry.request.external_id)
@@ -319,19 +358,21 @@ class Dispatcher:
         for leg in entry.legs:
             leg.peer.remove(leg, entry)
         self._rate.completed(time.monotonic())
-        if len(entry.legs) > 1 and not stream.aborted:
+        if len(entry.legs) > 1 and not stream.aborted and not entry.is_kept:
             # Usually the decode worker made the last token and is done. If it was the prefill worker, or a stop string in the
             # first token, the decode worker need not begin.
-            _abort(entry.legs[-1:])
+            abort(entry.legs[-1:])
 
     def send_finish(self, stream: RequestStream, sample: int, keep_tokens: int, reason: FinishReason) -> None:
-        legs = self._open[stream.request_id].legs
-        if legs:
-            leg = legs[-1]
+        entry = self._open.get(stream.request_id)
+        if entry is None:
+            self._keeping.cut_late(stream.parents[sample], sample, keep_tokens, self.usable)
+            return
+        for leg in entry.legs[-1:]:
             leg.peer.link.send(Finish(request_id=leg.request_id, sample=sample, keep_tokens=keep_tokens, reason=reason))
 
     def send_abort(self, stream: RequestStream) -> None:
-        _abort(self._open[stream.request_id].legs)
+        self._keeping.cut(self._open[stream.request_id])
 
     def _tell_breaker(self, entry: OpenRequest) -> None:
         breaker = entry.legs[-1].peer.breaker
@@ -341,32 +382,10 @@ class Dispatcher:
             breaker.abandoned()
 
 
-def _abort(legs: Iterable[Leg]) -> None:
-    for leg in legs:
-        leg.peer.link.send(Abort(request_ids=[leg.request_id]))
-
-
 def _prefill_name(plan: Plan) -> str:
     if plan.prefill is not None:
         return plan.prefill.id
     return "local" if plan.decode.record.role is Role.DECODE else plan.decode.id
-
-
-def _submit_message(request_id: RequestId, entry: OpenRequest, transfer: TransferInfo | None, resume: list[Resumed]) -> Submit:
-    request = entry.request
-    return Submit(
-        request_id=request_id,
-        external_id=request.external_id,
-        prompt=request.prompt if isinstance(request.prompt, list) else list(request.prompt),
-        params=request.params,
-        priority=request.priority,
-        cache_salt=request.cache_salt,
-        trace=dict(request.trace),
-        transfer=transfer,
-        resume=resume,
-        attempt=entry.attempt,
-        images=list(request.images),
-    )
 
 
 def excuse(peers: Iterable[Peer]) -> str:

@@ -17,8 +17,6 @@ from kvrelay.router.peer import Peer
 from kvrelay.states import Role, WorkerState
 from kvrelay.wire.serving import Drain
 
-_KNOWS_DRAIN = 2  # since this version of the protocol
-
 
 def order_drain(peers: Mapping[WorkerId, Peer], worker_id: str, role: Role | None) -> DrainOrder:
     """Sends the word. Raises NotFoundError, ConflictError or UnavailableError, and then nothing was sent."""
@@ -29,9 +27,6 @@ def order_drain(peers: Mapping[WorkerId, Peer], worker_id: str, role: Role | Non
         raise ConflictError(f"worker {peer.id} is draining already", param="worker", code="already_draining")
     if role is peer.record.role:
         raise ConflictError(f"worker {peer.id} is a {role.value} worker already", param="role", code="same_role")
-    if peer.version < _KNOWS_DRAIN:
-        reason = f"worker {peer.id} is of an older version, which cannot be told: send it SIGTERM on its host"
-        raise ConflictError(reason, param="worker", code="old_worker")
     if not peer.link.send(Drain(role=role)):
         raise UnavailableError(f"worker {peer.id} cannot be reached: {peer.problem}", param="worker", code="unreachable")
     # The registry will say so too, but not before the next requests are planned.

@@ -42,6 +42,11 @@ class OpenRequest:
     avoid: set[WorkerId] = field(default_factory=set)  # workers that failed it
     deadline: asyncio.TimerHandle | None = None
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether its worker was told to keep its KV."""
+        return any(parent.asked for parent in self.stream.parents)
+
 
 class PeerOwner(Protocol):
     def peer_opened(self, peer: Peer) -> None: ...
@@ -150,6 +155,8 @@ class Peer:
             "steps": load.steps,
             "preemptions": load.preemptions,
             "connections": load.connections,
+            "leases": load.leases,
+            "inherited_tokens": load.inherited_tokens,
             "breaker": self.breaker.state.value,
         }
         if self.problem:

@@ -3,7 +3,7 @@
     whole workers up                   one of them
     prefill and decode workers up      a pair; or the decode worker alone, if it has so much of the prompt in its cache that at
                                        most `local_prefill_tokens` are left (of a short prompt: if it has nothing);
-                                       or the prefill worker alone, if one token is all that is wanted
+                                       or the prefill worker alone, if one token is all that is wanted, and no KV kept
     only decode workers up             one of them, which computes the prompt itself
 
 The policy chooses among several. Where there is nobody with room the client is told to come back; where there is nobody at
@@ -101,7 +101,7 @@ class Planner:
         num_tokens = len(choice.request.prompt)
         if num_tokens <= self._local_prefill_tokens or not self._prefill_up(choice.avoid):
             return Plan(self._choose(Role.DECODE, choice))
-        if choice.request.params.max_tokens == 1:
+        if choice.request.params.max_tokens == 1 and choice.request.keep is None:
             return Plan(self._choose(Role.PREFILL, choice))
         decode = self._choose(Role.DECODE, choice)
         if num_tokens - choice.cached.get(decode.id, 0) <= self._local_prefill_tokens:

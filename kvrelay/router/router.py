@@ -21,22 +21,23 @@ from kvrelay.log import Log
 from kvrelay.metrics import Metrics
 from kvrelay.router.backend import DrainOrder, GenerateRequest
 from kvrelay.router.collector import WorkerCollector
+from kvrelay.router.continuations import Continuations
 from kvrelay.router.dispatch import Dispatcher, excuse
 from kvrelay.router.drain import order_drain
 from kvrelay.router.event_feed import EventFeed
 from kvrelay.router.failover import RetryRules
+from kvrelay.router.lease_search import LeaseSearch
+from kvrelay.router.parent import Parent
 from kvrelay.router.peer import Peer
 from kvrelay.router.plan import Mode, Planner
 from kvrelay.router.policy import PolicyName
 from kvrelay.router.prefix_index import PrefixIndex
 from kvrelay.router.stream import RequestStream
-from kvrelay.states import Role
+from kvrelay.states import Role, WorkerState
 from kvrelay.wire.registry import WorkerRecord
-from kvrelay.wire.serving import LeaseTold, PeerLost, StepOutputs
+from kvrelay.wire.serving import LeaseTold, PeerLost, ReleaseLeases, StepOutputs
 
 log = Log("router")
-
-_KNOWS_PEER_LOST = 2  # since this version of the protocol
 
 
 class OpenSync(Protocol):
@@ -61,6 +62,8 @@ class Router:
         router_id: RouterId | None = None,
         rules: RetryRules | None = None,
         sync: OpenSync | None = None,
+        continuation_cache: int = 1024,
+        max_leases_per_key: int = 64,
     ) -> None:
         self.router_id = router_id or new_router_id()
         self._membership = membership
@@ -72,7 +75,9 @@ class Router:
         self._sync = None if sync is None or index is None else sync(is_held=index.holds)
         self._feed = None if index is None else EventFeed(index, metrics, self._sync)
         planner = Planner(policy, local_prefill_tokens, metrics, index if policy == "prefix_aware" else None)
-        self._dispatcher = Dispatcher(planner, metrics, mode=mode, rules=rules, follower=self._sync)
+        self.continuations = Continuations(metrics, capacity=continuation_cache, max_leases_per_owner=max_leases_per_key)
+        self._search = LeaseSearch(self.continuations, lambda: self._dispatcher.usable)
+        self._dispatcher = Dispatcher(planner, metrics, self.continuations, mode=mode, rules=rules, follower=self._sync)
         self._ticker: asyncio.TimerHandle | None = None
         self._changed = asyncio.Event()
         metrics.registry.register(WorkerCollector(self._peers.values))
@@ -109,6 +114,25 @@ class Router:
     def submit(self, request: GenerateRequest) -> RequestStream:
         return self._dispatcher.submit(request, "" if self.ready else excuse(self._peers.values()))
 
+    async def find_parent(self, handle: str, owner: str, *, wait_s: float) -> Parent:
+        if self.continuations.is_unheard_of(handle, owner):
+            await self._search.ask(handle, owner)
+        parent = self.continuations.find(handle, owner)
+        await self.continuations.until_ended(parent, handle, wait_s)
+        return parent
+
+    async def find_parents(self, handle: str, owner: str) -> list[Parent]:
+        if self.continuations.is_unheard_of(handle, owner):
+            await self._search.ask(handle, owner)
+        return self.continuations.find_all(handle, owner)
+
+    async def delete_parents(self, handle: str, owner: str) -> None:
+        await self.find_parents(handle, owner)
+        for parent in self.continuations.delete(handle, owner):
+            peer = None if parent.worker_id is None else self._peers.get(parent.worker_id)
+            if peer is not None and parent.lease_id is not None:
+                peer.link.send(ReleaseLeases(lease_ids=[parent.lease_id]))
+
     def cluster(self) -> dict[str, Any]:
         return {
             "router": self.router_id,
@@ -123,6 +147,7 @@ class Router:
         """Tells a worker to finish and leave; with a role, to come back in it. Raises as `order_drain`."""
         order = order_drain(self._peers, worker_id, role)
         log.info("worker told to drain", worker=order.worker, next_role=role)
+        self.continuations.lost(order.worker, "its worker leaves")
         self._refresh()
         return order
 
@@ -162,6 +187,8 @@ class Router:
         peer.update(record)
         if record.state != before:
             log.info("worker changed", worker=record.id, state=record.state.value)
+            if record.state is WorkerState.DRAINING:
+                self.continuations.lost(record.id, "its worker leaves")
             self._refresh()
 
     def _on_left(self, worker_id: WorkerId, loss: Loss) -> None:
@@ -176,6 +203,8 @@ class Router:
         self._metrics.worker_losses.labels(peer.record.role.value, loss.value).inc()
         log.info("worker left", worker=worker_id, reason=loss.value)
         self._refresh()
+        self._search.lost(peer)
+        self.continuations.lost(worker_id, "its worker left" if loss is Loss.LEFT else "its worker was lost")
         if loss is Loss.LEFT:
             self._dispatcher.lost(peer, "it left")
         else:
@@ -192,13 +221,15 @@ class Router:
         self._metrics.worker_losses.labels(peer.record.role.value, "broken").inc()
         log.warning("link to a worker broke", worker=peer.id, reason=reason)
         self._refresh()
+        self._search.lost(peer)
+        self.continuations.unheard(peer.id, "the connection to its worker broke")
         self._settle(peer, reason)
 
     def peer_outputs(self, peer: Peer, outputs: StepOutputs) -> None:
         self._dispatcher.outputs(peer, outputs)
 
     def peer_told(self, peer: Peer, told: LeaseTold) -> None:
-        pass
+        self._search.told(peer, told)
 
     def peer_malformed(self, peer: Peer, reason: str) -> None:
         self._metrics.malformed.labels("serving").inc()
@@ -207,7 +238,7 @@ class Router:
     def _settle(self, lost: Peer, reason: str) -> None:
         """Its requests go elsewhere; and the workers that exchange KV with it need not wait to find out."""
         for peer in self._peers.values():
-            if peer is not lost and peer.version >= _KNOWS_PEER_LOST:
+            if peer is not lost:
                 peer.link.send(PeerLost(worker_id=lost.id))
         self._dispatcher.lost(lost, reason)
 

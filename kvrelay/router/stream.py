@@ -14,8 +14,9 @@ from typing import Protocol
 
 from kvrelay.errors import InternalError, RequestError
 from kvrelay.ids import RequestId, TransferId
+from kvrelay.router.parent import Parent
 from kvrelay.states import FinishReason
-from kvrelay.wire.serving import Resumed, SequenceOutput
+from kvrelay.wire.serving import BeamResult, Inherited, Resumed, SequenceOutput
 
 _MAX_EARLY = 1024  # outputs parked behind a gap; so many mean that what is missing will never come
 
@@ -26,7 +27,8 @@ class StreamOwner(Protocol):
     def stream_finished(self, stream: RequestStream) -> None:
         """Every sample has its finish reason, or the request failed. Called once."""
 
-    def send_finish(self, stream: RequestStream, sample: int, keep_tokens: int, reason: FinishReason) -> None: ...
+    def send_finish(self, stream: RequestStream, sample: int, keep_tokens: int, reason: FinishReason) -> None:
+        """Also of a sample that has ended further on; then the request may be over."""
 
     def send_abort(self, stream: RequestStream) -> None: ...
 
@@ -43,7 +45,10 @@ class RequestStream:
         "_tokens",
         "_waiter",
         "aborted",
+        "beams",
         "decode",
+        "inherited",
+        "parents",
         "prefill",
         "request_id",
         "transfer_id",
@@ -62,8 +67,11 @@ class RequestStream:
         self.request_id = request_id
         self.transfer_id = transfer_id  # of the hand-over, if two workers serve the request
         self.aborted = False
+        self.beams: dict[int, BeamResult] = {}  # by sample; told before the tokens that they belong to
         self.prefill = prefill  # worker ids, for the response headers
         self.decode = decode
+        self.parents: list[Parent] = []  # its samples, to those who continue from them
+        self.inherited: Inherited | None = None  # what it took of its own parent's KV
         self._owner = owner
         self._tokens: list[list[int]] = [[] for _ in range(num_samples)]
         self._running = set(range(num_samples))
@@ -80,6 +88,23 @@ class RequestStream:
     @property
     def failed(self) -> bool:
         return self._error is not None
+
+    @property
+    def error(self) -> RequestError | None:
+        return self._error
+
+    @property
+    def running(self) -> list[int]:
+        """Samples that have not ended; or had not, when the request failed."""
+        return sorted(self._running)
+
+    @property
+    def has_tokens(self) -> bool:
+        return any(self._tokens)
+
+    def tokens(self, sample: int) -> list[int]:
+        """All that has come of it so far; once it has ended, what its client saw."""
+        return self._tokens[sample]
 
     def deliver(self, output: SequenceOutput) -> None:
         sample, position = output.sample, output.position
@@ -126,22 +151,29 @@ class RequestStream:
         return taken
 
     def finish(self, sample: int, keep_tokens: int, reason: FinishReason) -> None:
-        """A normal end: the sample is cut after `keep_tokens` tokens and gets nothing more."""
-        if self._error is not None or sample not in self._running:
+        """A normal end: the sample is cut after `keep_tokens` tokens and gets nothing more. Its worker may have ended it by
+        itself, further on."""
+        was_running = sample in self._running
+        if self._error is not None or (not was_running and len(self._tokens[sample]) <= keep_tokens):
             return
         self._running.discard(sample)
+        del self._tokens[sample][keep_tokens:]
         self._owner.send_finish(self, sample, keep_tokens, reason)
-        if not self._running:
+        if was_running and not self._running:
             self._owner.stream_finished(self)
+            self._wake()
 
     def abort(self) -> None:
-        """Nobody wants the rest. Harmless when the request is over."""
+        """Nobody wants the rest, nor what was not taken yet. Harmless when the request is over."""
         if self.done:
             return
         self.aborted = True
-        self._running.clear()
+        for output in self._pending:
+            if output.tokens:
+                del self._tokens[output.sample][-len(output.tokens) :]
         self._pending.clear()
         self._owner.send_abort(self)
+        self._running.clear()
         self._owner.stream_finished(self)
         self._wake()
 

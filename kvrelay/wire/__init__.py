@@ -3,10 +3,9 @@
 Peers of one protocol version and of the one before work together. Of two, the side that learns the other's version first
 speaks the lower one: a registry answers a worker's record in the record's version, a router says Hello in it. Fields that one
 of them does not know have defaults, and no message that only the newer one knows is sent to the older one (`serving.since`).
-Version 1 takes nothing but its own number, so routers, which hold the embedded registry, are upgraded first.
 """
 
-PROTOCOL_VERSION = 2  # of the registry and the serving plane; the signal plane has its own number (transfer.SIGNAL_VERSION)
+PROTOCOL_VERSION = 3  # of the registry and the serving plane; the signal plane has its own number (transfer.SIGNAL_VERSION)
 OLDEST_PROTOCOL_VERSION = PROTOCOL_VERSION - 1
 
 

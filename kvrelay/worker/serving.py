@@ -10,10 +10,10 @@ has its requests aborted and is forgotten; if it speaks again it is told so (Ref
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Protocol, assert_never
 
 import msgspec
@@ -21,7 +21,7 @@ import zmq
 
 from kvrelay.discovery.loop_socket import bound_address
 from kvrelay.errors import ConfigError, InternalError, ProtocolError, RequestError, UnavailableError, VersionMismatchError
-from kvrelay.ids import RequestId, WorkerId, as_request_id, as_router_id, as_transfer_id, as_worker_id
+from kvrelay.ids import LeaseId, RequestId, WorkerId, as_lease_id, as_request_id, as_router_id, as_transfer_id, as_worker_id
 from kvrelay.log import Log
 from kvrelay.plane import Socket, listening
 from kvrelay.states import Role, WorkerState
@@ -35,17 +35,19 @@ from kvrelay.wire.serving import (
     Failure,
     Finish,
     Hello,
+    Keep,
+    LeaseInfo,
     LeaseTold,
     PeerLost,
     Ping,
     Refused,
     ReleaseLeases,
-    SequenceOutput,
     StepOutputs,
     Submit,
     ToWorker,
     Welcome,
 )
+from kvrelay.worker.callers import Caller, Callers
 from kvrelay.worker.recent import Recent
 from kvrelay.worker.status import Status
 
@@ -84,24 +86,17 @@ class ServingEngine(Protocol):
     def peer_lost(self, worker_id: WorkerId) -> None:
         """Another worker is gone, says a router: transfers with it fail at once."""
 
+    def release_leases(self, lease_ids: Iterable[LeaseId]) -> None:
+        """Nobody will continue from these any more. Unknown ones are no error: they may have ended."""
+
+    def find_leases(self, handle: str, owner: str) -> list[LeaseInfo]:
+        """By a lease's id, or by the id under which a client knows the parent."""
+
     def close(self) -> None: ...
 
 
 class EngineFailedError(Exception):
     """A step raised. The engine's state is unknown, so the process ends; whoever supervises it starts another."""
-
-
-@dataclass(slots=True)
-class _Router:
-    """A router that said Hello. `open` maps its requests to the samples that have not ended."""
-
-    identity: bytes
-    lease_s: float
-    heard_at: float
-    open: dict[RequestId, set[int]] = field(default_factory=dict)
-    outputs: list[SequenceOutput] = field(default_factory=list)
-    failures: list[Failure] = field(default_factory=list)
-    handed_over: list[RequestId] = field(default_factory=list)
 
 
 class ServingLoop:
@@ -115,8 +110,7 @@ class ServingLoop:
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._wake_fd, zmq.POLLIN)
         self._decoder: Decoder[ToWorker] = Decoder(ToWorker)
-        self._routers: dict[bytes, _Router] = {}
-        self._owners: dict[RequestId, _Router] = {}
+        self._callers = Callers()
         self._submitted: Recent[RequestId] = Recent(_REMEMBERED_IDS)  # blocks may be held under an id after its request ended
         self._load_untold = False
         self._next_check = 0.0
@@ -169,7 +163,7 @@ class ServingLoop:
 
     @property
     def num_open(self) -> int:
-        return len(self._owners)
+        return self._callers.num_open
 
     # In
 
@@ -195,7 +189,7 @@ class ServingLoop:
         if isinstance(message, Hello):
             self._on_hello(identity, message)
             return
-        router = self._routers.get(identity)
+        router = self._callers.get(identity)
         if router is None:
             raise ProtocolError("this worker does not know you (any more): say Hello first")
         router.heard_at = time.monotonic()
@@ -231,17 +225,17 @@ class ServingLoop:
         as_router_id(hello.router_id)
         if not 0.0 < hello.lease_s <= _MAX_LEASE_S:
             raise ProtocolError(f"a lease of {hello.lease_s} s is not between 0 and {_MAX_LEASE_S:g}")
-        known = self._routers.get(identity)
+        known = self._callers.get(identity)
         if known is not None:
-            self._abort(known, list(known.open))
-        self._routers[identity] = _Router(identity, hello.lease_s, time.monotonic())
+            self._forget(known)
+        self._callers.add(Caller(identity, hello.lease_s, time.monotonic()))
         assert self.record is not None
         record = msgspec.structs.replace(self.record, state=self.status.state, load=self._load())
         self._send(identity, encode(Welcome(version=agreed(hello.version), worker=record)))
 
-    def _on_submit(self, router: _Router, submit: Submit) -> None:
+    def _on_submit(self, router: Caller, submit: Submit) -> None:
         _check_ids(submit)
-        if submit.request_id in self._owners or submit.request_id in self._submitted:
+        if self._callers.knows(submit.request_id) or submit.request_id in self._submitted:
             raise ProtocolError(f"request {submit.request_id} was submitted before")
         self._submitted.add(submit.request_id)
         try:
@@ -249,24 +243,22 @@ class ServingLoop:
         except RequestError as error:
             self._answer(router, Failure(submit.request_id, error.kind, error.message, error.param))
             return
-        resumed = {one.sample for one in submit.resume}
-        router.open[submit.request_id] = resumed or set(range(submit.params.n))
-        self._owners[submit.request_id] = router
+        self._callers.open(router, submit)
         self._load_untold = True
         self._engine.submit(submit)
 
-    def _on_finish(self, router: _Router, finish: Finish) -> None:
+    def _on_finish(self, router: Caller, finish: Finish) -> None:
         samples = router.open.get(finish.request_id)
         if samples is None or finish.sample not in samples:
-            return  # it ended here before the router found its end
+            if self._callers.may_be_kept(finish.request_id):  # it ended here before the router found its end: its lease is cut
+                self._engine.finish(finish)
+            return
         self._engine.finish(finish)
         self._load_untold = True
-        self._sample_ended(router, finish.request_id, finish.sample)
+        self._callers.close_sample(router, finish.request_id, finish.sample)
 
-    def _abort(self, router: _Router, request_ids: list[RequestId]) -> None:
-        for request_id in request_ids:
-            del router.open[request_id]
-            del self._owners[request_id]
+    def _abort(self, router: Caller, request_ids: list[RequestId]) -> None:
+        self._callers.close(router, request_ids)
         if request_ids:
             self._engine.abort(request_ids)
             self._load_untold = True
@@ -278,7 +270,7 @@ class ServingLoop:
         try:
             outputs = self._engine.step()
         except Exception as error:
-            log.exception("the engine failed; this worker ends", requests=len(self._owners))
+            log.exception("the engine failed; this worker ends", requests=self.num_open)
             self._fail_all(InternalError(f"the worker's engine failed: {type(error).__name__}: {error}"))
             raise EngineFailedError(f"{type(error).__name__}: {error}") from error
         finally:
@@ -292,49 +284,24 @@ class ServingLoop:
 
     def _with_routers(self, load: WorkerLoad) -> WorkerLoad:
         """The engine knows how many workers it is connected with."""
-        return msgspec.structs.replace(load, connections=load.connections + len(self._routers))
+        return msgspec.structs.replace(load, connections=load.connections + len(self._callers))
 
     def _deal(self, step: StepOutputs) -> None:
         """Each router gets what is its own. What belongs to nobody any more was aborted meanwhile."""
         self.status.load = load = self._with_routers(step.load)
-        touched: dict[bytes, _Router] = {}
-        for output in step.outputs:
-            router = self._owners.get(output.request_id)
-            if router is not None:
-                touched[router.identity] = router
-                router.outputs.append(output)
-                if output.finish is not None:
-                    self._sample_ended(router, output.request_id, output.sample)
-        for failure in step.failures:
-            router = self._owners.pop(failure.request_id, None)
-            if router is not None:
-                touched[router.identity] = router
-                router.failures.append(failure)
-                del router.open[failure.request_id]
-        for request_id in step.handed_over:
-            router = self._owners.pop(request_id, None)
-            if router is not None:
-                touched[router.identity] = router
-                router.handed_over.append(request_id)
-                del router.open[request_id]
-        if len(self._routers) == 1 and touched:
+        touched = self._callers.deal(step)
+        if len(self._callers) == 1 and touched:
             self._load_untold = False
-        for router in touched.values():
+        for router in touched:
             self._send_outputs(router, step.step, load)
 
-    def _send_outputs(self, router: _Router, step: int, load: WorkerLoad) -> None:
-        outputs, router.outputs = router.outputs, []
-        failures, router.failures = router.failures, []
-        handed_over, router.handed_over = router.handed_over, []
+    def _send_outputs(self, router: Caller, step: int, load: WorkerLoad) -> None:
         assert self.record is not None
-        message = StepOutputs(
-            worker_id=self.record.id, step=step, load=load, outputs=outputs, failures=failures, handed_over=handed_over
-        )
-        if not self._send(router.identity, encode(message)):
+        if not self._send(router.identity, encode(router.take(self.record.id, step, load))):
             log.warning("a router is gone; its requests are aborted", requests=len(router.open))
             self._forget(router)
 
-    def _answer(self, router: _Router, failure: Failure) -> None:
+    def _answer(self, router: Caller, failure: Failure) -> None:
         router.failures.append(failure)
         load = self._load()
         self._send_outputs(router, load.steps, load)
@@ -348,7 +315,7 @@ class ServingLoop:
         if not self._load_untold and msgspec.structs.replace(load, connections=known.connections) == known:
             return
         self._load_untold = False
-        for router in list(self._routers.values()):
+        for router in self._callers:
             self._send_outputs(router, load.steps, load)
 
     def _send(self, identity: bytes, frame: bytes) -> bool:
@@ -365,33 +332,24 @@ class ServingLoop:
 
     # Endings
 
-    def _sample_ended(self, router: _Router, request_id: RequestId, sample: int) -> None:
-        samples = router.open[request_id]
-        samples.discard(sample)
-        if not samples:
-            del router.open[request_id]
-            del self._owners[request_id]
-
     def _forget_silent_routers(self) -> None:
         now = time.monotonic()
         if now < self._next_check:
             return
         self._next_check = now + _CHECK_ROUTERS_EVERY_S
-        for router in [router for router in self._routers.values() if router.heard_at + router.lease_s < now]:
+        for router in [router for router in self._callers if router.heard_at + router.lease_s < now]:
             if router.open:
                 log.warning("a router fell silent; its requests are aborted", requests=len(router.open))
             self._forget(router)
 
-    def _forget(self, router: _Router) -> None:
+    def _forget(self, router: Caller) -> None:
         self._abort(router, list(router.open))
-        self._routers.pop(router.identity, None)
+        self._callers.forget(router)
 
     def _fail_all(self, error: RequestError) -> None:
-        for router in list(self._routers.values()):
+        for router in self._callers:
             router.failures.extend(Failure(id, error.kind, error.message) for id in router.open)
-            for request_id in router.open:
-                del self._owners[request_id]
-            router.open.clear()
+            self._callers.close(router, list(router.open))
             if router.failures:
                 self._send_outputs(router, self.status.load.steps, self.status.load)
 
@@ -399,10 +357,21 @@ class ServingLoop:
 def _check_ids(submit: Submit) -> None:
     """All of them, before anything is begun under one of them. Raises WrongIdError."""
     as_request_id(submit.request_id)
+    if submit.keep is not None:
+        _check_keep(submit.keep, submit.params.n)
     if submit.transfer is not None:
         as_transfer_id(submit.transfer.transfer_id)
         as_worker_id(submit.transfer.producer)
         as_worker_id(submit.transfer.consumer)
+
+
+def _check_keep(keep: Keep, num_samples: int) -> None:
+    for lease_id in keep.lease_ids:
+        as_lease_id(lease_id)
+    if len(keep.lease_ids) != num_samples:
+        raise ProtocolError(f"{len(keep.lease_ids)} leases for {num_samples} samples")
+    if not 0.0 < keep.ttl_s < math.inf:
+        raise ProtocolError(f"a lease of {keep.ttl_s} s")
 
 
 def _bind(host: str, port: int) -> Socket:

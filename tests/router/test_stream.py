@@ -103,6 +103,14 @@ async def test_a_finished_sample_gets_nothing_more_while_others_go_on() -> None:
     assert owner.num_finished == 1
 
 
+async def test_whoever_waits_learns_that_the_last_sample_was_finished() -> None:
+    stream, _ = new_stream()
+    waiting = asyncio.create_task(drain(stream))
+    await asyncio.sleep(0)
+    stream.finish(0, 0, FinishReason.STOP)
+    assert await waiting == []
+
+
 async def test_an_abort_ends_the_stream_at_once() -> None:
     stream, owner = new_stream()
     stream.deliver(output(stream, 0, [1]))

@@ -1,0 +1,165 @@
+"""A real server for `kvrelay bench two-stage`, and what the benchmark asks of it over HTTP.
+
+async with open_server(model, load, settings) as server:     1 prefill and 1 decode process, as `kvrelay serve` runs them
+    await server.ask({...})                                  one completion, checked and timed
+    await server.rest()                                      until nothing is running
+    server.num_evictions                                     blocks that left the caches so far, as the workers' events tell
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import msgspec
+
+from kvrelay.bench.processes import Child
+from kvrelay.bench.router_http import HOST, await_page, free_port
+from kvrelay.cluster_key import key_file, load_key
+from kvrelay.config import read_environment
+from kvrelay.errors import BenchError
+from kvrelay.event_log import EventWorker, Listener
+from kvrelay.plane import keyed
+
+_START_S = 180.0
+_ANSWER_S = 300.0
+_LOOK_EVERY_S = 0.1
+_BUSY = ("running", "waiting", "transferring", "swapped")
+
+
+class Handle(msgspec.Struct, frozen=True):
+    """How to continue from a choice."""
+
+    id: str
+    kept: bool
+    reason: str = ""
+
+
+class Choice(msgspec.Struct, frozen=True):
+    token_ids: list[int]
+    cumulative_logprob: float = 0.0
+    continuation: Handle | None = None
+
+
+class CachedTokens(msgspec.Struct, frozen=True):
+    cached_tokens: int
+
+
+class TokenCounts(msgspec.Struct, frozen=True):
+    prompt_tokens: int
+    prompt_tokens_details: CachedTokens
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """A completion, as far as it matters here."""
+
+    choices: list[Choice]
+    usage: TokenCounts
+
+    @property
+    def prefilled_tokens(self) -> int:
+        return self.usage.prompt_tokens - self.usage.prompt_tokens_details.cached_tokens
+
+
+@dataclass(frozen=True)
+class Timed:
+    answer: Answer
+    seconds: float
+
+
+class _Evictions:
+    """Counts instead of showing (`event_log.Lines`)."""
+
+    def __init__(self) -> None:
+        self.num_blocks = 0
+
+    def show(self, worker_id: str, kind: str, **fields: Any) -> None:
+        if kind == "Removed":
+            self.num_blocks += len(fields["hashes"])
+
+
+class TwoStageServer:
+    """Made by `open_server`, which also ends it."""
+
+    def __init__(self, client: httpx.AsyncClient, evictions: _Evictions) -> None:
+        self._client = client
+        self._evictions = evictions
+
+    @property
+    def num_evictions(self) -> int:
+        return self._evictions.num_blocks
+
+    async def ask(self, body: dict[str, Any]) -> Timed:
+        began_at = time.perf_counter()
+        try:
+            response = await self._client.post("/v1/completions", json={"return_token_ids": True, "ignore_eos": True, **body})
+        except httpx.HTTPError as error:
+            raise BenchError(f"the server did not answer: {error!r}") from error
+        seconds = time.perf_counter() - began_at
+        if response.status_code != 200:
+            raise BenchError(f"the server answered {response.status_code}: {response.text[:500]}")
+        return Timed(msgspec.json.decode(response.content, type=Answer), seconds)
+
+    async def rest(self) -> None:
+        deadline = time.monotonic() + _ANSWER_S
+        while time.monotonic() < deadline:
+            workers = (await self._client.get("/cluster")).json()["workers"]
+            if not any(worker[name] for worker in workers for name in _BUSY):
+                return
+            await asyncio.sleep(_LOOK_EVERY_S)
+        raise BenchError(f"the workers did not come to rest within {_ANSWER_S:g} s")
+
+    async def release(self, handles: list[Handle]) -> None:
+        for handle in handles:
+            await self._client.delete(f"/v1/continuations/{handle.id}")
+
+
+@contextlib.asynccontextmanager
+async def open_server(model: str, load: str, settings: dict[str, str]) -> AsyncIterator[TwoStageServer]:
+    """`settings` are further options of `kvrelay serve`, without their dashes."""
+    port = free_port()
+    flags = [part for name, value in settings.items() for part in (f"--{name}", value)]
+    command = [
+        "kvrelay",
+        "serve",
+        model,
+        "--load",
+        load,
+        "--prefill",
+        "1",
+        "--decode",
+        "1",
+        "--host",
+        HOST,
+        "--port",
+        str(port),
+    ]
+    with keyed(load_key(key_file("", read_environment()))):
+        process = Child([*command, *flags], None, {"KVRELAY_LOG": "warning"})
+        evictions = _Evictions()
+        listener = Listener(evictions)
+        timeout = httpx.Timeout(_ANSWER_S, pool=None)
+        limits = httpx.Limits(max_connections=None)
+        client = httpx.AsyncClient(base_url=f"http://{HOST}:{port}", timeout=timeout, limits=limits)
+        try:
+            listener.update(await asyncio.to_thread(_await_workers, port, process))
+            yield TwoStageServer(client, evictions)
+        finally:
+            listener.close()
+            await client.aclose()
+            await asyncio.to_thread(process.close)
+
+
+def _await_workers(port: int, process: Child) -> list[EventWorker]:
+    deadline = time.monotonic() + _START_S
+    while time.monotonic() < deadline:
+        workers = msgspec.json.decode(await_page(port, "/cluster", process))["workers"]
+        if len(workers) == 2 and all(worker["state"] == "ready" for worker in workers):
+            return msgspec.convert(workers, list[EventWorker])
+        time.sleep(_LOOK_EVERY_S)
+    raise BenchError(f"the workers were not ready within {_START_S:g} s")

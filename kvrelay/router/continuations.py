@@ -1,0 +1,365 @@
+"""Which requests can be continued from, and what is left of each: the router's half of continuation.
+
+    begun     a request was submitted: each of its samples is a Parent, RUNNING
+    ended     a sample has its last token (or its client left): its tokens are known
+    news      its worker says whether it keeps the KV: HELD, or KNOWN
+    lost      that worker is gone or drains: HELD becomes KNOWN
+    adopt     another router served it, and its worker told us of the lease
+    find      a client names a parent, by the lease's id, by the id it gave the request, or by the answer's id
+
+Everything is looked up within an owner (a digest of the API key): what belongs to another is as unknown as what never was.
+Leases that are held are remembered for as long as they are; of what has merely ended, the `capacity` samples that ended, or
+were continued from, last. Why others are gone is remembered for a while too, so that the client can be told.
+
+One event loop's thread. Nothing here talks to workers: `told` returns False where a lease should be given up.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+
+from kvrelay.errors import ConflictError, InvalidRequestError, NotFoundError
+from kvrelay.ids import LeaseId, RequestId, WorkerId
+from kvrelay.metrics import Metrics
+from kvrelay.router.backend import GenerateRequest
+from kvrelay.router.parent import Parent
+from kvrelay.states import HandleState
+from kvrelay.wire.serving import LeaseInfo, LeaseNews
+
+NEWS_WAIT_S = 30.0  # how long after a sample's end its worker may say whether its KV is kept
+_MAX_REASONS = 4096  # handles that are gone, of which it is known why
+
+_Name = tuple[str, str]  # owner, and what it calls a request
+
+
+class Continuations:
+    """All parents of one router."""
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        *,
+        capacity: int = 1024,
+        max_leases_per_owner: int = 64,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._metrics = metrics
+        self._capacity = capacity
+        self._max_leases = max_leases_per_owner
+        self._clock = clock
+        self._names: dict[_Name, list[Parent]] = {}  # all choices of one answer, under each of its names
+        self._leases: dict[LeaseId, Parent] = {}
+        self._held: dict[str, set[Parent]] = {}  # by owner: leases that are held, or asked for
+        self._ended: OrderedDict[Parent, None] = OrderedDict()  # KNOWN; the one unused for longest comes first
+        self._reasons: OrderedDict[_Name, str] = OrderedDict()
+        metrics.leases_held.set_function(lambda: sum(parent.state is HandleState.HELD for parent in self._all_held()))
+
+    def __len__(self) -> int:
+        return len(self._ended)
+
+    # What becomes of requests
+
+    def begun(self, request: GenerateRequest) -> list[Parent]:
+        """One per sample. Those that were to be kept are `asked`, unless their owner has all the leases that it may have."""
+        keep, count = request.keep, request.params.n
+        parents = [
+            Parent(
+                external_id=request.external_id,
+                answer_id=request.answer_id,
+                choice=request.first_choice + sample,
+                owner=request.owner,
+                cache_salt=request.cache_salt,
+                num_prompt_tokens=len(request.prompt),
+                images=request.images,
+                lease_id=None if keep is None else keep.lease_ids[sample],
+            )
+            for sample in range(count)
+        ]
+        self._name(parents)
+        if keep is not None:
+            self._ask(parents)
+        return parents
+
+    def sent(self, parent: Parent, worker_id: WorkerId, fingerprint: str = "", request_id: RequestId | None = None) -> None:
+        """To the worker that generates it; again, if another one was lost."""
+        parent.worker_id, parent.fingerprint, parent.request_id, parent.news = worker_id, fingerprint, request_id, None
+
+    def ended(self, parent: Parent, prompt: Sequence[int], output: Sequence[int]) -> None:
+        """Its output is exactly what its client saw."""
+        if parent.state is not HandleState.RUNNING:
+            return
+        tokens = array("I", prompt)
+        tokens.extend(output)
+        parent.tokens, parent.ended = tokens, True
+        parent.unheard_until = self._clock() + NEWS_WAIT_S
+        self._conclude(parent)
+
+    def cut(self, parent: Parent, num_output_tokens: int) -> None:
+        """Its client saw less of it than was thought."""
+        parent.tokens = parent.tokens[: parent.num_prompt_tokens + num_output_tokens]
+
+    def failed(self, parent: Parent, reason: str) -> None:
+        if parent.state is HandleState.RUNNING:
+            self._go(parent, f"it failed: {reason}")
+
+    def refused(self, parent: Parent, reason: str, label: str) -> None:
+        """Its KV will not be kept."""
+        if parent.state is HandleState.RUNNING:
+            parent.asked, parent.reason, parent.news = False, reason, None
+            self._metrics.lease_refusals.labels(label).inc()
+            self._not_held(parent)
+            self._conclude(parent)
+
+    # What workers say
+
+    def told(self, worker_id: WorkerId, news: LeaseNews) -> bool:
+        """False: nobody wants this lease (any more); the worker should give it up."""
+        parent = self._leases.get(news.lease_id)
+        if parent is None or parent.state is not HandleState.RUNNING or parent.worker_id != worker_id or not parent.asked:
+            known = parent is not None and parent.state is HandleState.HELD and parent.worker_id == worker_id
+            return known or not news.kept
+        if not news.kept:
+            self.refused(parent, news.reason or "the worker did not keep it", "worker")
+            return True
+        parent.news, parent.num_blocks = news, news.num_blocks
+        parent.expires_at = self._clock() + news.ttl_s
+        parent.wake()
+        self._conclude(parent)
+        return parent.asked
+
+    def lost(self, worker_id: WorkerId, reason: str) -> None:
+        """Its leases are gone, or cannot be used any more. What it still generates is another's from now on."""
+        self.unheard(worker_id, reason)
+        for parent in self._all_held():
+            if parent.worker_id == worker_id and parent.state is HandleState.HELD:
+                self._release(parent, reason)
+
+    def unheard(self, worker_id: WorkerId, reason: str) -> None:
+        """It has its leases, but what it had to say of others was lost on the way."""
+        for parent in self._all_held():
+            if parent.worker_id == worker_id and parent.state is HandleState.RUNNING and parent.ended:
+                self.refused(parent, reason, "worker_lost")
+
+    def adopt(self, worker_id: WorkerId, fingerprint: str, leases: Iterable[LeaseInfo]) -> None:
+        """Another router served these."""
+        for lease in leases:
+            if lease.lease_id in self._leases:
+                continue
+            parent = Parent(
+                external_id=lease.external_id,
+                answer_id="",
+                choice=len(self._names.get((lease.owner, lease.external_id), ())),
+                owner=lease.owner,
+                cache_salt=lease.cache_salt,
+                num_prompt_tokens=lease.num_prompt_tokens,
+                images=lease.images,
+                lease_id=lease.lease_id,
+                tokens=array("I", lease.tokens),
+                worker_id=worker_id,
+                fingerprint=fingerprint,
+                num_blocks=lease.num_blocks,
+                expires_at=self._clock() + lease.ttl_s,
+                asked=True,
+                ended=True,
+            )
+            self._leases[lease.lease_id] = parent
+            self._names.setdefault((lease.owner, lease.external_id), []).append(parent)
+            self._held.setdefault(parent.owner, set()).add(parent)
+            parent.become(HandleState.HELD)
+
+    # What clients ask
+
+    def find(self, handle: str, owner: str) -> Parent:
+        """The one parent of that name. Raises NotFoundError, or InvalidRequestError if it has several choices."""
+        parents = self.find_all(handle, owner)
+        if len(parents) > 1:
+            raise InvalidRequestError(
+                f"{_shown(handle)} has {len(parents)} choices: name the continuation id of one of them",
+                param="continuation_of",
+            )
+        self._touch(parents[0])
+        return parents[0]
+
+    def find_all(self, handle: str, owner: str) -> list[Parent]:
+        """All choices of that name, at least one. Raises NotFoundError."""
+        lease = self._leases.get(LeaseId(handle))
+        parents = [lease] if lease is not None and lease.owner == owner else self._names.get((owner, handle), [])
+        left = self._looked_at(parents)
+        if not left:
+            raise _not_found(handle, self._reasons.get((owner, handle), ""))
+        return left
+
+    def is_unheard_of(self, handle: str, owner: str) -> bool:
+        """Neither here, nor known to be gone: another router may know it."""
+        lease = self._leases.get(LeaseId(handle))
+        known = (owner, handle) in self._names or (lease is not None and lease.owner == owner)
+        return not known and (owner, handle) not in self._reasons
+
+    def has_ended(self, handle: str, owner: str) -> bool:
+        """Whether `find` gives one that need not be waited for, nor looked for elsewhere."""
+        if self.is_unheard_of(handle, owner):
+            return False
+        return all(parent.state is not HandleState.RUNNING for parent in self.find_all(handle, owner))
+
+    async def until_ended(self, parent: Parent, handle: str, wait_s: float) -> None:
+        """A child waits for its parent. Raises NotFoundError if that failed, ConflictError if it takes longer than `wait_s`."""
+        until = self._clock() + wait_s
+        while parent.state is HandleState.RUNNING:
+            now = self._clock()
+            if now >= until:
+                raise ConflictError(
+                    f"{_shown(handle)} is still being generated, after {wait_s:g} s of waiting for its end",
+                    param="continuation_of",
+                    code="continuation_running",
+                )
+            last = min(until, parent.unheard_until) if parent.ended else until
+            await parent.change(max(0.0, last - now))
+            self._look(parent)
+        if parent.state is HandleState.GONE:
+            raise _not_found(handle, parent.reason)
+
+    async def until_settled(self, parents: Iterable[Parent], timeout_s: float) -> None:
+        """Returns when it is known of each whether its KV is kept, or after that time."""
+        until = self._clock() + timeout_s
+        for parent in parents:
+            if parent.asked and parent.news is None and parent.state is HandleState.RUNNING:
+                await parent.change(max(0.0, until - self._clock()))
+
+    def of_owner(self, owner: str) -> list[Parent]:
+        """Those that were to be kept, and are not gone."""
+        return self._looked_at([parent for parent in self._leases.values() if parent.owner == owner])
+
+    def delete(self, handle: str, owner: str) -> list[Parent]:
+        """Nobody may continue from it any more. Returns those whose worker may hold a lease. Raises NotFoundError."""
+        parents = self.find_all(handle, owner)
+        held = [parent for parent in parents if parent.asked]
+        for parent in parents:
+            self._go(parent, "it was deleted")
+        return held
+
+    def remaining_s(self, parent: Parent) -> float:
+        return max(0.0, parent.expires_at - self._clock())
+
+    # States
+
+    def _conclude(self, parent: Parent) -> None:
+        """It has ended, and its worker has said what there is to say."""
+        if not parent.ended or parent.state is not HandleState.RUNNING:
+            return
+        if parent.news is not None and parent.news.num_tokens < len(parent.tokens):
+            self.refused(parent, "its worker had fewer tokens than the client", "worker")
+        elif parent.news is not None:
+            parent.become(HandleState.HELD)
+        elif not parent.asked:
+            self._remember(parent)
+
+    def _looked_at(self, parents: Iterable[Parent]) -> list[Parent]:
+        """Those that are not gone, after the time that has passed."""
+        found = list(parents)
+        for parent in found:
+            self._look(parent)
+        return [parent for parent in found if parent.state is not HandleState.GONE]
+
+    def _look(self, parent: Parent) -> None:
+        """Time passes without any word."""
+        now = self._clock()
+        if parent.state is HandleState.HELD and parent.expires_at <= now:
+            self._release(parent, "its lease has expired")
+        elif parent.state is HandleState.RUNNING and parent.ended and parent.asked and parent.unheard_until <= now:
+            self.refused(parent, "its worker did not say whether it keeps it", "no_answer")
+
+    def _release(self, parent: Parent, reason: str) -> None:
+        parent.reason, parent.num_blocks, parent.asked = reason, 0, False
+        self._not_held(parent)
+        self._remember(parent)
+
+    def _remember(self, parent: Parent) -> None:
+        parent.become(HandleState.KNOWN)
+        self._ended[parent] = None
+        while len(self._ended) > self._capacity:
+            oldest, _ = self._ended.popitem(last=False)
+            self._go(oldest, "it was forgotten: others have ended since")
+
+    def _touch(self, parent: Parent) -> None:
+        if parent in self._ended:
+            self._ended.move_to_end(parent)
+
+    def _go(self, parent: Parent, reason: str) -> None:
+        if parent.state is HandleState.GONE:
+            return
+        parent.reason, parent.tokens, parent.images, parent.asked = reason, (), (), False
+        self._ended.pop(parent, None)
+        self._not_held(parent)
+        if parent.lease_id is not None and self._leases.get(parent.lease_id) is parent:
+            del self._leases[parent.lease_id]
+            self._explain((parent.owner, parent.lease_id), reason)
+        for name in _names_of(parent):
+            family = self._names.get(name, [])
+            if parent in family:
+                family.remove(parent)
+                if not family:
+                    del self._names[name]
+                    self._explain(name, reason)
+        parent.become(HandleState.GONE)
+
+    def _explain(self, name: _Name, reason: str) -> None:
+        self._reasons[name] = reason
+        self._reasons.move_to_end(name)
+        if len(self._reasons) > _MAX_REASONS:
+            self._reasons.popitem(last=False)
+
+    # Names and quota
+
+    def _name(self, parents: list[Parent]) -> None:
+        """Under a name that is used again, the latest request is found. Prompts of one request share theirs."""
+        for name in _names_of(parents[0]):
+            family = self._names.get(name)
+            same = family and family[0].answer_id and family[0].answer_id == parents[0].answer_id
+            self._names[name] = [*family, *parents] if family and same else list(parents)
+            self._reasons.pop(name, None)
+
+    def _ask(self, parents: list[Parent]) -> None:
+        owner = parents[0].owner
+        held = self._held.setdefault(owner, set())
+        for parent in list(held):
+            self._look(parent)
+        within = len(held) + len(parents) <= self._max_leases
+        for parent in parents:
+            assert parent.lease_id is not None
+            self._leases[parent.lease_id] = parent
+            if within:
+                parent.asked = True
+                self._held.setdefault(owner, set()).add(parent)
+            else:
+                self.refused(parent, f"over the quota of {self._max_leases} leases at once", "quota")
+
+    def _not_held(self, parent: Parent) -> None:
+        held = self._held.get(parent.owner)
+        if held is not None:
+            held.discard(parent)
+            if not held:
+                del self._held[parent.owner]
+
+    def _all_held(self) -> list[Parent]:
+        return self._looked_at([parent for held in self._held.values() for parent in held])
+
+
+def _names_of(parent: Parent) -> list[_Name]:
+    names = {parent.external_id, parent.answer_id} - {""}
+    return [(parent.owner, name) for name in names]
+
+
+def _shown(handle: str) -> str:
+    return repr(handle[:200])
+
+
+def _not_found(handle: str, reason: str) -> NotFoundError:
+    why = reason or "nothing is known of it: it never was, or was forgotten"
+    return NotFoundError(
+        f"{_shown(handle)} cannot be continued from: {why}",
+        param="continuation_of",
+        code="continuation_not_found",
+    )

@@ -1,0 +1,77 @@
+"""A request that others may continue from, one sample of it: what a router knows of it while it runs and after it ended.
+
+RUNNING --> HELD    it ended, and a worker keeps its KV under a lease
+        --> KNOWN   it ended; its tokens are here, and nothing else is promised
+        --> GONE    it failed, or was deleted
+HELD    --> KNOWN   its time is over, or its worker is
+KNOWN   --> GONE    deleted, or forgotten since others ended later
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvrelay.ids import LeaseId, RequestId, WorkerId
+from kvrelay.states import HANDLE_EDGES, HandleState, advance
+from kvrelay.wire.serving import Image, LeaseNews
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Parent:
+    """Changed by the router's `Continuations` alone. `tokens` are prompt and output, there once it has ended."""
+
+    external_id: str  # what its client called it
+    answer_id: str  # what our answer is called; empty where there is none
+    choice: int  # among all choices of that answer
+    owner: str
+    cache_salt: str
+    num_prompt_tokens: int
+    images: Sequence[Image] = ()
+    lease_id: LeaseId | None = None  # None: nobody asked to keep its KV
+    state: HandleState = HandleState.RUNNING
+    tokens: Sequence[int] = ()
+    worker_id: WorkerId | None = None  # that generates it, or holds its lease
+    request_id: RequestId | None = None  # of its request there
+    fingerprint: str = ""  # of that worker's model
+    num_blocks: int = 0
+    expires_at: float = 0.0  # of the lease, by the clock of `Continuations`
+    reason: str = ""  # why it is not HELD
+    asked: bool = False  # its worker was told to keep it
+    ended: bool = False
+    unheard_until: float = 0.0  # after its end: until then the worker may say whether it keeps it
+    news: LeaseNews | None = None
+    _waiters: list[asyncio.Future[None]] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """What an error calls it."""
+        return self.lease_id or self.external_id
+
+    @property
+    def kept(self) -> bool:
+        """Whether its worker has promised to keep its KV, and has not been lost, nor the time been over, since."""
+        return (self.news is not None and self.state is HandleState.RUNNING) or self.state is HandleState.HELD
+
+    def become(self, state: HandleState) -> None:
+        self.state = advance(HANDLE_EDGES, self.state, state)
+        self.wake()
+
+    def wake(self) -> None:
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def change(self, timeout_s: float) -> None:
+        """Returns when there is news of it, or after that time."""
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        try:
+            await asyncio.wait_for(waiter, timeout_s)
+        except TimeoutError:
+            pass
+        finally:
+            if waiter in self._waiters:
+                self._waiters.remove(waiter)

@@ -1,0 +1,159 @@
+"""The routers that a worker serves: whose request is whose, and what each of them is still to be told.
+
+A request is open from its Submit until each of its samples has ended. One that asked to keep its KV is awaited for longer:
+until the engine has said of each sample whether it is kept, which may be after the last token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from kvrelay.ids import RequestId, WorkerId
+from kvrelay.wire.registry import WorkerLoad
+from kvrelay.wire.serving import BeamResult, Failure, Inherited, LeaseNews, SequenceOutput, StepOutputs, Submit
+from kvrelay.worker.recent import Recent
+
+_REMEMBERED_KEPT = 4096
+
+
+@dataclass(slots=True, eq=False)
+class Caller:
+    """A router that said Hello. `open` maps its requests to the samples that have not ended."""
+
+    identity: bytes
+    lease_s: float
+    heard_at: float
+    open: dict[RequestId, set[int]] = field(default_factory=dict)
+    outputs: list[SequenceOutput] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+    handed_over: list[RequestId] = field(default_factory=list)
+    leases: list[LeaseNews] = field(default_factory=list)
+    inherited: list[Inherited] = field(default_factory=list)
+    beams: list[BeamResult] = field(default_factory=list)
+
+    def take(self, worker_id: WorkerId, step: int, load: WorkerLoad) -> StepOutputs:
+        """All that it has not been told."""
+        message = StepOutputs(
+            worker_id=worker_id,
+            step=step,
+            load=load,
+            outputs=self.outputs,
+            failures=self.failures,
+            handed_over=self.handed_over,
+            leases=self.leases,
+            inherited=self.inherited,
+            beams=self.beams,
+        )
+        self.outputs, self.failures, self.handed_over = [], [], []
+        if self.leases or self.inherited or self.beams:
+            self.leases, self.inherited, self.beams = [], [], []
+        return message
+
+
+class Callers:
+    """By the identities of their connections, and by their requests."""
+
+    def __init__(self) -> None:
+        self._routers: dict[bytes, Caller] = {}
+        self._owners: dict[RequestId, Caller] = {}
+        self._kept: Recent[RequestId] = Recent(_REMEMBERED_KEPT)
+        self._awaited: dict[RequestId, tuple[Caller, set[int]]] = {}  # samples of which the lease's news is to come
+
+    def __len__(self) -> int:
+        return len(self._routers)
+
+    def __iter__(self) -> Iterator[Caller]:
+        return iter(list(self._routers.values()))
+
+    @property
+    def num_open(self) -> int:
+        return len(self._owners)
+
+    def add(self, caller: Caller) -> None:
+        self._routers[caller.identity] = caller
+
+    def get(self, identity: bytes) -> Caller | None:
+        return self._routers.get(identity)
+
+    def forget(self, caller: Caller) -> None:
+        """Its requests have been closed."""
+        self._routers.pop(caller.identity, None)
+        for request_id in [request_id for request_id, (awaiting, _) in self._awaited.items() if awaiting is caller]:
+            del self._awaited[request_id]
+
+    def knows(self, request_id: RequestId) -> bool:
+        return request_id in self._owners
+
+    def open(self, caller: Caller, submit: Submit) -> None:
+        samples = {one.sample for one in submit.resume} or set(range(submit.params.n))
+        caller.open[submit.request_id] = samples
+        self._owners[submit.request_id] = caller
+        if submit.keep is not None:
+            self._awaited[submit.request_id] = (caller, set(samples))
+            self._kept.add(submit.request_id)
+
+    def may_be_kept(self, request_id: RequestId) -> bool:
+        """Also long after its end."""
+        return request_id in self._kept
+
+    def close(self, caller: Caller, request_ids: Iterable[RequestId]) -> None:
+        """They have no more outputs. What becomes of their KV is still told."""
+        for request_id in request_ids:
+            del caller.open[request_id]
+            del self._owners[request_id]
+
+    def close_sample(self, caller: Caller, request_id: RequestId, sample: int) -> None:
+        samples = caller.open[request_id]
+        samples.discard(sample)
+        if not samples:
+            del caller.open[request_id]
+            del self._owners[request_id]
+
+    def deal(self, step: StepOutputs) -> list[Caller]:
+        """Gives each router what is its own, and returns those that have something to be told. What belongs to nobody any more
+        was aborted meanwhile."""
+        touched: dict[bytes, Caller] = {}
+        self._deal_news(step, touched)
+        for output in step.outputs:
+            caller = self._owners.get(output.request_id)
+            if caller is not None:
+                touched[caller.identity] = caller
+                caller.outputs.append(output)
+                if output.finish is not None:
+                    self.close_sample(caller, output.request_id, output.sample)
+        for failure in step.failures:
+            caller = self._owners.get(failure.request_id)
+            self._awaited.pop(failure.request_id, None)
+            if caller is not None:
+                touched[caller.identity] = caller
+                caller.failures.append(failure)
+                self.close(caller, (failure.request_id,))
+        for request_id in step.handed_over:
+            caller = self._owners.get(request_id)
+            if caller is not None:
+                touched[caller.identity] = caller
+                caller.handed_over.append(request_id)
+                self.close(caller, (request_id,))
+        return list(touched.values())
+
+    def _deal_news(self, step: StepOutputs, touched: dict[bytes, Caller]) -> None:
+        """Before the outputs, with which a request may end."""
+        for inherited in step.inherited:
+            caller = self._owners.get(inherited.request_id)
+            if caller is not None:
+                touched[caller.identity] = caller
+                caller.inherited.append(inherited)
+        for beam in step.beams:
+            caller = self._owners.get(beam.request_id)
+            if caller is not None:
+                touched[caller.identity] = caller
+                caller.beams.append(beam)
+        for news in step.leases:
+            caller, samples = self._awaited.get(news.request_id, (None, set()))
+            if caller is not None:
+                touched[caller.identity] = caller
+                caller.leases.append(news)
+                samples.discard(news.sample)
+                if not samples:
+                    del self._awaited[news.request_id]
