@@ -10,16 +10,9 @@ from kvrelay.config import EngineOptions, ModelOptions, read_environment
 from kvrelay.engine.engine import Engine
 from kvrelay.ids import new_worker_id
 from kvrelay.progress import Silent
-from kvrelay.router import link
 from kvrelay.router.backend import GenerateRequest
 from kvrelay.runner.build import build_runner
 from kvrelay.sampling import BeamSearch
-
-
-@pytest.fixture(autouse=True)
-def _workers_know_searches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both sides are of this version, whatever number it has."""
-    monkeypatch.setattr(link, "since", lambda message: 1)
 
 
 def assert_one_prefill_and_one_transfer(cluster: Cluster, request: GenerateRequest) -> None:
