@@ -16,6 +16,7 @@ import msgspec
 
 from kvrelay.cli_options import Parser
 from kvrelay.errors import ConfigError, KVRelayError, UnavailableError
+from kvrelay.states import Role
 
 A = TypeVar("A", bound=msgspec.Struct)
 
@@ -79,7 +80,7 @@ def drain(argv: list[str]) -> int:
 
 def role(argv: list[str]) -> int:
     parser = _parser("kvrelay role", "Lets a worker finish what it has and come back in another role.", _ROLE_EPILOG)
-    parser.add_argument("role", choices=["prefill", "decode", "whole"], metavar="ROLE", help="prefill, decode or whole")
+    parser.add_argument("role", choices=[role.value for role in Role], metavar="ROLE", help="whole, prefill, decode or encode")
     arguments = parser.parse_strictly(argv)
     with _client(arguments.url, arguments.api_key) as client:
         worker = _find(client, arguments.worker)

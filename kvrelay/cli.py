@@ -211,14 +211,12 @@ def _worker(argv: list[str]) -> int:
 def _run_worker(chosen: _Chosen, tie: LauncherTie | None) -> int:
     from kvrelay.console import ConsoleProgress
     from kvrelay.progress import Silent
-    from kvrelay.worker.worker import check_role, run_worker
+    from kvrelay.worker.worker import run_worker
 
     place, options = chosen.of(WorkerOptions), chosen.of(TransferOptions)
-    role = check_role(place.role)
-    from kvrelay.worker.relay import relay_stage
-    from kvrelay.worker.whole import build_whole
+    from kvrelay.worker.build import stage_of
 
-    build = build_whole if role is Role.WHOLE else relay_stage(role, options, place.worker_host, place.signal_port)
+    build = stage_of(Role(place.role), options, place.worker_host, place.signal_port)
     shown = chosen.namespace.progress
     return run_worker(
         chosen.of(ModelOptions),

@@ -62,22 +62,21 @@ _NEWS_S = 5.0  # after the last token a worker says by then whether it keeps the
 
 def worker_roles(cluster: ClusterOptions) -> list[Role]:
     """One entry per worker to start. Without any count, one prefill and one decode worker."""
-    if cluster.encode:
-        raise ConfigError("--encode: encode workers come in a later version; this one serves text")
     counts = {Role.PREFILL: cluster.prefill, Role.DECODE: cluster.decode, Role.WHOLE: cluster.whole}
+    encoders = [Role.ENCODE] * cluster.encode
     roles = [role for role, count in counts.items() for _ in range(count)]
     if registry_kind(cluster) == "static":
-        if roles:
+        if roles or encoders:
             raise ConfigError(
-                "workers started here must be able to register: --prefill, --decode and --whole need --registry embedded"
-                " or etcd://HOST:PORT"
+                "workers started here must be able to register: --prefill, --decode, --whole and --encode need --registry"
+                " embedded or etcd://HOST:PORT"
             )
         return []
     if cluster.prefill and not cluster.decode:
         raise ConfigError("--prefill needs --decode: somebody must take over what prefill workers compute")
     if cluster.whole and (cluster.prefill or cluster.decode):
         raise ConfigError("--whole cannot be mixed with --prefill and --decode")
-    return roles or [Role.PREFILL, Role.DECODE]
+    return encoders + (roles or [Role.PREFILL, Role.DECODE])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

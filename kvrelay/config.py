@@ -61,6 +61,9 @@ class EngineOptions(Options, frozen=True, kw_only=True):
         Count,
         Meta(description="memory for what vision towers made of pictures, in MiB; what running requests need may take more"),
     ] = 512
+    picture_timeout_s: Annotated[
+        float, Meta(gt=0.0, description="a request whose pictures' embeddings do not come for so long is sent again")
+    ] = 120.0
     max_batch: Annotated[Positive, Meta(description="sequences that run at once")] = 64
     token_budget: Annotated[Positive, Meta(description="tokens computed per step, prompts and decodes together")] = 512
     max_model_len: Annotated[Count, Meta(description="longest prompt plus output; 0 takes the model's own limit")] = 0
@@ -213,7 +216,7 @@ class WorkerOptions(Options, frozen=True, kw_only=True):
     worker_host: Annotated[str, Meta(description="address on which the worker listens for routers")] = "127.0.0.1"
     worker_port: Annotated[int, Meta(ge=0, le=65535, description="port on which it listens; 0 picks a free one")] = 0
     signal_port: Annotated[
-        int, Meta(ge=0, le=65535, description="port on which a prefill worker talks to decode workers; 0 picks a free one")
+        int, Meta(ge=0, le=65535, description="port on which a prefill or encode worker hands on; 0 picks a free one")
     ] = 0
     events_port: Annotated[
         int, Meta(ge=0, le=65535, description="port on which it publishes what its cache holds; 0 picks a free one")

@@ -11,7 +11,8 @@ KVRelayError
 │   ├── QueueFullError           429, with Retry-After
 │   ├── InternalError            500
 │   ├── UnavailableError         503
-│   │   └── HandOverError        a decode worker's KV did not arrive; the router sends the request again
+│   │   ├── HandOverError        a decode worker's KV did not arrive; the router sends the request again
+│   │   └── MissingPictureError  a picture's embeddings did not arrive, or are gone; the router sends the request again
 │   └── DeadlineError            504
 ├── ConfigError                  a command line or config file that cannot work
 ├── ModelError                   a checkpoint that cannot be fetched, read or served
@@ -109,6 +110,13 @@ class HandOverError(UnavailableError):
     kind = "hand_over_error"
 
 
+class MissingPictureError(UnavailableError):
+    """The embeddings of a picture that a worker has to compute will not come, or are gone. The router sends the request again,
+    with an encode worker. `param` is the picture's digest if it was to come from one, whose fault it then is."""
+
+    kind = "missing_picture_error"
+
+
 class DeadlineError(RequestError):
     status = 504
     kind = "timeout_error"
@@ -180,7 +188,13 @@ class BenchError(KVRelayError):
 
 def request_error(kind: str, message: str, param: str | None = None) -> RequestError:
     """The error that a worker named over the wire."""
-    classes: tuple[type[RequestError], ...] = (InvalidRequestError, UnavailableError, HandOverError, InternalError)
+    classes: tuple[type[RequestError], ...] = (
+        InvalidRequestError,
+        UnavailableError,
+        HandOverError,
+        MissingPictureError,
+        InternalError,
+    )
     if kind == QueueFullError.kind:
         return QueueFullError(message)
     chosen = next((cls for cls in classes if cls.kind == kind), InternalError)

@@ -78,6 +78,8 @@ def serve(
     with _listening(router.host, router.port) as listener:
         folder = resolve(model.model, environment, progress)
         tokenizer, image_spec = Tokenizer.load(folder), read_image_spec(folder)
+        if cluster.encode and image_spec is None:
+            raise ConfigError(f"--encode: {model.model} is a text model; it has no pictures to encode")
         served_name = router.served_model_name or model.model
         workers = WorkerSettings(
             model=msgspec.structs.replace(model, model=str(folder)),

@@ -137,7 +137,6 @@ def test_a_config_file_that_is_not_there_is_one_line() -> None:
         (["serve", "--prt", "1"], "error: unknown option --prt; did you mean --port? (see kvrelay serve --help)"),
         (["serve", "a", "--model", "b"], "error: the model is given twice: as MODEL and with --model"),
         (["serve", "--prefill", "1"], "error: --prefill needs --decode: somebody must take over what prefill workers compute"),
-        (["worker", "--role", "encode"], "error: encode workers come in a later version; this one serves text"),
         (["router", "--registry", "etcd://x:1", "--port", "0", "/"], None),
         (["chat", "--url", "http://127.0.0.1:9"], None),
     ],
@@ -177,12 +176,14 @@ def test_worker_counts() -> None:
     assert worker_roles(ClusterOptions(whole=3)) == [Role.WHOLE] * 3
     assert worker_roles(ClusterOptions(prefill=1, decode=2)) == [Role.PREFILL, Role.DECODE, Role.DECODE]
     assert worker_roles(ClusterOptions(decode=1)) == [Role.DECODE]
+    assert worker_roles(ClusterOptions(encode=1, whole=1)) == [Role.ENCODE, Role.WHOLE]
+    assert worker_roles(ClusterOptions(encode=2)) == [Role.ENCODE, Role.ENCODE, Role.PREFILL, Role.DECODE]
     assert worker_roles(ClusterOptions(registry="static:tcp://127.0.0.1:1")) == []
     for counts, says in (
-        ({"encode": 1}, "--encode"),
+        ({"encode": 1, "registry": "static:tcp://127.0.0.1:1"}, "need --registry"),
         ({"prefill": 1}, "--prefill needs --decode"),
         ({"whole": 1, "decode": 1}, "--whole cannot be mixed"),
-        ({"whole": 1, "registry": "static:tcp://127.0.0.1:1"}, "need --registry embedded"),
+        ({"whole": 1, "registry": "static:tcp://127.0.0.1:1"}, "need --registry"),
     ):
         with pytest.raises(ConfigError, match=says):
             worker_roles(ClusterOptions(**counts))  # type: ignore[arg-type]

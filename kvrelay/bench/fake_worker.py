@@ -33,6 +33,7 @@ from kvrelay.wire.serving import (
     Abort,
     AskLease,
     Drain,
+    Encode,
     Finish,
     Hello,
     PeerLost,
@@ -170,7 +171,7 @@ class FakeWorker:
                     requests.pop(request_id, None)
             case Finish():
                 requests.pop(message.request_id, None)
-            case Ping() | PeerLost() | Drain() | ReleaseLeases() | AskLease():
+            case Ping() | PeerLost() | Drain() | ReleaseLeases() | AskLease() | Encode():
                 pass
             case _:
                 assert_never(message)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,7 @@ from kvrelay.router.router import Router
 from kvrelay.router.stream import RequestStream
 from kvrelay.sampling import SamplingParams
 from kvrelay.supervise import Supervisor
+from kvrelay.wire.serving import Image
 
 _START_S = 120.0
 _ANSWER_S = 120.0
@@ -60,13 +61,16 @@ class Answer:
         return "" if self.stream is None else self.stream.decode
 
 
-async def ask(router: Router, prompt: list[int], params: SamplingParams, answer: Answer | None = None) -> Answer:
+async def ask(
+    router: Router, prompt: list[int], params: SamplingParams, answer: Answer | None = None, images: Sequence[Image] = ()
+) -> Answer:
     """`answer` is filled as the tokens come. A request that fails leaves its problem there."""
     answer = answer or Answer(len(prompt))
     answer.submitted_at = time.perf_counter()
     try:
         async with asyncio.timeout(_ANSWER_S):
-            await _follow(router, GenerateRequest(external_id=new_request_id(), prompt=prompt, params=params), answer)
+            request = GenerateRequest(external_id=new_request_id(), prompt=prompt, params=params, images=images)
+            await _follow(router, request, answer)
     except RequestError as error:
         answer.problem = error.message
     except TimeoutError:

@@ -27,6 +27,7 @@ scenarios:
   relay       what handing KV between workers costs, and what it is good for
   kv          what KV's life costs: scheduling, preemption, a context index that is stopped
   two-stage   what continuing from a request costs, against asking again; and a beam search against single requests
+  encode      what encode workers and the relay of embeddings cost, and what they are good for
 
 `kvrelay bench SCENARIO --help` shows a scenario's options. Every figure is compared with something measured in the same
 run, because a shared machine is never the same twice; docs/benchmarks.md tells the method.
@@ -163,6 +164,22 @@ def _two_stage_options(parser: Parser) -> None:
     parser.add_argument("--plot", type=pathlib.Path, default=plot, metavar="FILE.svg", help=f"the picture (default {plot})")
 
 
+def _encode_options(parser: Parser) -> None:
+    from kvrelay.bench import encode
+
+    names = ",".join(encode.PARTS)
+    parser.add_argument(
+        "--only", type=encode.parse, default=tuple(encode.PARTS), metavar="PARTS", help=f"some of {names} (default all)"
+    )
+    parser.add_argument(
+        "--model", default="", metavar="MODEL", help="folder or hub id of a Qwen-VL checkpoint (default: made-up weights)"
+    )
+    parser.add_argument("--requests", type=positive, default=80, metavar="N", help="text requests per cluster (default 80)")
+    parser.add_argument(
+        "--transports", default="shm", metavar="NAMES", help="some of shm,nixl,mooncake for the part transfer (default shm)"
+    )
+
+
 def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
@@ -227,6 +244,18 @@ def _measure_two_stage(options: argparse.Namespace, console: Console) -> tuple[R
     return two_stage.measure(options.model, options.load, workload, options.plot, console), two_stage.TARGETS
 
 
+def _measure_encode(options: argparse.Namespace, console: Console) -> tuple[Results, Targets]:
+    from kvrelay.bench import encode
+
+    bench = encode.EncodeBench(
+        model=options.model,
+        requests=options.requests,
+        transports=tuple(options.transports.split(",")),
+        only=options.only,
+    )
+    return bench.measure(console), encode.TARGETS
+
+
 SCENARIOS = {
     "machine": Scenario("Memory bandwidth and GEMM rate of this machine.", _machine_options, _measure_machine),
     "engine": Scenario("Decode and prefill against this machine's limits.", _engine_options, _measure_engine),
@@ -239,6 +268,11 @@ SCENARIOS = {
     "kv": Scenario("What the life of a request's KV costs.", _kv_options, _measure_kv),
     "two-stage": Scenario(
         "What continuing from a request costs, against asking again.", _two_stage_options, _measure_two_stage
+    ),
+    "encode": Scenario(
+        "What encode workers and the relay of their embeddings cost, and what they are good for.",
+        _encode_options,
+        _measure_encode,
     ),
 }
 

@@ -71,6 +71,8 @@ class Limits:
             end = image.start + image.num_tokens
             if submit.prompt[image.start : end] != placeholder_ids(image.digest, image.num_tokens):
                 raise InvalidRequestError("the tokens of an image are not its placeholders", param="images")
+        if end == len(submit.prompt):
+            raise InvalidRequestError("the prompt must go on after its last image", param="images")
         return text + submit.prompt[end:]
 
     def _check_params(self, submit: Submit) -> None:

@@ -25,6 +25,7 @@ from kvrelay.engine.interfaces import Row, RowResult, Runner, StepPlan, StepResu
 from kvrelay.engine.kv_cache import KVCache
 from kvrelay.engine.movers import Arrival, Consumer, Producer
 from kvrelay.engine.outgoing import Outgoing
+from kvrelay.engine.pictures import Pictures
 from kvrelay.engine.request import Request, Sequence, first_sequences
 from kvrelay.engine.scheduler import Scheduler
 from kvrelay.engine.swap import Swap
@@ -32,9 +33,10 @@ from kvrelay.errors import HandOverError, InternalError, InvalidRequestError, Re
 from kvrelay.ids import LeaseId, RequestId, WorkerId
 from kvrelay.log import Log
 from kvrelay.states import FinishReason, FreeReason, RequestState
-from kvrelay.wire.registry import HostCounts, MappingCounts, TransferCounts, WorkerLoad
+from kvrelay.wire.registry import HostCounts, MappingCounts, PictureCounts, TransferCounts, WorkerLoad
 from kvrelay.wire.serving import (
     BeamResult,
+    Encode,
     Failure,
     Finish,
     FirstToken,
@@ -66,7 +68,7 @@ class Engine:
         cache_seed: str,
         producer: Producer | None = None,
         consumer: Consumer | None = None,
-        takes_images: bool = False,
+        pictures: Pictures | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.options = options
@@ -93,7 +95,8 @@ class Engine:
             most=lease_most,
             verify=options.check_invariants,
         )
-        self.scheduler = Scheduler(options, self.kv, self.leases, self.incoming, self.outgoing, self.swap)
+        self.pictures = pictures
+        self.scheduler = Scheduler(options, self.kv, self.leases, self.incoming, self.outgoing, self.swap, pictures)
         if self.outgoing is not None:
             runner.on_layer(self.outgoing.layer_done)
         self.requests: dict[RequestId, Request] = {}
@@ -110,7 +113,7 @@ class Engine:
             block_size=options.block_size,
             hands_on=producer is not None,
             takes_over=consumer is not None,
-            takes_images=takes_images,
+            takes_images=pictures is not None,
             num_pinnable_blocks=min(lease_share, lease_most),
         )
         self._eos_token_ids = eos_token_ids
@@ -162,6 +165,11 @@ class Engine:
         elif submit.params.beam is not None:
             self.leases.refuse(submit.request_id, "the KV of a beam search is not kept")
 
+    def encode(self, encode: Encode) -> None:
+        """Only a router that is confused asks this of a worker that computes prompts or generates."""
+        error = UnavailableError(f"worker {self._worker_id} makes no embeddings for others")
+        self._failures.append(Failure(encode.request_id, error.kind, error.message))
+
     def _enqueue(self, submit: Submit) -> Request:
         request = Request(submit, next(self._arrivals))
         request.sequences = first_sequences(submit, request, self._keys)
@@ -173,8 +181,17 @@ class Engine:
                 self.incoming.expect(sequence, submit.transfer)
             else:
                 self.scheduler.add(sequence)
+        if submit.images:
+            self._expect_pictures(request, submit)
         self._stalled = False
         return request
+
+    def _expect_pictures(self, request: Request, submit: Submit) -> None:
+        assert self.pictures is not None, "a worker without pictures refuses them"
+        taken_over = request.request_id in self.incoming if self.incoming is not None else False
+        # A lease has the KV of all its pictures; should it be gone, they are asked for when they are met.
+        num_cached_tokens = len(submit.prompt) if submit.inherit else self.kv.num_cached_tokens(request.sequences[0])
+        self.pictures.expect(request, submit.embeddings, num_cached_tokens=num_cached_tokens, computes_prompt=not taken_over)
 
     def abort(self, request_ids: Iterable[RequestId]) -> None:
         """Ends each sample that still runs. Unknown and finished requests are no error: an abort may come late."""
@@ -219,6 +236,8 @@ class Engine:
         """Another worker is gone, says somebody who may be wrong: transfers with it fail at once."""
         if self._relay is not None:
             self._relay.peer_lost(worker_id)
+        if self.pictures is not None:
+            self.pictures.peer_lost(worker_id)
 
     @property
     def drained(self) -> bool:
@@ -229,7 +248,11 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` would do or say anything."""
-        if self._outputs or self._failures or self._handed_over or self._released or self.scheduler.running:
+        if self._outputs or self._failures or self._handed_over or self._released:
+            return True
+        if len(self.scheduler.running) > self.scheduler.num_held_up:
+            return True
+        if self.pictures is not None and self.pictures.has_news:
             return True
         if self.leases.has_news or self._is_saving_leases:
             return True
@@ -262,6 +285,7 @@ class Engine:
             connections=0 if self._relay is None else self._relay.num_links,
             leases=len(self.leases),
             inherited_tokens=self.leases.num_inherited_tokens,
+            pictures=PictureCounts() if self.pictures is None else self.pictures.counts(),
         )
 
     def _end_leases(self) -> None:
@@ -284,7 +308,7 @@ class Engine:
         return len(self.scheduler.loading) + (0 if self.incoming is None else len(self.incoming.transferring))
 
     def close(self) -> None:
-        for side in (self.outgoing, self.incoming):
+        for side in (self.outgoing, self.incoming, self.pictures):
             if side is not None:
                 side.close()
         self._runner.close()
@@ -357,6 +381,8 @@ class Engine:
         self.kv.computed(sequence, row.count)
         if row.start < sequence.num_prompt_tokens:
             self._num_prompt_tokens += min(row.start + row.count, sequence.num_prompt_tokens) - row.start
+            if sequence.request.images and self.pictures is not None:
+                self.pictures.computed(sequence)
         if answer.prompt_logprobs is not None and sequence.request.prompt_logprobs is not None:
             sequence.request.prompt_logprobs.extend(answer.prompt_logprobs)
         if answer.candidates is not None:
@@ -456,6 +482,7 @@ class Engine:
         self.scheduler.remove(sequence)
         self._released.append(sequence.key)
         del self.requests[sequence.request_id]
+        self._end_pictures(request)
         if self.kv.recorder is not None:
             self._handing_on[sequence.request_id] = (request.external_id, self._findable(request))
 
@@ -493,6 +520,12 @@ class Engine:
             self._stalled = False
             for sequence, arrival in self.incoming.poll():
                 self._arrived(sequence, arrival)
+        if self.pictures is not None and self.pictures.has_news:
+            self._stalled = False
+            for request, error in self.pictures.poll():
+                log.warning("a picture will not come", request=request.request_id, reason=error)
+                self._fail(request, error)
+            self.scheduler.recall()
 
     def _handed_on(self, request_id: RequestId, reason: str) -> None:
         """A hand-over ended. Usually the prompt was finished long ago; if not, there is nobody to compute it for."""
@@ -557,6 +590,7 @@ class Engine:
     def _forget_if_finished(self, request: Request) -> None:
         if request.finished and self.requests.pop(request.request_id, None) is not None:
             self.leases.forget(request.request_id)
+            self._end_pictures(request)
             self._tell_freed(request, FreeReason.FINISHED)
 
     def _drop(self, request: Request, reason: FreeReason) -> list[int]:
@@ -569,8 +603,13 @@ class Engine:
             self._end(sequence, FinishReason.ABORT)
         del self.requests[request.request_id]
         self.leases.forget(request.request_id)
+        self._end_pictures(request)
         self._tell_freed(request, reason)
         return samples
+
+    def _end_pictures(self, request: Request) -> None:
+        if request.images and self.pictures is not None:
+            self.pictures.end(request.request_id)
 
     def _tell_freed(self, request: Request, reason: FreeReason) -> None:
         """The end of a request here."""

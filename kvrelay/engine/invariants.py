@@ -58,6 +58,7 @@ def check_idle(engine: Engine) -> None:
         assert engine.swap.slots.counts().in_use == len(slots)
     assert not engine.leases.heirs, "children left behind"
     assert not engine.scheduler.waiting
+    assert engine.pictures is None or engine.pictures.num_held == 0, "pictures are held for requests that are over"
 
 
 def _check_swap(swap: Swap) -> Counter[int]:

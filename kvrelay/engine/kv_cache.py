@@ -83,6 +83,10 @@ class KVCache:
         sequence.kv_become(KVState.ALLOCATED)
         return True
 
+    def num_cached_tokens(self, sequence: Sequence) -> int:
+        """How many `attach` would find now."""
+        return len(self._cached_blocks(sequence)) * self.block_size
+
     def missing(self, sequence: Sequence, num_tokens: int) -> int:
         """How many blocks `grow` would take."""
         index, offset = divmod(sequence.num_computed, self.block_size)

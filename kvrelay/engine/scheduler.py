@@ -20,6 +20,9 @@ waits at most as many steps as the requests that were admitted before still have
 
 The beams of a search count as one here: they are planned, make room, are swapped and come back together (`engine/beam.py`).
 
+A prompt is computed up to its first picture whose embeddings are not here (`engine/pictures.py`). One that runs sits out until
+they are; one that waits and has nothing before them is set aside, so that others go first.
+
 Samples of one request that are computed anew (preempted, or resumed here) share their prompt through the prefix cache: one
 computes it, the others wait that long.
 """
@@ -38,6 +41,7 @@ from kvrelay.engine.incoming import Incoming
 from kvrelay.engine.interfaces import Row, StepPlan
 from kvrelay.engine.kv_cache import KVCache
 from kvrelay.engine.outgoing import Outgoing
+from kvrelay.engine.pictures import Pictures
 from kvrelay.engine.request import Sequence
 from kvrelay.engine.swap import Swap
 from kvrelay.states import FreeReason, RequestState
@@ -59,6 +63,7 @@ class Scheduler:
         incoming: Incoming | None = None,
         outgoing: Outgoing | None = None,
         swap: Swap | None = None,
+        pictures: Pictures | None = None,
     ) -> None:
         self._options = options
         self._kv = kv
@@ -66,12 +71,15 @@ class Scheduler:
         self._incoming = incoming
         self._outgoing = outgoing
         self._swap = swap
+        self._pictures = pictures
         self.rank: Callable[[Sequence], Order] = _latest_last if options.preempt == "latest" else _oldest_last
         self._watermark = max(1, kv.pool.num_blocks // 100)
         self._waiting: list[tuple[tuple[int, int, int], Sequence]] = []  # a heap; those that ended are skipped when met
         self.running: list[Sequence] = []  # sorted by rank: the last one makes room first
         self.swapped: list[Sequence] = []  # sorted by order
         self.loading: list[Sequence] = []  # have blocks, into which their KV is copied from the host
+        self._aside: list[Sequence] = []  # waiting ones that can do nothing until their pictures come
+        self.num_held_up = 0  # running ones that sat out the last step for their pictures
         self.num_waiting = 0
         self.num_preemptions = 0
         self.discarded: list[int] = []  # keys of beams that a search gave up; the engine takes them
@@ -83,6 +91,14 @@ class Scheduler:
         heapq.heappush(self._waiting, (sequence.order, sequence))
         self.num_waiting += 1
 
+    def recall(self) -> None:
+        """Pictures have come, or will not."""
+        aside, self._aside = self._aside, []
+        for sequence in aside:
+            if sequence.state is RequestState.WAITING:
+                heapq.heappush(self._waiting, (sequence.order, sequence))
+        self.num_held_up = 0
+
     def run_at_once(self, sequence: Sequence) -> None:
         """Its KV is there already: it was forked, or handed over. Its place in the batch was kept for it."""
         sequence.become(RequestState.RUNNING)
@@ -90,6 +106,7 @@ class Scheduler:
 
     def remove(self, sequence: Sequence) -> None:
         """The sequence ended."""
+        self.num_held_up = 0
         match sequence.state:
             case RequestState.RUNNING:
                 self.running.remove(sequence)
@@ -133,13 +150,14 @@ class Scheduler:
 
     @property
     def waiting(self) -> list[Sequence]:
-        return [sequence for _, sequence in self._waiting if sequence.state is RequestState.WAITING]
+        queued = [sequence for _, sequence in self._waiting] + self._aside
+        return [sequence for sequence in queued if sequence.state is RequestState.WAITING]
 
     def schedule(self) -> StepPlan:
         plan = StepPlan()
         num_decoding = sum([len(sequence.tokens) - sequence.num_computed == 1 for sequence in self.running])
         self._full_budget = budget = max(1, self._options.token_budget - num_decoding)
-        self._num_short = 0
+        self._num_short = self.num_held_up = 0
         budget = self._schedule_running(plan, budget)
         self.starved = False
         if self.swapped or self._num_short:
@@ -223,6 +241,10 @@ class Scheduler:
                     rows.append(Row(sequence, computed, 1, 1) if request.prompt_logprobs is None else _row(sequence, 1))
                     continue
             count = 1 if uncomputed == 1 else min(uncomputed, budget)
+            if uncomputed > 1 and sequence.request.images:
+                reachable = self._reachable(sequence)
+                count = min(count, reachable)
+                self.num_held_up += reachable == 0
             if count > 0:
                 end = computed + count
                 if not grow(sequence, end, copies) and not self._make_room(
@@ -301,8 +323,9 @@ class Scheduler:
             if sequence.num_slots > slots or not self._leases.attach(sequence, headroom=self._headroom_for(sequence)):
                 self.starved = True
                 return
-            count = min(sequence.num_uncomputed, budget)
-            if budget < full_budget and count < min(sequence.num_uncomputed, self._options.block_size):
+            reachable = self._reachable(sequence) if sequence.request.images else sequence.num_uncomputed
+            count = min(reachable, budget)
+            if budget < full_budget and count < min(reachable, self._options.block_size):
                 self._roll_back(sequence)
                 return
             heapq.heappop(self._waiting)
@@ -311,6 +334,10 @@ class Scheduler:
             if self._leases.fetch(sequence):
                 sequence.become(RequestState.TRANSFERRING)
                 self.loading.append(sequence)
+                continue
+            if not reachable:
+                slots += sequence.num_slots
+                self._set_aside(sequence)
                 continue
             self.run_at_once(sequence)
             self._note_start(sequence)
@@ -332,6 +359,16 @@ class Scheduler:
         if sequence.num_output_tokens == 0 and sequence.sample == 0:
             sequence.cached_tokens = sequence.num_computed
         self._leases.started(sequence)
+
+    def _reachable(self, sequence: Sequence) -> int:
+        """Tokens that can be computed before a picture whose embeddings are not here."""
+        assert self._pictures is not None
+        return max(0, self._pictures.limit(sequence) - sequence.num_computed)
+
+    def _set_aside(self, sequence: Sequence) -> None:
+        self._roll_back(sequence)
+        self.num_waiting += 1
+        self._aside.append(sequence)
 
     def _waits_for_sibling(self, sequence: Sequence) -> bool:
         siblings = sequence.request.sequences

@@ -153,6 +153,8 @@ class Generation:
         headers = [(b"x-kvrelay-prefill", stream.prefill.encode()), (b"x-kvrelay-decode", stream.decode.encode())]
         if stream.transfer_id is not None:
             headers.append((b"x-kvrelay-transfer-id", stream.transfer_id.encode()))
+        if stream.encode:
+            headers.append((b"x-kvrelay-encode", stream.encode.encode()))
         asked = [parent.name for stream in self._streams for parent in stream.parents if parent.asked or parent.kept]
         if asked:
             headers.append((b"x-kvrelay-continuation", ",".join(asked).encode()))

@@ -34,6 +34,14 @@ _TRANSFERS = {
     "bytes": "KV bytes moved, counted by the side that moves them",
     "late_bytes": "KV bytes moved after the prompt was computed",
 }
+_PICTURES = {
+    "encoded": "Pictures that went through a vision tower",
+    "hits": "Pictures whose embeddings were there already",
+    "relayed": "Pictures whose embeddings were handed over",
+    "failed": "Pictures whose embeddings were not",
+    "bytes": "Bytes of embeddings moved, counted by the side that moves them",
+    "resumes": "Further rounds of embeddings that did not fit at once",
+}
 _MAPPING = {
     "lookups": "Look-ups of transfer ids",
     "lookup_s": "Seconds spent looking up transfer ids",
@@ -60,6 +68,8 @@ class WorkerCollector(Collector):
         yield _host_blocks(peers)
         yield from _counters(peers, "kvrelay_worker_transfers_", _TRANSFERS, lambda load: load["transfers"])
         yield from _counters(peers, "kvrelay_worker_mapping_", _MAPPING, lambda load: load["mapping"])
+        yield from _counters(peers, "kvrelay_worker_pictures_", _PICTURES, lambda load: load["pictures"])
+        yield _gauge(peers, "pictures_in_flight", "Embeddings on their way", lambda load: load["pictures"]["in_flight"])
         yield _gauge(peers, "transfers_in_flight", "KV hand-overs under way", lambda load: load["transfers"]["in_flight"])
         yield _gauge(peers, "leases", "Finished samples whose KV is kept", lambda load: load["leases"])
         yield _gauge(peers, "mapping_size", "Transfer ids known", lambda load: load["mapping"]["size"])

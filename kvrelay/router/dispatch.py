@@ -22,6 +22,7 @@ from kvrelay.errors import (
     HandOverError,
     InternalError,
     InvalidRequestError,
+    MissingPictureError,
     QueueFullError,
     RequestError,
     UnavailableError,
@@ -33,6 +34,7 @@ from kvrelay.metrics import Metrics
 from kvrelay.router.backend import GenerateRequest
 from kvrelay.router.breaker import Breaker
 from kvrelay.router.continuations import Continuations
+from kvrelay.router.encoders import PictureMessages, encode_name, open_encode_legs
 from kvrelay.router.failover import Estranged, RetryRules, Stranded, Verdict, judge
 from kvrelay.router.keeping import Keeping
 from kvrelay.router.peer import Leg, OpenRequest, Peer
@@ -130,7 +132,7 @@ class Dispatcher:
         while (unreachable := self._launch(entry, plan)) is not None:
             entry.avoid.add(unreachable.id)
             plan = self._first_plan(entry.request, excuse, frozenset(entry.avoid))
-            if plan.decode.id in entry.avoid or (plan.prefill is not None and plan.prefill.id in entry.avoid):
+            if any(peer.id in entry.avoid for peer in plan.peers):
                 self._metrics.rejected.labels("unavailable").inc()
                 raise UnavailableError(f"worker {unreachable.id} cannot be reached")
 
@@ -194,19 +196,25 @@ class Dispatcher:
         first_id = entry.stream.request_id if entry.attempt == 0 else new_request_id()
         last = Leg(plan.decode, first_id, tokens_of(entry.request))
         legs = (last,) if plan.prefill is None else (Leg(plan.prefill, new_request_id(), plan.prefill_tokens), last)
+        pictures = PictureMessages(plan.encode, plan.computing) if entry.request.images else None
+        if plan.encode:
+            legs = (*(Leg(share.peer, new_request_id(), share.num_tokens) for share in plan.encode), *legs)
         resume = self._resume(entry)
         keep, inherit = self._keeping.keep(entry, last), inherited(entry, plan)
         for leg in legs:
             kept = keep if leg is last else None  # the worker that generates keeps it
-            if not leg.peer.link.send(submit_message(leg.request_id, entry, transfer, resume, keep=kept, inherit=inherit)):
+            submit = submit_message(leg.request_id, entry, transfer, resume, keep=kept, inherit=inherit)
+            if not leg.peer.link.send(submit if pictures is None else pictures.message_for(leg.peer, submit)):
                 abort(legs)
                 return leg.peer
-        entry.legs, entry.generating = legs, False
+        entry.legs, entry.encode, entry.generating = legs, plan.encode, False
         for leg in legs:
             leg.peer.add(leg, entry)
         stream = entry.stream
         stream.prefill, stream.decode = _prefill_name(plan), plan.decode.id
         stream.transfer_id = None if transfer is None else transfer.transfer_id
+        if pictures is not None:
+            stream.encode = encode_name(plan.encode, plan.computing)
         if plan.prefill is None and plan.decode.record.role is Role.DECODE:
             self._metrics.local_prefills.inc()
         if self._follower is not None:
@@ -242,7 +250,10 @@ class Dispatcher:
             plan = self._estranged.mend(self._planner.plan(request, avoid | too_old(request, self.usable)))
             refuse_old(request, plan)
             check_model(request, plan)
-            return plan
+            return plan if not request.images else self._planner.with_encoders(plan, request, avoid, trust_caches=True)
+        except UnavailableError:
+            self._metrics.rejected.labels("unavailable").inc()
+            raise
         except QueueFullError as error:
             self._metrics.rejected.labels("queue_full").inc()
             retry_after_s = self._rate.retry_after_s(len(self._open), time.monotonic())
@@ -274,13 +285,17 @@ class Dispatcher:
             entry.stream.fail(error)
 
     def _blame(self, entry: OpenRequest, peer: Peer, error: RequestError) -> None:
-        """A hand-over that failed is its producer's fault, as far as anybody can tell."""
-        blamed = peer
-        if len(entry.legs) > 1 and isinstance(error, HandOverError):
-            blamed = entry.legs[0].peer
-            self._estranged.add(blamed, peer)
-        blamed.breaker.failed()
-        entry.avoid.add(blamed.id)
+        """A hand-over that failed is its producer's fault, as far as anybody can tell. So is an embedding that did not come;
+        that one is gone where it once was is nobody's."""
+        blamed = [peer]
+        if isinstance(error, MissingPictureError):
+            blamed = [share.peer for share in entry.encode if share.has(error.param)]
+        elif len(entry.legs) > 1 and isinstance(error, HandOverError):
+            blamed = [entry.legs[-2].peer]
+            self._estranged.add(blamed[0], peer)
+        for each in blamed:
+            each.breaker.failed()
+            entry.avoid.add(each.id)
 
     def _again(self, entry: OpenRequest, error: RequestError, reason: str) -> None:
         """The request goes to other workers, or waits for one, or ends with `error` if it has tried often enough."""
@@ -303,14 +318,18 @@ class Dispatcher:
     def _retry(self, entry: OpenRequest) -> bool:
         """False if nobody can take it now who has not failed it before."""
         for _ in range(len(self.usable)):
+            avoid = frozenset(entry.avoid)
             try:
-                plan = self._planner.plan(entry.request, frozenset(entry.avoid) | too_old(entry.request, self.usable))
+                plan = self._planner.plan(entry.request, avoid | too_old(entry.request, self.usable))
                 refuse_old(entry.request, plan)
+                plan = self._one_leg_if_needed(entry, plan)
+                if entry.request.images:
+                    plan = self._planner.with_encoders(plan, entry.request, avoid, trust_caches=False)
             except (QueueFullError, UnavailableError, InvalidRequestError):
                 return False
-            if plan.decode.id in entry.avoid:
+            if plan.decode.id in avoid or any(share.peer.id in avoid for share in plan.encode):
                 return False
-            unreachable = self._launch(entry, self._one_leg_if_needed(entry, plan))
+            unreachable = self._launch(entry, plan)
             if unreachable is None:
                 return True
             entry.avoid.add(unreachable.id)
@@ -355,6 +374,8 @@ class Dispatcher:
             self._stranded.discard(entry)
             return
         self._tell_breaker(entry)
+        if entry.request.images:
+            abort(open_encode_legs(entry.legs))
         for leg in entry.legs:
             leg.peer.remove(leg, entry)
         self._rate.completed(time.monotonic())

@@ -41,4 +41,10 @@ def _warning(peers: Mapping[WorkerId, Peer], gone: Peer, role: Role | None) -> s
     last = f"it is the last {gone.record.role.value} worker"
     if not left & {Role.WHOLE, Role.DECODE}:
         return f"{last}: no request can be served until it is back" if role else f"{last}: no request can be served without it"
-    return f"{last}: decode workers compute every prompt themselves" if gone.record.role is Role.PREFILL else last
+    match gone.record.role:
+        case Role.PREFILL:
+            return f"{last}: decode workers compute every prompt themselves"
+        case Role.ENCODE if Role.WHOLE not in left:
+            return f"{last}: no request with pictures can be served"
+        case _:
+            return last

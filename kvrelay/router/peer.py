@@ -17,7 +17,7 @@ from kvrelay.router.stream import RequestStream
 from kvrelay.states import WorkerState
 from kvrelay.wire import PROTOCOL_VERSION
 from kvrelay.wire.registry import WorkerLoad, WorkerRecord
-from kvrelay.wire.serving import LeaseTold, StepOutputs
+from kvrelay.wire.serving import Image, LeaseTold, StepOutputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,21 @@ class Leg:
     num_tokens: int  # what the policy counts for it
 
 
+@dataclass(frozen=True, slots=True)
+class EncodeShare:
+    """What one encode worker is asked for."""
+
+    peer: Peer
+    images: list[Image]  # each digest once, with data
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(image.num_tokens for image in self.images)
+
+    def has(self, digest: str | None) -> bool:
+        return any(image.digest == digest for image in self.images)
+
+
 @dataclass(slots=True)
 class OpenRequest:
     """A request that was sent and has not ended. It keeps all that is needed to send it again. The last leg generates."""
@@ -36,6 +51,7 @@ class OpenRequest:
     request: GenerateRequest
     stream: RequestStream
     legs: tuple[Leg, ...] = ()  # empty while it waits for a worker
+    encode: tuple[EncodeShare, ...] = ()  # whom its pictures were sent to, the last time
     generating: bool = False  # the last leg has given an output, so it needs nobody else any more
     attempt: int = 0  # how often it was sent before
     num_internal_errors: int = 0
@@ -148,6 +164,7 @@ class Peer:
             "swapped": load.swapped,
             "blocks": msgspec.to_builtins(load.blocks),
             "transfers": msgspec.to_builtins(load.transfers),
+            "pictures": msgspec.to_builtins(load.pictures),
             "address": record.serving_address,
             "events_address": record.events_address,
             "replay_address": record.replay_address,

@@ -5,6 +5,7 @@
                                        most `local_prefill_tokens` are left (of a short prompt: if it has nothing);
                                        or the prefill worker alone, if one token is all that is wanted, and no KV kept
     only decode workers up             one of them, which computes the prompt itself
+    the prompt has pictures            encode workers besides (router/encoders.py)
 
 The policy chooses among several. Where there is nobody with room the client is told to come back; where there is nobody at
 all, why.
@@ -15,7 +16,7 @@ from __future__ import annotations
 import functools
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from kvrelay import hashing
@@ -23,7 +24,8 @@ from kvrelay.errors import QueueFullError, UnavailableError
 from kvrelay.ids import WorkerId
 from kvrelay.metrics import Metrics
 from kvrelay.router.backend import GenerateRequest
-from kvrelay.router.peer import Peer
+from kvrelay.router.encoders import Encoders
+from kvrelay.router.peer import EncodeShare, Peer
 from kvrelay.router.policy import LOAD_WEIGHTS, Policy, PolicyName, overloaded
 from kvrelay.router.prefix_index import PrefixIndex
 from kvrelay.states import Role
@@ -43,10 +45,17 @@ class Plan:
     decode: Peer
     prefill: Peer | None = None
     prefill_tokens: int = 0  # that the prefill worker has to compute: it does not have them cached
+    encode: tuple[EncodeShare, ...] = ()
+
+    @property
+    def computing(self) -> Peer:
+        """Who computes the prompt."""
+        return self.decode if self.prefill is None else self.prefill
 
     @property
     def peers(self) -> tuple[Peer, ...]:
-        return (self.decode,) if self.prefill is None else (self.prefill, self.decode)
+        text = (self.decode,) if self.prefill is None else (self.prefill, self.decode)
+        return text if not self.encode else (*(share.peer for share in self.encode), *text)
 
 
 class Planner:
@@ -60,6 +69,7 @@ class Planner:
         self._cached_tokens = {role: metrics.routed_cached_tokens.labels(role.value) for role in Role}
         self._index = index
         self._sessions = _Sessions()
+        self._encoders = Encoders()
         self._by_role: dict[Role, list[Peer]] = {role: [] for role in Role}
         self._by_id: dict[Role, dict[WorkerId, Peer]] = {role: {} for role in Role}
         self._block_sizes: dict[
@@ -94,6 +104,12 @@ class Planner:
             if tokens := choice.cached.get(peer.id):
                 self._cached_tokens[peer.record.role].inc(tokens)
         return plan
+
+    def with_encoders(self, plan: Plan, request: GenerateRequest, avoid: frozenset[str], *, trust_caches: bool) -> Plan:
+        """For a request with pictures, as the last step. Raises UnavailableError."""
+        cached = self.cached_tokens(request).get(plan.computing.id, 0) if trust_caches else 0
+        shares = self._encoders.share_out(request.images, cached, plan.computing, self._by_role[Role.ENCODE], avoid)
+        return replace(plan, encode=shares)
 
     def _plan(self, choice: _Choice) -> Plan:
         if self._by_role[Role.WHOLE]:

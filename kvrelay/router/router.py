@@ -109,7 +109,8 @@ class Router:
 
     @property
     def max_model_len(self) -> int:
-        return min((peer.record.max_model_len for peer in self._dispatcher.usable), default=0)
+        lengths = [peer.record.max_model_len for peer in self._dispatcher.usable if peer.record.role is not Role.ENCODE]
+        return min(lengths, default=0)
 
     def submit(self, request: GenerateRequest) -> RequestStream:
         return self._dispatcher.submit(request, "" if self.ready else excuse(self._peers.values()))

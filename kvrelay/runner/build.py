@@ -80,7 +80,7 @@ def build_runner(
         max_batch=engine_options.max_batch,
         token_budget=engine_options.token_budget,
         max_model_len=size.max_model_len,
-        fingerprint=f"{fingerprint(spec, dtype_name)}-{'dummy' if model_options.load == 'dummy' else weights_digest(folder)}",
+        fingerprint=model_fingerprint(spec, model_options, folder),
         folder=folder,
         num_threads=num_threads,
         host_pool=make_host_pool(pool, engine_options.swap_blocks),
@@ -112,6 +112,12 @@ def choose_dtype(options: ModelOptions, cpu_flags: frozenset[str]) -> str:
     if options.dtype == "bfloat16" and options.device == "cpu" and not cpu_flags & _BFLOAT16_FLAGS:
         raise ConfigError("--dtype bfloat16: this CPU has no bfloat16 instructions; use --dtype float32")
     return options.dtype
+
+
+def model_fingerprint(spec: ModelSpec, options: ModelOptions, folder: pathlib.Path) -> str:
+    """Equal for workers that can work together, whatever part of the model each of them has."""
+    weights = "dummy" if options.load == "dummy" else weights_digest(folder)
+    return f"{fingerprint(spec, choose_dtype(options, cpu_flags()))}-{weights}"
 
 
 def set_threads(threads: int) -> int:

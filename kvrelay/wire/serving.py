@@ -4,6 +4,7 @@ router                                   worker
   | Hello(version, router_id) ------------> |   opens the connection
   | <------------ Welcome(worker) | Refused |
   | Submit, Abort, Finish ----------------> |
+  | Encode -------------------------------> |   an encode worker's share of a request: its pictures
   | <-------------------------- StepOutputs |   one per engine step, with every request's new tokens
   | Ping ---------------------------------> |   keeps an idle connection's requests alive
   | PeerLost -----------------------------> |   another worker is gone: transfers with it fail at once
@@ -83,6 +84,17 @@ class Image(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     data: bytes = b""  # the file, for a worker that makes the embeddings itself; else they are relayed to it
 
 
+class EmbeddingTransfer(msgspec.Struct, frozen=True, kw_only=True):
+    """One attempt to hand the embeddings of one picture from an encode worker to the worker that computes the prompt. Both are
+    given the same one."""
+
+    transfer_id: TransferId
+    digest: str  # of the picture
+    producer: WorkerId
+    consumer: WorkerId
+    signal_address: str  # where the producer listens
+
+
 class Submit(Message, frozen=True, kw_only=True):
     """Asks for one request. Answered by outputs until each of its `params.n` samples has a finish reason, or by one Failure.
 
@@ -103,6 +115,19 @@ class Submit(Message, frozen=True, kw_only=True):
     keep: Keep | None = None
     inherit: LeaseId | None = None  # the prompt begins with the tokens of this lease: their KV is taken from it, if it is there
     images: list[Image] = []
+    embeddings: list[EmbeddingTransfer] = []  # how those of pictures without data come, if this worker computes the prompt
+
+
+class Encode(Message, frozen=True, kw_only=True):
+    """Asks an encode worker for the embeddings of some pictures of a request. Answered by `handed_over` once nobody waits for
+    them any more, or by one Failure."""
+
+    request_id: RequestId
+    external_id: str
+    images: list[Image]  # each digest once, with data
+    transfers: list[EmbeddingTransfer]  # one for each picture, in the same order
+    priority: int = 0
+    attempt: int = 0
 
 
 class Abort(Message, frozen=True, kw_only=True):
@@ -250,20 +275,20 @@ class StepOutputs(Message, frozen=True, kw_only=True):
     load: WorkerLoad
     outputs: list[SequenceOutput] = []
     failures: list[Failure] = []
-    handed_over: list[RequestId] = []  # a prefill worker's terminal word: the decode worker has all it wanted
+    handed_over: list[RequestId] = []  # a prefill or encode worker's terminal word: the next one has all it wanted
     leases: list[LeaseNews] = []
     inherited: list[Inherited] = []
     beams: list[BeamResult] = []
 
 
-ToWorker = Hello | Submit | Abort | Finish | Ping | PeerLost | Drain | ReleaseLeases | AskLease
+ToWorker = Hello | Submit | Encode | Abort | Finish | Ping | PeerLost | Drain | ReleaseLeases | AskLease
 ToRouter = Welcome | Refused | StepOutputs | LeaseTold
 
 
 def since(message: ToWorker) -> int:
     """The protocol version from which on a worker understands this message. What older ones may ignore does not count."""
     match message:
-        case ReleaseLeases() | AskLease():
+        case ReleaseLeases() | AskLease() | Encode():
             return 3
         case PeerLost() | Drain():
             return 2

@@ -85,6 +85,11 @@ class Callers:
     def knows(self, request_id: RequestId) -> bool:
         return request_id in self._owners
 
+    def open_encode(self, caller: Caller, request_id: RequestId) -> None:
+        """It has no samples: one word ends it."""
+        caller.open[request_id] = {0}
+        self._owners[request_id] = caller
+
     def open(self, caller: Caller, submit: Submit) -> None:
         samples = {one.sample for one in submit.resume} or set(range(submit.params.n))
         caller.open[submit.request_id] = samples

@@ -5,7 +5,6 @@ memory for KV that peers can reach -> runner in it -> transports registered with
 
 from __future__ import annotations
 
-import ipaddress
 from typing import Any
 
 import zmq
@@ -15,19 +14,18 @@ from kvrelay.config import EngineOptions, Environment, ModelOptions, TransferOpt
 from kvrelay.engine.engine import Engine
 from kvrelay.errors import ConfigError
 from kvrelay.ids import WorkerId
-from kvrelay.media.image_spec import read_image_spec
 from kvrelay.progress import Progress
 from kvrelay.runner.build import build_runner
 from kvrelay.runner.runner import TorchRunner
 from kvrelay.states import Role
-from kvrelay.transfer.engines import choose
-from kvrelay.transfer.engines.base import TransferEngine, TransferError
 from kvrelay.transfer.engines.shm import host_identity
 from kvrelay.transfer.layout import kv_layout
 from kvrelay.transfer.mover import RelayConsumer, RelayParts, RelayProducer
 from kvrelay.transfer.region import Region, shared_region
 from kvrelay.transfer.session import TransferSettings
+from kvrelay.worker.pictures import Reach, open_pictures
 from kvrelay.worker.stage import BuildStage, Stage, Waker, publishes_events
+from kvrelay.worker.transports import open_engines
 
 
 def relay_stage(role: Role, options: TransferOptions, host: str, signal_port: int = 0) -> BuildStage:
@@ -48,7 +46,7 @@ def relay_stage(role: Role, options: TransferOptions, host: str, signal_port: in
             worker_id=worker_id,
             layout=kv_layout(runner.layout),
             region=memory.region(runner),
-            engines=_engines(options.transfer, worker_id, host, str(runner.kv.device)),
+            engines=open_engines(options.transfer, worker_id, host, str(runner.kv.device)),
             fingerprint=runner.fingerprint,
             host=host_identity(),
             settings=TransferSettings(lease_s=options.transfer_lease_s),
@@ -56,6 +54,8 @@ def relay_stage(role: Role, options: TransferOptions, host: str, signal_port: in
         )
         producer = _producer(parts, host, signal_port) if role is Role.PREFILL else None
         consumer = RelayConsumer(parts) if role is Role.DECODE else None
+        reach = Reach(options, host, waker)
+        pictures = open_pictures(worker_id, model_options, engine_options, folder, runner, reach=reach)
         engine = Engine(
             options=engine_options,
             runner=runner,
@@ -66,7 +66,7 @@ def relay_stage(role: Role, options: TransferOptions, host: str, signal_port: in
             cache_seed=runner.fingerprint,
             producer=producer,
             consumer=consumer,
-            takes_images=read_image_spec(folder) is not None,
+            pictures=pictures,
         )
         return Stage(
             engine=engine,
@@ -103,19 +103,3 @@ class _Memory:
             return self._shared
         kv = runner.kv
         return Region(address=kv.data_ptr(), size_bytes=kv.numel() * kv.element_size(), device=str(kv.device))
-
-
-def _engines(name: str, worker_id: WorkerId, host: str, device: str) -> list[TransferEngine]:
-    """Those a worker offers to its peers. Where only this machine can reach it, shared memory is all that is needed."""
-    try:
-        if name != "auto":
-            return [choose.make_engine(name, worker_id, host)]
-        names = choose.available(device)
-        if "shm" in names and ipaddress.ip_address(host).is_loopback:
-            names = ["shm"]
-        engines = [choose.make_engine(each, worker_id, host) for each in names]
-    except (TransferError, ValueError) as error:
-        raise ConfigError(f"--transfer {name}: {error}") from error
-    if not engines:
-        raise ConfigError(f"--transfer auto: no transport can move memory on {device}; install kvrelay[nixl]")
-    return engines

@@ -32,6 +32,8 @@ from kvrelay.wire.serving import (
     Abort,
     AskLease,
     Drain,
+    EmbeddingTransfer,
+    Encode,
     Failure,
     Finish,
     Hello,
@@ -72,6 +74,9 @@ class ServingEngine(Protocol):
     def drained(self) -> bool: ...
 
     def submit(self, submit: Submit) -> None: ...
+
+    def encode(self, encode: Encode) -> None:
+        """Never raises, as `submit`: whoever makes no embeddings answers by a Failure."""
 
     def abort(self, request_ids: Iterable[RequestId]) -> None: ...
 
@@ -196,6 +201,8 @@ class ServingLoop:
         match message:
             case Submit():
                 self._on_submit(router, message)
+            case Encode():
+                self._on_encode(router, message)
             case Abort():
                 self._abort(router, [id for id in message.request_ids if id in router.open])
             case Finish():
@@ -246,6 +253,16 @@ class ServingLoop:
         self._callers.open(router, submit)
         self._load_untold = True
         self._engine.submit(submit)
+
+    def _on_encode(self, router: Caller, encode: Encode) -> None:
+        as_request_id(encode.request_id)
+        _check_embedding_ids(encode.transfers)
+        if self._callers.knows(encode.request_id) or encode.request_id in self._submitted:
+            raise ProtocolError(f"request {encode.request_id} was submitted before")
+        self._submitted.add(encode.request_id)
+        self._callers.open_encode(router, encode.request_id)
+        self._load_untold = True
+        self._engine.encode(encode)
 
     def _on_finish(self, router: Caller, finish: Finish) -> None:
         samples = router.open.get(finish.request_id)
@@ -363,6 +380,14 @@ def _check_ids(submit: Submit) -> None:
         as_transfer_id(submit.transfer.transfer_id)
         as_worker_id(submit.transfer.producer)
         as_worker_id(submit.transfer.consumer)
+    _check_embedding_ids(submit.embeddings)
+
+
+def _check_embedding_ids(transfers: Iterable[EmbeddingTransfer]) -> None:
+    for transfer in transfers:
+        as_transfer_id(transfer.transfer_id)
+        as_worker_id(transfer.producer)
+        as_worker_id(transfer.consumer)
 
 
 def _check_keep(keep: Keep, num_samples: int) -> None:

@@ -43,12 +43,6 @@ log = Log("worker")
 _SWITCH_INTERVAL_S = 0.0005  # so that the heartbeat gets its turn beside a busy engine
 
 
-def check_role(role: str) -> Role:
-    if role == Role.ENCODE:
-        raise ConfigError("encode workers come in a later version; this one serves text")
-    return Role(role)
-
-
 def run_worker(
     model_options: ModelOptions,
     engine_options: EngineOptions,
@@ -61,7 +55,7 @@ def run_worker(
 ) -> int:
     """The life of a worker; returns its exit status. With a tie to a launcher, Ctrl-C is for the launcher, not for us."""
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    role = check_role(worker_options.role)
+    role = Role(worker_options.role)
     if worker_options.worker_host in ("0.0.0.0", "*", "::"):
         raise ConfigError("--worker-host must be an address that routers can reach, not every address")
     worker_id = new_worker_id(role.value)

@@ -12,8 +12,11 @@ from server import Server
 
 FOLDER = pathlib.Path(__file__).resolve().parents[2] / "examples"
 WITH_AN_INDEX = "contextpilot.py"
+WITH_ITS_OWN_SERVER = "vision.py"
 AGAINST_A_SERVER = sorted(
-    path.name for path in FOLDER.glob("*.py") if not path.name.startswith("offline") and path.name != WITH_AN_INDEX
+    path.name
+    for path in FOLDER.glob("*.py")
+    if not path.name.startswith("offline") and path.name not in (WITH_AN_INDEX, WITH_ITS_OWN_SERVER)
 )
 WITHOUT = sorted(path.name for path in FOLDER.glob("offline*.py"))
 
@@ -39,3 +42,10 @@ def test_an_example_without_a_server(name: str) -> None:
 def test_the_example_with_a_context_index(smol: Server, contextpilot_python: pathlib.Path) -> None:
     with contextpilot(contextpilot_python, infer_url=smol.url) as index:
         assert "the index lists 3 requests" in run(WITH_AN_INDEX, index.url)
+
+
+def test_the_example_with_pictures() -> None:
+    first, second = (line.split(" encoded by ") for line in run(WITH_ITS_OWN_SERVER).splitlines())
+    assert first[0] == second[0]
+    assert first[1].startswith("encode-")
+    assert second[1] in (first[1], "cached")  # depending on when the router hears of the cache

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import time
+
 import msgspec
 import pytest
 
 from kvrelay.config import EngineOptions
 from kvrelay.engine.engine import Engine
+from kvrelay.engine.pictures import Pictures
 from kvrelay.media.placeholders import placeholder_ids
 from kvrelay.runner.fake import FakeRunner
 from kvrelay.wire.serving import Image, Submit
 from tests.engine.test_engine import VOCAB, WORKER, Collected, run, submit
+
+
+class Everything:
+    """The features of all pictures are there."""
+
+    def is_ready(self, digest: str) -> bool:
+        return True
+
+    def hold(self, digest: str) -> None:
+        pass
+
+    def release(self, digest: str) -> None:
+        pass
 
 
 def make_engine(*, takes_images: bool = True) -> Engine:
@@ -22,7 +38,7 @@ def make_engine(*, takes_images: bool = True) -> Engine:
         max_model_len=64,
         vocab_size=VOCAB,
         cache_seed="fake",
-        takes_images=takes_images,
+        pictures=Pictures(Everything(), timeout_s=60.0, clock=time.monotonic) if takes_images else None,
     )
 
 

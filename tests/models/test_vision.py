@@ -4,6 +4,7 @@ the same greedy tokens, in any chunks and any company. Mistakes that are easy to
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +33,7 @@ from kvrelay.checkpoint.spec import read_spec
 from kvrelay.config import EngineOptions, ModelOptions, read_environment
 from kvrelay.engine import invariants
 from kvrelay.engine.engine import Engine
+from kvrelay.engine.pictures import Pictures
 from kvrelay.ids import RequestId, new_request_id, new_worker_id
 from kvrelay.media.patches import patches_of
 from kvrelay.media.placeholders import FIRST_ID
@@ -90,7 +92,7 @@ def make_engine(kind: Kind, *, native_kernels: bool = True, **options: object) -
         max_model_len=runner.max_model_len,
         vocab_size=runner.spec.vocab_size,
         cache_seed=runner.fingerprint,
-        takes_images=True,
+        pictures=Pictures(encoder.store, timeout_s=60.0, clock=time.monotonic),
     )
     return engine, encoder
 

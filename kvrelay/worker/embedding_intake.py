@@ -1,0 +1,129 @@
+"""Embeddings that come over the relay: from the relay's pool into the runner's `FeatureStore`.
+
+fetch     the relay is told to expect the picture's transfer; if it comes for another request already, both wait for that one
+poll      further tokens came; with the last, the embedding is checked and put into the store
+drop      nobody waits for it any more: aborted, and the encode worker stops
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from kvrelay.engine.pictures import PictureFailure
+from kvrelay.errors import MissingPictureError
+from kvrelay.ids import RequestId, TransferId, WorkerId
+from kvrelay.media.placeholders import placeholder_ids
+from kvrelay.runner.feature_rows import from_rows
+from kvrelay.runner.features import FeatureStore
+from kvrelay.transfer.embedding_arrival import EmbeddingArrival
+from kvrelay.transfer.embedding_mover import EmbeddingConsumer
+from kvrelay.transfer.embedding_pool import Piece
+from kvrelay.wire.registry import PictureCounts
+from kvrelay.wire.serving import EmbeddingTransfer, Image
+
+
+@dataclass(slots=True)
+class _Coming:
+    """One picture on its way, and the requests that wait for it."""
+
+    image: Image
+    transfer_id: TransferId
+    waiters: set[RequestId]
+    pieces: list[Piece] = field(default_factory=list)
+
+
+class EmbeddingIntake:
+    """Implements `engine.pictures.PictureSource`. Requests that want a picture at the same time share one transfer of it."""
+
+    def __init__(self, consumer: EmbeddingConsumer, store: FeatureStore, dtype: torch.dtype) -> None:
+        self._consumer = consumer
+        self._store = store
+        self._dtype = dtype
+        self._by_digest: dict[str, _Coming] = {}
+        self._by_transfer: dict[TransferId, _Coming] = {}
+        self._num_shared = 0
+
+    def fetch(self, request_id: RequestId, image: Image, transfer: EmbeddingTransfer | None) -> None:
+        assert transfer is not None
+        coming = self._by_digest.get(image.digest)
+        if coming is not None:
+            coming.waiters.add(request_id)
+            self._num_shared += 1
+            self.refuse(transfer)
+            return
+        coming = _Coming(image, transfer.transfer_id, {request_id})
+        self._by_digest[image.digest] = self._by_transfer[transfer.transfer_id] = coming
+        self._consumer.expect(transfer.transfer_id, transfer.producer, transfer.signal_address)
+
+    def drop(self, request_id: RequestId) -> None:
+        for coming in list(self._by_digest.values()):
+            coming.waiters.discard(request_id)
+            if not coming.waiters:
+                self._forget(coming)
+                self._consumer.abort(coming.transfer_id)
+
+    def refuse(self, transfer: EmbeddingTransfer) -> None:
+        """The producer learns of it by an abort."""
+        self._consumer.expect(transfer.transfer_id, transfer.producer, transfer.signal_address)
+        self._consumer.abort(transfer.transfer_id)
+
+    def peer_lost(self, worker_id: WorkerId) -> None:
+        self._consumer.peer_lost(worker_id)
+
+    @property
+    def has_news(self) -> bool:
+        return self._consumer.has_news
+
+    def poll(self) -> list[PictureFailure]:
+        failures: list[PictureFailure] = []
+        for arrival in self._consumer.poll():
+            coming = self._by_transfer.get(arrival.transfer_id)
+            if coming is None:
+                self._consumer.release(arrival.transfer_id)
+                continue
+            error = arrival.error or self._take(coming, arrival)
+            if error:
+                failures += self._fail(coming, error)
+        return failures
+
+    def counts(self) -> PictureCounts:
+        counts = self._consumer.counts()
+        return PictureCounts(
+            in_flight=self._consumer.num_live,
+            hits=self._num_shared,
+            relayed=counts.done,
+            failed=counts.failed,
+            bytes=counts.moved_bytes,
+            resumes=counts.resumes,
+        )
+
+    def close(self) -> None:
+        self._consumer.close()
+
+    def _take(self, coming: _Coming, arrival: EmbeddingArrival) -> str:
+        """Pieces that lie in the pool are copied out of it with the last one. Returns why the embedding cannot be used."""
+        coming.pieces += arrival.pieces
+        if not arrival.is_complete:
+            return ""
+        self._forget(coming)
+        image = coming.image
+        fill_ids = np.concatenate([piece.fill_ids for piece in coming.pieces])
+        rows = np.concatenate([piece.rows for piece in coming.pieces])
+        self._consumer.release(arrival.transfer_id)
+        if fill_ids.tolist() != placeholder_ids(image.digest, image.num_tokens):
+            return "what came is another picture"
+        self._store.put(image.digest, from_rows(rows, self._dtype))
+        return ""
+
+    def _fail(self, coming: _Coming, reason: str) -> list[PictureFailure]:
+        self._forget(coming)
+        digest = coming.image.digest
+        error = MissingPictureError(f"the embeddings of picture {digest} did not arrive: {reason}", param=digest)
+        return [PictureFailure(request_id, digest, error) for request_id in coming.waiters]
+
+    def _forget(self, coming: _Coming) -> None:
+        self._by_digest.pop(coming.image.digest, None)
+        self._by_transfer.pop(coming.transfer_id, None)

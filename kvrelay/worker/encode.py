@@ -1,0 +1,258 @@
+"""A worker that turns pictures into embeddings for those that compute prompts. It has the vision tower and no text model.
+
+    encode    the router's word: pictures, and a transfer for each; the relay is told to expect whoever will ask for them
+    step      waiting pictures go through the tower together, up to a number of patches; what was made before is taken from the
+              cache; the embeddings are put into the relay's pool, as far as there is room, and the others when there is
+    poll      an embedding was taken, or nobody wants it: with the last one of a request the router is told that it is over
+
+Every request ends in exactly one way: handed over, or with one Failure. Whether the consumers got what they wanted, they say
+themselves.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvrelay.errors import InternalError, InvalidRequestError, QueueFullError, RequestError, UnavailableError
+from kvrelay.ids import LeaseId, RequestId, TransferId, WorkerId
+from kvrelay.log import Log
+from kvrelay.media.placeholders import placeholder_ids
+from kvrelay.runner.encoder import Encoder
+from kvrelay.runner.feature_rows import to_rows
+from kvrelay.transfer.embedding_mover import EmbeddingProducer, EmbeddingTooLargeError
+from kvrelay.transfer.embedding_pool import Embedding
+from kvrelay.wire.registry import PictureCounts, TransferCounts, WorkerLoad
+from kvrelay.wire.serving import (
+    EmbeddingTransfer,
+    Encode,
+    Failure,
+    Finish,
+    Image,
+    LeaseInfo,
+    StepOutputs,
+    Submit,
+)
+from kvrelay.worker.local_encoder import patches_in
+
+log = Log("encode")
+
+_PATCHES_PER_STEP = 16_384  # about four pictures of a million pixels
+
+
+@dataclass(frozen=True, slots=True)
+class _Picture:
+    """One picture of one request, until it was offered."""
+
+    request_id: RequestId
+    image: Image
+    transfer: EmbeddingTransfer
+
+
+class EncodeEngine:
+    """Implements `worker.serving.ServingEngine`. One thread calls it."""
+
+    def __init__(
+        self,
+        *,
+        worker_id: WorkerId,
+        encoder: Encoder,
+        producer: EmbeddingProducer,
+        merge_size: int,
+        max_queue: int,
+    ) -> None:
+        self._worker_id = worker_id
+        self._encoder = encoder
+        self._store = encoder.store
+        self._producer = producer
+        self._merge_size = merge_size
+        self._max_queue = max_queue
+        self._open: dict[RequestId, set[TransferId]] = {}  # what nobody has taken or refused yet
+        self._owners: dict[TransferId, RequestId] = {}
+        self._waiting: deque[_Picture] = deque()  # for the tower
+        self._made: deque[_Picture] = deque()  # for room in the relay's pool
+        self._failures: list[Failure] = []
+        self._handed_over: list[RequestId] = []
+        self._pool_full = False
+        self._num_steps = 0
+        self._draining = False
+
+    # What the worker calls between steps
+
+    def encode(self, encode: Encode) -> None:
+        try:
+            self._check(encode)
+        except RequestError as error:
+            self._failures.append(Failure(encode.request_id, error.kind, error.message, error.param))
+            return
+        self._open[encode.request_id] = {transfer.transfer_id for transfer in encode.transfers}
+        for image, transfer in zip(encode.images, encode.transfers, strict=True):
+            self._owners[transfer.transfer_id] = encode.request_id
+            self._producer.expect(transfer.transfer_id, [transfer.consumer])
+            self._store.hold(image.digest)
+            self._waiting.append(_Picture(encode.request_id, image, transfer))
+
+    def submit(self, submit: Submit) -> None:
+        """Only a router that is confused asks for this."""
+        error = UnavailableError(f"worker {self._worker_id} encodes pictures and computes no prompts")
+        self._failures.append(Failure(submit.request_id, error.kind, error.message))
+
+    def abort(self, request_ids: Iterable[RequestId]) -> None:
+        for request_id in request_ids:
+            self._drop(request_id)
+
+    def finish(self, finish: Finish) -> None:
+        """Nothing here has samples."""
+
+    def release_leases(self, lease_ids: Iterable[LeaseId]) -> None:
+        """Nothing here has KV."""
+
+    def find_leases(self, handle: str, owner: str) -> list[LeaseInfo]:
+        return []
+
+    def drain(self) -> None:
+        self._draining = True
+
+    def peer_lost(self, worker_id: WorkerId) -> None:
+        self._producer.peer_lost(worker_id)
+
+    @property
+    def drained(self) -> bool:
+        return self._draining and not self._open and not self.has_work and self._producer.num_live == 0
+
+    @property
+    def has_work(self) -> bool:
+        if self._failures or self._handed_over or self._waiting or self._producer.has_news:
+            return True
+        return bool(self._made) and not self._pool_full
+
+    def load(self) -> WorkerLoad:
+        counts, num_live = self._producer.counts(), self._producer.num_live
+        return WorkerLoad(
+            waiting=len(self._waiting),
+            transferring=len(self._owners) - len(self._waiting),
+            transfers=TransferCounts(in_flight=num_live, done=counts.done, failed=counts.failed, bytes=counts.moved_bytes),
+            steps=self._num_steps,
+            pictures=PictureCounts(
+                in_flight=num_live,
+                held=self._store.num_held,
+                encoded=self._encoder.num_encoded,
+                hits=self._encoder.num_hits,
+                relayed=counts.done,
+                failed=counts.failed,
+                bytes=counts.moved_bytes,
+                resumes=counts.resumes,
+            ),
+        )
+
+    def close(self) -> None:
+        self._producer.close()
+
+    # The loop
+
+    def step(self) -> StepOutputs:
+        self._take_news()
+        self._encode(self._next_batch())
+        self._offer_made()
+        self._num_steps += 1
+        failures, self._failures = self._failures, []
+        handed_over, self._handed_over = self._handed_over, []
+        return StepOutputs(
+            worker_id=self._worker_id, step=self._num_steps, load=self.load(), failures=failures, handed_over=handed_over
+        )
+
+    def _take_news(self) -> None:
+        """Whoever stops waiting for a picture before it was encoded saves the tower the work."""
+        for sent in self._producer.poll():
+            self._pool_full = False
+            request_id = self._owners.pop(sent.transfer_id, None)
+            if request_id is None:
+                continue
+            self._forget_pictures({sent.transfer_id})
+            left = self._open[request_id]
+            left.discard(sent.transfer_id)
+            if not left:
+                del self._open[request_id]
+                self._handed_over.append(request_id)
+
+    def _next_batch(self) -> list[_Picture]:
+        batch: list[_Picture] = []
+        num_patches = 0
+        while self._waiting:
+            picture = self._waiting[0]
+            cost = 0 if self._store.is_ready(picture.image.digest) else patches_in(picture.image)
+            if batch and num_patches + cost > _PATCHES_PER_STEP:
+                break
+            batch.append(self._waiting.popleft())
+            num_patches += cost
+        return batch
+
+    def _encode(self, batch: list[_Picture]) -> None:
+        if not batch:
+            return
+        self._made.extend(batch)  # from here on they are let go as such, whatever becomes of them
+        errors = self._encoder.encode([picture.image for picture in batch])
+        for picture in batch:
+            error = errors.get(picture.image.digest)
+            if error is not None:
+                self._fail(picture.request_id, InvalidRequestError(str(error), param="messages"))
+
+    def _offer_made(self) -> None:
+        while self._made and not self._pool_full:
+            picture = self._made[0]
+            try:
+                self._pool_full = not self._producer.offer(picture.transfer.transfer_id, self._embedding(picture.image))
+            except EmbeddingTooLargeError as error:
+                self._fail(picture.request_id, InvalidRequestError(str(error), param="messages"))
+                continue
+            if not self._pool_full:
+                self._made.popleft()
+                self._store.release(picture.image.digest)
+
+    def _embedding(self, image: Image) -> Embedding:
+        _, num_rows, num_columns = image.grid
+        down, right = np.divmod(np.arange(image.num_tokens, dtype=np.int32), num_columns // self._merge_size)
+        return Embedding(
+            rows=to_rows(self._store.get(image.digest)),
+            fill_ids=np.array(placeholder_ids(image.digest, image.num_tokens), dtype=np.int32),
+            positions=np.stack((np.zeros_like(down), down, right), axis=1).astype(np.int32),
+            aux=(1, num_rows, num_columns),
+        )
+
+    # Endings
+
+    def _check(self, encode: Encode) -> None:
+        if self._draining:
+            raise UnavailableError("the worker is draining and takes no new requests")
+        if len(self._waiting) >= self._max_queue and encode.attempt == 0:
+            raise QueueFullError(f"the worker's queue is full ({len(self._waiting)} pictures wait)")
+        if encode.request_id in self._open:
+            raise InternalError(f"request {encode.request_id} is here already")
+        if [image.digest for image in encode.images] != [transfer.digest for transfer in encode.transfers] or not encode.images:
+            raise InvalidRequestError("every picture needs its transfer", param="images")
+        if any(transfer.producer != self._worker_id for transfer in encode.transfers):
+            raise UnavailableError(f"not every transfer is for worker {self._worker_id}")
+
+    def _fail(self, request_id: RequestId, error: RequestError) -> None:
+        if self._drop(request_id):
+            self._failures.append(Failure(request_id, error.kind, error.message, error.param))
+
+    def _drop(self, request_id: RequestId) -> bool:
+        """Whether it was there. Its consumers learn of it from the relay."""
+        transfers = self._open.pop(request_id, None)
+        if transfers is None:
+            return False
+        for transfer_id in transfers:
+            del self._owners[transfer_id]
+            self._producer.abort(transfer_id)
+        self._forget_pictures(transfers)
+        return True
+
+    def _forget_pictures(self, over: set[TransferId]) -> None:
+        for queue in (self._waiting, self._made):
+            for picture in [picture for picture in queue if picture.transfer.transfer_id in over]:
+                queue.remove(picture)
+                self._store.release(picture.image.digest)

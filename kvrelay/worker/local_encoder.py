@@ -1,0 +1,69 @@
+"""Embeddings that a worker makes itself, with a vision tower of its own."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from kvrelay.engine.pictures import PictureFailure
+from kvrelay.errors import InvalidRequestError
+from kvrelay.ids import RequestId, WorkerId
+from kvrelay.runner.encoder import Encoder
+from kvrelay.runner.features import FeatureStore
+from kvrelay.wire.registry import PictureCounts
+from kvrelay.wire.serving import EmbeddingTransfer, Image
+
+_PATCHES_PER_STEP = 4096  # of pictures encoded between two steps of the text model: about one of a million pixels
+
+
+class LocalEncoder:
+    """Implements `engine.pictures.PictureSource`. Encodes between the steps of the text model, a few pictures at a time."""
+
+    def __init__(self, encoder: Encoder) -> None:
+        self._encoder = encoder
+        self._waiting: deque[tuple[RequestId, Image]] = deque()
+
+    @property
+    def store(self) -> FeatureStore:
+        """Where embeddings go."""
+        return self._encoder.store
+
+    def fetch(self, request_id: RequestId, image: Image, transfer: EmbeddingTransfer | None) -> None:
+        assert transfer is None
+        self._waiting.append((request_id, image))
+
+    def drop(self, request_id: RequestId) -> None:
+        self._waiting = deque(wanted for wanted in self._waiting if wanted[0] != request_id)
+
+    def refuse(self, transfer: EmbeddingTransfer) -> None:
+        """Nobody waits for us."""
+
+    def peer_lost(self, worker_id: WorkerId) -> None:
+        """Nobody is needed."""
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self._waiting)
+
+    def poll(self) -> list[PictureFailure]:
+        batch: list[tuple[RequestId, Image]] = []
+        num_patches = 0
+        while self._waiting and (not batch or num_patches + patches_in(self._waiting[0][1]) <= _PATCHES_PER_STEP):
+            batch.append(self._waiting.popleft())
+            num_patches += patches_in(batch[-1][1])
+        errors = self._encoder.encode([image for _, image in batch])
+        return [
+            PictureFailure(request_id, image.digest, InvalidRequestError(str(errors[image.digest]), param="messages"))
+            for request_id, image in batch
+            if image.digest in errors
+        ]
+
+    def counts(self) -> PictureCounts:
+        return PictureCounts(encoded=self._encoder.num_encoded, hits=self._encoder.num_hits)
+
+    def close(self) -> None:
+        self._waiting.clear()
+
+
+def patches_in(image: Image) -> int:
+    frames, num_rows, num_columns = image.grid
+    return frames * num_rows * num_columns

@@ -1,0 +1,26 @@
+"""The transports that a worker offers to its peers."""
+
+from __future__ import annotations
+
+import ipaddress
+
+from kvrelay.errors import ConfigError
+from kvrelay.ids import WorkerId
+from kvrelay.transfer.engines import choose
+from kvrelay.transfer.engines.base import TransferEngine, TransferError
+
+
+def open_engines(name: str, worker_id: WorkerId, host: str, device: str) -> list[TransferEngine]:
+    """For memory on `device`. Where only this machine can reach it, shared memory is all that is needed."""
+    try:
+        if name != "auto":
+            return [choose.make_engine(name, worker_id, host)]
+        names = choose.available(device)
+        if "shm" in names and ipaddress.ip_address(host).is_loopback:
+            names = ["shm"]
+        engines = [choose.make_engine(each, worker_id, host) for each in names]
+    except (TransferError, ValueError) as error:
+        raise ConfigError(f"--transfer {name}: {error}") from error
+    if not engines:
+        raise ConfigError(f"--transfer auto: no transport can move memory on {device}; install kvrelay[nixl]")
+    return engines
