@@ -12,8 +12,8 @@ import pytest
 import torch
 import transformers
 from parity import reference_tokens
+from test_parity import DEVICES, prompts
 from test_parity import make_engine as make_parity_engine
-from test_parity import prompts
 from tiny_models import reference_model
 from transformers.generation import GenerationMode
 
@@ -78,9 +78,9 @@ def _up_to_end(tokens: list[int], eos: list[int]) -> list[int]:
     return next((tokens[: place + 1] for place, token in enumerate(tokens) if token in eos), tokens)
 
 
-def make_engine(name: str, **options: object) -> Engine:
+def make_engine(name: str, device: str = "cpu", **options: object) -> Engine:
     """With the same end-of-text tokens as the reference."""
-    return make_parity_engine(name, "cpu", eos_token_ids=frozenset(ends(name)), **options)
+    return make_parity_engine(name, device, eos_token_ids=frozenset(ends(name)), **options)
 
 
 def search(engine: Engine, cases: list[Case]) -> list[list[tuple[SequenceOutput, BeamResult]]]:
@@ -107,8 +107,10 @@ def search(engine: Engine, cases: list[Case]) -> list[list[tuple[SequenceOutput,
     ]
 
 
-def assert_equal(name: str, cases: list[Case], monkeypatch: pytest.MonkeyPatch, **options: object) -> Engine:
-    engine = make_engine(name, **options)
+def assert_equal(
+    name: str, cases: list[Case], monkeypatch: pytest.MonkeyPatch, *, device: str = "cpu", **options: object
+) -> Engine:
+    engine = make_engine(name, device, **options)
     for case, results in zip(cases, search(engine, cases), strict=True):
         expected = reference(name, case, monkeypatch)
         assert [output.tokens for output, _ in results] == [tokens for tokens, _ in expected], case
@@ -124,8 +126,9 @@ def assert_equal(name: str, cases: list[Case], monkeypatch: pytest.MonkeyPatch, 
     return engine
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_every_width_and_way_to_stop(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_width_and_way_to_stop(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both models together: each width with both."""
     cases = [
         Case(
@@ -139,7 +142,7 @@ def test_every_width_and_way_to_stop(name: str, monkeypatch: pytest.MonkeyPatch)
         Case(prompt, BeamSearch(width=width, length_penalty=penalty, early_stopping="never"), n=width)
         for prompt, width, penalty in ((0, 2, 1.0), (4, 5, 2.0), (6, 8, 0.0))
     ]
-    assert_equal(name, cases + never, monkeypatch, max_batch=40, token_budget=64)
+    assert_equal(name, cases + never, monkeypatch, device=device, max_batch=40, token_budget=64)
 
 
 @pytest.mark.long

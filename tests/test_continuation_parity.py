@@ -7,7 +7,7 @@ import random
 
 import pytest
 from parity import assert_parity, reference_tokens
-from test_parity import make_engine
+from test_parity import DEVICES, make_engine
 from tiny_models import VOCAB_SIZE, reference_model
 
 from kvrelay.engine.engine import Engine
@@ -38,9 +38,10 @@ def generate(engine: Engine, prompt: list[int], count: int, *, keep: LeaseId | N
     return tokens
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("name", "tier", "chunk"), CASES)
-def test_a_child_gives_the_tokens_of_the_whole_text(name: str, tier: str, chunk: int) -> None:
-    engine = make_engine(name, "cpu", block_size=BLOCK, token_budget=chunk, swap_blocks=32, swap_timeout_s=60.0, kv_blocks=24)
+def test_a_child_gives_the_tokens_of_the_whole_text(name: str, tier: str, chunk: int, device: str) -> None:
+    engine = make_engine(name, device, block_size=BLOCK, token_budget=chunk, swap_blocks=32, swap_timeout_s=60.0, kv_blocks=24)
     rng = random.Random(3)
     for length in LENGTHS:
         parent, child = new_lease_id(), new_lease_id()

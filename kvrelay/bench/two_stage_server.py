@@ -2,6 +2,7 @@
 
 async with open_server(model, load, settings) as server:     1 prefill and 1 decode process, as `kvrelay serve` runs them
     await server.ask({...})                                  one completion, checked and timed
+    await server.first_token({...})                          one that is streamed, timed until its first token
     await server.rest()                                      until nothing is running
     server.num_evictions                                     blocks that left the caches so far, as the workers' events tell
 """
@@ -54,6 +55,16 @@ class TokenCounts(msgspec.Struct, frozen=True):
     prompt_tokens: int
     prompt_tokens_details: CachedTokens
 
+    @property
+    def prefilled(self) -> int:
+        return self.prompt_tokens - self.prompt_tokens_details.cached_tokens
+
+
+class Event(msgspec.Struct, frozen=True):
+    """Of a stream; the last one has the usage."""
+
+    usage: TokenCounts | None = None
+
 
 class Answer(msgspec.Struct, frozen=True):
     """A completion, as far as it matters here."""
@@ -63,7 +74,7 @@ class Answer(msgspec.Struct, frozen=True):
 
     @property
     def prefilled_tokens(self) -> int:
-        return self.usage.prompt_tokens - self.usage.prompt_tokens_details.cached_tokens
+        return self.usage.prefilled
 
 
 @dataclass(frozen=True)
@@ -104,6 +115,19 @@ class TwoStageServer:
         if response.status_code != 200:
             raise BenchError(f"the server answered {response.status_code}: {response.text[:500]}")
         return Timed(msgspec.json.decode(response.content, type=Answer), seconds)
+
+    async def first_token(self, body: dict[str, Any]) -> tuple[float, int]:
+        """Seconds until it is there, and how many tokens of the prompt were computed."""
+        sent = {"ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}, **body}
+        began_at, seconds, counts = time.perf_counter(), 0.0, None
+        async with self._client.stream("POST", "/v1/completions", json=sent) as response:
+            async for line in response.aiter_lines():
+                seconds = seconds or time.perf_counter() - began_at
+                if line.startswith("data: {"):
+                    counts = msgspec.json.decode(line[6:], type=Event).usage
+        if counts is None:
+            raise BenchError(f"the server answered {response.status_code}, and no stream that has an end")
+        return seconds, counts.prefilled
 
     async def rest(self) -> None:
         deadline = time.monotonic() + _ANSWER_S

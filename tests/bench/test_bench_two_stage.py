@@ -42,7 +42,7 @@ def bench_with(calm: dict[str, float], pressed: dict[str, float]) -> TwoStageBen
     bench = TwoStageBench("", "auto", Workload(requests=1), 100)
     for outcomes, times in ((bench.calm, calm), (bench.pressed, pressed)):
         for way, seconds in times.items():
-            outcomes[way] = Outcome([seconds], 2.0, [705], 7, {0: answer(BEAMS)})
+            outcomes[way] = Outcome([seconds], 2.0, [705], [705], 7, {0: answer(BEAMS)})
     bench.separate_s, bench.together_s, bench.num_kept = [4.0, 3.0], [1.0, 0.5], 2
     return bench
 
@@ -99,8 +99,9 @@ def test_a_whole_run(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str])
     assert results["identical_outputs"] == 1.0
     assert results["leases_kept"] == 1.0
     for suffix in ("", "_pressure"):
-        assert results[f"prefilled_tokens_continuation{suffix}"] == 6
+        assert results[f"prefilled_tokens_continuation{suffix}"] == results[f"ttft_prefilled_tokens_continuation{suffix}"] == 6
         assert results[f"prefilled_tokens_sequential{suffix}"] == results[f"prefilled_tokens_pipelined{suffix}"] == 145
     assert results["prefilled_tokens_prefix_cache"] < 32 < results["prefilled_tokens_prefix_cache_pressure"]
+    assert results["ttft_prefilled_tokens_prefix_cache"] < 32 < results["ttft_prefilled_tokens_prefix_cache_pressure"]
     assert results["evictions_continuation_pressure"] > 0
     assert (tmp_path / "plot.svg").read_text().startswith("<svg")

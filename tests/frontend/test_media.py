@@ -32,7 +32,7 @@ from kvrelay.text.tokenizer import Tokenizer
 from kvrelay.wire.serving import Image
 from tests.frontend.serving import fake_backend, http_client, make_app
 from tests.media.pictures import data_url, encoded, exif, picture, png, png_of_size
-from tests.media.test_fetch import world
+from tests.media.test_media_fetch import world
 from tests.text.tiny_tokenizers import byte_level_backend
 
 CHAT = "/v1/chat/completions"

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -78,9 +78,11 @@ def expected(kind: Kind, index: int) -> tuple[list[int], list[bool]]:
     return reference_output(kind, prompts(kind)[index], NUM_TOKENS)
 
 
-def make_engine(kind: Kind, *, native_kernels: bool = True, **options: object) -> tuple[Engine, Encoder]:
+def make_engine(
+    kind: Kind, *, native_kernels: bool = True, device: Literal["cpu", "cuda"] = "cpu", **options: object
+) -> tuple[Engine, Encoder]:
     settings = EngineOptions(**{"max_model_len": 256, "kv_blocks": 64, "check_invariants": True, **options})  # type: ignore[arg-type]
-    model = ModelOptions(model=kind, dtype="float32", threads=1)
+    model = ModelOptions(model=kind, dtype="float32", threads=1, device=device)
     encoder = build_encoder(model, settings, tiny_vl(kind), read_picture, Silent())
     environment = msgspec.structs.replace(read_environment(), native_kernels=native_kernels)
     runner = build_runner(model, settings, tiny_vl(kind), environment, Silent(), features=encoder.store)
@@ -179,6 +181,17 @@ def test_text_and_pictures_in_one_batch_twice_so_that_the_second_is_cached(kind:
 def test_any_chunk_size(kind: Kind, chunk: int) -> None:
     engine, encoder = make_engine(kind, token_budget=chunk, prefix_cache=False, max_batch=4)
     assert_all_equal(kind, generate(engine, encoder, prompts(kind)), f"chunk {chunk}")
+    engine.close()
+
+
+@pytest.mark.cuda
+@every_kind
+def test_an_nvidia_card_does_the_same(kind: Kind) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no NVIDIA card")
+    engine, encoder = make_engine(kind, device="cuda", token_budget=50)
+    assert_all_equal(kind, generate(engine, encoder, prompts(kind)), "fresh")
+    assert_all_equal(kind, generate(engine, encoder, prompts(kind)), "cached")
     engine.close()
 
 
