@@ -332,6 +332,17 @@ class EmbeddingConsumer:
             lambda: self._turns.machine.expect(transfer_id, producer, signal_address, required_dst_info_num, clock())
         )
 
+    def refuse(self, transfer_id: TransferId, producer: WorkerId, signal_address: str) -> None:
+        """Instead of `expect`: the embedding is not needed, and its producer should not wait for us. Nothing of it moves."""
+        as_transfer_id(transfer_id)
+        as_worker_id(producer)
+
+        def expect_and_abort() -> None:
+            self._turns.machine.expect(transfer_id, producer, signal_address, 1, clock())
+            self._turns.machine.abort(transfer_id)
+
+        self._loop.call(expect_and_abort)
+
     def release(self, transfer_id: TransferId) -> None:
         """What a complete arrival has in the pool is not needed any more."""
         self._give_back(self._kept.pop(transfer_id, ()))
