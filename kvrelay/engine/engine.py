@@ -33,7 +33,7 @@ from kvrelay.errors import HandOverError, InternalError, InvalidRequestError, Re
 from kvrelay.ids import LeaseId, RequestId, WorkerId
 from kvrelay.log import Log
 from kvrelay.states import FinishReason, FreeReason, RequestState
-from kvrelay.wire.registry import HostCounts, MappingCounts, PictureCounts, TransferCounts, WorkerLoad
+from kvrelay.wire.registry import HostCounts, MappingCounts, TransferCounts, WorkerLoad
 from kvrelay.wire.serving import (
     BeamResult,
     Encode,
@@ -285,7 +285,7 @@ class Engine:
             connections=0 if self._relay is None else self._relay.num_links,
             leases=len(self.leases),
             inherited_tokens=self.leases.num_inherited_tokens,
-            pictures=PictureCounts() if self.pictures is None else self.pictures.counts(),
+            pictures=None if self.pictures is None else self.pictures.counts(),
         )
 
     def _end_leases(self) -> None:

@@ -10,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvrelay.router.peer import Peer
+from kvrelay.wire.registry import PictureCounts
 
 _REQUEST_STATES = ("running", "waiting", "transferring", "swapped")
 _TOTALS = {
@@ -68,12 +69,17 @@ class WorkerCollector(Collector):
         yield _host_blocks(peers)
         yield from _counters(peers, "kvrelay_worker_transfers_", _TRANSFERS, lambda load: load["transfers"])
         yield from _counters(peers, "kvrelay_worker_mapping_", _MAPPING, lambda load: load["mapping"])
-        yield from _counters(peers, "kvrelay_worker_pictures_", _PICTURES, lambda load: load["pictures"])
-        yield _gauge(peers, "pictures_in_flight", "Embeddings on their way", lambda load: load["pictures"]["in_flight"])
+        yield from _counters(peers, "kvrelay_worker_pictures_", _PICTURES, _pictures)
+        yield _gauge(peers, "pictures_in_flight", "Embeddings on their way", lambda load: _pictures(load)["in_flight"])
         yield _gauge(peers, "transfers_in_flight", "KV hand-overs under way", lambda load: load["transfers"]["in_flight"])
         yield _gauge(peers, "leases", "Finished samples whose KV is kept", lambda load: load["leases"])
         yield _gauge(peers, "mapping_size", "Transfer ids known", lambda load: load["mapping"]["size"])
         yield _gauge(peers, "mapping_parked", "Messages about transfers not yet known", lambda load: load["mapping"]["parked"])
+
+
+def _pictures(load: dict[str, Any]) -> dict[str, Any]:
+    """None of a worker whose model takes none."""
+    return load["pictures"] or dict.fromkeys(PictureCounts.__struct_fields__, 0)
 
 
 def _counters(

@@ -16,7 +16,7 @@ from kvrelay.router.policy import FOREIGN_REQUEST_TOKENS
 from kvrelay.router.stream import RequestStream
 from kvrelay.states import WorkerState
 from kvrelay.wire import PROTOCOL_VERSION
-from kvrelay.wire.registry import WorkerLoad, WorkerRecord
+from kvrelay.wire.registry import PictureCounts, WorkerLoad, WorkerRecord
 from kvrelay.wire.serving import Image, LeaseTold, StepOutputs
 
 
@@ -164,7 +164,7 @@ class Peer:
             "swapped": load.swapped,
             "blocks": msgspec.to_builtins(load.blocks),
             "transfers": msgspec.to_builtins(load.transfers),
-            "pictures": msgspec.to_builtins(load.pictures),
+            "pictures": msgspec.to_builtins(load.pictures or PictureCounts()),
             "address": record.serving_address,
             "events_address": record.events_address,
             "replay_address": record.replay_address,

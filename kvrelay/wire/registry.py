@@ -96,7 +96,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     connections: int = 0  # routers that are connected, and workers that KV is exchanged with
     leases: int = 0  # finished samples whose KV is kept for a continuation
     inherited_tokens: int = 0  # since the start: prompt tokens whose KV was taken from a lease
-    pictures: PictureCounts = PictureCounts()
+    pictures: PictureCounts | None = None  # of a worker whose model takes none
 
 
 class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -114,7 +114,8 @@ class Worker:
 
     @property
     def pictures(self) -> PictureCounts:
-        return self.engine.load().pictures
+        counts: PictureCounts = self.engine.load().pictures
+        return counts
 
     def allow(self, steps: int | None) -> None:
         """So many more steps; None is as many as it likes."""
