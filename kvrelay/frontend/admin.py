@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from kvrelay.errors import InvalidRequestError
 from kvrelay.frontend.errors import invalid_body
 from kvrelay.frontend.http import Call
 from kvrelay.frontend.service import Service
@@ -18,7 +19,7 @@ class DrainRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 class RoleRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     worker: str
-    role: Literal["prefill", "decode", "whole"]
+    role: Literal["prefill", "decode", "whole", "encode"]
 
 
 _drain_decoder: msgspec.json.Decoder[DrainRequest] = msgspec.json.Decoder(DrainRequest)
@@ -42,4 +43,7 @@ async def change_role(service: Service, call: Call) -> None:
         request = _role_decoder.decode(body)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise invalid_body(error) from error
-    await call.answer_json(service.backend.drain(request.worker, Role(request.role)))
+    role = Role(request.role)
+    if role is Role.ENCODE and service.media is None:
+        raise InvalidRequestError("the model takes no pictures: there is nothing to encode", param="role")
+    await call.answer_json(service.backend.drain(request.worker, role))

@@ -30,6 +30,7 @@ from kvrelay.states import HandleState
 from kvrelay.wire.serving import LeaseInfo, LeaseNews
 
 NEWS_WAIT_S = 30.0  # how long after a sample's end its worker may say whether its KV is kept
+MAX_PICTURE_BYTES = 256 << 20  # of requests whose KV nobody keeps: their pictures are needed to compute it again
 _MAX_REASONS = 4096  # handles that are gone, of which it is known why
 
 _Name = tuple[str, str]  # owner, and what it calls a request
@@ -54,6 +55,7 @@ class Continuations:
         self._leases: dict[LeaseId, Parent] = {}
         self._held: dict[str, set[Parent]] = {}  # by owner: leases that are held, or asked for
         self._ended: OrderedDict[Parent, None] = OrderedDict()  # KNOWN; the one unused for longest comes first
+        self._num_picture_bytes = 0  # in the files of those
         self._reasons: OrderedDict[_Name, str] = OrderedDict()
         metrics.leases_held.set_function(lambda: sum(parent.state is HandleState.HELD for parent in self._all_held()))
 
@@ -279,9 +281,9 @@ class Continuations:
     def _remember(self, parent: Parent) -> None:
         parent.become(HandleState.KNOWN)
         self._ended[parent] = None
-        while len(self._ended) > self._capacity:
-            oldest, _ = self._ended.popitem(last=False)
-            self._go(oldest, "it was forgotten: others have ended since")
+        self._num_picture_bytes += _num_picture_bytes(parent)
+        while len(self._ended) > self._capacity or self._num_picture_bytes > MAX_PICTURE_BYTES:
+            self._go(next(iter(self._ended)), "it was forgotten: others have ended since")
 
     def _touch(self, parent: Parent) -> None:
         if parent in self._ended:
@@ -290,8 +292,10 @@ class Continuations:
     def _go(self, parent: Parent, reason: str) -> None:
         if parent.state is HandleState.GONE:
             return
+        if parent in self._ended:
+            del self._ended[parent]
+            self._num_picture_bytes -= _num_picture_bytes(parent)
         parent.reason, parent.tokens, parent.images, parent.asked = reason, (), (), False
-        self._ended.pop(parent, None)
         self._not_held(parent)
         if parent.lease_id is not None and self._leases.get(parent.lease_id) is parent:
             del self._leases[parent.lease_id]
@@ -363,3 +367,7 @@ def _not_found(handle: str, reason: str) -> NotFoundError:
         param="continuation_of",
         code="continuation_not_found",
     )
+
+
+def _num_picture_bytes(parent: Parent) -> int:
+    return sum(len(image.data) for image in parent.images)

@@ -15,7 +15,8 @@ Prefill or whole worker:
     Every expected transfer ends in exactly one arrival that is complete or has an error, unless it is aborted first. A complete
     one may have tokens in the pool, where they stay until `release` (harmless otherwise).
 
-No call blocks. The calls only leave a note for the thread, which is told the end of everything even if it dies.
+No call blocks. The calls only leave a note for the thread. Should it fail, everything that is open ends with an error, and then
+`poll` raises ThreadFailedError: the worker had better be replaced.
 """
 
 from __future__ import annotations
@@ -203,7 +204,7 @@ class EmbeddingProducer:
 
     @property
     def has_news(self) -> bool:
-        return bool(self._turns.news) or bool(self._loop.ended and self._open)
+        return bool(self._turns.news or self._loop.has_ended) or bool(self._loop.ended and self._open)
 
     def poll(self) -> list[EmbeddingSent]:
         ended = self._loop.ended  # read first: what the thread said before its end must not be missed
@@ -214,6 +215,8 @@ class EmbeddingProducer:
         if ended:
             news += [EmbeddingSent(transfer_id, ended) for transfer_id in self._open]
             self._open.clear()
+        if not news:
+            self._loop.raise_failure()
         return news
 
     def counts(self) -> RelayCounts:
@@ -332,6 +335,17 @@ class EmbeddingConsumer:
             lambda: self._turns.machine.expect(transfer_id, producer, signal_address, required_dst_info_num, clock())
         )
 
+    def refuse(self, transfer_id: TransferId, producer: WorkerId, signal_address: str) -> None:
+        """Instead of `expect`: the embedding is not needed, and its producer should not wait for us. Nothing of it moves."""
+        as_transfer_id(transfer_id)
+        as_worker_id(producer)
+
+        def expect_and_abort() -> None:
+            self._turns.machine.expect(transfer_id, producer, signal_address, 1, clock())
+            self._turns.machine.abort(transfer_id)
+
+        self._loop.call(expect_and_abort)
+
     def release(self, transfer_id: TransferId) -> None:
         """What a complete arrival has in the pool is not needed any more."""
         self._give_back(self._kept.pop(transfer_id, ()))
@@ -352,7 +366,7 @@ class EmbeddingConsumer:
 
     @property
     def has_news(self) -> bool:
-        return bool(self._turns.news) or bool(self._loop.ended and self._open)
+        return bool(self._turns.news or self._loop.has_ended) or bool(self._loop.ended and self._open)
 
     def poll(self) -> list[EmbeddingArrival]:
         ended = self._loop.ended  # read first: what the thread said before its end must not be missed
@@ -370,6 +384,8 @@ class EmbeddingConsumer:
         if ended:
             wanted += [EmbeddingArrival(transfer_id=transfer_id, error=ended) for transfer_id in self._open]
             self._open.clear()
+        if not wanted:
+            self._loop.raise_failure()
         return wanted
 
     def counts(self) -> RelayCounts:

@@ -67,8 +67,7 @@ class EmbeddingIntake:
 
     def refuse(self, transfer: EmbeddingTransfer) -> None:
         """The producer learns of it by an abort."""
-        self._consumer.expect(transfer.transfer_id, transfer.producer, transfer.signal_address)
-        self._consumer.abort(transfer.transfer_id)
+        self._consumer.refuse(transfer.transfer_id, transfer.producer, transfer.signal_address)
 
     def peer_lost(self, worker_id: WorkerId) -> None:
         self._consumer.peer_lost(worker_id)

@@ -107,6 +107,29 @@ async def test_an_encode_worker_that_dies_is_replaced_by_another() -> None:
         assert stream.encode == other.id
 
 
+async def test_an_encode_worker_whose_transfer_thread_fails_ends_and_another_takes_over() -> None:
+    prompt = make_prompt("qwen3_vl", [(70, 50)], "What is it?")
+    async with pictures(Shape(encode=2, prefill=1, decode=1)) as cluster:
+        for worker in cluster.of(Role.ENCODE):
+            worker.allow(0)
+        stream = cluster.submit(ask(prompt))
+        victim, other = sorted(cluster.of(Role.ENCODE), key=lambda worker: worker.id != stream.encode)
+        await cluster.until(lambda: victim.engine.load().waiting == 1)
+        victim.engine._producer._turns.machine.pump = _out_of_order
+        for worker in (victim, other):
+            worker.allow(None)
+        assert (await collect(stream)).tokens[0] == reference_output("qwen3_vl", prompt, 6)[0]
+        assert stream.encode == other.id
+        await asyncio.to_thread(victim.halt)
+        assert "out of order" in str(victim.failure)
+        victim.failure = None  # as it should be
+        victim.kill()
+
+
+def _out_of_order() -> None:
+    raise RuntimeError("out of order")
+
+
 async def test_a_prefill_worker_that_dies_with_embeddings_on_their_way_leaves_none_at_the_encode_worker() -> None:
     prompt = make_prompt("qwen3_vl", TWO, "What differs?")
     async with pictures(Shape(encode=1, prefill=2, decode=1)) as cluster:

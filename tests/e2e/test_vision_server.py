@@ -1,0 +1,77 @@
+"""A server with an encode, a prefill and a decode process: OpenAI's SDK, counts, and an encode worker that is killed."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import os
+import pathlib
+import signal
+from collections.abc import Iterator
+
+import openai
+import pytest
+import tokenizers
+from server import Server, serve
+from vision_models import make_prompt, reference_output, tiny_vl
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    folder: pathlib.Path = tiny_vl("qwen3_vl")
+    with serve(
+        str(folder), "--encode", "1", "--prefill", "1", "--decode", "1", "--local-prefill-tokens", "0", "--kv-blocks", "300",
+        "--served-model-name", "tiny", "--threads", "1", "--check-invariants", "--failover-wait-s", "60",
+    ) as running:  # fmt: skip
+        yield running
+
+
+def ask(server: Server, seed: int, text: str = "What is it?") -> tuple[str, dict[str, str], int]:
+    """Text, headers, prompt tokens; the picture comes before the text, as in `make_prompt`."""
+    client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=100)
+    data = base64.b64encode(make_prompt("qwen3_vl", [(70, 50)], "", seed).images[0].data).decode()
+    picture = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+    answer = client.chat.completions.with_raw_response.create(
+        model="tiny",
+        messages=[{"role": "user", "content": [picture, {"type": "text", "text": text}]}],  # type: ignore[list-item,misc]
+        temperature=0,
+        max_tokens=6,
+        extra_body={"ignore_eos": True},
+    )
+    reply = answer.parse()
+    assert reply.usage is not None
+    return reply.choices[0].message.content or "", dict(answer.headers), reply.usage.prompt_tokens
+
+
+def encoded(server: Server) -> int:
+    return sum(worker["pictures"]["encoded"] for worker in server.idle_workers())
+
+
+@pytest.mark.long
+def test_pictures_over_http_give_what_transformers_gives(server: Server) -> None:
+    tokenizer = tokenizers.Tokenizer.from_file(str(tiny_vl("qwen3_vl") / "tokenizer.json"))
+    for seed in range(2):
+        prompt = make_prompt("qwen3_vl", [(70, 50)], "What is it?", seed)
+        text, headers, num_tokens = ask(server, seed)
+        assert text == tokenizer.decode(reference_output("qwen3_vl", prompt, 6)[0])
+        assert num_tokens == len(prompt.tokens)
+        assert headers["x-kvrelay-encode"].startswith("encode-")
+    assert encoded(server) == 2
+    assert ask(server, 0, "Is it?")[2] == len(make_prompt("qwen3_vl", [(70, 50)], "Is it?").tokens)
+    assert encoded(server) == 2
+
+
+@pytest.mark.long
+def test_a_killed_encode_worker_is_replaced(server: Server) -> None:
+    before = ask(server, 5)[0]
+    (worker,) = (worker for worker in server.get("/cluster")["workers"] if worker["role"] == "encode")
+    os.kill(worker["pid"], signal.SIGKILL)
+    assert ask_until_served(server, 5) == before
+    assert ask_until_served(server, 6)
+
+
+def ask_until_served(server: Server, seed: int) -> str:
+    """A request that comes when no encode worker is up is told so at once."""
+    while True:
+        with contextlib.suppress(openai.InternalServerError):
+            return ask(server, seed)[0]
