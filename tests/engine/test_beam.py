@@ -372,7 +372,7 @@ def test_a_search_ends_once_in_whatever_state_it_is(state: str, how: str) -> Non
         case "finish":
             engine.engine.finish(Finish(request_id=request_id, sample=1, keep_tokens=0, reason=FinishReason.STOP))
         case _:
-            engine.engine._fail(engine.engine.requests[request_id], HandOverError("broken"))
+            engine.engine._endings.fail(engine.engine.requests[request_id], HandOverError("broken"))
     engine.run()
     ends = {sample: reason for (known, sample), reason in engine.seen.ends.items() if known == request_id}
     assert ends == (dict.fromkeys(range(3), FinishReason.ABORT) if how == "abort" else {})

@@ -16,7 +16,7 @@ PAGE = (ROOT / "docs/lifecycle.md").read_text(encoding="utf-8")
 ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in PAGE.splitlines() if line.startswith("| ")][1:]
 MODULES = {
     "Scheduler": "scheduler", "KVCache": "kv_cache", "Swap": "swap", "Engine": "engine", "BlockPool": "block_pool",
-    "PrefixCache": "prefix_cache",
+    "PrefixCache": "prefix_cache", "Endings": "endings",
 }  # fmt: skip
 
 

@@ -139,6 +139,13 @@ class Worker:
         self.loop.close()
         self.engine.close()
 
+    @property
+    def is_quiet(self) -> bool:
+        load = self.engine.load()
+        blocks = load.blocks
+        held = blocks.in_use + blocks.reserved + blocks.sending + blocks.quarantined
+        return self.loop.num_open == load.transfers.in_flight == load.pictures.in_flight == load.pictures.held == held == 0
+
     def check_idle(self) -> None:
         assert self.loop.num_open == 0
         load = self.engine.load()
@@ -241,9 +248,8 @@ class Cluster:
             return all(is_idle(entry) for entry in entries)
 
         await self.until(is_over)
-        await self.until(
-            lambda: all(worker.pictures.in_flight == worker.pictures.held == 0 for worker in self.workers if not worker.is_gone)
-        )
+        # What the router was told last may be from before a request that failed at once.
+        await self.until(lambda: all(worker.is_quiet for worker in self.workers if not worker.is_gone))
 
     async def check_idle(self) -> None:
         await self.idle()
