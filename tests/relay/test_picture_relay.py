@@ -233,6 +233,7 @@ async def test_embeddings_go_over_other_transports_in_many_rounds(transfer: str)
         assert moved == prompt.images[0].num_tokens * layout.token_bytes + layout.aux_bytes, "every byte moves once"
 
 
+@pytest.mark.long
 async def test_many_pictures_at_once_on_several_workers_of_each_kind() -> None:
     prompts = [make_prompt("qwen3_vl", [(50 + 16 * (n % 3), 50)], "What?", seed=n % 5) for n in range(12)]
     expected = [reference_output("qwen3_vl", prompt, 6)[0] for prompt in prompts]
