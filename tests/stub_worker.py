@@ -53,7 +53,7 @@ class StubEngine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._failures or self._news) or (bool(self._open) and self.gate.is_set())
+        return bool(self._failures or self._news or self._inherited) or (bool(self._open) and self.gate.is_set())
 
     @property
     def drained(self) -> bool:
@@ -120,6 +120,14 @@ class StubEngine:
             for sample, count in samples.items():
                 if submit is not None:
                     self._keep(submit, sample, count)
+
+    def fail_all(self, kind: str) -> None:
+        """Every request fails, and none of them is kept."""
+        for request_id, (submit, samples) in self._open.items():
+            self._failures.append(Failure(request_id, kind, "the stub was told to"))
+            for sample in samples if submit.keep is not None else ():
+                self._news.append(LeaseNews(request_id, sample, submit.keep.lease_ids[sample], False, reason="it failed"))
+        self._open.clear()
 
     def finish(self, finish: Finish) -> None:
         self.finished.append(finish)
@@ -198,14 +206,15 @@ class StubWorker:
         fingerprint: str = "stub",
         version: int = PROTOCOL_VERSION,
         step_s: float = 0.0,
+        role: Role = Role.WHOLE,
     ) -> None:
-        self.id = new_worker_id("whole")
+        self.id = new_worker_id(role.value)
         self.engine = StubEngine(self.id)
         self.engine.stuck_s = step_s
         self.loop = ServingLoop(self.engine, host="127.0.0.1", port=0)
         self.record = self.loop.record = WorkerRecord(
             id=self.id,
-            role=Role.WHOLE,
+            role=role,
             state=WorkerState.READY,
             host="here",
             pid=os.getpid(),

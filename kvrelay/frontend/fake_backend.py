@@ -82,7 +82,7 @@ class FakeBackend:
     def _begin(self, request: GenerateRequest, stream: RequestStream) -> None:
         stream.parents = self.continuations.begun(request)
         for parent in stream.parents:
-            self.continuations.sent(parent, _WORKER)
+            self.continuations.sent(parent, _WORKER, request_id=stream.request_id)
         if request.parent is not None and request.parent.state is HandleState.HELD:
             stream.inherited = Inherited(stream.request_id, len(request.parent.tokens) - 1)
 

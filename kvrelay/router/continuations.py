@@ -89,6 +89,10 @@ class Continuations:
         """To the worker that generates it; again, if another one was lost."""
         parent.worker_id, parent.fingerprint, parent.request_id, parent.news = worker_id, fingerprint, request_id, None
 
+    def given_up(self, parent: Parent) -> None:
+        """It goes to another worker: what the one before has to say of it does not count any more."""
+        parent.worker_id, parent.request_id, parent.news = None, None, None
+
     def ended(self, parent: Parent, prompt: Sequence[int], output: Sequence[int]) -> None:
         """Its output is exactly what its client saw."""
         if parent.state is not HandleState.RUNNING:
@@ -120,7 +124,7 @@ class Continuations:
     def told(self, worker_id: WorkerId, news: LeaseNews) -> bool:
         """False: nobody wants this lease (any more); the worker should give it up."""
         parent = self._leases.get(news.lease_id)
-        if parent is None or parent.state is not HandleState.RUNNING or parent.worker_id != worker_id or not parent.asked:
+        if parent is None or not parent.asked or not parent.is_generated_by(worker_id, news.request_id):
             known = parent is not None and parent.state is HandleState.HELD and parent.worker_id == worker_id
             return known or not news.kept
         if not news.kept:

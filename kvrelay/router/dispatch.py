@@ -307,6 +307,7 @@ class Dispatcher:
             entry.stream.fail(error)
             return
         self._metrics.failovers.labels(reason).inc()
+        self._keeping.again(entry)
         log.info("sending a request again", request=entry.stream.request_id, attempt=entry.attempt, reason=error.message)
         if not self._retry(entry):
             if isinstance(error, InternalError):  # nobody else could try it, and this one's word is final

@@ -27,6 +27,14 @@ class Keeping:
         for parent in entry.stream.parents:
             self._table.failed(parent, error.message)
 
+    def again(self, entry: OpenRequest) -> None:
+        """It will be sent again. Before its first token, what it took of its own parent was for nothing."""
+        stream = entry.stream
+        if not stream.has_tokens:
+            stream.inherited = None
+        for sample in stream.running:
+            self._table.given_up(stream.parents[sample])
+
     def keep(self, entry: OpenRequest, leg: Leg) -> Keep | None:
         """What the worker that generates is to keep. Samples that ended on one that was lost were kept there, if anywhere."""
         stream, peer = entry.stream, leg.peer

@@ -54,6 +54,10 @@ class Parent:
         """Whether its worker has promised to keep its KV, and has not been lost, nor the time been over, since."""
         return (self.news is not None and self.state is HandleState.RUNNING) or self.state is HandleState.HELD
 
+    def is_generated_by(self, worker_id: WorkerId, request_id: RequestId) -> bool:
+        """Or was until now. Not if that was an attempt that failed."""
+        return self.state is HandleState.RUNNING and (self.worker_id, self.request_id) == (worker_id, request_id)
+
     def become(self, state: HandleState) -> None:
         self.state = advance(HANDLE_EDGES, self.state, state)
         self.wake()

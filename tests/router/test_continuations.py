@@ -48,7 +48,7 @@ class Table(Continuations):
 
 def news(parent: Parent, *, kept: bool = True, num_tokens: int = 4) -> LeaseNews:
     assert parent.lease_id is not None
-    return LeaseNews(new_request_id(), parent.choice, parent.lease_id, kept, 10.0, num_tokens, 1)
+    return LeaseNews(parent.request_id or new_request_id(), parent.choice, parent.lease_id, kept, 10.0, num_tokens, 1)
 
 
 def test_who_was_used_least_lately_is_forgotten_first() -> None:

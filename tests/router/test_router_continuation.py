@@ -18,7 +18,7 @@ from kvrelay.router.parent import Parent
 from kvrelay.router.router import Router
 from kvrelay.router.stream import RequestStream
 from kvrelay.sampling import BeamSearch, SamplingParams
-from kvrelay.states import FinishReason, HandleState
+from kvrelay.states import FinishReason, HandleState, Role
 from kvrelay.wire.serving import Keep
 
 PROMPT = [1, 2, 3]
@@ -27,7 +27,7 @@ PATIENCE_S = 10.0
 
 @pytest.fixture
 async def cluster() -> AsyncIterator[Cluster]:
-    made = Cluster()
+    made = Cluster(wait_s=PATIENCE_S)
     yield made
     await made.close()
 
@@ -116,10 +116,11 @@ async def test_a_child_whose_worker_is_lost_goes_on_elsewhere_without_the_lease(
     other = next(worker for worker in workers if worker is not holder)
     holder.engine.gate.clear()
     stream = cluster.router.submit(child_of(parent, [9]))
-    await cluster.until(lambda: holder.loop.num_open == 1)
+    await cluster.until(lambda: stream.inherited is not None)
     await asyncio.to_thread(holder.stop)
     assert await tokens_of(stream) == {0: expected([*parent.tokens, 9], 3)}
     assert stream.decode == other.id
+    assert stream.inherited is None, "what it took was lost before its first token"
     assert other.engine.submitted[-1].inherit is None
 
 
@@ -135,6 +136,35 @@ async def test_a_parent_that_is_sent_again_is_kept_where_it_ends(cluster: Cluste
     await asyncio.to_thread(first.stop)
     await tokens_of(stream)
     await cluster.until(lambda: stream.parents[0].state is HandleState.HELD)
+    assert stream.parents[0].worker_id == other.id
+
+
+async def test_a_parent_whose_hand_over_failed_is_kept_all_the_same(cluster: Cluster) -> None:
+    prefill, decode = [await cluster.add_ready(role=role) for role in (Role.PREFILL, Role.DECODE)]
+    prefill.engine.gate.clear()
+    decode.engine.gate.clear()
+    stream = cluster.router.submit(keeping(prompt=list(range(100))))
+    await cluster.until(lambda: decode.loop.num_open == 1)
+    decode.engine.fail_all("hand_over_error")
+    decode.engine.gate.set()
+    await tokens_of(stream)
+    await cluster.until(lambda: stream.parents[0].state is not HandleState.RUNNING)
+    assert stream.parents[0].state is HandleState.HELD, stream.parents[0].reason
+    assert list(decode.engine.leases) == [stream.parents[0].lease_id]
+
+
+async def test_a_parent_that_waits_for_another_worker_is_kept_there(cluster: Cluster) -> None:
+    first = await cluster.add_ready()
+    first.engine.gate.clear()
+    stream = cluster.router.submit(keeping())
+    await cluster.until(lambda: first.loop.num_open == 1)
+    first.engine.fail_all("service_unavailable_error")
+    await cluster.until(lambda: cluster.router.cluster()["stranded"] == 1)
+    await asyncio.to_thread(first.stop)
+    other = await cluster.add_ready()
+    await tokens_of(stream)
+    await cluster.until(lambda: stream.parents[0].state is not HandleState.RUNNING)
+    assert stream.parents[0].state is HandleState.HELD, stream.parents[0].reason
     assert stream.parents[0].worker_id == other.id
 
 
