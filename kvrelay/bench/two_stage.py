@@ -117,6 +117,7 @@ class Outcome:
     probed_tokens: list[int] = field(default_factory=list)  # the same of those whose time to first token was taken
     evictions: int = 0
     beams: dict[int, Answer] = field(default_factory=dict)
+    from_lease: list[bool] = field(default_factory=list)  # of the searches
 
 
 def measure(model: str, load: str, workload: Workload, plot: pathlib.Path, console: Console) -> dict[str, float]:
@@ -145,7 +146,6 @@ class TwoStageBench:
         self.pressed: dict[str, Outcome] = {}
         self.separate_s: list[float] = []
         self.together_s: list[float] = []
-        self.num_kept = 0
 
     async def run(self, status: Status) -> None:
         self._status = status
@@ -173,7 +173,6 @@ class TwoStageBench:
         await asyncio.gather(*(self._search(way, parent, pressed) for parent in parents))
         pressed.wall_s = self._stage_1_s + time.perf_counter() - began_at
         handles = [parent.handle for parent in (*parents, probed) if parent.handle is not None]
-        self.num_kept += sum(handle.kept for handle in handles)
         await self._server.release(handles)
 
     # The stages
@@ -216,6 +215,7 @@ class TwoStageBench:
         timed = await self._server.ask({**self._stage_2(way, parent), **self._beam_fields()})
         outcome.prefilled_tokens.append(timed.answer.prefilled_tokens)
         outcome.beams[parent.user] = timed.answer
+        outcome.from_lease.append(timed.answer.is_from_lease)
         return timed
 
     async def _probe(self, way: Way, parent: Parent, outcome: Outcome) -> None:
@@ -286,7 +286,7 @@ class TwoStageBench:
             "ttft_prefix_cache_pressure_over_calm": ttft_s(pressed, "prefix_cache") / ttft_s(calm, "prefix_cache"),
             "separate_requests_over_beam": min(self.separate_s) / min(self.together_s),
             "identical_outputs": self.identical_share(),
-            "leases_kept": self.num_kept / (self._work.requests + 1),
+            "leases_kept": statistics.mean([*calm["continuation"].from_lease, *pressed["continuation"].from_lease]),
         }
         for suffix, outcomes in (("", calm), ("_pressure", pressed)):
             for way, outcome in outcomes.items():

@@ -66,15 +66,30 @@ class Event(msgspec.Struct, frozen=True):
     usage: TokenCounts | None = None
 
 
+class Source(msgspec.Struct, frozen=True):
+    """Where the KV of a parent came from."""
+
+    source: str
+
+
+class Provenance(msgspec.Struct, frozen=True):
+    continuation: Source
+
+
 class Answer(msgspec.Struct, frozen=True):
     """A completion, as far as it matters here."""
 
     choices: list[Choice]
     usage: TokenCounts
+    kvrelay: Provenance | None = None  # of a continuation
 
     @property
     def prefilled_tokens(self) -> int:
         return self.usage.prefilled
+
+    @property
+    def is_from_lease(self) -> bool:
+        return self.kvrelay is not None and self.kvrelay.continuation.source == "lease"
 
 
 @dataclass(frozen=True)

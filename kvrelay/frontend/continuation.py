@@ -69,6 +69,7 @@ def _check_fields(request: CompletionRequest | ChatRequest) -> None:
         refused |= {
             "messages": request.messages,
             "add_generation_prompt": request.add_generation_prompt,
+            "add_special_tokens": request.add_special_tokens or None,
             "continue_final_message": request.continue_final_message or None,
             "chat_template_kwargs": request.chat_template_kwargs,
             "mm_processor_kwargs": request.mm_processor_kwargs,

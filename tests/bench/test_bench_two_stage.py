@@ -42,8 +42,8 @@ def bench_with(calm: dict[str, float], pressed: dict[str, float]) -> TwoStageBen
     bench = TwoStageBench("", "auto", Workload(requests=1), 100)
     for outcomes, times in ((bench.calm, calm), (bench.pressed, pressed)):
         for way, seconds in times.items():
-            outcomes[way] = Outcome([seconds], 2.0, [705], [705], 7, {0: answer(BEAMS)})
-    bench.separate_s, bench.together_s, bench.num_kept = [4.0, 3.0], [1.0, 0.5], 2
+            outcomes[way] = Outcome([seconds], 2.0, [705], [705], 7, {0: answer(BEAMS)}, [way == "continuation"] * 2)
+    bench.separate_s, bench.together_s = [4.0, 3.0], [1.0, 0.5]
     return bench
 
 
@@ -67,6 +67,12 @@ def test_one_search_that_differs_is_seen() -> None:
     bench = bench_with(TIMES, TIMES)
     bench.pressed["continuation"].beams[0] = answer([([9, 9], -1.0), *BEAMS[1:]])
     assert bench.summarise()["identical_outputs"] == pytest.approx(6 / 7)
+
+
+def test_a_lease_that_did_not_last_is_seen() -> None:
+    bench = bench_with(TIMES, TIMES)
+    bench.pressed["continuation"].from_lease[1] = False
+    assert bench.summarise()["leases_kept"] == pytest.approx(3 / 4)
 
 
 def test_a_pool_holds_the_leases_and_one_search_beside_them() -> None:

@@ -250,6 +250,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": [{"role": "user", "content": "x"}]}, "messages"),
     (CHAT, {"add_generation_prompt": True}, "add_generation_prompt"),
     (CHAT, {"continue_final_message": True}, "continue_final_message"),
+    (CHAT, {"add_special_tokens": True}, "add_special_tokens"),
     (CHAT, {"chat_template_kwargs": {}}, "chat_template_kwargs"),
     *(
         (path, fields, field)
