@@ -100,7 +100,7 @@ class Limits:
             raise UnavailableError("samples that go on at different tokens cannot be handed over together")
 
     def _check_beam(self, submit: Submit) -> None:
-        """A search must be able to reach its end with the pool to itself."""
+        """A search must be able to reach its end when there is nobody else but leases."""
         beam = submit.params.beam
         if beam is None:
             return
@@ -121,8 +121,8 @@ class Limits:
         available = self.num_blocks - self.num_pinnable_blocks
         if needed > available:
             raise InvalidRequestError(
-                f"{beam.width} beams with prompt and output of up to {needed} KV blocks do not fit the {available} there are:"
-                " ask for fewer beams or fewer tokens",
+                f"{beam.width} beams with prompt and output of up to {needed} KV blocks do not fit the {available} of"
+                f" {self.num_blocks} that leases leave: ask for fewer beams or fewer tokens",
                 param="beam_width",
             )
 
