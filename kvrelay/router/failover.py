@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvrelay.errors import InternalError, RequestError, UnavailableError
+from kvrelay.errors import InternalError, MissingPictureError, RequestError, UnavailableError
 from kvrelay.ids import WorkerId
 from kvrelay.router.peer import OpenRequest, Peer
 from kvrelay.router.plan import Plan
@@ -47,6 +47,14 @@ def judge(error: RequestError, *, is_last: bool, generating: bool, num_internal_
     if isinstance(error, InternalError):
         return Verdict.RETRY if num_internal_errors == 0 else Verdict.FINAL
     return Verdict.CLIENT
+
+
+def is_setback(entry: OpenRequest, error: RequestError) -> bool:
+    """Whether this is one of the failures that a request may have. It is none that a worker under pressure gave up the KV of
+    pictures it cannot compute again, if the request has got on since the last time."""
+    num_tokens = sum(len(entry.stream.tokens(sample)) for sample in range(entry.request.params.n))
+    got_on, entry.num_tokens_then = num_tokens > entry.num_tokens_then, num_tokens
+    return not (got_on and isinstance(error, MissingPictureError) and not error.param)
 
 
 class Estranged:

@@ -54,6 +54,8 @@ class OpenRequest:
     encode: tuple[EncodeShare, ...] = ()  # whom its pictures were sent to, the last time
     generating: bool = False  # the last leg has given an output, so it needs nobody else any more
     attempt: int = 0  # how often it was sent before
+    num_setbacks: int = 0  # how often because somebody failed it
+    num_tokens_then: int = 0  # that it had when it was last sent again
     num_internal_errors: int = 0
     avoid: set[WorkerId] = field(default_factory=set)  # workers that failed it
     deadline: asyncio.TimerHandle | None = None

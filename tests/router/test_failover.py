@@ -10,9 +10,18 @@ import pytest
 from router.test_router import PATIENCE_S, Cluster, ask, expected, tokens_of
 from stub_worker import StubWorker
 
-from kvrelay.errors import DeadlineError, InternalError, InvalidRequestError, RequestError, UnavailableError
+from kvrelay.errors import (
+    DeadlineError,
+    InternalError,
+    InvalidRequestError,
+    MissingPictureError,
+    RequestError,
+    UnavailableError,
+)
+from kvrelay.ids import new_request_id
 from kvrelay.router.breaker import FAILURES, FIRST_PAUSE_S, Breaker
-from kvrelay.router.failover import Verdict, judge
+from kvrelay.router.failover import Verdict, is_setback, judge
+from kvrelay.router.peer import OpenRequest
 from kvrelay.router.stream import RequestStream
 from kvrelay.states import BreakerState, FinishReason
 
@@ -68,6 +77,26 @@ async def tokens_of_rest(stream: RequestStream) -> list[tuple[int, int]]:
             for output in outputs:
                 rest += [(output.sample, token) for token in output.tokens]
     return rest
+
+
+def test_giving_way_to_others_is_no_failure_of_a_request_that_gets_on() -> None:
+    """Its pictures' KV went for want of room. If it never gets on, something else is wrong."""
+    stream = RequestStream(new_request_id(), 1, StubOwner(), prefill="", decode="")
+    entry = OpenRequest(ask([5]), stream)
+    gone, lost = MissingPictureError("gone from this worker"), MissingPictureError("did not come", param="digest")
+    judged = []
+    for num_tokens, error in ((3, gone), (3, gone), (4, gone), (5, lost), (6, UnavailableError("lost"))):
+        stream.tokens(0)[:] = range(num_tokens)
+        judged.append(is_setback(entry, error))
+    assert judged == [False, True, False, True, True]
+
+
+class StubOwner:
+    def stream_finished(self, stream: RequestStream) -> None: ...
+
+    def send_finish(self, stream: RequestStream, sample: int, keep_tokens: int, reason: FinishReason) -> None: ...
+
+    def send_abort(self, stream: RequestStream) -> None: ...
 
 
 async def test_a_sample_that_has_ended_is_not_asked_for_again(cluster: Cluster) -> None:
