@@ -34,6 +34,7 @@ class EmbeddingSent(msgspec.Struct, frozen=True):
 
     transfer_id: TransferId
     error: str = ""
+    is_unwanted: bool = False  # it was a consumer that ended it
 
 
 class EmbeddingProducerMachine:
@@ -54,7 +55,9 @@ class EmbeddingProducerMachine:
         """An embedding will be offered; these will ask for it."""
         if self._book.knows(transfer_id):
             end = self._book.ended(transfer_id)
-            self._news.append(EmbeddingSent(transfer_id, (end and end.reason) or "its transfer id was used before"))
+            self._news.append(
+                EmbeddingSent(transfer_id, (end and end.reason) or "its transfer id was used before", end is not None)
+            )
             return
         sending = EmbeddingSending(transfer_id, consumers, self._local.pool, self.counts, self._settings.lease_s)
         self._book.add(transfer_id, sending)
@@ -285,7 +288,7 @@ class EmbeddingProducerMachine:
         has_outcome = sending.state in (EmbeddingState.SUCCESS, EmbeddingState.FAILED)
         if has_outcome and sending.transfer_id in self._untold:
             self._untold.discard(sending.transfer_id)
-            self._news.append(EmbeddingSent(sending.transfer_id, sending.failure))
+            self._news.append(EmbeddingSent(sending.transfer_id, sending.failure, sending.is_unwanted))
         if sending.is_over and self._book.find(sending.transfer_id) is sending:
             self._book.end(sending.transfer_id, sending.end)
             self.counts.done += sending.state is EmbeddingState.SUCCESS

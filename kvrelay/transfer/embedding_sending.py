@@ -81,6 +81,7 @@ class EmbeddingSending:
         self.destinations = {peer: Destination(peer, HeldLease(lease_s)) for peer in consumers}
         self.total_tokens: int | None = None  # once it was offered
         self.failure = ""
+        self.is_unwanted = False  # it was a consumer that ended it
         self.is_over = False  # it has its end, and holds nothing
         self.outgoing: list[tuple[WorkerId, Message]] = []
         self._pool = pool
@@ -164,6 +165,7 @@ class EmbeddingSending:
         """Answered by AbortAck, when nothing is written for it any more."""
         destination = self.destinations[peer]
         destination.is_ack_due, destination.is_told, destination.is_reading = True, False, False
+        self.is_unwanted = self.is_unwanted or not self.failure
         self.fail(f"the consumer ended it: {reason}")
 
     # Ends

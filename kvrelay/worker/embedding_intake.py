@@ -31,6 +31,7 @@ class _Coming:
 
     image: Image
     transfer_id: TransferId
+    owner: RequestId  # whose transfer it is: when it ends, so does the transfer
     waiters: set[RequestId]
     pieces: list[Piece] = field(default_factory=list)
 
@@ -45,6 +46,7 @@ class EmbeddingIntake:
         self._by_digest: dict[str, _Coming] = {}
         self._by_transfer: dict[TransferId, _Coming] = {}
         self._num_shared = 0
+        self._num_failed = 0  # not those that were refused
 
     def fetch(self, request_id: RequestId, image: Image, transfer: EmbeddingTransfer | None) -> None:
         assert transfer is not None
@@ -54,7 +56,7 @@ class EmbeddingIntake:
             self._num_shared += 1
             self.refuse(transfer)
             return
-        coming = _Coming(image, transfer.transfer_id, {request_id})
+        coming = _Coming(image, transfer.transfer_id, request_id, {request_id})
         self._by_digest[image.digest] = self._by_transfer[transfer.transfer_id] = coming
         self._consumer.expect(transfer.transfer_id, transfer.producer, transfer.signal_address)
 
@@ -94,7 +96,7 @@ class EmbeddingIntake:
             in_flight=self._consumer.num_live,
             hits=self._num_shared,
             relayed=counts.done,
-            failed=counts.failed,
+            failed=self._num_failed,
             bytes=counts.moved_bytes,
             resumes=counts.resumes,
         )
@@ -118,9 +120,12 @@ class EmbeddingIntake:
         return ""
 
     def _fail(self, coming: _Coming, reason: str) -> list[PictureFailure]:
+        """Where only those are left that shared another request's transfer, that request has ended, and nobody is to blame."""
         self._forget(coming)
+        self._num_failed += 1
         digest = coming.image.digest
-        error = MissingPictureError(f"the embeddings of picture {digest} did not arrive: {reason}", param=digest)
+        blamed = digest if coming.owner in coming.waiters else None
+        error = MissingPictureError(f"the embeddings of picture {digest} did not arrive: {reason}", param=blamed)
         return [PictureFailure(request_id, digest, error) for request_id in coming.waiters]
 
     def _forget(self, coming: _Coming) -> None:

@@ -78,6 +78,7 @@ class EncodeEngine:
         self._handed_over: list[RequestId] = []
         self._pool_full = False
         self._num_steps = 0
+        self._num_failed = 0  # pictures that somebody waited for
         self._draining = False
 
     # What the worker calls between steps
@@ -142,7 +143,7 @@ class EncodeEngine:
                 encoded=self._encoder.num_encoded,
                 hits=self._encoder.num_hits,
                 relayed=counts.done,
-                failed=counts.failed,
+                failed=self._num_failed,
                 bytes=counts.moved_bytes,
                 resumes=counts.resumes,
             ),
@@ -172,6 +173,7 @@ class EncodeEngine:
             if request_id is None:
                 continue
             self._forget_pictures({sent.transfer_id})
+            self._num_failed += bool(sent.error) and not sent.is_unwanted
             left = self._open[request_id]
             left.discard(sent.transfer_id)
             if not left:
@@ -238,6 +240,7 @@ class EncodeEngine:
 
     def _fail(self, request_id: RequestId, error: RequestError) -> None:
         if self._drop(request_id):
+            self._num_failed += 1
             self._failures.append(Failure(request_id, error.kind, error.message, error.param))
 
     def _drop(self, request_id: RequestId) -> bool:

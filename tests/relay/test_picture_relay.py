@@ -50,6 +50,7 @@ async def test_a_picture_is_encoded_and_transferred_once() -> None:
         assert after.hits == 1
         await cluster.idle()
         assert cluster.encode.pictures.encoded == 1
+        assert cluster.prefill.pictures.failed == cluster.encode.pictures.failed == 0, "what is not needed does not fail"
 
 
 async def test_a_picture_that_a_prompt_shows_twice_moves_once() -> None:

@@ -1,0 +1,93 @@
+"""Requests that share one transfer of a picture, and whose fault it is when it does not come."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import pytest
+import torch
+
+from kvrelay.ids import RequestId, TransferId, WorkerId, new_request_id, new_transfer_id
+from kvrelay.runner.features import FeatureStore
+from kvrelay.transfer.embedding_arrival import EmbeddingArrival
+from kvrelay.transfer.embedding_book import RelayCounts
+from kvrelay.transfer.embedding_mover import EmbeddingConsumer
+from kvrelay.wire.serving import EmbeddingTransfer, Image
+from kvrelay.worker.embedding_intake import EmbeddingIntake
+
+IMAGE = Image(digest="00" * 20, start=0, num_tokens=4, grid=(1, 4, 4))
+
+
+class Relay:
+    """A consumer to which nothing comes but what a test puts there."""
+
+    def __init__(self) -> None:
+        self.live: list[TransferId] = []
+        self.arrivals: list[EmbeddingArrival] = []
+        self.has_news = True
+
+    @property
+    def num_live(self) -> int:
+        return len(self.live)
+
+    def expect(self, transfer_id: TransferId, producer: WorkerId, address: str) -> None:
+        self.live.append(transfer_id)
+
+    def refuse(self, transfer_id: TransferId, producer: WorkerId, address: str) -> None: ...
+
+    def abort(self, transfer_id: TransferId) -> None:
+        self.live.remove(transfer_id)
+
+    def poll(self) -> list[EmbeddingArrival]:
+        arrivals, self.arrivals = self.arrivals, []
+        return arrivals
+
+    def counts(self) -> RelayCounts:
+        return RelayCounts(failed=7)  # ended transfers, whoever ended them
+
+
+@pytest.fixture
+def relay() -> Relay:
+    return Relay()
+
+
+@pytest.fixture
+def intake(relay: Relay) -> EmbeddingIntake:
+    store = FeatureStore(1 << 20, device=torch.device("cpu"), dtype=torch.float32)
+    return EmbeddingIntake(cast(EmbeddingConsumer, relay), store, torch.float32)
+
+
+def fetch(intake: EmbeddingIntake) -> tuple[RequestId, TransferId]:
+    request_id, transfer_id = new_request_id(), new_transfer_id()
+    transfer = EmbeddingTransfer(
+        transfer_id=transfer_id,
+        digest=IMAGE.digest,
+        producer=WorkerId("encode-000000000000"),
+        consumer=WorkerId("prefill-000000000000"),
+        signal_address="",
+    )
+    intake.fetch(request_id, IMAGE, transfer)
+    return request_id, transfer_id
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_nobody_is_blamed_for_a_transfer_whose_own_request_has_left(
+    intake: EmbeddingIntake, relay: Relay, leaves: bool
+) -> None:
+    owner, transfer_id = fetch(intake)
+    guest, _ = fetch(intake)
+    assert relay.live == [transfer_id]
+    if leaves:
+        intake.drop(owner)
+    relay.arrivals.append(EmbeddingArrival(transfer_id=transfer_id, error="the producer ended it"))
+    failures = {failure.request_id: failure.error.param for failure in intake.poll()}
+    assert failures == ({guest: None} if leaves else {owner: IMAGE.digest, guest: IMAGE.digest})
+
+
+def test_only_pictures_that_somebody_waits_for_can_fail(intake: EmbeddingIntake, relay: Relay) -> None:
+    _, transfer_id = fetch(intake)
+    fetch(intake)  # its transfer is refused
+    assert (intake.counts().failed, intake.counts().hits) == (0, 1)
+    relay.arrivals.append(EmbeddingArrival(transfer_id=transfer_id, error="the producer was lost"))
+    intake.poll()
+    assert intake.counts().failed == 1
