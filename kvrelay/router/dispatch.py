@@ -35,7 +35,7 @@ from kvrelay.router.backend import GenerateRequest
 from kvrelay.router.breaker import Breaker
 from kvrelay.router.continuations import Continuations
 from kvrelay.router.encoders import PictureMessages, encode_name, open_encode_legs
-from kvrelay.router.failover import Estranged, RetryRules, Stranded, Verdict, is_setback, judge
+from kvrelay.router.failover import Estranged, RetryRules, Stranded, Verdict, as_told, is_setback, judge
 from kvrelay.router.keeping import Keeping
 from kvrelay.router.peer import Leg, OpenRequest, Peer
 from kvrelay.router.plan import Mode, Plan, Planner
@@ -305,7 +305,7 @@ class Dispatcher:
         entry.attempt += 1
         entry.num_setbacks += is_setback(entry, error)
         if entry.num_setbacks > self._rules.max_retries:
-            entry.stream.fail(error)
+            entry.stream.fail(as_told(error))
             return
         self._metrics.failovers.labels(reason).inc()
         self._keeping.again(entry)

@@ -57,6 +57,11 @@ def is_setback(entry: OpenRequest, error: RequestError) -> bool:
     return not (got_on and isinstance(error, MissingPictureError) and not error.param)
 
 
+def as_told(error: RequestError) -> RequestError:
+    """What a client hears at the end: `param` is a field of its request there, and no digest."""
+    return UnavailableError(error.message, code=error.code) if isinstance(error, MissingPictureError) else error
+
+
 class Estranged:
     """Each worker may be well and reachable from here, and yet not from the other. Then the one that generates computes the
     prompt itself, until the pair is tried again."""

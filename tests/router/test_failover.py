@@ -20,7 +20,7 @@ from kvrelay.errors import (
 )
 from kvrelay.ids import new_request_id
 from kvrelay.router.breaker import FAILURES, FIRST_PAUSE_S, Breaker
-from kvrelay.router.failover import Verdict, is_setback, judge
+from kvrelay.router.failover import Verdict, as_told, is_setback, judge
 from kvrelay.router.peer import OpenRequest
 from kvrelay.router.stream import RequestStream
 from kvrelay.states import BreakerState, FinishReason
@@ -89,6 +89,11 @@ def test_giving_way_to_others_is_no_failure_of_a_request_that_gets_on() -> None:
         stream.tokens(0)[:] = range(num_tokens)
         judged.append(is_setback(entry, error))
     assert judged == [False, True, False, True, True]
+
+
+def test_a_client_is_told_of_no_digest() -> None:
+    told = as_told(MissingPictureError("did not come", param="digest"))
+    assert (told.kind, told.message, told.param) == ("service_unavailable_error", "did not come", None)
 
 
 class StubOwner:
