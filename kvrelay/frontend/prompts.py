@@ -150,7 +150,7 @@ async def legacy_prompts(
 ) -> list[list[int]]:
     """One list of token ids per prompt."""
     if isinstance(prompt, str):
-        return [_not_empty(await service.encode(prompt, add_special_tokens=add_special_tokens), "prompt")]
+        return [_checked(service, await service.encode(prompt, add_special_tokens=add_special_tokens), "prompt")]
     if isinstance(prompt[0], int):
         return [_tokens(service, prompt, "prompt")]
     texts = [entry for entry in prompt if isinstance(entry, str)]
@@ -158,7 +158,7 @@ async def legacy_prompts(
         encoded = await service.off_loop_if_long(
             sum(map(len, texts)), lambda: service.tokenizer.encode_batch(texts, add_special_tokens=add_special_tokens)
         )
-        return [_not_empty(tokens, f"prompt[{place}]") for place, tokens in enumerate(encoded)]
+        return [_checked(service, tokens, f"prompt[{place}]") for place, tokens in enumerate(encoded)]
     lists: list[list[int]] = []
     for place, entry in enumerate(prompt):
         if not isinstance(entry, list):
@@ -172,12 +172,14 @@ def _tokens(service: Service, entries: Sequence[str | int | list[int]], field: s
     if len(tokens) != len(entries):
         raise _mixed(field)
     service.check_tokens(tokens, field)
-    return _not_empty(tokens, field)
+    return _checked(service, tokens, field)
 
 
-def _not_empty(tokens: list[int], field: str) -> list[int]:
+def _checked(service: Service, tokens: list[int], field: str) -> list[int]:
     if not tokens:
         raise InvalidRequestError(f"{field} is empty", param=field, code="empty_prompt")
+    if service.media is not None and service.media.spec.image_token_id in tokens:
+        raise InvalidRequestError(f"{field} may not hold the token that stands for a picture", param=field)
     return tokens
 
 

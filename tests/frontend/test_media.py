@@ -423,6 +423,8 @@ async def test_where_pictures_do_not_belong() -> None:
         assert (await server.refused(path="/tokenize", messages=messages))[0] == "messages[0].content[0]"
         prompt = [placeholder_ids("00", 1)[0]]
         assert (await server.refused(path="/v1/completions", prompt=prompt))[0] == "prompt"
+        for words, blamed in (("a <|image_pad|>", "prompt"), (["a", "<|image_pad|>"], "prompt[1]")):
+            assert (await server.refused(path="/v1/completions", prompt=words))[0] == blamed
 
 
 async def test_a_text_model_takes_no_images() -> None:
