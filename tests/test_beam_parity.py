@@ -175,6 +175,14 @@ def test_few_tokens_and_a_least_number_of_them(monkeypatch: pytest.MonkeyPatch) 
 def test_forced_preemption(swap_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     cases = [Case(prompt, BeamSearch(width=width), n=width) for prompt, width in ((6, 5), (8, 6), (4, 8), (10, 3), (9, 7))]
     engine = assert_equal(
-        "llama", cases, monkeypatch, block_size=4, kv_blocks=72, max_batch=24, swap_blocks=swap_blocks, swap_timeout_s=60.0
+        "llama",
+        cases,
+        monkeypatch,
+        block_size=4,
+        kv_blocks=72,
+        lease_share=0.0,
+        max_batch=24,
+        swap_blocks=swap_blocks,
+        swap_timeout_s=60.0,
     )
     assert engine.load().preemptions > 0

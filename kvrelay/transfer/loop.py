@@ -22,7 +22,7 @@ from kvrelay.log import Log
 log = Log("transfer")
 
 _FIRST_PAUSE_S = 0.0001
-_LONGEST_PAUSE_S = 0.001
+_LONGEST_PAUSE_S = 0.0002
 
 
 def clock() -> float:
