@@ -105,7 +105,7 @@ class UnavailableError(RequestError):
 
 class HandOverError(UnavailableError):
     """The KV that a decode worker was waiting for will not come. The router sends the request again; no client sees this
-    unless every attempt ended so."""
+    unless every attempt ended so. `param` is "producer" where the prefill worker ended it, and says itself why."""
 
     kind = "hand_over_error"
 

@@ -15,23 +15,28 @@ os.environ.setdefault("KVRELAY_OFFLINE", "0")  # the default model may be fetche
 
 # Tests of these start no processes that others could slow down, and wait for no clock.
 _BESIDE = (
-    "checkpoint",
-    "engine",
-    "frontend",
-    "media",
-    "models",
-    "runner",
-    "text",
-    "test_parity.py",
-    "test_hashing.py",
+    "checkpoint/",
+    "contract/test_kernels.py",
+    "contract/test_runner.py",
+    "engine/",
+    "frontend/",
+    "media/",
+    "models/",
+    "runner/",
+    "text/",
+    "test_beam_parity.py",
+    "test_continuation_parity.py",
     "test_docs.py",
+    "test_hashing.py",
+    "test_parity.py",
+    "test_resume_parity.py",
 )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     folder = pathlib.Path(__file__).parent
     for item in items:
-        if item.path.is_relative_to(folder) and item.path.relative_to(folder).parts[0] in _BESIDE:
+        if item.path.is_relative_to(folder) and item.path.relative_to(folder).as_posix().startswith(_BESIDE):
             item.add_marker(pytest.mark.beside)
 
 

@@ -121,10 +121,10 @@ class StubEngine:
                 if submit is not None:
                     self._keep(submit, sample, count)
 
-    def fail_all(self, kind: str) -> None:
+    def fail_all(self, kind: str, param: str | None = None) -> None:
         """Every request fails, and none of them is kept."""
         for request_id, (submit, samples) in self._open.items():
-            self._failures.append(Failure(request_id, kind, "the stub was told to"))
+            self._failures.append(Failure(request_id, kind, "the stub was told to", param))
             for sample in samples if submit.keep is not None else ():
                 self._news.append(LeaseNews(request_id, sample, submit.keep.lease_ids[sample], False, reason="it failed"))
         self._open.clear()

@@ -215,9 +215,9 @@ class Commit:
         """If it failed, somebody has to compute the prompt after all. Who is best at that, the router knows."""
         if arrival.error:
             log.warning("hand-over failed", request=sequence.request_id, reason=arrival.error)
-            self._endings.fail(
-                sequence.request, HandOverError(f"the hand-over from the prefill worker failed: {arrival.error}")
-            )
+            by = "producer" if arrival.by_producer else None
+            error = HandOverError(f"the hand-over from the prefill worker failed: {arrival.error}", param=by)
+            self._endings.fail(sequence.request, error)
             return
         self._scheduler.run_at_once(sequence)
         if sequence.request.group is not None:

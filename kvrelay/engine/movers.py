@@ -52,6 +52,7 @@ class Arrival:
     request_id: RequestId
     first_tokens: list[FirstToken]
     error: str = ""
+    by_producer: bool = False  # it ended the transfer itself, and tells its router why
 
 
 @dataclass(slots=True)

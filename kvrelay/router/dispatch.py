@@ -292,6 +292,9 @@ class Dispatcher:
             blamed = [share.peer for share in entry.encode if share.has(error.param)]
         elif len(entry.legs) > 1 and isinstance(error, HandOverError):
             blamed = [entry.legs[-2].peer]
+            if error.param == "producer":  # the two do reach each other; what ailed it, it says itself
+                entry.avoid.add(blamed[0].id)
+                return
             self._estranged.add(blamed[0], peer)
         for each in blamed:
             each.breaker.failed()

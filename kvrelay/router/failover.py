@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvrelay.errors import InternalError, MissingPictureError, RequestError, UnavailableError
+from kvrelay.errors import HandOverError, InternalError, MissingPictureError, RequestError, UnavailableError
 from kvrelay.ids import WorkerId
 from kvrelay.router.peer import OpenRequest, Peer
 from kvrelay.router.plan import Plan
@@ -58,8 +58,9 @@ def is_setback(entry: OpenRequest, error: RequestError) -> bool:
 
 
 def as_told(error: RequestError) -> RequestError:
-    """What a client hears at the end: `param` is a field of its request there, and no digest."""
-    return UnavailableError(error.message, code=error.code) if isinstance(error, MissingPictureError) else error
+    """What a client hears at the end: `param` is a field of its request there, and nothing else."""
+    is_internal = isinstance(error, MissingPictureError | HandOverError)
+    return UnavailableError(error.message, code=error.code) if is_internal else error
 
 
 class Estranged:

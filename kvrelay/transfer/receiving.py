@@ -172,7 +172,7 @@ class Receiving:
     def producer_aborted(self, reason: str) -> None:
         """It has drained. It may wait for our reads to end, too."""
         self._ack_due = True
-        self.fail(f"the producer ended it: {reason}", peer_drained=True)
+        self.fail(f"the producer ended it: {reason}", peer_drained=True, by_producer=True)
 
     def abort_ack(self) -> None:
         if self.state is ConsumerState.DRAINING:
@@ -320,7 +320,7 @@ class Receiving:
 
     # Ends
 
-    def fail(self, reason: str, *, peer_drained: bool = False) -> None:
+    def fail(self, reason: str, *, peer_drained: bool = False, by_producer: bool = False) -> None:
         """Told once. The blocks are freed when nobody can write them."""
         if self.state in OVER:
             return
@@ -329,7 +329,7 @@ class Receiving:
             self._failure = reason
             self._pull_at = None
             if not self._ended_by_engine:
-                self._desk.news.arrived.append(Arrival(self.meta.request_id, [], error=reason))
+                self._desk.news.arrived.append(Arrival(self.meta.request_id, [], reason, by_producer))
             if self._reservation is None:
                 self._over(ConsumerState.FAILED)
                 return

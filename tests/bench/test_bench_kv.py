@@ -31,6 +31,7 @@ def test_the_scheduler_is_timed_without_the_runner(tmp_path: pathlib.Path, monke
         kv_scheduler.measure(1, pathlib.Path("/proc/profile.txt"), QUIET)
 
 
+@pytest.mark.long
 def test_a_preempted_sequence_goes_on_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_preempt, "random_prompt", lambda length, seed: [10 + (seed + 7 * n) % 290 for n in range(length)])
     assert kv_preempt._resume_s(str(tiny_model("llama")), "auto", 64, swap=False) > 0

@@ -11,7 +11,7 @@ import pathlib
 import pytest
 from chaos import run_chaos
 
-DURATION_S = float(os.environ.get("KVRELAY_CHAOS_S", "15"))
+DURATION_S = float(os.environ.get("KVRELAY_CHAOS_S", "8"))
 SEED = int(os.environ.get("KVRELAY_CHAOS_SEED", "1"))
 
 

@@ -296,7 +296,8 @@ def test_a_decode_worker_killed_in_the_middle_is_replaced_and_nobody_notices(ser
     server.idle_workers()
 
 
-@pytest.mark.parametrize(("transfer", "mode"), [("nixl", "read"), pytest.param("mooncake", "write", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize(("transfer", "mode"), [("nixl", "read"), ("mooncake", "write")])
 def test_other_transports_and_read_mode(server: Server, model: str, transfer: str, mode: str) -> None:
     """The same texts, also after the prefill worker was killed in the middle of a prompt."""
     prompts = [LONG_PROMPT[:length] for length in (1, 17, 200, 900)]

@@ -263,17 +263,18 @@ async def test_clients_that_leave_at_any_time_leave_nothing_behind(seed: int) ->
         assert await cluster.answer(ask(prompts[0])) == reference_output("qwen3_vl", prompts[0], 6)[0]
 
 
+@pytest.mark.long
 async def test_pictures_whose_kv_was_given_up_are_encoded_and_relayed_again() -> None:
-    """Four requests that outgrow the decode worker's pool. Nothing is kept that nobody holds."""
-    prompts = [make_prompt("qwen3_vl", [(70, 50)], "What?", seed=seed) for seed in range(4)]
-    small = {"kv_blocks": 34, "max_model_len": 256, "feature_cache_mib": 0, "prefix_cache": False}
+    """Any two of three requests outgrow the decode worker's pool. Nothing is kept that nobody holds."""
+    prompts = [make_prompt("qwen3_vl", [(70, 50)], "What?", seed=seed) for seed in range(3)]
+    small = {"kv_blocks": 33, "max_model_len": 256, "feature_cache_mib": 0, "prefix_cache": False}
     async with pictures(Shape(encode=1, prefill=1, decode=1, engine=small)) as cluster:
-        answers = await cluster.answers([ask(prompt, max_tokens=60) for prompt in prompts])
+        answers = await cluster.answers([ask(prompt, max_tokens=120) for prompt in prompts])
         assert cluster.decode.engine.load().preemptions > 0
-        assert cluster.encode.pictures.encoded > 4
+        assert cluster.encode.pictures.encoded > 3
     for prompt, answer in zip(prompts, answers, strict=True):
         assert answer.error is None
-        assert answer.tokens[0] == reference_output("qwen3_vl", prompt, 60)[0]
+        assert answer.tokens[0] == reference_output("qwen3_vl", prompt, 120)[0]
 
 
 @pytest.mark.long

@@ -46,7 +46,7 @@ async def test_pools_that_hold_two_requests_never_wait_for_each_other(mode: str,
     await through_small_pools(seed, Shape(mode=mode, **SMALL), [0.0])  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("transfer", ["nixl", "mooncake"])
+@pytest.mark.parametrize("transfer", ["nixl", pytest.param("mooncake", marks=pytest.mark.long)])
 async def test_nor_where_the_producer_writes(transfer: str) -> None:
     await through_small_pools(4, Shape(transfer=transfer, **SMALL), [0.0, 0.002])  # type: ignore[arg-type]
 

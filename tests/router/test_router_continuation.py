@@ -153,6 +153,28 @@ async def test_a_parent_whose_hand_over_failed_is_kept_all_the_same(cluster: Clu
     assert list(decode.engine.leases) == [stream.parents[0].lease_id]
 
 
+@pytest.mark.parametrize("by", ["producer", None])
+async def test_a_pair_is_kept_apart_only_if_it_is_not_the_producer_who_ended_the_hand_over(
+    cluster: Cluster, by: str | None
+) -> None:
+    prefill, decode = [await cluster.add_ready(role=role) for role in (Role.PREFILL, Role.DECODE)]
+    prefill.engine.gate.clear()
+    decode.engine.gate.clear()
+    stream = cluster.router.submit(
+        GenerateRequest(external_id="", prompt=list(range(100)), params=SamplingParams(max_tokens=4))
+    )
+    assert stream.prefill == prefill.id
+    await cluster.until(lambda: decode.loop.num_open == 1)
+    decode.engine.fail_all("hand_over_error", by)
+    decode.engine.gate.set()
+    assert await tokens_of(stream) == {0: expected(list(range(100)), 4)}
+    again = GenerateRequest(external_id="", prompt=list(range(100, 200)), params=SamplingParams(max_tokens=4))
+    stream = cluster.router.submit(again)
+    assert stream.prefill == (prefill.id if by else "local")
+    stream.abort()
+    prefill.engine.gate.set()
+
+
 async def test_a_parent_that_waits_for_another_worker_is_kept_there(cluster: Cluster) -> None:
     first = await cluster.add_ready()
     first.engine.gate.clear()

@@ -220,7 +220,7 @@ async def hang(cluster: Cluster, load: Load, role: str) -> None:
     await load.more()
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("role", [pytest.param("prefill", marks=pytest.mark.long), "decode"])
 async def test_a_hung_worker_is_replaced_by_others_and_comes_back_as_new(two_of_each: Cluster, role: str) -> None:
     async with Load(two_of_each) as load:
         await hang(two_of_each, load, role)
