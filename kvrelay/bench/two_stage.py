@@ -251,8 +251,8 @@ class TwoStageBench:
         await self._server.rest()
 
     async def _compare_search(self, parent: Parent) -> None:
-        """A search against its beams as single requests, a step at a time: those that lead to its results, and no others. A
-        client that searches by itself would have to ask for more. Both continue from the same KV."""
+        """A search against its beams as single requests, a step at a time: those that lead to its results, and others, so that
+        they are as many as the search has. Both continue from the same KV."""
         scratch = Outcome()
         for _ in range(2):
             timed = await self._search("continuation", parent, scratch)
@@ -261,6 +261,8 @@ class TwoStageBench:
             began_at = time.perf_counter()
             for length in range(self._work.beam):
                 beams = dict.fromkeys(tokens[:length] for tokens in found)
+                others = (tuple(self._draw(f"beam {index}", length)) for index in range(self._work.width if length else 0))
+                beams.update(itertools.islice(((beam, None) for beam in others), max(0, self._work.width - len(beams))))
                 await asyncio.gather(*(self._extend(parent, beam) for beam in beams))
             self.separate_s.append(time.perf_counter() - began_at)
 

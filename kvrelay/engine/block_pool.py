@@ -152,6 +152,10 @@ class BlockPool:
                 return
             others = self._others[block] = [0] * len(Holder)
             others[Holder.SEQUENCE] = self.references[block]
+        if holder is Holder.SEQUENCE and others[holder] > 0 and others[holder] + change > 0:  # it stays a sequence's block
+            others[holder] += change
+            self.references[block] += change
+            return
         self._note(block, -1)
         others[holder] += change
         self.references[block] += change
