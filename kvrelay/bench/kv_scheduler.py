@@ -107,8 +107,9 @@ def _write_profile(path: pathlib.Path, work: Callable[[], object]) -> None:
     profiler.runcall(work)
     text = io.StringIO()
     pstats.Stats(profiler, stream=text).sort_stats("tottime").print_stats(_PROFILE_LINES)
+    here = str(pathlib.Path(__file__).parents[2]) + "/"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text.getvalue(), encoding="utf-8")
+        path.write_text(text.getvalue().replace(here, ""), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--profile: cannot write {path}: {error.strerror}") from error
