@@ -1,4 +1,4 @@
-"""Builds a tiny vision model that talks nonsense, serves it on three workers, asks about two pictures. Usage: vision.py"""
+"""Builds a tiny vision model that talks nonsense, serves it on three workers, asks about two images. Usage: vision.py"""
 
 import base64
 import io
@@ -13,7 +13,7 @@ from PIL import Image
 from kvrelay.checkpoint.tiny_vl import make_tiny_vl
 
 
-def picture(colour: str) -> dict:
+def image(colour: str) -> dict:
     file = io.BytesIO()
     Image.new("RGB", (160, 120), colour).save(file, "PNG")
     return {"type": "image_url", "image_url": {"url": "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()}}
@@ -21,7 +21,7 @@ def picture(colour: str) -> dict:
 
 def ask(url: str) -> None:
     client = OpenAI(base_url=url + "/v1", api_key="none")
-    question = {"role": "user", "content": [{"type": "text", "text": "Which is red?"}, picture("red"), picture("blue")]}
+    question = {"role": "user", "content": [{"type": "text", "text": "Which is red?"}, image("red"), image("blue")]}
     for _ in range(2):  # the second time nothing is encoded
         answer = client.with_raw_response.chat.completions.create(
             model="tiny", messages=[question], max_tokens=24, temperature=0

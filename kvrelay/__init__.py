@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvrelay.llm import LLM as LLM
-    from kvrelay.llm import AsyncLLM as AsyncLLM
+    from kvrelay.offline.llm import LLM as LLM
+    from kvrelay.offline.llm import AsyncLLM as AsyncLLM
     from kvrelay.sampling import BeamSearch as BeamSearch
     from kvrelay.sampling import SamplingParams as SamplingParams
 
@@ -16,9 +16,9 @@ __all__ = ["LLM", "AsyncLLM", "BeamSearch", "SamplingParams"]
 def __getattr__(name: str) -> Any:
     """Loads PyTorch only for those who ask for a model in this process."""
     if name in ("LLM", "AsyncLLM"):
-        import kvrelay.llm
+        import kvrelay.offline.llm
 
-        return {"LLM": kvrelay.llm.LLM, "AsyncLLM": kvrelay.llm.AsyncLLM}[name]
+        return {"LLM": kvrelay.offline.llm.LLM, "AsyncLLM": kvrelay.offline.llm.AsyncLLM}[name]
     if name in ("BeamSearch", "SamplingParams"):
         import kvrelay.sampling
 

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 import sys
 
-from kvrelay.cli import main
+from kvrelay.cli.main import main
 
 sys.exit(main())

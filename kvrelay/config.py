@@ -54,15 +54,15 @@ class EngineOptions(Options, frozen=True, kw_only=True):
         Literal["latest", "oldest"],
         Meta(description="who makes room when KV blocks run out: of those with the lowest priority, who came last or first"),
     ] = "latest"
-    lease_share: Annotated[
+    kept_kv_share: Annotated[
         float, Meta(ge=0.0, le=1.0, description="largest share of the KV blocks that continuation leases may pin")
     ] = 0.5
     feature_cache_mib: Annotated[
         Count,
-        Meta(description="memory for what vision towers made of pictures, in MiB; what running requests need may take more"),
+        Meta(description="memory for what vision towers made of images, in MiB; what running requests need may take more"),
     ] = 512
-    picture_timeout_s: Annotated[
-        float, Meta(gt=0.0, description="a request whose pictures' embeddings do not come for so long is sent again")
+    embedding_timeout_s: Annotated[
+        float, Meta(gt=0.0, description="a request whose images' embeddings do not come for so long is sent again")
     ] = 120.0
     max_batch: Annotated[Positive, Meta(description="sequences that run at once")] = 64
     token_budget: Annotated[Positive, Meta(description="tokens computed per step, prompts and decodes together")] = 512
@@ -117,8 +117,8 @@ class RouterOptions(Options, frozen=True, kw_only=True):
         float, Meta(ge=0.0, description="keep the KV of every request for so long, unless it says otherwise; 0 keeps none")
     ] = 0.0
     keep_kv_default_s: Annotated[float, Meta(gt=0.0, description="how long `keep_kv: true` keeps KV")] = 60.0
-    max_lease_s: Annotated[float, Meta(gt=0.0, description="longest time that a request may ask to keep its KV")] = 3600.0
-    max_leases_per_key: Annotated[Count, Meta(description="leases that the holder of one API key may have at once")] = 64
+    max_keep_kv_s: Annotated[float, Meta(gt=0.0, description="longest time that a request may ask to keep its KV")] = 3600.0
+    max_kept_per_key: Annotated[Count, Meta(description="leases that the holder of one API key may have at once")] = 64
     continuation_cache: Annotated[
         Count, Meta(description="finished requests whose tokens are remembered, to be continued from")
     ] = 1024
@@ -135,14 +135,14 @@ class RouterOptions(Options, frozen=True, kw_only=True):
     ] = "evicted"
     log_requests: Annotated[bool, Meta(description="log one line per request")] = False
     allowed_media_hosts: Annotated[
-        str, Meta(description="hosts that pictures are fetched from, NAME or NAME:PORT, separated by commas; default is none")
+        str, Meta(description="hosts that images are fetched from, NAME or NAME:PORT, separated by commas; default is none")
     ] = ""
-    max_images: Annotated[Count, Meta(description="pictures that one request may have")] = 32
-    max_image_bytes: Annotated[Positive, Meta(description="largest file of a picture")] = 20 * 1024 * 1024
+    max_images: Annotated[Count, Meta(description="images that one request may have")] = 32
+    max_image_bytes: Annotated[Positive, Meta(description="largest file of an image")] = 20 * 1024 * 1024
     max_image_pixels: Annotated[
-        int, Meta(ge=1, le=80_000_000, description="largest picture that is decoded, width times height")
+        int, Meta(ge=1, le=80_000_000, description="largest image that is decoded, width times height")
     ] = 40_000_000
-    media_timeout_s: Annotated[float, Meta(gt=0.0, description="longest time that fetching a picture may take")] = 10.0
+    media_timeout_s: Annotated[float, Meta(gt=0.0, description="longest time that fetching an image may take")] = 10.0
 
 
 class ClusterOptions(Options, frozen=True, kw_only=True):

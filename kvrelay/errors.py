@@ -12,7 +12,7 @@ KVRelayError
 │   ├── InternalError            500
 │   ├── UnavailableError         503
 │   │   ├── HandOverError        a decode worker's KV did not arrive; the router sends the request again
-│   │   └── MissingPictureError  a picture's embeddings did not arrive, or are gone; the router sends the request again
+│   │   └── MissingEmbeddingError  an image's embeddings did not arrive, or are gone; the router sends the request again
 │   └── DeadlineError            504
 ├── ConfigError                  a command line or config file that cannot work
 ├── ModelError                   a checkpoint that cannot be fetched, read or served
@@ -20,7 +20,7 @@ KVRelayError
 │   ├── UnsupportedModelError
 │   ├── MissingTensorError
 │   └── WrongShapeError
-├── MediaError                   a picture that cannot be fetched, read or used; the front end says which one
+├── MediaError                   an image that cannot be fetched, read or used; the front end says which one
 ├── ProtocolError                a peer sent something we do not understand
 │   ├── WrongIdError
 │   └── VersionMismatchError
@@ -110,11 +110,11 @@ class HandOverError(UnavailableError):
     kind = "hand_over_error"
 
 
-class MissingPictureError(UnavailableError):
-    """The embeddings of a picture that a worker has to compute will not come, or are gone. The router sends the request again,
-    with an encode worker. `param` is the picture's digest if it was to come from one, whose fault it then is."""
+class MissingEmbeddingError(UnavailableError):
+    """The embeddings of an image that a worker has to compute will not come, or are gone. The router sends the request again,
+    with an encode worker. `param` is the image's digest if it was to come from one, whose fault it then is."""
 
-    kind = "missing_picture_error"
+    kind = "missing_embedding_error"
 
 
 class DeadlineError(RequestError):
@@ -147,7 +147,7 @@ class WrongShapeError(ModelError):
 
 
 class MediaError(KVRelayError):
-    """A picture that cannot be fetched, read or used. The front end answers 400 and names the part."""
+    """An image that cannot be fetched, read or used. The front end answers 400 and names the part."""
 
 
 class ProtocolError(KVRelayError):
@@ -192,7 +192,7 @@ def request_error(kind: str, message: str, param: str | None = None) -> RequestE
         InvalidRequestError,
         UnavailableError,
         HandOverError,
-        MissingPictureError,
+        MissingEmbeddingError,
         InternalError,
     )
     if kind == QueueFullError.kind:

@@ -5,7 +5,7 @@
 - `TransferId` names one attempt to move a request's KV between two workers: "xfer-{uuid}". The router makes it.
 - `WorkerId`   names one incarnation of a worker process: "{role}-{random}". A restarted process has a new one.
 - `RouterId`   names one incarnation of a router process: "router-{random}".
-- `LeaseId`    names the kept KV of one finished sample: "kv-{uuid}". The router makes it; a client may name it.
+- `KeptId`    names the kept KV of one finished sample: "kv-{uuid}". The router makes it; a client may name it.
 
 The id a client sees or chose (`external_id`) is plain text and is never used as any of these.
 """
@@ -23,7 +23,7 @@ RequestId = NewType("RequestId", str)
 TransferId = NewType("TransferId", str)
 WorkerId = NewType("WorkerId", str)
 RouterId = NewType("RouterId", str)
-LeaseId = NewType("LeaseId", str)
+KeptId = NewType("KeptId", str)
 
 _UUID = r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 _FORMS = {
@@ -31,7 +31,7 @@ _FORMS = {
     "TransferId": re.compile(rf"xfer-{_UUID}"),
     "WorkerId": re.compile(r"(?:whole|prefill|decode|encode)-[0-9a-f]{12}"),
     "RouterId": re.compile(r"router-[0-9a-f]{12}"),
-    "LeaseId": re.compile(rf"kv-{_UUID}"),
+    "KeptId": re.compile(rf"kv-{_UUID}"),
 }
 _ANSWER_ID = re.compile(r"(?:cmpl-|chatcmpl-|resp_)[0-9a-f]{32}")
 
@@ -48,8 +48,8 @@ def new_worker_id(role: str) -> WorkerId:
     return as_worker_id(f"{role}-{secrets.token_hex(6)}")
 
 
-def new_lease_id() -> LeaseId:
-    return LeaseId(f"kv-{uuid.uuid4()}")
+def new_kept_id() -> KeptId:
+    return KeptId(f"kv-{uuid.uuid4()}")
 
 
 def new_router_id() -> RouterId:
@@ -82,8 +82,8 @@ def as_router_id(text: str) -> RouterId:
     return RouterId(_checked(text, "RouterId"))
 
 
-def as_lease_id(text: str) -> LeaseId:
-    return LeaseId(_checked(text, "LeaseId"))
+def as_kept_id(text: str) -> KeptId:
+    return KeptId(_checked(text, "KeptId"))
 
 
 def _checked(text: str, kind: str) -> str:

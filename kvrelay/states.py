@@ -101,7 +101,7 @@ class FreeReason(enum.StrEnum):
     SWAP_IN_TIMEOUT = "swap_in_timeout"  # the copy from the host did not end in time
 
 
-class LeaseState(enum.StrEnum):
+class KeptState(enum.StrEnum):
     """Of the kept KV of a finished sample, on its worker (engine/continuation.py)."""
 
     ON_DEVICE = "on_device"  # its blocks are pinned
@@ -185,11 +185,11 @@ BREAKER_EDGES: Mapping[BreakerState, frozenset[BreakerState]] = {
     BreakerState.HALF_OPEN: frozenset({BreakerState.CLOSED, BreakerState.OPEN}),
 }
 
-LEASE_EDGES: Mapping[LeaseState, frozenset[LeaseState]] = {
-    LeaseState.ON_DEVICE: frozenset({LeaseState.LEAVING, LeaseState.ENDED}),
-    LeaseState.LEAVING: frozenset({LeaseState.ON_DEVICE, LeaseState.ON_HOST, LeaseState.ENDED}),
-    LeaseState.ON_HOST: frozenset({LeaseState.ENDED}),
-    LeaseState.ENDED: frozenset(),
+KEPT_EDGES: Mapping[KeptState, frozenset[KeptState]] = {
+    KeptState.ON_DEVICE: frozenset({KeptState.LEAVING, KeptState.ENDED}),
+    KeptState.LEAVING: frozenset({KeptState.ON_DEVICE, KeptState.ON_HOST, KeptState.ENDED}),
+    KeptState.ON_HOST: frozenset({KeptState.ENDED}),
+    KeptState.ENDED: frozenset(),
 }
 
 HANDLE_EDGES: Mapping[HandleState, frozenset[HandleState]] = {
@@ -208,7 +208,7 @@ S = TypeVar(
     EmbeddingState,
     WorkerState,
     BreakerState,
-    LeaseState,
+    KeptState,
     HandleState,
 )
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from tiny_models import VOCAB_SIZE
 
-from kvrelay.llm import LLM
+from kvrelay.offline.llm import LLM
 from kvrelay.sampling import SamplingParams
 
 HANG_S = 60.0

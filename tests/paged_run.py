@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from tiny_models import VOCAB_SIZE, reference_model
 
+from kvrelay.kernels.base import AttentionBatch, ForwardBatch
 from kvrelay.models.registry import Model
-from kvrelay.runner.kernels.base import AttentionBatch, ForwardBatch
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 64

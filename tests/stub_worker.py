@@ -10,11 +10,11 @@ from collections.abc import Iterable
 import msgspec
 
 from kvrelay.discovery.choose import open_registration
-from kvrelay.ids import LeaseId, RequestId, WorkerId, new_worker_id
+from kvrelay.ids import KeptId, RequestId, WorkerId, new_worker_id
 from kvrelay.states import FinishReason, Role, WorkerState
 from kvrelay.wire import PROTOCOL_VERSION
 from kvrelay.wire.registry import BlockCounts, WorkerLoad, WorkerRecord
-from kvrelay.wire.serving import Failure, Finish, Inherited, LeaseInfo, LeaseNews, SequenceOutput, StepOutputs, Submit
+from kvrelay.wire.serving import Failure, Finish, Inherited, KeptInfo, KeptNews, SequenceOutput, StepOutputs, Submit
 from kvrelay.worker.heartbeat import Heartbeat
 from kvrelay.worker.serving import EngineFailedError, ServingLoop
 from kvrelay.worker.vigil import Vigil
@@ -47,8 +47,8 @@ class StubEngine:
         self._draining = False
         self.lost_peers: list[WorkerId] = []
         self.keeps = True
-        self.leases: dict[LeaseId, LeaseInfo] = {}
-        self._news: list[LeaseNews] = []
+        self.leases: dict[KeptId, KeptInfo] = {}
+        self._news: list[KeptNews] = []
         self._inherited: list[Inherited] = []
 
     @property
@@ -79,11 +79,11 @@ class StubEngine:
     def _keep(self, submit: Submit, sample: int, count: int) -> None:
         if submit.keep is None:
             return
-        lease_id, owner = submit.keep.lease_ids[sample], submit.keep.owner
+        kept_id, owner = submit.keep.kept_ids[sample], submit.keep.owner
         tokens = [*submit.prompt, *(stub_token(submit.prompt, sample, position) for position in range(count))]
         if self.keeps:
-            self.leases[lease_id] = LeaseInfo(
-                lease_id=lease_id,
+            self.leases[kept_id] = KeptInfo(
+                kept_id=kept_id,
                 external_id=submit.external_id,
                 owner=owner,
                 cache_salt=submit.cache_salt,
@@ -94,24 +94,24 @@ class StubEngine:
                 ttl_s=submit.keep.ttl_s,
             )
         reason = "" if self.keeps else "no room"
-        self._news.append(LeaseNews(submit.request_id, sample, lease_id, self.keeps, submit.keep.ttl_s, len(tokens), 1, reason))
+        self._news.append(KeptNews(submit.request_id, sample, kept_id, self.keeps, submit.keep.ttl_s, len(tokens), 1, reason))
 
     def _cut(self, finish: Finish) -> None:
         """It had ended, further on than its client saw."""
         submit = next(one for one in self.submitted if one.request_id == finish.request_id)
         assert submit.keep is not None, "nobody needs to know"
-        lease_id = submit.keep.lease_ids[finish.sample]
-        if lease_id in self.leases:
-            lease = self.leases[lease_id]
+        kept_id = submit.keep.kept_ids[finish.sample]
+        if kept_id in self.leases:
+            lease = self.leases[kept_id]
             tokens = lease.tokens[: lease.num_prompt_tokens + finish.keep_tokens]
-            self.leases[lease_id] = msgspec.structs.replace(lease, tokens=tokens)
+            self.leases[kept_id] = msgspec.structs.replace(lease, tokens=tokens)
 
-    def release_leases(self, lease_ids: Iterable[LeaseId]) -> None:
-        for lease_id in lease_ids:
-            self.leases.pop(lease_id, None)
+    def release_leases(self, kept_ids: Iterable[KeptId]) -> None:
+        for kept_id in kept_ids:
+            self.leases.pop(kept_id, None)
 
-    def find_leases(self, handle: str, owner: str) -> list[LeaseInfo]:
-        return [one for one in self.leases.values() if handle in (one.lease_id, one.external_id) and one.owner == owner]
+    def find_leases(self, handle: str, owner: str) -> list[KeptInfo]:
+        return [one for one in self.leases.values() if handle in (one.kept_id, one.external_id) and one.owner == owner]
 
     def abort(self, request_ids: Iterable[RequestId]) -> None:
         for request_id in request_ids:
@@ -126,7 +126,7 @@ class StubEngine:
         for request_id, (submit, samples) in self._open.items():
             self._failures.append(Failure(request_id, kind, "the stub was told to", param))
             for sample in samples if submit.keep is not None else ():
-                self._news.append(LeaseNews(request_id, sample, submit.keep.lease_ids[sample], False, reason="it failed"))
+                self._news.append(KeptNews(request_id, sample, submit.keep.kept_ids[sample], False, reason="it failed"))
         self._open.clear()
 
     def finish(self, finish: Finish) -> None:

@@ -180,7 +180,7 @@ def test_forced_preemption(swap_blocks: int, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch,
         block_size=4,
         kv_blocks=72,
-        lease_share=0.0,
+        kept_kv_share=0.0,
         max_batch=24,
         swap_blocks=swap_blocks,
         swap_timeout_s=60.0,

@@ -10,12 +10,13 @@ import sys
 import msgspec
 import pytest
 
-from kvrelay import cli, doctor
-from kvrelay.cli_options import Parser, add_options, collect, to_flags
-from kvrelay.cluster import worker_roles
+from kvrelay.cli import doctor
+from kvrelay.cli import main as cli
 from kvrelay.config import ClusterOptions, EngineOptions, Environment, ModelOptions, Options, RouterOptions, WorkerOptions
-from kvrelay.console import ConsoleProgress, PlainProgress
 from kvrelay.errors import ConfigError
+from kvrelay.launch.cluster import worker_roles
+from kvrelay.launch.console import ConsoleProgress, PlainProgress
+from kvrelay.options import Parser, add_options, collect, to_flags
 from kvrelay.states import Role
 
 GROUPS: list[type[Options]] = [ModelOptions, EngineOptions, RouterOptions, ClusterOptions]
@@ -159,7 +160,7 @@ def test_each_command_explains_itself(command: str) -> None:
 
 def test_help_lists_the_commands_and_loads_nothing_heavy() -> None:
     heavy = {"torch", "zmq", "starlette", "numpy", "rich"}
-    script = f"import sys; from kvrelay.cli import main; main(['--help']); print(sorted({heavy} & set(sys.modules)))"
+    script = f"import sys; from kvrelay.cli.main import main; main(['--help']); print(sorted({heavy} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert all(command in result.stdout for command in cli._COMMANDS)
     assert result.stdout.rstrip().endswith("[]")
@@ -227,7 +228,7 @@ def test_progress_without_a_terminal_is_lines() -> None:
 
 
 def test_plain_progress_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvrelay.console._LINE_EVERY_S", 0.0)
+    monkeypatch.setattr("kvrelay.launch.console._LINE_EVERY_S", 0.0)
     stream = io.StringIO()
     progress = PlainProgress(stream)
     progress.start("fetching", 4_000_000, unit="bytes")

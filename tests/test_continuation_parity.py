@@ -11,7 +11,7 @@ from test_parity import DEVICES, make_engine
 from tiny_models import VOCAB_SIZE, reference_model
 
 from kvrelay.engine.engine import Engine
-from kvrelay.ids import LeaseId, new_lease_id, new_request_id
+from kvrelay.ids import KeptId, new_kept_id, new_request_id
 from kvrelay.sampling import SamplingParams
 from kvrelay.wire.serving import Keep, Submit
 
@@ -24,7 +24,7 @@ CASES = [
 ]
 
 
-def generate(engine: Engine, prompt: list[int], count: int, *, keep: LeaseId | None, inherit: LeaseId | None) -> list[int]:
+def generate(engine: Engine, prompt: list[int], count: int, *, keep: KeptId | None, inherit: KeptId | None) -> list[int]:
     params = SamplingParams(temperature=0.0, max_tokens=count)
     kept = None if keep is None else Keep([keep], 600.0)
     request_id = new_request_id()
@@ -44,7 +44,7 @@ def test_a_child_gives_the_tokens_of_the_whole_text(name: str, tier: str, chunk:
     engine = make_engine(name, device, block_size=BLOCK, token_budget=chunk, swap_blocks=32, swap_timeout_s=60.0, kv_blocks=24)
     rng = random.Random(3)
     for length in LENGTHS:
-        parent, child = new_lease_id(), new_lease_id()
+        parent, child = new_kept_id(), new_kept_id()
         text = [rng.randrange(3, VOCAB_SIZE) for _ in range(length - 5)]
         text += generate(engine, text, 5, keep=parent, inherit=None)
         leave(engine, tier)

@@ -20,8 +20,11 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from kvrelay import admin, cli, cluster_key, doctor, launch, probe
+from kvrelay.cli import admin, doctor, probe
+from kvrelay.cli import main as cli
 from kvrelay.config import RouterOptions
+from kvrelay.launch import serve as launch
+from kvrelay.planes import cluster_key
 from kvrelay.states import WorkerState
 from kvrelay.worker import worker
 

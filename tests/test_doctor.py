@@ -12,12 +12,12 @@ import pytest
 from etcd_server import etcd_server
 from stub_worker import StubWorker
 
-from kvrelay import cli
-from kvrelay.cluster_key import ClusterKey, load_key, write_new_key
+from kvrelay.cli import main as cli
+from kvrelay.cli.doctor import Cluster, Finding, Grade, examine_cluster, host, network
 from kvrelay.discovery.embedded import EmbeddedMembership
-from kvrelay.doctor import Cluster, Finding, Grade, examine_cluster, host, network
 from kvrelay.errors import ConfigError
-from kvrelay.plane import keyed
+from kvrelay.planes.cluster_key import ClusterKey, load_key, write_new_key
+from kvrelay.planes.curve import keyed
 
 
 def grade(finding: Finding) -> Grade:

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from kvrelay import hashing
-from kvrelay.hashing import block_hash, extend_hashes, hash_prompt, root_hash
+from kvrelay.native import hashing
+from kvrelay.native.hashing import block_hash, extend_hashes, hash_prompt, root_hash
 
 WAYS = {"native": hashing._hash_blocks(), "hashlib": hashing._hash_by_hashlib}
 

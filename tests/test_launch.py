@@ -21,9 +21,9 @@ import pytest
 from server import Server, serve
 from tiny_models import tiny_model
 
-from kvrelay import supervise
+from kvrelay.launch import supervise
+from kvrelay.launch.supervise import Supervisor
 from kvrelay.states import Role
-from kvrelay.supervise import Supervisor
 from kvrelay.wire.launcher import Becomes, Ends, encode_line
 
 PATIENCE_S = 60.0

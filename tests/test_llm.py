@@ -21,9 +21,9 @@ from tiny_models import VOCAB_SIZE, tiny_model
 from kvrelay.config import EngineOptions
 from kvrelay.engine import invariants
 from kvrelay.errors import ConfigError, EngineClosedError, InternalError, InvalidRequestError, RequestError, WorkerDiedError
-from kvrelay.llm import LLM, AsyncLLM
-from kvrelay.offline import split_options
-from kvrelay.outputs import RequestOutput
+from kvrelay.offline.backends import split_options
+from kvrelay.offline.llm import LLM, AsyncLLM
+from kvrelay.offline.outputs import RequestOutput
 from kvrelay.sampling import SamplingParams
 from kvrelay.states import FinishReason
 

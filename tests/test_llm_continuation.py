@@ -12,13 +12,13 @@ from test_llm import RELAY, SMALL, assert_empty, greedy
 from tiny_models import tiny_model
 
 from kvrelay.errors import ConflictError, InvalidRequestError, NotFoundError
-from kvrelay.ids import new_lease_id, new_request_id
-from kvrelay.llm import LLM, AsyncLLM
-from kvrelay.offline_parents import OfflineParent, OfflineParents
-from kvrelay.outputs import CompletionOutput, Origin, RequestOutput
+from kvrelay.ids import new_kept_id, new_request_id
+from kvrelay.offline.llm import LLM, AsyncLLM
+from kvrelay.offline.outputs import CompletionOutput, Origin, RequestOutput
+from kvrelay.offline.parents import OfflineParent, OfflineParents
 from kvrelay.sampling import BeamSearch, SamplingParams
 from kvrelay.states import FinishReason
-from kvrelay.wire.serving import LeaseNews
+from kvrelay.wire.serving import KeptNews
 
 PROMPT = "The quick brown fox jumps over the lazy dog. What is the capital of France?"
 SUFFIX = " def main"
@@ -179,7 +179,7 @@ def test_a_call_that_fails_keeps_nothing(alone: LLM) -> None:
 
 
 def test_a_pool_full_of_leases_says_so(folder: str) -> None:
-    with LLM(folder, **{**SMALL, "kv_blocks": 10, "lease_share": 0.1}) as llm:
+    with LLM(folder, **{**SMALL, "kv_blocks": 10, "kept_kv_share": 0.1}) as llm:
         kept = think(llm).outputs[0].continuation
         assert kept is not None
         assert not kept.kept
@@ -309,16 +309,16 @@ def test_an_aborted_stream_can_be_continued_from(folder: str) -> None:
 # What can be continued from
 
 
-def news(lease_id: Any, *, kept: bool, ttl_s: float = 0.0) -> LeaseNews:
-    return LeaseNews(new_request_id(), 0, lease_id, kept, ttl_s)
+def news(kept_id: Any, *, kept: bool, ttl_s: float = 0.0) -> KeptNews:
+    return KeptNews(new_request_id(), 0, kept_id, kept, ttl_s)
 
 
 def add(parents: OfflineParents, name: str, *, ttl_s: float) -> Any:
-    lease_id = new_lease_id()
-    parents.begun(name, [lease_id])
-    parents.told(news(lease_id, kept=ttl_s > 0, ttl_s=ttl_s))
-    parents.ended(lease_id, [1, 2])
-    return lease_id
+    kept_id = new_kept_id()
+    parents.begun(name, [kept_id])
+    parents.told(news(kept_id, kept=ttl_s > 0, ttl_s=ttl_s))
+    parents.ended(kept_id, [1, 2])
+    return kept_id
 
 
 def test_the_one_unused_for_longest_is_forgotten_first_but_nothing_that_is_kept() -> None:
@@ -344,18 +344,18 @@ def _known(parents: OfflineParents, name: str) -> bool:
 
 def test_a_parent_that_runs_has_no_tokens_yet() -> None:
     parents = OfflineParents(2)
-    lease_id = new_lease_id()
-    parents.begun("x", [lease_id])
+    kept_id = new_kept_id()
+    parents.begun("x", [kept_id])
     found = parents.find("x")
     assert isinstance(found, OfflineParent)
     with pytest.raises(ConflictError, match="still being generated"):
         _ = found.origin
     woken: list[int] = []
     found.waiting.append(lambda: woken.append(1))
-    parents.forget(lease_id, "it failed: no")
+    parents.forget(kept_id, "it failed: no")
     assert woken == [1]
     with pytest.raises(NotFoundError, match="it failed: no"):
-        parents.find(lease_id)
+        parents.find(kept_id)
 
 
 def test_what_is_not_kept_is_not_asked_for() -> None:
@@ -364,12 +364,12 @@ def test_what_is_not_kept_is_not_asked_for() -> None:
     kept = parents.find(add(parents, "y", ttl_s=5))
     assert isinstance(refused, OfflineParent)
     assert isinstance(kept, OfflineParent)
-    assert (refused.origin.lease_id, kept.origin.lease_id) == (None, kept.lease_id)
+    assert (refused.origin.kept_id, kept.origin.kept_id) == (None, kept.kept_id)
 
 
 def test_a_name_of_several_samples_is_no_name() -> None:
     parents = OfflineParents(4)
-    parents.begun("x", [new_lease_id(), new_lease_id()])
+    parents.begun("x", [new_kept_id(), new_kept_id()])
     with pytest.raises(InvalidRequestError, match="name one by its handle"):
         parents.find("x")
 
@@ -377,4 +377,4 @@ def test_a_name_of_several_samples_is_no_name() -> None:
 def test_an_output_is_all_that_is_needed() -> None:
     sample = CompletionOutput(index=0, text="", token_ids=[3], finish_reason=FinishReason.LENGTH)
     output = RequestOutput(request_id="r", prompt=None, prompt_token_ids=[1, 2], outputs=[sample], finished=True)
-    assert OfflineParents(1).find(output) == Origin(of="r", tokens=[1, 2, 3], lease_id=None)
+    assert OfflineParents(1).find(output) == Origin(of="r", tokens=[1, 2, 3], kept_id=None)

@@ -13,10 +13,10 @@ import pytest
 import zmq
 from stub_worker import StubWorker
 
-from kvrelay import cli
-from kvrelay.cluster_key import load_key, write_new_key
+from kvrelay.cli import main as cli
 from kvrelay.ids import new_request_id, new_router_id
-from kvrelay.plane import connecting, keyed
+from kvrelay.planes.cluster_key import load_key, write_new_key
+from kvrelay.planes.curve import connecting, keyed
 from kvrelay.sampling import SamplingParams
 from kvrelay.wire import PROTOCOL_VERSION
 from kvrelay.wire.codec import encode

@@ -22,7 +22,7 @@ from kvrelay.config import EngineOptions
 from kvrelay.discovery.embedded import EmbeddedMembership
 from kvrelay.discovery.static import StaticMembership
 from kvrelay.engine.engine import Engine
-from kvrelay.ids import WorkerId, new_lease_id, new_request_id, new_router_id, new_worker_id
+from kvrelay.ids import WorkerId, new_kept_id, new_request_id, new_router_id, new_worker_id
 from kvrelay.metrics import Metrics
 from kvrelay.router.backend import GenerateRequest
 from kvrelay.router.link import WorkerLink
@@ -35,15 +35,15 @@ from kvrelay.wire import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION, agreed, spea
 from kvrelay.wire.codec import Decoder, encode
 from kvrelay.wire.registry import FromRegistry, Register, Registered, ToRegistry, WorkerRecord
 from kvrelay.wire.serving import (
-    AskLease,
+    AskKept,
     Drain,
     Hello,
     Image,
     Keep,
-    LeaseTold,
+    KeptTold,
     PeerLost,
     Ping,
-    ReleaseLeases,
+    ReleaseKept,
     Resumed,
     StepOutputs,
     Submit,
@@ -249,7 +249,7 @@ class Owner:
     def link_outputs(self, outputs: StepOutputs) -> None:
         raise AssertionError("nothing was asked for")
 
-    def link_told(self, told: LeaseTold) -> None:
+    def link_told(self, told: KeptTold) -> None:
         raise AssertionError(f"told of leases: {told}")
 
     def link_malformed(self, reason: str) -> None:
@@ -267,10 +267,10 @@ async def test_a_worker_hears_nothing_that_its_version_does_not_know(version: in
         await owner.opened.wait()
     plain_one = Submit(request_id=new_request_id(), external_id="", prompt=[1], params=SamplingParams())
     known = [PeerLost(worker_id=new_worker_id("decode")), Drain(), msgspec.structs.replace(plain_one, resume=[Resumed(0, [5])])]
-    lease = new_lease_id()
+    lease = new_kept_id()
     news = [
-        ReleaseLeases(lease_ids=[lease]),
-        AskLease(handle=lease, owner=""),
+        ReleaseKept(kept_ids=[lease]),
+        AskKept(handle=lease, owner=""),
         msgspec.structs.replace(plain_one, keep=Keep([lease], 9.0)),
         msgspec.structs.replace(plain_one, inherit=lease),
         msgspec.structs.replace(plain_one, images=[Image(digest="", start=0, num_tokens=1, grid=(1, 1, 1))]),

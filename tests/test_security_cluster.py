@@ -15,10 +15,11 @@ import pytest
 from server import serve
 from tiny_models import tiny_model
 
-from kvrelay import LLM, SamplingParams, plane
-from kvrelay.cluster_key import derive, load_key, write_new_key
+from kvrelay import LLM, SamplingParams
 from kvrelay.discovery.embedded import EmbeddedMembership
 from kvrelay.metrics import Metrics
+from kvrelay.planes import curve as plane
+from kvrelay.planes.cluster_key import derive, load_key, write_new_key
 from kvrelay.router.backend import GenerateRequest
 from kvrelay.router.router import Router
 

@@ -9,15 +9,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvrelay import launch, plane
-from kvrelay.cli import main
-from kvrelay.cluster import FREE_LOCAL_PORT
-from kvrelay.cluster_key import derive, key_file, load_key, write_new_key
+from kvrelay.cli.main import main
 from kvrelay.config import ClusterOptions, RouterOptions, WorkerOptions, read_environment
 from kvrelay.discovery.choose import open_membership
 from kvrelay.errors import ConfigError
 from kvrelay.ids import new_router_id
+from kvrelay.launch import serve as launch
+from kvrelay.launch.cluster import FREE_LOCAL_PORT
 from kvrelay.metrics import Metrics
+from kvrelay.planes import curve as plane
+from kvrelay.planes.cluster_key import derive, key_file, load_key, write_new_key
 
 KEY = derive(b"k" * 32)
 

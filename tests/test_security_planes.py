@@ -18,12 +18,12 @@ from stub_worker import StubWorker
 from transfer.relay_pair import Producer
 from zmq.utils.monitor import parse_monitor_message
 
-from kvrelay import plane
-from kvrelay.cluster_key import ClusterKey, derive
-from kvrelay.discovery.connection import Connection
 from kvrelay.discovery.embedded import EmbeddedMembership, EmbeddedRegistration
 from kvrelay.events.publisher import EventPublisher, PublisherSettings
 from kvrelay.ids import new_router_id, new_worker_id
+from kvrelay.planes import curve as plane
+from kvrelay.planes.cluster_key import ClusterKey, derive
+from kvrelay.planes.connection import Connection
 from kvrelay.wire import PROTOCOL_VERSION, transfer
 from kvrelay.wire.codec import encode
 from kvrelay.wire.events import Replay

@@ -1,4 +1,4 @@
-"""Prompts with pictures for the tiny vision-language checkpoints, and what transformers makes of them."""
+"""Prompts with pixels for the tiny vision-language checkpoints, and what transformers makes of them."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ Size = tuple[int, int]  # width, height
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One message with pictures before its text, for us and for transformers."""
+    """One message with images before its text, for us and for transformers."""
 
     tokens: list[int]  # with placeholders, as workers see it
     images: list[Image]
-    pictures: list[PIL.Image.Image]
+    pixels: list[PIL.Image.Image]
 
     @property
     def reference_tokens(self) -> list[int]:
@@ -70,7 +70,7 @@ def image_processor(kind: Kind) -> Any:
     return transformers.Qwen2VLImageProcessorPil.from_pretrained(tiny_vl(kind))
 
 
-def picture(width: int, height: int, seed: int = 0) -> PIL.Image.Image:
+def drawn(width: int, height: int, seed: int = 0) -> PIL.Image.Image:
     """Gradients with noise, so that every part of it looks different."""
     rng = np.random.Generator(np.random.PCG64(seed))
     down, right = np.mgrid[0:height, 0:width]
@@ -78,7 +78,7 @@ def picture(width: int, height: int, seed: int = 0) -> PIL.Image.Image:
     return PIL.Image.fromarray(((np.stack(colours, -1) + rng.integers(0, 64, (height, width, 3))) % 256).astype(np.uint8))
 
 
-def read_picture(data: bytes) -> PIL.Image.Image:
+def read_drawn(data: bytes) -> PIL.Image.Image:
     return PIL.Image.open(io.BytesIO(data)).convert("RGB")
 
 
@@ -86,8 +86,8 @@ def make_prompt(kind: Kind, sizes: list[Size], text: str, seed: int = 0) -> Prom
     spec = image_spec(kind)
     tokenizer = tokenizers.Tokenizer.from_file(str(tiny_vl(kind) / "tokenizer.json"))
     tokens: list[int] = tokenizer.encode("<|im_start|>user\n").ids
-    images, pictures = [], [picture(width, height, seed + index) for index, (width, height) in enumerate(sizes)]
-    for one in pictures:
+    images, pixels = [], [drawn(width, height, seed + index) for index, (width, height) in enumerate(sizes)]
+    for one in pixels:
         file = io.BytesIO()
         one.save(file, "PNG", compress_level=1)
         height, width = target_size(
@@ -100,7 +100,7 @@ def make_prompt(kind: Kind, sizes: list[Size], text: str, seed: int = 0) -> Prom
         images.append(Image(digest=digest, start=len(tokens), num_tokens=num_tokens, grid=grid, data=file.getvalue()))
         tokens += [*placeholder_ids(digest, num_tokens), spec.vision_end_token_id]
     tokens += tokenizer.encode(f"{text}<|im_end|>\n<|im_start|>assistant\n").ids
-    return Prompt(tokens, images, pictures)
+    return Prompt(tokens, images, pixels)
 
 
 @torch.inference_mode()
@@ -108,8 +108,8 @@ def reference_output(kind: Kind, prompt: Prompt, count: int) -> tuple[list[int],
     """transformers' greedy tokens, and which of them were ties."""
     tokens = torch.tensor([prompt.reference_tokens])
     inputs: dict[str, Any] = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
-    if prompt.pictures:
-        inputs |= image_processor(kind)(images=prompt.pictures, return_tensors="pt")
+    if prompt.pixels:
+        inputs |= image_processor(kind)(images=prompt.pixels, return_tensors="pt")
         inputs["mm_token_type_ids"] = (tokens == IMAGE_TOKEN_ID).int()
     result = reference_vl(kind).generate(
         **inputs, max_new_tokens=count, do_sample=False, output_logits=True, return_dict_in_generate=True

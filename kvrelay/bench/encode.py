@@ -2,8 +2,8 @@
 `--only`.
 
 transfer    the relay alone: what resuming costs, and how near it comes to its transport     embedding_transfer.py
-text        text requests while pictures are encoded, with and without encode workers        encode_traffic.py
-cache       a picture that was seen before                                                    encode_traffic.py
+text        text requests while images are encoded, with and without encode workers        encode_traffic.py
+cache       an image that was seen before                                                    encode_traffic.py
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ PARTS: dict[str, Part[EncodeBench]] = {
             )
         },
     ),
-    "text": Part("text: requests beside pictures", _text, encode_traffic.TEXT_TARGETS),
-    "cache": Part("cache: a picture seen before", _cache, encode_traffic.CACHE_TARGETS),
+    "text": Part("text: requests beside images", _text, encode_traffic.TEXT_TARGETS),
+    "cache": Part("cache: an image seen before", _cache, encode_traffic.CACHE_TARGETS),
 }
 
 TARGETS = all_targets(PARTS)

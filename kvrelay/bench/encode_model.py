@@ -1,6 +1,6 @@
-"""The vision-language model of `kvrelay bench encode`, and prompts with pictures for it.
+"""The vision-language model of `kvrelay bench encode`, and prompts with images for it.
 
-Without a checkpoint it has made-up weights: a vision tower large enough that a picture costs some tenths of a second on two
+Without a checkpoint it has made-up weights: a vision tower large enough that an image costs some tenths of a second on two
 cores, and a small text model, so that what is measured is the tower's share and not the prompt's.
 """
 
@@ -29,7 +29,7 @@ from kvrelay.media.resize import target_size
 from kvrelay.progress import Silent
 from kvrelay.wire.serving import Image
 
-SIDE = 384  # of a picture, in pixels
+SIDE = 384  # of an image, in pixels
 _TOWER = {
     "depth": 8,
     "hidden_size": 256,
@@ -43,7 +43,7 @@ _SIZE = {"shortest_edge": 64 * 64, "longest_edge": 1 << 20}  # least and most pi
 
 
 @dataclass(frozen=True, slots=True)
-class PictureModel:
+class ImageModel:
     options: ModelOptions
     spec: ImageSpec
 
@@ -51,10 +51,10 @@ class PictureModel:
         """No two seeds begin alike."""
         return np.random.default_rng(seed).integers(10, 120, num_tokens).tolist()  # type: ignore[no-any-return]
 
-    def prompt(self, picture_seed: int, text_seed: int, num_tokens: int = 32) -> tuple[list[int], list[Image]]:
-        """Text, then a picture, then text: with another text before it, a picture's KV is not the same."""
+    def prompt(self, image_seed: int, text_seed: int, num_tokens: int = 32) -> tuple[list[int], list[Image]]:
+        """Text, then an image, then text: with another text before it, an image's KV is not the same."""
         tokens = [*self.text(text_seed, num_tokens), self.spec.vision_start_token_id]
-        image = self._image(picture_seed, len(tokens))
+        image = self._image(image_seed, len(tokens))
         tokens += [*placeholder_ids(image.digest, image.num_tokens), self.spec.vision_end_token_id]
         return tokens + self.text(text_seed, 8), [image]
 
@@ -75,7 +75,7 @@ class PictureModel:
 
 
 @contextlib.contextmanager
-def open_model(name: str) -> Iterator[PictureModel]:
+def open_model(name: str) -> Iterator[ImageModel]:
     """A checkpoint's folder or hub id; or, for an empty name, the one that is made here. Raises BenchError."""
     with contextlib.ExitStack() as stack:
         if name:
@@ -85,8 +85,8 @@ def open_model(name: str) -> Iterator[PictureModel]:
             _write(folder)
         spec = read_image_spec(folder)
         if spec is None:
-            raise BenchError(f"--model {name}: it takes no pictures")
-        yield PictureModel(ModelOptions(model=str(folder), dtype="float32", load="auto" if name else "dummy"), spec)
+            raise BenchError(f"--model {name}: it takes no images")
+        yield ImageModel(ModelOptions(model=str(folder), dtype="float32", load="auto" if name else "dummy"), spec)
 
 
 def _write(folder: pathlib.Path) -> None:

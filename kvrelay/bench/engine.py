@@ -21,7 +21,7 @@ from kvrelay.bench.machine import Machine
 from kvrelay.bench.report import Target
 from kvrelay.bench.work import Limits, decode_work, head_weights, layer_weights, prefill_work
 from kvrelay.checkpoint.spec import ModelSpec
-from kvrelay.console import ConsoleProgress
+from kvrelay.launch.console import ConsoleProgress
 
 BATCHES = (1, 4, 16, 64)
 STEPS = {1: 24, 4: 16, 16: 10, 64: 6}  # timed decode steps a round

@@ -20,25 +20,25 @@ import msgspec
 import zmq
 
 from kvrelay.bench.processes import LineReader, say
-from kvrelay.cluster_key import key_file, load_key
 from kvrelay.config import read_environment
 from kvrelay.discovery.embedded import EmbeddedRegistration
 from kvrelay.ids import RequestId, WorkerId, new_worker_id
-from kvrelay.plane import listening, use_key
+from kvrelay.planes.cluster_key import key_file, load_key
+from kvrelay.planes.curve import listening, use_key
 from kvrelay.states import FinishReason, Role, WorkerState
 from kvrelay.wire import PROTOCOL_VERSION
 from kvrelay.wire.codec import Decoder, encode
 from kvrelay.wire.registry import BlockCounts, WorkerLoad, WorkerRecord
 from kvrelay.wire.serving import (
     Abort,
-    AskLease,
+    AskKept,
     Drain,
     Encode,
     Finish,
     Hello,
     PeerLost,
     Ping,
-    ReleaseLeases,
+    ReleaseKept,
     SequenceOutput,
     StepOutputs,
     Submit,
@@ -171,7 +171,7 @@ class FakeWorker:
                     requests.pop(request_id, None)
             case Finish():
                 requests.pop(message.request_id, None)
-            case Ping() | PeerLost() | Drain() | ReleaseLeases() | AskLease() | Encode():
+            case Ping() | PeerLost() | Drain() | ReleaseKept() | AskKept() | Encode():
                 pass
             case _:
                 assert_never(message)

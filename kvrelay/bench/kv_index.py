@@ -27,8 +27,8 @@ from kvrelay.bench.report import Target
 from kvrelay.bench.router_http import HOST, await_page, free_port
 from kvrelay.checkpoint.fetch import resolve
 from kvrelay.config import read_environment
-from kvrelay.console import ConsoleProgress
 from kvrelay.errors import BenchError
+from kvrelay.launch.console import ConsoleProgress
 
 STREAM_TOKENS = 100
 _PROMPT_TOKENS = 120

@@ -19,10 +19,10 @@ from kvrelay.bench.engine import random_prompt
 from kvrelay.bench.report import Target
 from kvrelay.checkpoint.fetch import resolve
 from kvrelay.config import EngineOptions, ModelOptions, read_environment
-from kvrelay.console import ConsoleProgress
 from kvrelay.engine.engine import Engine
 from kvrelay.errors import BenchError
 from kvrelay.ids import RequestId, new_request_id, new_worker_id
+from kvrelay.launch.console import ConsoleProgress
 from kvrelay.progress import Silent
 from kvrelay.runner.build import build_runner
 from kvrelay.sampling import SamplingParams

@@ -20,7 +20,7 @@ from kvrelay.bench.report import Target
 from kvrelay.checkpoint.fetch import resolve
 from kvrelay.checkpoint.spec import read_spec
 from kvrelay.config import read_environment
-from kvrelay.console import ConsoleProgress
+from kvrelay.launch.console import ConsoleProgress
 from kvrelay.runner.host_pool import HostPool, make_host_pool
 from kvrelay.runner.kv_pool import KVPool
 

@@ -17,19 +17,19 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvrelay.cluster import FREE_LOCAL_PORT, WorkerSettings, open_router, until_ready, worker_roles
-from kvrelay.cluster_key import key_file, load_key
 from kvrelay.config import ClusterOptions, EngineOptions, ModelOptions, RouterOptions, TransferOptions, read_environment
 from kvrelay.errors import BenchError, RequestError
 from kvrelay.ids import new_request_id
+from kvrelay.launch.cluster import FREE_LOCAL_PORT, WorkerSettings, open_router, until_ready, worker_roles
+from kvrelay.launch.supervise import Supervisor
 from kvrelay.metrics import Metrics
-from kvrelay.plane import keyed
+from kvrelay.planes.cluster_key import key_file, load_key
+from kvrelay.planes.curve import keyed
 from kvrelay.router.backend import GenerateRequest
 from kvrelay.router.policy import PolicyName
 from kvrelay.router.router import Router
 from kvrelay.router.stream import RequestStream
 from kvrelay.sampling import SamplingParams
-from kvrelay.supervise import Supervisor
 from kvrelay.wire.serving import Image
 
 _START_S = 120.0

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from kvrelay.bench import report
-from kvrelay.cli_options import Parser, suggest
 from kvrelay.errors import ConfigError, KVRelayError
+from kvrelay.options import Parser, suggest
 
 _HELP = """\
 usage: kvrelay bench SCENARIO [--json FILE] [options]
@@ -122,7 +122,7 @@ def _relay_options(parser: Parser) -> None:
     )
     parser.add_argument("--seconds", type=positive, default=25, metavar="S", help="long prompts arrive so long (default 25)")
     plot = pathlib.Path("bench/results/relay-itl.svg")
-    parser.add_argument("--plot", type=pathlib.Path, default=plot, metavar="FILE.svg", help=f"the picture (default {plot})")
+    parser.add_argument("--plot", type=pathlib.Path, default=plot, metavar="FILE.svg", help=f"the drawing (default {plot})")
 
 
 def _kv_options(parser: Parser) -> None:
@@ -161,7 +161,7 @@ def _two_stage_options(parser: Parser) -> None:
     for name, (default, text) in sizes.items():
         parser.add_argument(f"--{name}", type=positive, default=default, metavar="N", help=f"{text} (default {default})")
     plot = pathlib.Path("bench/results/two-stage.svg")
-    parser.add_argument("--plot", type=pathlib.Path, default=plot, metavar="FILE.svg", help=f"the picture (default {plot})")
+    parser.add_argument("--plot", type=pathlib.Path, default=plot, metavar="FILE.svg", help=f"the drawing (default {plot})")
 
 
 def _encode_options(parser: Parser) -> None:

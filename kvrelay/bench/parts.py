@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 from rich.console import Console
 
 from kvrelay.bench.report import Target
-from kvrelay.cli_options import suggest
+from kvrelay.options import suggest
 
 B = TypeVar("B")
 

@@ -24,8 +24,8 @@ from kvrelay.bench.report import Target, percentile
 from kvrelay.checkpoint.fetch import resolve
 from kvrelay.checkpoint.spec import ModelSpec, read_spec
 from kvrelay.config import ClusterOptions, read_environment
-from kvrelay.console import ConsoleProgress
 from kvrelay.errors import BenchError
+from kvrelay.launch.console import ConsoleProgress
 
 HANDOVER_TOKENS = 192  # one chunk
 HANDOVERS = 16

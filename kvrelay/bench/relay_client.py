@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
-from kvrelay.cluster import LocalCluster, WorkerSettings
 from kvrelay.config import ClusterOptions, EngineOptions, ModelOptions, RouterOptions, TransferOptions
 from kvrelay.errors import BenchError
 from kvrelay.ids import RequestId, new_request_id
-from kvrelay.outputs import Answers
+from kvrelay.launch.cluster import LocalCluster, WorkerSettings
+from kvrelay.offline.outputs import Answers
 from kvrelay.sampling import SamplingParams
 from kvrelay.wire.serving import Abort, Submit
 

@@ -1,4 +1,4 @@
-"""Times between tokens as a picture: one dot a token, over time, on a logarithmic scale. Plain SVG."""
+"""Times between tokens as a drawing: one dot a token, over time, on a logarithmic scale. Plain SVG."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def draw(series: list[Series]) -> str:
 
 
 class _Scale:
-    """Seconds and gaps to points of the picture. Gaps run over whole decades of milliseconds."""
+    """Seconds and gaps to points of the image. Gaps run over whole decades of milliseconds."""
 
     def __init__(self, series: list[Series]) -> None:
         gaps_ms = [gap * 1e3 for each in series for _, gap in each.points]

@@ -20,7 +20,7 @@ from kvrelay.bench import router_decision, router_failover, router_http, router_
 from kvrelay.bench.parts import Part, all_targets, parse_parts, run_parts
 from kvrelay.checkpoint.fetch import resolve
 from kvrelay.config import ModelOptions, read_environment
-from kvrelay.console import ConsoleProgress
+from kvrelay.launch.console import ConsoleProgress
 
 
 @dataclass(frozen=True, kw_only=True)

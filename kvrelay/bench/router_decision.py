@@ -21,15 +21,15 @@ from typing import TypeAlias
 import zmq
 from rich.console import Console
 
-from kvrelay import hashing
 from kvrelay.bench.report import Target, percentile
 from kvrelay.bench.router_multiturn import draw
-from kvrelay.discovery.loop_socket import bound_address
 from kvrelay.errors import BenchError
 from kvrelay.ids import WorkerId, new_router_id, new_worker_id
-from kvrelay.launch import COLLECTOR_THRESHOLDS
+from kvrelay.launch.serve import COLLECTOR_THRESHOLDS
 from kvrelay.metrics import Metrics
-from kvrelay.plane import listening
+from kvrelay.native import hashing
+from kvrelay.planes.curve import listening
+from kvrelay.planes.loop_socket import bound_address
 from kvrelay.router.backend import GenerateRequest
 from kvrelay.router.peer import Peer
 from kvrelay.router.plan import Planner
@@ -39,7 +39,7 @@ from kvrelay.sampling import SamplingParams
 from kvrelay.states import Role, WorkerState
 from kvrelay.wire import PROTOCOL_VERSION
 from kvrelay.wire.registry import WorkerLoad, WorkerRecord
-from kvrelay.wire.serving import LeaseTold, StepOutputs
+from kvrelay.wire.serving import KeptTold, StepOutputs
 
 WORKERS = 64
 BLOCKS = 1_000_000
@@ -68,7 +68,7 @@ class _Owner:
 
     def peer_outputs(self, peer: Peer, outputs: StepOutputs) -> None: ...
 
-    def peer_told(self, peer: Peer, told: LeaseTold) -> None: ...
+    def peer_told(self, peer: Peer, told: KeptTold) -> None: ...
 
     def peer_malformed(self, peer: Peer, reason: str) -> None: ...
 

@@ -27,8 +27,8 @@ from kvrelay.bench.processes import Child
 from kvrelay.bench.report import Target, percentile
 from kvrelay.checkpoint.fetch import resolve
 from kvrelay.config import read_environment
-from kvrelay.console import ConsoleProgress
 from kvrelay.errors import BenchError
+from kvrelay.launch.console import ConsoleProgress
 from kvrelay.text.tokenizer import Tokenizer
 
 TOKENS = 16  # of a short request

@@ -32,8 +32,8 @@ from kvrelay.bench.two_stage_server import Answer, Handle, Timed, TwoStageServer
 from kvrelay.checkpoint.fetch import resolve
 from kvrelay.checkpoint.spec import read_spec
 from kvrelay.config import read_environment
-from kvrelay.console import ConsoleProgress
 from kvrelay.errors import BenchError
+from kvrelay.launch.console import ConsoleProgress
 
 Way = Literal["sequential", "pipelined", "prefix_cache", "continuation"]
 WAYS: tuple[Way, ...] = ("sequential", "pipelined", "prefix_cache", "continuation")

@@ -1,4 +1,4 @@
-"""The two-stage benchmark as a picture: time to first token and wall time of each way, calm and under pressure. Plain SVG."""
+"""The two-stage benchmark as a drawing: time to first token and wall time of each way, calm and under pressure. Plain SVG."""
 
 from __future__ import annotations
 

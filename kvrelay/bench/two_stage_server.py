@@ -21,11 +21,11 @@ import msgspec
 
 from kvrelay.bench.processes import Child
 from kvrelay.bench.router_http import HOST, await_page, free_port
-from kvrelay.cluster_key import key_file, load_key
+from kvrelay.cli.events import EventWorker, Listener
 from kvrelay.config import read_environment
 from kvrelay.errors import BenchError
-from kvrelay.event_log import EventWorker, Listener
-from kvrelay.plane import keyed
+from kvrelay.planes.cluster_key import key_file, load_key
+from kvrelay.planes.curve import keyed
 
 _START_S = 180.0
 _ANSWER_S = 300.0

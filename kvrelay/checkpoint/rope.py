@@ -58,7 +58,7 @@ def read_rope(raw: RawRope | None, theta: float | None, max_position_embeddings:
 
 
 def read_mrope(raw: RawRope | None, theta: float | None, max_position_embeddings: int, *, interleaved: bool) -> RopeSpec:
-    """Of a model whose pictures have positions of three axes. "mrope" is an old name for the plain kind with sections."""
+    """Of a model whose images have positions of three axes. "mrope" is an old name for the plain kind with sections."""
     raw = raw or {}
     section = raw.get("mrope_section")
     if not isinstance(section, list) or len(section) != 3 or not all(type(size) is int and size >= 0 for size in section):

@@ -121,7 +121,7 @@ class _RawConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _RawOuter(msgspec.Struct, frozen=True, kw_only=True):
-    """Around the text model of one that takes pictures. Some files have no text_config, but its fields here."""
+    """Around the text model of one that takes images. Some files have no text_config, but its fields here."""
 
     vision_config: RawVision
     image_token_id: int
@@ -314,13 +314,13 @@ def _check_numbers(spec: ModelSpec, path: pathlib.Path) -> None:
         raise ModelError(f"{path}: {spec.num_heads} attention heads cannot share {spec.num_kv_heads} key-value heads evenly")
     if spec.head_dim % 2:
         raise ModelError(f"{path}: head_dim {spec.head_dim} is odd, so it cannot be rotated in halves")
-    _check_pictures(spec, path)
+    _check_images(spec, path)
     bad = [token for token in spec.eos_token_ids if not 0 <= token < spec.vocab_size]
     if bad:
         raise ModelError(f"{path}: eos_token_id {bad[0]} is outside the vocabulary of {spec.vocab_size}")
 
 
-def _check_pictures(spec: ModelSpec, path: pathlib.Path) -> None:
+def _check_images(spec: ModelSpec, path: pathlib.Path) -> None:
     if spec.rope.mrope_section is not None and sum(spec.rope.mrope_section) != spec.head_dim // 2:
         raise ModelError(
             f"{path}: mrope_section {list(spec.rope.mrope_section)} does not add up to half of head_dim {spec.head_dim}"

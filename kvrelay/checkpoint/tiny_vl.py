@@ -1,7 +1,7 @@
 """Tiny vision-language checkpoints with made-up weights, for tests and examples: about a million parameters, made in a blink.
 
 Equal on every machine: each weight is a function of its name. The output is nonsense, but it is sensitive nonsense: the gains
-below make attention and pictures matter so much that patches in another order, wrong positions, or features out of place give
+below make attention and images matter so much that patches in another order, wrong positions, or features out of place give
 other tokens. All letters are one token, and only printable ASCII and the end can be sampled, so texts can be compared.
 """
 
@@ -131,7 +131,7 @@ def _vision_config(kind: VisionKind) -> dict[str, Any]:
 
 
 def _preprocessor(kind: VisionKind, layout: Layout) -> dict[str, Any]:
-    """Pictures stay small: at most 64 tokens."""
+    """Images stay small: at most 64 tokens."""
     least, most = (4096, 65536) if kind == "qwen3_vl" else (3136, 50176)
     sizes = {"min_pixels": least, "max_pixels": most}
     if layout == "transformers" or kind == "qwen3_vl":

@@ -25,7 +25,7 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
     """All that a tower, and the text model that takes what it makes, need to know."""
 
     kind: VisionKind
-    image_token_id: int  # what a picture's tokens are to the tokenizer
+    image_token_id: int  # what an image's tokens are to the tokenizer
     depth: int
     hidden_size: int
     intermediate_size: int
@@ -35,7 +35,7 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
     merge_size: int  # a square of so many by so many patches becomes one token
     out_hidden_size: int  # the text model's width
     rope_theta: float = 10000.0
-    window_size: int = 0  # in pixels; 0: every patch of a picture sees every other
+    window_size: int = 0  # in pixels; 0: every patch of an image sees every other
     full_attention_blocks: tuple[int, ...] = ()  # with windows: the blocks that do not keep to them
     num_positions_per_side: int = 0  # of the learned positions, a square; 0: none
     deepstack_blocks: tuple[int, ...] = ()  # blocks whose output goes to the first text layers too

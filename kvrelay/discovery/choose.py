@@ -17,7 +17,7 @@ from kvrelay.discovery.static import StaticMembership, StaticRegistration
 from kvrelay.errors import ConfigError
 from kvrelay.ids import RouterId
 from kvrelay.metrics import Metrics
-from kvrelay.plane import warn_if_open
+from kvrelay.planes.curve import warn_if_open
 
 Kind = Literal["embedded", "etcd", "static"]
 

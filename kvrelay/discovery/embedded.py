@@ -16,12 +16,12 @@ import msgspec
 import zmq
 
 from kvrelay.discovery.base import Loss, OnChanged, OnJoined, OnLeft
-from kvrelay.discovery.loop_socket import LoopSocket, bound_address
 from kvrelay.discovery.records import MAX_WORKERS, check_record, check_ttl
 from kvrelay.errors import ConfigError, ProtocolError, VersionMismatchError
 from kvrelay.ids import WorkerId
 from kvrelay.log import Log
-from kvrelay.plane import Socket, connecting, listening
+from kvrelay.planes.curve import Socket, connecting, listening
+from kvrelay.planes.loop_socket import LoopSocket, bound_address
 from kvrelay.states import WorkerState
 from kvrelay.wire import PROTOCOL_VERSION, agreed, speaks
 from kvrelay.wire.codec import Decoder, encode

@@ -20,7 +20,7 @@ from kvrelay.discovery.etcd_gateway import Event, KeyValue
 from kvrelay.discovery.records import MAX_WORKERS, check_record
 from kvrelay.errors import ProtocolError
 from kvrelay.log import Log
-from kvrelay.plane import current_key
+from kvrelay.planes.curve import current_key
 from kvrelay.states import WorkerState
 from kvrelay.wire.registry import WorkerRecord
 

@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from kvrelay.discovery.base import Loss, OnChanged, OnJoined, OnLeft
-from kvrelay.discovery.connection import Connection
 from kvrelay.errors import ConfigError, ProtocolError
 from kvrelay.ids import RouterId
 from kvrelay.log import Log
+from kvrelay.planes.connection import Connection
 from kvrelay.states import WorkerState
 from kvrelay.wire import PROTOCOL_VERSION
 from kvrelay.wire.codec import Decoder, encode

@@ -59,7 +59,7 @@ class Limits:
             )
 
     def _without_images(self, submit: Submit) -> list[int]:
-        """The prompt's text tokens. Pictures must be where the request says, one after the other, and stand for themselves."""
+        """The prompt's text tokens. Images must be where the request says, one after the other, and stand for themselves."""
         if not self.takes_images:
             raise InvalidRequestError("this worker's model takes no images", param="images")
         text: list[int] = []
@@ -130,8 +130,8 @@ class Limits:
         keep = submit.keep
         if keep is not None and not 0.0 < keep.ttl_s < math.inf:
             raise InvalidRequestError(f"KV is kept for some seconds, more than 0, not {keep.ttl_s}", param="keep_kv")
-        if keep is not None and len(keep.lease_ids) != submit.params.n:
-            raise InvalidRequestError(f"{len(keep.lease_ids)} leases for n = {submit.params.n} samples", param="keep_kv")
+        if keep is not None and len(keep.kept_ids) != submit.params.n:
+            raise InvalidRequestError(f"{len(keep.kept_ids)} leases for n = {submit.params.n} samples", param="keep_kv")
         if submit.inherit is not None and submit.params.prompt_logprobs is not None:
             raise InvalidRequestError("a continuation does not compute its whole prompt", param="prompt_logprobs")
         if submit.inherit is not None and submit.transfer is not None:

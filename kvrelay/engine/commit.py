@@ -12,12 +12,12 @@ from collections.abc import Sequence as List
 from kvrelay.engine.beam import Beams
 from kvrelay.engine.endings import Endings
 from kvrelay.engine.finish import finish_reason
+from kvrelay.engine.images import Images
 from kvrelay.engine.interfaces import Row, RowResult, StepPlan, StepResult
 from kvrelay.engine.kv_cache import KVCache
 from kvrelay.engine.movers import Arrival
 from kvrelay.engine.outbox import Outbox
 from kvrelay.engine.outgoing import Outgoing
-from kvrelay.engine.pictures import Pictures
 from kvrelay.engine.request import Sequence
 from kvrelay.engine.scheduler import Scheduler
 from kvrelay.errors import HandOverError, InternalError, InvalidRequestError, RequestError
@@ -40,7 +40,7 @@ class Commit:
         outbox: Outbox,
         *,
         outgoing: Outgoing | None,
-        pictures: Pictures | None,
+        images: Images | None,
         keys: Iterator[int],
         eos_token_ids: frozenset[int],
         max_model_len: int,
@@ -52,7 +52,7 @@ class Commit:
         self._endings = endings
         self._outbox = outbox
         self._outgoing = outgoing
-        self._pictures = pictures
+        self._images = images
         self._keys = keys
         self._eos_token_ids = eos_token_ids
         self._max_model_len = max_model_len
@@ -96,8 +96,8 @@ class Commit:
         self._kv.computed(sequence, row.count)
         if row.start < sequence.num_prompt_tokens:
             self._outbox.num_prompt_tokens += min(row.start + row.count, sequence.num_prompt_tokens) - row.start
-            if sequence.request.images and self._pictures is not None:
-                self._pictures.computed(sequence)
+            if sequence.request.images and self._images is not None:
+                self._images.computed(sequence)
         if answer.prompt_logprobs is not None and sequence.request.prompt_logprobs is not None:
             sequence.request.prompt_logprobs.extend(answer.prompt_logprobs)
         if answer.candidates is not None:

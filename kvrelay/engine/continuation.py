@@ -13,7 +13,7 @@
 
 A lease that was granted is kept until its time is over. So there must always be room beside all leases for one request as long
 as the model allows: leases never pin more blocks than that leaves, those that are still leaving included. Their share of the
-pool (`--lease-share`) is a smaller limit, for those that are not leaving.
+pool (`--kept-kv-share`) is a smaller limit, for those that are not leaving.
 
 What is kept of a sample is what its client saw: the router may find its end before the last token that was computed
 (`seen`). The last token has no KV, so a child computes that one and what it adds.
@@ -29,9 +29,9 @@ from kvrelay.engine.kv_cache import KVCache
 from kvrelay.engine.lease import GRACE_S, Due, Heir, Lease
 from kvrelay.engine.request import Sequence
 from kvrelay.engine.swap import Swap
-from kvrelay.ids import LeaseId, RequestId
-from kvrelay.states import LeaseState
-from kvrelay.wire.serving import Finish, Inherited, LeaseInfo, LeaseNews, Submit
+from kvrelay.ids import KeptId, RequestId
+from kvrelay.states import KeptState
+from kvrelay.wire.serving import Finish, Inherited, KeptInfo, KeptNews, Submit
 
 
 class Leases:
@@ -57,7 +57,7 @@ class Leases:
         self.limit = min(share, most)
         self.most = most
         self._verify = verify
-        self.leases: dict[LeaseId, Lease] = {}  # who was used least lately comes first
+        self.leases: dict[KeptId, Lease] = {}  # who was used least lately comes first
         self.heirs: dict[int, Heir] = {}  # by the child's key
         self.let_go_after_step: list[Lease] = []
         self._leaving: list[Lease] = []
@@ -67,7 +67,7 @@ class Leases:
         self._due: dict[RequestId, Due] = {}
         self._unanswered: set[RequestId] = set()  # named a lease, and were not told what came of it
         self._next_expiry_s = math.inf
-        self._news: list[LeaseNews] = []
+        self._news: list[KeptNews] = []
         self._inherited: list[Inherited] = []
         self.num_inherited_tokens = 0
 
@@ -108,7 +108,7 @@ class Leases:
         due = self._due.pop(request_id, None)
         if due is not None:
             for sample in sorted(due.samples):
-                self._news.append(LeaseNews(request_id, sample, due.keep.lease_ids[sample], kept=False, reason=reason))
+                self._news.append(KeptNews(request_id, sample, due.keep.kept_ids[sample], kept=False, reason=reason))
 
     def forget(self, request_id: RequestId) -> None:
         """The request is over."""
@@ -116,20 +116,20 @@ class Leases:
         self._unanswered.discard(request_id)
 
     def _keep(self, sequence: Sequence, sample: int, due: Due) -> None:
-        lease_id = due.keep.lease_ids[sample]
+        kept_id = due.keep.kept_ids[sample]
         leased = Sequence(next(self._keys), sequence.request, sample, list(sequence.tokens), sequence.num_prompt_tokens)
         leased.num_computed, leased.hashes = sequence.num_computed, list(sequence.hashes)
         self._cut(leased, sequence.num_prompt_tokens + due.seen.get(sample, sequence.num_output_tokens))
-        refusal = f"there is a lease {lease_id} already" if lease_id in self.leases else self._take(sequence, leased)
+        refusal = f"there is a lease {kept_id} already" if kept_id in self.leases else self._take(sequence, leased)
         if refusal:
-            self._news.append(LeaseNews(sequence.request_id, sample, lease_id, kept=False, reason=refusal))
+            self._news.append(KeptNews(sequence.request_id, sample, kept_id, kept=False, reason=refusal))
             return
-        state = LeaseState.ON_DEVICE if leased.block_table else LeaseState.ON_HOST
+        state = KeptState.ON_DEVICE if leased.block_table else KeptState.ON_HOST
         ttl_s = due.keep.ttl_s
-        lease = self.leases[lease_id] = Lease(lease_id, due.keep.owner, leased, self._clock() + ttl_s + GRACE_S, state)
+        lease = self.leases[kept_id] = Lease(kept_id, due.keep.owner, leased, self._clock() + ttl_s + GRACE_S, state)
         self._next_expiry_s = min(self._next_expiry_s, lease.expires_s)
         num_blocks = self._kv.blocks_for(leased.num_computed)
-        told = LeaseNews(sequence.request_id, sample, lease_id, True, ttl_s, len(leased.tokens), num_blocks)
+        told = KeptNews(sequence.request_id, sample, kept_id, True, ttl_s, len(leased.tokens), num_blocks)
         self._news.append(told)
 
     def _cut(self, leased: Sequence, num_tokens: int) -> None:
@@ -179,7 +179,7 @@ class Leases:
         lease = self._find(submit.inherit)
         if lease is None:
             return
-        self.leases[lease.lease_id] = self.leases.pop(lease.lease_id)  # used last
+        self.leases[lease.kept_id] = self.leases.pop(lease.kept_id)  # used last
         for child in children:
             self.heirs[child.key] = Heir(lease)
             lease.num_holds += 1
@@ -238,7 +238,7 @@ class Leases:
 
     def _present(self, lease: Lease) -> list[int | None]:
         """The blocks that have the lease's KV; None where only the host has it."""
-        if lease.state is LeaseState.ON_HOST:
+        if lease.state is KeptState.ON_HOST:
             assert self._swap is not None
             return self._swap.blocks_of(lease.kv)
         return [*lease.kv.block_table[: self._kv.blocks_for(lease.kv.num_computed)]]
@@ -277,10 +277,10 @@ class Leases:
         leaving, self._leaving = self._leaving, []
         for lease in leaving:
             assert self._swap is not None
-            if lease.state is LeaseState.ENDED:
+            if lease.state is KeptState.ENDED:
                 continue
             if lease.kv.key in keys:
-                lease.become(LeaseState.ON_DEVICE)
+                lease.become(KeptState.ON_DEVICE)
                 lease.is_stuck = True
                 self.staying.update(lease.kv.block_table)
             elif self._swap.is_saved(lease.kv):
@@ -291,7 +291,7 @@ class Leases:
     def _movable(self) -> list[Lease]:
         if self._swap is None:
             return []
-        return [lease for lease in self.leases.values() if lease.state is LeaseState.ON_DEVICE and not lease.is_stuck]
+        return [lease for lease in self.leases.values() if lease.state is KeptState.ON_DEVICE and not lease.is_stuck]
 
     def _would_help(self, lease: Lease) -> bool:
         """Not if live sequences hold all its blocks anyway."""
@@ -302,7 +302,7 @@ class Leases:
         assert self._swap is not None
         if not self._swap.save(lease.kv):
             return False
-        lease.become(LeaseState.LEAVING)
+        lease.become(KeptState.LEAVING)
         _subtract(self.staying, lease.kv.block_table)
         if self._swap.is_saved(lease.kv):
             self._left(lease)
@@ -311,15 +311,15 @@ class Leases:
         return True
 
     def _left(self, lease: Lease) -> None:
-        lease.become(LeaseState.ON_HOST)
+        lease.become(KeptState.ON_HOST)
         _subtract(self.pinned, lease.kv.block_table)
         self._kv.unpin(lease.kv)
 
     # Endings
 
-    def release(self, lease_ids: Iterable[LeaseId]) -> None:
-        for lease_id in lease_ids:
-            lease = self._find(lease_id)
+    def release(self, kept_ids: Iterable[KeptId]) -> None:
+        for kept_id in kept_ids:
+            lease = self._find(kept_id)
             if lease is not None:
                 self._be_over(lease)
 
@@ -346,17 +346,17 @@ class Leases:
             self._end(lease)
 
     def _end(self, lease: Lease) -> None:
-        if lease.state is LeaseState.ON_DEVICE:
+        if lease.state is KeptState.ON_DEVICE:
             _subtract(self.staying, lease.kv.block_table)
-        if lease.state is not LeaseState.ON_HOST:
+        if lease.state is not KeptState.ON_HOST:
             _subtract(self.pinned, lease.kv.block_table)
             self._kv.unpin(lease.kv)
-        if lease.state is not LeaseState.ON_DEVICE:
+        if lease.state is not KeptState.ON_DEVICE:
             assert self._swap is not None
             self._swap.drop(lease.kv)
-        lease.become(LeaseState.ENDED)
+        lease.become(KeptState.ENDED)
         self._num_over -= 1
-        del self.leases[lease.lease_id]
+        del self.leases[lease.kept_id]
 
     # What others want to know
 
@@ -364,7 +364,7 @@ class Leases:
     def has_news(self) -> bool:
         return bool(self._news or self._inherited)
 
-    def take_news(self) -> tuple[list[LeaseNews], list[Inherited]]:
+    def take_news(self) -> tuple[list[KeptNews], list[Inherited]]:
         news, self._news = self._news, []
         inherited, self._inherited = self._inherited, []
         return news, inherited
@@ -373,15 +373,15 @@ class Leases:
         """Those that can be inherited from."""
         return len(self.leases) - self._num_over
 
-    def find(self, handle: str, owner: str) -> list[LeaseInfo]:
+    def find(self, handle: str, owner: str) -> list[KeptInfo]:
         return [
             lease.info(self._clock(), self._kv.blocks_for(lease.kv.num_computed))
             for lease in self.leases.values()
-            if lease.owner == owner and not lease.is_over and handle in (lease.lease_id, lease.kv.request.external_id)
+            if lease.owner == owner and not lease.is_over and handle in (lease.kept_id, lease.kv.request.external_id)
         ]
 
-    def _find(self, lease_id: LeaseId | None) -> Lease | None:
-        lease = None if lease_id is None else self.leases.get(lease_id)
+    def _find(self, kept_id: KeptId | None) -> Lease | None:
+        lease = None if kept_id is None else self.leases.get(kept_id)
         return None if lease is None or lease.is_over else lease
 
 

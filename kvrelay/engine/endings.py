@@ -10,11 +10,11 @@ fail      the same, with the one Failure that answers it
 from __future__ import annotations
 
 from kvrelay.engine.continuation import Leases
+from kvrelay.engine.images import Images
 from kvrelay.engine.incoming import Incoming
 from kvrelay.engine.kv_cache import KVCache
 from kvrelay.engine.outbox import Outbox
 from kvrelay.engine.outgoing import Outgoing
-from kvrelay.engine.pictures import Pictures
 from kvrelay.engine.request import Request, Sequence
 from kvrelay.engine.scheduler import Scheduler
 from kvrelay.errors import RequestError
@@ -34,7 +34,7 @@ class Endings:
         *,
         incoming: Incoming | None,
         outgoing: Outgoing | None,
-        pictures: Pictures | None,
+        images: Images | None,
     ) -> None:
         self.requests: dict[RequestId, Request] = {}
         self.released: list[int] = []  # keys of sequences that the runner has not been told to forget yet
@@ -44,7 +44,7 @@ class Endings:
         self._outbox = outbox
         self._incoming = incoming
         self._outgoing = outgoing
-        self._pictures = pictures
+        self._images = images
         self._handing_on: dict[RequestId, tuple[str, list[bytes]]] = {}  # client's id and hashes of prompts that ended here
 
     def end(self, sequence: Sequence, reason: FinishReason) -> None:
@@ -92,7 +92,7 @@ class Endings:
         self._scheduler.remove(sequence)
         self.released.append(sequence.key)
         del self.requests[sequence.request_id]
-        self._end_pictures(request)
+        self._end_images(request)
         if self._kv.recorder is not None:
             self._handing_on[sequence.request_id] = (request.external_id, self._findable(request))
 
@@ -105,13 +105,13 @@ class Endings:
 
     def _forget(self, request: Request, reason: FreeReason) -> None:
         self._leases.forget(request.request_id)
-        self._end_pictures(request)
+        self._end_images(request)
         if self._kv.recorder is not None:
             self._kv.recorder.freed(request.external_id, reason, self._findable(request))
 
-    def _end_pictures(self, request: Request) -> None:
-        if request.images and self._pictures is not None:
-            self._pictures.end(request.request_id)
+    def _end_images(self, request: Request) -> None:
+        if request.images and self._images is not None:
+            self._images.end(request.request_id)
 
     def _findable(self, request: Request) -> list[bytes]:
         """Hashes of the request's full blocks that the prefix cache has."""

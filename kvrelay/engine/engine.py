@@ -20,25 +20,25 @@ from kvrelay.engine.beam import Beams
 from kvrelay.engine.commit import Commit
 from kvrelay.engine.continuation import Leases
 from kvrelay.engine.endings import Endings
+from kvrelay.engine.images import Images
 from kvrelay.engine.incoming import Incoming
 from kvrelay.engine.interfaces import Runner, StepPlan, StepResult
 from kvrelay.engine.kv_cache import KVCache
 from kvrelay.engine.movers import Consumer, Producer
 from kvrelay.engine.outbox import Outbox
 from kvrelay.engine.outgoing import Outgoing
-from kvrelay.engine.pictures import Pictures
 from kvrelay.engine.request import Request, first_sequences
 from kvrelay.engine.scheduler import Scheduler
 from kvrelay.engine.swap import Swap
 from kvrelay.errors import InternalError, RequestError, UnavailableError
-from kvrelay.ids import LeaseId, RequestId, WorkerId
+from kvrelay.ids import KeptId, RequestId, WorkerId
 from kvrelay.log import Log
 from kvrelay.states import FinishReason, FreeReason
 from kvrelay.wire.registry import HostCounts, MappingCounts, TransferCounts, WorkerLoad
 from kvrelay.wire.serving import (
     Encode,
     Finish,
-    LeaseInfo,
+    KeptInfo,
     SequenceOutput,
     StepOutputs,
     Submit,
@@ -64,7 +64,7 @@ class Engine:
         cache_seed: str,
         producer: Producer | None = None,
         consumer: Consumer | None = None,
-        pictures: Pictures | None = None,
+        images: Images | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.options = options
@@ -80,19 +80,19 @@ class Engine:
         self._relay = self.incoming if self.outgoing is None else self.outgoing
         self.swap = Swap(self.kv, runner, clock=clock, timeout_s=options.swap_timeout_s) if runner.num_host_blocks else None
         self._keys = counter()
-        lease_share = int(options.lease_share * runner.num_blocks)
+        kept_kv_share = int(options.kept_kv_share * runner.num_blocks)
         lease_most = runner.num_blocks - self.kv.blocks_for(max_model_len)
         self.leases = Leases(
             self.kv,
             self.swap,
             clock=clock,
             keys=self._keys,
-            share=lease_share,
+            share=kept_kv_share,
             most=lease_most,
             verify=options.check_invariants,
         )
-        self.pictures = pictures
-        self.scheduler = Scheduler(options, self.kv, self.leases, self.incoming, self.outgoing, self.swap, pictures)
+        self.images = images
+        self.scheduler = Scheduler(options, self.kv, self.leases, self.incoming, self.outgoing, self.swap, images)
         if self.outgoing is not None:
             runner.on_layer(self.outgoing.layer_done)
         self._runner = runner
@@ -108,8 +108,8 @@ class Engine:
             block_size=options.block_size,
             hands_on=producer is not None,
             takes_over=consumer is not None,
-            takes_images=pictures is not None,
-            num_pinnable_blocks=min(lease_share, lease_most),
+            takes_images=images is not None,
+            num_pinnable_blocks=min(kept_kv_share, lease_most),
         )
         self._arrivals = counter()
         self._beams = Beams(
@@ -128,7 +128,7 @@ class Engine:
             self._outbox,
             incoming=self.incoming,
             outgoing=self.outgoing,
-            pictures=pictures,
+            images=images,
         )
         self._commit = Commit(
             self.kv,
@@ -137,7 +137,7 @@ class Engine:
             self._endings,
             self._outbox,
             outgoing=self.outgoing,
-            pictures=pictures,
+            images=images,
             keys=self._keys,
             eos_token_ids=eos_token_ids,
             max_model_len=max_model_len,
@@ -194,16 +194,16 @@ class Engine:
             else:
                 self.scheduler.add(sequence)
         if submit.images:
-            self._expect_pictures(request, submit)
+            self._expect_images(request, submit)
         self._stalled = False
         return request
 
-    def _expect_pictures(self, request: Request, submit: Submit) -> None:
-        assert self.pictures is not None, "a worker without pictures refuses them"
+    def _expect_images(self, request: Request, submit: Submit) -> None:
+        assert self.images is not None, "a worker without images refuses them"
         taken_over = request.request_id in self.incoming if self.incoming is not None else False
-        # A lease has the KV of all its pictures; should it be gone, they are asked for when they are met.
+        # A lease has the KV of all its images; should it be gone, they are asked for when they are met.
         num_cached_tokens = len(submit.prompt) if submit.inherit else self.kv.num_cached_tokens(request.sequences[0])
-        self.pictures.expect(request, submit.embeddings, num_cached_tokens=num_cached_tokens, computes_prompt=not taken_over)
+        self.images.expect(request, submit.embeddings, num_cached_tokens=num_cached_tokens, computes_prompt=not taken_over)
 
     def abort(self, request_ids: Iterable[RequestId]) -> None:
         """Ends each sample that still runs. Unknown and finished requests are no error: an abort may come late."""
@@ -233,12 +233,12 @@ class Engine:
             self._endings.end_cut(request)
             self._endings.settle(request)
 
-    def release_leases(self, lease_ids: Iterable[LeaseId]) -> None:
+    def release_leases(self, kept_ids: Iterable[KeptId]) -> None:
         """Nobody will continue from these any more. Unknown ones are no error: they may have ended."""
-        self.leases.release(lease_ids)
+        self.leases.release(kept_ids)
         self._stalled = False
 
-    def find_leases(self, handle: str, owner: str) -> list[LeaseInfo]:
+    def find_leases(self, handle: str, owner: str) -> list[KeptInfo]:
         """By a lease's id, or by the id under which a client knows the parent."""
         self._end_leases()
         return self.leases.find(handle, owner)
@@ -250,8 +250,8 @@ class Engine:
         """Another worker is gone, says somebody who may be wrong: transfers with it fail at once."""
         if self._relay is not None:
             self._relay.peer_lost(worker_id)
-        if self.pictures is not None:
-            self.pictures.peer_lost(worker_id)
+        if self.images is not None:
+            self.images.peer_lost(worker_id)
 
     @property
     def drained(self) -> bool:
@@ -266,7 +266,7 @@ class Engine:
             return True
         if len(self.scheduler.running) > self.scheduler.num_held_up:
             return True
-        if self.pictures is not None and self.pictures.has_news:
+        if self.images is not None and self.images.has_news:
             return True
         if self.leases.has_news or self._is_saving_leases:
             return True
@@ -299,7 +299,7 @@ class Engine:
             connections=0 if self._relay is None else self._relay.num_links,
             leases=len(self.leases),
             inherited_tokens=self.leases.num_inherited_tokens,
-            pictures=None if self.pictures is None else self.pictures.counts(),
+            images=None if self.images is None else self.images.counts(),
         )
 
     def _end_leases(self) -> None:
@@ -322,7 +322,7 @@ class Engine:
         return len(self.scheduler.loading) + (0 if self.incoming is None else len(self.incoming.transferring))
 
     def close(self) -> None:
-        for side in (self.outgoing, self.incoming, self.pictures):
+        for side in (self.outgoing, self.incoming, self.images):
             if side is not None:
                 side.close()
         self._runner.close()
@@ -374,10 +374,10 @@ class Engine:
             self._stalled = False
             for sequence, arrival in self.incoming.poll():
                 self._commit.arrived(sequence, arrival)
-        if self.pictures is not None and self.pictures.has_news:
+        if self.images is not None and self.images.has_news:
             self._stalled = False
-            for request, error in self.pictures.poll():
-                log.warning("a picture will not come", request=request.request_id, reason=error)
+            for request, error in self.images.poll():
+                log.warning("an image will not come", request=request.request_id, reason=error)
                 self._endings.fail(request, error)
             self.scheduler.recall()
 

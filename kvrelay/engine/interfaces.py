@@ -134,8 +134,8 @@ class Runner(Protocol):
 
 
 class Features(Protocol):
-    """What is there of the pictures of prompts, by digest. The engine plans tokens of a picture only while it holds the
-    picture and its features are ready, and holds it until no plan can want them again."""
+    """What is there of the images of prompts, by digest. The engine plans tokens of an image only while it holds the
+    image and its features are ready, and holds it until no plan can want them again."""
 
     def is_ready(self, digest: str) -> bool: ...
 

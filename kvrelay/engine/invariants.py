@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kvrelay.engine.block_pool import Holder
 from kvrelay.engine.request import Request, Sequence
 from kvrelay.engine.swap import Swap
-from kvrelay.states import KVState, LeaseState, RequestState
+from kvrelay.states import KeptState, KVState, RequestState
 
 if TYPE_CHECKING:
     from kvrelay.engine.engine import Engine
@@ -58,7 +58,7 @@ def check_idle(engine: Engine) -> None:
         assert engine.swap.slots.counts().in_use == len(slots)
     assert not engine.leases.heirs, "children left behind"
     assert not engine.scheduler.waiting
-    assert engine.pictures is None or engine.pictures.num_held == 0, "pictures are held for requests that are over"
+    assert engine.images is None or engine.images.num_held == 0, "images are held for requests that are over"
 
 
 def _check_swap(swap: Swap) -> Counter[int]:
@@ -84,17 +84,17 @@ def _check_leases(engine: Engine) -> Counter[int]:
     leases, pool, swap = engine.leases, engine.kv.pool, engine.swap
     blocks: Counter[int] = Counter()
     staying: Counter[int] = Counter()
-    holds = Counter(heir.lease.lease_id for heir in leases.heirs.values())
-    holds.update(lease.lease_id for lease in leases.let_go_after_step)
+    holds = Counter(heir.lease.kept_id for heir in leases.heirs.values())
+    holds.update(lease.kept_id for lease in leases.let_go_after_step)
     for lease in leases.leases.values():
-        on_host = lease.state in (LeaseState.LEAVING, LeaseState.ON_HOST)
-        assert on_host == (swap is not None and lease.kv.key in swap.kept), f"{lease.lease_id} is {lease.state}"
-        assert bool(lease.kv.block_table) == (lease.state is not LeaseState.ON_HOST), f"{lease.lease_id} is {lease.state}"
-        assert lease.num_holds == holds[lease.lease_id], f"{lease.lease_id} is held {lease.num_holds} times"
-        assert lease.num_holds or not lease.is_over, f"{lease.lease_id} is over and nobody needs it"
-        assert lease.kv.num_computed < len(lease.kv.tokens), f"{lease.lease_id} has KV of its last token"
+        on_host = lease.state in (KeptState.LEAVING, KeptState.ON_HOST)
+        assert on_host == (swap is not None and lease.kv.key in swap.kept), f"{lease.kept_id} is {lease.state}"
+        assert bool(lease.kv.block_table) == (lease.state is not KeptState.ON_HOST), f"{lease.kept_id} is {lease.state}"
+        assert lease.num_holds == holds[lease.kept_id], f"{lease.kept_id} is held {lease.num_holds} times"
+        assert lease.num_holds or not lease.is_over, f"{lease.kept_id} is over and nobody needs it"
+        assert lease.kv.num_computed < len(lease.kv.tokens), f"{lease.kept_id} has KV of its last token"
         blocks.update(lease.kv.block_table)
-        if lease.state is LeaseState.ON_DEVICE:
+        if lease.state is KeptState.ON_DEVICE:
             staying.update(lease.kv.block_table)
     assert len(leases) == sum(not lease.is_over for lease in leases.leases.values()), "leases are counted wrongly"
     assert blocks == leases.pinned, "blocks of leases are counted wrongly"

@@ -20,7 +20,7 @@ from kvrelay.engine.block_pool import BlockPool, Holder
 from kvrelay.engine.events import EventRecorder
 from kvrelay.engine.prefix_cache import PrefixCache
 from kvrelay.engine.request import Sequence
-from kvrelay.hashing import extend_hashes, root_hash
+from kvrelay.native.hashing import extend_hashes, root_hash
 from kvrelay.states import KVState
 
 

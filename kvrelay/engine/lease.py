@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 from kvrelay.engine.request import Sequence
 from kvrelay.errors import InvalidRequestError
-from kvrelay.ids import LeaseId
-from kvrelay.states import LEASE_EDGES, LeaseState, advance
-from kvrelay.wire.serving import Image, Keep, LeaseInfo, Submit
+from kvrelay.ids import KeptId
+from kvrelay.states import KEPT_EDGES, KeptState, advance
+from kvrelay.wire.serving import Image, Keep, KeptInfo, Submit
 
 GRACE_S = 1.0  # a lease is kept so much longer than was said, so that no client's clock is ahead of ours
 
@@ -17,17 +17,17 @@ GRACE_S = 1.0  # a lease is kept so much longer than was said, so that no client
 class Lease:
     """The kept KV of one sample."""
 
-    lease_id: LeaseId
+    kept_id: KeptId
     owner: str
     kv: Sequence  # the sample as its client saw it; while its KV is on the device, it has the pinned blocks
     expires_s: float
-    state: LeaseState
+    state: KeptState
     num_holds: int = 0  # children that have not taken what they inherit
     is_over: bool = False  # it is there for these only
     is_stuck: bool = False  # a copy to the host took too long: it is not tried again
 
-    def become(self, state: LeaseState) -> None:
-        self.state = advance(LEASE_EDGES, self.state, state)
+    def become(self, state: KeptState) -> None:
+        self.state = advance(KEPT_EDGES, self.state, state)
 
     def check_child(self, submit: Submit) -> None:
         """Raises what answers a request that is no child of this one."""
@@ -36,23 +36,23 @@ class Lease:
             what = "the prompt does not begin with what the parent's lease holds"
         elif submit.cache_salt != parent.request.cache_salt:
             what = "the parent has another cache_salt"
-        elif _pictures(submit.images, len(parent.tokens)) != _pictures(parent.images, len(parent.tokens)):
+        elif _images(submit.images, len(parent.tokens)) != _images(parent.images, len(parent.tokens)):
             what = "the parent has other images"
         else:
             return
         raise InvalidRequestError(what, param="continuation_of")
 
-    def info(self, now_s: float, num_blocks: int) -> LeaseInfo:
+    def info(self, now_s: float, num_blocks: int) -> KeptInfo:
         request = self.kv.request
-        return LeaseInfo(
-            lease_id=self.lease_id,
+        return KeptInfo(
+            kept_id=self.kept_id,
             external_id=request.external_id,
             owner=self.owner,
             cache_salt=request.cache_salt,
             tokens=list(self.kv.tokens),
             num_prompt_tokens=self.kv.num_prompt_tokens,
             num_blocks=num_blocks,
-            on_host=self.state is LeaseState.ON_HOST,
+            on_host=self.state is KeptState.ON_HOST,
             ttl_s=max(0.0, self.expires_s - GRACE_S - now_s),
             images=request.images,
         )
@@ -75,6 +75,6 @@ class Heir:
     absent: list[int] = field(default_factory=list)  # which of the lease's blocks have to come from the host
 
 
-def _pictures(images: list[Image], num_tokens: int) -> list[tuple[str, int, int]]:
+def _images(images: list[Image], num_tokens: int) -> list[tuple[str, int, int]]:
     """Those that begin within the first tokens."""
     return [(image.digest, image.start, image.num_tokens) for image in images if image.start < num_tokens]

@@ -20,7 +20,7 @@ waits at most as many steps as the requests that were admitted before still have
 
 The beams of a search count as one here: they are planned, make room, are swapped and come back together (`engine/beam.py`).
 
-A prompt is computed up to its first picture whose embeddings are not here (`engine/pictures.py`). One that runs sits out until
+A prompt is computed up to its first image whose embeddings are not here (`engine/images.py`). One that runs sits out until
 they are; one that waits and has nothing before them is set aside, so that others go first.
 
 Samples of one request that are computed anew (preempted, or resumed here) share their prompt through the prefix cache: one
@@ -37,11 +37,11 @@ from typing import TYPE_CHECKING
 
 from kvrelay.config import EngineOptions
 from kvrelay.engine.continuation import Leases
+from kvrelay.engine.images import Images
 from kvrelay.engine.incoming import Incoming
 from kvrelay.engine.interfaces import Row, StepPlan
 from kvrelay.engine.kv_cache import KVCache
 from kvrelay.engine.outgoing import Outgoing
-from kvrelay.engine.pictures import Pictures
 from kvrelay.engine.request import Sequence
 from kvrelay.engine.swap import Swap
 from kvrelay.states import FreeReason, RequestState
@@ -63,7 +63,7 @@ class Scheduler:
         incoming: Incoming | None = None,
         outgoing: Outgoing | None = None,
         swap: Swap | None = None,
-        pictures: Pictures | None = None,
+        images: Images | None = None,
     ) -> None:
         self._options = options
         self._kv = kv
@@ -71,15 +71,15 @@ class Scheduler:
         self._incoming = incoming
         self._outgoing = outgoing
         self._swap = swap
-        self._pictures = pictures
+        self._images = images
         self.rank: Callable[[Sequence], Order] = _latest_last if options.preempt == "latest" else _oldest_last
         self._watermark = max(1, kv.pool.num_blocks // 100)
         self._waiting: list[tuple[tuple[int, int, int], Sequence]] = []  # a heap; those that ended are skipped when met
         self.running: list[Sequence] = []  # sorted by rank: the last one makes room first
         self.swapped: list[Sequence] = []  # sorted by order
         self.loading: list[Sequence] = []  # have blocks, into which their KV is copied from the host
-        self._aside: list[Sequence] = []  # waiting ones that can do nothing until their pictures come
-        self.num_held_up = 0  # running ones that sat out the last step for their pictures
+        self._aside: list[Sequence] = []  # waiting ones that can do nothing until their images come
+        self.num_held_up = 0  # running ones that sat out the last step for their images
         self.num_waiting = 0
         self.num_preemptions = 0
         self.discarded: list[int] = []  # keys of beams that a search gave up; the engine takes them
@@ -92,7 +92,7 @@ class Scheduler:
         self.num_waiting += 1
 
     def recall(self) -> None:
-        """Pictures have come, or will not."""
+        """Images have come, or will not."""
         aside, self._aside = self._aside, []
         for sequence in aside:
             if sequence.state is RequestState.WAITING:
@@ -361,9 +361,9 @@ class Scheduler:
         self._leases.started(sequence)
 
     def _reachable(self, sequence: Sequence) -> int:
-        """Tokens that can be computed before a picture whose embeddings are not here."""
-        assert self._pictures is not None
-        return max(0, self._pictures.limit(sequence) - sequence.num_computed)
+        """Tokens that can be computed before an image whose embeddings are not here."""
+        assert self._images is not None
+        return max(0, self._images.limit(sequence) - sequence.num_computed)
 
     def _set_aside(self, sequence: Sequence) -> None:
         self._roll_back(sequence)

@@ -26,9 +26,9 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from kvrelay.hashing import HASH_BYTES
 from kvrelay.ids import WorkerId, is_answer_id
 from kvrelay.metrics import Metrics
+from kvrelay.native.hashing import HASH_BYTES
 
 Mode = Literal["evicted", "terminal"]
 

@@ -22,11 +22,11 @@ from typing import assert_never
 import msgspec
 import zmq
 
-from kvrelay.discovery.loop_socket import bound_address
 from kvrelay.errors import ConfigError, ProtocolError
 from kvrelay.ids import WorkerId
 from kvrelay.log import Log
-from kvrelay.plane import Socket, listening
+from kvrelay.planes.curve import Socket, listening
+from kvrelay.planes.loop_socket import bound_address
 from kvrelay.wire.codec import Decoder, encode
 from kvrelay.wire.events import (
     EVENTS_VERSION,

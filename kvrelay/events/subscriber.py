@@ -18,11 +18,11 @@ from typing import Protocol, assert_never
 
 import zmq
 
-from kvrelay.discovery.loop_socket import LoopSocket
 from kvrelay.errors import ProtocolError
 from kvrelay.ids import WorkerId
 from kvrelay.log import Log
-from kvrelay.plane import Socket, connecting
+from kvrelay.planes.curve import Socket, connecting
+from kvrelay.planes.loop_socket import LoopSocket
 from kvrelay.wire.codec import Decoder, encode
 from kvrelay.wire.events import (
     EVENTS_VERSION,

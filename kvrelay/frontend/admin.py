@@ -45,5 +45,5 @@ async def change_role(service: Service, call: Call) -> None:
         raise invalid_body(error) from error
     role = Role(request.role)
     if role is Role.ENCODE and service.media is None:
-        raise InvalidRequestError("the model takes no pictures: there is nothing to encode", param="role")
+        raise InvalidRequestError("the model takes no images: there is nothing to encode", param="role")
     await call.answer_json(service.backend.drain(request.worker, role))

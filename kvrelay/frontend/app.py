@@ -91,7 +91,7 @@ def create_app(
     lifespan: Lifespan | None = None,
 ) -> Starlette:
     """`model` is what the server was started with; clients call it that unless `served_model_name` is set. With an `image_spec`
-    it takes pictures."""
+    it takes images."""
     service = Service(backend, tokenizer, metrics, options, model, image_spec)
     handlers: dict[str, dict[str, Handler]] = {}
     for path, method, handler in _ROUTES:

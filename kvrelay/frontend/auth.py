@@ -22,7 +22,7 @@ from kvrelay.frontend.endpoint import send_error
 from kvrelay.frontend.http import Call, Receive, Scope, Send
 from kvrelay.frontend.service import Service
 from kvrelay.log import Log
-from kvrelay.secret_file import read_secret_lines
+from kvrelay.planes.secret_file import read_secret_lines
 
 AsgiApp = Callable[[Scope, Receive, Send], Coroutine[Any, Any, None]]
 

@@ -89,14 +89,14 @@ async def _suffix(service: Service, request: SamplingFields) -> list[int]:
         )
     if tokens is not None:
         service.check_tokens(tokens, "continuation_token_ids")
-        return _without_pictures(service, tokens, "continuation_token_ids")
+        return _without_images(service, tokens, "continuation_token_ids")
     encoded = await service.encode(text, add_special_tokens=False) if text else []
-    return _without_pictures(service, encoded, "continuation_suffix")
+    return _without_images(service, encoded, "continuation_suffix")
 
 
-def _without_pictures(service: Service, suffix: list[int], field: str) -> list[int]:
+def _without_images(service: Service, suffix: list[int], field: str) -> list[int]:
     if service.media is not None and service.media.spec.image_token_id in suffix:
-        raise InvalidRequestError(f"{field} may not hold the token that stands for a picture", param=field)
+        raise InvalidRequestError(f"{field} may not hold the token that stands for an image", param=field)
     return suffix
 
 
@@ -136,9 +136,9 @@ def keep_s(service: Service, request: SamplingFields, *, obstacle: str = "") -> 
         return 0.0
     if wanted is None or wanted is True:
         seconds = options.keep_kv_s if wanted is None else options.keep_kv_default_s
-        return min(seconds, options.max_lease_s)
-    if wanted > options.max_lease_s:
-        raise InvalidRequestError(f"keep_kv is at most {options.max_lease_s:g} seconds here", param="keep_kv")
+        return min(seconds, options.max_keep_kv_s)
+    if wanted > options.max_keep_kv_s:
+        raise InvalidRequestError(f"keep_kv is at most {options.max_keep_kv_s:g} seconds here", param="keep_kv")
     return wanted
 
 
@@ -147,12 +147,12 @@ def keep_s(service: Service, request: SamplingFields, *, obstacle: str = "") -> 
 
 def shown(continuations: Continuations, parent: Parent) -> Continuation:
     """Of one choice. Rounded down: a client's clock is never ahead of its lease."""
-    assert parent.lease_id is not None
+    assert parent.kept_id is not None
     if not parent.kept:
-        return Continuation(id=parent.lease_id, kept=False, reason=parent.reason or _NO_NEWS)
+        return Continuation(id=parent.kept_id, kept=False, reason=parent.reason or _NO_NEWS)
     left_s = continuations.remaining_s(parent)
     return Continuation(
-        id=parent.lease_id, kept=True, expires_at=int(time.time() + left_s), expires_in_s=int(left_s * 1000) / 1000
+        id=parent.kept_id, kept=True, expires_at=int(time.time() + left_s), expires_in_s=int(left_s * 1000) / 1000
     )
 
 

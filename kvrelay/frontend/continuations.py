@@ -47,7 +47,7 @@ def _not_found(error: NotFoundError) -> NotFoundError:
 def _shown(service: Service, parent: Parent) -> ContinuationHandle:
     left_s = service.backend.continuations.remaining_s(parent) if parent.kept else None
     return ContinuationHandle(
-        id=parent.lease_id or parent.answer_id or parent.external_id,
+        id=parent.kept_id or parent.answer_id or parent.external_id,
         request_id=parent.external_id,
         choice=parent.choice,
         state=parent.state.value,

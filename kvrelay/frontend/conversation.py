@@ -10,9 +10,9 @@ from kvrelay.frontend.continuation import keep_s, missing, origin_of
 from kvrelay.frontend.deltas import Collected, Delta, Parser, Text
 from kvrelay.frontend.generation import Sample, Work
 from kvrelay.frontend.http import Call
+from kvrelay.frontend.images import image_parts, place_images, shifted
 from kvrelay.frontend.openai_types import ChatRequest
 from kvrelay.frontend.params import output_tokens, sampling_params, shape_of
-from kvrelay.frontend.pictures import picture_parts, place_pictures, shifted
 from kvrelay.frontend.prompts import chat_prompt, render
 from kvrelay.frontend.reasoning import ReasoningParser
 from kvrelay.frontend.service import Service
@@ -108,10 +108,10 @@ async def prepare_conversation(service: Service, call: Call, request: ChatReques
 
 
 async def _prompt(service: Service, request: ChatRequest, tools: ToolPlan) -> tuple[str, list[int], list[Image]]:
-    """As text, and as tokens with what stands for pictures among them."""
+    """As text, and as tokens with what stands for images among them."""
     if request.messages is None:
         raise missing("messages")
-    pictures = picture_parts(service.media, request)
+    parts = image_parts(service.media, request)
     prompt = chat_prompt(
         request.messages,
         tools=tools.tools,
@@ -124,7 +124,7 @@ async def _prompt(service: Service, request: ChatRequest, tools: ToolPlan) -> tu
         tokens = await service.encode(text, add_special_tokens=True)
     else:
         tokens = await service.encode_chat(text)
-    tokens, images = await place_pictures(service.media, request, pictures, tokens)
+    tokens, images = await place_images(service.media, request, parts, tokens)
     if request.truncate_prompt_tokens is not None:
         images = shifted(images, len(tokens) - request.truncate_prompt_tokens)
         tokens = tokens[-request.truncate_prompt_tokens :]
@@ -134,7 +134,7 @@ async def _prompt(service: Service, request: ChatRequest, tools: ToolPlan) -> tu
 
 
 def _left_open(service: Service, tokens: list[int]) -> bool:
-    """Whether reasoning was begun and not ended. What stands for a picture is no token of the vocabulary, and no text."""
+    """Whether reasoning was begun and not ended. What stands for an image is no token of the vocabulary, and no text."""
     known = [token for token in tokens if token < service.tokenizer.vocab_size]
     text = service.tokenizer.decode(known, skip_special_tokens=False)
     return text.rfind("<think>") > text.rfind("</think>")

@@ -12,14 +12,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvrelay.errors import NotFoundError, RequestError
-from kvrelay.ids import LeaseId, TransferId, WorkerId, new_request_id
+from kvrelay.ids import KeptId, TransferId, WorkerId, new_request_id
 from kvrelay.metrics import Metrics
 from kvrelay.router.backend import DrainOrder, GenerateRequest
 from kvrelay.router.continuations import Continuations
 from kvrelay.router.parent import Parent
 from kvrelay.router.stream import RequestStream
 from kvrelay.states import FinishReason, HandleState, Role
-from kvrelay.wire.serving import BeamResult, Inherited, LeaseNews, SequenceOutput, TokenLogprobs
+from kvrelay.wire.serving import BeamResult, Inherited, KeptNews, SequenceOutput, TokenLogprobs
 
 _WORKER = WorkerId("whole-fake")
 Answer = Callable[[Sequence[int]], Sequence[int]]
@@ -53,7 +53,7 @@ class FakeBackend:
         self.drained: list[tuple[str, Role | None]] = []
         self.continuations = Continuations(Metrics())
         self.keeps: bool | None = True  # leases that are asked for; None: nothing is said of them
-        self.released: list[LeaseId] = []
+        self.released: list[KeptId] = []
         self._running: dict[RequestStream, _Running] = {}
         self._ticker: asyncio.Task[None] | None = None
 
@@ -95,7 +95,7 @@ class FakeBackend:
         return self.continuations.find_all(handle, owner)
 
     async def delete_parents(self, handle: str, owner: str) -> None:
-        self.released += [parent.lease_id for parent in self.continuations.delete(handle, owner) if parent.lease_id]
+        self.released += [parent.kept_id for parent in self.continuations.delete(handle, owner) if parent.kept_id]
 
     def cluster(self) -> dict[str, Any]:
         return {"ready": self.ready, "in_flight": self.num_open, "workers": []}
@@ -117,8 +117,8 @@ class FakeBackend:
                 continue
             self.continuations.ended(parent, request.prompt, stream.tokens(sample))
             if parent.asked and request.keep is not None and self.keeps is not None:
-                news = LeaseNews(
-                    stream.request_id, sample, request.keep.lease_ids[sample], self.keeps, request.keep.ttl_s,
+                news = KeptNews(
+                    stream.request_id, sample, request.keep.kept_ids[sample], self.keeps, request.keep.ttl_s,
                     len(parent.tokens), 1, "" if self.keeps else "the pool is full",
                 )  # fmt: skip
                 self.continuations.told(_WORKER, news)

@@ -26,7 +26,7 @@ from kvrelay.frontend.errors import ClientGoneError
 from kvrelay.frontend.http import Call, DisconnectWatch, Header
 from kvrelay.frontend.openai_output import Continuation, Provenance
 from kvrelay.frontend.service import Service
-from kvrelay.ids import new_lease_id
+from kvrelay.ids import new_kept_id
 from kvrelay.router.backend import GenerateRequest
 from kvrelay.router.parent import Parent
 from kvrelay.router.stream import RequestStream
@@ -122,7 +122,7 @@ class Generation:
         for place, (prompt, params) in enumerate(zip(work.prompts, work.params, strict=True)):
             origin, keep = work.origin, None
             if work.keep_s:
-                keep = Keep([new_lease_id() for _ in range(params.n)], work.keep_s, self._owner)
+                keep = Keep([new_kept_id() for _ in range(params.n)], work.keep_s, self._owner)
             request = GenerateRequest(
                 external_id=call.request_id,
                 answer_id=call.id,

@@ -1,9 +1,9 @@
-"""Reads the pictures of a conversation and puts them in their places among the prompt's tokens.
+"""Reads the images of a conversation and puts them in their places among the prompt's tokens.
 
     read     fetched, checked and measured, off the event loop and a few at a time
-    place    the chat template wrote one token for each picture: it becomes as many placeholders as the picture has tokens
+    place    the chat template wrote one token for each image: it becomes as many placeholders as the image has tokens
 
-Only servers whose model takes pictures load this, and the library that decodes them.
+Only servers whose model takes images load this, and the library that decodes them.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import msgspec
 
 from kvrelay.config import RouterOptions
 from kvrelay.errors import InvalidRequestError, MediaError
+from kvrelay.frontend.images import Part
 from kvrelay.frontend.openai_types import ProcessorOptions
-from kvrelay.frontend.pictures import Part
 from kvrelay.media.data_url import read_data_url
 from kvrelay.media.decode import Limits, check
 from kvrelay.media.fetch import Fetcher, FetchRules, allowed_hosts
@@ -30,7 +30,7 @@ from kvrelay.media.resize import target_size
 from kvrelay.wire.serving import Image
 
 LOW_DETAIL_PIXELS = 512 * 512  # what `detail: low` means, as far as the model can do it
-# Placeholders tell pictures apart by 29 bits a token: below this, somebody could make a picture that passes for another.
+# Placeholders tell images apart by 29 bits a token: below this, somebody could make an image that passes for another.
 _MIN_TOKENS = 4
 _MIN_BOUND_TOKENS = 16  # the least a client may set max_pixels to; rounding down leaves more than _MIN_TOKENS of it
 _DECODERS = 2
@@ -38,7 +38,7 @@ _FETCHES = 16
 _REMEMBERED = 4096
 
 
-class Picture(msgspec.Struct, frozen=True, kw_only=True):
+class ReadImage(msgspec.Struct, frozen=True, kw_only=True):
     """Checked and measured."""
 
     digest: str
@@ -53,7 +53,7 @@ class _Bounds(msgspec.Struct, frozen=True):
 
 
 class Media:
-    """Of a server whose model takes pictures. Remembers which files were good, not the files."""
+    """Of a server whose model takes images. Remembers which files were good, not the files."""
 
     def __init__(self, spec: ImageSpec, options: RouterOptions, fetcher: Fetcher | None = None) -> None:
         self.spec = spec
@@ -73,23 +73,23 @@ class Media:
 
     # Reading
 
-    async def read(self, parts: Sequence[Part], wanted: ProcessorOptions | None) -> list[Picture]:
+    async def read(self, parts: Sequence[Part], wanted: ProcessorOptions | None) -> list[ReadImage]:
         """In the order of the parts. All at once, as far as there are places."""
         if len(parts) > self._max_images:
             field = parts[self._max_images].field
-            message = f"{field}: a request may have {self._max_images} pictures, and this one has {len(parts)}"
+            message = f"{field}: a request may have {self._max_images} images, and this one has {len(parts)}"
             raise InvalidRequestError(message, param=field, code="too_many_images")
         bounds = [self._bounds(part, wanted) for part in parts]
         tasks = [asyncio.ensure_future(self._read(part, bound)) for part, bound in zip(parts, bounds, strict=True)]
         try:
-            pictures = await asyncio.gather(*tasks)
+            images = await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
-        if sum(len(picture.data) for picture in pictures) > self._max_total_bytes:
-            message = f"the pictures of one request may have {self._max_total_bytes} bytes together"
+        if sum(len(image.data) for image in images) > self._max_total_bytes:
+            message = f"the images of one request may have {self._max_total_bytes} bytes together"
             raise InvalidRequestError(message, param="messages", code="invalid_image")
-        return pictures
+        return images
 
     def _bounds(self, part: Part, wanted: ProcessorOptions | None) -> _Bounds:
         """The part's own, else the request's, else the model's; `detail: low` on top."""
@@ -109,7 +109,7 @@ class Media:
             raise InvalidRequestError(f"{least_field}: {least} are more than the {upper} pixels allowed", param=least_field)
         return _Bounds(min(max(least, _MIN_TOKENS * spec.factor**2), upper), upper)
 
-    async def _read(self, part: Part, bounds: _Bounds) -> Picture:
+    async def _read(self, part: Part, bounds: _Bounds) -> ReadImage:
         try:
             url = part.content.image_url.url
             if url[:5].lower() == "data:":
@@ -120,10 +120,10 @@ class Media:
         except MediaError as error:
             raise InvalidRequestError(f"{part.field}: {error}", param=part.field, code="invalid_image") from error
 
-    async def _off_loop(self, source: str | bytes, bounds: _Bounds) -> Picture:
+    async def _off_loop(self, source: str | bytes, bounds: _Bounds) -> ReadImage:
         return await asyncio.get_running_loop().run_in_executor(self._decoders, self._measure, source, bounds)
 
-    def _measure(self, source: str | bytes, bounds: _Bounds) -> Picture:
+    def _measure(self, source: str | bytes, bounds: _Bounds) -> ReadImage:
         """Runs in a thread."""
         spec = self.spec
         data = read_data_url(source, self._limits.max_bytes) if isinstance(source, str) else source
@@ -135,39 +135,39 @@ class Media:
         content.update(struct.pack(">II", height, width))
         rows, columns = height // spec.patch_size, width // spec.patch_size
         num_tokens = rows * columns // spec.merge_size**2
-        return Picture(digest=content.hexdigest(), num_tokens=num_tokens, grid=(1, rows, columns), data=data)
+        return ReadImage(digest=content.hexdigest(), num_tokens=num_tokens, grid=(1, rows, columns), data=data)
 
     # Placing
 
-    def check_places(self, tokens: list[int], num_pictures: int) -> None:
-        """Also for conversations without pictures: no text may pass for one."""
+    def check_places(self, tokens: list[int], num_images: int) -> None:
+        """Also for conversations without images: no text may pass for one."""
         count = tokens.count(self.spec.image_token_id)
-        if count != num_pictures:
+        if count != num_images:
             raise InvalidRequestError(
-                f"the messages have {num_pictures} pictures, but the prompt made of them has {count} places for one: "
-                "no text may hold the token that stands for a picture",
+                f"the messages have {num_images} images, but the prompt made of them has {count} places for one: "
+                "no text may hold the token that stands for an image",
                 param="messages",
             )
 
-    def place(self, tokens: list[int], pictures: Sequence[Picture]) -> tuple[list[int], list[Image]]:
-        """The prompt with its placeholders. It has a place for each picture."""
+    def place(self, tokens: list[int], found: Sequence[ReadImage]) -> tuple[list[int], list[Image]]:
+        """The prompt with its placeholders. It has a place for each image."""
         placed: list[int] = []
         images: list[Image] = []
         at = 0
-        for picture in pictures:
-            found = tokens.index(self.spec.image_token_id, at)
-            placed += tokens[at:found]
+        for one in found:
+            here = tokens.index(self.spec.image_token_id, at)
+            placed += tokens[at:here]
             images.append(
                 Image(
-                    digest=picture.digest,
+                    digest=one.digest,
                     start=len(placed),
-                    num_tokens=picture.num_tokens,
-                    grid=picture.grid,
-                    data=picture.data,
+                    num_tokens=one.num_tokens,
+                    grid=one.grid,
+                    data=one.data,
                 )
             )
-            placed += placeholder_ids(picture.digest, picture.num_tokens)
-            at = found + 1
+            placed += placeholder_ids(one.digest, one.num_tokens)
+            at = here + 1
         return placed + tokens[at:], images
 
     def shown(self, tokens: Sequence[int]) -> list[int]:
@@ -183,7 +183,7 @@ def _asked(part: Part, name: str, own: int | None, shared: int | None) -> tuple[
 
 
 class _Sizes:
-    """Height and width of files by their digests: a conversation sends its pictures again with every turn. Used by several
+    """Height and width of files by their digests: a conversation sends its images again with every turn. Used by several
     threads: each operation on the table is one that cannot be interrupted, and a file measured twice does no harm."""
 
     def __init__(self, limits: Limits) -> None:

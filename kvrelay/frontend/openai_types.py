@@ -181,7 +181,7 @@ class StructuredOutputs(Body, frozen=True, kw_only=True):
 
 
 class ProcessorOptions(Body, frozen=True, kw_only=True):
-    """vLLM's name for what holds for every picture of a request. Areas, after the picture was brought to size."""
+    """vLLM's name for what holds for every image of a request. Areas, after the image was brought to size."""
 
     min_pixels: Positive | None = None
     max_pixels: Positive | None = None

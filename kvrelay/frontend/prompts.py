@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from kvrelay.errors import InvalidRequestError
+from kvrelay.frontend.images import template_parts
 from kvrelay.frontend.openai_types import (
     AssistantMessage,
     ChatMessage,
@@ -19,7 +20,6 @@ from kvrelay.frontend.openai_types import (
     ToolCall,
     ToolMessage,
 )
-from kvrelay.frontend.pictures import template_parts
 from kvrelay.frontend.service import Service
 from kvrelay.frontend.tools import hermes_messages, tools_for_template
 from kvrelay.text.chat_template import RESERVED_VARIABLES, Message
@@ -109,7 +109,7 @@ def template_message(message: ChatMessage, place: int) -> Message:
 
 
 def _content(content: str | Sequence[TextPart | RefusalPart | ImagePart] | None) -> str | list[dict[str, Any]]:
-    """One text, or parts where there are pictures between texts."""
+    """One text, or parts where there are images between texts."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -179,7 +179,7 @@ def _checked(service: Service, tokens: list[int], field: str) -> list[int]:
     if not tokens:
         raise InvalidRequestError(f"{field} is empty", param=field, code="empty_prompt")
     if service.media is not None and service.media.spec.image_token_id in tokens:
-        raise InvalidRequestError(f"{field} may not hold the token that stands for a picture", param=field)
+        raise InvalidRequestError(f"{field} may not hold the token that stands for an image", param=field)
     return tokens
 
 

@@ -47,7 +47,7 @@ class Service:
         self.root = model
         self.started_at = int(time.time())
         self.tool_tags = Tags.of(tokenizer)
-        self.media = None if image_spec is None else _open_media(image_spec, options)  # None: the model takes no pictures
+        self.media = None if image_spec is None else _open_media(image_spec, options)  # None: the model takes no images
         self.reads_tool_calls = options.tool_parser == "hermes" or (options.tool_parser == "auto" and _speaks_hermes(tokenizer))
 
     def check_model(self, name: str | None) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from kvrelay.errors import InvalidRequestError
 from kvrelay.frontend.http import Call
+from kvrelay.frontend.images import refuse_parts
 from kvrelay.frontend.openai_output import Detokenized, Tokenized
 from kvrelay.frontend.openai_types import DetokenizeRequest, TokenizeRequest
-from kvrelay.frontend.pictures import refuse_parts
 from kvrelay.frontend.prompts import chat_prompt, render
 from kvrelay.frontend.reading import BodyReader
 from kvrelay.frontend.service import Service

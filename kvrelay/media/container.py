@@ -1,9 +1,9 @@
-"""What a picture's file holds, read without decoding a pixel: its format, its size, how it is to be turned.
+"""What an image's file holds, read without decoding a pixel: its format, its size, how it is to be turned.
 
 Files come from strangers. A library that reads everything in them can be kept busy for hours, or made to take all memory, by a
 small file: thousands of comments, directories whose entries all point at the same megabytes, a size that nobody has memory for.
 So the few bytes that matter are found here, with a limit on everything that is counted, and the library is given only what
-makes the picture: no comments, profiles, thumbnails or EXIF. The content decides the format, not what anybody calls it.
+makes the image: no comments, profiles, thumbnails or EXIF. The content decides the format, not what anybody calls it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from kvrelay.errors import MediaError
 Format = Literal["JPEG", "PNG", "WEBP", "GIF"]
 
 _MAX_PARTS = 20_000  # segments, chunks or blocks of a file
-_MAX_SCANS = 32  # of a JPEG file; each costs as much as a picture
+_MAX_SCANS = 32  # of a JPEG file; each costs as much as an image
 _MAX_EXIF_ENTRIES = 1000
 _ORIENTATION_TAG = 0x0112
 
 
-class PictureFile(msgspec.Struct, frozen=True, kw_only=True):
+class ImageFile(msgspec.Struct, frozen=True, kw_only=True):
     format: Format
     width: int  # as stored, before it is turned
     height: int
@@ -32,7 +32,7 @@ class PictureFile(msgspec.Struct, frozen=True, kw_only=True):
     data: bytes  # what a decoder needs of the file
 
 
-def read_container(data: bytes) -> PictureFile:
+def read_container(data: bytes) -> ImageFile:
     """Raises MediaError for what is none of the four formats, or breaks off in its header."""
     try:
         if data.startswith(b"\xff\xd8\xff"):
@@ -56,7 +56,7 @@ _MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")  # between and after scans; t
 _LEFT_OUT = frozenset({*range(0xE1, 0xEE), 0xEF, 0xFE})  # all APPn but JFIF's and Adobe's, which say how colours are coded
 
 
-def _read_jpeg(data: bytes) -> PictureFile:
+def _read_jpeg(data: bytes) -> ImageFile:
     kept, orientation = [data[:2]], 1
     size: tuple[int, int] | None = None
     at = 2
@@ -90,11 +90,11 @@ def _read_jpeg(data: bytes) -> PictureFile:
     if size is None:
         raise MediaError("the JPEG file does not say how large it is")
     kept.append(data[at : _end_of_scans(data, at)])
-    return PictureFile(format="JPEG", width=size[0], height=size[1], orientation=orientation, data=b"".join(kept))
+    return ImageFile(format="JPEG", width=size[0], height=size[1], orientation=orientation, data=b"".join(kept))
 
 
 def _end_of_scans(data: bytes, at: int) -> int:
-    """Where the picture ends: phones put films and further pictures behind it."""
+    """Where the image ends: phones put films and further images behind it."""
     num_scans = 0
     for _ in range(_MAX_PARTS):
         found = _MARKER.search(data, at)
@@ -116,7 +116,7 @@ def _end_of_scans(data: bytes, at: int) -> int:
 _NEEDED_CHUNKS = frozenset({b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND"})
 
 
-def _read_png(data: bytes) -> PictureFile:
+def _read_png(data: bytes) -> ImageFile:
     kept, orientation = [data[:8]], 1
     if data[12:16] != b"IHDR":
         raise MediaError("the PNG file does not begin with its header")
@@ -139,13 +139,13 @@ def _read_png(data: bytes) -> PictureFile:
         at = end
     else:
         raise _too_many("PNG", "chunks")
-    return PictureFile(format="PNG", width=width, height=height, orientation=orientation, data=b"".join(kept))
+    return ImageFile(format="PNG", width=width, height=height, orientation=orientation, data=b"".join(kept))
 
 
 # GIF: the screen, its colours, then extensions and frames; what follows the first frame's description is left to the decoder.
 
 
-def _read_gif(data: bytes) -> PictureFile:
+def _read_gif(data: bytes) -> ImageFile:
     width, height, flags = struct.unpack_from("<HHB", data, 6)
     at = 13 + (3 << (flags & 7) + 1 if flags & 0x80 else 0)
     kept = [data[:at]]
@@ -165,10 +165,10 @@ def _read_gif(data: bytes) -> PictureFile:
         if label == 0xF9:  # which colour is transparent
             kept.append(data[begin:at])
     if data[at] != 0x2C:
-        raise MediaError("the GIF file has no picture")
+        raise MediaError("the GIF file has no image")
     left, top, frame_width, frame_height = struct.unpack_from("<HHHH", data, at + 1)
     kept.append(data[at:])
-    return PictureFile(
+    return ImageFile(
         format="GIF",
         width=max(width, left + frame_width),
         height=max(height, top + frame_height),
@@ -179,7 +179,7 @@ def _read_gif(data: bytes) -> PictureFile:
 # WebP: chunks of type, length, content, padded to even; the first one says the size, in one of three ways.
 
 
-def _read_webp(data: bytes) -> PictureFile:
+def _read_webp(data: bytes) -> ImageFile:
     kind = data[12:16]
     if kind == b"VP8X":
         width = 1 + int.from_bytes(data[24:27], "little")
@@ -191,7 +191,7 @@ def _read_webp(data: bytes) -> PictureFile:
         width, height = (side & 0x3FFF for side in struct.unpack_from("<HH", data, 26))
     else:
         raise MediaError("the WebP file does not say how large it is")
-    return PictureFile(format="WEBP", width=width, height=height, orientation=_webp_orientation(data), data=data)
+    return ImageFile(format="WEBP", width=width, height=height, orientation=_webp_orientation(data), data=data)
 
 
 def _webp_orientation(data: bytes) -> int:

@@ -1,7 +1,7 @@
-"""From a file's bytes to an upright RGB picture, within limits that are checked before anything is decoded.
+"""From a file's bytes to an upright RGB image, within limits that are checked before anything is decoded.
 
 Colours become RGB as in the processors that models were trained with: what is transparent shows white. Of an animation, the
-first frame is the picture.
+first frame is the image.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import msgspec
 from PIL import GifImagePlugin, Image, JpegImagePlugin, PngImagePlugin, UnidentifiedImageError, WebPImagePlugin
 
 from kvrelay.errors import MediaError
-from kvrelay.media.container import PictureFile, read_container
+from kvrelay.media.container import ImageFile, read_container
 
 # Importing a plugin registers it: without this, Pillow would import all it has when it meets its first WebP.
 _PLUGINS = (JpegImagePlugin, PngImagePlugin, WebPImagePlugin, GifImagePlugin)
@@ -28,7 +28,7 @@ _TURNS = {
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one picture."""
+    """Of one image."""
 
     max_bytes: int
     max_pixels: int
@@ -42,47 +42,47 @@ def check(data: bytes, limits: Limits) -> tuple[int, int]:
 
 
 def decode(data: bytes, limits: Limits) -> Image.Image:
-    """The picture itself. Raises MediaError."""
+    """The image itself. Raises MediaError."""
     file = _within(data, limits)
     try:
-        picture = _to_rgb(_open(file))
+        image = _to_rgb(_open(file))
     except (ValueError, OSError) as error:
         raise MediaError(f"the colours of the {file.format} file cannot be read: {error}") from error
     turn = _TURNS.get(file.orientation)
-    return picture if turn is None else picture.transpose(turn)
+    return image if turn is None else image.transpose(turn)
 
 
-def _within(data: bytes, limits: Limits) -> PictureFile:
+def _within(data: bytes, limits: Limits) -> ImageFile:
     if not data:
         raise MediaError("the file is empty")
     if len(data) > limits.max_bytes:
         raise MediaError(f"the file has {len(data)} bytes; at most {limits.max_bytes} are taken")
     file = read_container(data)
     if file.width < 1 or file.height < 1:
-        raise MediaError(f"a picture of {file.width}x{file.height} pixels has no content")
+        raise MediaError(f"an image of {file.width}x{file.height} pixels has no content")
     if file.width * file.height > limits.max_pixels:
         raise MediaError(f"{file.width}x{file.height} are more than {limits.max_pixels} pixels, the most that are taken")
     return file
 
 
-def _open(file: PictureFile) -> Image.Image:
+def _open(file: ImageFile) -> Image.Image:
     try:
-        picture = Image.open(io.BytesIO(file.data), formats=(file.format,))
-        if picture.size != (file.width, file.height):
+        image = Image.open(io.BytesIO(file.data), formats=(file.format,))
+        if image.size != (file.width, file.height):
             raise MediaError(f"the {file.format} file names two sizes")
-        picture.load()
+        image.load()
     except MediaError:
         raise
     except UnidentifiedImageError as error:
         raise MediaError(f"the {file.format} file has a broken header") from error
     except Exception as error:  # whatever Pillow raises on what it cannot read
         raise MediaError(f"the {file.format} file cannot be decoded: {error}") from error
-    return picture
+    return image
 
 
-def _to_rgb(picture: Image.Image) -> Image.Image:
-    if "A" in picture.getbands() or picture.info.get("transparency") is not None:
-        seen = picture.convert("RGBA")
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if "A" in image.getbands() or image.info.get("transparency") is not None:
+        seen = image.convert("RGBA")
         background = Image.new("RGBA", seen.size, (255, 255, 255, 255))
         return Image.alpha_composite(background, seen).convert("RGB")
-    return picture.convert("RGB")
+    return image.convert("RGB")

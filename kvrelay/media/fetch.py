@@ -1,4 +1,4 @@
-"""Fetches a picture over HTTP from a host that the operator has named, and from no other place.
+"""Fetches an image over HTTP from a host that the operator has named, and from no other place.
 
 A client chooses the URL, and the server stands inside networks that clients must not reach. So:
 
@@ -61,7 +61,7 @@ def allowed_hosts(option: str) -> frozenset[str]:
 
 
 class Fetcher:
-    """Has no state of its own; may fetch any number of pictures at once."""
+    """Has no state of its own; may fetch any number of images at once."""
 
     def __init__(self, rules: FetchRules, *, resolve: Resolve | None = None, connect: Connect | None = None) -> None:
         self._rules = rules
@@ -74,9 +74,9 @@ class Fetcher:
             async with asyncio.timeout(self._rules.timeout_s):
                 return await self._follow(url)
         except TimeoutError:
-            raise MediaError(f"fetching the picture took longer than {self._rules.timeout_s:g} s") from None
+            raise MediaError(f"fetching the image took longer than {self._rules.timeout_s:g} s") from None
         except (OSError, ssl.CertificateError, httptools.HttpParserError) as error:
-            raise MediaError(f"the picture cannot be fetched: {error}") from error
+            raise MediaError(f"the image cannot be fetched: {error}") from error
 
     async def _follow(self, url: str) -> bytes:
         for _ in range(1 + _MAX_REDIRECTS):
@@ -96,12 +96,12 @@ class Fetcher:
             raise MediaError(f"the URL cannot be read: {error}") from error
         own_port = _PORTS.get(parts.scheme)
         if own_port is None:
-            raise MediaError(f"{parts.scheme[:20] or 'no scheme'}: pictures come from http:, https: and data: URLs")
+            raise MediaError(f"{parts.scheme[:20] or 'no scheme'}: images come from http:, https: and data: URLs")
         if parts.username is not None or parts.password is not None:
             raise MediaError("the URL holds a user name or password")
         name = host if port in (None, own_port) else f"{host}:{port}"
         if name not in self._rules.allowed_hosts:
-            raise MediaError(f"this server fetches no pictures from {name[:100]!r} (--allowed-media-hosts)")
+            raise MediaError(f"this server fetches no images from {name[:100]!r} (--allowed-media-hosts)")
         path = urllib.parse.urlunsplit(("", "", parts.path or "/", parts.query, ""))
         return _Target(url=url, secure=parts.scheme == "https", host=host, port=port or own_port, path=path)
 

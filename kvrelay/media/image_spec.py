@@ -1,4 +1,4 @@
-"""How a checkpoint wants its pictures: read from config.json and its image processor's file, checked once.
+"""How a checkpoint wants its images: read from config.json and its image processor's file, checked once.
 
 Two layouts of both files are about. On the hub, Qwen2-VL and Qwen2.5-VL have the text model's fields at the top of config.json
 and `min_pixels` and `max_pixels` in preprocessor_config.json; transformers saves the text model under `text_config`, the bounds
@@ -33,11 +33,11 @@ Decoded = TypeVar("Decoded")
 
 
 class ImageSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a router needs to place a picture in a prompt, and a worker to cut it into patches."""
+    """All that a router needs to place an image in a prompt, and a worker to cut it into patches."""
 
     family: Family
     patch_size: int
-    temporal_patch_size: int  # frames per patch; a picture is so many times the same frame
+    temporal_patch_size: int  # frames per patch; an image is so many times the same frame
     merge_size: int  # patches of a square of so many by so many become one token
     min_pixels: int
     max_pixels: int
@@ -107,7 +107,7 @@ class _NestedProcessor(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_image_spec(folder: pathlib.Path) -> ImageSpec | None:
-    """Of the checkpoint in a folder of Hugging Face layout. None: the model takes no pictures."""
+    """Of the checkpoint in a folder of Hugging Face layout. None: the model takes no images."""
     path = folder / "config.json"
     if not path.is_file():
         return None
@@ -149,7 +149,7 @@ def _read_processor(folder: pathlib.Path) -> tuple[_Processor, pathlib.Path]:
             return processor, nested
     if own.is_file():
         return _decode(own, _Processor), own
-    raise ModelError(f"{folder} has no {own.name}: a model that takes pictures needs one")
+    raise ModelError(f"{folder} has no {own.name}: a model that takes images needs one")
 
 
 def _refuse_unsupported(processor: _Processor, path: pathlib.Path) -> None:
@@ -173,7 +173,7 @@ def _bounds(processor: _Processor, path: pathlib.Path) -> tuple[int, int]:
     least = _first(processor.min_pixels, size.shortest_edge, size.min_pixels)
     most = _first(processor.max_pixels, size.longest_edge, size.max_pixels)
     if least is None or most is None:
-        raise ModelError(f"{path} does not say how large a picture may be: it has neither size nor min_pixels and max_pixels")
+        raise ModelError(f"{path} does not say how large an image may be: it has neither size nor min_pixels and max_pixels")
     return least, most
 
 

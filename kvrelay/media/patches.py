@@ -1,6 +1,6 @@
-"""From a decoded picture to the patches a vision tower takes.
+"""From a decoded image to the patches a vision tower takes.
 
-    RGB picture -> bicubic to the grid's size -> floats, normalised by colour -> patches, square by square
+    RGB image -> bicubic to the grid's size -> floats, normalised by colour -> patches, square by square
 
 Bit for bit what transformers' Qwen2VLImageProcessorPil makes: the order of operations and their precisions matter.
 """
@@ -19,17 +19,17 @@ _RESCALE = 1 / 255
 
 
 def grid_of(height: int, width: int, spec: ImageSpec) -> Grid:
-    """Of a picture that has been brought to that size."""
+    """Of an image that has been brought to that size."""
     assert height % spec.factor == 0 == width % spec.factor, f"{width}x{height} is not made of squares of {spec.factor}"
     return 1, height // spec.patch_size, width // spec.patch_size
 
 
-def patches_of(picture: PIL.Image.Image, height: int, width: int, spec: ImageSpec) -> tuple[NDArray[np.float32], Grid]:
-    """[patches, colours * frames * patch_size * patch_size] of the picture brought to that size. A still picture shows the same
+def patches_of(image: PIL.Image.Image, height: int, width: int, spec: ImageSpec) -> tuple[NDArray[np.float32], Grid]:
+    """[patches, colours * frames * patch_size * patch_size] of the image brought to that size. A still image shows the same
     in all frames of a patch."""
-    assert picture.mode == "RGB", f"a picture in mode {picture.mode} must be converted first"
+    assert image.mode == "RGB", f"an image in mode {image.mode} must be converted first"
     grid = grid_of(height, width, spec)
-    resized = np.asarray(picture.resize((width, height), PIL.Image.Resampling.BICUBIC))
+    resized = np.asarray(image.resize((width, height), PIL.Image.Resampling.BICUBIC))
     scaled = (resized.astype(np.float64) * _RESCALE).astype(np.float32)
     normal = (scaled - np.array(spec.mean, dtype=np.float32)) / np.array(spec.std, dtype=np.float32)
     size, merge = spec.patch_size, spec.merge_size

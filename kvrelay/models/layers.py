@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from kvrelay.checkpoint.rope import RopeSpec
-from kvrelay.runner.kernels.base import Kernels, Packed
+from kvrelay.kernels.base import Kernels, Packed
 
 
 class WeightSource(Protocol):

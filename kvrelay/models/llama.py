@@ -8,7 +8,7 @@ One forward pass: embed, then per layer
 then the final norm and the head. Only the tokens named in `logit_rows` leave the last attention: what follows it is
 per-token, and nobody looks at the others.
 
-Where a token is a picture's, its features stand for the embedding, and for families that have more of them these are added
+Where a token is an image's, its features stand for the embedding, and for families that have more of them these are added
 behind each of the first layers.
 """
 
@@ -20,8 +20,8 @@ from collections.abc import Callable
 import torch
 
 from kvrelay.checkpoint.spec import ModelSpec
+from kvrelay.kernels.base import ForwardBatch, HeadShape, ImageBatch, Kernels, LayerWeights
 from kvrelay.models.layers import WeightSource, axis_of_pairs, fused_linear, linear, rotary_rows, rotary_table
-from kvrelay.runner.kernels.base import ForwardBatch, HeadShape, Kernels, LayerWeights, PictureBatch
 
 
 class DecoderLayer:
@@ -132,16 +132,16 @@ class LlamaModel:
         """kv is [layers, 2, blocks, block_size, kv_heads, head_dim]; returns float32 logits [len(logit_rows), vocabulary].
         `on_layer` is told of each layer whose KV is stored."""
         residual = self._kernels.embed(batch.token_ids, self._embedding)
-        cos_sin, pictures = self._cos_sin, batch.pictures
-        if pictures is not None:
-            residual[pictures.places] = pictures.embeddings()
-            batch, cos_sin = self._with_own_rotation(batch, pictures)
+        cos_sin, images = self._cos_sin, batch.images
+        if images is not None:
+            residual[images.places] = images.embeddings()
+            batch, cos_sin = self._with_own_rotation(batch, images)
         x: torch.Tensor | None = None
         last = len(self._layers) - 1
         all_rows = batch.logit_rows.shape[0] == batch.token_ids.shape[0]  # decodes alone: nothing to leave out
         for index, (layer, layer_kv) in enumerate(zip(self._layers, self._by_layer(kv), strict=True)):
-            if pictures is not None and x is not None and index <= pictures.num_deepstack:
-                x.index_add_(0, pictures.places, pictures.deepstack(index - 1))
+            if images is not None and x is not None and index <= images.num_deepstack:
+                x.index_add_(0, images.places, images.deepstack(index - 1))
             if layer.fused is not None and (index < last or all_rows):
                 x = layer.fused(x, residual, cos_sin, batch, layer_kv)
                 if on_layer is not None:
@@ -160,12 +160,12 @@ class LlamaModel:
         assert x is not None
         return self._logits(x, residual)
 
-    def _with_own_rotation(self, batch: ForwardBatch, pictures: PictureBatch) -> tuple[ForwardBatch, torch.Tensor]:
-        """A picture's tokens are turned by three positions, which no row of the table has: the pass gets a table of its own, of
+    def _with_own_rotation(self, batch: ForwardBatch, images: ImageBatch) -> tuple[ForwardBatch, torch.Tensor]:
+        """An image's tokens are turned by three positions, which no row of the table has: the pass gets a table of its own, of
         one row per token, so that the layers need not know."""
-        assert self._axis_of_pair is not None, "a model without sections takes no pictures"
+        assert self._axis_of_pair is not None, "a model without sections takes no images"
         positions = torch.arange(batch.positions.shape[0], device=batch.positions.device)
-        rows = rotary_rows(self._cos_sin, pictures.axes, self._axis_of_pair)
+        rows = rotary_rows(self._cos_sin, images.axes, self._axis_of_pair)
         return dataclasses.replace(batch, positions=positions), rows
 
     def _by_layer(self, kv: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -9,9 +9,9 @@ import torch
 
 from kvrelay.checkpoint.spec import ModelSpec
 from kvrelay.errors import UnsupportedModelError
+from kvrelay.kernels.base import ForwardBatch
 from kvrelay.models.llama import LlamaModel
 from kvrelay.models.qwen3 import Qwen3Model
-from kvrelay.runner.kernels.base import ForwardBatch
 
 
 class Model(Protocol):

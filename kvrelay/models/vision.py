@@ -1,8 +1,8 @@
 """The pieces vision towers are made of, in plain PyTorch.
 
-A tower turns the patches of some pictures into features for the text model. All patches of a pass lie one after another,
-picture by picture, and within a picture square by square: the merge_size x merge_size patches that become one token are
-neighbours. Everything is per patch except attention, which stays inside a picture or inside a window of it (`Segments`).
+A tower turns the patches of some images into features for the text model. All patches of a pass lie one after another,
+image by image, and within an image square by square: the merge_size x merge_size patches that become one token are
+neighbours. Everything is per patch except attention, which stays inside an image or inside a window of it (`Segments`).
 
     patches [n, colours * frames * size * size]  -> embed -> blocks -> merge -> features [tokens, (1 + deepstack) * width]
 """
@@ -27,12 +27,12 @@ Activation = Callable[[torch.Tensor], torch.Tensor]
 
 
 class VisionTower(Protocol):
-    """Holds weights and no state of any picture; one thread calls it at a time."""
+    """Holds weights and no state of any image; one thread calls it at a time."""
 
     spec: VisionSpec
 
     def forward(self, patches: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
-        """float32 [tokens of all pictures, spec.feature_width]: the main features, then those for each of the first text
+        """float32 [tokens of all images, spec.feature_width]: the main features, then those for each of the first text
         layers, side by side."""
 
 
@@ -159,13 +159,13 @@ class Merger:
 
 @dataclass(frozen=True, slots=True)
 class PatchPlaces:
-    """Row and column of every patch in its picture, and how large the picture is: [patches] int64 each."""
+    """Row and column of every patch in its image, and how large the image is: [patches] int64 each."""
 
     rows: torch.Tensor
     columns: torch.Tensor
     num_rows: torch.Tensor
     num_columns: torch.Tensor
-    frame_lengths: torch.Tensor  # [frames of all pictures]: patches in each
+    frame_lengths: torch.Tensor  # [frames of all images]: patches in each
 
     @classmethod
     def of(cls, grids: Sequence[Grid], merge_size: int, device: torch.device) -> PatchPlaces:

@@ -1,7 +1,7 @@
 """The vision towers of the Qwen families.
 
-- Qwen2-VL     every patch of a picture sees every other
-- Qwen2.5-VL   most blocks see only a window of the picture; patches are sorted by window for the whole way
+- Qwen2-VL     every patch of an image sees every other
+- Qwen2.5-VL   most blocks see only a window of the image; patches are sorted by window for the whole way
 - Qwen3-VL     learned positions besides the rotation, and features out of the middle of the tower for the first text layers
 """
 
@@ -57,10 +57,10 @@ class Qwen2Tower:
     @torch.inference_mode()
     def forward(self, patches: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
         places = PatchPlaces.of(grids, self.spec.merge_size, patches.device)
-        cos_sin, pictures = places.rotation(self.spec), Segments.of_lengths(places.frame_lengths)
+        cos_sin, images = places.rotation(self.spec), Segments.of_lengths(places.frame_lengths)
         x = self._embed(patches)
         for block in self._blocks:
-            x = block(x, cos_sin, pictures)
+            x = block(x, cos_sin, images)
         return self._merger(x).float()
 
 
@@ -78,13 +78,13 @@ class Qwen25Tower:
     def forward(self, patches: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
         spec = self.spec
         places = PatchPlaces.of(grids, spec.merge_size, patches.device)
-        pictures = Segments.of_lengths(places.frame_lengths)
+        images = Segments.of_lengths(places.frame_lengths)
         order, window_lengths = _windows(grids, spec, patches.device)
         windows = Segments.of_lengths(window_lengths)
         cos_sin = _by_square(places.rotation(spec), order, spec)
         x = _by_square(self._embed(patches), order, spec)
         for index, block in enumerate(self._blocks):
-            x = block(x, cos_sin, pictures if index in spec.full_attention_blocks else windows)
+            x = block(x, cos_sin, images if index in spec.full_attention_blocks else windows)
         features = torch.empty(order.shape[0], spec.out_hidden_size, device=patches.device)
         features[order] = self._merger(x).float()
         return features
@@ -113,18 +113,18 @@ class Qwen3Tower:
     @torch.inference_mode()
     def forward(self, patches: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
         places = PatchPlaces.of(grids, self.spec.merge_size, patches.device)
-        cos_sin, pictures = places.rotation(self.spec), Segments.of_lengths(places.frame_lengths)
+        cos_sin, images = places.rotation(self.spec), Segments.of_lengths(places.frame_lengths)
         x = self._embed(patches)
         x = x + self._interpolated(places).to(x.dtype)
         deepstack = []
         for index, block in enumerate(self._blocks):
-            x = block(x, cos_sin, pictures)
+            x = block(x, cos_sin, images)
             if index in self._deepstack:
                 deepstack.append(self._deepstack[index](x))
         return torch.cat([self._merger(x), *deepstack], dim=-1).float()
 
     def _interpolated(self, places: PatchPlaces) -> torch.Tensor:
-        """The square of learned positions, stretched over each picture so that the corners meet."""
+        """The square of learned positions, stretched over each image so that the corners meet."""
         side = self.spec.num_positions_per_side
         total = torch.zeros(places.rows.shape[0], self.spec.hidden_size, device=places.rows.device)
         for row, row_weight in _neighbours(places.rows, places.num_rows, side):

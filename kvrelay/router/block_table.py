@@ -14,8 +14,8 @@ import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
-from kvrelay.hashing import HASH_BYTES
-from kvrelay.native import compile_and_load
+from kvrelay.native.compile import compile_and_load
+from kvrelay.native.hashing import HASH_BYTES
 
 _SOURCE = r"""
 #define _GNU_SOURCE

@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvrelay.router.peer import Peer
-from kvrelay.wire.registry import PictureCounts
+from kvrelay.wire.registry import ImageCounts
 
 _REQUEST_STATES = ("running", "waiting", "transferring", "swapped")
 _TOTALS = {
@@ -35,11 +35,11 @@ _TRANSFERS = {
     "bytes": "KV bytes moved, counted by the side that moves them",
     "late_bytes": "KV bytes moved after the prompt was computed",
 }
-_PICTURES = {
-    "encoded": "Pictures that went through a vision tower",
-    "hits": "Pictures whose embeddings were there already",
-    "relayed": "Pictures whose embeddings were handed over",
-    "failed": "Pictures whose embeddings were not",
+_IMAGES = {
+    "encoded": "Images that went through a vision tower",
+    "hits": "Images whose embeddings were there already",
+    "relayed": "Images whose embeddings were handed over",
+    "failed": "Images whose embeddings were not",
     "bytes": "Bytes of embeddings moved, counted by the side that moves them",
     "resumes": "Further rounds of embeddings that did not fit at once",
 }
@@ -69,17 +69,17 @@ class WorkerCollector(Collector):
         yield _host_blocks(peers)
         yield from _counters(peers, "kvrelay_worker_transfers_", _TRANSFERS, lambda load: load["transfers"])
         yield from _counters(peers, "kvrelay_worker_mapping_", _MAPPING, lambda load: load["mapping"])
-        yield from _counters(peers, "kvrelay_worker_pictures_", _PICTURES, _pictures)
-        yield _gauge(peers, "pictures_in_flight", "Embeddings on their way", lambda load: _pictures(load)["in_flight"])
+        yield from _counters(peers, "kvrelay_worker_images_", _IMAGES, _images)
+        yield _gauge(peers, "images_in_flight", "Embeddings on their way", lambda load: _images(load)["in_flight"])
         yield _gauge(peers, "transfers_in_flight", "KV hand-overs under way", lambda load: load["transfers"]["in_flight"])
         yield _gauge(peers, "leases", "Finished samples whose KV is kept", lambda load: load["leases"])
         yield _gauge(peers, "mapping_size", "Transfer ids known", lambda load: load["mapping"]["size"])
         yield _gauge(peers, "mapping_parked", "Messages about transfers not yet known", lambda load: load["mapping"]["parked"])
 
 
-def _pictures(load: dict[str, Any]) -> dict[str, Any]:
+def _images(load: dict[str, Any]) -> dict[str, Any]:
     """None of a worker whose model takes none."""
-    return load["pictures"] or dict.fromkeys(PictureCounts.__struct_fields__, 0)
+    return load["images"] or dict.fromkeys(ImageCounts.__struct_fields__, 0)
 
 
 def _counters(

@@ -22,15 +22,15 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 from kvrelay.errors import ConflictError, InvalidRequestError, NotFoundError
-from kvrelay.ids import LeaseId, RequestId, WorkerId
+from kvrelay.ids import KeptId, RequestId, WorkerId
 from kvrelay.metrics import Metrics
 from kvrelay.router.backend import GenerateRequest
 from kvrelay.router.parent import Parent
 from kvrelay.states import HandleState
-from kvrelay.wire.serving import LeaseInfo, LeaseNews
+from kvrelay.wire.serving import KeptInfo, KeptNews
 
 NEWS_WAIT_S = 30.0  # how long after a sample's end its worker may say whether its KV is kept
-MAX_PICTURE_BYTES = 256 << 20  # of requests whose KV nobody keeps: their pictures are needed to compute it again
+MAX_IMAGE_BYTES = 256 << 20  # of requests whose KV nobody keeps: their images are needed to compute it again
 _MAX_REASONS = 4096  # handles that are gone, of which it is known why
 
 _Name = tuple[str, str]  # owner, and what it calls a request
@@ -52,10 +52,10 @@ class Continuations:
         self._max_leases = max_leases_per_owner
         self._clock = clock
         self._names: dict[_Name, list[Parent]] = {}  # all choices of one answer, under each of its names
-        self._leases: dict[LeaseId, Parent] = {}
+        self._leases: dict[KeptId, Parent] = {}
         self._held: dict[str, set[Parent]] = {}  # by owner: leases that are held, or asked for
         self._ended: OrderedDict[Parent, None] = OrderedDict()  # KNOWN; the one unused for longest comes first
-        self._num_picture_bytes = 0  # in the files of those
+        self._num_image_bytes = 0  # in the files of those
         self._reasons: OrderedDict[_Name, str] = OrderedDict()
         metrics.leases_held.set_function(lambda: sum(parent.state is HandleState.HELD for parent in self._all_held()))
 
@@ -76,7 +76,7 @@ class Continuations:
                 cache_salt=request.cache_salt,
                 num_prompt_tokens=len(request.prompt),
                 images=request.images,
-                lease_id=None if keep is None else keep.lease_ids[sample],
+                kept_id=None if keep is None else keep.kept_ids[sample],
             )
             for sample in range(count)
         ]
@@ -121,9 +121,9 @@ class Continuations:
 
     # What workers say
 
-    def told(self, worker_id: WorkerId, news: LeaseNews) -> bool:
+    def told(self, worker_id: WorkerId, news: KeptNews) -> bool:
         """False: nobody wants this lease (any more); the worker should give it up."""
-        parent = self._leases.get(news.lease_id)
+        parent = self._leases.get(news.kept_id)
         if parent is None or not parent.asked or not parent.is_generated_by(worker_id, news.request_id):
             known = parent is not None and parent.state is HandleState.HELD and parent.worker_id == worker_id
             return known or not news.kept
@@ -149,10 +149,10 @@ class Continuations:
             if parent.worker_id == worker_id and parent.state is HandleState.RUNNING and parent.ended:
                 self.refused(parent, reason, "worker_lost")
 
-    def adopt(self, worker_id: WorkerId, fingerprint: str, leases: Iterable[LeaseInfo]) -> None:
+    def adopt(self, worker_id: WorkerId, fingerprint: str, leases: Iterable[KeptInfo]) -> None:
         """Another router served these."""
         for lease in leases:
-            if lease.lease_id in self._leases:
+            if lease.kept_id in self._leases:
                 continue
             parent = Parent(
                 external_id=lease.external_id,
@@ -162,7 +162,7 @@ class Continuations:
                 cache_salt=lease.cache_salt,
                 num_prompt_tokens=lease.num_prompt_tokens,
                 images=lease.images,
-                lease_id=lease.lease_id,
+                kept_id=lease.kept_id,
                 tokens=array("I", lease.tokens),
                 worker_id=worker_id,
                 fingerprint=fingerprint,
@@ -171,7 +171,7 @@ class Continuations:
                 asked=True,
                 ended=True,
             )
-            self._leases[lease.lease_id] = parent
+            self._leases[lease.kept_id] = parent
             self._names.setdefault((lease.owner, lease.external_id), []).append(parent)
             self._held.setdefault(parent.owner, set()).add(parent)
             parent.become(HandleState.HELD)
@@ -191,7 +191,7 @@ class Continuations:
 
     def find_all(self, handle: str, owner: str) -> list[Parent]:
         """All choices of that name, at least one. Raises NotFoundError."""
-        lease = self._leases.get(LeaseId(handle))
+        lease = self._leases.get(KeptId(handle))
         parents = [lease] if lease is not None and lease.owner == owner else self._names.get((owner, handle), [])
         left = self._looked_at(parents)
         if not left:
@@ -200,7 +200,7 @@ class Continuations:
 
     def is_unheard_of(self, handle: str, owner: str) -> bool:
         """Neither here, nor known to be gone: another router may know it."""
-        lease = self._leases.get(LeaseId(handle))
+        lease = self._leases.get(KeptId(handle))
         known = (owner, handle) in self._names or (lease is not None and lease.owner == owner)
         return not known and (owner, handle) not in self._reasons
 
@@ -285,8 +285,8 @@ class Continuations:
     def _remember(self, parent: Parent) -> None:
         parent.become(HandleState.KNOWN)
         self._ended[parent] = None
-        self._num_picture_bytes += _num_picture_bytes(parent)
-        while len(self._ended) > self._capacity or self._num_picture_bytes > MAX_PICTURE_BYTES:
+        self._num_image_bytes += _num_image_bytes(parent)
+        while len(self._ended) > self._capacity or self._num_image_bytes > MAX_IMAGE_BYTES:
             self._go(next(iter(self._ended)), "it was forgotten: others have ended since")
 
     def _touch(self, parent: Parent) -> None:
@@ -298,12 +298,12 @@ class Continuations:
             return
         if parent in self._ended:
             del self._ended[parent]
-            self._num_picture_bytes -= _num_picture_bytes(parent)
+            self._num_image_bytes -= _num_image_bytes(parent)
         parent.reason, parent.tokens, parent.images, parent.asked = reason, (), (), False
         self._not_held(parent)
-        if parent.lease_id is not None and self._leases.get(parent.lease_id) is parent:
-            del self._leases[parent.lease_id]
-            self._explain((parent.owner, parent.lease_id), reason)
+        if parent.kept_id is not None and self._leases.get(parent.kept_id) is parent:
+            del self._leases[parent.kept_id]
+            self._explain((parent.owner, parent.kept_id), reason)
         for name in _names_of(parent):
             family = self._names.get(name, [])
             if parent in family:
@@ -336,8 +336,8 @@ class Continuations:
             self._look(parent)
         within = len(held) + len(parents) <= self._max_leases
         for parent in parents:
-            assert parent.lease_id is not None
-            self._leases[parent.lease_id] = parent
+            assert parent.kept_id is not None
+            self._leases[parent.kept_id] = parent
             if within:
                 parent.asked = True
                 self._held.setdefault(owner, set()).add(parent)
@@ -373,5 +373,5 @@ def _not_found(handle: str, reason: str) -> NotFoundError:
     )
 
 
-def _num_picture_bytes(parent: Parent) -> int:
+def _num_image_bytes(parent: Parent) -> int:
     return sum(len(image.data) for image in parent.images)

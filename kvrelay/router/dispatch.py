@@ -22,7 +22,7 @@ from kvrelay.errors import (
     HandOverError,
     InternalError,
     InvalidRequestError,
-    MissingPictureError,
+    MissingEmbeddingError,
     QueueFullError,
     RequestError,
     UnavailableError,
@@ -34,7 +34,7 @@ from kvrelay.metrics import Metrics
 from kvrelay.router.backend import GenerateRequest
 from kvrelay.router.breaker import Breaker
 from kvrelay.router.continuations import Continuations
-from kvrelay.router.encoders import PictureMessages, encode_name, open_encode_legs
+from kvrelay.router.encoders import ImageMessages, encode_name, open_encode_legs
 from kvrelay.router.failover import Estranged, RetryRules, Stranded, Verdict, as_told, is_setback, judge
 from kvrelay.router.keeping import Keeping
 from kvrelay.router.peer import Leg, OpenRequest, Peer
@@ -196,7 +196,7 @@ class Dispatcher:
         first_id = entry.stream.request_id if entry.attempt == 0 else new_request_id()
         last = Leg(plan.decode, first_id, tokens_of(entry.request))
         legs = (last,) if plan.prefill is None else (Leg(plan.prefill, new_request_id(), plan.prefill_tokens), last)
-        pictures = PictureMessages(plan.encode, plan.computing) if entry.request.images else None
+        images = ImageMessages(plan.encode, plan.computing) if entry.request.images else None
         if plan.encode:
             legs = (*(Leg(share.peer, new_request_id(), share.num_tokens) for share in plan.encode), *legs)
         resume = self._resume(entry)
@@ -204,7 +204,7 @@ class Dispatcher:
         for leg in legs:
             kept = keep if leg is last else None  # the worker that generates keeps it
             submit = submit_message(leg.request_id, entry, transfer, resume, keep=kept, inherit=inherit)
-            if not leg.peer.link.send(submit if pictures is None else pictures.message_for(leg.peer, submit)):
+            if not leg.peer.link.send(submit if images is None else images.message_for(leg.peer, submit)):
                 abort(legs)
                 return leg.peer
         entry.legs, entry.encode, entry.generating = legs, plan.encode, False
@@ -213,7 +213,7 @@ class Dispatcher:
         stream = entry.stream
         stream.prefill, stream.decode = _prefill_name(plan), plan.decode.id
         stream.transfer_id = None if transfer is None else transfer.transfer_id
-        if pictures is not None:
+        if images is not None:
             stream.encode = encode_name(plan.encode, plan.computing)
         if plan.prefill is None and plan.decode.record.role is Role.DECODE:
             self._metrics.local_prefills.inc()
@@ -288,7 +288,7 @@ class Dispatcher:
         """A hand-over that failed is its producer's fault, as far as anybody can tell. So is an embedding that did not come;
         that one is gone where it once was is nobody's."""
         blamed = [peer]
-        if isinstance(error, MissingPictureError):
+        if isinstance(error, MissingEmbeddingError):
             blamed = [share.peer for share in entry.encode if share.has(error.param)]
         elif len(entry.legs) > 1 and isinstance(error, HandOverError):
             blamed = [entry.legs[-2].peer]

@@ -45,6 +45,6 @@ def _warning(peers: Mapping[WorkerId, Peer], gone: Peer, role: Role | None) -> s
         case Role.PREFILL:
             return f"{last}: decode workers compute every prompt themselves"
         case Role.ENCODE if Role.WHOLE not in left:
-            return f"{last}: no request with pictures can be served"
+            return f"{last}: no request with images can be served"
         case _:
             return last

@@ -1,11 +1,11 @@
-"""Who makes the embeddings of a request's pictures.
+"""Who makes the embeddings of a request's images.
 
-    the worker that computes the prompt has a picture's KV cached     nobody
-    encode workers up                                                 one of them for each picture: who made it before, unless
+    the worker that computes the prompt has an image's KV cached     nobody
+    encode workers up                                                 one of them for each image: who made it before, unless
                                                                       it is overloaded; else the least loaded
     none up                                                           a whole worker does it itself; others cannot
 
-Every distinct picture is one transfer of its own, so a worker that has some of them fetches the others only.
+Every distinct image is one transfer of its own, so a worker that has some of them fetches the others only.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from kvrelay.router.policy import overloaded
 from kvrelay.states import Role
 from kvrelay.wire.serving import EmbeddingTransfer, Encode, Image, Submit
 
-_REMEMBERED_PICTURES = 16_384
+_REMEMBERED_IMAGES = 16_384
 
 
 class Encoders:
-    """Shares pictures out, and remembers who made which. The one unused for longest is forgotten first."""
+    """Shares images out, and remembers who made which. The one unused for longest is forgotten first."""
 
     def __init__(self) -> None:
         self._made_by: OrderedDict[str, WorkerId] = OrderedDict()
@@ -45,7 +45,7 @@ class Encoders:
         able = able or [peer for peer in encoders if peer.has_room]
         if not able:
             reason = "the queues of all encode workers are full" if encoders else "no encode worker is up"
-            raise UnavailableError(f"{reason}, and the request has pictures", code="no_encode_worker")
+            raise UnavailableError(f"{reason}, and the request has images", code="no_encode_worker")
         given: dict[WorkerId, EncodeShare] = {}
         for image in wanted:
             peer = self._choose(image, able, given)
@@ -63,12 +63,12 @@ class Encoders:
     def _remember(self, digest: str, worker_id: WorkerId) -> None:
         self._made_by[digest] = worker_id
         self._made_by.move_to_end(digest)
-        if len(self._made_by) > _REMEMBERED_PICTURES:
+        if len(self._made_by) > _REMEMBERED_IMAGES:
             self._made_by.popitem(last=False)
 
 
-class PictureMessages:
-    """What each worker of one attempt is told about a request's pictures: files go only to who encodes them."""
+class ImageMessages:
+    """What each worker of one attempt is told about a request's images: files go only to who encodes them."""
 
     def __init__(self, shares: Sequence[EncodeShare], computing: Peer) -> None:
         self._images = {share.peer.id: share.images for share in shares}
@@ -95,7 +95,7 @@ class PictureMessages:
 
 def encode_name(shares: Sequence[EncodeShare], computing: Peer) -> str:
     """For the response header: the workers that encode; `local` if a whole worker does, should it have to; `cached` if nobody
-    does, since the worker that computes the prompt has the KV of all pictures."""
+    does, since the worker that computes the prompt has the KV of all images."""
     if shares:
         return ",".join(share.peer.id for share in shares)
     return "local" if computing.record.role is Role.WHOLE else "cached"

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvrelay.errors import HandOverError, InternalError, MissingPictureError, RequestError, UnavailableError
+from kvrelay.errors import HandOverError, InternalError, MissingEmbeddingError, RequestError, UnavailableError
 from kvrelay.ids import WorkerId
 from kvrelay.router.peer import OpenRequest, Peer
 from kvrelay.router.plan import Plan
@@ -51,15 +51,15 @@ def judge(error: RequestError, *, is_last: bool, generating: bool, num_internal_
 
 def is_setback(entry: OpenRequest, error: RequestError) -> bool:
     """Whether this is one of the failures that a request may have. It is none that a worker under pressure gave up the KV of
-    pictures it cannot compute again, if the request has got on since the last time."""
+    images it cannot compute again, if the request has got on since the last time."""
     num_tokens = sum(len(entry.stream.tokens(sample)) for sample in range(entry.request.params.n))
     got_on, entry.num_tokens_then = num_tokens > entry.num_tokens_then, num_tokens
-    return not (got_on and isinstance(error, MissingPictureError) and not error.param)
+    return not (got_on and isinstance(error, MissingEmbeddingError) and not error.param)
 
 
 def as_told(error: RequestError) -> RequestError:
     """What a client hears at the end: `param` is a field of its request there, and nothing else."""
-    is_internal = isinstance(error, MissingPictureError | HandOverError)
+    is_internal = isinstance(error, MissingEmbeddingError | HandOverError)
     return UnavailableError(error.message, code=error.code) if is_internal else error
 
 

@@ -10,7 +10,7 @@ from kvrelay.router.parent import Parent
 from kvrelay.router.peer import Leg, OpenRequest, Peer
 from kvrelay.router.submission import KNOWS_CONTINUATION, abort
 from kvrelay.states import FinishReason, WorkerState
-from kvrelay.wire.serving import Finish, Keep, LeaseNews, ReleaseLeases
+from kvrelay.wire.serving import Finish, Keep, KeptNews, ReleaseKept
 
 
 class Keeping:
@@ -47,16 +47,16 @@ class Keeping:
                 self._table.refused(parent, "its worker is of an older version", "old_worker")
         return entry.request.keep if entry.is_kept else None
 
-    def news(self, peer: Peer, leases: list[LeaseNews]) -> None:
+    def news(self, peer: Peer, leases: list[KeptNews]) -> None:
         """A lease that nobody can use, or that belongs to an attempt that was given up, is given back."""
         unwanted = []
         for news in leases:
             stays = peer.record.state is not WorkerState.DRAINING
-            told = news if stays else LeaseNews(news.request_id, news.sample, news.lease_id, False, reason="its worker leaves")
+            told = news if stays else KeptNews(news.request_id, news.sample, news.kept_id, False, reason="its worker leaves")
             if not self._table.told(peer.id, told) or (news.kept and not stays):
-                unwanted.append(news.lease_id)
+                unwanted.append(news.kept_id)
         if unwanted:
-            peer.link.send(ReleaseLeases(lease_ids=unwanted))
+            peer.link.send(ReleaseKept(kept_ids=unwanted))
 
     def cut(self, entry: OpenRequest) -> None:
         """Nobody wants the rest. What was to be kept ends where its client saw it end; if nobody saw any of it, and the prompt

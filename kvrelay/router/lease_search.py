@@ -10,7 +10,7 @@ from kvrelay.ids import WorkerId
 from kvrelay.router.continuations import Continuations
 from kvrelay.router.peer import Peer
 from kvrelay.states import Role
-from kvrelay.wire.serving import AskLease, LeaseTold
+from kvrelay.wire.serving import AskKept, KeptTold
 
 _ANSWER_WITHIN_S = 1.0
 
@@ -33,7 +33,7 @@ class LeaseSearch:
         """Returns when all have answered, or late ones are not waited for any longer. Who asks the same joins."""
         question = self._questions.get((handle, owner))
         if question is None:
-            message = AskLease(handle=handle, owner=owner)
+            message = AskKept(handle=handle, owner=owner)
             holders = [peer for peer in self._peers() if peer.record.role in (Role.DECODE, Role.WHOLE)]
             asked = {peer.id for peer in holders if peer.link.send(message)}
             if not asked:
@@ -43,7 +43,7 @@ class LeaseSearch:
         await asyncio.wait((question.answered,), timeout=_ANSWER_WITHIN_S)
         self._questions.pop((handle, owner), None)
 
-    def told(self, peer: Peer, told: LeaseTold) -> None:
+    def told(self, peer: Peer, told: KeptTold) -> None:
         question = self._questions.get((told.handle, told.owner))
         if question is None:  # nobody asked, or nobody waits any more
             return

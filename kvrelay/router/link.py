@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from typing import Protocol, assert_never
 
-from kvrelay.discovery.connection import Connection
 from kvrelay.errors import ProtocolError
 from kvrelay.ids import RouterId
+from kvrelay.planes.connection import Connection
 from kvrelay.wire import OLDEST_PROTOCOL_VERSION, agreed
 from kvrelay.wire.codec import Decoder, encode
 from kvrelay.wire.registry import WorkerRecord
-from kvrelay.wire.serving import Hello, LeaseTold, Ping, Refused, StepOutputs, ToRouter, ToWorker, Welcome, since
+from kvrelay.wire.serving import Hello, KeptTold, Ping, Refused, StepOutputs, ToRouter, ToWorker, Welcome, since
 
 _decoder: Decoder[ToRouter] = Decoder(ToRouter)
 _PING = encode(Ping())
@@ -32,7 +32,7 @@ class LinkOwner(Protocol):
 
     def link_outputs(self, outputs: StepOutputs) -> None: ...
 
-    def link_told(self, told: LeaseTold) -> None: ...
+    def link_told(self, told: KeptTold) -> None: ...
 
     def link_malformed(self, reason: str) -> None: ...
 
@@ -101,7 +101,7 @@ class WorkerLink:
         match message:
             case StepOutputs():
                 self._on_outputs(message)
-            case LeaseTold():
+            case KeptTold():
                 self._owner.link_told(message)
             case Welcome():
                 self._on_welcome(message)

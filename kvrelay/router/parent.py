@@ -13,9 +13,9 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvrelay.ids import LeaseId, RequestId, WorkerId
+from kvrelay.ids import KeptId, RequestId, WorkerId
 from kvrelay.states import HANDLE_EDGES, HandleState, advance
-from kvrelay.wire.serving import Image, LeaseNews
+from kvrelay.wire.serving import Image, KeptNews
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -29,7 +29,7 @@ class Parent:
     cache_salt: str
     num_prompt_tokens: int
     images: Sequence[Image] = ()
-    lease_id: LeaseId | None = None  # None: nobody asked to keep its KV
+    kept_id: KeptId | None = None  # None: nobody asked to keep its KV
     state: HandleState = HandleState.RUNNING
     tokens: Sequence[int] = ()
     worker_id: WorkerId | None = None  # that generates it, or holds its lease
@@ -41,13 +41,13 @@ class Parent:
     asked: bool = False  # its worker was told to keep it
     ended: bool = False
     unheard_until: float = 0.0  # after its end: until then the worker may say whether it keeps it
-    news: LeaseNews | None = None
+    news: KeptNews | None = None
     _waiters: list[asyncio.Future[None]] = field(default_factory=list)
 
     @property
     def name(self) -> str:
         """What an error calls it."""
-        return self.lease_id or self.external_id
+        return self.kept_id or self.external_id
 
     @property
     def kept(self) -> bool:

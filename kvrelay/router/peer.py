@@ -16,8 +16,8 @@ from kvrelay.router.policy import FOREIGN_REQUEST_TOKENS
 from kvrelay.router.stream import RequestStream
 from kvrelay.states import WorkerState
 from kvrelay.wire import PROTOCOL_VERSION
-from kvrelay.wire.registry import PictureCounts, WorkerLoad, WorkerRecord
-from kvrelay.wire.serving import Image, LeaseTold, StepOutputs
+from kvrelay.wire.registry import ImageCounts, WorkerLoad, WorkerRecord
+from kvrelay.wire.serving import Image, KeptTold, StepOutputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class OpenRequest:
     request: GenerateRequest
     stream: RequestStream
     legs: tuple[Leg, ...] = ()  # empty while it waits for a worker
-    encode: tuple[EncodeShare, ...] = ()  # whom its pictures were sent to, the last time
+    encode: tuple[EncodeShare, ...] = ()  # whom its images were sent to, the last time
     generating: bool = False  # the last leg has given an output, so it needs nobody else any more
     attempt: int = 0  # how often it was sent before
     num_setbacks: int = 0  # how often because somebody failed it
@@ -73,7 +73,7 @@ class PeerOwner(Protocol):
 
     def peer_outputs(self, peer: Peer, outputs: StepOutputs) -> None: ...
 
-    def peer_told(self, peer: Peer, told: LeaseTold) -> None: ...
+    def peer_told(self, peer: Peer, told: KeptTold) -> None: ...
 
     def peer_malformed(self, peer: Peer, reason: str) -> None: ...
 
@@ -166,7 +166,7 @@ class Peer:
             "swapped": load.swapped,
             "blocks": msgspec.to_builtins(load.blocks),
             "transfers": msgspec.to_builtins(load.transfers),
-            "pictures": msgspec.to_builtins(load.pictures or PictureCounts()),
+            "images": msgspec.to_builtins(load.images or ImageCounts()),
             "address": record.serving_address,
             "events_address": record.events_address,
             "replay_address": record.replay_address,
@@ -196,7 +196,7 @@ class Peer:
         self._take_load(outputs.load)
         self._owner.peer_outputs(self, outputs)
 
-    def link_told(self, told: LeaseTold) -> None:
+    def link_told(self, told: KeptTold) -> None:
         self._owner.peer_told(self, told)
 
     def link_malformed(self, reason: str) -> None:

@@ -5,7 +5,7 @@
                                        most `local_prefill_tokens` are left (of a short prompt: if it has nothing);
                                        or the prefill worker alone, if one token is all that is wanted, and no KV kept
     only decode workers up             one of them, which computes the prompt itself
-    the prompt has pictures            encode workers besides (router/encoders.py)
+    the prompt has images            encode workers besides (router/encoders.py)
 
 The policy chooses among several. Where there is nobody with room the client is told to come back; where there is nobody at
 all, why.
@@ -19,10 +19,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from kvrelay import hashing
 from kvrelay.errors import QueueFullError, UnavailableError
 from kvrelay.ids import WorkerId
 from kvrelay.metrics import Metrics
+from kvrelay.native import hashing
 from kvrelay.router.backend import GenerateRequest
 from kvrelay.router.encoders import Encoders
 from kvrelay.router.peer import EncodeShare, Peer
@@ -106,7 +106,7 @@ class Planner:
         return plan
 
     def with_encoders(self, plan: Plan, request: GenerateRequest, avoid: frozenset[str], *, trust_caches: bool) -> Plan:
-        """For a request with pictures, as the last step. Raises UnavailableError."""
+        """For a request with images, as the last step. Raises UnavailableError."""
         cached = self.cached_tokens(request).get(plan.computing.id, 0) if trust_caches else 0
         shares = self._encoders.share_out(request.images, cached, plan.computing, self._by_role[Role.ENCODE], avoid)
         return replace(plan, encode=shares)

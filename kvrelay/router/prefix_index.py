@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvrelay.hashing import HASH_BYTES
 from kvrelay.ids import WorkerId
+from kvrelay.native.hashing import HASH_BYTES
 from kvrelay.router.block_table import BlockTable, new_block_table
 
 

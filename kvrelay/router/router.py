@@ -35,7 +35,7 @@ from kvrelay.router.prefix_index import PrefixIndex
 from kvrelay.router.stream import RequestStream
 from kvrelay.states import Role, WorkerState
 from kvrelay.wire.registry import WorkerRecord
-from kvrelay.wire.serving import LeaseTold, PeerLost, ReleaseLeases, StepOutputs
+from kvrelay.wire.serving import KeptTold, PeerLost, ReleaseKept, StepOutputs
 
 log = Log("router")
 
@@ -63,7 +63,7 @@ class Router:
         rules: RetryRules | None = None,
         sync: OpenSync | None = None,
         continuation_cache: int = 1024,
-        max_leases_per_key: int = 64,
+        max_kept_per_key: int = 64,
     ) -> None:
         self.router_id = router_id or new_router_id()
         self._membership = membership
@@ -75,7 +75,7 @@ class Router:
         self._sync = None if sync is None or index is None else sync(is_held=index.holds)
         self._feed = None if index is None else EventFeed(index, metrics, self._sync)
         planner = Planner(policy, local_prefill_tokens, metrics, index if policy == "prefix_aware" else None)
-        self.continuations = Continuations(metrics, capacity=continuation_cache, max_leases_per_owner=max_leases_per_key)
+        self.continuations = Continuations(metrics, capacity=continuation_cache, max_leases_per_owner=max_kept_per_key)
         self._search = LeaseSearch(self.continuations, lambda: self._dispatcher.usable)
         self._dispatcher = Dispatcher(planner, metrics, self.continuations, mode=mode, rules=rules, follower=self._sync)
         self._ticker: asyncio.TimerHandle | None = None
@@ -131,8 +131,8 @@ class Router:
         await self.find_parents(handle, owner)
         for parent in self.continuations.delete(handle, owner):
             peer = None if parent.worker_id is None else self._peers.get(parent.worker_id)
-            if peer is not None and parent.lease_id is not None:
-                peer.link.send(ReleaseLeases(lease_ids=[parent.lease_id]))
+            if peer is not None and parent.kept_id is not None:
+                peer.link.send(ReleaseKept(kept_ids=[parent.kept_id]))
 
     def cluster(self) -> dict[str, Any]:
         return {
@@ -229,7 +229,7 @@ class Router:
     def peer_outputs(self, peer: Peer, outputs: StepOutputs) -> None:
         self._dispatcher.outputs(peer, outputs)
 
-    def peer_told(self, peer: Peer, told: LeaseTold) -> None:
+    def peer_told(self, peer: Peer, told: KeptTold) -> None:
         self._search.told(peer, told)
 
     def peer_malformed(self, peer: Peer, reason: str) -> None:

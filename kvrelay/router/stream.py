@@ -73,7 +73,7 @@ class RequestStream:
         self.decode = decode
         self.parents: list[Parent] = []  # its samples, to those who continue from them
         self.inherited: Inherited | None = None  # what it took of its own parent's KV
-        self.encode = ""  # who makes the embeddings of its pictures; empty for text
+        self.encode = ""  # who makes the embeddings of its images; empty for text
         self._owner = owner
         self._tokens: list[list[int]] = [[] for _ in range(num_samples)]
         self._running = set(range(num_samples))

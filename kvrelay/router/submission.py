@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvrelay.errors import InvalidRequestError
-from kvrelay.ids import LeaseId, RequestId, WorkerId
+from kvrelay.ids import KeptId, RequestId, WorkerId
 from kvrelay.router.backend import GenerateRequest
 from kvrelay.router.peer import Leg, OpenRequest, Peer
 from kvrelay.router.plan import Plan
 from kvrelay.states import HandleState
 from kvrelay.wire.serving import Abort, Keep, Resumed, Submit, TransferInfo
 
-KNOWS_CONTINUATION = 3  # since this version of the protocol; and beam search, and pictures
+KNOWS_CONTINUATION = 3  # since this version of the protocol; and beam search, and images
 
 
 def submit_message(
@@ -22,7 +22,7 @@ def submit_message(
     resume: list[Resumed],
     *,
     keep: Keep | None = None,
-    inherit: LeaseId | None = None,
+    inherit: KeptId | None = None,
 ) -> Submit:
     request = entry.request
     return Submit(
@@ -56,12 +56,12 @@ def holder_of(request: GenerateRequest, peers: Iterable[Peer], avoid: frozenset[
     return peer if peer is not None and peer.has_room and peer.breaker.passes else None
 
 
-def inherited(entry: OpenRequest, plan: Plan) -> LeaseId | None:
+def inherited(entry: OpenRequest, plan: Plan) -> KeptId | None:
     """The lease that the request takes over. When it is sent again it does without: all it needs are the tokens."""
     parent = entry.request.parent
     if parent is None or parent.state is not HandleState.HELD or entry.attempt or plan.decode.id != parent.worker_id:
         return None
-    return None if plan.prefill is not None else parent.lease_id
+    return None if plan.prefill is not None else parent.kept_id
 
 
 def check_model(request: GenerateRequest, plan: Plan) -> None:

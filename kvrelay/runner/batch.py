@@ -21,8 +21,8 @@ import torch
 from numpy.typing import NDArray
 
 from kvrelay.engine.interfaces import Row, StepPlan
-from kvrelay.runner.kernels.base import AttentionBatch, ForwardBatch
-from kvrelay.runner.pictures import PictureRows
+from kvrelay.kernels.base import AttentionBatch, ForwardBatch
+from kvrelay.runner.vision.images import ImageRows
 
 
 @dataclass(slots=True)
@@ -162,22 +162,22 @@ class BatchBuilder:
         max_rows: int,
         max_blocks: int,
         device: torch.device,
-        pictures: PictureRows | None = None,
+        images: ImageRows | None = None,
     ) -> None:
         self._block_size = block_size
-        self._pictures = pictures  # None: a text model
+        self._images = images  # None: a text model
         self._tables = BlockTables(max_rows, max_blocks)
         self._sets = [_Buffers(max_tokens, max_rows, max_blocks, device) for _ in range(2 if device.type == "cuda" else 1)]
         self._turn = 0
 
     @property
     def num_known_sequences(self) -> int:
-        return max(len(self._tables), 0 if self._pictures is None else len(self._pictures))
+        return max(len(self._tables), 0 if self._images is None else len(self._images))
 
     def forget(self, keys: list[int]) -> None:
         self._tables.forget(keys)
-        if self._pictures is not None:
-            self._pictures.forget(keys)
+        if self._images is not None:
+            self._images.forget(keys)
 
     def build(self, plan: StepPlan) -> tuple[ForwardBatch, LogitLayout]:
         rows = plan.rows
@@ -194,10 +194,10 @@ class BatchBuilder:
         query_start[0] = 0
         np.cumsum(counts, out=query_start[1:])
         self._fill_positions(buffers, starts, counts, places, query_start, num_tokens)
-        pictures = None
-        if self._pictures is not None:
+        images = None
+        if self._images is not None:
             token_ids, positions = buffers.token_ids.array(num_tokens), buffers.positions.array(num_tokens)
-            pictures = self._pictures.fill(rows, query_start, token_ids, positions)
+            images = self._images.fill(rows, query_start, token_ids, positions)
         attention = self._attention(buffers, starts + counts, places, int(counts.max()))
         layout, wanted = _logit_layout(rows, query_start)
         buffers.logit_rows.array(len(wanted))[:] = wanted
@@ -207,7 +207,7 @@ class BatchBuilder:
             slots=buffers.slots.tensor(num_tokens),
             attention=attention,
             logit_rows=buffers.logit_rows.tensor(len(wanted)),
-            pictures=pictures,
+            images=images,
         )
         buffers.filled()
         return batch, layout

@@ -15,15 +15,15 @@ from kvrelay.config import EngineOptions, Environment, ModelOptions
 from kvrelay.engine.interfaces import Allocate, Row, StepPlan
 from kvrelay.errors import ConfigError
 from kvrelay.ids import RequestId
+from kvrelay.kernels.choose import choose_kernels
 from kvrelay.log import Log
 from kvrelay.models.registry import Model
 from kvrelay.progress import Progress
-from kvrelay.runner.features import FeatureStore
 from kvrelay.runner.host_pool import make_host_pool
-from kvrelay.runner.kernels.choose import choose_kernels
 from kvrelay.runner.kv_pool import KVPool, PoolSize, blocks_for, choose_pool_size, free_cpu_bytes
 from kvrelay.runner.loader import load_model
 from kvrelay.runner.runner import TorchRunner
+from kvrelay.runner.vision.features import FeatureStore
 from kvrelay.sampling import SamplingParams
 from kvrelay.wire.serving import Image
 
@@ -45,7 +45,7 @@ def build_runner(
 ) -> TorchRunner:
     """Raises ConfigError or ModelError. The runner has computed once, so its first request is not slower than the others.
 
-    `features` is the store of an encoder in the same process; else a model that takes pictures gets one of its own."""
+    `features` is the store of an encoder in the same process; else a model that takes images gets one of its own."""
     if model_options.tp > 1:
         raise ConfigError(f"--tp {model_options.tp}: tensor parallelism is not supported yet; use --tp 1")
     device = choose_device(model_options)

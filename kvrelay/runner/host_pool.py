@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvrelay.errors import ConfigError
-from kvrelay.native import compile_and_load
+from kvrelay.native.compile import compile_and_load
 from kvrelay.runner.kv_pool import KVPool
 
 _STAGED_BLOCKS = 64  # gathered on a GPU before they are sent

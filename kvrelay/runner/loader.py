@@ -19,12 +19,12 @@ from safetensors import SafetensorError, safe_open
 from kvrelay.checkpoint.spec import ModelSpec
 from kvrelay.checkpoint.vision_spec import VisionSpec
 from kvrelay.errors import MissingTensorError, ModelError, WrongShapeError
+from kvrelay.kernels.base import Kernels
 from kvrelay.log import Log
 from kvrelay.models.registry import Model, model_class
 from kvrelay.models.vision import VISION_PREFIX, VisionTower
 from kvrelay.models.vision_towers import make_tower
 from kvrelay.progress import Progress
-from kvrelay.runner.kernels.base import Kernels
 
 WHOLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -69,8 +69,8 @@ def load_tower(
     load: Literal["auto", "dummy"] = "auto",
     progress: Progress,
 ) -> VisionTower:
-    """The vision tower of a model that takes pictures, and nothing of its text model."""
-    assert spec.vision is not None, "the model takes no pictures"
+    """The vision tower of a model that takes images, and nothing of its text model."""
+    assert spec.vision is not None, "the model takes no images"
     source: CheckpointSource | DummySource
     source = DummySource(device, dtype, progress) if load == "dummy" else CheckpointSource(folder, device, dtype, progress)
     progress.start("loading vision weights", _num_vision_tensors(spec.vision), unit="tensors")
@@ -113,7 +113,7 @@ class CheckpointSource:
         return tensor.to(device=self._device, dtype=self._dtype, copy=True)  # a copy: the mapped file is let go
 
     def finish(self, spec: ModelSpec, *, vision: bool = False) -> None:
-        """Closes the files and tells of tensors that nobody wanted, once. Of a model that takes pictures either the text model
+        """Closes the files and tells of tensors that nobody wanted, once. Of a model that takes images either the text model
         has been taken or the tower, and the other does not count."""
         self._files.clear()
         own = [name for name in self._where if spec.vision is None or name.startswith(VISION_PREFIX) is vision]
@@ -176,7 +176,7 @@ class DummySource:
 
 
 def canonical_name(name: str) -> str:
-    """Models that take pictures have been saved with the text model and the tower side by side, and with the tower inside."""
+    """Models that take images have been saved with the text model and the tower side by side, and with the tower inside."""
     for prefix, ours in (("model.language_model.", "model."), ("model.visual.", VISION_PREFIX)):
         if name.startswith(prefix):
             return ours + name.removeprefix(prefix)

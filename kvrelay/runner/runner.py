@@ -22,13 +22,13 @@ from kvrelay.checkpoint.spec import ModelSpec
 from kvrelay.engine.interfaces import RowResult, StepPlan, StepResult
 from kvrelay.models.registry import Model
 from kvrelay.runner.batch import BatchBuilder
-from kvrelay.runner.edits import EditState
-from kvrelay.runner.features import FeatureStore
-from kvrelay.runner.grammar import Grammars
 from kvrelay.runner.host_pool import HostPool
 from kvrelay.runner.kv_pool import KVPool, blocks_for
-from kvrelay.runner.pictures import PictureRows
-from kvrelay.runner.sampler import Prepared, Sampler
+from kvrelay.runner.sampling.edits import EditState
+from kvrelay.runner.sampling.grammar import Grammars
+from kvrelay.runner.sampling.sampler import Prepared, Sampler
+from kvrelay.runner.vision.features import FeatureStore
+from kvrelay.runner.vision.images import ImageRows
 from kvrelay.wire.transfer import Layout
 
 MAX_LAUNCHED = 2
@@ -60,7 +60,7 @@ class TorchRunner:
         host_pool: HostPool | None = None,
         features: FeatureStore | None = None,
     ) -> None:
-        """`features` holds those of pictures; without it the runner takes none."""
+        """`features` holds those of images; without it the runner takes none."""
         self.spec = spec
         self.features = features
         self.max_model_len = max_model_len
@@ -75,7 +75,7 @@ class TorchRunner:
             max_rows=max_batch,
             max_blocks=blocks_for(max_model_len, block_size),
             device=pool.tensor.device,
-            pictures=_picture_rows(spec, features, pool.tensor.device),
+            images=_image_rows(spec, features, pool.tensor.device),
         )
         grammars = Grammars(
             lambda: (folder / TOKENIZER_NAME).read_text(encoding="utf-8"),
@@ -152,5 +152,5 @@ class TorchRunner:
             self._host_pool.close()
 
 
-def _picture_rows(spec: ModelSpec, features: FeatureStore | None, device: torch.device) -> PictureRows | None:
-    return None if spec.vision is None or features is None else PictureRows(spec.vision, features, device)
+def _image_rows(spec: ModelSpec, features: FeatureStore | None, device: torch.device) -> ImageRows | None:
+    return None if spec.vision is None or features is None else ImageRows(spec.vision, features, device)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvrelay.native import compile_and_load
+from kvrelay.native.compile import compile_and_load
 from kvrelay.transfer.engines.base import Ranges
 
 _SLICE_BYTES = 1 << 20  # between two looks at the stop flag: about 0.1 ms of copying

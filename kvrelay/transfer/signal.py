@@ -19,7 +19,7 @@ import zmq
 from kvrelay.errors import ProtocolError, WrongIdError
 from kvrelay.ids import WorkerId, as_worker_id
 from kvrelay.log import Log
-from kvrelay.plane import Socket, connecting, listening
+from kvrelay.planes.curve import Socket, connecting, listening
 
 log = Log("transfer.signal")
 

@@ -50,14 +50,14 @@ class TransferCounts(msgspec.Struct, frozen=True, kw_only=True):
     late_bytes: int = 0  # of these, moved after the prompt was computed: what the hand-over had to wait for
 
 
-class PictureCounts(msgspec.Struct, frozen=True, kw_only=True):
+class ImageCounts(msgspec.Struct, frozen=True, kw_only=True):
     """`in_flight` and `held` are of this moment, the rest since the start."""
 
     in_flight: int = 0  # embeddings on their way to or from a peer
-    held: int = 0  # pictures that requests here still need
-    encoded: int = 0  # pictures that went through the vision tower
-    hits: int = 0  # pictures that were wanted and found: neither encoded nor transferred
-    relayed: int = 0  # pictures whose embeddings a peer was given, or gave
+    held: int = 0  # images that requests here still need
+    encoded: int = 0  # images that went through the vision tower
+    hits: int = 0  # images that were wanted and found: neither encoded nor transferred
+    relayed: int = 0  # images whose embeddings a peer was given, or gave
     failed: int = 0  # that ended otherwise
     bytes: int = 0  # of embeddings, counted by the side that moves them
     resumes: int = 0  # rounds beyond the first, where the receiver had less room than it needed
@@ -96,7 +96,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     connections: int = 0  # routers that are connected, and workers that KV is exchanged with
     leases: int = 0  # finished samples whose KV is kept for a continuation
     inherited_tokens: int = 0  # since the start: prompt tokens whose KV was taken from a lease
-    pictures: PictureCounts | None = None  # of a worker whose model takes none
+    images: ImageCounts | None = None  # of a worker whose model takes none
 
 
 class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,14 +4,14 @@ router                                   worker
   | Hello(version, router_id) ------------> |   opens the connection
   | <------------ Welcome(worker) | Refused |
   | Submit, Abort, Finish ----------------> |
-  | Encode -------------------------------> |   an encode worker's share of a request: its pictures
+  | Encode -------------------------------> |   an encode worker's share of a request: its images
   | <-------------------------- StepOutputs |   one per engine step, with every request's new tokens
   | Ping ---------------------------------> |   keeps an idle connection's requests alive
   | PeerLost -----------------------------> |   another worker is gone: transfers with it fail at once
   | Drain --------------------------------> |   finish what you have, then leave (or come back in another role)
-  | ReleaseLeases ------------------------> |   nobody will continue from these any more
-  | AskLease -----------------------------> |   a router that did not serve the parent looks for its lease
-  | <----------------------------- LeaseTold |
+  | ReleaseKept ------------------------> |   nobody will continue from these any more
+  | AskKept -----------------------------> |   a router that did not serve the parent looks for its lease
+  | <----------------------------- KeptTold |
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Literal
 
 import msgspec
 
-from kvrelay.ids import LeaseId, RequestId, RouterId, TransferId, WorkerId
+from kvrelay.ids import KeptId, RequestId, RouterId, TransferId, WorkerId
 from kvrelay.sampling import SamplingParams
 from kvrelay.states import FinishReason, Role
 from kvrelay.wire.registry import WorkerLoad, WorkerRecord
@@ -66,16 +66,16 @@ class Resumed(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Keep(msgspec.Struct, frozen=True, array_like=True):
-    """Asks for a lease on each sample's KV when the sample ends, whatever ends it. Answered by one LeaseNews per sample."""
+    """Asks for a lease on each sample's KV when the sample ends, whatever ends it. Answered by one KeptNews per sample."""
 
-    lease_ids: list[LeaseId]  # one per sample
+    kept_ids: list[KeptId]  # one per sample
     ttl_s: float
     owner: str = ""  # a digest of the API key whose holder may continue from it; empty where no keys are asked for
 
 
 class Image(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A picture in a prompt. Its placeholders, prompt[start : start + num_tokens], are ids derived from its digest
-    (`kvrelay/media/placeholders.py`), so that prompts with different pictures are different prompts to every cache."""
+    """An image in a prompt. Its placeholders, prompt[start : start + num_tokens], are ids derived from its digest
+    (`kvrelay/media/placeholders.py`), so that prompts with different images are different prompts to every cache."""
 
     digest: str  # equal for equal embeddings: of the file's bytes and the size it is brought to
     start: int
@@ -85,11 +85,11 @@ class Image(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class EmbeddingTransfer(msgspec.Struct, frozen=True, kw_only=True):
-    """One attempt to hand the embeddings of one picture from an encode worker to the worker that computes the prompt. Both are
+    """One attempt to hand the embeddings of one image from an encode worker to the worker that computes the prompt. Both are
     given the same one."""
 
     transfer_id: TransferId
-    digest: str  # of the picture
+    digest: str  # of the image
     producer: WorkerId
     consumer: WorkerId
     signal_address: str  # where the producer listens
@@ -113,19 +113,19 @@ class Submit(Message, frozen=True, kw_only=True):
     resume: list[Resumed] = []  # empty: all samples begin at the beginning
     attempt: int = 0  # how often it was sent before; a request that was accepted once is not turned away by a full queue
     keep: Keep | None = None
-    inherit: LeaseId | None = None  # the prompt begins with the tokens of this lease: their KV is taken from it, if it is there
+    inherit: KeptId | None = None  # the prompt begins with the tokens of this lease: their KV is taken from it, if it is there
     images: list[Image] = []
-    embeddings: list[EmbeddingTransfer] = []  # how those of pictures without data come, if this worker computes the prompt
+    embeddings: list[EmbeddingTransfer] = []  # how those of images without data come, if this worker computes the prompt
 
 
 class Encode(Message, frozen=True, kw_only=True):
-    """Asks an encode worker for the embeddings of some pictures of a request. Answered by `handed_over` once nobody waits for
+    """Asks an encode worker for the embeddings of some images of a request. Answered by `handed_over` once nobody waits for
     them any more, or by one Failure."""
 
     request_id: RequestId
     external_id: str
     images: list[Image]  # each digest once, with data
-    transfers: list[EmbeddingTransfer]  # one for each picture, in the same order
+    transfers: list[EmbeddingTransfer]  # one for each image, in the same order
     priority: int = 0
     attempt: int = 0
 
@@ -159,11 +159,11 @@ class Drain(Message, frozen=True, kw_only=True):
     role: Role | None = None
 
 
-class ReleaseLeases(Message, frozen=True, kw_only=True):
-    lease_ids: list[LeaseId]
+class ReleaseKept(Message, frozen=True, kw_only=True):
+    kept_ids: list[KeptId]
 
 
-class AskLease(Message, frozen=True, kw_only=True):
+class AskKept(Message, frozen=True, kw_only=True):
     """`handle` is a lease's id, or the parent's id as its client knows it."""
 
     handle: str
@@ -215,12 +215,12 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
     param: str | None = None
 
 
-class LeaseNews(msgspec.Struct, frozen=True, array_like=True):
+class KeptNews(msgspec.Struct, frozen=True, array_like=True):
     """Once for each sample whose KV was to be kept: it is, for `ttl_s` from now, or it is not, and why."""
 
     request_id: RequestId
     sample: int
-    lease_id: LeaseId
+    kept_id: KeptId
     kept: bool
     ttl_s: float = 0.0
     num_tokens: int = 0  # of the parent, prompt and output
@@ -246,10 +246,10 @@ class BeamResult(msgspec.Struct, frozen=True, array_like=True):
     score: float
 
 
-class LeaseInfo(msgspec.Struct, frozen=True, kw_only=True):
+class KeptInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A lease as its worker sees it."""
 
-    lease_id: LeaseId
+    kept_id: KeptId
     external_id: str
     owner: str
     cache_salt: str
@@ -261,12 +261,12 @@ class LeaseInfo(msgspec.Struct, frozen=True, kw_only=True):
     images: list[Image] = []
 
 
-class LeaseTold(Message, frozen=True, kw_only=True):
-    """Answers AskLease. A parent with several samples may have several leases; none: not here."""
+class KeptTold(Message, frozen=True, kw_only=True):
+    """Answers AskKept. A parent with several samples may have several leases; none: not here."""
 
     handle: str
     owner: str
-    leases: list[LeaseInfo] = []
+    leases: list[KeptInfo] = []
 
 
 class StepOutputs(Message, frozen=True, kw_only=True):
@@ -276,19 +276,19 @@ class StepOutputs(Message, frozen=True, kw_only=True):
     outputs: list[SequenceOutput] = []
     failures: list[Failure] = []
     handed_over: list[RequestId] = []  # a prefill or encode worker's terminal word: the next one has all it wanted
-    leases: list[LeaseNews] = []
+    leases: list[KeptNews] = []
     inherited: list[Inherited] = []
     beams: list[BeamResult] = []
 
 
-ToWorker = Hello | Submit | Encode | Abort | Finish | Ping | PeerLost | Drain | ReleaseLeases | AskLease
-ToRouter = Welcome | Refused | StepOutputs | LeaseTold
+ToWorker = Hello | Submit | Encode | Abort | Finish | Ping | PeerLost | Drain | ReleaseKept | AskKept
+ToRouter = Welcome | Refused | StepOutputs | KeptTold
 
 
 def since(message: ToWorker) -> int:
     """The protocol version from which on a worker understands this message. What older ones may ignore does not count."""
     match message:
-        case ReleaseLeases() | AskLease() | Encode():
+        case ReleaseKept() | AskKept() | Encode():
             return 3
         case PeerLost() | Drain():
             return 2

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from kvrelay.ids import RequestId, WorkerId
 from kvrelay.wire.registry import WorkerLoad
-from kvrelay.wire.serving import BeamResult, Failure, Inherited, LeaseNews, SequenceOutput, StepOutputs, Submit
+from kvrelay.wire.serving import BeamResult, Failure, Inherited, KeptNews, SequenceOutput, StepOutputs, Submit
 from kvrelay.worker.recent import Recent
 
 _REMEMBERED_KEPT = 4096
@@ -28,7 +28,7 @@ class Caller:
     outputs: list[SequenceOutput] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
     handed_over: list[RequestId] = field(default_factory=list)
-    leases: list[LeaseNews] = field(default_factory=list)
+    leases: list[KeptNews] = field(default_factory=list)
     inherited: list[Inherited] = field(default_factory=list)
     beams: list[BeamResult] = field(default_factory=list)
 

@@ -15,7 +15,7 @@ from kvrelay.transfer.engines.shm import host_identity
 from kvrelay.transfer.region import shared_region
 from kvrelay.transfer.session import TransferSettings
 
-_AUX_ITEMS = 256  # the number of tokens, and what encode and prefill workers tell each other of up to 80 pictures
+_AUX_ITEMS = 256  # the number of tokens, and what encode and prefill workers tell each other of up to 80 images
 
 
 def embedding_settings(options: TransferOptions) -> EmbeddingSettings:

@@ -1,6 +1,6 @@
 """Embeddings that come over the relay: from the relay's pool into the runner's `FeatureStore`.
 
-fetch     the relay is told to expect the picture's transfer; if it comes for another request already, both wait for that one
+fetch     the relay is told to expect the image's transfer; if it comes for another request already, both wait for that one
 poll      further tokens came; with the last, the embedding is checked and put into the store
 drop      nobody waits for it any more: aborted, and the encode worker stops
 """
@@ -12,22 +12,22 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from kvrelay.engine.pictures import PictureFailure
-from kvrelay.errors import MissingPictureError
+from kvrelay.engine.images import ImageFailure
+from kvrelay.errors import MissingEmbeddingError
 from kvrelay.ids import RequestId, TransferId, WorkerId
 from kvrelay.media.placeholders import placeholder_ids
-from kvrelay.runner.feature_rows import from_rows
-from kvrelay.runner.features import FeatureStore
+from kvrelay.runner.vision.feature_rows import from_rows
+from kvrelay.runner.vision.features import FeatureStore
 from kvrelay.transfer.embedding_arrival import EmbeddingArrival
 from kvrelay.transfer.embedding_mover import EmbeddingConsumer
 from kvrelay.transfer.embedding_pool import Piece
-from kvrelay.wire.registry import PictureCounts
+from kvrelay.wire.registry import ImageCounts
 from kvrelay.wire.serving import EmbeddingTransfer, Image
 
 
 @dataclass(slots=True)
 class _Coming:
-    """One picture on its way, and the requests that wait for it."""
+    """One image on its way, and the requests that wait for it."""
 
     image: Image
     transfer_id: TransferId
@@ -37,7 +37,7 @@ class _Coming:
 
 
 class EmbeddingIntake:
-    """Implements `engine.pictures.PictureSource`. Requests that want a picture at the same time share one transfer of it."""
+    """Implements `engine.images.ImageSource`. Requests that want an image at the same time share one transfer of it."""
 
     def __init__(self, consumer: EmbeddingConsumer, store: FeatureStore, dtype: torch.dtype) -> None:
         self._consumer = consumer
@@ -78,8 +78,8 @@ class EmbeddingIntake:
     def has_news(self) -> bool:
         return self._consumer.has_news
 
-    def poll(self) -> list[PictureFailure]:
-        failures: list[PictureFailure] = []
+    def poll(self) -> list[ImageFailure]:
+        failures: list[ImageFailure] = []
         for arrival in self._consumer.poll():
             coming = self._by_transfer.get(arrival.transfer_id)
             if coming is None:
@@ -90,9 +90,9 @@ class EmbeddingIntake:
                 failures += self._fail(coming, error)
         return failures
 
-    def counts(self) -> PictureCounts:
+    def counts(self) -> ImageCounts:
         counts = self._consumer.counts()
-        return PictureCounts(
+        return ImageCounts(
             in_flight=self._consumer.num_live,
             hits=self._num_shared,
             relayed=counts.done,
@@ -115,18 +115,18 @@ class EmbeddingIntake:
         rows = np.concatenate([piece.rows for piece in coming.pieces])
         self._consumer.release(arrival.transfer_id)
         if fill_ids.tolist() != placeholder_ids(image.digest, image.num_tokens):
-            return "what came is another picture"
+            return "what came is another image"
         self._store.put(image.digest, from_rows(rows, self._dtype))
         return ""
 
-    def _fail(self, coming: _Coming, reason: str) -> list[PictureFailure]:
+    def _fail(self, coming: _Coming, reason: str) -> list[ImageFailure]:
         """Where only those are left that shared another request's transfer, that request has ended, and nobody is to blame."""
         self._forget(coming)
         self._num_failed += 1
         digest = coming.image.digest
         blamed = digest if coming.owner in coming.waiters else None
-        error = MissingPictureError(f"the embeddings of picture {digest} did not arrive: {reason}", param=blamed)
-        return [PictureFailure(request_id, digest, error) for request_id in coming.waiters]
+        error = MissingEmbeddingError(f"the embeddings of image {digest} did not arrive: {reason}", param=blamed)
+        return [ImageFailure(request_id, digest, error) for request_id in coming.waiters]
 
     def _forget(self, coming: _Coming) -> None:
         self._by_digest.pop(coming.image.digest, None)

@@ -1,7 +1,7 @@
-"""A worker that turns pictures into embeddings for those that compute prompts. It has the vision tower and no text model.
+"""A worker that turns images into embeddings for those that compute prompts. It has the vision tower and no text model.
 
-    encode    the router's word: pictures, and a transfer for each; the relay is told to expect whoever will ask for them
-    step      waiting pictures go through the tower together, up to a number of patches; what was made before is taken from the
+    encode    the router's word: images, and a transfer for each; the relay is told to expect whoever will ask for them
+    step      waiting images go through the tower together, up to a number of patches; what was made before is taken from the
               cache; the embeddings are put into the relay's pool, as far as there is room, and the others when there is
     poll      an embedding was taken, or nobody wants it: with the last one of a request the router is told that it is over
 
@@ -18,21 +18,21 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvrelay.errors import InternalError, InvalidRequestError, QueueFullError, RequestError, UnavailableError
-from kvrelay.ids import LeaseId, RequestId, TransferId, WorkerId
+from kvrelay.ids import KeptId, RequestId, TransferId, WorkerId
 from kvrelay.log import Log
 from kvrelay.media.placeholders import placeholder_ids
-from kvrelay.runner.encoder import Encoder
-from kvrelay.runner.feature_rows import to_rows
+from kvrelay.runner.vision.encoder import Encoder
+from kvrelay.runner.vision.feature_rows import to_rows
 from kvrelay.transfer.embedding_mover import EmbeddingProducer, EmbeddingTooLargeError
 from kvrelay.transfer.embedding_pool import Embedding
-from kvrelay.wire.registry import PictureCounts, TransferCounts, WorkerLoad
+from kvrelay.wire.registry import ImageCounts, TransferCounts, WorkerLoad
 from kvrelay.wire.serving import (
     EmbeddingTransfer,
     Encode,
     Failure,
     Finish,
     Image,
-    LeaseInfo,
+    KeptInfo,
     StepOutputs,
     Submit,
 )
@@ -40,12 +40,12 @@ from kvrelay.worker.local_encoder import patches_in
 
 log = Log("encode")
 
-_PATCHES_PER_STEP = 16_384  # about four pictures of a million pixels
+_PATCHES_PER_STEP = 16_384  # about four images of a million pixels
 
 
 @dataclass(frozen=True, slots=True)
-class _Picture:
-    """One picture of one request, until it was offered."""
+class _Job:
+    """One image of one request, until it was offered."""
 
     request_id: RequestId
     image: Image
@@ -72,13 +72,13 @@ class EncodeEngine:
         self._max_queue = max_queue
         self._open: dict[RequestId, set[TransferId]] = {}  # what nobody has taken or refused yet
         self._owners: dict[TransferId, RequestId] = {}
-        self._waiting: deque[_Picture] = deque()  # for the tower
-        self._made: deque[_Picture] = deque()  # for room in the relay's pool
+        self._waiting: deque[_Job] = deque()  # for the tower
+        self._made: deque[_Job] = deque()  # for room in the relay's pool
         self._failures: list[Failure] = []
         self._handed_over: list[RequestId] = []
         self._pool_full = False
         self._num_steps = 0
-        self._num_failed = 0  # pictures that somebody waited for
+        self._num_failed = 0  # images that somebody waited for
         self._draining = False
 
     # What the worker calls between steps
@@ -94,11 +94,11 @@ class EncodeEngine:
             self._owners[transfer.transfer_id] = encode.request_id
             self._producer.expect(transfer.transfer_id, [transfer.consumer])
             self._store.hold(image.digest)
-            self._waiting.append(_Picture(encode.request_id, image, transfer))
+            self._waiting.append(_Job(encode.request_id, image, transfer))
 
     def submit(self, submit: Submit) -> None:
         """Only a router that is confused asks for this."""
-        error = UnavailableError(f"worker {self._worker_id} encodes pictures and computes no prompts")
+        error = UnavailableError(f"worker {self._worker_id} encodes images and computes no prompts")
         self._failures.append(Failure(submit.request_id, error.kind, error.message))
 
     def abort(self, request_ids: Iterable[RequestId]) -> None:
@@ -108,10 +108,10 @@ class EncodeEngine:
     def finish(self, finish: Finish) -> None:
         """Nothing here has samples."""
 
-    def release_leases(self, lease_ids: Iterable[LeaseId]) -> None:
+    def release_leases(self, kept_ids: Iterable[KeptId]) -> None:
         """Nothing here has KV."""
 
-    def find_leases(self, handle: str, owner: str) -> list[LeaseInfo]:
+    def find_leases(self, handle: str, owner: str) -> list[KeptInfo]:
         return []
 
     def drain(self) -> None:
@@ -137,7 +137,7 @@ class EncodeEngine:
             transferring=len(self._owners) - len(self._waiting),
             transfers=TransferCounts(in_flight=num_live, done=counts.done, failed=counts.failed, bytes=counts.moved_bytes),
             steps=self._num_steps,
-            pictures=PictureCounts(
+            images=ImageCounts(
                 in_flight=num_live,
                 held=self._store.num_held,
                 encoded=self._encoder.num_encoded,
@@ -166,13 +166,13 @@ class EncodeEngine:
         )
 
     def _take_news(self) -> None:
-        """Whoever stops waiting for a picture before it was encoded saves the tower the work."""
+        """Whoever stops waiting for an image before it was encoded saves the tower the work."""
         for sent in self._producer.poll():
             self._pool_full = False
             request_id = self._owners.pop(sent.transfer_id, None)
             if request_id is None:
                 continue
-            self._forget_pictures({sent.transfer_id})
+            self._forget_images({sent.transfer_id})
             self._num_failed += bool(sent.error) and not sent.is_unwanted
             left = self._open[request_id]
             left.discard(sent.transfer_id)
@@ -180,39 +180,39 @@ class EncodeEngine:
                 del self._open[request_id]
                 self._handed_over.append(request_id)
 
-    def _next_batch(self) -> list[_Picture]:
-        batch: list[_Picture] = []
+    def _next_batch(self) -> list[_Job]:
+        batch: list[_Job] = []
         num_patches = 0
         while self._waiting:
-            picture = self._waiting[0]
-            cost = 0 if self._store.is_ready(picture.image.digest) else patches_in(picture.image)
+            job = self._waiting[0]
+            cost = 0 if self._store.is_ready(job.image.digest) else patches_in(job.image)
             if batch and num_patches + cost > _PATCHES_PER_STEP:
                 break
             batch.append(self._waiting.popleft())
             num_patches += cost
         return batch
 
-    def _encode(self, batch: list[_Picture]) -> None:
+    def _encode(self, batch: list[_Job]) -> None:
         if not batch:
             return
         self._made.extend(batch)  # from here on they are let go as such, whatever becomes of them
-        errors = self._encoder.encode([picture.image for picture in batch])
-        for picture in batch:
-            error = errors.get(picture.image.digest)
+        errors = self._encoder.encode([job.image for job in batch])
+        for job in batch:
+            error = errors.get(job.image.digest)
             if error is not None:
-                self._fail(picture.request_id, InvalidRequestError(str(error), param="messages"))
+                self._fail(job.request_id, InvalidRequestError(str(error), param="messages"))
 
     def _offer_made(self) -> None:
         while self._made and not self._pool_full:
-            picture = self._made[0]
+            job = self._made[0]
             try:
-                self._pool_full = not self._producer.offer(picture.transfer.transfer_id, self._embedding(picture.image))
+                self._pool_full = not self._producer.offer(job.transfer.transfer_id, self._embedding(job.image))
             except EmbeddingTooLargeError as error:
-                self._fail(picture.request_id, InvalidRequestError(str(error), param="messages"))
+                self._fail(job.request_id, InvalidRequestError(str(error), param="messages"))
                 continue
             if not self._pool_full:
                 self._made.popleft()
-                self._store.release(picture.image.digest)
+                self._store.release(job.image.digest)
 
     def _embedding(self, image: Image) -> Embedding:
         _, num_rows, num_columns = image.grid
@@ -230,11 +230,11 @@ class EncodeEngine:
         if self._draining:
             raise UnavailableError("the worker is draining and takes no new requests")
         if len(self._waiting) >= self._max_queue and encode.attempt == 0:
-            raise QueueFullError(f"the worker's queue is full ({len(self._waiting)} pictures wait)")
+            raise QueueFullError(f"the worker's queue is full ({len(self._waiting)} images wait)")
         if encode.request_id in self._open:
             raise InternalError(f"request {encode.request_id} is here already")
         if [image.digest for image in encode.images] != [transfer.digest for transfer in encode.transfers] or not encode.images:
-            raise InvalidRequestError("every picture needs its transfer", param="images")
+            raise InvalidRequestError("every image needs its transfer", param="images")
         if any(transfer.producer != self._worker_id for transfer in encode.transfers):
             raise UnavailableError(f"not every transfer is for worker {self._worker_id}")
 
@@ -251,11 +251,11 @@ class EncodeEngine:
         for transfer_id in transfers:
             del self._owners[transfer_id]
             self._producer.abort(transfer_id)
-        self._forget_pictures(transfers)
+        self._forget_images(transfers)
         return True
 
-    def _forget_pictures(self, over: set[TransferId]) -> None:
+    def _forget_images(self, over: set[TransferId]) -> None:
         for queue in (self._waiting, self._made):
-            for picture in [picture for picture in queue if picture.transfer.transfer_id in over]:
-                queue.remove(picture)
-                self._store.release(picture.image.digest)
+            for job in [job for job in queue if job.transfer.transfer_id in over]:
+                queue.remove(job)
+                self._store.release(job.image.digest)

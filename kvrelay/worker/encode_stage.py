@@ -1,4 +1,4 @@
-"""Encode workers and whole workers: those with a vision tower. Not in `pictures.py`, so that the others do not load Pillow."""
+"""Encode workers and whole workers: those with a vision tower. Not in `images.py`, so that the others do not load Pillow."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from kvrelay.media.decode import Limits, decode
 from kvrelay.media.image_spec import read_image_spec
 from kvrelay.progress import Progress
 from kvrelay.runner.build import model_fingerprint
-from kvrelay.runner.build_encoder import build_encoder
-from kvrelay.runner.encoder import Encoder
+from kvrelay.runner.vision.build import build_encoder
+from kvrelay.runner.vision.encoder import Encoder
 from kvrelay.transfer.embedding_mover import EmbeddingParts, EmbeddingProducer
 from kvrelay.worker.encode import EncodeEngine
-from kvrelay.worker.pictures import Reach, relay_parts
+from kvrelay.worker.images import Reach, relay_parts
 from kvrelay.worker.stage import BuildStage, Stage, Waker
 
 _NO_LIMIT = Limits(max_bytes=1 << 40, max_pixels=1 << 40)  # the router has looked
@@ -39,7 +39,7 @@ def encode_stage(options: TransferOptions, host: str, signal_port: int = 0) -> B
         folder = resolve(model_options.model, environment, progress)
         spec, image_spec = read_spec(folder), read_image_spec(folder)
         if image_spec is None:
-            raise ConfigError(f"--role encode: {model_options.model} is a text model and takes no pictures")
+            raise ConfigError(f"--role encode: {model_options.model} is a text model and takes no images")
         encoder = tower_of(model_options, engine_options, folder, progress)
         fingerprint = model_fingerprint(spec, model_options, folder)
         reach = Reach(options, host, Waker())

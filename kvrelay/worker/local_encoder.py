@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections import deque
 
-from kvrelay.engine.pictures import PictureFailure
+from kvrelay.engine.images import ImageFailure
 from kvrelay.errors import InvalidRequestError
 from kvrelay.ids import RequestId, WorkerId
-from kvrelay.runner.encoder import Encoder
-from kvrelay.runner.features import FeatureStore
-from kvrelay.wire.registry import PictureCounts
+from kvrelay.runner.vision.encoder import Encoder
+from kvrelay.runner.vision.features import FeatureStore
+from kvrelay.wire.registry import ImageCounts
 from kvrelay.wire.serving import EmbeddingTransfer, Image
 
-_PATCHES_PER_STEP = 4096  # of pictures encoded between two steps of the text model: about one of a million pixels
+_PATCHES_PER_STEP = 4096  # of images encoded between two steps of the text model: about one of a million pixels
 
 
 class LocalEncoder:
-    """Implements `engine.pictures.PictureSource`. Encodes between the steps of the text model, a few pictures at a time."""
+    """Implements `engine.images.ImageSource`. Encodes between the steps of the text model, a few images at a time."""
 
     def __init__(self, encoder: Encoder) -> None:
         self._encoder = encoder
@@ -44,7 +44,7 @@ class LocalEncoder:
     def has_news(self) -> bool:
         return bool(self._waiting)
 
-    def poll(self) -> list[PictureFailure]:
+    def poll(self) -> list[ImageFailure]:
         batch: list[tuple[RequestId, Image]] = []
         num_patches = 0
         while self._waiting and (not batch or num_patches + patches_in(self._waiting[0][1]) <= _PATCHES_PER_STEP):
@@ -52,13 +52,13 @@ class LocalEncoder:
             num_patches += patches_in(batch[-1][1])
         errors = self._encoder.encode([image for _, image in batch])
         return [
-            PictureFailure(request_id, image.digest, InvalidRequestError(str(errors[image.digest]), param="messages"))
+            ImageFailure(request_id, image.digest, InvalidRequestError(str(errors[image.digest]), param="messages"))
             for request_id, image in batch
             if image.digest in errors
         ]
 
-    def counts(self) -> PictureCounts:
-        return PictureCounts(encoded=self._encoder.num_encoded, hits=self._encoder.num_hits)
+    def counts(self) -> ImageCounts:
+        return ImageCounts(encoded=self._encoder.num_encoded, hits=self._encoder.num_hits)
 
     def close(self) -> None:
         self._waiting.clear()

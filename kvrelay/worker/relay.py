@@ -23,7 +23,7 @@ from kvrelay.transfer.layout import kv_layout
 from kvrelay.transfer.mover import RelayConsumer, RelayParts, RelayProducer
 from kvrelay.transfer.region import Region, shared_region
 from kvrelay.transfer.session import TransferSettings
-from kvrelay.worker.pictures import Reach, open_pictures
+from kvrelay.worker.images import Reach, open_images
 from kvrelay.worker.stage import BuildStage, Stage, Waker, publishes_events
 from kvrelay.worker.transports import open_engines
 
@@ -55,7 +55,7 @@ def relay_stage(role: Role, options: TransferOptions, host: str, signal_port: in
         producer = _producer(parts, host, signal_port) if role is Role.PREFILL else None
         consumer = RelayConsumer(parts) if role is Role.DECODE else None
         reach = Reach(options, host, waker)
-        pictures = open_pictures(worker_id, model_options, engine_options, folder, runner, reach=reach)
+        images = open_images(worker_id, model_options, engine_options, folder, runner, reach=reach)
         engine = Engine(
             options=engine_options,
             runner=runner,
@@ -66,7 +66,7 @@ def relay_stage(role: Role, options: TransferOptions, host: str, signal_port: in
             cache_seed=runner.fingerprint,
             producer=producer,
             consumer=consumer,
-            pictures=pictures,
+            images=images,
         )
         return Stage(
             engine=engine,

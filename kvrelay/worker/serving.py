@@ -19,18 +19,18 @@ from typing import Protocol, assert_never
 import msgspec
 import zmq
 
-from kvrelay.discovery.loop_socket import bound_address
 from kvrelay.errors import ConfigError, InternalError, ProtocolError, RequestError, UnavailableError, VersionMismatchError
-from kvrelay.ids import LeaseId, RequestId, WorkerId, as_lease_id, as_request_id, as_router_id, as_transfer_id, as_worker_id
+from kvrelay.ids import KeptId, RequestId, WorkerId, as_kept_id, as_request_id, as_router_id, as_transfer_id, as_worker_id
 from kvrelay.log import Log
-from kvrelay.plane import Socket, listening
+from kvrelay.planes.curve import Socket, listening
+from kvrelay.planes.loop_socket import bound_address
 from kvrelay.states import Role, WorkerState
 from kvrelay.wire import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION, agreed, speaks
 from kvrelay.wire.codec import Decoder, encode
 from kvrelay.wire.registry import WorkerLoad, WorkerRecord
 from kvrelay.wire.serving import (
     Abort,
-    AskLease,
+    AskKept,
     Drain,
     EmbeddingTransfer,
     Encode,
@@ -38,12 +38,12 @@ from kvrelay.wire.serving import (
     Finish,
     Hello,
     Keep,
-    LeaseInfo,
-    LeaseTold,
+    KeptInfo,
+    KeptTold,
     PeerLost,
     Ping,
     Refused,
-    ReleaseLeases,
+    ReleaseKept,
     StepOutputs,
     Submit,
     ToWorker,
@@ -91,10 +91,10 @@ class ServingEngine(Protocol):
     def peer_lost(self, worker_id: WorkerId) -> None:
         """Another worker is gone, says a router: transfers with it fail at once."""
 
-    def release_leases(self, lease_ids: Iterable[LeaseId]) -> None:
+    def release_leases(self, kept_ids: Iterable[KeptId]) -> None:
         """Nobody will continue from these any more. Unknown ones are no error: they may have ended."""
 
-    def find_leases(self, handle: str, owner: str) -> list[LeaseInfo]:
+    def find_leases(self, handle: str, owner: str) -> list[KeptInfo]:
         """By a lease's id, or by the id under which a client knows the parent."""
 
     def close(self) -> None: ...
@@ -215,11 +215,11 @@ class ServingLoop:
                 self.drain_asked, self.next_role = True, message.role
             case Drain():
                 log.info("told to drain again", role=message.role)
-            case ReleaseLeases():
-                self._engine.release_leases(message.lease_ids)
-            case AskLease():
+            case ReleaseKept():
+                self._engine.release_leases(message.kept_ids)
+            case AskKept():
                 leases = self._engine.find_leases(message.handle, message.owner)
-                self._send(identity, encode(LeaseTold(handle=message.handle, owner=message.owner, leases=leases)))
+                self._send(identity, encode(KeptTold(handle=message.handle, owner=message.owner, leases=leases)))
             case _:
                 assert_never(message)
 
@@ -391,10 +391,10 @@ def _check_embedding_ids(transfers: Iterable[EmbeddingTransfer]) -> None:
 
 
 def _check_keep(keep: Keep, num_samples: int) -> None:
-    for lease_id in keep.lease_ids:
-        as_lease_id(lease_id)
-    if len(keep.lease_ids) != num_samples:
-        raise ProtocolError(f"{len(keep.lease_ids)} leases for {num_samples} samples")
+    for kept_id in keep.kept_ids:
+        as_kept_id(kept_id)
+    if len(keep.kept_ids) != num_samples:
+        raise ProtocolError(f"{len(keep.kept_ids)} leases for {num_samples} samples")
     if not 0.0 < keep.ttl_s < math.inf:
         raise ProtocolError(f"a lease of {keep.ttl_s} s")
 

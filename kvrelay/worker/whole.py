@@ -15,7 +15,7 @@ from kvrelay.media.image_spec import read_image_spec
 from kvrelay.progress import Progress
 from kvrelay.runner.build import build_runner
 from kvrelay.text.tokenizer import Tokenizer
-from kvrelay.worker.pictures import Reach, open_pictures
+from kvrelay.worker.images import Reach, open_images
 from kvrelay.worker.stage import BuildStage, Stage, Waker, publishes_events
 
 if TYPE_CHECKING:  # it loads Pillow
@@ -88,7 +88,7 @@ def _join(
         max_model_len=runner.max_model_len,
         vocab_size=runner.spec.vocab_size,
         cache_seed=runner.fingerprint,
-        pictures=open_pictures(worker_id, model_options, engine_options, folder, runner, reach=reach, encoder=encoder),
+        images=open_images(worker_id, model_options, engine_options, folder, runner, reach=reach, encoder=encoder),
     )
     stage = Stage(
         engine=engine,

@@ -18,14 +18,14 @@ import socket
 import sys
 from types import FrameType
 
-from kvrelay.cluster_key import key_file, load_key
 from kvrelay.config import EngineOptions, Environment, ModelOptions, WorkerOptions
 from kvrelay.discovery.base import Registration
 from kvrelay.discovery.choose import open_registration
 from kvrelay.errors import ConfigError, ProtocolError
 from kvrelay.ids import new_worker_id
 from kvrelay.log import Log, configure
-from kvrelay.plane import use_key, warn_if_open
+from kvrelay.planes.cluster_key import key_file, load_key
+from kvrelay.planes.curve import use_key, warn_if_open
 from kvrelay.progress import Progress
 from kvrelay.states import Role, WorkerState
 from kvrelay.wire import PROTOCOL_VERSION

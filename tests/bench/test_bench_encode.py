@@ -24,7 +24,7 @@ def test_its_model_has_a_larger_tower_and_its_prompts_never_begin_alike() -> Non
 
 
 def test_a_text_model_is_refused() -> None:
-    with pytest.raises(BenchError, match="takes no pictures"), open_model(str(tiny_model("llama"))):
+    with pytest.raises(BenchError, match="takes no images"), open_model(str(tiny_model("llama"))):
         pass
 
 

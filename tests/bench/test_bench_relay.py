@@ -1,4 +1,4 @@
-"""The relay's benchmark: what it moves, what it computes from times, its picture, and one whole run on a tiny model."""
+"""The relay's benchmark: what it moves, what it computes from times, its image, and one whole run on a tiny model."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_the_ratio_of_gaps_is_of_their_99th_percentiles() -> None:
     assert (results["long_prompts_per_min_1p1d"], results["long_prompts_per_min_whole"]) == (10.0, 20.0)
 
 
-def test_the_picture_is_svg_with_every_token_and_name(tmp_path: pathlib.Path) -> None:
+def test_the_image_is_svg_with_every_token_and_name(tmp_path: pathlib.Path) -> None:
     series = [Series("a < b", [(0.0, 0.01), (1.0, 0.02)]), Series("c", [(0.5, 2.0)])]
     root = ElementTree.fromstring(draw(series))
     texts = [element.text or "" for element in root.iter("{http://www.w3.org/2000/svg}text")]

@@ -1,4 +1,4 @@
-"""The two-stage benchmark: its sizes, what it makes of times and answers, its picture, and one whole run on a tiny model."""
+"""The two-stage benchmark: its sizes, what it makes of times and answers, its image, and one whole run on a tiny model."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_pool_holds_the_leases_and_one_search_beside_them() -> None:
     assert int(settings["max-model-len"]) >= 500 + 200 + 5 + 3
 
 
-def test_the_picture_shows_every_way_twice() -> None:
+def test_the_image_shows_every_way_twice() -> None:
     bench = bench_with(TIMES, TIMES)
     root = ElementTree.fromstring(draw(bench.calm, bench.pressed))
     texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]

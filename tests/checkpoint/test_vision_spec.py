@@ -1,4 +1,4 @@
-"""What is read of models that take pictures, in the layouts that are about, and what is refused, by name."""
+"""What is read of models that take images, in the layouts that are about, and what is refused, by name."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from vision_models import KINDS, Kind, reference_vl, tiny_vl
 
 from kvrelay.checkpoint.spec import ModelSpec, read_spec
 from kvrelay.errors import MissingTensorError, ModelError, UnsupportedModelError
+from kvrelay.kernels.torch_kernels import TorchKernels
 from kvrelay.progress import Silent
-from kvrelay.runner.kernels.torch_kernels import TorchKernels
 from kvrelay.runner.loader import load_model, load_tower
 
 

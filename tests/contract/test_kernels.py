@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from kvrelay.config import read_environment
-from kvrelay.runner.kernels.base import AttentionBatch, ForwardBatch, HeadShape, Kernels
-from kvrelay.runner.kernels.torch_kernels import TorchKernels
+from kvrelay.kernels.base import AttentionBatch, ForwardBatch, HeadShape, Kernels
+from kvrelay.kernels.torch_kernels import TorchKernels
 
 # PyTorch says so once where the CPU has no bfloat16 in hardware
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
@@ -26,8 +26,8 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 def implementations() -> dict[str, Callable[[], Kernels]]:
     """All there are: the reference, and whatever is chosen for this CPU if that is another one."""
     found: dict[str, Callable[[], Kernels]] = {"torch": TorchKernels}
-    if importlib.util.find_spec("kvrelay.runner.kernels.choose"):
-        from kvrelay.runner.kernels.choose import choose_kernels
+    if importlib.util.find_spec("kvrelay.kernels.choose"):
+        from kvrelay.kernels.choose import choose_kernels
 
         chosen = choose_kernels(CPU, torch.float32, read_environment())
         if not isinstance(chosen, TorchKernels):
@@ -248,8 +248,8 @@ def test_large_scores_do_not_overflow(name: str, dtype: torch.dtype) -> None:
 
 def test_reference_cuts_big_work_into_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """The limits on memory change how the reference computes, not what."""
-    monkeypatch.setattr("kvrelay.runner.kernels.torch_kernels._MAX_SCORES", 400)
-    monkeypatch.setattr("kvrelay.runner.kernels.torch_kernels._MAX_GATHERED", 20_000)
+    monkeypatch.setattr("kvrelay.kernels.torch_kernels._MAX_SCORES", 400)
+    monkeypatch.setattr("kvrelay.kernels.torch_kernels._MAX_GATHERED", 20_000)
     for queries, contexts in ROWS.values():
         test_attention("torch", torch.float32, SHAPES[0], (queries, contexts), 4)
 
@@ -259,7 +259,7 @@ def test_reference_cuts_big_work_into_pieces(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS.keys())
 @pytest.mark.parametrize("limit", [1 << 26, 20_000])
 def test_reference_attention_on_cuda(rows: tuple[list[int], list[int]], limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvrelay.runner.kernels.torch_kernels._MAX_GATHERED", limit)
+    monkeypatch.setattr("kvrelay.kernels.torch_kernels._MAX_GATHERED", limit)
     device, shape = torch.device("cuda"), SHAPES[0]
     batch, slots_of = make_batch(*rows, 16, device)
     kv = random(2, NUM_BLOCKS, 16, shape.num_kv_heads, shape.head_dim, seed=1, dtype=torch.float32)

@@ -13,10 +13,10 @@ from tiny_models import EOS_TOKEN_ID, VOCAB_SIZE, tiny_model
 
 from kvrelay.checkpoint.spec import read_spec
 from kvrelay.engine.interfaces import Row, RowResult, Runner, StepPlan
+from kvrelay.kernels.torch_kernels import TorchKernels
 from kvrelay.progress import Silent
 from kvrelay.runner.fake import FakeRunner
 from kvrelay.runner.host_pool import make_host_pool
-from kvrelay.runner.kernels.torch_kernels import TorchKernels
 from kvrelay.runner.kv_pool import KVPool
 from kvrelay.runner.loader import load_model
 from kvrelay.runner.runner import Model, TorchRunner

@@ -14,14 +14,14 @@ from etcd_server import EtcdServer, etcd_server, free_port
 from etcd_tools import LEASE_S, PATIENCE_S, Etcdctl, Relay, View, register, renewed, until_renewed
 from registry_records import make_record
 
-from kvrelay.cluster_key import derive
 from kvrelay.discovery.base import Loss
 from kvrelay.discovery.etcd import EtcdRegistration
 from kvrelay.discovery.etcd_gateway import Event, KeyValue
 from kvrelay.discovery.etcd_members import PREFIX, EtcdMembers, key_of, read_record, value_of
 from kvrelay.errors import ProtocolError
 from kvrelay.ids import WorkerId
-from kvrelay.plane import keyed
+from kvrelay.planes.cluster_key import derive
+from kvrelay.planes.curve import keyed
 from kvrelay.states import WorkerState
 from kvrelay.wire import PROTOCOL_VERSION
 from kvrelay.wire.registry import WorkerLoad, WorkerRecord

@@ -44,7 +44,7 @@ def test_the_example_with_a_context_index(smol: Server, contextpilot_python: pat
         assert "the index lists 3 requests" in run(WITH_AN_INDEX, index.url)
 
 
-def test_the_example_with_pictures() -> None:
+def test_the_example_with_images() -> None:
     first, second = (line.split(" encoded by ") for line in run(WITH_ITS_OWN_SERVER).splitlines())
     assert first[0] == second[0]
     assert first[1].startswith("encode-")

@@ -29,7 +29,7 @@ from server import is_idle
 from tiny_models import tiny_model
 
 from kvrelay import LLM, SamplingParams
-from kvrelay.cluster_key import write_new_key
+from kvrelay.planes.cluster_key import write_new_key
 
 REASON = why_not()
 pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)

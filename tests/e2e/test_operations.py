@@ -16,7 +16,7 @@ import pytest
 from server import Server, serve
 from tiny_models import tiny_model
 
-from kvrelay import cli
+from kvrelay.cli import main as cli
 
 PATIENCE_S = 60.0
 

@@ -27,13 +27,13 @@ def server() -> Iterator[Server]:
 
 
 def ask(server: Server, seed: int, text: str = "What is it?") -> tuple[str, dict[str, str], int]:
-    """Text, headers, prompt tokens; the picture comes before the text, as in `make_prompt`."""
+    """Text, headers, prompt tokens; the image comes before the text, as in `make_prompt`."""
     client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=100)
     data = base64.b64encode(make_prompt("qwen3_vl", [(70, 50)], "", seed).images[0].data).decode()
-    picture = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+    image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
     answer = client.chat.completions.with_raw_response.create(
         model="tiny",
-        messages=[{"role": "user", "content": [picture, {"type": "text", "text": text}]}],  # type: ignore[list-item,misc]
+        messages=[{"role": "user", "content": [image, {"type": "text", "text": text}]}],  # type: ignore[list-item,misc]
         temperature=0,
         max_tokens=6,
         extra_body={"ignore_eos": True},
@@ -44,11 +44,11 @@ def ask(server: Server, seed: int, text: str = "What is it?") -> tuple[str, dict
 
 
 def encoded(server: Server) -> int:
-    return sum(worker["pictures"]["encoded"] for worker in server.idle_workers())
+    return sum(worker["images"]["encoded"] for worker in server.idle_workers())
 
 
 @pytest.mark.long
-def test_pictures_over_http_give_what_transformers_gives(server: Server) -> None:
+def test_images_over_http_give_what_transformers_gives(server: Server) -> None:
     tokenizer = tokenizers.Tokenizer.from_file(str(tiny_vl("qwen3_vl") / "tokenizer.json"))
     for seed in range(2):
         prompt = make_prompt("qwen3_vl", [(70, 50)], "What is it?", seed)

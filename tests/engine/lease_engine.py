@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 from kvrelay.engine.interfaces import StepPlan
 from kvrelay.engine.request import Sequence
-from kvrelay.ids import LeaseId, RequestId, new_lease_id, new_request_id
+from kvrelay.ids import KeptId, RequestId, new_kept_id, new_request_id
 from kvrelay.sampling import SamplingParams
-from kvrelay.states import LeaseState
+from kvrelay.states import KeptState
 from kvrelay.wire.events import Removed
-from kvrelay.wire.serving import Inherited, Keep, LeaseNews, StepOutputs, Submit
+from kvrelay.wire.serving import Inherited, Keep, KeptNews, StepOutputs, Submit
 from tests.engine.swap_engine import SwapEngine
 from tests.engine.test_engine import Collected, make_engine, run, submit
 
@@ -24,7 +24,7 @@ class Seen(Collected):
 
     def __init__(self) -> None:
         super().__init__()
-        self.leases: dict[tuple[RequestId, int], LeaseNews] = {}
+        self.leases: dict[tuple[RequestId, int], KeptNews] = {}
         self.inherited: dict[RequestId, Inherited] = {}
 
     def take(self, step: StepOutputs) -> None:
@@ -43,7 +43,7 @@ class LeaseEngine(SwapEngine):
     """By default a pool of which leases may pin all but what the longest request needs."""
 
     def __init__(self, *, num_blocks: int = 24, max_model_len: int = 40, **options: object) -> None:
-        super().__init__(num_blocks=num_blocks, max_model_len=max_model_len, **{"lease_share": 1.0, **options})  # type: ignore[arg-type]
+        super().__init__(num_blocks=num_blocks, max_model_len=max_model_len, **{"kept_kv_share": 1.0, **options})  # type: ignore[arg-type]
         self.seen: Seen = Seen()
         self.computed: Counter[RequestId] = Counter()  # tokens, until the first one was sampled
         self.walked: set[RequestId] = set()
@@ -70,7 +70,7 @@ class LeaseEngine(SwapEngine):
         *,
         keep: bool = True,
         ttl_s: float = TTL_S,
-        inherit: LeaseId | None = None,
+        inherit: KeptId | None = None,
         priority: int = 0,
         cache_salt: str = "",
         owner: str = "",
@@ -84,7 +84,7 @@ class LeaseEngine(SwapEngine):
             params=sampling,
             priority=priority,
             cache_salt=cache_salt,
-            keep=Keep([new_lease_id() for _ in range(sampling.n)], ttl_s, owner) if keep else None,
+            keep=Keep([new_kept_id() for _ in range(sampling.n)], ttl_s, owner) if keep else None,
             inherit=inherit,
         )
         self.requests.append(request)
@@ -99,7 +99,7 @@ class LeaseEngine(SwapEngine):
 
     def child(self, parent: Submit, suffix: list[int], *, sample: int = 0, keep: bool = False, **params: object) -> Submit:
         return self.ask(
-            self.text(parent, sample) + suffix, inherit=lease_id(parent, sample), keep=keep, **params  # type: ignore[arg-type]
+            self.text(parent, sample) + suffix, inherit=kept_id(parent, sample), keep=keep, **params  # type: ignore[arg-type]
         )  # fmt: skip
 
     def text(self, request: Submit, sample: int = 0) -> list[int]:
@@ -119,9 +119,9 @@ class LeaseEngine(SwapEngine):
     def is_kept(self, request: Submit, sample: int = 0) -> bool:
         return self.seen.leases[request.request_id, sample].kept
 
-    def state(self, request: Submit, sample: int = 0) -> LeaseState:
-        lease = self.engine.leases.leases.get(lease_id(request, sample))
-        return LeaseState.ENDED if lease is None else lease.state
+    def state(self, request: Submit, sample: int = 0) -> KeptState:
+        lease = self.engine.leases.leases.get(kept_id(request, sample))
+        return KeptState.ENDED if lease is None else lease.state
 
     @property
     def pinned(self) -> int:
@@ -152,9 +152,9 @@ class LeaseEngine(SwapEngine):
         return {digest for event in self.events if isinstance(event, Removed) for digest in event.hashes}
 
 
-def lease_id(request: Submit, sample: int = 0) -> LeaseId:
+def kept_id(request: Submit, sample: int = 0) -> KeptId:
     assert request.keep is not None
-    return request.keep.lease_ids[sample]
+    return request.keep.kept_ids[sample]
 
 
 def from_scratch(request: Submit) -> dict[int, list[int]]:

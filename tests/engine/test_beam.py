@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvrelay.engine import invariants
 from kvrelay.engine.movers import Arrival
 from kvrelay.errors import HandOverError, InvalidRequestError
-from kvrelay.ids import LeaseId, RequestId
+from kvrelay.ids import KeptId, RequestId
 from kvrelay.sampling import BeamSearch, Grammar, GrammarKind, SamplingParams
 from kvrelay.states import FinishReason, RequestState
 from kvrelay.wire.events import Freed
@@ -430,7 +430,7 @@ def test_what_changes_nothing_is_allowed() -> None:
     ],
 )
 def test_a_search_that_could_not_reach_its_end_is_refused(width: int, length: int, max_tokens: int, is_refused: bool) -> None:
-    engine = make_engine(num_blocks=64, lease_share=0.0)  # what leases may pin would not be its own
+    engine = make_engine(num_blocks=64, kept_kv_share=0.0)  # what leases may pin would not be its own
     request = submit([1] * length, beam=beam(width), max_tokens=max_tokens)
     engine.submit(request)
     step = engine.step()
@@ -458,7 +458,7 @@ def test_a_search_that_is_sent_again_starts_anew_and_keeps_nothing() -> None:
         request_id=RequestId("y"), external_id="x", prompt=first.prompt, params=first.params, resume=[Resumed(0, [5])]
     )
     kept = Submit(
-        request_id=RequestId("z"), external_id="x", prompt=first.prompt, params=first.params, keep=Keep([LeaseId("a")], 1.0)
+        request_id=RequestId("z"), external_id="x", prompt=first.prompt, params=first.params, keep=Keep([KeptId("a")], 1.0)
     )
     for request in (first, again, halfway, kept):
         engine.submit(request)
@@ -525,7 +525,7 @@ def test_candidates_that_no_search_can_begin_from_are_a_failed_hand_over(top: li
 
 
 def test_a_search_that_arrived_and_starts_again_computes_its_prompt_here() -> None:
-    pair = Pair(num_blocks=21, lease_share=0.0)
+    pair = Pair(num_blocks=21, kept_kv_share=0.0)
     recorder = pair.decode.kv.record_events()
     arrived = [
         handed_over(pair, list(range(start, start + 5)), beam=beam(4), n=2, max_tokens=19, temperature=0.0) for start in (0, 12)

@@ -7,10 +7,10 @@ import random
 import pytest
 
 from kvrelay.engine.swap import Swap
-from kvrelay.ids import LeaseId, RequestId, new_lease_id
-from kvrelay.states import FinishReason, LeaseState, RequestState
+from kvrelay.ids import KeptId, RequestId, new_kept_id
+from kvrelay.states import FinishReason, KeptState, RequestState
 from kvrelay.wire.serving import Finish, Image, Inherited, Keep, Submit
-from tests.engine.lease_engine import TTL_S, LeaseEngine, lease_id
+from tests.engine.lease_engine import TTL_S, LeaseEngine, kept_id
 from tests.engine.swap_engine import NEVER
 
 SUFFIX = [90, 91, 92]
@@ -43,7 +43,7 @@ def test_blocks_are_pinned_when_the_parent_finishes() -> None:
     assert (news.kept, news.num_tokens, news.num_blocks, news.ttl_s) == (True, 14, 4, TTL_S)
     counts = engine.engine.load().blocks
     assert (counts.pinned, counts.in_use) == (4, 0)
-    assert engine.engine.leases.leases[lease_id(parent)].kv.block_table == table
+    assert engine.engine.leases.leases[kept_id(parent)].kv.block_table == table
     assert engine.engine.load().leases == 1
     engine.step()
     assert not engine.engine.has_work  # a lease is no work
@@ -53,7 +53,7 @@ def test_blocks_are_pinned_when_the_parent_finishes() -> None:
 def test_a_child_shares_full_blocks_and_copies_the_last_one() -> None:
     engine = LeaseEngine()
     parent = engine.parent(list(range(9)), max_tokens=6)
-    pinned = engine.engine.leases.leases[lease_id(parent)].kv.block_table
+    pinned = engine.engine.leases.leases[kept_id(parent)].kv.block_table
     child = engine.child(parent, SUFFIX)
     engine.step()
     table = engine.sequence(child).block_table
@@ -117,24 +117,24 @@ def test_over_quota_it_is_not_kept_and_says_so() -> None:
     assert [engine.is_kept(parent) for parent in parents] == [True, True, False, False]
     assert "quota" in engine.seen.leases[parents[2].request_id, 0].reason
     assert engine.pinned == 12
-    engine.engine.release_leases([lease_id(parents[0])])
+    engine.engine.release_leases([kept_id(parents[0])])
     assert engine.is_kept(engine.parent([9] * 17, max_tokens=8))
     engine.end()
-    small = LeaseEngine(host_blocks=64, lease_share=0.2)
+    small = LeaseEngine(host_blocks=64, kept_kv_share=0.2)
     assert not small.is_kept(small.parent([1] * 20, max_tokens=8))
     assert small.pinned == 0
     small.end()
 
 
 def test_over_quota_who_was_used_least_lately_goes_to_the_host() -> None:
-    engine = LeaseEngine(num_blocks=40, lease_share=0.3)
+    engine = LeaseEngine(num_blocks=40, kept_kv_share=0.3)
     first, second = (engine.parent([number] * 17, max_tokens=6) for number in range(2))
     assert engine.pinned == 12
     engine.until_ended(engine.child(first, SUFFIX))
     third = engine.parent([7] * 17, max_tokens=6)
     assert all(engine.is_kept(parent) for parent in (first, second, third))
-    engine.run_until(lambda: engine.state(second) is LeaseState.ON_HOST)
-    assert engine.state(first) is engine.state(third) is LeaseState.ON_DEVICE
+    engine.run_until(lambda: engine.state(second) is KeptState.ON_HOST)
+    assert engine.state(first) is engine.state(third) is KeptState.ON_DEVICE
     assert engine.pinned == 12
     engine.end()
 
@@ -145,8 +145,8 @@ def test_blocks_that_have_not_left_yet_count_where_the_longest_request_needs_the
     second = engine.parent([2] * 17, max_tokens=6)
     third = engine.parent([3] * 17, max_tokens=6)
     assert [engine.is_kept(parent) for parent in (first, second, third)] == [True, True, False]
-    assert engine.state(first) is LeaseState.LEAVING
-    engine.run_until(lambda: engine.state(first) is LeaseState.ON_HOST)
+    assert engine.state(first) is KeptState.LEAVING
+    engine.run_until(lambda: engine.state(first) is KeptState.ON_HOST)
     assert engine.is_kept(engine.parent([4] * 17, max_tokens=6))
     engine.end()
 
@@ -198,7 +198,7 @@ def test_a_parent_that_is_aborted_on_the_host_is_kept_there() -> None:
     engine.engine.abort([parent.request_id])
     engine.step()
     assert engine.is_kept(parent)
-    assert engine.state(parent) is LeaseState.ON_HOST
+    assert engine.state(parent) is KeptState.ON_HOST
     assert engine.engine.load().host.in_use > 0
     child = engine.child(parent, SUFFIX)
     engine.until_ended(child)
@@ -223,7 +223,7 @@ def test_a_parent_that_is_aborted_on_its_way_back_is_kept_on_the_host() -> None:
     engine.run_until(lambda: sequence in engine.engine.scheduler.loading)
     engine.engine.abort([parent.request_id])
     engine.step()
-    assert engine.state(parent) is LeaseState.ON_HOST
+    assert engine.state(parent) is KeptState.ON_HOST
     child = engine.child(parent, SUFFIX)
     engine.until_ended(child)
     engine.assert_inherited(child, parent)
@@ -249,7 +249,7 @@ def test_a_child_that_is_aborted_before_it_starts_or_while_it_loads_lets_go() ->
     engine.engine.abort([loading.request_id])
     engine.step()
     assert not engine.is_kept(loading)
-    assert engine.engine.leases.leases[lease_id(parent)].num_holds == 0
+    assert engine.engine.leases.leases[kept_id(parent)].num_holds == 0
     assert waiting.request_id not in engine.seen.inherited
     engine.end()
 
@@ -264,16 +264,16 @@ def test_a_release_or_the_end_of_its_time_takes_nothing_from_a_waiting_child() -
         busy = engine.ask([50], keep=False, max_tokens=20)
         engine.step()
         children = [engine.child(first, SUFFIX), engine.child(second, SUFFIX)]
-        engine.engine.release_leases([lease_id(first), LeaseId("kv-unknown")])
+        engine.engine.release_leases([kept_id(first), KeptId("kv-unknown")])
         engine.now += 200.0
         assert engine.engine.load().leases == 0
-        assert engine.engine.find_leases(lease_id(first), "") == []
-        assert engine.state(first) is not LeaseState.ENDED
+        assert engine.engine.find_leases(kept_id(first), "") == []
+        assert engine.state(first) is not KeptState.ENDED
         too_late = engine.child(first, SUFFIX)
         engine.until_ended(busy, *children, too_late)
         for child, parent in zip(children, (first, second), strict=True):
             engine.assert_inherited(child, parent)
-            assert engine.state(parent) is LeaseState.ENDED
+            assert engine.state(parent) is KeptState.ENDED
         assert engine.seen.inherited[too_late.request_id].num_tokens == 0
         engine.assert_as_from_scratch(*children, too_late)
         assert engine.pinned == 0
@@ -285,7 +285,7 @@ def test_a_release_or_the_end_of_its_time_takes_nothing_from_a_waiting_child() -
 
 def to_host(engine: LeaseEngine, *parents: Submit) -> None:
     engine.engine.leases.make_room(engine.engine.kv.pool.num_blocks)
-    engine.run_until(lambda: all(engine.state(parent) is LeaseState.ON_HOST for parent in parents))
+    engine.run_until(lambda: all(engine.state(parent) is KeptState.ON_HOST for parent in parents))
 
 
 def evict(engine: LeaseEngine) -> None:
@@ -305,9 +305,9 @@ def test_a_pool_full_of_leases_still_serves_and_no_promise_is_broken() -> None:
         others = press(engine)
         longest = engine.ask([3] * 20, keep=False, max_tokens=20)
         engine.until_ended(longest, *others)
-        assert all(engine.state(parent) is not LeaseState.ENDED for parent in kept)
+        assert all(engine.state(parent) is not KeptState.ENDED for parent in kept)
         if host_blocks == 64:
-            assert all(engine.state(parent) is LeaseState.ON_HOST for parent in kept)
+            assert all(engine.state(parent) is KeptState.ON_HOST for parent in kept)
             assert engine.pinned == 0
         evict(engine)
         children = [engine.child(parent, SUFFIX) for parent in kept]
@@ -324,7 +324,7 @@ def test_leases_make_room_before_anybody_who_runs_has_to() -> None:
     grown = [engine.ask([30 + number], keep=False, max_tokens=30) for number in range(2)]
     engine.until_ended(*grown)
     assert engine.engine.load().preemptions == 0
-    assert LeaseState.ON_HOST in [engine.state(parent) for parent in parents]
+    assert KeptState.ON_HOST in [engine.state(parent) for parent in parents]
     engine.assert_as_from_scratch(*grown)
     engine.end()
 
@@ -347,7 +347,7 @@ def test_without_room_on_the_host_those_who_run_make_room() -> None:
     grown = [engine.ask([30 + number], keep=False, max_tokens=30) for number in range(2)]
     engine.until_ended(*grown)
     assert engine.engine.load().preemptions > 0
-    assert all(engine.state(parent) is LeaseState.ON_DEVICE for parent in parents)
+    assert all(engine.state(parent) is KeptState.ON_DEVICE for parent in parents)
     engine.assert_as_from_scratch(*grown)
     engine.end()
 
@@ -359,7 +359,7 @@ def test_blocks_that_live_sequences_hold_are_not_copied_for_nothing() -> None:
     engine.step()
     for _ in range(3):
         engine.engine.leases.make_room(14)
-    assert engine.state(parent) is LeaseState.ON_DEVICE
+    assert engine.state(parent) is KeptState.ON_DEVICE
     engine.until_ended(child)
     engine.assert_inherited(child, parent)
     engine.end()
@@ -371,7 +371,7 @@ def test_leases_that_share_blocks_are_copied_once() -> None:
     second = engine.child(first, SUFFIX, keep=True, max_tokens=5)
     engine.until_ended(second)
     to_host(engine, first, second)
-    kept = [swap_of(engine).kept[engine.engine.leases.leases[lease_id(one)].kv.key].slots for one in (first, second)]
+    kept = [swap_of(engine).kept[engine.engine.leases.leases[kept_id(one)].kv.key].slots for one in (first, second)]
     assert kept[0] == kept[1][: len(kept[0])]
     assert engine.engine.load().host.in_use == len(set(kept[0] + kept[1]))
     evict(engine)
@@ -387,7 +387,7 @@ def test_a_copy_to_the_host_that_takes_too_long_leaves_the_lease_on_the_device()
     parents = [engine.parent([number] * 17, max_tokens=8) for number in range(2)]
     others = press(engine)
     engine.until_ended(*others)
-    assert all(engine.state(parent) is LeaseState.ON_DEVICE for parent in parents)
+    assert all(engine.state(parent) is KeptState.ON_DEVICE for parent in parents)
     engine.delays = [1]
     child = engine.child(parents[0], SUFFIX)
     engine.until_ended(child)
@@ -420,10 +420,10 @@ def test_a_lease_that_ends_while_it_leaves_leaks_nothing() -> None:
         engine = LeaseEngine(delays=[delay])
         parent = engine.parent([1] * 17, max_tokens=8)
         engine.engine.leases.make_room(24)
-        assert engine.state(parent) is LeaseState.LEAVING
+        assert engine.state(parent) is KeptState.LEAVING
         assert engine.engine.has_work
-        engine.engine.release_leases([lease_id(parent)])
-        assert engine.state(parent) is LeaseState.ENDED
+        engine.engine.release_leases([kept_id(parent)])
+        assert engine.state(parent) is KeptState.ENDED
         engine.run()
         assert engine.pinned == 0
         engine.end()
@@ -450,9 +450,9 @@ def test_a_lease_holds_exactly_what_the_client_saw(when: str, keep_tokens: int) 
     engine.step()
     assert engine.is_kept(parent)
     seen = parent.prompt + engine.seen.tokens[parent.request_id, 0][:keep_tokens]
-    (info,) = engine.engine.find_leases(lease_id(parent), "")
+    (info,) = engine.engine.find_leases(kept_id(parent), "")
     assert (info.tokens, info.num_prompt_tokens, info.on_host) == (seen, 6, False)
-    child = engine.ask(seen + SUFFIX, inherit=lease_id(parent), keep=False)
+    child = engine.ask(seen + SUFFIX, inherit=kept_id(parent), keep=False)
     engine.until_ended(child)
     assert engine.seen.inherited[child.request_id].num_tokens == len(seen) - 1
     assert engine.computed[child.request_id] == len(SUFFIX) + 1
@@ -467,7 +467,7 @@ def test_a_lease_that_is_cut_when_it_is_on_the_host() -> None:
     evict(engine)
     engine.engine.finish(finish(parent, 2))
     seen = engine.text(parent)[:8]
-    child = engine.ask(seen + SUFFIX, inherit=lease_id(parent), keep=False)
+    child = engine.ask(seen + SUFFIX, inherit=kept_id(parent), keep=False)
     engine.until_ended(child)
     assert engine.seen.inherited[child.request_id].num_tokens == 7
     engine.assert_as_from_scratch(child)
@@ -479,8 +479,8 @@ def test_a_child_does_not_write_what_others_can_find_though_nobody_else_holds_it
     engine = LeaseEngine()
     parent = engine.parent(list(range(6)), max_tokens=8)
     engine.engine.finish(finish(parent, 1))
-    child = engine.ask(engine.text(parent)[:7] + SUFFIX, inherit=lease_id(parent), keep=False)
-    engine.engine.release_leases([lease_id(parent)])
+    child = engine.ask(engine.text(parent)[:7] + SUFFIX, inherit=kept_id(parent), keep=False)
+    engine.engine.release_leases([kept_id(parent)])
     engine.until_ended(child)
     again = engine.ask(engine.text(parent), keep=False)
     engine.until_ended(again)
@@ -524,7 +524,7 @@ def test_a_chain_of_children_of_children() -> None:
     parent = engine.parent(list(range(9)), max_tokens=5)
     for number in range(6):
         child = engine.child(parent, [80 + number], keep=True, max_tokens=5)
-        engine.engine.release_leases([lease_id(parent)])
+        engine.engine.release_leases([kept_id(parent)])
         engine.until_ended(child)
         engine.assert_inherited(child, parent)
         engine.assert_as_from_scratch(child)
@@ -577,8 +577,8 @@ def test_a_child_that_is_preempted_goes_on() -> None:
 def test_a_child_of_other_tokens_salt_or_images_is_refused() -> None:
     engine = LeaseEngine()
     parent = engine.parent(list(range(9)), cache_salt="a", max_tokens=4)
-    text, handle = engine.text(parent), lease_id(parent)
-    picture = Image(digest="d", start=2, num_tokens=3, grid=(1, 2, 2))
+    text, handle = engine.text(parent), kept_id(parent)
+    image = Image(digest="d", start=2, num_tokens=3, grid=(1, 2, 2))
     wrong = [
         engine.ask([*text[:-1], (text[-1] + 1) % 97, *SUFFIX], inherit=handle, cache_salt="a"),
         engine.ask(text[:-1], inherit=handle, cache_salt="a"),
@@ -586,27 +586,27 @@ def test_a_child_of_other_tokens_salt_or_images_is_refused() -> None:
         engine.ask(text + SUFFIX, inherit=handle, cache_salt="a", prompt_logprobs=1),
     ]
     base = engine.ask(text + SUFFIX, inherit=handle, cache_salt="a", keep=False)
-    with_picture = Submit(
-        request_id=RequestId("cmpl-picture"),
+    with_image = Submit(
+        request_id=RequestId("cmpl-image"),
         external_id="p",
         prompt=base.prompt,
         params=base.params,
         cache_salt="a",
         inherit=handle,
-        images=[picture],
+        images=[image],
     )
-    engine.engine.submit(with_picture)
+    engine.engine.submit(with_image)
     outputs = engine.engine.step()
     params_named = {failure.request_id: failure.param for failure in outputs.failures}
     engine.seen.take(outputs)
     assert [params_named[request.request_id] for request in wrong] == [*["continuation_of"] * 3, "prompt_logprobs"]
-    assert params_named[with_picture.request_id] == "images"  # that stand nowhere in its prompt
+    assert params_named[with_image.request_id] == "images"  # that stand nowhere in its prompt
     engine.until_ended(base)
     engine.assert_inherited(base, parent)
     engine.end()
 
 
-@pytest.mark.parametrize("keep", [Keep([new_lease_id()], 0.0), Keep([new_lease_id()], float("inf")), Keep([], 5.0)])
+@pytest.mark.parametrize("keep", [Keep([new_kept_id()], 0.0), Keep([new_kept_id()], float("inf")), Keep([], 5.0)])
 def test_a_keep_that_makes_no_sense_is_refused(keep: Keep) -> None:
     engine = LeaseEngine()
     request = engine.ask([1, 2])
@@ -623,8 +623,8 @@ def test_a_lease_is_found_by_its_owner_alone() -> None:
     engine = LeaseEngine()
     parent = engine.parent(list(range(9)), n=2, temperature=1.0, seed=1, max_tokens=4, owner="key")
     assert parent.keep is not None
-    assert [info.lease_id for info in engine.engine.find_leases(parent.external_id, "key")] == parent.keep.lease_ids
-    (info,) = engine.engine.find_leases(lease_id(parent, 1), "key")
+    assert [info.kept_id for info in engine.engine.find_leases(parent.external_id, "key")] == parent.keep.kept_ids
+    (info,) = engine.engine.find_leases(kept_id(parent, 1), "key")
     assert info.tokens == engine.text(parent, 1)
     assert (info.num_blocks, info.external_id, info.owner) == (3, parent.external_id, "key")
     assert engine.engine.find_leases(parent.external_id, "") == engine.engine.find_leases("other", "key") == []
@@ -656,15 +656,15 @@ def test_nothing_that_is_leased_is_said_to_be_removed() -> None:
     engine = LeaseEngine()
     twins = [engine.ask(list(range(17)), max_tokens=6) for _ in range(2)]  # both compute it; only one's blocks can be found
     engine.until_ended(*twins)
-    leased = set(engine.engine.leases.leases[lease_id(twins[1])].kv.hashes)
+    leased = set(engine.engine.leases.leases[kept_id(twins[1])].kv.hashes)
     assert len(leased) == 5
-    engine.engine.release_leases([lease_id(twins[0])])
+    engine.engine.release_leases([kept_id(twins[0])])
     for _ in range(2):
         evict(engine)
         engine.until_ended(*press(engine))
         assert not leased & engine.removed()
-    assert engine.state(twins[1]) is LeaseState.ON_HOST
-    engine.engine.release_leases([lease_id(twins[1])])
+    assert engine.state(twins[1]) is KeptState.ON_HOST
+    engine.engine.release_leases([kept_id(twins[1])])
     engine.end()
 
 

@@ -8,7 +8,7 @@ from test_handover import run as run_engine
 
 from kvrelay.engine import invariants
 from kvrelay.engine.movers import Arrival
-from kvrelay.ids import RequestId, new_lease_id, new_request_id
+from kvrelay.ids import RequestId, new_kept_id, new_request_id
 from kvrelay.sampling import SamplingParams
 from kvrelay.states import FinishReason
 from kvrelay.wire.serving import Finish, Inherited, Keep, Submit
@@ -20,7 +20,7 @@ SUFFIX = [40, 41]
 
 
 def parent(pair: Pair, seen: Seen, *, arrives: bool = True, **params: object) -> tuple[RequestId, Keep]:
-    keep = Keep([new_lease_id() for _ in range(int(str(params.get("n", 1))))], 60.0)
+    keep = Keep([new_kept_id() for _ in range(int(str(params.get("n", 1))))], 60.0)
     request_id = pair.submit(PROMPT, keep=keep, **params)
     first = Seen()
     run_engine(pair.prefill, first)
@@ -37,14 +37,14 @@ def assert_continues(pair: Pair, seen: Seen, keep: Keep, text: list[int]) -> Non
     before = pair.decode.load().prompt_tokens
     params = SamplingParams(temperature=0.0, max_tokens=5)
     child = Submit(
-        request_id=new_request_id(), external_id="c", prompt=text + SUFFIX, params=params, inherit=keep.lease_ids[0]
+        request_id=new_request_id(), external_id="c", prompt=text + SUFFIX, params=params, inherit=keep.kept_ids[0]
     )  # fmt: skip
     pair.decode.submit(child)
     run_engine(pair.decode, seen)
     assert seen.inherited[child.request_id] == Inherited(child.request_id, len(text) - 1)
     assert pair.decode.load().prompt_tokens - before == len(SUFFIX) + 1
     assert seen.tokens[child.request_id, 0] == solo(text + SUFFIX, max_tokens=5)[0]
-    pair.decode.release_leases(keep.lease_ids)
+    pair.decode.release_leases(keep.kept_ids)
     invariants.check_idle(pair.decode)
     assert pair.decode.load().blocks.pinned == 0
 
@@ -99,7 +99,7 @@ def test_samples_that_end_while_their_kv_arrives_are_each_kept() -> None:
 def test_a_prefill_worker_keeps_nothing() -> None:
     pair, seen = Pair(), Seen()
     params = SamplingParams(temperature=0.0, max_tokens=1)
-    keep = Keep([new_lease_id()], 60.0)
+    keep = Keep([new_kept_id()], 60.0)
     request = Submit(request_id=new_request_id(), external_id="x", prompt=PROMPT, params=params, keep=keep)
     pair.prefill.submit(request)
     run_engine(pair.prefill, seen)

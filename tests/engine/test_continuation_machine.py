@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from kvrelay.ids import LeaseId, RequestId
+from kvrelay.ids import KeptId, RequestId
 from kvrelay.states import FinishReason
 from kvrelay.wire.serving import Finish, Submit
 from tests.engine.lease_engine import LeaseEngine, from_scratch
@@ -22,7 +22,7 @@ class LeaseTraffic:
 
     def __init__(self, **options: object) -> None:
         self.engine = LeaseEngine(max_batch=6, **options)  # type: ignore[arg-type]
-        self.promised: dict[LeaseId, float] = {}
+        self.promised: dict[KeptId, float] = {}
         self.cut: dict[tuple[str, int], int] = {}
 
     def submit(self, prompt: list[int], *, keep: bool, ttl_s: float, max_tokens: int, n: int, **more: object) -> Submit:
@@ -37,14 +37,14 @@ class LeaseTraffic:
         self.engine.step()
         for news in list(self.engine.seen.leases.values())[num_known:]:
             if news.kept:
-                self.promised[news.lease_id] = self.engine.now + news.ttl_s
+                self.promised[news.kept_id] = self.engine.now + news.ttl_s
         self.check()
 
     def check(self) -> None:
         self.engine.engine.load()
-        for lease_id, until in self.promised.items():
+        for kept_id, until in self.promised.items():
             if self.engine.now < until:
-                lease = self.engine.engine.leases.leases[lease_id]
+                lease = self.engine.engine.leases.leases[kept_id]
                 assert not lease.is_over
                 assert lease.kv.tokens == self.text(lease.kv.request_id, lease.kv.sample)
 
@@ -53,15 +53,15 @@ class LeaseTraffic:
         output = self.engine.seen.tokens.get((request.request_id, sample), [])
         return request.prompt + output[: self.cut.get((request_id, sample), len(output))]
 
-    def child(self, lease_id: LeaseId, suffix: list[int], **more: object) -> None:
+    def child(self, kept_id: KeptId, suffix: list[int], **more: object) -> None:
         (request, sample) = next(
-            (one, one.keep.lease_ids.index(lease_id))
+            (one, one.keep.kept_ids.index(kept_id))
             for one in self.engine.requests
-            if one.keep is not None and lease_id in one.keep.lease_ids
+            if one.keep is not None and kept_id in one.keep.kept_ids
         )
         prompt = self.text(request.request_id, sample) + suffix
         if len(prompt) < 39:
-            self.submit(prompt, inherit=lease_id, cache_salt=request.cache_salt, **more)  # type: ignore[arg-type]
+            self.submit(prompt, inherit=kept_id, cache_salt=request.cache_salt, **more)  # type: ignore[arg-type]
 
     def finish(self, request: Submit, sample: int, num_unseen: int) -> None:
         key = (request.request_id, sample)
@@ -78,9 +78,9 @@ class LeaseTraffic:
         self.engine.engine.abort([request_id])
         self.step()
 
-    def release(self, lease_id: LeaseId) -> None:
-        self.engine.engine.release_leases([lease_id])
-        self.promised.pop(lease_id, None)
+    def release(self, kept_id: KeptId) -> None:
+        self.engine.engine.release_leases([kept_id])
+        self.promised.pop(kept_id, None)
 
     def end(self) -> None:
         while self.engine.engine.has_work:
@@ -109,7 +109,7 @@ class LeaseMachine(RuleBasedStateMachine):
         host_blocks=st.sampled_from([0, 4, 12, 60]),
         delays=st.lists(st.sampled_from([1, 1, 1, 2, 5, 9, 25]), min_size=1, max_size=6),
         prefix_cache=st.sampled_from([True, True, False]),
-        lease_share=st.sampled_from([0.3, 1.0]),
+        kept_kv_share=st.sampled_from([0.3, 1.0]),
         token_budget=st.sampled_from([3, 9, 32]),
     )
     def start(self, **options: object) -> None:

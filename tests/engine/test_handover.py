@@ -142,11 +142,11 @@ class Pair:
         token_budget: int = 16,
         max_running_prefills: int = 0,
         host_blocks: int = 0,
-        lease_share: float = 0.5,
+        kept_kv_share: float = 0.5,
     ) -> None:
         options = EngineOptions(
             block_size=BLOCK,
-            lease_share=lease_share,
+            kept_kv_share=kept_kv_share,
             max_batch=max_batch,
             token_budget=token_budget,
             check_invariants=True,

@@ -1,4 +1,4 @@
-"""Pictures at the engine's door, and in its prefix cache."""
+"""Images at the engine's door, and in its prefix cache."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from kvrelay.config import EngineOptions
 from kvrelay.engine.engine import Engine
-from kvrelay.engine.pictures import Pictures
+from kvrelay.engine.images import Images
 from kvrelay.media.placeholders import placeholder_ids
 from kvrelay.runner.fake import FakeRunner
 from kvrelay.wire.serving import Image, Submit
@@ -17,7 +17,7 @@ from tests.engine.test_engine import VOCAB, WORKER, Collected, run, submit
 
 
 class Everything:
-    """The features of all pictures are there."""
+    """The features of all images are there."""
 
     def is_ready(self, digest: str) -> bool:
         return True
@@ -38,7 +38,7 @@ def make_engine(*, takes_images: bool = True) -> Engine:
         max_model_len=64,
         vocab_size=VOCAB,
         cache_seed="fake",
-        pictures=Pictures(Everything(), timeout_s=60.0, clock=time.monotonic) if takes_images else None,
+        images=Images(Everything(), timeout_s=60.0, clock=time.monotonic) if takes_images else None,
     )
 
 
@@ -47,7 +47,7 @@ def image(digest: str, start: int, num_tokens: int = 6) -> Image:
 
 
 def with_images(*digests: str) -> Submit:
-    """1 2 3, the picture, 4, for each."""
+    """1 2 3, the image, 4, for each."""
     prompt: list[int] = []
     images: list[Image] = []
     for digest in digests:
@@ -64,14 +64,14 @@ def served(engine: Engine, request: Submit) -> Collected:
     return seen
 
 
-def test_only_the_same_picture_is_found_in_the_cache() -> None:
+def test_only_the_same_image_is_found_in_the_cache() -> None:
     engine = make_engine()
     first = with_images("a", "b")
     again, other, second_differs = with_images("a", "b"), with_images("c", "b"), with_images("a", "c")
     cached = []
     for request in (first, again, other, second_differs):
         cached.append(served(engine, request).first[request.request_id].cached_tokens)
-    assert cached == [0, 16, 0, 12]  # full blocks before the first difference; block 0 has a token of the first picture
+    assert cached == [0, 16, 0, 12]  # full blocks before the first difference; block 0 has a token of the first image
 
 
 @pytest.mark.parametrize(
@@ -91,14 +91,14 @@ def test_only_the_same_picture_is_found_in_the_cache() -> None:
         ([image("a", 3, 7), image("b", 13)], "not its placeholders"),
     ],
 )
-def test_placeholders_stand_for_the_pictures_that_are_named(images: list[Image], says: str) -> None:
+def test_placeholders_stand_for_the_images_that_are_named(images: list[Image], says: str) -> None:
     engine = make_engine()
     request = msgspec.structs.replace(with_images("a", "b"), images=images)
     engine.submit(request)
     assert says in run(engine).failures[request.request_id]
 
 
-def test_a_worker_without_vision_refuses_pictures() -> None:
+def test_a_worker_without_vision_refuses_images() -> None:
     engine = make_engine(takes_images=False)
     request = with_images("a")
     engine.submit(request)

@@ -21,8 +21,8 @@ from tiny_models import tiny_model
 
 from kvrelay.discovery.static import StaticMembership
 from kvrelay.events.subscriber import EventSubscriber
-from kvrelay.hashing import extend_hashes, root_hash
 from kvrelay.ids import WorkerId, new_router_id
+from kvrelay.native.hashing import extend_hashes, root_hash
 from kvrelay.wire.events import LifeEvent
 from kvrelay.wire.registry import WorkerRecord
 

@@ -15,11 +15,12 @@ import msgspec
 import pytest
 from stub_worker import StubWorker
 
-from kvrelay import cluster_key, event_log
+from kvrelay.cli import events as event_log
 from kvrelay.errors import ConfigError
 from kvrelay.events.publisher import EventPublisher
 from kvrelay.ids import new_worker_id
-from kvrelay.plane import keyed
+from kvrelay.planes import cluster_key
+from kvrelay.planes.curve import keyed
 from kvrelay.states import FreeReason
 from kvrelay.wire.events import CacheEvent, Cleared, Freed, FreedForNow, Removed, Restored, Stored, Swapped
 

@@ -18,7 +18,7 @@ from kvrelay.events.publisher import EventPublisher, PublisherSettings
 from kvrelay.events.subscriber import EventSubscriber
 from kvrelay.ids import WorkerId, new_worker_id
 from kvrelay.metrics import Metrics
-from kvrelay.plane import connecting
+from kvrelay.planes.curve import connecting
 from kvrelay.router import event_feed
 from kvrelay.router.event_feed import EventFeed
 from kvrelay.router.prefix_index import PrefixIndex

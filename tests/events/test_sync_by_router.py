@@ -14,7 +14,7 @@ from kvrelay.discovery.static import StaticMembership
 from kvrelay.errors import UnavailableError
 from kvrelay.events.eviction_sync import EvictionSyncAdapter
 from kvrelay.ids import new_answer_id, new_router_id
-from kvrelay.launch import _open_removals, _with_index
+from kvrelay.launch.serve import _open_removals, _with_index
 from kvrelay.metrics import Metrics
 from kvrelay.router.backend import GenerateRequest
 from kvrelay.router.failover import RetryRules

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvrelay import admin, cli
+from kvrelay.cli import admin
+from kvrelay.cli import main as cli
 from kvrelay.config import RouterOptions
 from kvrelay.errors import ConfigError, ConflictError, UnavailableError
 from kvrelay.frontend.fake_backend import FakeBackend

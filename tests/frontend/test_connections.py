@@ -16,7 +16,7 @@ import uvicorn
 from kvrelay.frontend import connections
 from kvrelay.frontend.app import FrontEnd
 from kvrelay.frontend.connections import limited
-from kvrelay.launch import HttpServer
+from kvrelay.launch.serve import HttpServer
 from tests.frontend.serving import fake_backend, make_app
 
 PATIENCE_S = 20.0
@@ -42,7 +42,7 @@ def serving(app: FrontEnd, limit: int = LIMIT) -> Iterator[tuple[str, int]]:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvrelay.launch._TICKS_PER_CHECK", 1)
+    monkeypatch.setattr("kvrelay.launch.serve._TICKS_PER_CHECK", 1)
     monkeypatch.setattr(connections, "HEADERS_WITHIN_S", 0.2)
     monkeypatch.setattr(connections, "BODY_WITHIN_S", 0.2)
 

@@ -1,4 +1,4 @@
-"""Conversations with pictures, over HTTP: what workers get, what is counted, and which part is blamed for what is wrong."""
+"""Conversations with images, over HTTP: what workers get, what is counted, and which part is blamed for what is wrong."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from kvrelay.errors import InvalidRequestError
 from kvrelay.frontend import media as media_module
 from kvrelay.frontend.app import create_app
 from kvrelay.frontend.fake_backend import FakeBackend
+from kvrelay.frontend.images import Part
 from kvrelay.frontend.media import Media
 from kvrelay.frontend.openai_types import ImagePart, ImageUrl
-from kvrelay.frontend.pictures import Part
 from kvrelay.media.image_spec import ImageSpec
 from kvrelay.media.placeholders import is_placeholder, placeholder_ids
 from kvrelay.metrics import Metrics
@@ -31,7 +31,7 @@ from kvrelay.router.backend import GenerateRequest
 from kvrelay.text.tokenizer import Tokenizer
 from kvrelay.wire.serving import Image
 from tests.frontend.serving import fake_backend, http_client, make_app
-from tests.media.pictures import data_url, encoded, exif, picture, png, png_of_size
+from tests.media.images import data_url, drawn, encoded, exif, png, png_of_size
 from tests.media.test_media_fetch import world
 from tests.text.tiny_tokenizers import byte_level_backend
 
@@ -111,7 +111,7 @@ class Server:
 
 
 def check_request(request: GenerateRequest) -> None:
-    """Placeholders are where the pictures say, between the tokens that open and close them, and nowhere else."""
+    """Placeholders are where the images say, between the tokens that open and close them, and nowhere else."""
     prompt = list(request.prompt)
     for image in request.images:
         end = image.start + image.num_tokens
@@ -143,8 +143,8 @@ def tokens_of(content: str) -> list[int]:
     return tokenizer().encode(content, add_special_tokens=False)
 
 
-def without_pictures(request: GenerateRequest) -> list[int]:
-    """With one token for each picture again: what the template wrote."""
+def without_images(request: GenerateRequest) -> list[int]:
+    """With one token for each image again: what the template wrote."""
     tokens, at = [], 0
     for image in request.images:
         tokens += [*request.prompt[at : image.start], spec().image_token_id]
@@ -155,12 +155,12 @@ def without_pictures(request: GenerateRequest) -> list[int]:
 # What is served
 
 
-async def test_a_picture_between_texts() -> None:
+async def test_a_image_between_texts() -> None:
     data = png(96, 64)
     async with serving() as server:
         request = await server.submitted([text("look: "), image(data), text(" nice?")])
     rendered = "<|im_start|>user\nlook: <|vision_start|><|image_pad|><|vision_end|> nice?<|im_end|>\n<|im_start|>assistant\n"
-    assert without_pictures(request) == tokens_of(rendered)
+    assert without_images(request) == tokens_of(rendered)
     assert request.images == [
         Image(
             digest=request.images[0].digest,
@@ -173,8 +173,8 @@ async def test_a_picture_between_texts() -> None:
 
 
 async def test_several_messages_and_every_format() -> None:
-    files = [encoded(picture(64, 64), kind) for kind in ("PNG", "JPEG", "WEBP", "GIF")]
-    turned = encoded(picture(96, 64), "JPEG", exif=exif(6))
+    files = [encoded(drawn(64, 64), kind) for kind in ("PNG", "JPEG", "WEBP", "GIF")]
+    turned = encoded(drawn(96, 64), "JPEG", exif=exif(6))
     messages = [
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": [image(files[0]), image(files[1]), text("which?")]},
@@ -187,7 +187,7 @@ async def test_several_messages_and_every_format() -> None:
     assert [image.grid for image in request.images] == [(1, 4, 4)] * 4 + [(1, 6, 4)]
 
 
-async def test_twenty_pictures() -> None:
+async def test_twenty_images() -> None:
     files = [png(64, 64, seed=number) for number in range(20)]
     async with serving() as server:
         request = await server.submitted([image(data) for data in files])
@@ -195,7 +195,7 @@ async def test_twenty_pictures() -> None:
     assert len({image.digest for image in request.images}) == 20
 
 
-async def test_equal_pictures_have_equal_digests_and_others_do_not() -> None:
+async def test_equal_images_have_equal_digests_and_others_do_not() -> None:
     data = png(256, 256)
     async with serving() as server:
         first = await server.submitted([image(data), image(data, max_pixels=128 * 128), image(data + b" ")])
@@ -237,7 +237,7 @@ async def test_a_file_that_was_seen_is_not_decoded_again(monkeypatch: pytest.Mon
         ({"min_pixels": 784}, {}, (1, 64, 64)),
     ],
 )
-async def test_how_large_a_picture_becomes(fields: dict[str, Any], body: dict[str, Any], grid: tuple[int, int, int]) -> None:
+async def test_how_large_a_image_becomes(fields: dict[str, Any], body: dict[str, Any], grid: tuple[int, int, int]) -> None:
     async with serving() as server:
         request = await server.submitted([image(png(1024, 1024), **fields)], **body)
     assert request.images[0].grid == grid
@@ -249,16 +249,16 @@ async def test_how_large_a_picture_becomes(fields: dict[str, Any], body: dict[st
         ({}, {}, (1, 4, 4)),
         ({"min_pixels": 128 * 128}, {}, (1, 8, 8)),
         ({}, {"mm_processor_kwargs": {"min_pixels": 128 * 128}}, (1, 8, 8)),
-        ({"min_pixels": 1}, {}, (1, 4, 4)),  # few tokens could not tell pictures apart
+        ({"min_pixels": 1}, {}, (1, 4, 4)),  # few tokens could not tell images apart
     ],
 )
-async def test_how_small_a_picture_stays(fields: dict[str, Any], body: dict[str, Any], grid: tuple[int, int, int]) -> None:
+async def test_how_small_a_image_stays(fields: dict[str, Any], body: dict[str, Any], grid: tuple[int, int, int]) -> None:
     async with serving() as server:
         request = await server.submitted([image(png(16, 16), **fields)], **body)
     assert request.images[0].grid == grid
 
 
-async def test_responses_take_pictures() -> None:
+async def test_responses_take_images() -> None:
     parts = [{"type": "input_text", "text": "see"}, {"type": "input_image", "image_url": data_url(png()), "detail": "low"}]
     message = {"role": "user", "content": parts}
     broken = {"role": "user", "content": [{"type": "input_image", "image_url": "data:,x"}]}
@@ -282,7 +282,7 @@ async def test_prompt_token_ids_are_those_of_the_tokenizer() -> None:
             assert len(shown) == len(server.backend.submitted[-1].prompt)
 
 
-async def test_truncation_may_leave_out_text_before_a_picture() -> None:
+async def test_truncation_may_leave_out_text_before_a_image() -> None:
     content = [text("some words before it "), image(png()), text("?")]
     async with serving() as server:
         whole = await server.submitted(content)
@@ -294,7 +294,7 @@ async def test_truncation_may_leave_out_text_before_a_picture() -> None:
             assert (await server.refused(content, truncate_prompt_tokens=kept))[0] == "truncate_prompt_tokens"
 
 
-async def test_pictures_are_read_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_images_are_read_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """The decoder waits for something that only the loop can do meanwhile."""
     begun, go = threading.Event(), threading.Event()
 
@@ -313,21 +313,21 @@ async def test_pictures_are_read_off_the_event_loop(monkeypatch: pytest.MonkeyPa
         assert len((await request).images) == 1
 
 
-async def test_a_fetched_picture_is_the_same_as_one_that_was_sent() -> None:
+async def test_a_fetched_image_is_the_same_as_one_that_was_sent() -> None:
     data = png()
     async with world({"/p.png": b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n\r\n" + data}) as there:
         media = Media(spec(), RouterOptions(), there.fetcher())
         urls = ["http://a.test/p.png", data_url(data), "HTTPS://b.test:8080/p.png", "http://c.test/p.png"]
         parts = [Part(f"part {n}", ImagePart(image_url=ImageUrl(url=url))) for n, url in enumerate(urls)]
-        pictures = await media.read(parts[:3], None)
-        assert [picture.data for picture in pictures] == [data] * 3
-        assert len({picture.digest for picture in pictures}) == 1
-        with pytest.raises(InvalidRequestError, match="part 3: this server fetches no pictures from") as caught:
+        images = await media.read(parts[:3], None)
+        assert [image.data for image in images] == [data] * 3
+        assert len({image.digest for image in images}) == 1
+        with pytest.raises(InvalidRequestError, match="part 3: this server fetches no images from") as caught:
             await media.read(parts, None)
         assert caught.value.param == "part 3"
 
 
-async def test_the_pictures_of_a_request_are_limited_together() -> None:
+async def test_the_images_of_a_request_are_limited_together() -> None:
     media = Media(spec(), RouterOptions(max_body_bytes=100_000))
     noise = [encoded(PillowImage.effect_noise((200, 200), 80), "PNG") for _ in range(4)]
     parts = [Part(str(n), ImagePart(image_url=ImageUrl(url=data_url(data)))) for n, data in enumerate(noise)]
@@ -350,14 +350,14 @@ async def test_the_pictures_of_a_request_are_limited_together() -> None:
         (data_url(png_of_size(0, 10)), "has no content"),
         (data_url(png(402, 2)), "more than 200 times"),
         (data_url(bytes(100_001)), "at most 100000 are taken|larger than 100000 bytes"),
-        ("http://example.com/a.png", "fetches no pictures from 'example.com'"),
-        ("http://169.254.169.254/latest/meta-data", "fetches no pictures from"),
-        ("file:///etc/passwd", "file: pictures come from http:, https: and data: URLs"),
+        ("http://example.com/a.png", "fetches no images from 'example.com'"),
+        ("http://169.254.169.254/latest/meta-data", "fetches no images from"),
+        ("file:///etc/passwd", "file: images come from http:, https: and data: URLs"),
         ("/etc/passwd", "no scheme"),
         ("", "no scheme"),
     ],
 )
-async def test_a_bad_picture_is_refused_by_its_place(url: str, reason: str) -> None:
+async def test_a_bad_image_is_refused_by_its_place(url: str, reason: str) -> None:
     bad = {"type": "image_url", "image_url": {"url": url}}
     messages = [
         {"role": "user", "content": [image(png())]},
@@ -384,12 +384,12 @@ async def test_a_bad_picture_is_refused_by_its_place(url: str, reason: str) -> N
         ({}, {"continue_final_message": True}, "messages"),
     ],
 )
-async def test_what_does_not_go_with_pictures(fields: dict[str, Any], body: dict[str, Any], blamed: str) -> None:
+async def test_what_does_not_go_with_images(fields: dict[str, Any], body: dict[str, Any], blamed: str) -> None:
     async with serving() as server:
         assert (await server.refused([image(png(), **fields)], **body))[0] == blamed
 
 
-async def test_too_many_pictures_or_bytes_are_refused() -> None:
+async def test_too_many_images_or_bytes_are_refused() -> None:
     async with serving(max_images=2) as server:
         assert (await server.refused([image(png())] * 3))[0] == "messages[0].content[2]"
         await server.submitted([image(png())] * 2)
@@ -405,7 +405,7 @@ async def test_a_prompt_that_is_too_long_counts_its_placeholders() -> None:
 
 
 @pytest.mark.parametrize("words", ["<|image_pad|>", "a <|vision_start|><|image_pad|><|vision_end|> b"])
-async def test_a_text_does_not_pass_for_a_picture(words: str) -> None:
+async def test_a_text_does_not_pass_for_a_image(words: str) -> None:
     async with serving() as server:
         assert (await server.refused(words))[0] == "messages"
         assert (await server.refused([text(words), image(png())]))[0] == "messages"
@@ -414,7 +414,7 @@ async def test_a_text_does_not_pass_for_a_picture(words: str) -> None:
         assert harmless.images == []
 
 
-async def test_where_pictures_do_not_belong() -> None:
+async def test_where_images_do_not_belong() -> None:
     async with serving() as server:
         for role in ("system", "assistant"):
             messages = [{"role": role, "content": [image(png())]}, {"role": "user", "content": "?"}]

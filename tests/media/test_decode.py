@@ -1,4 +1,4 @@
-"""Good files of every kind become the picture that one sees; bad ones are refused before they cost anything."""
+"""Good files of every kind become the image that one sees; bad ones are refused before they cost anything."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from PIL import Image, ImageChops, ImageOps
 from kvrelay.errors import MediaError
 from kvrelay.media.container import read_container
 from kvrelay.media.decode import Limits, check, decode
-from tests.media.pictures import chunk, encoded, exif, picture, png, png_of_size
+from tests.media.images import chunk, drawn, encoded, exif, png, png_of_size
 
 LIMITS = Limits(max_bytes=1 << 20, max_pixels=1 << 20)
 KINDS = [
@@ -45,7 +45,7 @@ def same(one: Image.Image, other: Image.Image) -> bool:
 
 @pytest.mark.parametrize(("kind", "mode"), KINDS)
 def test_every_format_and_mode(kind: str, mode: str) -> None:
-    data = encoded(picture(90, 50, mode), kind)
+    data = encoded(drawn(90, 50, mode), kind)
     assert check(data, LIMITS) == (50, 90)
     seen = decode(data, LIMITS)
     assert seen.mode == "RGB"
@@ -54,7 +54,7 @@ def test_every_format_and_mode(kind: str, mode: str) -> None:
 
 @pytest.mark.parametrize("kind", ["WEBP", "GIF"])
 def test_of_an_animation_the_first_frame_counts(kind: str) -> None:
-    frames = [picture(40, 30, seed=seed) for seed in (0, 150)]
+    frames = [drawn(40, 30, seed=seed) for seed in (0, 150)]
     options = {"lossless": True} if kind == "WEBP" else {}
     data = encoded(frames[0], kind, save_all=True, append_images=frames[1:], **options)
     assert same(decode(data, LIMITS), decode(encoded(frames[0], kind, **options), LIMITS))
@@ -62,21 +62,21 @@ def test_of_an_animation_the_first_frame_counts(kind: str) -> None:
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
-def test_pictures_are_turned_upright(kind: str, orientation: int) -> None:
-    data = encoded(picture(90, 50), kind, exif=exif(orientation, order="<" if orientation % 2 else ">"))
+def test_images_are_turned_upright(kind: str, orientation: int) -> None:
+    data = encoded(drawn(90, 50), kind, exif=exif(orientation, order="<" if orientation % 2 else ">"))
     assert check(data, LIMITS) == ((50, 90) if orientation < 5 else (90, 50))
     assert same(decode(data, LIMITS), on_white(data))
 
 
 @pytest.mark.parametrize("broken", [b"", b"II*\0", exif(9)[6:], exif(6)[6:20], b"II*\0" + struct.pack("<I", 2**31)])
 def test_exif_that_cannot_be_read_turns_nothing(broken: bytes) -> None:
-    data = encoded(picture(90, 50), "JPEG", exif=b"Exif\0\0" + broken)
+    data = encoded(drawn(90, 50), "JPEG", exif=b"Exif\0\0" + broken)
     assert check(data, LIMITS) == (50, 90)
 
 
 @pytest.mark.parametrize(("kind", "mode"), KINDS)
 def test_a_file_that_breaks_off_is_refused(kind: str, mode: str) -> None:
-    data = encoded(picture(90, 50, mode), kind)
+    data = encoded(drawn(90, 50, mode), kind)
     for length in (len(data) // 2, len(data) // 3, 40, 12, 3):
         with pytest.raises(MediaError):
             check(data[:length], LIMITS)
@@ -89,8 +89,8 @@ def test_a_file_that_breaks_off_is_refused(kind: str, mode: str) -> None:
         (b"GIF89a", "breaks off"),
         (b"%PDF-1.7 ...", "not a JPEG, PNG, WebP or GIF"),
         (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "not a JPEG, PNG, WebP or GIF"),
-        (encoded(picture(20, 20), "TIFF"), "not a JPEG, PNG, WebP or GIF"),
-        (encoded(picture(20, 20), "BMP"), "not a JPEG, PNG, WebP or GIF"),
+        (encoded(drawn(20, 20), "TIFF"), "not a JPEG, PNG, WebP or GIF"),
+        (encoded(drawn(20, 20), "BMP"), "not a JPEG, PNG, WebP or GIF"),
         (bytes((1 << 20) + 1), "at most 1048576 are taken"),
         (png_of_size(1025, 1024), "1025x1024 are more than 1048576 pixels"),
         (png_of_size(2**31 - 1, 2**31 - 1), "pixels, the most that are taken"),
@@ -106,18 +106,18 @@ def test_a_file_that_breaks_off_is_refused(kind: str, mode: str) -> None:
         (b"\xff\xd8\xff\xe0\0\x04xxno marker", "no marker"),
     ],
 )  # fmt: skip
-def test_what_is_no_picture_or_too_large_is_refused(data: bytes, complaint: str) -> None:
+def test_what_is_no_image_or_too_large_is_refused(data: bytes, complaint: str) -> None:
     with pytest.raises(MediaError, match=complaint):
         check(data, LIMITS)
 
 
 def jpeg_with(extra: bytes) -> bytes:
-    data = encoded(picture(32, 32), "JPEG")
+    data = encoded(drawn(32, 32), "JPEG")
     return data[:2] + extra + data[2:]
 
 
 def gif_with(extra: bytes) -> bytes:
-    data = encoded(picture(32, 32), "GIF")
+    data = encoded(drawn(32, 32), "GIF")
     at = 13 + (3 << (data[10] & 7) + 1)
     return data[:at] + extra + data[at:]
 
@@ -129,7 +129,7 @@ def png_with(extra: bytes) -> bytes:
 
 def with_scans(count: int) -> bytes:
     """Of a file with one scan: it again and again."""
-    data = encoded(picture(32, 32), "JPEG")
+    data = encoded(drawn(32, 32), "JPEG")
     at = data.index(b"\xff\xda")
     return data[:at] + data[at:-2] * count + data[-2:]
 
@@ -167,14 +167,14 @@ def test_too_many_parts_are_refused_at_once(data: bytes) -> None:
     ],
     ids=["exif of PNG", "exif of JPEG", "text", "profile"],
 )
-def test_what_does_not_make_the_picture_is_not_read(data: bytes) -> None:
+def test_what_does_not_make_the_image_is_not_read(data: bytes) -> None:
     assert check(data, LIMITS) == (32, 32)
     assert len(read_container(data).data) < 3000
 
 
-def test_what_follows_the_picture_is_not_read() -> None:
+def test_what_follows_the_image_is_not_read() -> None:
     """As in photographs that carry a film."""
-    data = encoded(picture(64, 48), "JPEG", progressive=True)
+    data = encoded(drawn(64, 48), "JPEG", progressive=True)
     longer = data + b"film" + b"\xff\xda" * 1000
     assert read_container(longer).data == read_container(data).data
     assert same(decode(longer, LIMITS), on_white(data))
@@ -183,7 +183,7 @@ def test_what_follows_the_picture_is_not_read() -> None:
 @pytest.mark.parametrize(("kind", "mode"), KINDS)
 def test_a_damaged_file_is_refused_or_read_and_never_worse(kind: str, mode: str) -> None:
     draw = random.Random(f"{kind} {mode}")
-    original = encoded(picture(40, 30, mode), kind)
+    original = encoded(drawn(40, 30, mode), kind)
     for _ in range(60):
         data = bytearray(original)
         for _ in range(draw.randint(1, 4)):
@@ -194,7 +194,7 @@ def test_a_damaged_file_is_refused_or_read_and_never_worse(kind: str, mode: str)
             assert decode(bytes(data), LIMITS).size == (width, height)
 
 
-def test_comments_and_profiles_do_not_change_the_picture() -> None:
-    data = encoded(picture(64, 48), "JPEG", comment=b"hello", icc_profile=bytes(200), exif=exif(1))
+def test_comments_and_profiles_do_not_change_the_image() -> None:
+    data = encoded(drawn(64, 48), "JPEG", comment=b"hello", icc_profile=bytes(200), exif=exif(1))
     assert same(decode(data, LIMITS), on_white(data))
     assert len(read_container(data).data) < len(data)

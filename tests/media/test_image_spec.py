@@ -1,4 +1,4 @@
-"""What a checkpoint's files say about pictures, in every layout they come in."""
+"""What a checkpoint's files say about images, in every layout they come in."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_nested_processor_counts_before_a_file_of_its_own(tmp_path: pathlib.Pa
     assert read_image_spec(tmp_path) == SPEC_3
 
 
-def test_a_text_model_takes_no_pictures(tmp_path: pathlib.Path) -> None:
+def test_a_text_model_takes_no_images(tmp_path: pathlib.Path) -> None:
     assert read_image_spec(tmp_path) is None
     assert read_image_spec(folder_with(tmp_path, config={"architectures": ["Qwen3ForCausalLM"]})) is None
 

@@ -89,18 +89,18 @@ async def test_https_asks_for_the_host_s_certificate() -> None:
 @pytest.mark.parametrize(
     ("url", "complaint"),
     [
-        ("file:///etc/passwd", "file: pictures come from"),
-        ("ftp://a.test/x", "ftp: pictures come from"),
-        ("gopher://a.test/x", "gopher: pictures come from"),
-        ("//a.test/x", "no scheme: pictures come from"),
-        ("http://c.test/x", "no pictures from 'c.test'"),
-        ("http://sub.a.test/x", "no pictures from 'sub.a.test'"),
-        ("http://a.test.evil.test/x", "no pictures from"),
-        ("http://a.test:22/x", "no pictures from 'a.test:22'"),
-        ("http://b.test/x", "no pictures from 'b.test'"),
-        ("http://127.0.0.1/x", "no pictures from '127.0.0.1'"),
-        ("http://[::1]/x", "no pictures from '::1'"),
-        ("http://2130706433/x", "no pictures from '2130706433'"),
+        ("file:///etc/passwd", "file: images come from"),
+        ("ftp://a.test/x", "ftp: images come from"),
+        ("gopher://a.test/x", "gopher: images come from"),
+        ("//a.test/x", "no scheme: images come from"),
+        ("http://c.test/x", "no images from 'c.test'"),
+        ("http://sub.a.test/x", "no images from 'sub.a.test'"),
+        ("http://a.test.evil.test/x", "no images from"),
+        ("http://a.test:22/x", "no images from 'a.test:22'"),
+        ("http://b.test/x", "no images from 'b.test'"),
+        ("http://127.0.0.1/x", "no images from '127.0.0.1'"),
+        ("http://[::1]/x", "no images from '::1'"),
+        ("http://2130706433/x", "no images from '2130706433'"),
         ("http://a.test@evil.test/x", "user name"),
         ("http://evil.test\\@a.test/x", "user name"),
         ("http://a.test/x\r\nHost: evil", "percent-encoded"),
@@ -108,7 +108,7 @@ async def test_https_asks_for_the_host_s_certificate() -> None:
         ("http://a.test/\u00e9", "percent-encoded"),
         ("http://a.test:99999/x", "cannot be read"),
         ("http://[a.test/x", "cannot be read"),
-        ("http:///x", "no pictures from ''"),
+        ("http:///x", "no images from ''"),
     ],
 )  # fmt: skip
 async def test_other_urls_are_refused(url: str, complaint: str) -> None:
@@ -168,12 +168,12 @@ async def test_redirects_are_followed_within_the_rules() -> None:
 @pytest.mark.parametrize(
     ("location", "complaint"),
     [
-        ("http://evil.test/", "no pictures from 'evil.test'"),
-        ("http://127.0.0.1/", "no pictures from '127.0.0.1'"),
-        ("file:///etc/passwd", "file: pictures come from"),
+        ("http://evil.test/", "no images from 'evil.test'"),
+        ("http://127.0.0.1/", "no images from '127.0.0.1'"),
+        ("file:///etc/passwd", "file: images come from"),
         ("http://inner.test/", "not public"),
         ("/x", "more than 3 redirects"),
-        ("data:,hello", "data: pictures come from"),
+        ("data:,hello", "data: images come from"),
     ],
 )
 async def test_redirects_elsewhere_are_refused(location: str, complaint: str) -> None:
@@ -223,7 +223,7 @@ async def endless_header(request: bytes, writer: asyncio.StreamWriter) -> None:
         (b"", "breaks off"),
     ],
 )
-async def test_answers_that_are_no_picture(answer: bytes | Handler, complaint: str) -> None:
+async def test_answers_that_are_no_image(answer: bytes | Handler, complaint: str) -> None:
     async with world({"/x": answer}) as there:
         with pytest.raises(MediaError, match=complaint):
             await there.fetcher(timeout_s=0.2 if answer is drip else 5.0).fetch("http://a.test/x")

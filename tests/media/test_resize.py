@@ -19,7 +19,7 @@ KNOWN = [
     ((1, 1, 28, 3136, 12845056), (56, 56)),
     ((1, 200, 32, 65536, 16777216), (32, 3648)),
     ((42, 70, 28, 784, 12845056), (56, 56)),  # 1.5 and 2.5 both round to 2
-    ((20, 3000, 28, 784, 4096), (28, 756)),  # a thin picture may end above the bound
+    ((20, 3000, 28, 784, 4096), (28, 756)),  # a thin image may end above the bound
 ]
 
 
@@ -30,7 +30,7 @@ def test_known_sizes(given: tuple[int, int, int, int, int], expected: tuple[int,
 
 
 @pytest.mark.parametrize(("height", "width"), [(1, 201), (3, 601), (0, 5), (5, 0)])
-def test_a_picture_without_content_or_too_thin_is_refused(height: int, width: int) -> None:
+def test_a_image_without_content_or_too_thin_is_refused(height: int, width: int) -> None:
     with pytest.raises(MediaError, match=f"{width}x{height}"):
         target_size(height, width, factor=28, min_pixels=3136, max_pixels=50176)
 

@@ -15,9 +15,9 @@ from tiny_models import NAMES, tiny_model
 
 from kvrelay.checkpoint.spec import read_spec
 from kvrelay.errors import MissingTensorError, ModelError, WrongShapeError
+from kvrelay.kernels.torch_kernels import TorchKernels
 from kvrelay.models.registry import Model
 from kvrelay.progress import Silent
-from kvrelay.runner.kernels.torch_kernels import TorchKernels
 from kvrelay.runner.loader import INDEX_NAME, WHOLE_NAME, load_model
 
 PROMPT = prompts_of((12,))

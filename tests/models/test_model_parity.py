@@ -10,9 +10,9 @@ from paged_run import PagedRun, expected_logits, prompts_of
 from tiny_models import NAMES, tiny_model
 
 from kvrelay.checkpoint.spec import read_spec
+from kvrelay.kernels.torch_kernels import TorchKernels
 from kvrelay.models.registry import Model
 from kvrelay.progress import Silent
-from kvrelay.runner.kernels.torch_kernels import TorchKernels
 from kvrelay.runner.loader import load_model
 
 LENGTHS = (37, 5, 1, 18)

@@ -1,4 +1,4 @@
-"""Pictures through towers, runner and engine give what transformers gives: patches bit for bit, features within rounding, and
+"""Images through towers, runner and engine give what transformers gives: patches bit for bit, features within rounding, and
 the same greedy tokens, in any chunks and any company. Mistakes that are easy to make give others."""
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from vision_models import (
     KINDS,
     Kind,
     Prompt,
+    drawn,
     image_processor,
     image_spec,
     make_prompt,
-    picture,
-    read_picture,
+    read_drawn,
     reference_output,
     reference_vl,
     tiny_vl,
@@ -33,20 +33,20 @@ from kvrelay.checkpoint.spec import read_spec
 from kvrelay.config import EngineOptions, ModelOptions, read_environment
 from kvrelay.engine import invariants
 from kvrelay.engine.engine import Engine
-from kvrelay.engine.pictures import Pictures
+from kvrelay.engine.images import Images
 from kvrelay.ids import RequestId, new_request_id, new_worker_id
 from kvrelay.media.patches import patches_of
 from kvrelay.media.placeholders import FIRST_ID
 from kvrelay.media.resize import target_size
 from kvrelay.progress import Silent
-from kvrelay.runner import encoder as encoder_module
-from kvrelay.runner import pictures as pictures_module
 from kvrelay.runner.build import build_runner
-from kvrelay.runner.build_encoder import build_encoder
-from kvrelay.runner.encoder import Encoder
-from kvrelay.runner.features import FeatureStore
 from kvrelay.runner.loader import load_tower
-from kvrelay.runner.pictures import PictureRows, Span, spans_of
+from kvrelay.runner.vision import encoder as encoder_module
+from kvrelay.runner.vision import images as images_module
+from kvrelay.runner.vision.build import build_encoder
+from kvrelay.runner.vision.encoder import Encoder
+from kvrelay.runner.vision.features import FeatureStore
+from kvrelay.runner.vision.images import ImageRows, Span, spans_of
 from kvrelay.sampling import SamplingParams
 from kvrelay.wire.serving import Submit
 
@@ -64,12 +64,12 @@ def tower(kind: Kind, layout: Any = "hub") -> Any:
 
 @functools.cache
 def prompts(kind: Kind) -> list[Prompt]:
-    """No picture, one, two, and one after more text."""
+    """No image, one, two, and one after more text."""
     return [
         make_prompt(kind, [], "hello"),
         make_prompt(kind, [(300, 200)], "What is it?"),
         make_prompt(kind, [(220, 90), (97, 231)], "Compare."),
-        make_prompt(kind, [(180, 250)], "Describe the picture in one word.", seed=5),
+        make_prompt(kind, [(180, 250)], "Describe the image in one word.", seed=5),
     ]
 
 
@@ -83,7 +83,7 @@ def make_engine(
 ) -> tuple[Engine, Encoder]:
     settings = EngineOptions(**{"max_model_len": 256, "kv_blocks": 64, "check_invariants": True, **options})  # type: ignore[arg-type]
     model = ModelOptions(model=kind, dtype="float32", threads=1, device=device)
-    encoder = build_encoder(model, settings, tiny_vl(kind), read_picture, Silent())
+    encoder = build_encoder(model, settings, tiny_vl(kind), read_drawn, Silent())
     environment = msgspec.structs.replace(read_environment(), native_kernels=native_kernels)
     runner = build_runner(model, settings, tiny_vl(kind), environment, Silent(), features=encoder.store)
     engine = Engine(
@@ -94,7 +94,7 @@ def make_engine(
         max_model_len=runner.max_model_len,
         vocab_size=runner.spec.vocab_size,
         cache_seed=runner.fingerprint,
-        pictures=Pictures(encoder.store, timeout_s=60.0, clock=time.monotonic),
+        images=Images(encoder.store, timeout_s=60.0, clock=time.monotonic),
     )
     return engine, encoder
 
@@ -124,7 +124,7 @@ def assert_all_equal(kind: Kind, got: list[list[int]], what: str) -> None:
 @every_kind
 @pytest.mark.parametrize("size", SIZES)
 def test_patches_are_those_of_the_processor_bit_for_bit(kind: Kind, size: tuple[int, int]) -> None:
-    one, spec = picture(*size, seed=3), image_spec(kind)
+    one, spec = drawn(*size, seed=3), image_spec(kind)
     height, width = target_size(
         one.height, one.width, factor=spec.factor, min_pixels=spec.min_pixels, max_pixels=spec.max_pixels
     )
@@ -138,7 +138,7 @@ def test_patches_are_those_of_the_processor_bit_for_bit(kind: Kind, size: tuple[
 @every_kind
 @pytest.mark.parametrize("layout", ["hub", pytest.param("transformers", marks=pytest.mark.long)])
 def test_a_tower_alone_makes_the_features_that_the_whole_model_makes(kind: Kind, layout: Any) -> None:
-    """Of pictures of which some fill windows and some do not, in one pass and each alone."""
+    """Of images of which some fill windows and some do not, in one pass and each alone."""
     grids = [(1, 12, 18), (1, 8, 6), (1, 2, 2), (1, 8, 8), (1, 10, 14)]
     ours = tower(kind, layout)
     generator = torch.Generator().manual_seed(1)
@@ -164,7 +164,7 @@ def test_both_layouts_of_a_checkpoint_are_the_same_model(kind: Kind) -> None:
 
 
 @every_kind
-def test_text_and_pictures_in_one_batch_twice_so_that_the_second_is_cached(kind: Kind) -> None:
+def test_text_and_images_in_one_batch_twice_so_that_the_second_is_cached(kind: Kind) -> None:
     engine, encoder = make_engine(kind)
     assert_all_equal(kind, generate(engine, encoder, prompts(kind)), "fresh")
     assert (encoder.num_encoded, encoder.num_hits, encoder.num_passes) == (4, 0, 1)
@@ -201,7 +201,7 @@ def test_the_kernels_in_pytorch_do_the_same() -> None:
     engine.close()
 
 
-def test_samples_of_one_prompt_share_its_pictures() -> None:
+def test_samples_of_one_prompt_share_its_images() -> None:
     engine, encoder = make_engine("qwen3_vl")
     (tokens,) = generate(engine, encoder, prompts("qwen3_vl")[2:3], n=3)
     one, _ = expected("qwen3_vl", 2)
@@ -217,8 +217,8 @@ def test_preempted_and_computed_again() -> None:
 
 
 @pytest.mark.parametrize("kind", ["qwen3_vl", "qwen2_5_vl"])
-def test_a_picture_in_a_batch_changes_no_bit_of_the_others(kind: Kind) -> None:
-    """Logprobs are as good as logits here: alone, and next to pictures that are being computed."""
+def test_a_image_in_a_batch_changes_no_bit_of_the_others(kind: Kind) -> None:
+    """Logprobs are as good as logits here: alone, and next to images that are being computed."""
 
     def logprobs(batch: list[Prompt]) -> list[float]:
         engine, encoder = make_engine(kind, prefix_cache=False)
@@ -242,7 +242,7 @@ def test_a_picture_in_a_batch_changes_no_bit_of_the_others(kind: Kind) -> None:
     assert logprobs([one]) == logprobs([one, text, two])
 
 
-def test_a_penalty_counts_the_picture_token_and_nothing_that_is_not_in_the_vocabulary() -> None:
+def test_a_penalty_counts_the_image_token_and_nothing_that_is_not_in_the_vocabulary() -> None:
     engine, encoder = make_engine("qwen3_vl")
     (tokens,) = generate(engine, encoder, prompts("qwen3_vl")[1:2], repetition_penalty=1.3, frequency_penalty=0.5)
     prompt = prompts("qwen3_vl")[1]
@@ -263,7 +263,7 @@ def _raster(patches: NDArray[np.float32], grid: tuple[int, int, int]) -> NDArray
 
 
 class _Fault:
-    """Replaces one step of the way of a picture by a wrong one."""
+    """Replaces one step of the way of an image by a wrong one."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._monkeypatch = monkeypatch
@@ -286,12 +286,12 @@ class _Fault:
     def positions_of_text(self) -> None:
         self._axes(lambda axes: axes[:1].expand(3, -1))
 
-    def no_shift_behind_pictures(self) -> None:
+    def no_shift_behind_images(self) -> None:
         def wrong(images: Any, merge_size: int) -> list[Span]:
             spans = spans_of(images, merge_size)
             return [Span(s.digest, s.start, s.stop, s.position, s.num_columns, 0) for s in spans]
 
-        self._monkeypatch.setattr(pictures_module, "spans_of", wrong)
+        self._monkeypatch.setattr(images_module, "spans_of", wrong)
 
     def features_shifted(self) -> None:
         self._features(lambda features: features.roll(1, 0))
@@ -307,15 +307,15 @@ class _Fault:
         self._features(lambda features: torch.cat((features[:, :width], torch.zeros_like(features[:, width:])), -1))
 
     def _axes(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        fill = PictureRows.fill
+        fill = ImageRows.fill
 
-        def wrong(rows: PictureRows, *arguments: Any) -> Any:
+        def wrong(rows: ImageRows, *arguments: Any) -> Any:
             batch = fill(rows, *arguments)
             if batch is not None:
                 batch.axes = change(batch.axes).contiguous()
             return batch
 
-        self._monkeypatch.setattr(PictureRows, "fill", wrong)
+        self._monkeypatch.setattr(ImageRows, "fill", wrong)
 
     def _features(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         put = FeatureStore.put
@@ -331,7 +331,7 @@ def _columns(features: torch.Tensor, order: list[int]) -> torch.Tensor:
 
 
 FAULTS = [
-    "patch_order", "colours", "height_and_width_swapped", "positions_of_text", "no_shift_behind_pictures", "features_shifted",
+    "patch_order", "colours", "height_and_width_swapped", "positions_of_text", "no_shift_behind_images", "features_shifted",
 ]  # fmt: skip
 DEEPSTACK_FAULTS = ["deepstack_reversed", "deepstack_one_layer_late", "deepstack_missing"]
 
@@ -343,7 +343,7 @@ DEEPSTACK_FAULTS = ["deepstack_reversed", "deepstack_one_layer_late", "deepstack
     + [pytest.param("qwen2_vl", fault, marks=pytest.mark.long) for fault in FAULTS],
 )
 def test_a_mistake_shows_in_the_tokens(kind: Kind, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of those with pictures; text alone stays as it was."""
+    """Of those with images; text alone stays as it was."""
     getattr(_Fault(monkeypatch), fault)()
     engine, encoder = make_engine(kind)
     text, *others = generate(engine, encoder, prompts(kind))

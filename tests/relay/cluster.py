@@ -24,7 +24,7 @@ from kvrelay.discovery.base import OnChanged, OnJoined, OnLeft
 from kvrelay.engine import invariants
 from kvrelay.engine.engine import Engine
 from kvrelay.errors import RequestError
-from kvrelay.ids import LeaseId, RequestId, WorkerId, new_worker_id
+from kvrelay.ids import KeptId, RequestId, WorkerId, new_worker_id
 from kvrelay.metrics import Metrics
 from kvrelay.progress import Silent
 from kvrelay.router.backend import GenerateRequest
@@ -42,7 +42,7 @@ from kvrelay.transfer.region import Region, shared_region
 from kvrelay.transfer.session import TransferSettings
 from kvrelay.wire import PROTOCOL_VERSION
 from kvrelay.wire.registry import WorkerLoad, WorkerRecord
-from kvrelay.wire.serving import Finish, LeaseInfo, StepOutputs, Submit, TokenLogprobs
+from kvrelay.wire.serving import Finish, KeptInfo, StepOutputs, Submit, TokenLogprobs
 from kvrelay.worker.relay import relay_stage
 from kvrelay.worker.serving import EngineFailedError, ServingLoop
 from kvrelay.worker.stage import Stage, Waker
@@ -129,10 +129,10 @@ class GatedEngine:
     def peer_lost(self, worker_id: WorkerId) -> None:
         self.engine.peer_lost(worker_id)
 
-    def release_leases(self, lease_ids: Iterable[LeaseId]) -> None:
-        self.engine.release_leases(lease_ids)
+    def release_leases(self, kept_ids: Iterable[KeptId]) -> None:
+        self.engine.release_leases(kept_ids)
 
-    def find_leases(self, handle: str, owner: str) -> list[LeaseInfo]:
+    def find_leases(self, handle: str, owner: str) -> list[KeptInfo]:
         return self.engine.find_leases(handle, owner)
 
     def close(self) -> None:

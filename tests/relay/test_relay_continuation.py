@@ -13,7 +13,7 @@ import pytest
 from cluster import VOCAB, Answer, Cluster, Shape, Worker, ask, collect, relay, solo
 
 from kvrelay.discovery.base import Loss
-from kvrelay.ids import new_lease_id
+from kvrelay.ids import new_kept_id
 from kvrelay.router.backend import GenerateRequest
 from kvrelay.router.parent import Parent
 from kvrelay.router.stream import RequestStream
@@ -30,7 +30,7 @@ def tokens(count: int, seed: int = 0) -> list[int]:
 
 
 def kept(request: GenerateRequest, name: str = "parent") -> GenerateRequest:
-    keep = Keep([new_lease_id() for _ in range(request.params.n)], 60.0)
+    keep = Keep([new_kept_id() for _ in range(request.params.n)], 60.0)
     return msgspec.structs.replace(request, keep=keep, external_id=name)
 
 
@@ -44,7 +44,7 @@ async def continuing(shape: Shape) -> AsyncIterator[Cluster]:
     async with relay(shape) as cluster:
         yield cluster
         for parent in cluster.router.continuations.of_owner(""):
-            await cluster.router.delete_parents(str(parent.lease_id), "")
+            await cluster.router.delete_parents(str(parent.kept_id), "")
         await cluster.until(lambda: not any(entry["leases"] for entry in cluster.router.cluster()["workers"]))
 
 
@@ -178,13 +178,13 @@ async def test_without_the_holder_the_same_tokens_are_computed_elsewhere(end: st
         assert stream.inherited is None
         cluster.router._on_left(holder.id, Loss.LEFT)
         holder.halt()
-        holder.engine.release_leases([parent.lease_id])  # type: ignore[list-item]
+        holder.engine.release_leases([parent.kept_id])  # type: ignore[list-item]
 
 
 async def test_a_lease_that_is_gone_is_answered_by_the_prefix_cache() -> None:
     async with continuing(Shape()) as cluster:
         parent = await held(cluster, tokens(70))
-        cluster.decode[0].engine.release_leases([parent.lease_id])  # type: ignore[list-item]
+        cluster.decode[0].engine.release_leases([parent.kept_id])  # type: ignore[list-item]
         stream = cluster.submit(child_of(parent, SUFFIX))
         outputs = await stream.next()
         answer = Answer()

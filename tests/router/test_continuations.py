@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 
 from kvrelay.errors import InvalidRequestError, NotFoundError
-from kvrelay.ids import WorkerId, new_lease_id, new_request_id
+from kvrelay.ids import WorkerId, new_kept_id, new_request_id
 from kvrelay.metrics import Metrics
 from kvrelay.router import continuations as module
 from kvrelay.router.backend import GenerateRequest
 from kvrelay.router.continuations import NEWS_WAIT_S, Continuations
 from kvrelay.router.parent import Parent
 from kvrelay.sampling import SamplingParams
-from kvrelay.states import HANDLE_EDGES, LEASE_EDGES, HandleState, LeaseState
-from kvrelay.wire.serving import Keep, LeaseInfo, LeaseNews
+from kvrelay.states import HANDLE_EDGES, KEPT_EDGES, HandleState, KeptState
+from kvrelay.wire.serving import Keep, KeptInfo, KeptNews
 
 WORKER = WorkerId("whole-000000000000")
 PROMPT = [1, 2, 3]
@@ -29,7 +29,7 @@ class Table(Continuations):
         super().__init__(Metrics(), capacity=capacity, max_leases_per_owner=quota, clock=lambda: self.now)
 
     def begin(self, name: str, owner: str = "", *, keep: bool = False, n: int = 1, answer_id: str = "") -> list[Parent]:
-        keep_it = Keep([new_lease_id() for _ in range(n)], 10.0, owner) if keep else None
+        keep_it = Keep([new_kept_id() for _ in range(n)], 10.0, owner) if keep else None
         params = SamplingParams(n=n)
         parents = self.begun(
             GenerateRequest(external_id=name, prompt=PROMPT, params=params, owner=owner, keep=keep_it, answer_id=answer_id)
@@ -46,9 +46,9 @@ class Table(Continuations):
         return parent
 
 
-def news(parent: Parent, *, kept: bool = True, num_tokens: int = 4) -> LeaseNews:
-    assert parent.lease_id is not None
-    return LeaseNews(parent.request_id or new_request_id(), parent.choice, parent.lease_id, kept, 10.0, num_tokens, 1)
+def news(parent: Parent, *, kept: bool = True, num_tokens: int = 4) -> KeptNews:
+    assert parent.kept_id is not None
+    return KeptNews(parent.request_id or new_request_id(), parent.choice, parent.kept_id, kept, 10.0, num_tokens, 1)
 
 
 def test_who_was_used_least_lately_is_forgotten_first() -> None:
@@ -96,7 +96,7 @@ def test_a_name_that_is_used_again_means_the_latest() -> None:
     table = Table()
     first, second = table.finish("name", keep=True), table.finish("name", keep=True)
     assert table.find("name", "") is second
-    assert table.find(str(first.lease_id), "") is first
+    assert table.find(str(first.kept_id), "") is first
 
 
 def test_prompts_of_one_answer_share_their_names() -> None:
@@ -117,7 +117,7 @@ def test_owners_do_not_see_each_other() -> None:
     assert table.find("name", "me") is mine
     assert table.find("name", "you") is yours
     with pytest.raises(NotFoundError, match="nothing is known"):
-        table.find(str(mine.lease_id), "you")
+        table.find(str(mine.kept_id), "you")
     assert table.of_owner("you") == []
     assert table.of_owner("me") == [mine]
 
@@ -174,8 +174,8 @@ def test_the_quota_counts_what_is_held_and_what_is_asked_for() -> None:
 
 def test_what_another_router_kept_is_adopted_once() -> None:
     table = Table()
-    lease = LeaseInfo(
-        lease_id=new_lease_id(),
+    lease = KeptInfo(
+        kept_id=new_kept_id(),
         external_id="name",
         owner="me",
         cache_salt="salt",
@@ -205,8 +205,8 @@ def test_reasons_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         table.find("c", "")
 
 
-@pytest.mark.parametrize(("machine", "edges"), [(HandleState, HANDLE_EDGES), (LeaseState, LEASE_EDGES)])
-def test_the_page_draws_every_edge(machine: type[HandleState | LeaseState], edges: dict[HandleState, set[HandleState]]) -> None:
+@pytest.mark.parametrize(("machine", "edges"), [(HandleState, HANDLE_EDGES), (KeptState, KEPT_EDGES)])
+def test_the_page_draws_every_edge(machine: type[HandleState | KeptState], edges: dict[HandleState, set[HandleState]]) -> None:
     page = (Path(__file__).parents[2] / "docs/continuation.md").read_text(encoding="utf-8")
     assert [state.name for state in machine if state.name not in page] == []
     drawn = [line.split(":")[0].split() for line in page.splitlines() if "-->" in line and "[*]" not in line]

@@ -1,4 +1,4 @@
-"""Which encode workers a request's pictures go to, and what each worker is told of them."""
+"""Which encode workers a request's images go to, and what each worker is told of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from test_plan import PROMPT, Worker, World
 from kvrelay.errors import UnavailableError
 from kvrelay.ids import new_request_id
 from kvrelay.router.backend import GenerateRequest
-from kvrelay.router.encoders import PictureMessages, encode_name
+from kvrelay.router.encoders import ImageMessages, encode_name
 from kvrelay.router.plan import Plan
 from kvrelay.sampling import SamplingParams
 from kvrelay.states import Role
@@ -40,7 +40,7 @@ def cluster(num_encoders: int = 2) -> tuple[World, list[Worker], Worker, Worker]
     return World("prefix_aware", *encoders, prefill, decode), encoders, prefill, decode
 
 
-def test_pictures_are_spread_by_load_and_each_is_sent_once() -> None:
+def test_images_are_spread_by_load_and_each_is_sent_once() -> None:
     world, (first, second), _, _ = cluster()
     first.load_tokens = 100
     made = plan(world, request(image("a", 0), image("b", 20), image("a", 40)))
@@ -50,7 +50,7 @@ def test_pictures_are_spread_by_load_and_each_is_sent_once() -> None:
     assert sorted(shares(made).values()) == [["c"], ["d"]]
 
 
-def test_who_made_a_picture_before_gets_it_again_unless_overloaded() -> None:
+def test_who_made_a_image_before_gets_it_again_unless_overloaded() -> None:
     world, (first, second), _, _ = cluster()
     second.load_tokens = 1
     assert shares(plan(world, request(image("a", 0)))) == {first: ["a"]}
@@ -60,7 +60,7 @@ def test_who_made_a_picture_before_gets_it_again_unless_overloaded() -> None:
     assert shares(plan(world, request(image("a", 0)))) == {second: ["a"]}
 
 
-def test_pictures_whose_kv_is_cached_are_not_encoded() -> None:
+def test_images_whose_kv_is_cached_are_not_encoded() -> None:
     world, encoders, prefill, _ = cluster(1)
     world.cache(prefill, PROMPT[:64])
     asked = request(image("a", 0), image("b", 40), image("c", 60))
@@ -79,7 +79,7 @@ def test_without_encode_workers_a_whole_worker_does_it_and_others_cannot() -> No
     submit = Submit(
         request_id=new_request_id(), external_id="x", prompt=PROMPT, params=SamplingParams(), images=[image("a", 0)]
     )
-    assert PictureMessages((), made.computing).message_for(whole, submit) is submit  # type: ignore[arg-type]
+    assert ImageMessages((), made.computing).message_for(whole, submit) is submit  # type: ignore[arg-type]
     world, _, _, _ = cluster(0)
     with pytest.raises(UnavailableError, match="no encode worker is up"):
         plan(world, request(image("a", 0)))
@@ -98,7 +98,7 @@ def test_files_go_to_who_encodes_and_transfers_to_who_computes() -> None:
     images = [image("a", 0), image("b", 20)]
     made = plan(world, request(*images))
     submit = Submit(request_id=new_request_id(), external_id="x", prompt=PROMPT, params=SamplingParams(), images=images)
-    messages = PictureMessages(made.encode, made.computing)
+    messages = ImageMessages(made.encode, made.computing)
     told = {worker: messages.message_for(worker, submit) for worker in (*encoders, prefill, decode)}  # type: ignore[arg-type]
     encodes = [told[encoder] for encoder in encoders]
     assert all(isinstance(message, Encode) and message.images[0].data for message in encodes)

@@ -9,9 +9,9 @@ import pytest
 from registry_records import make_record
 
 from kvrelay.errors import QueueFullError, UnavailableError
-from kvrelay.hashing import extend_hashes, root_hash
 from kvrelay.ids import WorkerId, new_worker_id
 from kvrelay.metrics import Metrics
+from kvrelay.native.hashing import extend_hashes, root_hash
 from kvrelay.router.backend import GenerateRequest
 from kvrelay.router.plan import Planner
 from kvrelay.router.policy import PolicyName

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from kvrelay.hashing import HASH_BYTES
 from kvrelay.ids import WorkerId, new_worker_id
+from kvrelay.native.hashing import HASH_BYTES
 from kvrelay.router import block_table
 from kvrelay.router.block_table import BlockTable, NativeBlockTable, PlainBlockTable
 from kvrelay.router.prefix_index import PrefixIndex

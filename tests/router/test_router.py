@@ -312,8 +312,8 @@ async def test_a_stuck_engine_loses_its_lease_and_comes_back(quick_cluster: Clus
     assert await tokens_of(quick_cluster.router.submit(ask([1]))) == {0: expected([1], 5)}
 
 
-@pytest.mark.skipif(PROTOCOL_VERSION < 3, reason="pictures are of protocol 3")
-async def test_pictures_reach_the_worker_with_their_files(cluster: Cluster) -> None:
+@pytest.mark.skipif(PROTOCOL_VERSION < 3, reason="images are of protocol 3")
+async def test_images_reach_the_worker_with_their_files(cluster: Cluster) -> None:
     worker = await cluster.add_ready()
     image = Image(digest="a", start=1, num_tokens=4, grid=(1, 4, 4), data=b"file")
     prompt = [1, *placeholder_ids("a", 4), 2]

@@ -11,7 +11,7 @@ from test_router import Cluster, expected, tokens_of
 
 from kvrelay.discovery.static import StaticMembership
 from kvrelay.errors import ConflictError, DeadlineError, InvalidRequestError, NotFoundError
-from kvrelay.ids import new_lease_id, new_router_id
+from kvrelay.ids import new_kept_id, new_router_id
 from kvrelay.metrics import Metrics
 from kvrelay.router.backend import GenerateRequest
 from kvrelay.router.parent import Parent
@@ -36,7 +36,7 @@ def keeping(
     n: int = 1, owner: str = "", *, external_id: str = "client", prompt: list[int] = PROMPT, **fields: Any
 ) -> GenerateRequest:
     params = SamplingParams(n=n, max_tokens=fields.pop("max_tokens", 4))
-    keep = Keep([new_lease_id() for _ in range(n)], 30.0, owner)
+    keep = Keep([new_kept_id() for _ in range(n)], 30.0, owner)
     return GenerateRequest(external_id=external_id, prompt=prompt, params=params, keep=keep, owner=owner, **fields)
 
 
@@ -63,25 +63,25 @@ async def test_a_child_goes_to_the_worker_that_holds_its_parent(cluster: Cluster
     parent = await held(cluster)
     assert list(parent.tokens) == [*PROMPT, *expected(PROMPT, 4)]
     holder = next(worker for worker in workers if worker.id == parent.worker_id)
-    assert list(holder.engine.leases) == [parent.lease_id]
+    assert list(holder.engine.leases) == [parent.kept_id]
     for number in range(4):
         stream = cluster.router.submit(child_of(parent, [number]))
         assert stream.decode == holder.id
         assert await tokens_of(stream) == {0: expected([*parent.tokens, number], 3)}
         assert stream.inherited is not None
         assert stream.inherited.num_tokens == len(parent.tokens) - 1
-    assert [submit.inherit for submit in holder.engine.submitted[1:]] == [parent.lease_id] * 4
+    assert [submit.inherit for submit in holder.engine.submitted[1:]] == [parent.kept_id] * 4
 
 
 async def test_every_sample_has_a_lease_of_its_own(cluster: Cluster) -> None:
     worker = await cluster.add_ready()
     stream = await served(cluster, keeping(n=3))
     assert [list(parent.tokens)[3:] for parent in stream.parents] == [expected(PROMPT, 4, sample) for sample in range(3)]
-    assert set(worker.engine.leases) == {parent.lease_id for parent in stream.parents}
+    assert set(worker.engine.leases) == {parent.kept_id for parent in stream.parents}
     with pytest.raises(InvalidRequestError, match="3 choices"):
         await cluster.router.find_parent("client", "", wait_s=1.0)
     for parent in stream.parents:
-        assert await cluster.router.find_parent(str(parent.lease_id), "", wait_s=1.0) is parent
+        assert await cluster.router.find_parent(str(parent.kept_id), "", wait_s=1.0) is parent
 
 
 @pytest.mark.parametrize("end", ["lost", "drained", "full"])
@@ -150,7 +150,7 @@ async def test_a_parent_whose_hand_over_failed_is_kept_all_the_same(cluster: Clu
     await tokens_of(stream)
     await cluster.until(lambda: stream.parents[0].state is not HandleState.RUNNING)
     assert stream.parents[0].state is HandleState.HELD, stream.parents[0].reason
-    assert list(decode.engine.leases) == [stream.parents[0].lease_id]
+    assert list(decode.engine.leases) == [stream.parents[0].kept_id]
 
 
 @pytest.mark.parametrize("by", ["producer", None])
@@ -200,7 +200,7 @@ async def test_an_aborted_parent_keeps_what_was_taken_of_it(cluster: Cluster) ->
     assert await cluster.router.find_parent("client", "", wait_s=PATIENCE_S) is parent
     assert parent.state is HandleState.HELD
     assert [finish.reason for finish in worker.engine.finished] == [FinishReason.ABORT]
-    assert worker.engine.leases[parent.lease_id].tokens == [*PROMPT, *taken]  # type: ignore[index]
+    assert worker.engine.leases[parent.kept_id].tokens == [*PROMPT, *taken]  # type: ignore[index]
     assert cluster.router.cluster()["in_flight"] == 0
 
 
@@ -211,7 +211,7 @@ async def test_a_parent_that_took_too_long_keeps_what_came_of_it(cluster: Cluste
         await tokens_of(stream)
     parent = await cluster.router.find_parent("client", "", wait_s=PATIENCE_S)
     assert parent.state is HandleState.HELD
-    assert worker.engine.leases[parent.lease_id].tokens == list(parent.tokens)  # type: ignore[index]
+    assert worker.engine.leases[parent.kept_id].tokens == list(parent.tokens)  # type: ignore[index]
 
 
 async def test_a_stop_string_cuts_the_lease(cluster: Cluster) -> None:
@@ -268,7 +268,7 @@ async def test_a_deleted_handle_is_given_up_by_its_worker(cluster: Cluster) -> N
     await cluster.until(lambda: not worker.engine.leases)
     assert parent.state is HandleState.GONE
     with pytest.raises(NotFoundError, match="deleted"):
-        await cluster.router.find_parent(str(parent.lease_id), "", wait_s=1.0)
+        await cluster.router.find_parent(str(parent.kept_id), "", wait_s=1.0)
 
 
 async def test_a_parent_deleted_while_it_runs_leaves_no_lease(cluster: Cluster) -> None:
@@ -311,7 +311,7 @@ async def test_a_lease_that_another_router_asked_for_is_found(cluster: Cluster) 
     try:
         async with asyncio.timeout(PATIENCE_S):
             await second.until_usable(2)
-        for handle in ("client", str(parent.lease_id)):
+        for handle in ("client", str(parent.kept_id)):
             found = await second.find_parent(handle, "me", wait_s=1.0)
             assert list(found.tokens) == list(parent.tokens)
             assert (found.state, found.worker_id, found.cache_salt) == (HandleState.HELD, parent.worker_id, "salt")

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.engine.interfaces import Row, StepPlan
+from kvrelay.kernels.base import ForwardBatch
 from kvrelay.runner.batch import BatchBuilder, LogitLayout
-from kvrelay.runner.kernels.base import ForwardBatch
 
 CPU = torch.device("cpu")
 

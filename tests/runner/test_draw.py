@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.runner.draw import Draws, Filters, _chunk_cdf, _weights, draw, greedy
+from kvrelay.runner.sampling.draw import Draws, Filters, _chunk_cdf, _weights, draw, greedy
 from kvrelay.sampling import uniform
 
 

@@ -9,8 +9,8 @@ import torch
 import transformers
 from free_sequences import FreeSequence
 
-from kvrelay.runner.edits import EditState
-from kvrelay.runner.grammar import Grammars
+from kvrelay.runner.sampling.edits import EditState
+from kvrelay.runner.sampling.grammar import Grammars
 from kvrelay.sampling import SamplingParams
 
 VOCAB = 60

@@ -1,4 +1,4 @@
-"""The store of pictures' features: what is held stays, the rest gives way, oldest use first, and nothing is counted twice."""
+"""The store of images' features: what is held stays, the rest gives way, oldest use first, and nothing is counted twice."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.runner.features import FeatureStore
+from kvrelay.runner.vision.features import FeatureStore
 
 ROW_BYTES = 4 * 4
 

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import EOS_TOKEN_ID, VOCAB_SIZE, tiny_model
 
-from kvrelay.runner.edits import EditState
-from kvrelay.runner.grammar import Grammars
+from kvrelay.runner.sampling.edits import EditState
+from kvrelay.runner.sampling.grammar import Grammars
 from kvrelay.sampling import Grammar, GrammarKind, SamplingParams
 
 PERSON = {

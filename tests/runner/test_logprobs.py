@@ -10,15 +10,15 @@ import torch
 from free_sequences import FreeSequence, plan
 from tiny_models import VOCAB_SIZE, reference_model, tiny_model
 
-import kvrelay.runner.logprobs
+import kvrelay.runner.sampling.logprobs
 from kvrelay.checkpoint.spec import read_spec
 from kvrelay.engine.interfaces import Row
+from kvrelay.kernels.torch_kernels import TorchKernels
 from kvrelay.progress import Silent
-from kvrelay.runner.kernels.torch_kernels import TorchKernels
 from kvrelay.runner.kv_pool import KVPool
 from kvrelay.runner.loader import load_model
-from kvrelay.runner.logprobs import best_logprobs, token_logprobs
 from kvrelay.runner.runner import TorchRunner
+from kvrelay.runner.sampling.logprobs import best_logprobs, token_logprobs
 from kvrelay.sampling import SamplingParams
 from kvrelay.wire.serving import TokenLogprobs
 
@@ -83,7 +83,7 @@ def test_many_rows_are_done_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.randn(23, 50, generator=torch.Generator().manual_seed(2))
     tokens, numbers = list(range(23)), [index % 4 for index in range(23)]
     whole = token_logprobs(logits, tokens, numbers)
-    monkeypatch.setattr(kvrelay.runner.logprobs, "_MOST_ELEMENTS", 150)
+    monkeypatch.setattr(kvrelay.runner.sampling.logprobs, "_MOST_ELEMENTS", 150)
     assert token_logprobs(logits, tokens, numbers) == whole
 
 

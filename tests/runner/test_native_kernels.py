@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from kvrelay.config import Environment
-from kvrelay.runner.kernels.base import AttentionBatch, ForwardBatch, HeadShape
-from kvrelay.runner.kernels.build import KernelsUnavailableError, load_library
-from kvrelay.runner.kernels.choose import choose_kernels
-from kvrelay.runner.kernels.native import NativeKernels
-from kvrelay.runner.kernels.torch_kernels import TorchKernels
+from kvrelay.kernels.base import AttentionBatch, ForwardBatch, HeadShape
+from kvrelay.kernels.choose import choose_kernels
+from kvrelay.kernels.native.build import KernelsUnavailableError, load_library
+from kvrelay.kernels.native.kernels import NativeKernels
+from kvrelay.kernels.torch_kernels import TorchKernels
 
 CPU = torch.device("cpu")
 NUM_SLOTS = 4096
@@ -330,8 +330,8 @@ def test_two_processes_at_once_build_once(tmp_path: pathlib.Path) -> None:
     compiler = fake_compiler(tmp_path, f'case "$*" in *-shared*) echo run >> {log_path}; esac; exec cc "$@"')
     script = (
         "import pathlib, torch\n"
-        "from kvrelay.runner.kernels.build import load_library\n"
-        "from kvrelay.runner.kernels.native import NativeKernels\n"
+        "from kvrelay.kernels.native.build import load_library\n"
+        "from kvrelay.kernels.native.kernels import NativeKernels\n"
         f"kernels = NativeKernels(load_library(pathlib.Path({str(tmp_path)!r}), [{compiler!r}]))\n"
         "print(float(kernels.linear(torch.ones(2, 5), kernels.pack(torch.ones(3, 5), None)).sum()))\n"
     )

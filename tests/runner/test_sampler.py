@@ -7,9 +7,9 @@ from free_sequences import FreeSequence
 
 from kvrelay.engine.interfaces import Row, RowResult, StepPlan
 from kvrelay.runner.batch import LogitLayout
-from kvrelay.runner.edits import EditState
-from kvrelay.runner.grammar import Grammars
-from kvrelay.runner.sampler import Sampler
+from kvrelay.runner.sampling.edits import EditState
+from kvrelay.runner.sampling.grammar import Grammars
+from kvrelay.runner.sampling.sampler import Sampler
 from kvrelay.sampling import SamplingParams, uniform
 
 VOCAB = 200

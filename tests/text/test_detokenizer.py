@@ -171,7 +171,7 @@ def test_a_match_that_ended_before_min_tokens_is_not_found_later() -> None:
 
 
 @pytest.mark.parametrize("tokenizer", ALL)
-def test_a_prompt_that_ends_in_a_picture_does_not_matter(tokenizer: Tokenizer) -> None:
+def test_a_prompt_that_ends_in_a_image_does_not_matter(tokenizer: Tokenizer) -> None:
     tokens = tokenizer.encode(CORPUS[0], add_special_tokens=False)
     prompt = [*tokens, *placeholder_ids("a", 9)]
     assert "".join(pieces_of(tokenizer, tokens, SamplingParams(), prompt)).strip() == CORPUS[0]

@@ -80,7 +80,7 @@ def test_large_data_2000_of_1024_needs_one_resume(mover: Mover) -> None:
     resume = next(message for message in pair.world.said if isinstance(message, Resume))
     assert (resume.sent_tokens, resume.allocated_tokens, len(resume.blocks)) == (1024, 976, 8)
     first, last = pair.prefill.arrivals[pair.plan.transfer_id]
-    assert (first.num_tokens, first.is_complete) == (1024, False), "the first pictures can be used before the last arrive"
+    assert (first.num_tokens, first.is_complete) == (1024, False), "the first images can be used before the last arrive"
     assert (last.num_tokens, last.is_complete) == (2000, True)
 
 

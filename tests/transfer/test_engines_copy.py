@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.native import compile_and_load
+from kvrelay.native.compile import compile_and_load
 from kvrelay.transfer import copy
 from kvrelay.transfer.engines.base import Ranges, coalesce
 from kvrelay.transfer.engines.ranges import cut, groups

@@ -1,4 +1,4 @@
-"""Requests that share one transfer of a picture, and whose fault it is when it does not come."""
+"""Requests that share one transfer of an image, and whose fault it is when it does not come."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvrelay.ids import RequestId, TransferId, WorkerId, new_request_id, new_transfer_id
-from kvrelay.runner.features import FeatureStore
+from kvrelay.runner.vision.features import FeatureStore
 from kvrelay.transfer.embedding_arrival import EmbeddingArrival
 from kvrelay.transfer.embedding_book import RelayCounts
 from kvrelay.transfer.embedding_mover import EmbeddingConsumer
@@ -84,7 +84,7 @@ def test_nobody_is_blamed_for_a_transfer_whose_own_request_has_left(
     assert failures == ({guest: None} if leaves else {owner: IMAGE.digest, guest: IMAGE.digest})
 
 
-def test_only_pictures_that_somebody_waits_for_can_fail(intake: EmbeddingIntake, relay: Relay) -> None:
+def test_only_images_that_somebody_waits_for_can_fail(intake: EmbeddingIntake, relay: Relay) -> None:
     _, transfer_id = fetch(intake)
     fetch(intake)  # its transfer is refused
     assert (intake.counts().failed, intake.counts().hits) == (0, 1)

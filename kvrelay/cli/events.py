@@ -1,0 +1,225 @@
+"""`kvrelay events`: prints live what the workers of a running cluster do with their KV (docs/events.md).
+
+    which workers there are: GET /cluster every second (--url), or etcd's watch (--registry), or those named (--worker)
+    -> one subscription each -> one line per event
+
+It only listens: no worker waits for it, and what it misses is asked for again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import sys
+import time
+from collections.abc import Iterable
+from typing import Any, Protocol, assert_never
+
+import httpx
+import msgspec
+
+from kvrelay.config import read_environment
+from kvrelay.discovery.base import Loss, Membership
+from kvrelay.discovery.static import StaticMembership
+from kvrelay.errors import ConfigError, ProtocolError
+from kvrelay.events.subscriber import EventSubscriber
+from kvrelay.ids import WorkerId, new_router_id
+from kvrelay.options import Parser
+from kvrelay.planes.cluster_key import key_file, load_key
+from kvrelay.planes.curve import keyed
+from kvrelay.wire.events import Freed, FreedForNow, LifeEvent, Restored, Swapped
+from kvrelay.wire.registry import WorkerRecord
+
+_EPILOG = """\
+examples:
+  kvrelay events                                   of the server on http://127.0.0.1:8000
+  kvrelay events --json | jq 'select(.type == "Freed")'
+  kvrelay events --worker tcp://10.0.0.2:5700      of one worker, by its serving address
+  kvrelay events --registry etcd://10.0.0.9:2379   of every worker that etcd knows
+"""
+_LOOK_EVERY_S = 1.0
+_LEASE_S = 4.0
+_SHOWN_HASHES = 4
+
+
+class EventWorker(msgspec.Struct, frozen=True):
+    """An entry of GET /cluster, as far as it matters here."""
+
+    id: str
+    events_address: str = ""
+    replay_address: str = ""
+
+
+class _Cluster(msgspec.Struct, frozen=True):
+    workers: list[EventWorker]
+
+
+def build_parser() -> Parser:
+    parser = Parser(prog="kvrelay events", description="Shows live what the workers' KV caches do.", epilog=_EPILOG)
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--url", default="http://127.0.0.1:8000", metavar="URL", help="server (default http://127.0.0.1:8000)")
+    source.add_argument("--registry", default="", metavar="ADDRESS", help="etcd://HOST:PORT, where the workers register")
+    source.add_argument(
+        "--worker", action="append", default=[], metavar="ADDRESS", help="tcp://HOST:PORT of a worker; again for more"
+    )
+    parser.add_argument("--api-key", default="", metavar="KEY", help="key the server wants")
+    parser.add_argument("--cluster-key", default="", metavar="FILE", help="the cluster's key file, if it has one")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line, with every hash")
+    return parser
+
+
+def run(argv: list[str]) -> int:
+    """Until Ctrl-C."""
+    arguments = build_parser().parse_strictly(argv)
+    with keyed(load_key(key_file(arguments.cluster_key, read_environment()))):
+        asyncio.run(_follow(arguments))
+    return 0
+
+
+async def _follow(arguments: argparse.Namespace) -> None:
+    listener = Listener(JsonLines() if arguments.json else TextLines())
+    try:
+        if arguments.worker or arguments.registry:
+            membership = _membership(arguments.registry, arguments.worker)
+            membership.start(listener.joined, lambda record: None, lambda worker_id, loss: listener.left(worker_id, loss.value))
+            try:
+                await asyncio.Event().wait()
+            finally:
+                membership.close()
+        else:
+            await _follow_server(arguments.url, arguments.api_key, listener)
+    finally:
+        listener.close()
+
+
+def _membership(registry: str, workers: list[str]) -> Membership:
+    if workers:
+        return StaticMembership(workers, router_id=new_router_id(), lease_s=_LEASE_S)
+    if not registry.startswith("etcd://"):
+        raise ConfigError(
+            f"--registry {registry!r}: only etcd://HOST:PORT can be asked; where the router keeps the registry, use --url"
+        )
+    from kvrelay.discovery.etcd import EtcdMembership
+
+    return EtcdMembership(registry, lease_s=_LEASE_S)
+
+
+async def _follow_server(url: str, api_key: str, listener: Listener) -> None:
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    async with httpx.AsyncClient(base_url=url.rstrip("/"), headers=headers, timeout=30.0) as client:
+        listener.update(await _workers(client))
+        while True:
+            await asyncio.sleep(_LOOK_EVERY_S)
+            with contextlib.suppress(ConfigError):  # the router may come back; its workers go on
+                listener.update(await _workers(client))
+
+
+async def _workers(client: httpx.AsyncClient) -> list[EventWorker]:
+    try:
+        response = await client.get("/cluster")
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise ConfigError(f"no server answers at {client.base_url}: {error}") from error
+    if response.status_code != 200:
+        raise ConfigError(f"{client.base_url} answered GET /cluster with status {response.status_code}")
+    try:
+        return msgspec.json.decode(response.content, type=_Cluster).workers
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{client.base_url} is no kvrelay server") from error
+
+
+class Lines(Protocol):
+    """Shows one thing that happened, in a line."""
+
+    def show(self, worker_id: str, kind: str, **fields: Any) -> None: ...
+
+
+class JsonLines:
+    def show(self, worker_id: str, kind: str, **fields: Any) -> None:
+        shown = {name: [digest.hex() for digest in value] if name == "hashes" else value for name, value in fields.items()}
+        print(msgspec.json.encode({"time": time.time(), "worker": worker_id, "type": kind, **shown}).decode(), flush=True)
+
+
+class TextLines:
+    def show(self, worker_id: str, kind: str, **fields: Any) -> None:
+        words = [_hashes(value) if name == "hashes" else f"{name}={value}" for name, value in fields.items()]
+        print(" ".join([time.strftime("%H:%M:%S"), worker_id, f"{kind:11}", *words]).rstrip(), flush=True)
+
+
+def _hashes(hashes: list[bytes]) -> str:
+    shown = " ".join(digest.hex()[:8] for digest in hashes[:_SHOWN_HASHES])
+    return f"blocks={len(hashes)} {shown}{' ...' if len(hashes) > _SHOWN_HASHES else ''}"
+
+
+class Listener:
+    """The subscriptions, and what they say (EventOwner)."""
+
+    def __init__(self, lines: Lines) -> None:
+        self._lines = lines
+        self._subscribers: dict[WorkerId, EventSubscriber] = {}
+
+    def update(self, workers: Iterable[EventWorker]) -> None:
+        """These are there, and nobody else."""
+        listed = {WorkerId(worker.id): worker for worker in workers}
+        for worker_id in [known for known in self._subscribers if known not in listed]:
+            self.left(worker_id, Loss.LEFT.value)
+        for worker_id, worker in listed.items():
+            self._subscribe(worker_id, worker.events_address, worker.replay_address)
+
+    def joined(self, record: WorkerRecord) -> None:
+        self._subscribe(record.id, record.events_address, record.replay_address)
+
+    def left(self, worker_id: WorkerId, reason: str) -> None:
+        subscriber = self._subscribers.pop(worker_id, None)
+        if subscriber is not None:
+            subscriber.close()
+            self._lines.show(worker_id, "Left", reason=reason)
+
+    def close(self) -> None:
+        for subscriber in self._subscribers.values():
+            subscriber.close()
+        self._subscribers.clear()
+
+    def _subscribe(self, worker_id: WorkerId, events_address: str, replay_address: str) -> None:
+        if worker_id in self._subscribers or not events_address or not replay_address:
+            return
+        try:
+            self._subscribers[worker_id] = EventSubscriber(worker_id, events_address, replay_address, self)
+        except ProtocolError as error:
+            print(f"{worker_id}: {error}", file=sys.stderr)
+            return
+        self._lines.show(worker_id, "Joined", address=events_address)
+
+    def stored(self, worker_id: WorkerId, hashes: Iterable[bytes]) -> None:
+        self._lines.show(worker_id, "Stored", hashes=list(hashes))
+
+    def removed(self, worker_id: WorkerId, hashes: Iterable[bytes]) -> None:
+        self._lines.show(worker_id, "Removed", hashes=list(hashes))
+
+    def cleared(self, worker_id: WorkerId) -> None:
+        self._lines.show(worker_id, "Cleared")
+
+    def lived(self, worker_id: WorkerId, event: LifeEvent) -> None:
+        match event:
+            case Freed():
+                self._lines.show(
+                    worker_id, "Freed", request=event.request, reason=event.reason.value, hashes=list(event.hashes)
+                )
+            case FreedForNow():
+                self._lines.show(worker_id, "FreedForNow", request=event.request, reason=event.reason.value)
+            case Swapped() | Restored():
+                self._lines.show(worker_id, type(event).__name__, request=event.request, num_blocks=event.num_blocks)
+            case _:
+                assert_never(event)
+
+    def replaced(self, worker_id: WorkerId, hashes: Iterable[bytes]) -> None:
+        self._lines.show(worker_id, "Snapshot", hashes=list(hashes))
+
+    def gap(self, worker_id: WorkerId) -> None:
+        self._lines.show(worker_id, "Gap")
+
+    def repaired(self, worker_id: WorkerId, *, by_snapshot: bool) -> None:
+        self._lines.show(worker_id, "Repaired", by="snapshot" if by_snapshot else "replay")
+
+    def malformed(self, worker_id: WorkerId, reason: str) -> None:
+        print(f"{worker_id}: {reason}", file=sys.stderr)

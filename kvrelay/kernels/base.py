@@ -1,0 +1,154 @@
+"""The seam between models and arithmetic. A model is written against `Kernels`; an implementation is chosen per device.
+
+- `torch_kernels.py`   plain PyTorch: the reference, on every device
+- `native.py`          C for CPUs, compiled on first use; falls back to the reference where there is no compiler
+
+All implementations pass one contract test against the reference. Tensors are float32 or bfloat16 on one device; rows are
+tokens. Nothing here allocates per-request state.
+
+KV memory is one tensor [layers, 2, blocks, block_size, kv_heads, head_dim]; a layer's slice `kv` is [2, blocks, block_size,
+kv_heads, head_dim]. The slot of a token is block * block_size + offset.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShape:
+    """How one attention layer splits its projections. A fused qkv row is [q heads | k heads | v heads] x head_dim."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(slots=True)
+class AttentionBatch:
+    """Which tokens attend to which. Row i of the batch has the queries query_start[i] .. query_start[i + 1], the last of
+    which sees context_lens[i] tokens (itself included), found through block_tables[i]."""
+
+    query_start: torch.Tensor  # [rows + 1] int32
+    context_lens: torch.Tensor  # [rows] int32
+    block_tables: torch.Tensor  # [rows, max_blocks] int32; entries past the context are 0 and never read
+    max_query: int
+    max_context: int
+
+    @property
+    def num_rows(self) -> int:
+        return self.context_lens.shape[0]
+
+
+@dataclass(slots=True)
+class ImageBatch:
+    """What a pass has besides if some of its tokens are an image's."""
+
+    axes: torch.Tensor  # [3, tokens] int64: the positions of all tokens of the pass in time, height and width
+    places: torch.Tensor  # [image tokens] int64: which tokens of the pass they are
+    features: torch.Tensor  # [image tokens, (1 + num_deepstack) * hidden], in the model's dtype
+    num_deepstack: int
+
+    def embeddings(self) -> torch.Tensor:
+        """Instead of the tokens' own."""
+        return self.features[:, : self._width]
+
+    def deepstack(self, layer: int) -> torch.Tensor:
+        """What is added to the tokens behind that layer, one of the first `num_deepstack`."""
+        return self.features[:, (1 + layer) * self._width : (2 + layer) * self._width]
+
+    @property
+    def _width(self) -> int:
+        return self.features.shape[1] // (1 + self.num_deepstack)
+
+
+@dataclass(slots=True)
+class ForwardBatch:
+    """The inputs of one forward pass over `num_tokens` tokens of all rows, concatenated."""
+
+    token_ids: torch.Tensor  # [tokens] int64
+    positions: torch.Tensor  # [tokens] int64: rows of the rotary table
+    slots: torch.Tensor  # [tokens] int64, where each token's KV is stored
+    attention: AttentionBatch
+    logit_rows: torch.Tensor  # [outputs] int64: the tokens whose logits are wanted, and no others
+    images: ImageBatch | None = None  # None: no token is an image's
+
+
+class Packed(Protocol):
+    """A linear layer's weights in the layout that its kernels like best."""
+
+    @property
+    def out_features(self) -> int: ...
+
+    @property
+    def in_features(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """All that a decoder layer is made of."""
+
+    shape: HeadShape
+    input_norm: torch.Tensor
+    qkv: Packed
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    output: Packed
+    post_norm: torch.Tensor
+    gate_up: Packed
+    down: Packed
+    eps: float
+    scale: float
+
+
+class FusedLayer(Protocol):
+    """A whole layer in one call, with the bits that the single calls give."""
+
+    def __call__(
+        self, x: torch.Tensor | None, residual: torch.Tensor, cos_sin: torch.Tensor, batch: ForwardBatch, kv: torch.Tensor
+    ) -> torch.Tensor:
+        """`x` is what the layer before adds to the residual, None for the first. Returns what this one adds."""
+
+
+class Kernels(Protocol):
+    """The arithmetic of a decoder layer."""
+
+    def fuse(self, weights: LayerWeights) -> FusedLayer | None:
+        """Where an implementation has it; None: the model makes the calls below one by one."""
+
+    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Packed:
+        """Takes over a [out, in] weight. The caller drops its own reference, so weights exist once."""
+
+    def linear(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:
+        """x [tokens, in] -> [tokens, out]."""
+
+    def embed(self, token_ids: torch.Tensor, packed: Packed) -> torch.Tensor:
+        """Rows of a packed [vocabulary, hidden] weight (the embedding, which a tied head shares)."""
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor: ...
+
+    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """residual += x in place; returns its norm."""
+
+    def rope_and_store(
+        self,
+        qkv: torch.Tensor,
+        shape: HeadShape,
+        cos_sin: torch.Tensor,
+        batch: ForwardBatch,
+        kv: torch.Tensor,
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+        eps: float,
+    ) -> torch.Tensor:
+        """Splits qkv, applies the optional per-head norms, rotates q and k (half-split rotary; cos_sin [positions, head_dim]
+        holds cos, then sin, of the first half's angles), stores k and v at the slots, returns q [tokens, heads, dim]."""
+
+    def attention(self, q: torch.Tensor, shape: HeadShape, batch: ForwardBatch, kv: torch.Tensor, scale: float) -> torch.Tensor:
+        """Causal attention of q [tokens, heads, dim] over the paged context; returns [tokens, heads * dim]."""
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """[tokens, 2 * width], gate then up -> silu(gate) * up [tokens, width]."""

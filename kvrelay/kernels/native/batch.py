@@ -1,0 +1,62 @@
+"""What the native kernels know of their inputs: where they are, checked once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kvrelay.kernels.base import ForwardBatch
+
+
+def is_plain(tensor: torch.Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> bool:
+    """Whether C may read `tensor` as an array of that shape."""
+    return tensor.shape == shape and tensor.dtype is dtype and tensor.is_contiguous()
+
+
+@dataclass(frozen=True, slots=True)
+class NativePacked:
+    """A weight in panels, see linear.c."""
+
+    panels: torch.Tensor
+    bias: torch.Tensor | None
+    out_features: int
+    in_features: int
+    panels_pointer: int
+    bias_pointer: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPointers:
+    """Where a batch's numbers are: checked once, used by every layer."""
+
+    batch: ForwardBatch
+    num_tokens: int
+    num_rows: int
+    table_width: int
+    positions: int
+    slots: int
+    query_start: int
+    context_lens: int
+    block_tables: int
+
+
+def check_batch(batch: ForwardBatch) -> BatchPointers:
+    rows = batch.attention
+    num_tokens, num_rows, table_width = batch.positions.shape[0], rows.num_rows, rows.block_tables.shape[1]
+    assert is_plain(batch.positions, num_tokens, dtype=torch.int64)
+    assert is_plain(batch.slots, num_tokens, dtype=torch.int64)
+    assert is_plain(rows.query_start, num_rows + 1, dtype=torch.int32)
+    assert is_plain(rows.context_lens, num_rows, dtype=torch.int32)
+    assert is_plain(rows.block_tables, num_rows, table_width, dtype=torch.int32)
+    return BatchPointers(
+        batch,
+        num_tokens,
+        num_rows,
+        table_width,
+        batch.positions.data_ptr(),
+        batch.slots.data_ptr(),
+        rows.query_start.data_ptr(),
+        rows.context_lens.data_ptr(),
+        rows.block_tables.data_ptr(),
+    )

@@ -1,0 +1,237 @@
+"""The kernels in C for float32 on CPUs: see linear.c, attention.c, elementwise.c.
+
+Batch invariance holds for every kernel: a row's bits depend on that row, the weights and (attention) its own context - not on
+the other rows, on how the prompt was cut into chunks, on the KV block size, or on the number of threads. So a request's logits
+are the same alone and in any batch. They may differ in the last bits between processors, whose vectors differ in width.
+
+Each method is one call of a C function: pointers and sizes only. C trusts them, so everything is checked here. What the C code
+does not cover (odd head sizes) goes to the reference.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+import torch
+
+from kvrelay.kernels.base import ForwardBatch, FusedLayer, HeadShape, LayerWeights, Packed
+from kvrelay.kernels.native.batch import BatchPointers, NativePacked, check_batch, is_plain
+from kvrelay.kernels.native.layer import SIGNATURE, NativeLayer, Workspaces
+from kvrelay.kernels.torch_kernels import TorchKernels
+
+_MAX_HEAD_DIM = 256
+_HEAD_DIM_STEP = 16  # attention.c works on so many of a head's dimensions at once
+_MAX_GROUP = 64  # query heads per KV head
+
+_POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
+_SIGNATURES: dict[str, tuple[type, ...]] = {
+    "panel_width": (),
+    "pack_linear": (_POINTER,) * 2 + (_LONG,) * 2 + (_INT,),
+    "linear": (_POINTER,) * 4 + (_LONG,) * 3 + (_INT,),
+    "gather_rows": (_POINTER,) * 3 + (_LONG,) * 3 + (_INT,),
+    "rms_norm": (_POINTER,) * 4 + (_LONG,) * 2 + (_FLOAT, _INT),
+    "silu_mul": (_POINTER,) * 2 + (_LONG,) * 2 + (_INT,),
+    "rope_and_store": (_POINTER,) * 9 + (_LONG,) * 4 + (_FLOAT, _INT),
+    "attention": (_POINTER,) * 7 + (_LONG,) * 6 + (_FLOAT, _INT),
+}
+_SIGNATURES["decoder_layer"] = SIGNATURE
+_RESULTS = {"panel_width": _LONG, "gather_rows": _INT, "attention": _INT, "decoder_layer": _INT}
+
+
+def _function(library: ctypes.CDLL, name: str) -> Callable[..., int]:
+    function = library[name]
+    function.argtypes = _SIGNATURES[name]
+    function.restype = _RESULTS.get(name)
+    return function
+
+
+class NativeKernels:
+    """Implements `Kernels`. Remembers only the last batch's addresses, so one instance may serve any number of models and
+    threads. A batch's tensors may be refilled between passes but not replaced."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._reference = TorchKernels()
+        self._panel_width = int(_function(library, "panel_width")())
+        self._pack_linear = _function(library, "pack_linear")
+        self._linear = _function(library, "linear")
+        self._gather_rows = _function(library, "gather_rows")
+        self._rms_norm = _function(library, "rms_norm")
+        self._silu_mul = _function(library, "silu_mul")
+        self._rope_and_store = _function(library, "rope_and_store")
+        self._attention = _function(library, "attention")
+        self._decoder_layer = _function(library, "decoder_layer")
+        self._last_batch: BatchPointers | None = None
+        self._workspaces = Workspaces()
+
+    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> NativePacked:
+        out_features, in_features = weight.shape
+        weight = weight.float().contiguous()
+        num_panels = -(-out_features // self._panel_width)
+        panels = torch.empty(num_panels * self._panel_width * in_features)
+        bias = None if bias is None else bias.float().contiguous()
+        assert bias is None or bias.shape == (out_features,)
+        self._pack_linear(weight.data_ptr(), panels.data_ptr(), in_features, out_features, torch.get_num_threads())
+        bias_pointer = None if bias is None else bias.data_ptr()
+        return NativePacked(panels, bias, out_features, in_features, panels.data_ptr(), bias_pointer)
+
+    def fuse(self, weights: LayerWeights) -> FusedLayer | None:
+        if not _covers(weights.shape) or (weights.q_norm is None) != (weights.k_norm is None):
+            return None
+        return NativeLayer(weights, self._decoder_layer, self._pointers, self._workspaces)
+
+    def linear(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:
+        assert isinstance(packed, NativePacked)
+        rows, in_features = x.shape
+        assert is_plain(x, rows, packed.in_features)
+        out = torch.empty(rows, packed.out_features)
+        self._linear(
+            x.data_ptr(),
+            packed.panels_pointer,
+            packed.bias_pointer,
+            out.data_ptr(),
+            rows,
+            in_features,
+            packed.out_features,
+            torch.get_num_threads(),
+        )
+        return out
+
+    def embed(self, token_ids: torch.Tensor, packed: Packed) -> torch.Tensor:
+        assert isinstance(packed, NativePacked)
+        rows = token_ids.shape[0]
+        assert is_plain(token_ids, rows, dtype=torch.int64)
+        out = torch.empty(rows, packed.in_features)
+        found = self._gather_rows(
+            token_ids.data_ptr(),
+            packed.panels_pointer,
+            out.data_ptr(),
+            rows,
+            packed.in_features,
+            packed.out_features,
+            torch.get_num_threads(),
+        )
+        if found != rows:
+            raise IndexError(f"token id {int(token_ids[found])} is not in the vocabulary of {packed.out_features}")
+        return out
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return self._norm(x, None, weight, eps)
+
+    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return self._norm(x, residual, weight, eps)
+
+    def _norm(self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        rows, width = x.shape
+        assert is_plain(x, rows, width)
+        assert is_plain(weight, width)
+        assert residual is None or is_plain(residual, rows, width)
+        out = torch.empty_like(x)
+        self._rms_norm(
+            x.data_ptr(),
+            None if residual is None else residual.data_ptr(),
+            weight.data_ptr(),
+            out.data_ptr(),
+            rows,
+            width,
+            eps,
+            torch.get_num_threads(),
+        )
+        return out
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        rows, both = gate_up.shape
+        assert is_plain(gate_up, rows, both // 2 * 2)
+        out = torch.empty(rows, both // 2)
+        self._silu_mul(gate_up.data_ptr(), out.data_ptr(), rows, both // 2, torch.get_num_threads())
+        return out
+
+    def rope_and_store(
+        self,
+        qkv: torch.Tensor,
+        shape: HeadShape,
+        cos_sin: torch.Tensor,
+        batch: ForwardBatch,
+        kv: torch.Tensor,
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+        eps: float,
+    ) -> torch.Tensor:
+        tokens, dim = qkv.shape[0], shape.head_dim
+        if dim > _MAX_HEAD_DIM or (q_norm is None) != (k_norm is None):
+            return self._reference.rope_and_store(qkv, shape, cos_sin, batch, kv, q_norm, k_norm, eps)
+        assert is_plain(qkv, tokens, (shape.num_heads + 2 * shape.num_kv_heads) * dim)
+        assert is_plain(cos_sin, cos_sin.shape[0], dim // 2 * 2)
+        assert is_plain(kv, 2, kv.shape[1], kv.shape[2], shape.num_kv_heads, dim)
+        pointers = self._pointers(batch)
+        assert pointers.num_tokens == tokens
+        q = torch.empty(tokens, shape.num_heads, dim)
+        keys = kv.data_ptr()
+        self._rope_and_store(
+            qkv.data_ptr(),
+            cos_sin.data_ptr(),
+            pointers.positions,
+            pointers.slots,
+            _head_norm(q_norm, dim),
+            _head_norm(k_norm, dim),
+            keys,
+            keys + kv.numel() // 2 * 4,
+            q.data_ptr(),
+            tokens,
+            shape.num_heads,
+            shape.num_kv_heads,
+            dim,
+            eps,
+            torch.get_num_threads(),
+        )
+        return q
+
+    def _pointers(self, batch: ForwardBatch) -> BatchPointers:
+        last = self._last_batch
+        if last is None or last.batch is not batch:
+            self._last_batch = last = check_batch(batch)
+        return last
+
+    def attention(self, q: torch.Tensor, shape: HeadShape, batch: ForwardBatch, kv: torch.Tensor, scale: float) -> torch.Tensor:
+        dim = shape.head_dim
+        if not _covers(shape):
+            return self._reference.attention(q, shape, batch, kv, scale)
+        pointers = self._pointers(batch)
+        tokens = pointers.num_tokens
+        assert is_plain(q, tokens, shape.num_heads, dim)
+        assert is_plain(kv, 2, kv.shape[1], kv.shape[2], shape.num_kv_heads, dim)
+        out = torch.empty(tokens, shape.num_heads * dim)
+        keys = kv.data_ptr()
+        status = self._attention(
+            q.data_ptr(),
+            keys,
+            keys + kv.numel() // 2 * 4,
+            pointers.query_start,
+            pointers.context_lens,
+            pointers.block_tables,
+            out.data_ptr(),
+            pointers.num_rows,
+            pointers.table_width,
+            kv.shape[2],
+            shape.num_heads,
+            shape.num_kv_heads,
+            dim,
+            scale,
+            torch.get_num_threads(),
+        )
+        if status != 0:
+            raise MemoryError("no memory to plan attention")
+        return out
+
+
+def _covers(shape: HeadShape) -> bool:
+    """Whether attention.c can do such heads."""
+    dim, group = shape.head_dim, shape.num_heads // shape.num_kv_heads
+    return dim <= _MAX_HEAD_DIM and dim % _HEAD_DIM_STEP == 0 and group <= _MAX_GROUP
+
+
+def _head_norm(weight: torch.Tensor | None, dim: int) -> int | None:
+    if weight is None:
+        return None
+    assert is_plain(weight, dim)
+    return weight.data_ptr()

@@ -1,0 +1,305 @@
+"""`kvrelay serve` (router and workers) and `kvrelay router` (the router alone).
+
+    resolve the model -> listen on the HTTP port -> registry, router, HTTP server -> start the workers
+    -> all of them usable: one ready line -> signal -> HTTP ends, router closes, workers end
+
+The router lives in this process; torch does not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import gc
+import resource
+import signal
+import socket
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import msgspec
+import uvicorn
+import uvloop
+
+from kvrelay.checkpoint.fetch import resolve
+from kvrelay.config import (
+    ClusterOptions,
+    EngineOptions,
+    Environment,
+    ModelOptions,
+    RouterOptions,
+    TransferOptions,
+)
+from kvrelay.errors import ConfigError
+from kvrelay.events.eviction_sync import EvictionSyncAdapter
+from kvrelay.events.removals import RemovalQueue
+from kvrelay.frontend.app import create_app
+from kvrelay.frontend.connections import close_slow, limited
+from kvrelay.launch.cluster import FREE_LOCAL_PORT, WorkerSettings, open_router, until_ready, worker_roles
+from kvrelay.launch.supervise import Supervisor
+from kvrelay.log import Log, take_over
+from kvrelay.media.image_spec import ImageSpec, read_image_spec
+from kvrelay.metrics import Metrics
+from kvrelay.planes.cluster_key import key_file, load_key
+from kvrelay.planes.curve import is_loopback, use_key
+from kvrelay.progress import Progress
+from kvrelay.router.router import OpenSync
+from kvrelay.states import Role
+from kvrelay.text.tokenizer import Tokenizer
+
+log = Log("serve")
+
+_BACKLOG = 4096
+# libuv accepts one connection per listening descriptor and turn of the loop. A turn in which hundreds of streams get their
+# tokens takes tens of milliseconds, so with one descriptor new clients would wait for seconds.
+_ACCEPTS_PER_TURN = 48
+_KEEP_ALIVE_S = 75  # longer than common proxies keep idle connections, so that they close first
+COLLECTOR_THRESHOLDS = (20_000, 20, 50)  # a request leaves few cycles behind
+_DEFAULT_LISTEN = "tcp://127.0.0.1:5600"
+_SPARE_DESCRIPTORS = 1024  # for workers, logs and files, besides one per HTTP connection
+_TICKS_PER_CHECK = 50  # of a tenth of a second
+_LAST_REMOVALS_S = 2.0  # for telling a context index what went with the workers
+
+
+def serve(
+    model: ModelOptions,
+    engine: EngineOptions,
+    router: RouterOptions,
+    cluster: ClusterOptions,
+    transfer: TransferOptions,
+    environment: Environment,
+    progress: Progress,
+) -> int:
+    """Runs until a signal; returns the exit status."""
+    roles = worker_roles(cluster)
+    router = _with_index(router, environment)
+    _prepare(router, cluster, environment)
+    with _listening(router.host, router.port) as listener:
+        folder = resolve(model.model, environment, progress)
+        tokenizer, image_spec = Tokenizer.load(folder), read_image_spec(folder)
+        if cluster.encode and image_spec is None:
+            raise ConfigError(f"--encode: {model.model} is a text model; it has no images to encode")
+        served_name = router.served_model_name or model.model
+        workers = WorkerSettings(
+            model=msgspec.structs.replace(model, model=str(folder)),
+            engine=engine,
+            transfer=transfer,
+            lease_s=cluster.lease_s,
+            cluster_key=cluster.cluster_key,
+            flags=["--progress=plain"] if len(roles) > 1 else [],
+        )
+
+        async def main() -> int:
+            front = Front(router, cluster, served_name, tokenizer, image_spec, default_listen=FREE_LOCAL_PORT)
+            return await _run(front, listener, Supervisor(workers.commands(roles, front.registry_address)), roles)
+
+        return _run_loop(main)
+
+
+def route(
+    model: ModelOptions, router: RouterOptions, cluster: ClusterOptions, environment: Environment, progress: Progress
+) -> int:
+    """The router alone: workers are started elsewhere and register here."""
+    router = _with_index(router, environment)
+    _prepare(router, cluster, environment)
+    with _listening(router.host, router.port) as listener:
+        folder = resolve(model.model, environment, progress)
+        tokenizer, image_spec = Tokenizer.load(folder), read_image_spec(folder)
+        served_name = router.served_model_name or model.model
+
+        async def main() -> int:
+            front = Front(router, cluster, served_name, tokenizer, image_spec, default_listen=_DEFAULT_LISTEN)
+            return await _run(front, listener, None, [])
+
+        return _run_loop(main)
+
+
+class Front:
+    """Registry, router and HTTP application of one process. Made on the running loop."""
+
+    def __init__(
+        self,
+        options: RouterOptions,
+        cluster: ClusterOptions,
+        served_name: str,
+        tokenizer: Tokenizer,
+        image_spec: ImageSpec | None = None,
+        *,
+        default_listen: str,
+    ) -> None:
+        metrics = Metrics()
+        self.served_name = served_name
+        self.removals = _open_removals(options, metrics)
+        self.router, self.registry_address = open_router(
+            options,
+            cluster,
+            metrics,
+            served_name,
+            default_listen=default_listen,
+            sync=None if self.removals is None else _open_sync(options, self.removals, metrics),
+        )
+        take_over("uvicorn.error")  # it has a line for every request that is none
+        app = create_app(self.router, tokenizer, metrics=metrics, options=options, model=served_name, image_spec=image_spec)
+        self.server = HttpServer(
+            uvicorn.Config(
+                app,
+                loop="none",
+                http=limited(options.max_connections),
+                ws="none",
+                lifespan="off",
+                interface="asgi3",
+                access_log=False,
+                log_config=None,
+                log_level="warning",
+                proxy_headers=False,
+                server_header=False,
+                backlog=_BACKLOG,
+                timeout_keep_alive=_KEEP_ALIVE_S,
+                timeout_graceful_shutdown=options.shutdown_wait_s,
+            )
+        )
+
+
+class HttpServer(uvicorn.Server):
+    """Leaves signals to us, and closes connections whose requests never arrive."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % _TICKS_PER_CHECK == 0:
+            close_slow(self.server_state.connections, asyncio.get_running_loop().time())
+        return await super().on_tick(counter)
+
+
+def _with_index(options: RouterOptions, environment: Environment) -> RouterOptions:
+    return msgspec.structs.replace(options, context_index=options.context_index or environment.context_index)
+
+
+def _open_removals(options: RouterOptions, metrics: Metrics) -> RemovalQueue | None:
+    """On the running loop. None where there is no context index, or nothing to tell it."""
+    if not options.context_index or options.eviction_sync == "off":
+        return None
+    from kvrelay.events.contextpilot import ContextPilotIndex  # loads an HTTP client that nobody else here needs
+
+    return RemovalQueue(ContextPilotIndex(options.context_index), metrics)
+
+
+def _open_sync(options: RouterOptions, removals: RemovalQueue, metrics: Metrics) -> OpenSync:
+    assert options.eviction_sync != "off"
+    return functools.partial(EvictionSyncAdapter, removals, mode=options.eviction_sync, metrics=metrics)
+
+
+async def _run(front: Front, listener: socket.socket, supervisor: Supervisor | None, roles: list[Role]) -> int:
+    stop = asyncio.Event()
+    _on_signals(front.server, stop)
+    front.router.start()
+    ready_line = _ready_line(front, listener, roles)
+    listeners = [listener.dup() for _ in range(_ACCEPTS_PER_TURN)]
+    listener.close()
+    http = asyncio.create_task(front.server.serve(sockets=listeners))
+    stopped = asyncio.create_task(stop.wait())
+    try:
+        if supervisor is not None:
+            supervisor.start()
+            await until_ready(front.router, supervisor, len(roles), stopped)
+        if not stop.is_set():
+            _spare_the_collector()
+            print(ready_line, flush=True)
+            await _until_stopped(http, stopped, supervisor)
+    finally:
+        stopped.cancel()
+        front.server.should_exit = True
+        await asyncio.wait([http])
+        if supervisor is not None:
+            await supervisor.stop()  # before the router: a worker that leaves wants an answer of the registry
+        if front.removals is not None:
+            await front.removals.close(_LAST_REMOVALS_S)
+        front.router.close()
+    return 0
+
+
+async def _until_stopped(http: asyncio.Task[None], stopped: asyncio.Task[bool], supervisor: Supervisor | None) -> None:
+    waits: list[asyncio.Future[Any]] = [http, stopped]
+    if supervisor is not None:
+        waits.append(supervisor.failed)
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    if supervisor is not None and supervisor.failed.done():
+        raise supervisor.failed.result()
+    if http.done():
+        http.result()  # it ends by itself only with an error
+
+
+def _on_signals(server: HttpServer, stop: asyncio.Event) -> None:
+    """The first signal stops in order, the second one does not wait for running responses."""
+
+    def stop_now() -> None:
+        server.force_exit = stop.is_set()
+        stop.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop_now)
+
+
+def _run_loop(main: Callable[[], Coroutine[Any, Any, int]]) -> int:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(main())
+
+
+def _prepare(router: RouterOptions, cluster: ClusterOptions, environment: Environment) -> None:
+    """Before anything is opened."""
+    use_key(load_key(key_file(cluster.cluster_key, environment)))
+    if not is_loopback(router.host) and not router.api_key and not router.api_key_file:
+        log.warning(
+            "whoever reaches this address can use the server; protect it with --api-key-file",
+            option="--host",
+            address=router.host,
+        )
+    _allow_descriptors(router.max_connections + _SPARE_DESCRIPTORS)
+
+
+def _allow_descriptors(wanted: int) -> None:
+    """Every connection takes one. Most systems give a process few of them unless it asks."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed < wanted:
+        log.warning("the system allows fewer open files than --max-connections needs", allowed=allowed, wanted=wanted)
+
+
+@contextlib.contextmanager
+def _listening(host: str, port: int) -> Iterator[socket.socket]:
+    """The HTTP port, taken before anything slow happens."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except socket.gaierror as error:
+        raise ConfigError(f"--host {host}: {error.strerror}") from error
+    with socket.socket(family, kind, protocol) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(address)
+            listener.listen(_BACKLOG)
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror} (choose another with --port)") from error
+        yield listener
+
+
+def _ready_line(front: Front, listener: socket.socket, roles: list[Role]) -> str:
+    host, port = listener.getsockname()[:2]
+    shown = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+    counted = " + ".join(f"{roles.count(role)} {role.value}" for role in Role if role in roles)
+    what = f"{counted} worker{'s' if len(roles) > 1 else ''}" if roles else "router only"
+    where = f"; workers register at {front.registry_address}" if not roles and front.registry_address else ""
+    return f"kvrelay ready on http://{shown}:{port} (model {front.served_name}, {what}{where})"
+
+
+def _spare_the_collector() -> None:
+    """What exists now lives as long as the process: the garbage collector need not look at it again and again."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*COLLECTOR_THRESHOLDS)

@@ -1,0 +1,288 @@
+"""What the offline API gives back, and how it is put together from an engine's outputs."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import Literal
+
+import msgspec
+
+from kvrelay.errors import InvalidRequestError
+from kvrelay.ids import KeptId, RequestId, new_kept_id
+from kvrelay.sampling import SamplingParams
+from kvrelay.states import FinishReason
+from kvrelay.text.detokenizer import Detokenizer
+from kvrelay.text.tokenizer import Tokenizer
+from kvrelay.wire.serving import (
+    BeamResult,
+    Failure,
+    Finish,
+    Inherited,
+    Keep,
+    KeptNews,
+    SequenceOutput,
+    StepOutputs,
+    TokenLogprobs,
+)
+
+
+class Answers(msgspec.Struct, frozen=True, kw_only=True):
+    """What whoever serves requests has to say of them, in the engine's words."""
+
+    outputs: list[SequenceOutput] = []
+    failures: list[Failure] = []
+    leases: list[KeptNews] = []
+    inherited: list[Inherited] = []
+    beams: list[BeamResult] = []
+
+    @classmethod
+    def of(cls, step: StepOutputs) -> Answers:
+        return cls(outputs=step.outputs, failures=step.failures, leases=step.leases, inherited=step.inherited, beams=step.beams)
+
+    def __bool__(self) -> bool:
+        return bool(self.outputs or self.failures or self.leases or self.inherited or self.beams)
+
+
+class Continuation(msgspec.Struct, frozen=True, kw_only=True):
+    """How to continue from a sample that was to be kept. Its handle is good as long as its tokens are known, kept or not."""
+
+    handle: str
+    kept: bool  # its KV is, until then
+    expires_at: float | None = None  # as of time.time()
+    reason: str = ""  # why it is not kept
+
+
+class Continued(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the KV of a child's prompt came from."""
+
+    of: str
+    source: Literal["lease", "prefix_cache", "prefill"]
+    inherited_tokens: int  # from the lease
+    computed_tokens: int
+
+
+class Origin(msgspec.Struct, frozen=True, kw_only=True):
+    """What a child begins with."""
+
+    of: str
+    tokens: list[int]
+    kept_id: KeptId | None  # where their KV is, perhaps
+
+
+class CompletionOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """One sample."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None  # None while it is being generated
+    stop: str | None = None  # the stop string that ended it
+    logprobs: list[TokenLogprobs] | None = None
+    cumulative_logprob: float | None = None  # of beam search, as the next
+    score: float | None = None
+    continuation: Continuation | None = None  # with keep_kv, once it has ended
+
+
+class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt and its samples, so far or for good."""
+
+    request_id: str
+    prompt: str | None  # None if it was given as token ids
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    cached_tokens: int = 0
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    continued: Continued | None = None  # of a child
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt ready for an engine. `params.n` samples are generated; the best `num_returned` are given back."""
+
+    prompt: str | None
+    tokens: list[int]
+    params: SamplingParams
+    num_returned: int
+    keep_logprobs: bool  # whether the caller asked for them; choosing the best needs them anyway
+    keep: Keep | None = None
+    origin: Origin | None = None
+
+
+def prepare(
+    tokenizer: Tokenizer,
+    prompt: str | list[int],
+    params: SamplingParams,
+    best_of: int | None,
+    keep_ttl_s: float | None = None,
+    origin: Origin | None = None,
+) -> Job:
+    """Tokenises, checks, and draws a seed where none was given. After an origin comes its suffix, as tokens."""
+    tokens = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+    wanted, keep_logprobs = params.n, params.logprobs is not None
+    if best_of is not None:
+        if best_of < wanted:
+            raise InvalidRequestError(f"best_of must be at least n ({wanted}), not {best_of}", param="best_of")
+        params = msgspec.structs.replace(params, n=best_of, logprobs=params.logprobs or 0)
+    if params.seed == 0 and not params.greedy:
+        params = msgspec.structs.replace(params, seed=secrets.randbits(63))
+    params.validate()
+    if keep_ttl_s is not None:
+        _check_keep(params, wanted)
+    return Job(
+        prompt=prompt if isinstance(prompt, str) else None,
+        tokens=tokens,
+        params=params,
+        num_returned=wanted,
+        keep_logprobs=keep_logprobs,
+        keep=None if keep_ttl_s is None else Keep([new_kept_id() for _ in range(params.n)], keep_ttl_s),
+        origin=origin,
+    )
+
+
+def _check_keep(params: SamplingParams, num_returned: int) -> None:
+    if params.beam is not None:
+        raise InvalidRequestError("keep_kv cannot be combined with beam search", param="keep_kv")
+    if params.n > num_returned:
+        raise InvalidRequestError("keep_kv cannot be combined with best_of above n", param="keep_kv")
+
+
+class _Sample:
+    """One sample as it grows."""
+
+    def __init__(self, tokenizer: Tokenizer, job: Job) -> None:
+        self.detokenizer = Detokenizer(tokenizer, job.params, job.tokens)
+        self.pieces: list[str] = []
+        self.tokens: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.finish: FinishReason | None = None
+        self.beam: BeamResult | None = None
+        self.continuation: Continuation | None = None
+
+    def take(self, output: SequenceOutput) -> bool:
+        """True if a stop string ended the sample before its worker knew."""
+        for index, token in enumerate(output.tokens):
+            last = index == len(output.tokens) - 1
+            silent = last and output.finish is FinishReason.STOP
+            self.tokens.append(token)
+            if output.logprobs is not None:
+                self.logprobs.append(output.logprobs[index])
+            self.pieces.append(self.detokenizer.push_silent() if silent else self.detokenizer.push(token))
+            if self.detokenizer.stopped is not None:
+                self.finish = FinishReason.STOP
+                return not (last and output.finish is not None)
+        if output.finish is not None:
+            self.finish = output.finish
+            self.pieces.append(self.detokenizer.flush())
+            if self.detokenizer.stopped is not None:
+                self.finish = FinishReason.STOP
+        return False
+
+    @property
+    def mean_logprob(self) -> float:
+        return sum(entry.logprob for entry in self.logprobs) / max(1, len(self.logprobs))
+
+
+class Assembly:
+    """Puts a request's outputs together."""
+
+    def __init__(self, tokenizer: Tokenizer, external_id: str, request_id: RequestId, job: Job) -> None:
+        self.job = job
+        self._external_id = external_id
+        self._request_id = request_id
+        self._samples = [_Sample(tokenizer, job) for _ in range(job.params.n)]
+        self._cached_tokens = 0
+        self._prompt_logprobs: list[TokenLogprobs | None] | None = None
+        self._inherited = 0
+        self.news: list[KeptNews] = []
+
+    @property
+    def ended(self) -> bool:
+        """There will be no more tokens."""
+        return all(sample.finish is not None for sample in self._samples)
+
+    @property
+    def heard_all(self) -> bool:
+        """Of every sample that was to be kept, whether it is."""
+        return self.job.keep is None or all(sample.continuation is not None for sample in self._samples)
+
+    @property
+    def finished(self) -> bool:
+        return self.ended and self.heard_all
+
+    def open_samples(self) -> list[tuple[int, int]]:
+        """Those without an end, and how many tokens each has."""
+        return [(place, len(sample.tokens)) for place, sample in enumerate(self._samples) if sample.finish is None]
+
+    def kept_tokens(self) -> list[tuple[KeptId, list[int]]]:
+        """Of each sample that was to be kept: prompt and output."""
+        kept_ids = [] if self.job.keep is None else self.job.keep.kept_ids
+        return [(kept_id, [*self.job.tokens, *sample.tokens]) for kept_id, sample in zip(kept_ids, self._samples, strict=False)]
+
+    def take_beam(self, beam: BeamResult) -> None:
+        self._samples[beam.sample].beam = beam
+
+    def take_inherited(self, inherited: Inherited) -> None:
+        self._inherited = inherited.num_tokens
+
+    def take_news(self, news: KeptNews) -> None:
+        self.news.append(news)
+        self._samples[news.sample].continuation = Continuation(
+            handle=news.kept_id,
+            kept=news.kept,
+            expires_at=time.time() + news.ttl_s if news.kept else None,
+            reason=news.reason,
+        )
+
+    def take(self, output: SequenceOutput) -> Finish | None:
+        """Returns what to tell the engine when a stop string ended the sample."""
+        sample = self._samples[output.sample]
+        if sample.finish is not None:
+            return None
+        self._cached_tokens = max(self._cached_tokens, output.cached_tokens)
+        self._prompt_logprobs = output.prompt_logprobs or self._prompt_logprobs
+        if not sample.take(output):
+            return None
+        return Finish(
+            request_id=self._request_id,
+            sample=output.sample,
+            keep_tokens=sample.detokenizer.num_tokens,
+            reason=FinishReason.STOP,
+        )
+
+    def output(self) -> RequestOutput:
+        samples = self._samples
+        if len(samples) > self.job.num_returned:
+            samples = sorted(samples, key=lambda sample: sample.mean_logprob, reverse=True)[: self.job.num_returned]
+        return RequestOutput(
+            request_id=self._external_id,
+            prompt=self.job.prompt,
+            prompt_token_ids=self.job.tokens,
+            outputs=[self._completion(index, sample) for index, sample in enumerate(samples)],
+            finished=self.finished,
+            cached_tokens=self._cached_tokens,
+            prompt_logprobs=self._prompt_logprobs,
+            continued=None if self.job.origin is None else self._continued(self.job.origin),
+        )
+
+    def _continued(self, origin: Origin) -> Continued:
+        known = max(self._inherited, self._cached_tokens)
+        return Continued(
+            of=origin.of,
+            source="lease" if self._inherited else "prefix_cache" if known else "prefill",
+            inherited_tokens=self._inherited,
+            computed_tokens=len(self.job.tokens) - known,
+        )
+
+    def _completion(self, index: int, sample: _Sample) -> CompletionOutput:
+        return CompletionOutput(
+            index=index,
+            text="".join(sample.pieces),
+            token_ids=list(sample.tokens),
+            finish_reason=sample.finish,
+            stop=sample.detokenizer.stopped,
+            logprobs=list(sample.logprobs) if self.job.keep_logprobs else None,
+            cumulative_logprob=None if sample.beam is None else sample.beam.cumulative_logprob,
+            score=None if sample.beam is None else sample.beam.score,
+            continuation=sample.continuation,
+        )
