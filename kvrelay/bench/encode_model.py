@@ -19,7 +19,6 @@ import numpy as np
 import PIL.Image
 
 from kvrelay.checkpoint.fetch import resolve
-from kvrelay.checkpoint.tiny_vl import make_tiny_vl
 from kvrelay.config import ModelOptions, read_environment
 from kvrelay.errors import BenchError
 from kvrelay.media.image_spec import ImageSpec, read_image_spec
@@ -30,16 +29,26 @@ from kvrelay.progress import Silent
 from kvrelay.wire.serving import Image
 
 SIDE = 384  # of an image, in pixels
-_TOWER = {
-    "depth": 8,
-    "hidden_size": 256,
-    "intermediate_size": 1024,
-    "num_heads": 4,
-    "num_position_embeddings": 48 * 48,
-    "deepstack_visual_indexes": [1, 3, 5],
-}
-
-_SIZE = {"shortest_edge": 64 * 64, "longest_edge": 1 << 20}  # least and most pixels
+_CONFIG = {
+    "architectures": ["Qwen3VLForConditionalGeneration"], "model_type": "qwen3_vl", "tie_word_embeddings": False,
+    "image_token_id": 262, "video_token_id": 263, "vision_start_token_id": 259, "vision_end_token_id": 260,
+    "text_config": {
+        "model_type": "qwen3_vl_text", "vocab_size": 264, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-6, "bos_token_id": 256, "eos_token_id": 258, "hidden_act": "silu", "rope_theta": 10000.0,
+        "rope_scaling": {"rope_type": "default", "mrope_section": [6, 5, 5], "mrope_interleaved": True},
+    },
+    "vision_config": {
+        "model_type": "qwen3_vl", "depth": 8, "hidden_size": 256, "intermediate_size": 1024, "out_hidden_size": 128,
+        "num_heads": 4, "patch_size": 16, "temporal_patch_size": 2, "spatial_merge_size": 2,
+        "num_position_embeddings": 48 * 48, "deepstack_visual_indexes": [1, 3, 5],
+    },
+}  # fmt: skip
+_PREPROCESSOR = {
+    "image_processor_type": "Qwen2VLImageProcessor", "patch_size": 16, "temporal_patch_size": 2, "merge_size": 2,
+    "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
+    "size": {"shortest_edge": 64 * 64, "longest_edge": 1 << 20},  # least and most pixels
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,16 +91,9 @@ def open_model(name: str) -> Iterator[ImageModel]:
             folder = resolve(name, read_environment(), Silent())
         else:
             folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvrelay-bench-vl-")))
-            _write(folder)
+            for file, content in (("config.json", _CONFIG), ("preprocessor_config.json", _PREPROCESSOR)):
+                (folder / file).write_text(json.dumps(content), encoding="utf-8")
         spec = read_image_spec(folder)
         if spec is None:
             raise BenchError(f"--model {name}: it takes no images")
         yield ImageModel(ModelOptions(model=str(folder), dtype="float32", load="auto" if name else "dummy"), spec)
-
-
-def _write(folder: pathlib.Path) -> None:
-    make_tiny_vl(folder)
-    for name, key, values in (("config.json", "vision_config", _TOWER), ("preprocessor_config.json", "size", _SIZE)):
-        content = json.loads((folder / name).read_text(encoding="utf-8"))
-        content[key] |= values
-        (folder / name).write_text(json.dumps(content), encoding="utf-8")
