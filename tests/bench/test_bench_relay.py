@@ -48,7 +48,7 @@ def test_the_working_set_is_as_large_as_asked(spec: ModelSpec) -> None:
 
 @pytest.mark.parametrize(("engine", "how"), [("shm", "read"), ("nixl", "write"), ("mooncake", "write")])
 def test_two_processes_move_what_they_say(spec: ModelSpec, engine: str, how: How) -> None:
-    with open_pair(engine, spec, 320, None) as pair:
+    with open_pair(engine, layout_of(spec, 320), 320, None) as pair:
         with pytest.raises(BenchError, match="are not those that were sent"):
             pair.check()
         moved = pair.measure(how)
@@ -61,7 +61,10 @@ def test_two_processes_move_what_they_say(spec: ModelSpec, engine: str, how: How
 
 
 def test_an_engine_that_cannot_work_here_is_told_from_a_failure(spec: ModelSpec) -> None:
-    with pytest.raises(EngineMissing, match="no transfer engine is called 'pigeon'"), open_pair("pigeon", spec, 16, None):
+    with (
+        pytest.raises(EngineMissing, match="no transfer engine is called 'pigeon'"),
+        open_pair("pigeon", layout_of(spec, 16), 16, None),
+    ):
         pass
 
 

@@ -25,7 +25,7 @@ from kvrelay.bench.harness.scenario import Part, Results
 from kvrelay.bench.harness.server import HOST, Server, serve
 from kvrelay.bench.harness.workload import draw
 from kvrelay.bench.kv.index_server import Ready
-from kvrelay.bench.kv.options import KVBench
+from kvrelay.bench.kv.scheduler import KVBench
 from kvrelay.errors import BenchError
 
 STREAM_TOKENS = 100

@@ -15,7 +15,6 @@ import statistics
 import time
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import zmq
@@ -72,15 +71,12 @@ class _Owner:
     def peer_malformed(self, peer: Peer, reason: str) -> None: ...
 
 
-@dataclass(frozen=True)
-class Times:
-    """Microseconds of each decision, round by round."""
+Rounds: TypeAlias = list[list[float]]  # microseconds of each decision
 
-    rounds: list[list[float]]
 
-    def median_of_rounds(self, share: int) -> float:
-        """A neighbour that takes the processor away spoils a round, not the figure."""
-        return statistics.median(percentile(times, share) for times in self.rounds)
+def median_of_rounds(rounds: Rounds, share: int) -> float:
+    """A neighbour that takes the processor away spoils a round, not the figure."""
+    return statistics.median(percentile(times, share) for times in rounds)
 
 
 def measure(options: BenchOptions, console: Console) -> Results:
@@ -167,7 +163,7 @@ def _planner(policy: PolicyName, peers: list[Peer], index: PrefixIndex) -> Plann
     return planner
 
 
-def _time_all(planners: dict[PolicyName, Planner], prompts: Sequence[Prompt]) -> dict[PolicyName, Times]:
+def _time_all(planners: dict[PolicyName, Planner], prompts: Sequence[Prompt]) -> dict[PolicyName, Rounds]:
     """The policies in turns, after a round that does not count. A server, too, keeps what it has away from the collector."""
     gc.collect()
     gc.freeze()
@@ -178,7 +174,7 @@ def _time_all(planners: dict[PolicyName, Planner], prompts: Sequence[Prompt]) ->
     finally:
         gc.set_threshold(*usual)
         gc.unfreeze()
-    return {policy: Times([each[policy] for each in rounds]) for policy in planners}
+    return {policy: [each[policy] for each in rounds] for policy in planners}
 
 
 def _time(planner: Planner, prompts: Sequence[Prompt]) -> list[float]:
@@ -193,9 +189,9 @@ def _time(planner: Planner, prompts: Sequence[Prompt]) -> list[float]:
     return times
 
 
-def summarise(times: dict[PolicyName, Times]) -> Results:
+def summarise(times: dict[PolicyName, Rounds]) -> Results:
     return {
-        f"decision_us_p{share}{'' if policy == 'prefix_aware' else f'_{policy}'}": each.median_of_rounds(share)
+        f"decision_us_p{share}{'' if policy == 'prefix_aware' else f'_{policy}'}": median_of_rounds(each, share)
         for policy, each in times.items()
         for share in (50, 99)
     }
