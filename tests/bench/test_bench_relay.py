@@ -11,6 +11,7 @@ import xml.etree.ElementTree as ElementTree
 import msgspec
 import pytest
 from rich.console import Console
+from test_bench_work import SMOLLM2
 from tiny_models import tiny_model
 
 from kvrelay.bench import main
@@ -20,13 +21,13 @@ from kvrelay.bench.relay import transfer
 from kvrelay.bench.relay.peer import How, kv_ranges
 from kvrelay.bench.relay.scenario import Gaps, summarise_gaps
 from kvrelay.bench.relay.transfer import EngineMissing, layout_of, open_pair, tokens_for
-from kvrelay.checkpoint.spec import ModelSpec, read_spec
+from kvrelay.checkpoint.spec import ModelSpec
 from kvrelay.errors import BenchError, ConfigError
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def spec() -> ModelSpec:
-    return read_spec(tiny_model("llama"))
+    return SMOLLM2
 
 
 def test_scattered_blocks_are_many_ranges_and_blocks_in_order_are_one_a_plane(spec: ModelSpec) -> None:

@@ -145,6 +145,7 @@ def measure(transport: str, rounds: int = ROUNDS) -> Results:
     size_bytes = TOKENS * _layout(_BLOCK_SIZE).row_bytes
     seconds: dict[Way, list[float]] = {way: [] for way in WAYS}
     raw_rates: list[float] = []
+    how: Literal["read", "write"] = "read" if transport == "shm" else "write"
     with (
         Child(["kvrelay.bench.encode.transfer", transport], core=None) as child,
         open_pair(transport, _raw_layout(), TOKENS, None) as pair,
@@ -154,8 +155,8 @@ def measure(transport: str, rounds: int = ROUNDS) -> Results:
             for _ in range(rounds + 1):
                 for way in WAYS:
                     seconds[way].append(consumers.relay(way))
-                pair.rewrite()
-                raw_rates.append(pair.measure("read" if transport == "shm" else "write", scattered=False).bytes_per_s)
+                pair.rewrite(how)
+                raw_rates.append(pair.measure(how, scattered=False).bytes_per_s)
             resumes = {way: relay.counts().resumes / (rounds + 1) for way, relay in consumers.relays.items()}
         finally:
             consumers.close()

@@ -64,9 +64,9 @@ class Pair:
     def measure(self, how: How, tokens: int = 0, *, scattered: bool = True) -> Done:
         return self.mover.ask(Measure(how=how, tokens=tokens or self.tokens, scattered=scattered), Done, _ANSWER_S)
 
-    def rewrite(self) -> None:
-        for child in (self.mover, self.other):
-            child.ask(Rewrite(), Done, _ANSWER_S)
+    def rewrite(self, how: How) -> None:
+        """The side that such a move reads."""
+        (self.other if how == "read" else self.mover).ask(Rewrite(), Done, _ANSWER_S)
 
     def check(self) -> None:
         """A rate of wrong bytes is no rate."""
