@@ -1,7 +1,7 @@
 """`kvrelay bench engine`: the real engine and runner in this process, against the roofline of this machine.
 
 A round measures the machine's limits, then decode at each batch size, then a prefill, then the same on the peer; rounds
-repeat, and a ratio is the median of the rounds' ratios. So a neighbour who takes half of the machine for a while slows limit
+repeat, and a ratio is the median of the rounds' ratios. So a process that takes half of the machine for a while slows limit
 and figure alike, and a single disturbed round does not count.
 """
 
@@ -135,7 +135,7 @@ def _run_round(index: int, machine: Machine, subject: Subject, peer: Subject | N
         this.peer_prefill_s = peer.prefill(prompt)
         tick()
     after = Limits(bytes_per_s=machine.gemv_bytes_per_s(), flops_per_s=machine.gemm_flops_per_s())
-    this.limits = Limits(  # the better of before and after: a limit that a neighbour lowered flatters us
+    this.limits = Limits(  # the better of before and after: a limit that another process lowered flatters us
         bytes_per_s=max(this.limits.bytes_per_s, after.bytes_per_s),
         flops_per_s=max(this.limits.flops_per_s, after.flops_per_s),
     )

@@ -97,7 +97,7 @@ def open_pair(engine: str, layout: KVLayout, tokens: int, cores: tuple[int, int]
 
 
 def measure_shm(spec: ModelSpec, cores: tuple[int, int], chunk_tokens: int) -> tuple[Results, float]:
-    """The better of the two memcpys around a move counts: one that a neighbour disturbed would flatter us. Also the seconds
+    """The better of the two memcpys around a move counts: one that was disturbed would flatter us. Also the seconds
     that it takes to move the KV of `chunk_tokens` alone."""
     tokens = tokens_for(spec, 4 * last_cache_bytes())
     with open_pair("shm", layout_of(spec, tokens), tokens, cores) as pair:

@@ -75,7 +75,7 @@ Rounds: TypeAlias = list[list[float]]  # microseconds of each decision
 
 
 def median_of_rounds(rounds: Rounds, share: int) -> float:
-    """A neighbour that takes the processor away spoils a round, not the figure."""
+    """A process that takes the processor away spoils a round, not the figure."""
     return statistics.median(percentile(times, share) for times in rounds)
 
 
