@@ -17,14 +17,16 @@ from array import array
 from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
+import msgspec
 import zmq
 from rich.console import Console
 
 from kvrelay.bench.harness.report import Target, percentile
 from kvrelay.bench.harness.scenario import BenchOptions, Part, Results
 from kvrelay.bench.harness.workload import draw
+from kvrelay.bench.router.fake_worker import FINGERPRINT, fake_record
 from kvrelay.errors import BenchError
-from kvrelay.ids import WorkerId, new_router_id, new_worker_id
+from kvrelay.ids import WorkerId, new_router_id
 from kvrelay.launch.serve import COLLECTOR_THRESHOLDS
 from kvrelay.metrics import Metrics
 from kvrelay.native import hashing
@@ -36,9 +38,8 @@ from kvrelay.router.plan import Planner
 from kvrelay.router.policy import PolicyName
 from kvrelay.router.prefix_index import PrefixIndex
 from kvrelay.sampling import SamplingParams
-from kvrelay.states import Role, WorkerState
-from kvrelay.wire import PROTOCOL_VERSION
-from kvrelay.wire.registry import WorkerLoad, WorkerRecord
+from kvrelay.states import Role
+from kvrelay.wire.registry import WorkerLoad
 from kvrelay.wire.serving import KeptTold, StepOutputs
 
 WORKERS = 64
@@ -50,7 +51,6 @@ HOLDERS = 4  # workers of each role that hold a prompt which is cached
 POLICIES: tuple[PolicyName, ...] = ("prefix_aware", "least_loaded", "round_robin")
 _BLOCK_SIZE = 16
 _VOCAB_SIZE = 50_000
-_FINGERPRINT = "fingerprint of a model"
 _PARAMS = SamplingParams(max_tokens=256)
 _PAUSE_S = 0.001
 
@@ -102,23 +102,14 @@ async def _measure() -> Results:
 
 def _peer(number: int, address: str, source: random.Random) -> Peer:
     role = Role.PREFILL if number % 2 else Role.DECODE
-    record = WorkerRecord(
-        id=new_worker_id(role.value),
-        role=role,
-        state=WorkerState.READY,
-        host="127.0.0.1",
-        pid=0,
-        serving_address=address,
-        model="bench",
-        fingerprint=_FINGERPRINT,
-        max_model_len=8192,
-        max_batch=64,
-        max_queue=512,
-        version=PROTOCOL_VERSION,
+    record = msgspec.structs.replace(
+        fake_record(role, address, "bench", max_model_len=8192),
         load=WorkerLoad(running=source.randrange(32)),
         events_address=address,
         replay_address=address,
         block_size=_BLOCK_SIZE,
+        max_batch=64,
+        max_queue=512,
     )
     peer = Peer(record, _Owner(), router_id=new_router_id(), lease_s=600.0)
     peer.update(record)  # as the registry's news would: now the peer has that load
@@ -127,7 +118,7 @@ def _peer(number: int, address: str, source: random.Random) -> Peer:
 
 def _fill_index(peers: list[Peer], prompts: Sequence[Prompt], source: random.Random) -> PrefixIndex:
     index = PrefixIndex()
-    root = hashing.root_hash(_FINGERPRINT, "")
+    root = hashing.root_hash(FINGERPRINT, "")
     for number, prompt in enumerate(prompts):
         hashes: list[bytes] = []
         hashing.extend_hashes(hashes, root, prompt, _BLOCK_SIZE, cached_blocks(number))

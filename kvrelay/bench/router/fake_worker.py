@@ -46,6 +46,7 @@ from kvrelay.wire.serving import (
     Welcome,
 )
 
+FINGERPRINT = "fake"
 _LEASE_S = 60.0
 _RENEW_S = 10.0
 _MAX_REQUESTS = 4096
@@ -95,7 +96,6 @@ class FakeWorker:
     def __init__(self, settings: FakeWorkerSettings, commands: LineReader) -> None:
         self._settings = settings
         self._commands = commands
-        self._worker_id = new_worker_id(Role.WHOLE)
         self._decoder: Decoder[ToWorker] = Decoder(ToWorker)
         self._open: dict[bytes, dict[RequestId, _OpenRequest]] = {}  # by the router's socket identity
         self._times: list[float] = []
@@ -106,7 +106,7 @@ class FakeWorker:
         self._socket = listening(zmq.ROUTER)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         port: int = self._socket.bind_to_random_port("tcp://127.0.0.1")
-        self._record = make_record(settings, self._worker_id, f"tcp://127.0.0.1:{port}")
+        self._record = fake_record(Role.WHOLE, f"tcp://127.0.0.1:{port}", settings.model, settings.max_model_len)
         self._registration = EmbeddedRegistration(settings.registry)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
@@ -115,7 +115,7 @@ class FakeWorker:
     def run(self) -> None:
         while not self._registration.register(self._record, _LEASE_S):
             pass
-        say(Ready(worker_id=self._worker_id))
+        say(Ready(worker_id=self._record.id))
         while self._receive(self._poller.poll(self._wait_ms())):
             now = time.perf_counter()
             if now >= self._next_step and any(self._open.values()):
@@ -193,7 +193,7 @@ class FakeWorker:
             if not requests:
                 continue
             outputs = [self._next_token(request) for request in requests.values()]
-            self._send(identity, StepOutputs(worker_id=self._worker_id, step=self._step, load=self._load(), outputs=outputs))
+            self._send(identity, StepOutputs(worker_id=self._record.id, step=self._step, load=self._load(), outputs=outputs))
             now = time.perf_counter()
             self._times.extend(now - request.received_at for request in requests.values() if request.position == 1)
             for output in outputs:
@@ -215,17 +215,17 @@ class FakeWorker:
         self._socket.send_multipart([identity, encode(message)])
 
 
-def make_record(settings: FakeWorkerSettings, worker_id: WorkerId, address: str) -> WorkerRecord:
+def fake_record(role: Role, address: str, model: str, max_model_len: int) -> WorkerRecord:
     return WorkerRecord(
-        id=worker_id,
-        role=Role.WHOLE,
+        id=new_worker_id(role.value),
+        role=role,
         state=WorkerState.READY,
         host="127.0.0.1",
         pid=os.getpid(),
         serving_address=address,
-        model=settings.model,
-        fingerprint="fake",
-        max_model_len=settings.max_model_len,
+        model=model,
+        fingerprint=FINGERPRINT,
+        max_model_len=max_model_len,
         max_batch=_MAX_REQUESTS,
         max_queue=_MAX_REQUESTS,
         version=PROTOCOL_VERSION,
