@@ -3,8 +3,8 @@
 The router benchmark puts it on the load generator's core. It is leaner than a real worker (no engine, no blocks), because
 the router is what is measured: one StepOutputs a step with a token for each open request, as fast as it can or once a tick.
 
-    parent -> worker    FakeWorkerSettings first, then SetTick(tick_s) (0: the next step follows at once), TakeTimes
-    worker -> parent    Ready once it is registered, then one Times for each TakeTimes
+    parent -> worker    FakeWorkerSettings first, then SetTick(tick_s) (0: the next step follows at once)
+    worker -> parent    Ready once it is registered, then one Times for each SetTick
 It ends when the parent closes the pipe (`harness/child.py`).
 """
 
@@ -59,12 +59,8 @@ class FakeWorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     tokens: list[int]  # given out in turn
 
 
-class SetTick(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class SetTick(msgspec.Struct, frozen=True, kw_only=True):
     tick_s: float
-
-
-class TakeTimes(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    pass
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,12 +68,9 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Times(msgspec.Struct, frozen=True, kw_only=True):
-    """For each request since the last question: seconds from receiving it to having sent its first token."""
+    """For each request since the last SetTick: seconds from receiving it to having sent its first token."""
 
     first_token_s: list[float]
-
-
-_Command = SetTick | TakeTimes
 
 
 @dataclass(slots=True)
@@ -147,7 +140,7 @@ class FakeWorker:
             elif not self._commands.fill():
                 return False
         while (line := self._commands.next_line()) is not None:
-            self._obey(msgspec.json.decode(line, type=_Command))
+            self._set_tick(msgspec.json.decode(line, type=SetTick))
         return True
 
     def _receive_all(self) -> None:
@@ -176,16 +169,11 @@ class FakeWorker:
             case _:
                 assert_never(message)
 
-    def _obey(self, command: _Command) -> None:
-        match command:
-            case SetTick():
-                self._tick_s = command.tick_s
-                self._next_step = time.perf_counter() + command.tick_s
-            case TakeTimes():
-                times, self._times = self._times, []
-                say(Times(first_token_s=times))
-            case _:
-                assert_never(command)
+    def _set_tick(self, command: SetTick) -> None:
+        self._tick_s = command.tick_s
+        self._next_step = time.perf_counter() + command.tick_s
+        times, self._times = self._times, []
+        say(Times(first_token_s=times))
 
     def _emit_step(self) -> None:
         self._step += 1
