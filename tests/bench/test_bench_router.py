@@ -136,7 +136,8 @@ def test_a_whole_run_on_a_tiny_model_gives_every_figure(tmp_path: Path, monkeypa
     (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 4096}))
     monkeypatch.setattr(multiturn, "ROUNDS", 1)
     monkeypatch.setattr(failover, "ROUNDS", 1)
-    monkeypatch.setattr(idle, "WINDOW_S", 2.0)
+    monkeypatch.setattr(idle, "SETTLE_S", 0.5)
+    monkeypatch.setattr(idle, "WINDOW_S", 1.0)
     path = tmp_path / "router.json"
     arguments = ["router", "--only", "idle,multiturn,failover", "--model", str(folder), "--json", str(path)]
     assert main.run(arguments) == 0

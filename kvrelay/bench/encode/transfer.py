@@ -140,7 +140,7 @@ class _Consumers:
             relay.close()
 
 
-def measure(transport: str, rounds: int = ROUNDS) -> Results:
+def measure(transport: str) -> Results:
     """Names of the numbers begin with the transport's. Raises BenchError."""
     size_bytes = TOKENS * _layout(_BLOCK_SIZE).row_bytes
     seconds: dict[Way, list[float]] = {way: [] for way in WAYS}
@@ -152,12 +152,12 @@ def measure(transport: str, rounds: int = ROUNDS) -> Results:
     ):
         consumers = _Consumers(transport, child)
         try:
-            for _ in range(rounds + 1):
+            for _ in range(ROUNDS + 1):
                 for way in WAYS:
                     seconds[way].append(consumers.relay(way))
                 pair.rewrite(how)
                 raw_rates.append(pair.measure(how, scattered=False).bytes_per_s)
-            resumes = {way: relay.counts().resumes / (rounds + 1) for way, relay in consumers.relays.items()}
+            resumes = {way: relay.counts().resumes / (ROUNDS + 1) for way, relay in consumers.relays.items()}
         finally:
             consumers.close()
     once, resumed, many = (seconds[way][1:] for way in WAYS)  # the first ones opened connections
