@@ -11,7 +11,8 @@ import pytest
 from msgspec import inspect
 
 from kvrelay import config, states
-from kvrelay.frontend import openai_types, responses_types
+from kvrelay.frontend.prompt import responses_types
+from kvrelay.frontend.prompt import types as openai_types
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])

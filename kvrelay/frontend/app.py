@@ -13,18 +13,28 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from kvrelay.config import RouterOptions
-from kvrelay.frontend.admin import change_role, drain
-from kvrelay.frontend.auth import ApiKeys, KeyRing
-from kvrelay.frontend.chat import chat_completions
-from kvrelay.frontend.completions import completions
-from kvrelay.frontend.continuations import delete_continuation, list_continuations, one_continuation
-from kvrelay.frontend.endpoint import Endpoint, Handler
-from kvrelay.frontend.errors import error_body, unknown_path
-from kvrelay.frontend.http import Receive, Scope, Send
-from kvrelay.frontend.pages import cluster, docs, health, index, metrics_page, models, one_model, openapi_page, version_page
-from kvrelay.frontend.responses import responses
+from kvrelay.frontend.answer.chat import chat_completions
+from kvrelay.frontend.answer.completions import completions
+from kvrelay.frontend.answer.responses import responses
+from kvrelay.frontend.http.auth import ApiKeys, KeyRing
+from kvrelay.frontend.http.call import Receive, Scope, Send
+from kvrelay.frontend.http.endpoint import Endpoint, Handler
+from kvrelay.frontend.http.errors import error_body, unknown_path
+from kvrelay.frontend.pages.admin import change_role, drain
+from kvrelay.frontend.pages.continuations import delete_continuation, list_continuations, one_continuation
+from kvrelay.frontend.pages.info import (
+    cluster,
+    docs,
+    health,
+    index,
+    metrics_page,
+    models,
+    one_model,
+    openapi_page,
+    version_page,
+)
+from kvrelay.frontend.pages.tokenize import detokenize, tokenize
 from kvrelay.frontend.service import Service
-from kvrelay.frontend.tokenize import detokenize, tokenize
 from kvrelay.media.image_spec import ImageSpec
 from kvrelay.metrics import Metrics
 from kvrelay.router.backend import Backend

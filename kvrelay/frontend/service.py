@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from kvrelay.config import RouterOptions
 from kvrelay.errors import InvalidRequestError, NotFoundError
-from kvrelay.frontend.tools import Tags
+from kvrelay.frontend.prompt.tools import Tags
 from kvrelay.media.image_spec import ImageSpec
 from kvrelay.metrics import Metrics
 from kvrelay.router.backend import Backend
@@ -19,7 +19,7 @@ from kvrelay.text.grammar_check import check_grammar
 from kvrelay.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from kvrelay.frontend.media import Media
+    from kvrelay.frontend.prompt.media import Media
 
 T = TypeVar("T")
 # Tokenising takes about 1 us per character: what is longer than this goes to a thread, so that streams do not stutter.
@@ -94,7 +94,7 @@ class Service:
 
 
 def _open_media(image_spec: ImageSpec, options: RouterOptions) -> Media:
-    from kvrelay.frontend.media import Media  # loads Pillow, which servers of text models have no use for
+    from kvrelay.frontend.prompt.media import Media  # loads Pillow, which servers of text models have no use for
 
     return Media(image_spec, options)
 

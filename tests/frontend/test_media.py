@@ -18,12 +18,12 @@ from PIL import Image as PillowImage
 
 from kvrelay.config import RouterOptions
 from kvrelay.errors import InvalidRequestError
-from kvrelay.frontend import media as media_module
 from kvrelay.frontend.app import create_app
 from kvrelay.frontend.fake_backend import FakeBackend
-from kvrelay.frontend.images import Part
-from kvrelay.frontend.media import Media
-from kvrelay.frontend.openai_types import ImagePart, ImageUrl
+from kvrelay.frontend.prompt import media as media_module
+from kvrelay.frontend.prompt.images import Part
+from kvrelay.frontend.prompt.media import Media
+from kvrelay.frontend.prompt.types import ImagePart, ImageUrl
 from kvrelay.media.image_spec import ImageSpec
 from kvrelay.media.placeholders import is_placeholder, placeholder_ids
 from kvrelay.metrics import Metrics

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrelay.errors import InvalidRequestError
-from kvrelay.frontend.deltas import Collected, Parser
-from kvrelay.frontend.openai_types import FunctionDefinition, FunctionName, FunctionTool, NamedToolChoice
-from kvrelay.frontend.reasoning import ReasoningParser
-from kvrelay.frontend.tool_parser import ToolCallParser
-from kvrelay.frontend.tools import Tags, hermes_messages, plan_tools, tools_for_template
+from kvrelay.frontend.answer.deltas import Collected, Parser
+from kvrelay.frontend.answer.reasoning import ReasoningParser
+from kvrelay.frontend.answer.tool_parser import ToolCallParser
+from kvrelay.frontend.prompt.tools import Tags, hermes_messages, plan_tools, tools_for_template
+from kvrelay.frontend.prompt.types import FunctionDefinition, FunctionName, FunctionTool, NamedToolChoice
 from kvrelay.sampling import Grammar, GrammarKind
 from kvrelay.text.grammar_check import check_grammar, to_definition
 from tests.frontend.serving import TOKENIZER

@@ -17,8 +17,8 @@ from hypothesis import HealthCheck, Phase, settings
 from schemathesis.checks import not_a_server_error
 
 from kvrelay.config import RouterOptions
-from kvrelay.frontend.http import Call
-from kvrelay.frontend.openai_types import HARMLESS_FIELDS, ChatRequest, StreamOptions
+from kvrelay.frontend.http.call import Call
+from kvrelay.frontend.prompt.types import HARMLESS_FIELDS, ChatRequest, StreamOptions
 from kvrelay.ids import new_transfer_id
 from kvrelay.metrics import Metrics
 from tests.frontend.serving import MODEL, fake_backend, http_client, make_app, running_server, says, wait_until_idle

@@ -1,0 +1,56 @@
+"""POST /tokenize and POST /detokenize."""
+
+from __future__ import annotations
+
+from kvrelay.errors import InvalidRequestError
+from kvrelay.frontend.answer.types import Detokenized, Tokenized
+from kvrelay.frontend.http.call import Call
+from kvrelay.frontend.http.reading import BodyReader
+from kvrelay.frontend.prompt.images import refuse_parts
+from kvrelay.frontend.prompt.prompts import chat_prompt, render
+from kvrelay.frontend.prompt.types import DetokenizeRequest, TokenizeRequest
+from kvrelay.frontend.service import Service
+
+_read_tokenize = BodyReader(TokenizeRequest)
+_read_detokenize = BodyReader(DetokenizeRequest)
+
+
+async def tokenize(service: Service, call: Call) -> None:
+    request = await _read_tokenize(service, call)
+    if (request.prompt is None) == (request.messages is None):
+        raise InvalidRequestError("exactly one of prompt and messages is needed", param="prompt")
+    is_text = request.messages is None
+    text = await _text(service, request)
+    special = is_text if request.add_special_tokens is None else request.add_special_tokens
+    tokens = await service.encode(text, add_special_tokens=special)
+    answer = Tokenized(
+        count=len(tokens),
+        max_model_len=service.backend.max_model_len,
+        tokens=tokens,
+        token_strs=[service.tokenizer.token_text(token) for token in tokens] if request.return_token_strs else None,
+    )
+    await call.answer_json(answer)
+
+
+async def _text(service: Service, request: TokenizeRequest) -> str:
+    if request.messages is None:
+        for field, value in (("tools", request.tools), ("chat_template_kwargs", request.chat_template_kwargs)):
+            if value is not None:
+                raise InvalidRequestError(f"{field} needs messages", param=field)
+        return request.prompt or ""
+    refuse_parts(request.messages, "/tokenize")
+    prompt = chat_prompt(
+        request.messages,
+        tools=request.tools or [],
+        add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=request.continue_final_message,
+        variables=request.chat_template_kwargs,
+    )
+    return await render(service, prompt)
+
+
+async def detokenize(service: Service, call: Call) -> None:
+    request = await _read_detokenize(service, call)
+    service.check_tokens(request.tokens, "tokens")
+    text = service.tokenizer.decode(request.tokens, skip_special_tokens=request.skip_special_tokens)
+    await call.answer_json(Detokenized(prompt=text))

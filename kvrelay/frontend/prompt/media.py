@@ -1,0 +1,199 @@
+"""Reads the images of a conversation and puts them in their places among the prompt's tokens.
+
+    read     fetched, checked and measured, off the event loop and a few at a time
+    place    the chat template wrote one token for each image: it becomes as many placeholders as the image has tokens
+
+Only servers whose model takes images load this, and the library that decodes them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import concurrent.futures
+import hashlib
+import struct
+from collections.abc import Sequence
+
+import msgspec
+
+from kvrelay.config import RouterOptions
+from kvrelay.errors import InvalidRequestError, MediaError
+from kvrelay.frontend.prompt.images import Part
+from kvrelay.frontend.prompt.types import ProcessorOptions
+from kvrelay.media.data_url import read_data_url
+from kvrelay.media.decode import Limits, check
+from kvrelay.media.fetch import Fetcher, FetchRules, allowed_hosts
+from kvrelay.media.image_spec import ImageSpec
+from kvrelay.media.placeholders import is_placeholder, placeholder_ids
+from kvrelay.media.resize import target_size
+from kvrelay.wire.serving import Image
+
+LOW_DETAIL_PIXELS = 512 * 512  # what `detail: low` means, as far as the model can do it
+# Placeholders tell images apart by 29 bits a token: below this, somebody could make an image that passes for another.
+_MIN_TOKENS = 4
+_MIN_BOUND_TOKENS = 16  # the least a client may set max_pixels to; rounding down leaves more than _MIN_TOKENS of it
+_DECODERS = 2
+_FETCHES = 16
+_REMEMBERED = 4096
+
+
+class ReadImage(msgspec.Struct, frozen=True, kw_only=True):
+    """Checked and measured."""
+
+    digest: str
+    num_tokens: int
+    grid: tuple[int, int, int]
+    data: bytes
+
+
+class _Bounds(msgspec.Struct, frozen=True):
+    min_pixels: int
+    max_pixels: int
+
+
+class Media:
+    """Of a server whose model takes images. Remembers which files were good, not the files."""
+
+    def __init__(self, spec: ImageSpec, options: RouterOptions, fetcher: Fetcher | None = None) -> None:
+        self.spec = spec
+        self._limits = Limits(max_bytes=options.max_image_bytes, max_pixels=options.max_image_pixels)
+        self._max_images = options.max_images
+        self._max_total_bytes = options.max_body_bytes
+        self._fetcher = fetcher or Fetcher(
+            FetchRules(
+                allowed_hosts=allowed_hosts(options.allowed_media_hosts),
+                max_bytes=options.max_image_bytes,
+                timeout_s=options.media_timeout_s,
+            )
+        )
+        self._fetches = asyncio.Semaphore(_FETCHES)
+        self._decoders = concurrent.futures.ThreadPoolExecutor(_DECODERS, thread_name_prefix="media")
+        self._sizes = _Sizes(self._limits)
+
+    # Reading
+
+    async def read(self, parts: Sequence[Part], wanted: ProcessorOptions | None) -> list[ReadImage]:
+        """In the order of the parts. All at once, as far as there are places."""
+        if len(parts) > self._max_images:
+            field = parts[self._max_images].field
+            message = f"{field}: a request may have {self._max_images} images, and this one has {len(parts)}"
+            raise InvalidRequestError(message, param=field, code="too_many_images")
+        bounds = [self._bounds(part, wanted) for part in parts]
+        tasks = [asyncio.ensure_future(self._read(part, bound)) for part, bound in zip(parts, bounds, strict=True)]
+        try:
+            images = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+        if sum(len(image.data) for image in images) > self._max_total_bytes:
+            message = f"the images of one request may have {self._max_total_bytes} bytes together"
+            raise InvalidRequestError(message, param="messages", code="invalid_image")
+        return images
+
+    def _bounds(self, part: Part, wanted: ProcessorOptions | None) -> _Bounds:
+        """The part's own, else the request's, else the model's; `detail: low` on top."""
+        spec, content = self.spec, part.content
+        shared = wanted or ProcessorOptions()
+        least, least_field = _asked(part, "min_pixels", content.min_pixels, shared.min_pixels)
+        most, most_field = _asked(part, "max_pixels", content.max_pixels, shared.max_pixels)
+        lowest = min(_MIN_BOUND_TOKENS * spec.factor**2, spec.max_pixels)
+        if most is not None and not lowest <= most <= spec.max_pixels:
+            raise InvalidRequestError(f"{most_field} must be from {lowest} to {spec.max_pixels}", param=most_field)
+        upper = spec.max_pixels if most is None else most
+        if content.image_url.detail == "low":
+            upper = min(upper, max(LOW_DETAIL_PIXELS, lowest))
+        if least is None:
+            return _Bounds(min(spec.min_pixels, upper), upper)
+        if least > upper:
+            raise InvalidRequestError(f"{least_field}: {least} are more than the {upper} pixels allowed", param=least_field)
+        return _Bounds(min(max(least, _MIN_TOKENS * spec.factor**2), upper), upper)
+
+    async def _read(self, part: Part, bounds: _Bounds) -> ReadImage:
+        try:
+            url = part.content.image_url.url
+            if url[:5].lower() == "data:":
+                return await self._off_loop(url, bounds)
+            async with self._fetches:
+                data = await self._fetcher.fetch(url)
+            return await self._off_loop(data, bounds)
+        except MediaError as error:
+            raise InvalidRequestError(f"{part.field}: {error}", param=part.field, code="invalid_image") from error
+
+    async def _off_loop(self, source: str | bytes, bounds: _Bounds) -> ReadImage:
+        return await asyncio.get_running_loop().run_in_executor(self._decoders, self._measure, source, bounds)
+
+    def _measure(self, source: str | bytes, bounds: _Bounds) -> ReadImage:
+        """Runs in a thread."""
+        spec = self.spec
+        data = read_data_url(source, self._limits.max_bytes) if isinstance(source, str) else source
+        content = hashlib.blake2b(data, digest_size=20)
+        seen_height, seen_width = self._sizes.of(data, content.digest())
+        height, width = target_size(
+            seen_height, seen_width, factor=spec.factor, min_pixels=bounds.min_pixels, max_pixels=bounds.max_pixels
+        )
+        content.update(struct.pack(">II", height, width))
+        rows, columns = height // spec.patch_size, width // spec.patch_size
+        num_tokens = rows * columns // spec.merge_size**2
+        return ReadImage(digest=content.hexdigest(), num_tokens=num_tokens, grid=(1, rows, columns), data=data)
+
+    # Placing
+
+    def check_places(self, tokens: list[int], num_images: int) -> None:
+        """Also for conversations without images: no text may pass for one."""
+        count = tokens.count(self.spec.image_token_id)
+        if count != num_images:
+            raise InvalidRequestError(
+                f"the messages have {num_images} images, but the prompt made of them has {count} places for one: "
+                "no text may hold the token that stands for an image",
+                param="messages",
+            )
+
+    def place(self, tokens: list[int], found: Sequence[ReadImage]) -> tuple[list[int], list[Image]]:
+        """The prompt with its placeholders. It has a place for each image."""
+        placed: list[int] = []
+        images: list[Image] = []
+        at = 0
+        for one in found:
+            here = tokens.index(self.spec.image_token_id, at)
+            placed += tokens[at:here]
+            images.append(
+                Image(
+                    digest=one.digest,
+                    start=len(placed),
+                    num_tokens=one.num_tokens,
+                    grid=one.grid,
+                    data=one.data,
+                )
+            )
+            placed += placeholder_ids(one.digest, one.num_tokens)
+            at = here + 1
+        return placed + tokens[at:], images
+
+    def shown(self, tokens: Sequence[int]) -> list[int]:
+        """A prompt as the model's own tokenizer would have it: clients know nothing of placeholders."""
+        return [self.spec.image_token_id if is_placeholder(token) else token for token in tokens]
+
+
+def _asked(part: Part, name: str, own: int | None, shared: int | None) -> tuple[int | None, str]:
+    """A bound that the client set, and the field where it did."""
+    if own is not None or shared is None:
+        return own, f"{part.field}.{name}"
+    return shared, f"mm_processor_kwargs.{name}"
+
+
+class _Sizes:
+    """Height and width of files by their digests: a conversation sends its images again with every turn. Used by several
+    threads: each operation on the table is one that cannot be interrupted, and a file measured twice does no harm."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._known: collections.OrderedDict[bytes, tuple[int, int]] = collections.OrderedDict()
+
+    def of(self, data: bytes, digest: bytes) -> tuple[int, int]:
+        """Raises MediaError."""
+        size = self._known.pop(digest, None) or check(data, self._limits)
+        self._known[digest] = size
+        if len(self._known) > _REMEMBERED:
+            self._known.popitem(last=False)
+        return size

@@ -1,0 +1,226 @@
+"""A request to /v1/responses as the chat request that means the same."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from kvrelay.errors import InvalidRequestError
+from kvrelay.frontend.prompt.responses_types import (
+    InputImage,
+    InputItem,
+    InputPart,
+    JsonObjectText,
+    JsonSchemaText,
+    Refusal,
+    ResponsesRequest,
+)
+from kvrelay.frontend.prompt.types import (
+    AssistantMessage,
+    CalledFunction,
+    ChatMessage,
+    ChatRequest,
+    FunctionDefinition,
+    FunctionName,
+    FunctionTool,
+    ImagePart,
+    ImageUrl,
+    JsonObjectFormat,
+    JsonSchema,
+    JsonSchemaFormat,
+    NamedToolChoice,
+    ResponseFormat,
+    SystemMessage,
+    TextPart,
+    ToolCall,
+    ToolChoice,
+    ToolMessage,
+    UserMessage,
+)
+
+T = TypeVar("T")
+_MESSAGE = re.compile(r"messages\[(\d+)\]")
+
+# Where a field has another name there.
+_NAMES = (
+    ("messages", "input"),
+    ("response_format.json_schema", "text.format"),
+    ("response_format", "text.format"),
+    ("max_completion_tokens", "max_output_tokens"),
+    ("tool_choice.function.name", "tool_choice.name"),
+)
+
+
+def own_names(error: InvalidRequestError, request: ResponsesRequest) -> InvalidRequestError:
+    """The error with the names that clients of this endpoint know."""
+    place = _MESSAGE.match(error.param or "")
+    sources = [] if place is None else _read_input(request)[1]
+    names = [(place.group(), sources[int(place.group(1))])] if place is not None and sources else []
+    for theirs, ours in (*names, *_NAMES):
+        if error.param is not None and error.param.startswith(theirs):
+            param = ours + error.param.removeprefix(theirs)
+            return InvalidRequestError(error.message.replace(error.param, param), param=param, code=error.code)
+    return error
+
+
+def chat_request(request: ResponsesRequest) -> ChatRequest:
+    shows_logprobs = bool(request.include) or request.top_logprobs is not None
+    return ChatRequest(
+        messages=_read_input(request)[0],
+        temperature=request.temperature,
+        top_p=request.top_p,
+        max_completion_tokens=request.max_output_tokens,
+        logprobs=shows_logprobs,
+        top_logprobs=(request.top_logprobs or 0) if shows_logprobs else None,
+        tools=_tools(request),
+        tool_choice=_tool_choice(request),
+        parallel_tool_calls=request.parallel_tool_calls,
+        response_format=_format(request),
+    )
+
+
+def _tools(request: ResponsesRequest) -> list[FunctionTool] | None:
+    if request.tools is None:
+        return None
+    return [
+        FunctionTool(
+            function=FunctionDefinition(
+                name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict
+            )
+        )
+        for tool in request.tools
+    ]
+
+
+def _tool_choice(request: ResponsesRequest) -> ToolChoice | None:
+    choice = request.tool_choice
+    if choice == "none" or choice == "auto" or choice == "required" or choice is None:
+        return choice
+    return NamedToolChoice(function=FunctionName(name=choice.name))
+
+
+def _format(request: ResponsesRequest) -> ResponseFormat | None:
+    wanted = None if request.text is None else request.text.format
+    if isinstance(wanted, JsonObjectText):
+        return JsonObjectFormat()
+    if isinstance(wanted, JsonSchemaText):
+        return JsonSchemaFormat(json_schema=JsonSchema(name=wanted.name, schema=wanted.schema, strict=wanted.strict))
+    return None
+
+
+def _read_input(request: ResponsesRequest) -> tuple[list[ChatMessage], list[str]]:
+    """The messages, and for each the field that it comes from."""
+    reader = _ItemReader()
+    if request.instructions is not None:
+        reader.add(SystemMessage(content=request.instructions), "instructions")
+    if isinstance(request.input, str):
+        reader.add(UserMessage(content=request.input), "input")
+        return reader.messages, reader.fields
+    for place, item in enumerate(request.input):
+        reader.read(item, f"input[{place}]")
+    reader.end()
+    if not reader.messages:
+        raise InvalidRequestError("input holds no message", param="input")
+    return reader.messages, reader.fields
+
+
+class _ItemReader:
+    """Items one by one: what an assistant thought, said and called in a row is one message of a chat."""
+
+    def __init__(self) -> None:
+        self.messages: list[ChatMessage] = []
+        self.fields: list[str] = []
+        self._last_field = ""  # of the assistant's turn
+        self._reasoning: str | None = None
+        self._said: str | None = None
+        self._calls: list[ToolCall] = []
+
+    def read(self, item: InputItem, field: str) -> None:
+        readers: dict[str, Callable[[InputItem, str], None]] = {
+            "message": self._message,
+            "function_call": self._call,
+            "function_call_output": self._result,
+            "reasoning": self._think,
+        }
+        readers[item.type](item, field)
+        self._last_field = field
+
+    def add(self, message: ChatMessage, field: str) -> None:
+        self.messages.append(message)
+        self.fields.append(field)
+
+    def end(self) -> None:
+        """The assistant's turn is over."""
+        if self._said is not None or self._calls or self._reasoning is not None:
+            message = AssistantMessage(
+                content=self._said or "", tool_calls=self._calls or None, reasoning_content=self._reasoning
+            )
+            self.add(message, self._last_field)
+        self._reasoning, self._said, self._calls = None, None, []
+
+    def _message(self, item: InputItem, field: str) -> None:
+        if item.content is None:
+            raise _missing(f"{field}.content")
+        match _needed(item.role, f"{field}.role"):
+            case "assistant":
+                if self._said is not None or self._calls:
+                    self.end()
+                self._said = _text(item.content, f"{field}.content")
+            case "user":
+                self.end()
+                self.add(UserMessage(content=_text_and_images(item.content, f"{field}.content")), field)
+            case _:
+                self.end()
+                self.add(SystemMessage(content=_text(item.content, f"{field}.content")), field)
+
+    def _call(self, item: InputItem, field: str) -> None:
+        function = CalledFunction(
+            name=_needed(item.name, f"{field}.name"), arguments=_needed(item.arguments, f"{field}.arguments")
+        )
+        self._calls.append(ToolCall(id=_needed(item.call_id, f"{field}.call_id"), function=function))
+
+    def _result(self, item: InputItem, field: str) -> None:
+        self.end()
+        if item.output is None:
+            raise _missing(f"{field}.output")
+        output = _text(item.output, f"{field}.output")
+        self.add(ToolMessage(content=output, tool_call_id=_needed(item.call_id, f"{field}.call_id")), field)
+
+    def _think(self, item: InputItem, field: str) -> None:
+        self.end()
+        thought: str | Sequence[InputPart] = item.content or item.summary or ""
+        self._reasoning = _text(thought, f"{field}.content")
+
+
+def _needed(value: T | None, field: str) -> T:
+    if value is None:
+        raise _missing(field)
+    return value
+
+
+def _missing(field: str) -> InvalidRequestError:
+    return InvalidRequestError(f"missing field: {field}", param=field, code="missing_required_parameter")
+
+
+def _text(content: str | Sequence[InputPart], field: str) -> str:
+    if isinstance(content, str):
+        return content
+    texts: list[str] = []
+    for place, part in enumerate(content):
+        if isinstance(part, InputImage):
+            where = f"{field}[{place}]"
+            raise InvalidRequestError(f"{where}: only messages of the user have images", param=where)
+        texts.append(part.refusal if isinstance(part, Refusal) else part.text)
+    return "\n".join(texts)
+
+
+def _text_and_images(content: str | Sequence[InputPart], field: str) -> str | list[TextPart | ImagePart]:
+    if isinstance(content, str) or not any(isinstance(part, InputImage) for part in content):
+        return _text(content, field)
+    return [
+        ImagePart(image_url=ImageUrl(url=part.image_url, detail=part.detail))
+        if isinstance(part, InputImage)
+        else TextPart(text=_text([part], field))
+        for part in content
+    ]
