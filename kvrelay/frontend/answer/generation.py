@@ -1,65 +1,50 @@
-"""From prompts to text: submits them, and turns tokens into steps as they arrive, in any number of samples at once.
+"""From prompts to steps: submits the prompts of a request, and turns the tokens of all their samples into text as they arrive.
 
     Generation(...)          submits every prompt; raises QueueFullError, UnavailableError
     await next()             the steps that are there, at least one; [] when every sample has ended
-    close()                  aborts whatever still runs; harmless at the end. Must be called, whatever happened
+    close()                  aborts what still runs; does nothing if all has ended. Must always be called
 
-One failing prompt fails the whole request. When the client leaves, everything is aborted at once and `next` raises
+If one prompt fails, the whole request fails. When the client leaves, all its prompts are aborted at once and `next` raises
 ClientGoneError.
 """
 
 from __future__ import annotations
 
-import asyncio
-import dataclasses
 import time
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from kvrelay.errors import InternalError, RequestError, UnavailableError
+from kvrelay.errors import InternalError, UnavailableError
+from kvrelay.frontend.answer.continuation import as_extra, provenance, shown
+from kvrelay.frontend.answer.merge import Merge
 from kvrelay.frontend.answer.types import Continuation, Provenance
 from kvrelay.frontend.http.auth import owner_of
 from kvrelay.frontend.http.call import Call, DisconnectWatch, Header
-from kvrelay.frontend.http.deadline import remaining_s
 from kvrelay.frontend.http.errors import ClientGoneError
-from kvrelay.frontend.prompt.continuation import Origin, as_extra, provenance, shown
+from kvrelay.frontend.prompt.work import Work
 from kvrelay.frontend.service import Service
 from kvrelay.ids import new_kept_id
 from kvrelay.router.backend import GenerateRequest
 from kvrelay.router.parent import Parent
 from kvrelay.router.stream import RequestStream
-from kvrelay.sampling import SamplingParams
 from kvrelay.states import FinishReason
 from kvrelay.text.detokenizer import Detokenizer
-from kvrelay.wire.serving import BeamResult, Image, Keep, SequenceOutput, TokenLogprobs
+from kvrelay.wire.serving import Keep, SequenceOutput, TokenLogprobs
 
-_SETTLE_S = 2.0  # how long the end of an answer waits for word of its leases
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Work:
-    """What a request asks for."""
-
-    prompts: list[list[int]]
-    params: Sequence[SamplingParams]  # one per prompt: max_tokens may differ
-    priority: int = 0
-    cache_salt: str = ""
-    timeout_s: float | None = None  # None: the header or the server says
-    images: Sequence[Image] = ()  # of a conversation, which is one prompt
-    keep_s: float = 0.0  # for how long its KV is kept for others to continue from
-    origin: Origin | None = None  # what its one prompt continues from
+_SETTLE_S = 2.0  # how long the end of an answer waits for workers to confirm what is kept
 
 
 class Sample:
-    """One sequence that is being generated. `finish` is set with its last step."""
+    """One of the n samples of a prompt. `finish` is set with its last step."""
 
-    __slots__ = ("detokenizer", "finish", "index", "prompt", "total_logprob")
+    __slots__ = ("detokenizer", "finish", "index", "number", "prompt", "stream", "total_logprob")
 
-    def __init__(self, index: int, prompt: int, detokenizer: Detokenizer) -> None:
-        self.index = index  # among all samples of the request: prompt * n + sample
+    def __init__(self, prompt: int, number: int, index: int, stream: RequestStream, detokenizer: Detokenizer) -> None:
         self.prompt = prompt
+        self.number = number  # among the samples of that prompt
+        self.index = index  # among all samples of the request
+        self.stream = stream  # of that prompt
         self.detokenizer = detokenizer
         self.finish: FinishReason | None = None
         self.total_logprob = 0.0
@@ -68,9 +53,14 @@ class Sample:
     def num_tokens(self) -> int:
         return self.detokenizer.num_tokens
 
+    @property
+    def parent(self) -> Parent:
+        """This sample, as continuations see it."""
+        return self.stream.parents[self.number]
+
 
 class Step:
-    """One token of one sample, and the text that it completes. `token` is None if only the end was left to tell."""
+    """One token of one sample, and the text that it completes. `token` is None if the step only ends the sample."""
 
     __slots__ = ("finish", "logprobs", "sample", "text", "token")
 
@@ -87,10 +77,9 @@ class Step:
 class Generation:
     """Of one HTTP request."""
 
-    def __init__(self, service: Service, call: Call, work: Work, *, trace: Mapping[str, str]) -> None:
+    def __init__(self, service: Service, call: Call, work: Work) -> None:
         self._metrics = service.metrics
         self._continuations = service.backend.continuations
-        self._owner = owner_of(service, call)
         self._settle_until = 0.0
         self._arrived = call.arrived
         self._last_step = 0.0
@@ -104,32 +93,27 @@ class Generation:
         self._hide_stop_token = not work.params[0].include_stop_str_in_output
         self._has_stops = bool(work.params[0].stop)
         self._streams: list[RequestStream] = []
-        self._merge: _Merge | None = None
         try:
-            self._submit(service, call, trace)
+            self._submit(service, call)
         except BaseException:
             self._abort_streams()
             raise
         self._num_open = len(self.samples)
-        if len(self._streams) > 1:
-            self._merge = _Merge(self._streams)
+        self._merge = Merge(self._streams) if len(self._streams) > 1 else None
         self._watch = DisconnectWatch(call, self._client_left)
 
-    def _submit(self, service: Service, call: Call, trace: Mapping[str, str]) -> None:
+    def _submit(self, service: Service, call: Call) -> None:
         work = self._work
-        timeout_s = remaining_s(service, call, work.timeout_s)
-        session = call.session()
+        timeout_s = call.remaining_s(work.timeout_s, service.options.request_timeout_s)
+        session, trace, owner = call.session(), call.trace(), owner_of(call, service.options)
         for place, (prompt, params) in enumerate(zip(work.prompts, work.params, strict=True)):
-            origin, keep = work.origin, None
-            if work.keep_s:
-                keep = Keep([new_kept_id() for _ in range(params.n)], work.keep_s, self._owner)
             request = GenerateRequest(
                 external_id=call.request_id,
                 answer_id=call.id,
                 first_choice=place * params.n,
-                owner=self._owner,
-                keep=keep,
-                parent=None if origin is None else origin.parent,
+                owner=owner,
+                keep=Keep([new_kept_id() for _ in range(params.n)], work.keep_s, owner) if work.keep_s else None,
+                parent=None if work.origin is None else work.origin.parent,
                 prompt=prompt,
                 params=params,
                 priority=work.priority,
@@ -139,16 +123,17 @@ class Generation:
                 timeout_s=timeout_s,
                 images=work.images,
             )
-            self._streams.append(service.backend.submit(request))
+            stream = service.backend.submit(request)
+            self._streams.append(stream)
             samples = [
-                Sample(place * params.n + sample, place, Detokenizer(service.tokenizer, params, prompt))
-                for sample in range(params.n)
+                Sample(place, number, place * params.n + number, stream, Detokenizer(service.tokenizer, params, prompt))
+                for number in range(params.n)
             ]
             self._by_prompt.append(samples)
             self.samples += samples
 
     def headers(self) -> list[Header]:
-        """Which workers serve the request (its first prompt)."""
+        """The workers that serve the request (its first prompt), and the ids of what is kept."""
         stream = self._streams[0]
         headers = [(b"x-kvrelay-prefill", stream.prefill.encode()), (b"x-kvrelay-decode", stream.decode.encode())]
         if stream.transfer_id is not None:
@@ -162,35 +147,32 @@ class Generation:
 
     @property
     def says_more(self) -> bool:
-        """Whether the last words of each choice say more than OpenAI's do."""
+        """Whether the last chunk of each choice has more in it than OpenAI's."""
         return bool(self._work.keep_s) or self._work.origin is not None
 
     async def settle(self) -> None:
-        """Returns when the workers have said what becomes of the KV of the choices that have ended, or should have."""
+        """Waits, for a while, until workers have confirmed whether the KV of the choices that have ended is kept."""
         if not self._work.keep_s:
             return
         now = time.perf_counter()
         self._settle_until = self._settle_until or now + _SETTLE_S
-        ended = [self._parent(sample) for sample in self.samples if sample.finish is not None]
+        ended = [sample.parent for sample in self.samples if sample.finish is not None]
         await self._continuations.until_settled(ended, max(0.0, self._settle_until - now))
 
     def continuation(self, sample: Sample) -> Continuation | msgspec.UnsetType:
-        return shown(self._continuations, self._parent(sample)) if self._work.keep_s else msgspec.UNSET
+        return shown(self._continuations, sample.parent) if self._work.keep_s else msgspec.UNSET
 
     def provenance(self) -> Provenance | msgspec.UnsetType:
         origin = self._work.origin
         return msgspec.UNSET if origin is None else provenance(origin, self._streams[0].inherited, self.cached_tokens[0])
 
     def last_words(self, step: Step, choice: dict[str, Any]) -> bytes:
-        """What a stream says more in the last chunk of a choice: in the choice, and beside it."""
+        """What the last chunk of a choice has beyond OpenAI's: in the choice, and beside it."""
         if step.finish is None or not self.says_more:
             return b""
         if self._work.keep_s:
             choice["continuation"] = self.continuation(step.sample)
         return as_extra(self.provenance())
-
-    def _parent(self, sample: Sample) -> Parent:
-        return self._streams[sample.prompt].parents[sample.index % self._work.params[sample.prompt].n]
 
     async def next(self) -> list[Step]:
         if self._num_open == 0:
@@ -224,18 +206,17 @@ class Generation:
 
     @property
     def done(self) -> bool:
-        """Every sample has ended, with the steps handed out last."""
+        """Every sample has ended with the steps handed out so far."""
         return self._num_open == 0
 
-    def beam(self, sample: Sample) -> BeamResult | None:
-        """How a search scored this result of it; None if it was sampled."""
-        params = self._work.params[sample.prompt]
-        if params.beam is None:
-            return None
-        beam = self._streams[sample.prompt].beams.get(sample.index % params.n)
+    def beam_scores(self, sample: Sample) -> tuple[float | msgspec.UnsetType, float | msgspec.UnsetType]:
+        """cumulative_logprob and beam_score of a choice; unset without a beam search."""
+        if self._work.params[sample.prompt].beam is None:
+            return msgspec.UNSET, msgspec.UNSET
+        beam = sample.stream.beams.get(sample.number)
         if beam is None:
             raise InternalError("a worker gave a result of a beam search without its score")
-        return beam
+        return beam.cumulative_logprob, beam.score
 
     @property
     def output_tokens(self) -> int:
@@ -243,7 +224,7 @@ class Generation:
 
     def _take(self, place: int, output: SequenceOutput, steps: list[Step]) -> None:
         sample = self._by_prompt[place][output.sample]
-        if sample.finish is not None:  # a stop string ended it; the worker did not know yet
+        if sample.finish is not None:  # a stop string ended it before the worker knew
             return
         if output.cached_tokens:
             self.cached_tokens[place] = output.cached_tokens
@@ -251,26 +232,26 @@ class Generation:
             self.prompt_logprobs[place] = output.prompt_logprobs
         finish = output.finish
         if finish is FinishReason.ABORT or finish is FinishReason.ERROR:
-            raise UnavailableError("the worker gave the request up", code="aborted_by_worker")
+            raise UnavailableError("the worker gave up the request", code="aborted_by_worker")
         logprobs, tokens = output.logprobs, output.tokens
         if finish is None and logprobs is None and len(tokens) == 1 and not self._has_stops:
-            # By far the most common case, once per token: nothing but text to tell.
+            # By far the most common case, once per token: text and nothing else.
             steps.append(Step(sample, tokens[0], sample.detokenizer.push(tokens[0]), None, None))
             return
         last = len(tokens) - 1
         for position, token in enumerate(tokens):
             entry = None if logprobs is None else logprobs[position]
             ends = finish if position == last else None
-            step = self._step(place, sample, token, entry, ends)
+            step = self._step(sample, token, entry, ends)
             steps.append(step)
             if step.finish is not None:
                 return
-        if finish is not None:  # told apart from its last token
+        if finish is not None:  # it comes apart from the last token
             sample.finish = finish
             self._num_open -= 1
             steps.append(Step(sample, None, sample.detokenizer.flush(), None, finish))
 
-    def _step(self, place: int, sample: Sample, token: int, entry: TokenLogprobs | None, finish: FinishReason | None) -> Step:
+    def _step(self, sample: Sample, token: int, entry: TokenLogprobs | None, finish: FinishReason | None) -> Step:
         detokenizer = sample.detokenizer
         if finish is FinishReason.STOP and self._hide_stop_token:
             text = detokenizer.push_silent()
@@ -280,7 +261,7 @@ class Generation:
             sample.total_logprob += entry.logprob
         if detokenizer.stopped is not None:
             finish = FinishReason.STOP
-            self._streams[place].finish(sample.index % self._work.params[place].n, sample.num_tokens, finish)
+            sample.stream.finish(sample.number, sample.num_tokens, finish)
         if finish is not None:
             text += detokenizer.flush()
             finish = finish if detokenizer.stopped is None else FinishReason.STOP
@@ -289,7 +270,7 @@ class Generation:
         return Step(sample, token, text, entry, finish)
 
     def _observe(self) -> None:
-        """One observation per wake-up, whatever the number of tokens."""
+        """One observation per wake-up, however many tokens it brought."""
         now = time.perf_counter()
         if self._last_step == 0.0:
             self._metrics.ttft_seconds.observe(now - self._arrived)
@@ -306,37 +287,3 @@ class Generation:
     def _abort_streams(self) -> None:
         for stream in self._streams:
             stream.abort()
-
-
-class _Merge:
-    """Several streams as one: a task per stream, a queue for all."""
-
-    def __init__(self, streams: Sequence[RequestStream]) -> None:
-        self._queue: asyncio.Queue[tuple[int, list[SequenceOutput] | RequestError]] = asyncio.Queue()
-        self._open = len(streams)
-        loop = asyncio.get_running_loop()
-        self._tasks = [loop.create_task(self._pump(place, stream)) for place, stream in enumerate(streams)]
-
-    async def _pump(self, place: int, stream: RequestStream) -> None:
-        try:
-            while outputs := await stream.next():
-                self._queue.put_nowait((place, outputs))
-        except RequestError as error:
-            self._queue.put_nowait((place, error))
-        else:
-            self._queue.put_nowait((place, []))
-
-    async def next(self) -> tuple[int, list[SequenceOutput]]:
-        """Outputs of one stream; none when all have ended."""
-        while self._open:
-            place, outputs = await self._queue.get()
-            if isinstance(outputs, RequestError):
-                raise outputs
-            if outputs:
-                return place, outputs
-            self._open -= 1
-        return 0, []
-
-    def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()

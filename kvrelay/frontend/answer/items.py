@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable
-from typing import Any
-
-import msgspec
+from typing import Any, assert_never
 
 from kvrelay.frontend.answer.deltas import CallArguments, CallStart, Delta, Reasoning, Text
 from kvrelay.frontend.answer.types import TokenLogprob
 
 Emit = Callable[..., None]  # emit(event name, field=value, ...)
 Item = dict[str, Any]
+
+_EVENTS = {"message": "output_text", "reasoning": "reasoning_text", "function_call": "function_call_arguments"}
 
 
 class OutputItems:
@@ -27,32 +27,40 @@ class OutputItems:
         for delta in deltas:
             match delta:
                 case Text(text):
-                    self._item(_OpenMessage).grow(text, logprobs)
+                    self._message().grow(text, logprobs)
                     logprobs = []
                 case Reasoning(text):
-                    self._item(_OpenReasoning).grow(text, [])
+                    item = {"id": _new_id("rs"), "type": "reasoning", "summary": [], "content": [], "status": "in_progress"}
+                    self._open_item("reasoning", item).grow(text, [])
                 case CallStart(_, call_id, name):
-                    self._begin(_OpenCall(self._emit, len(self.items), call_id, name))
+                    self._begin(
+                        {"id": _new_id("fc"), "type": "function_call", "call_id": call_id, "name": name, "arguments": "",
+                         "status": "in_progress"}
+                    )  # fmt: skip
                 case CallArguments(_, text):
-                    self._item(_OpenCall).grow(text, [])
+                    assert self._open is not None, "the arguments of a call follow its start"
+                    self._open.grow(text, [])
+                case _ as never:
+                    assert_never(never)
 
     def finish(self, status: str) -> None:
         if not self.items:
-            self._item(_OpenMessage)  # an empty answer is an empty message
+            self._message()  # an empty answer is an empty message
         self._close(status)
 
-    def _item(self, kind: type[_OpenMessage | _OpenReasoning | _OpenCall]) -> _OpenItem:
-        if not isinstance(self._open, kind):
-            assert kind is not _OpenCall, "a call's arguments follow its start"
-            self._begin(kind(self._emit, len(self.items)))
-        assert self._open is not None
-        return self._open
+    def _message(self) -> _OpenItem:
+        item = {"id": _new_id("msg"), "type": "message", "role": "assistant", "status": "in_progress", "content": []}
+        return self._open_item("message", item)
 
-    def _begin(self, item: _OpenItem) -> None:
+    def _open_item(self, kind: str, item: Item) -> _OpenItem:
+        """The open item if it is of that kind, else a new one."""
+        return self._open if self._open is not None and self._open.type == kind else self._begin(item)
+
+    def _begin(self, item: Item) -> _OpenItem:
         self._close("completed")
-        self._open = item
-        self.items.append(item.item)
-        item.begin()
+        self._open = _OpenItem(self._emit, len(self.items), item)
+        self.items.append(item)
+        return self._open
 
     def _close(self, status: str) -> None:
         if self._open is not None:
@@ -61,99 +69,46 @@ class OutputItems:
 
 
 class _OpenItem:
-    """An item that still grows. `item` is what the response holds of it."""
+    """An item that still grows. `item` is the response's entry for it."""
 
     def __init__(self, emit: Emit, output_index: int, item: Item) -> None:
+        self.type: str = item["type"]
         self._emit = emit
-        self.item = item
-        self._place = {"item_id": item["id"], "output_index": output_index}
+        self._item = item
+        self._output_index = output_index
+        self._place: dict[str, Any] = {"item_id": item["id"], "output_index": output_index}
+        self._event = f"response.{_EVENTS[self.type]}"
         self._written: list[str] = []
-
-    def begin(self) -> None:
-        # Encoded at once: the item grows on.
-        item = msgspec.json.decode(msgspec.json.encode(self.item))
-        self._emit("response.output_item.added", output_index=self._place["output_index"], item=item)
-
-    def grow(self, text: str, logprobs: list[TokenLogprob]) -> None:
-        raise NotImplementedError
-
-    def close(self, status: str) -> None:
-        self.item["status"] = status
-        self._emit("response.output_item.done", output_index=self._place["output_index"], item=self.item)
-
-
-class _OpenMessage(_OpenItem):
-    def __init__(self, emit: Emit, output_index: int) -> None:
-        item = {"id": _new_id("msg"), "type": "message", "role": "assistant", "status": "in_progress", "content": []}
-        super().__init__(emit, output_index, item)
         self._logprobs: list[TokenLogprob] = []
-
-    def begin(self) -> None:
-        super().begin()
-        self._emit("response.content_part.added", **self._place, content_index=0, part=self._part("", []))
+        emit("response.output_item.added", output_index=output_index, item=item)
+        if self.type != "function_call":
+            self._place["content_index"] = 0
+            emit("response.content_part.added", **self._place, part=self._part(""))
 
     def grow(self, text: str, logprobs: list[TokenLogprob]) -> None:
         self._written.append(text)
         self._logprobs += logprobs
-        self._emit("response.output_text.delta", **self._place, content_index=0, delta=text, logprobs=logprobs)
+        shown = {"logprobs": logprobs} if self.type == "message" else {}
+        self._emit(f"{self._event}.delta", **self._place, delta=text, **shown)
 
     def close(self, status: str) -> None:
         text = "".join(self._written)
-        part = self._part(text, self._logprobs)
-        self.item["content"] = [part]
-        self._emit("response.output_text.done", **self._place, content_index=0, text=text, logprobs=self._logprobs)
-        self._emit("response.content_part.done", **self._place, content_index=0, part=part)
-        super().close(status)
+        if self.type == "function_call":
+            self._item["arguments"] = text
+            self._emit(f"{self._event}.done", **self._place, name=self._item["name"], arguments=text)
+        else:
+            part = self._part(text)
+            self._item["content"] = [part]
+            shown = {"logprobs": self._logprobs} if self.type == "message" else {}
+            self._emit(f"{self._event}.done", **self._place, text=text, **shown)
+            self._emit("response.content_part.done", **self._place, part=part)
+        self._item["status"] = status
+        self._emit("response.output_item.done", output_index=self._output_index, item=self._item)
 
-    @staticmethod
-    def _part(text: str, logprobs: list[TokenLogprob]) -> dict[str, Any]:
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
-
-
-class _OpenReasoning(_OpenItem):
-    def __init__(self, emit: Emit, output_index: int) -> None:
-        item = {"id": _new_id("rs"), "type": "reasoning", "summary": [], "content": [], "status": "in_progress"}
-        super().__init__(emit, output_index, item)
-
-    def begin(self) -> None:
-        super().begin()
-        part = {"type": "reasoning_text", "text": ""}
-        self._emit("response.content_part.added", **self._place, content_index=0, part=part)
-
-    def grow(self, text: str, logprobs: list[TokenLogprob]) -> None:
-        self._written.append(text)
-        self._emit("response.reasoning_text.delta", **self._place, content_index=0, delta=text)
-
-    def close(self, status: str) -> None:
-        text = "".join(self._written)
-        part = {"type": "reasoning_text", "text": text}
-        self.item["content"] = [part]
-        self._emit("response.reasoning_text.done", **self._place, content_index=0, text=text)
-        self._emit("response.content_part.done", **self._place, content_index=0, part=part)
-        super().close(status)
-
-
-class _OpenCall(_OpenItem):
-    def __init__(self, emit: Emit, output_index: int, call_id: str = "", name: str = "") -> None:
-        item = {
-            "id": _new_id("fc"),
-            "type": "function_call",
-            "call_id": call_id,
-            "name": name,
-            "arguments": "",
-            "status": "in_progress",
-        }
-        super().__init__(emit, output_index, item)
-
-    def grow(self, text: str, logprobs: list[TokenLogprob]) -> None:
-        self._written.append(text)
-        self._emit("response.function_call_arguments.delta", **self._place, delta=text)
-
-    def close(self, status: str) -> None:
-        arguments = "".join(self._written)
-        self.item["arguments"] = arguments
-        self._emit("response.function_call_arguments.done", **self._place, name=self.item["name"], arguments=arguments)
-        super().close(status)
+    def _part(self, text: str) -> dict[str, Any]:
+        if self.type == "reasoning":
+            return {"type": "reasoning_text", "text": text}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": self._logprobs}
 
 
 def _new_id(prefix: str) -> str:

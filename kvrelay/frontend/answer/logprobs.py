@@ -1,4 +1,4 @@
-"""Logprobs in the three forms clients know: of chats, of legacy completions, and vLLM's for prompts."""
+"""Logprobs in three forms: those of chats and of legacy completions, and vLLM's for prompts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from kvrelay.frontend.answer.generation import Step
 from kvrelay.frontend.answer.types import CompletionLogprobs, TokenLogprob, TopLogprob
 from kvrelay.text.tokenizer import Tokenizer
 from kvrelay.wire.serving import TokenLogprobs
@@ -17,14 +18,18 @@ def finite(logprob: float) -> float:
     return logprob if math.isfinite(logprob) else _FLOOR
 
 
-def chat_logprob(tokenizer: Tokenizer, token: int, entry: TokenLogprobs, num_top: int) -> TokenLogprob:
-    raw = tokenizer.token_bytes(token)
-    return TokenLogprob(
+def chat_logprobs(tokenizer: Tokenizer, step: Step, num_top: int | None) -> list[TokenLogprob]:
+    """Of the step's token; none if no logprobs are shown (`num_top` is None), or the step has no token."""
+    if num_top is None or step.token is None or step.logprobs is None:
+        return []
+    raw = tokenizer.token_bytes(step.token)
+    entry = TokenLogprob(
         token=raw.decode(errors="replace"),
-        logprob=finite(entry.logprob),
+        logprob=finite(step.logprobs.logprob),
         bytes=list(raw),
-        top_logprobs=[_top(tokenizer, other, logprob) for other, logprob in entry.top[:num_top]],
+        top_logprobs=[_top(tokenizer, other, logprob) for other, logprob in step.logprobs.top[:num_top]],
     )
+    return [entry]
 
 
 def _top(tokenizer: Tokenizer, token: int, logprob: float) -> TopLogprob:
@@ -33,7 +38,7 @@ def _top(tokenizer: Tokenizer, token: int, logprob: float) -> TopLogprob:
 
 
 class LegacyLogprobs:
-    """Of one choice: the four parallel lists, growing. `take` hands out what came since the last time."""
+    """Of one choice: four parallel lists that grow. `take` hands out what was added since the last time."""
 
     __slots__ = ("_num_top", "_offset", "_offsets", "_probabilities", "_tokenizer", "_tokens", "_top")
 
@@ -82,7 +87,7 @@ class LegacyLogprobs:
 def prompt_logprobs(
     tokenizer: Tokenizer, prompt: Sequence[int], entries: Sequence[TokenLogprobs | None]
 ) -> list[dict[str, Any] | None]:
-    """vLLM's form: per token an object from token ids to what is known of them."""
+    """vLLM's form: per token, an object from token ids to their logprobs and ranks."""
     return [
         None if entry is None else _prompt_entry(tokenizer, token, entry) for token, entry in zip(prompt, entries, strict=True)
     ]

@@ -11,9 +11,8 @@ import re
 import msgspec
 
 from kvrelay.frontend.answer.deltas import CallArguments, CallStart, Delta, Text, held_suffix, new_call_id
+from kvrelay.frontend.prompt.tools import CLOSE, OPEN
 
-OPEN = "<tool_call>"
-CLOSE = "</tool_call>"
 _BEGINNING = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)', re.DOTALL)
 _JSON_MARK = re.compile(r'["\\{}\[\]]')
 

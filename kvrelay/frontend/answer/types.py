@@ -1,4 +1,4 @@
-"""What clients receive, other than the events of a stream, which are written as bytes (`stream.py`)."""
+"""The bodies of chats and completions. Events of a stream are written as bytes (`chunks.py`), responses as they grow."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 
 class Output(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of everything we answer."""
+    """Base of everything below."""
 
 
 class PromptTokensDetails(Output, frozen=True, kw_only=True):
@@ -72,7 +72,7 @@ class AnswerMessage(Output, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Continuation(Output, frozen=True, kw_only=True):
-    """Whether a choice's KV is kept, and the name under which it can be continued from either way."""
+    """Whether a choice's KV is kept. It can be continued from under this id in either case."""
 
     id: str
     kept: bool
@@ -86,41 +86,14 @@ class ContinuationSource(Output, frozen=True, kw_only=True):
 
     of: str
     source: Literal["lease", "prefix_cache", "prefill"]
-    inherited_tokens: int  # of the lease
-    computed_tokens: int  # anew
+    inherited_tokens: int  # of kept KV
+    computed_tokens: int
 
 
 class Provenance(Output, frozen=True, kw_only=True):
-    """What only kvrelay has to say."""
+    """kvrelay's own part of an answer."""
 
     continuation: ContinuationSource
-
-
-class ContinuationHandle(Output, frozen=True, kw_only=True):
-    """A request that can be continued from, as GET /v1/continuations shows it."""
-
-    id: str
-    request_id: str
-    choice: int
-    state: str
-    tokens: int  # prompt and output; 0 while it runs
-    prompt_tokens: int
-    blocks: int  # of KV, that its worker holds for it
-    expires_at: int | None
-    worker: str | None
-    reason: str | None  # why nothing is held
-    object: Literal["continuation"] = "continuation"
-
-
-class ContinuationList(Output, frozen=True, kw_only=True):
-    data: list[ContinuationHandle]
-    object: Literal["list"] = "list"
-
-
-class ContinuationDeleted(Output, frozen=True, kw_only=True):
-    id: str
-    object: Literal["continuation.deleted"] = "continuation.deleted"
-    deleted: bool = True
 
 
 class ChatChoice(Output, frozen=True, kw_only=True):
@@ -169,39 +142,3 @@ class Completion(Output, frozen=True, kw_only=True):
     object: Literal["text_completion"] = "text_completion"
     system_fingerprint: str | None = None
     kvrelay: Provenance | msgspec.UnsetType = msgspec.UNSET
-
-
-class Model(Output, frozen=True, kw_only=True):
-    id: str
-    created: int
-    root: str
-    max_model_len: int
-    object: Literal["model"] = "model"
-    owned_by: Literal["kvrelay"] = "kvrelay"
-
-
-class ModelList(Output, frozen=True, kw_only=True):
-    data: list[Model]
-    object: Literal["list"] = "list"
-
-
-class Tokenized(Output, frozen=True, kw_only=True):
-    count: int
-    max_model_len: int
-    tokens: list[int]
-    token_strs: list[str] | None = None
-
-
-class Detokenized(Output, frozen=True, kw_only=True):
-    prompt: str
-
-
-class ErrorBody(Output, frozen=True, kw_only=True):
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorResponse(Output, frozen=True, kw_only=True):
-    error: ErrorBody

@@ -1,10 +1,10 @@
-"""API keys: who may use the server. The check comes before any endpoint; `/health` and `/metrics` need no key.
+"""API keys. They are checked before any endpoint sees the request; `/health` and `/metrics` need none.
 
     --api-key a,b          fixed for the life of the process
     --api-key-file FILE    one key a line, `#` begins a comment line; read again when the file has changed
 
-A request looks at the file at most once a second. A file that can no longer be read, or holds no key any more, changes nothing:
-the last keys stay valid, and the log says so.
+The file is checked when a request comes, at most once a second. If it can no longer be read, or holds no key, the keys read
+before stay valid and the log says so.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import time
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
+from kvrelay.config import RouterOptions
 from kvrelay.errors import ConfigError, UnauthorizedError
 from kvrelay.frontend.http.call import Call, Receive, Scope, Send
 from kvrelay.frontend.http.endpoint import send_error
-from kvrelay.frontend.service import Service
 from kvrelay.log import Log
 from kvrelay.planes.secret_file import read_secret_lines
 
@@ -35,9 +35,9 @@ _Signature = tuple[int, int, int, int]
 
 
 class KeyRing:
-    """The keys that are valid now. Empty, and then everybody may come in, only if none was asked for at the start.
+    """The keys that are valid now. There are none, and then every request passes, only if the server was started without keys.
 
-    A key is kept, and looked up, as its digest under a secret of this process: how long that takes says nothing about the key.
+    A key is stored and looked up as its digest under a secret of this process, so that the time it takes reveals nothing.
     """
 
     def __init__(self, keys: str, file: str, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -92,15 +92,15 @@ class KeyRing:
         return hashlib.blake2b(key, key=self._secret, digest_size=32).digest()
 
 
-def owner_of(service: Service, call: Call) -> str:
-    """Whose the request is: a digest of its key, the same in every process; empty where no keys are asked for."""
-    if not (service.options.api_key or service.options.api_key_file):
+def owner_of(call: Call, options: RouterOptions) -> str:
+    """Digest of the request's API key, the same in every process; empty where the server needs no keys."""
+    if not (options.api_key or options.api_key_file):
         return ""
     return hashlib.blake2b(_key(call), digest_size=16, person=b"kvrelay-owner").hexdigest()
 
 
 def _key(call: Call) -> bytes:
-    """Empty if there is none."""
+    """Empty if the request has none."""
     kind, _, key = (call.header(b"authorization") or b"").partition(b" ")
     return key.strip() if kind.lower() == b"bearer" else b""
 
@@ -125,8 +125,8 @@ class ApiKeys:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS or not self._ring.asks:
             return self._app(scope, receive, send)
         call = Call(scope, receive, send)
-        kind, _, key = (call.header(b"authorization") or b"").partition(b" ")
-        if self._ring.holds(key.strip()) and kind.lower() == b"bearer":
+        key = _key(call)
+        if key and self._ring.holds(key):
             return self._app(scope, receive, send)
         reason = "wrong API key" if key else "no API key: send the header 'Authorization: Bearer KEY'"
         return send_error(call, UnauthorizedError(reason, code="invalid_api_key"))

@@ -1,16 +1,17 @@
-"""One HTTP request, as the handlers see it: its body, one answer or one stream, and whether its client is still there."""
+"""One HTTP request as handlers see it: headers, body, one answer or one stream, and whether its client is still there."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
-from kvrelay.errors import InvalidRequestError, TooLargeError
-from kvrelay.frontend.http.errors import JSON_TYPE, ClientGoneError
+from kvrelay.errors import InvalidRequestError, RequestError, TooLargeError
+from kvrelay.frontend.http.errors import JSON_TYPE, ClientGoneError, error_event, invalid_body
 from kvrelay.ids import new_answer_id
 
 Scope = MutableMapping[str, Any]
@@ -18,6 +19,7 @@ AsgiMessage = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[AsgiMessage]]
 Send = Callable[[AsgiMessage], Awaitable[None]]
 Header = tuple[bytes, bytes]
+T = TypeVar("T")
 
 _EVENT_STREAM: list[Header] = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -31,7 +33,7 @@ _MAX_HEADER_ID = 256
 class Call:
     """Handlers read the body first, then either `answer` once, or `start_stream`, `write` often and `end_stream` once."""
 
-    __slots__ = ("_headers", "_receive", "_send", "arrived", "id", "request_id", "scope", "started", "status")
+    __slots__ = ("_headers", "_receive", "_send", "arrived", "error_event", "id", "request_id", "scope", "started", "status")
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.scope = scope
@@ -41,11 +43,12 @@ class Call:
         self.arrived = time.perf_counter()
         self.status = 0  # of the answer, once it began
         self.started = False
+        self.error_event: Callable[[RequestError], bytes] = error_event  # ends a stream that has begun
         self.id = ""  # of the answer, such as chatcmpl-...
         self.request_id = ""  # what the client calls the request
 
     def name(self, prefix: str, chosen: str | None) -> None:
-        """Gives the answer its id, and finds the client's name of the request: from the body, a header, or that id."""
+        """Gives the answer its id, and the request its name: from the body (`chosen`), else from a header, else that id."""
         self.id = new_answer_id(prefix)
         named = chosen or (self.header(b"x-request-id") or b"").decode("latin-1")
         usable = 0 < len(named) <= _MAX_HEADER_ID and named.isascii() and named.isprintable()
@@ -58,19 +61,46 @@ class Call:
         return None
 
     def session(self) -> str:
-        """What the client calls the conversation that the request belongs to; empty if it does not say."""
+        """The client's name for the conversation that the request belongs to; empty if there is none."""
         named = (self.header(b"x-session-id") or b"").decode("latin-1")
         if len(named) > _MAX_HEADER_ID or not (named.isascii() and (named.isprintable() or not named)):
             raise InvalidRequestError(
-                f"x-session-id is at most {_MAX_HEADER_ID} printable ASCII characters", param="x-session-id"
+                f"x-session-id must be at most {_MAX_HEADER_ID} printable ASCII characters", param="x-session-id"
             )
         return named
 
     def trace(self) -> dict[str, str]:
         return {key.decode(): value.decode("latin-1") for key, value in self._headers if key in _TRACE_HEADERS}
 
+    def remaining_s(self, field: float | None, server_limit_s: float) -> float | None:
+        """Seconds left of what the field `timeout`, else the header, else the server allows; None: there is no limit."""
+        limit_s = self._timeout_header() if field is None else field
+        limit_s = limit_s or server_limit_s
+        return max(0.0, limit_s - (time.perf_counter() - self.arrived)) if limit_s else None
+
+    def _timeout_header(self) -> float | None:
+        header = self.header(b"x-request-timeout")
+        if header is None:
+            return None
+        try:
+            limit_s = float(header)
+        except ValueError:
+            limit_s = math.nan
+        if not (math.isfinite(limit_s) and limit_s > 0.0):
+            raise InvalidRequestError("x-request-timeout must be a number of seconds above 0", param="x-request-timeout")
+        return limit_s
+
+    async def read(self, decoder: msgspec.json.Decoder[T], limit: int) -> T:
+        """The body as one of our structs, or the 400 that says where it is wrong. The content type is not looked at: OpenAI
+        takes JSON under any name."""
+        body = await self.body(limit)
+        try:
+            return decoder.decode(body)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            raise invalid_body(error) from error
+
     async def body(self, limit: int) -> bytes:
-        """All of it. Stops reading, and raises TooLargeError, as soon as it is over `limit` bytes."""
+        """All of it. Stops reading, and raises TooLargeError, as soon as there are more than `limit` bytes."""
         declared = self.header(b"content-length")
         if declared is not None and declared.isdigit() and int(declared) > limit:
             raise _too_large(limit)
@@ -120,7 +150,7 @@ class Call:
 
 
 def _too_large(limit: int) -> TooLargeError:
-    return TooLargeError(f"the body is larger than {limit} bytes", code="body_too_large")
+    return TooLargeError(f"the body has more than {limit} bytes", code="body_too_large")
 
 
 def _not_empty(body: bytes) -> bytes:
@@ -134,11 +164,11 @@ class DisconnectWatch:
 
     __slots__ = ("_task",)
 
-    def __init__(self, call: Call, gone: Callable[[], None]) -> None:
+    def __init__(self, call: Call, gone: Callable[[], object]) -> None:
         self._task = asyncio.get_running_loop().create_task(self._watch(call, gone))
 
     @staticmethod
-    async def _watch(call: Call, gone: Callable[[], None]) -> None:
+    async def _watch(call: Call, gone: Callable[[], object]) -> None:
         await call.disconnected()
         gone()
 

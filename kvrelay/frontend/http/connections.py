@@ -1,10 +1,10 @@
-"""HTTP connections: how many there may be, and how long a client may take to say what it wants.
+"""HTTP connections: how many may be open, and how long a client may take to send a request.
 
-    accepted -> within the limit     served, until it is slow or silent for too long
-             -> one too many         503 with Retry-After, then closed; those that are being served notice nothing
+    accepted -> within the limit     served, until its client is too slow or idle for too long
+             -> over the limit       503 with Retry-After, then closed; connections that are being served go on
 
-uvicorn's own limit counts also against connections that are being served already, and it has no time limit for a request that
-never ends: whoever opens connections and says nothing would keep everybody else out for ever.
+uvicorn's own limit also hits connections that are being served already, and uvicorn has no time limit for a request that never
+ends: a client that opens connections and sends nothing would keep all others out for ever.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ log = Log("frontend")
 HEADERS_WITHIN_S = 30.0
 BODY_WITHIN_S = 300.0
 MAX_HEADER_BYTES = 64 * 1024
-_MAX_REFUSALS = 256  # connections that are being told so; beyond, they are cut
-_REFUSE_WITHIN_S = 1.0  # the request is awaited for so long: many clients do not expect an answer before they asked
-_LINGER_S = 1.0  # closing while the client still sends would destroy the answer
+_MAX_REFUSALS = 256  # connections that are being refused at a time; any more are cut
+_REFUSE_WITHIN_S = 1.0  # time for the request to come: many clients expect no answer before they have asked
+_LINGER_S = 1.0  # closing while the client still sends would destroy the answer on its way
 
 
 class _Part(enum.Enum):
-    """What the client owes us."""
+    """The part of a request that the client has still to send."""
 
     HEADERS = enum.auto()
     BODY = enum.auto()
@@ -41,7 +41,7 @@ class _Part(enum.Enum):
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """One connection. Subclasses say how many of them there may be (`limited`)."""
+    """One connection. Subclasses set how many may be open (`limited`)."""
 
     max_connections = 1
 
@@ -97,7 +97,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def _give_up(self) -> None:
-        """Nobody waits for answers any more. uvicorn tells only the last of several requests that came on one connection."""
+        """No client waits for answers any more. Of several requests on one connection, uvicorn tells only the last."""
         for cycle in self._unanswered:
             cycle.disconnected = True
             cycle.message_event.set()
@@ -108,19 +108,19 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_response_complete()
 
     def is_slow(self, now: float) -> bool:
-        """Whether all that this connection does is wait for a client that does not say what it wants."""
+        """Whether all this connection does is wait for a client that takes too long to send its request."""
         answering = self.cycle is not None and not self.cycle.response_complete
         match self._part:
             case _Part.NOTHING:
                 return False
-            case _Part.HEADERS:  # while it answers the request before, the next one may take its time
+            case _Part.HEADERS:  # while the request before is answered, the next one may take its time
                 return not answering and now - self._since > HEADERS_WITHIN_S
-            case _Part.BODY:  # a request that came too early is not read on before it is its turn
+            case _Part.BODY:  # a request that came early is not read on before its turn
                 return not self.pipeline and now - self._since > BODY_WITHIN_S
 
 
 class _Refusal(asyncio.Protocol):
-    """Tells one client that there are too many, and closes."""
+    """Answers one client that too many connections are open, and closes."""
 
     num_open = 0
 
@@ -151,7 +151,7 @@ class _Refusal(asyncio.Protocol):
 
 
 def limited(max_connections: int) -> type[LimitedProtocol]:
-    """What uvicorn is to make for each connection."""
+    """The protocol that uvicorn makes for each connection."""
 
     class Limited(LimitedProtocol):
         pass
@@ -161,7 +161,7 @@ def limited(max_connections: int) -> type[LimitedProtocol]:
 
 
 def close_slow(connections: Iterable[object], now: float) -> int:
-    """Called now and then. Returns how many there were."""
+    """Closes connections whose clients are too slow; called periodically. Returns how many there were."""
     slow = [each for each in connections if isinstance(each, LimitedProtocol) and each.is_slow(now)]
     for connection in slow:
         connection.transport.close()

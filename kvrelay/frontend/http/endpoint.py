@@ -7,36 +7,37 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from kvrelay.errors import InternalError, MethodNotAllowedError, RequestError
 from kvrelay.frontend.http.call import Call, Receive, Scope, Send
-from kvrelay.frontend.http.errors import ClientGoneError, error_body, error_event, error_headers, wrong_method
-from kvrelay.frontend.service import Service
+from kvrelay.frontend.http.errors import ClientGoneError, error_body, error_headers, wrong_method
 from kvrelay.log import Log
+from kvrelay.metrics import Metrics
 
-Handler = Callable[[Service, Call], Awaitable[None]]
+Handler = Callable[[Call], Awaitable[None]]
 
 _log = Log("frontend")
-_CLIENT_GONE = 499  # nobody saw it; for the metrics and the log
+_CLIENT_GONE = 499  # for the metrics and the log: the client is gone and never sees it
 
 
 class Endpoint:
-    """The ASGI application of one path. `handlers` has one for each method that it takes."""
+    """The ASGI application of one path, with a handler for each method that it accepts."""
 
-    def __init__(self, service: Service, path: str, handlers: Mapping[str, Handler]) -> None:
-        self._service = service
+    def __init__(self, path: str, handlers: Mapping[str, Handler], metrics: Metrics, *, log_requests: bool) -> None:
         self._path = path
+        self._metrics = metrics
+        self._log_requests = log_requests
         self._allowed = ", ".join(handlers)
         self._handlers = {"HEAD": handlers["GET"], **handlers} if "GET" in handlers else dict(handlers)
-        self._counters = {200: service.metrics.requests.labels(path, "200")}
+        self._counters = {200: metrics.requests.labels(path, "200")}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call = Call(scope, receive, send)
-        metrics = self._service.metrics
+        metrics = self._metrics
         metrics.requests_in_flight.inc()
-        status = _CLIENT_GONE  # also if the server is shut down meanwhile
+        status = _CLIENT_GONE  # also if the server shuts down meanwhile
         try:
             handler = self._handlers.get(call.scope["method"])
             if handler is None:
                 raise wrong_method(call.scope["method"], self._path, self._allowed)
-            await handler(self._service, call)
+            await handler(call)
             status = call.status
         except ClientGoneError:
             pass
@@ -46,18 +47,18 @@ class Endpoint:
         except Exception:  # noqa: BLE001 - a bug: this request ends, the server goes on
             status = 500
             _log.exception("request failed", path=self._path, request=call.request_id)
-            await send_error(call, InternalError("internal error; the server's log says more"))
+            await send_error(call, InternalError("internal error; see the server's log"))
         finally:
             metrics.requests_in_flight.dec()
             metrics.request_seconds.observe(time.perf_counter() - call.arrived)
             self._count(status)
-            if self._service.options.log_requests:
+            if self._log_requests:
                 self._log(call, status)
 
     def _count(self, status: int) -> None:
         counter = self._counters.get(status)
         if counter is None:
-            counter = self._counters[status] = self._service.metrics.requests.labels(self._path, str(status))
+            counter = self._counters[status] = self._metrics.requests.labels(self._path, str(status))
         counter.inc()
 
     def _log(self, call: Call, status: int) -> None:
@@ -68,7 +69,7 @@ class Endpoint:
 async def send_error(call: Call, error: RequestError, *, allow: str = "") -> None:
     """As the answer, or as the end of a stream that has begun."""
     if call.started:
-        await call.end_stream(error_event(error))
+        await call.end_stream(call.error_event(error))
         return
     headers = error_headers(error)
     if isinstance(error, MethodNotAllowedError):

@@ -7,22 +7,36 @@ out already: one event `data: {"error": {...}}` ends the stream, with no `[DONE]
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 import msgspec
 
 from kvrelay.errors import InvalidRequestError, MethodNotAllowedError, NotFoundError, QueueFullError, RequestError
-from kvrelay.frontend.answer.types import ErrorBody, ErrorResponse
 
 JSON_TYPE = (b"content-type", b"application/json")
 
 
+class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(msgspec.Struct, frozen=True, kw_only=True):
+    error: ErrorBody
+
+
 class ClientGoneError(Exception):
-    """The client closed the connection: nobody to answer."""
+    """The client closed the connection: there is no one left to answer."""
+
+
+def error_fields(error: RequestError) -> ErrorBody:
+    return ErrorBody(message=error.message, type=error.kind, param=error.param, code=error.code)
 
 
 def error_body(error: RequestError) -> bytes:
-    body = ErrorBody(message=error.message, type=error.kind, param=error.param, code=error.code)
-    return msgspec.json.encode(ErrorResponse(error=body))
+    return msgspec.json.encode(ErrorResponse(error=error_fields(error)))
 
 
 def error_event(error: RequestError) -> bytes:
@@ -47,7 +61,18 @@ def unknown_path(path: str) -> NotFoundError:
 
 
 def wrong_method(method: str, path: str, allowed: str) -> MethodNotAllowedError:
-    return MethodNotAllowedError(f"{path} takes {allowed}, not {method}", code="method_not_allowed")
+    return MethodNotAllowedError(f"{path} accepts {allowed}, not {method}", code="method_not_allowed")
+
+
+def missing(field: str) -> InvalidRequestError:
+    return InvalidRequestError(f"missing field: {field}", param=field, code="missing_required_parameter")
+
+
+def refuse(fields: Mapping[str, object], reason: str) -> None:
+    """Raises for the first of these fields that the client has set."""
+    for field, value in fields.items():
+        if value is not None:
+            raise InvalidRequestError(f"{field} {reason}", param=field)
 
 
 # What msgspec says, in our words. Its messages end in " - at `$.path`".
@@ -70,9 +95,8 @@ def invalid_body(error: Exception) -> InvalidRequestError:
     if (unknown := _UNKNOWN.match(rule)) is not None:
         field = _join(path, unknown.group(1)[:200])
         return InvalidRequestError(f"unknown field: {field}", param=field, code="unknown_parameter")
-    if (missing := _MISSING.match(rule)) is not None:
-        field = _join(path, missing.group(1))
-        return InvalidRequestError(f"missing field: {field}", param=field, code="missing_required_parameter")
+    if (absent := _MISSING.match(rule)) is not None:
+        return missing(_join(path, absent.group(1)))
     if _REFUSED.match(rule):
         return InvalidRequestError(f"{path} is not supported", param=path or None, code="unsupported_parameter")
     code = "invalid_value" if _WRONG_VALUE.match(rule) else "invalid_type"

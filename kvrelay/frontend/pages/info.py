@@ -1,24 +1,31 @@
-"""The GET endpoints: models, health, cluster, metrics, version, and the documentation."""
+"""Pages about the server: models, health, cluster, metrics and version."""
 
 from __future__ import annotations
 
-import functools
-import pathlib
 import platform
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from kvrelay.errors import NotFoundError, UnavailableError
-from kvrelay.frontend.answer.types import Model, ModelList
 from kvrelay.frontend.http.call import Call
-from kvrelay.frontend.http.errors import JSON_TYPE
-from kvrelay.frontend.pages.openapi import openapi
 from kvrelay.frontend.service import Service
 from kvrelay.metrics import CONTENT_TYPE
 from kvrelay.version import version
 
-_HTML = (b"content-type", b"text/html; charset=utf-8")
+
+class Model(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    created: int
+    root: str
+    max_model_len: int
+    object: Literal["model"] = "model"
+    owned_by: Literal["kvrelay"] = "kvrelay"
+
+
+class ModelList(msgspec.Struct, frozen=True, kw_only=True):
+    data: list[Model]
+    object: Literal["list"] = "list"
 
 
 async def models(service: Service, call: Call) -> None:
@@ -52,24 +59,6 @@ async def metrics_page(service: Service, call: Call) -> None:
 
 async def version_page(service: Service, call: Call) -> None:
     await call.answer_json({"version": version(), "python": platform.python_version()})
-
-
-async def openapi_page(service: Service, call: Call) -> None:
-    await call.answer(200, _openapi_body(), [JSON_TYPE])
-
-
-@functools.cache
-def _openapi_body() -> bytes:
-    return msgspec.json.encode(openapi())
-
-
-async def docs(service: Service, call: Call) -> None:
-    await call.answer(200, _docs_body(), [_HTML])
-
-
-@functools.cache
-def _docs_body() -> bytes:
-    return (pathlib.Path(__file__).parent / "docs.html").read_bytes()
 
 
 async def index(service: Service, call: Call) -> None:

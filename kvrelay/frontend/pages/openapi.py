@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+import pathlib
 import re
 from typing import Any
 
 import msgspec
 
-from kvrelay.frontend.answer.types import (
-    ChatCompletion,
-    Completion,
-    ContinuationDeleted,
-    ContinuationHandle,
-    ContinuationList,
-    Detokenized,
-    ErrorResponse,
-    Model,
-    ModelList,
-    Tokenized,
-)
+from kvrelay.frontend.answer.types import ChatCompletion, Completion
+from kvrelay.frontend.http.call import Call
+from kvrelay.frontend.http.errors import JSON_TYPE, ErrorResponse
 from kvrelay.frontend.pages.admin import DrainRequest, RoleRequest
+from kvrelay.frontend.pages.continuations import ContinuationDeleted, ContinuationHandle, ContinuationList
+from kvrelay.frontend.pages.info import Model, ModelList
+from kvrelay.frontend.pages.tokenize import Detokenized, Tokenized
 from kvrelay.frontend.prompt.responses_types import ResponsesRequest
 from kvrelay.frontend.prompt.types import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from kvrelay.frontend.service import Service
 from kvrelay.router.backend import DrainOrder
 from kvrelay.version import version
 
@@ -41,6 +38,7 @@ _ERRORS = {
     503: "No worker is ready",
     504: "It took longer than it was given",
 }
+_HTML = (b"content-type", b"text/html; charset=utf-8")
 _OBJECT: dict[str, Any] = {"type": "object"}
 _PATH_NAME = re.compile(r"\{(\w+)\}")
 
@@ -72,6 +70,24 @@ _GETS: tuple[tuple[str, str, str, type | None, tuple[int, ...]], ...] = (
 _DELETES: tuple[tuple[str, str, type, tuple[int, ...]], ...] = (
     ("/v1/continuations/{id}", "Give up what is kept of a request", ContinuationDeleted, (401, 404)),
 )
+
+
+async def openapi_page(service: Service, call: Call) -> None:
+    await call.answer(200, _openapi_body(), [JSON_TYPE])
+
+
+@functools.cache
+def _openapi_body() -> bytes:
+    return msgspec.json.encode(openapi())
+
+
+async def docs(service: Service, call: Call) -> None:
+    await call.answer(200, _docs_body(), [_HTML])
+
+
+@functools.cache
+def _docs_body() -> bytes:
+    return (pathlib.Path(__file__).parent / "docs.html").read_bytes()
 
 
 def openapi() -> dict[str, Any]:

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from kvrelay.errors import InvalidRequestError
-from kvrelay.frontend.answer.types import Detokenized, Tokenized
 from kvrelay.frontend.http.call import Call
-from kvrelay.frontend.http.reading import BodyReader
+from kvrelay.frontend.http.errors import refuse
 from kvrelay.frontend.prompt.images import refuse_parts
-from kvrelay.frontend.prompt.prompts import chat_prompt, render
+from kvrelay.frontend.prompt.template import chat_prompt, render
 from kvrelay.frontend.prompt.types import DetokenizeRequest, TokenizeRequest
 from kvrelay.frontend.service import Service
 
-_read_tokenize = BodyReader(TokenizeRequest)
-_read_detokenize = BodyReader(DetokenizeRequest)
+_tokenize = msgspec.json.Decoder(TokenizeRequest)
+_detokenize = msgspec.json.Decoder(DetokenizeRequest)
+
+
+class Tokenized(msgspec.Struct, frozen=True, kw_only=True):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Detokenized(msgspec.Struct, frozen=True, kw_only=True):
+    prompt: str
 
 
 async def tokenize(service: Service, call: Call) -> None:
-    request = await _read_tokenize(service, call)
+    request = await service.read(call, _tokenize)
     if (request.prompt is None) == (request.messages is None):
         raise InvalidRequestError("exactly one of prompt and messages is needed", param="prompt")
     is_text = request.messages is None
@@ -34,9 +46,7 @@ async def tokenize(service: Service, call: Call) -> None:
 
 async def _text(service: Service, request: TokenizeRequest) -> str:
     if request.messages is None:
-        for field, value in (("tools", request.tools), ("chat_template_kwargs", request.chat_template_kwargs)):
-            if value is not None:
-                raise InvalidRequestError(f"{field} needs messages", param=field)
+        refuse({"tools": request.tools, "chat_template_kwargs": request.chat_template_kwargs}, "needs messages")
         return request.prompt or ""
     refuse_parts(request.messages, "/tokenize")
     prompt = chat_prompt(
@@ -50,7 +60,7 @@ async def _text(service: Service, request: TokenizeRequest) -> str:
 
 
 async def detokenize(service: Service, call: Call) -> None:
-    request = await _read_detokenize(service, call)
+    request = await service.read(call, _detokenize)
     service.check_tokens(request.tokens, "tokens")
     text = service.tokenizer.decode(request.tokens, skip_special_tokens=request.skip_special_tokens)
     await call.answer_json(Detokenized(prompt=text))

@@ -1,26 +1,30 @@
-"""Images in a conversation's messages: which parts they are, what the chat template sees of them, where they may not be.
+"""Images in a conversation's messages: which parts they are, what the chat template sees of them, and where they may be.
 
-    image_parts    which parts of which messages are images
-    template_parts   what the chat template sees of a message with images
-    place_images   the prompt's tokens with placeholders for them (media.py)
+    image_parts      which parts of which messages are images
+    template_parts   a message with images, as the chat template sees it
+    Images           reads them and places them in the prompt: `NoImages` for text models, else `media.Media`
 
 An image that cannot be used is the client's fault: 400, naming the part. Only user messages have images, as in OpenAI's API.
-Requests without images pass through none of this, but for one look at whether they hold the token that stands for one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import msgspec
 
 from kvrelay.errors import InvalidRequestError
-from kvrelay.frontend.prompt.types import ChatMessage, ChatRequest, ImagePart, RefusalPart, TextPart, UserMessage
+from kvrelay.frontend.prompt.types import (
+    ChatMessage,
+    ChatRequest,
+    ImagePart,
+    ProcessorOptions,
+    RefusalPart,
+    TextPart,
+    UserMessage,
+)
 from kvrelay.wire.serving import Image
-
-if TYPE_CHECKING:
-    from kvrelay.frontend.prompt.media import Media
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -30,32 +34,59 @@ class Part(msgspec.Struct, frozen=True):
     content: ImagePart
 
 
-def image_parts(media: Media | None, request: ChatRequest) -> list[Part]:
-    """Of a request that may have them."""
+class Images(Protocol):
+    """What a server does with the images of its requests."""
+
+    takes_images: bool
+
+    def check(self, parts: Sequence[Part], wanted: ProcessorOptions | None) -> None:
+        """Refuses images, and options for them, that this model cannot use."""
+
+    async def place(
+        self, parts: Sequence[Part], wanted: ProcessorOptions | None, tokens: list[int]
+    ) -> tuple[list[int], list[Image]]:
+        """The prompt's tokens with placeholders for the images, and the images. Raises InvalidRequestError."""
+
+    def check_text(self, tokens: Sequence[int], field: str) -> None:
+        """Refuses text that contains the token that stands for an image."""
+
+    def shown(self, tokens: list[int]) -> list[int]:
+        """A prompt's tokens as the model's own tokenizer has them, without placeholders."""
+
+
+class NoImages:
+    """Of a server whose model takes no images."""
+
+    takes_images = False
+
+    def check(self, parts: Sequence[Part], wanted: ProcessorOptions | None) -> None:
+        if parts:
+            raise InvalidRequestError(f"{parts[0].field}: this model takes no images", param=parts[0].field, code="no_images")
+        if wanted is not None:
+            raise InvalidRequestError("mm_processor_kwargs: this model takes no images", param="mm_processor_kwargs")
+
+    async def place(
+        self, parts: Sequence[Part], wanted: ProcessorOptions | None, tokens: list[int]
+    ) -> tuple[list[int], list[Image]]:
+        return tokens, []
+
+    def check_text(self, tokens: Sequence[int], field: str) -> None:
+        return
+
+    def shown(self, tokens: list[int]) -> list[int]:
+        return tokens
+
+
+def image_parts(images: Images, request: ChatRequest) -> list[Part]:
     parts = _find_parts(request.messages or ())
-    if parts and media is None:
-        raise InvalidRequestError(f"{parts[0].field}: this model takes no images", param=parts[0].field, code="no_images")
-    if media is None and request.mm_processor_kwargs is not None:
-        raise InvalidRequestError("mm_processor_kwargs: this model takes no images", param="mm_processor_kwargs")
+    images.check(parts, request.mm_processor_kwargs)
     if parts and request.prompt_logprobs is not None:
-        raise InvalidRequestError("prompt_logprobs cannot be told of prompts with images", param="prompt_logprobs")
+        raise InvalidRequestError("prompt_logprobs cannot be combined with images", param="prompt_logprobs")
     return parts
 
 
-async def place_images(
-    media: Media | None, request: ChatRequest, parts: Sequence[Part], tokens: list[int]
-) -> tuple[list[int], list[Image]]:
-    """The prompt's tokens with placeholders in them, and what these stand for."""
-    if media is None:
-        return tokens, []
-    media.check_places(tokens, len(parts))
-    if not parts:
-        return tokens, []
-    return media.place(tokens, await media.read(parts, request.mm_processor_kwargs))
-
-
 def shifted(images: list[Image], num_cut: int) -> list[Image]:
-    """Where they are when so many tokens are left out at the prompt's beginning. No image may be among these."""
+    """The images of a prompt whose first `num_cut` tokens are left out. No image may be among these."""
     if not images or num_cut <= 0:
         return images
     if num_cut >= images[0].start:  # the token before an image announces it
@@ -72,21 +103,19 @@ def refuse_parts(messages: Sequence[ChatMessage], where: str) -> None:
 
 
 def _find_parts(messages: Sequence[ChatMessage]) -> list[Part]:
-    found: list[Part] = []
-    for place, message in enumerate(messages):
-        if isinstance(message, UserMessage) and not isinstance(message.content, str):
-            for number, part in enumerate(message.content):
-                if isinstance(part, ImagePart):
-                    found.append(Part(f"messages[{place}].content[{number}]", part))
-    return found
+    return [
+        Part(f"messages[{place}].content[{number}]", part)
+        for place, message in enumerate(messages)
+        if isinstance(message, UserMessage) and not isinstance(message.content, str)
+        for number, part in enumerate(message.content)
+        if isinstance(part, ImagePart)
+    ]
 
 
 def template_parts(content: Sequence[TextPart | RefusalPart | ImagePart]) -> list[dict[str, Any]]:
-    """Templates of models that take images take a message's content in parts."""
-    parts: list[dict[str, Any]] = []
-    for part in content:
-        if isinstance(part, ImagePart):
-            parts.append({"type": "image"})
-        else:
-            parts.append({"type": "text", "text": part.text if isinstance(part, TextPart) else part.refusal})
-    return parts
+    """Templates of models that take images expect a message's content in parts."""
+    return [{"type": "image"} if isinstance(part, ImagePart) else {"type": "text", "text": text_of(part)} for part in content]
+
+
+def text_of(part: TextPart | RefusalPart) -> str:
+    return part.text if isinstance(part, TextPart) else part.refusal

@@ -1,9 +1,9 @@
-"""Reads the images of a conversation and puts them in their places among the prompt's tokens.
+"""Reads the images of a conversation and places them among the prompt's tokens.
 
-    read     fetched, checked and measured, off the event loop and a few at a time
+    read     fetches, checks and measures them, off the event loop and a few at a time
     place    the chat template wrote one token for each image: it becomes as many placeholders as the image has tokens
 
-Only servers whose model takes images load this, and the library that decodes them.
+Only servers whose model takes images load this module, and with it the library that decodes images.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from kvrelay.media.placeholders import is_placeholder, placeholder_ids
 from kvrelay.media.resize import target_size
 from kvrelay.wire.serving import Image
 
-LOW_DETAIL_PIXELS = 512 * 512  # what `detail: low` means, as far as the model can do it
-# Placeholders tell images apart by 29 bits a token: below this, somebody could make an image that passes for another.
+LOW_DETAIL_PIXELS = 512 * 512  # the bound of `detail: low`, as far as the model allows it
+# Placeholders tell images apart by 29 bits a token. With fewer tokens, a client could craft an image that passes for another.
 _MIN_TOKENS = 4
-_MIN_BOUND_TOKENS = 16  # the least a client may set max_pixels to; rounding down leaves more than _MIN_TOKENS of it
+_MIN_BOUND_TOKENS = 16  # the smallest max_pixels of a client; rounding down leaves more than _MIN_TOKENS
 _DECODERS = 2
 _FETCHES = 16
 _REMEMBERED = 4096
@@ -53,7 +53,9 @@ class _Bounds(msgspec.Struct, frozen=True):
 
 
 class Media:
-    """Of a server whose model takes images. Remembers which files were good, not the files."""
+    """Of a server whose model takes images. Remembers the sizes of files it has checked, not the files."""
+
+    takes_images = True
 
     def __init__(self, spec: ImageSpec, options: RouterOptions, fetcher: Fetcher | None = None) -> None:
         self.spec = spec
@@ -71,13 +73,27 @@ class Media:
         self._decoders = concurrent.futures.ThreadPoolExecutor(_DECODERS, thread_name_prefix="media")
         self._sizes = _Sizes(self._limits)
 
-    # Reading
+    def check(self, parts: Sequence[Part], wanted: ProcessorOptions | None) -> None:
+        return
+
+    async def place(
+        self, parts: Sequence[Part], wanted: ProcessorOptions | None, tokens: list[int]
+    ) -> tuple[list[int], list[Image]]:
+        self._check_places(tokens, len(parts))
+        return _place(self.spec.image_token_id, tokens, await self.read(parts, wanted)) if parts else (tokens, [])
+
+    def check_text(self, tokens: Sequence[int], field: str) -> None:
+        if self.spec.image_token_id in tokens:
+            raise InvalidRequestError(f"{field} may not contain the token that stands for an image", param=field)
+
+    def shown(self, tokens: list[int]) -> list[int]:
+        return [self.spec.image_token_id if is_placeholder(token) else token for token in tokens]
 
     async def read(self, parts: Sequence[Part], wanted: ProcessorOptions | None) -> list[ReadImage]:
-        """In the order of the parts. All at once, as far as there are places."""
+        """In the order of the parts. Several are read at the same time."""
         if len(parts) > self._max_images:
             field = parts[self._max_images].field
-            message = f"{field}: a request may have {self._max_images} images, and this one has {len(parts)}"
+            message = f"{field}: a request may have at most {self._max_images} images, and this one has {len(parts)}"
             raise InvalidRequestError(message, param=field, code="too_many_images")
         bounds = [self._bounds(part, wanted) for part in parts]
         tasks = [asyncio.ensure_future(self._read(part, bound)) for part, bound in zip(parts, bounds, strict=True)]
@@ -87,7 +103,7 @@ class Media:
             for task in tasks:
                 task.cancel()
         if sum(len(image.data) for image in images) > self._max_total_bytes:
-            message = f"the images of one request may have {self._max_total_bytes} bytes together"
+            message = f"the images of one request may have at most {self._max_total_bytes} bytes together"
             raise InvalidRequestError(message, param="messages", code="invalid_image")
         return images
 
@@ -106,7 +122,7 @@ class Media:
         if least is None:
             return _Bounds(min(spec.min_pixels, upper), upper)
         if least > upper:
-            raise InvalidRequestError(f"{least_field}: {least} are more than the {upper} pixels allowed", param=least_field)
+            raise InvalidRequestError(f"{least_field}: {least} is above the {upper} pixels allowed", param=least_field)
         return _Bounds(min(max(least, _MIN_TOKENS * spec.factor**2), upper), upper)
 
     async def _read(self, part: Part, bounds: _Bounds) -> ReadImage:
@@ -137,54 +153,41 @@ class Media:
         num_tokens = rows * columns // spec.merge_size**2
         return ReadImage(digest=content.hexdigest(), num_tokens=num_tokens, grid=(1, rows, columns), data=data)
 
-    # Placing
-
-    def check_places(self, tokens: list[int], num_images: int) -> None:
+    def _check_places(self, tokens: list[int], num_images: int) -> None:
         """Also for conversations without images: no text may pass for one."""
         count = tokens.count(self.spec.image_token_id)
         if count != num_images:
             raise InvalidRequestError(
                 f"the messages have {num_images} images, but the prompt made of them has {count} places for one: "
-                "no text may hold the token that stands for an image",
+                "no text may contain the token that stands for an image",
                 param="messages",
             )
 
-    def place(self, tokens: list[int], found: Sequence[ReadImage]) -> tuple[list[int], list[Image]]:
-        """The prompt with its placeholders. It has a place for each image."""
-        placed: list[int] = []
-        images: list[Image] = []
-        at = 0
-        for one in found:
-            here = tokens.index(self.spec.image_token_id, at)
-            placed += tokens[at:here]
-            images.append(
-                Image(
-                    digest=one.digest,
-                    start=len(placed),
-                    num_tokens=one.num_tokens,
-                    grid=one.grid,
-                    data=one.data,
-                )
-            )
-            placed += placeholder_ids(one.digest, one.num_tokens)
-            at = here + 1
-        return placed + tokens[at:], images
 
-    def shown(self, tokens: Sequence[int]) -> list[int]:
-        """A prompt as the model's own tokenizer would have it: clients know nothing of placeholders."""
-        return [self.spec.image_token_id if is_placeholder(token) else token for token in tokens]
+def _place(image_token_id: int, tokens: list[int], found: Sequence[ReadImage]) -> tuple[list[int], list[Image]]:
+    """The prompt with placeholders for its images. It has a place for each of them."""
+    placed: list[int] = []
+    images: list[Image] = []
+    at = 0
+    for one in found:
+        here = tokens.index(image_token_id, at)
+        placed += tokens[at:here]
+        start, at = len(placed), here + 1
+        images.append(Image(digest=one.digest, start=start, num_tokens=one.num_tokens, grid=one.grid, data=one.data))
+        placed += placeholder_ids(one.digest, one.num_tokens)
+    return placed + tokens[at:], images
 
 
 def _asked(part: Part, name: str, own: int | None, shared: int | None) -> tuple[int | None, str]:
-    """A bound that the client set, and the field where it did."""
+    """A bound that the client set, and the field that sets it."""
     if own is not None or shared is None:
         return own, f"{part.field}.{name}"
     return shared, f"mm_processor_kwargs.{name}"
 
 
 class _Sizes:
-    """Height and width of files by their digests: a conversation sends its images again with every turn. Used by several
-    threads: each operation on the table is one that cannot be interrupted, and a file measured twice does no harm."""
+    """Height and width of files by digest, since a conversation sends its images again with every turn. Several threads use it:
+    each operation on the table is atomic, and measuring a file twice does no harm."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from kvrelay.errors import InvalidRequestError
+from kvrelay.frontend.http.errors import missing
 from kvrelay.frontend.prompt.beams import beam_search
 from kvrelay.frontend.prompt.types import (
     JsonObjectFormat,
@@ -34,7 +35,7 @@ def sampling_params(
     grammar: Grammar | None = None,
     extra_stop: tuple[str, ...] = (),
 ) -> SamplingParams:
-    """Validated. Fields that have another name in the request are checked by the caller."""
+    """Validated. The caller checks fields that have another name in the request."""
     beam = beam_search(request)
     bias = request.logit_bias or {}
     stop_tokens = request.stop_token_ids or []
@@ -81,7 +82,7 @@ def _stop_strings(request: SamplingFields) -> list[str]:
 
 def output_tokens(service: Service, requested: int | None, default: int | None, num_prompt_tokens: int, *, field: str,
                   prompt_field: str) -> int:  # fmt: skip
-    """max_tokens: what was asked for if it fits, or the default as far as it fits (None: all the room there is)."""
+    """max_tokens: what was requested if it fits, else the default as far as it fits (None: all the room there is)."""
     room = service.room_after(num_prompt_tokens, prompt_field)
     if requested is None:
         return room if default is None else min(default, room)
@@ -96,9 +97,23 @@ def output_tokens(service: Service, requested: int | None, default: int | None, 
     return requested
 
 
+def check_stream(request: SamplingFields) -> None:
+    if request.stream and request.prompt_logprobs is not None:
+        raise InvalidRequestError("prompt_logprobs cannot be streamed", param="prompt_logprobs")
+    if request.stream_options is not None and not request.stream:
+        raise InvalidRequestError("stream_options needs stream", param="stream_options")
+
+
 def shape_of(request: SamplingFields) -> Shape | None:
-    """The one grammar that a request asks for, in whichever of five ways."""
-    shapes = [*_response_format(request.response_format), *_guided(request), *_structured(request.structured_outputs)]
+    """The one grammar that a request asks for, in one of three ways."""
+    guided = StructuredOutputs(
+        json=request.guided_json, regex=request.guided_regex, choice=request.guided_choice, grammar=request.guided_grammar
+    )
+    shapes = [
+        *_response_format(request.response_format),
+        *_structured("guided_", guided),
+        *_structured("structured_outputs.", request.structured_outputs or StructuredOutputs()),
+    ]
     if len(shapes) > 1:
         raise InvalidRequestError(f"{shapes[1][0]} cannot be combined with {shapes[0][0]}", param=shapes[1][0])
     return shapes[0] if shapes else None
@@ -108,51 +123,28 @@ def _response_format(wanted: ResponseFormat | None) -> list[Shape]:
     if isinstance(wanted, JsonObjectFormat):
         return [("response_format", Grammar(kind=GrammarKind.JSON_OBJECT))]
     if isinstance(wanted, JsonSchemaFormat):
-        schema = wanted.json_schema.schema
-        if schema is None:
-            field = "response_format.json_schema.schema"
-            raise InvalidRequestError(f"missing field: {field}", param=field, code="missing_required_parameter")
-        return [("response_format", json_schema(schema))]
+        if wanted.json_schema.schema is None:
+            raise missing("response_format.json_schema.schema")
+        return [("response_format", _json_schema(wanted.json_schema.schema))]
     return []
 
 
-def _guided(request: SamplingFields) -> list[Shape]:
-    found: list[Shape] = []
-    if request.guided_json is not None:
-        found.append(("guided_json", _json_shape(request.guided_json)))
-    if request.guided_regex is not None:
-        found.append(("guided_regex", Grammar(kind=GrammarKind.REGEX, source=request.guided_regex)))
-    if request.guided_choice is not None:
-        found.append(("guided_choice", _choice(request.guided_choice)))
-    if request.guided_grammar is not None:
-        found.append(("guided_grammar", Grammar(kind=GrammarKind.LARK, source=request.guided_grammar)))
-    return found
-
-
-def _structured(wanted: StructuredOutputs | None) -> list[Shape]:
-    if wanted is None:
-        return []
+def _structured(prefix: str, wanted: StructuredOutputs) -> list[Shape]:
     found: list[Shape] = []
     if wanted.json is not None:
-        found.append(("structured_outputs.json", _json_shape(wanted.json)))
+        found.append((f"{prefix}json", _json_schema(wanted.json)))
     if wanted.regex is not None:
-        found.append(("structured_outputs.regex", Grammar(kind=GrammarKind.REGEX, source=wanted.regex)))
+        found.append((f"{prefix}regex", Grammar(kind=GrammarKind.REGEX, source=wanted.regex)))
     if wanted.choice is not None:
-        found.append(("structured_outputs.choice", _choice(wanted.choice)))
+        choices = msgspec.json.encode(wanted.choice).decode()
+        found.append((f"{prefix}choice", Grammar(kind=GrammarKind.CHOICE, source=choices)))
     if wanted.grammar is not None:
-        found.append(("structured_outputs.grammar", Grammar(kind=GrammarKind.LARK, source=wanted.grammar)))
+        found.append((f"{prefix}grammar", Grammar(kind=GrammarKind.LARK, source=wanted.grammar)))
     if wanted.json_object:
-        found.append(("structured_outputs.json_object", Grammar(kind=GrammarKind.JSON_OBJECT)))
+        found.append((f"{prefix}json_object", Grammar(kind=GrammarKind.JSON_OBJECT)))
     return found
 
 
-def json_schema(schema: dict[str, Any]) -> Grammar:
-    return Grammar(kind=GrammarKind.JSON_SCHEMA, source=msgspec.json.encode(schema).decode())
-
-
-def _json_shape(schema: dict[str, Any] | str) -> Grammar:
-    return Grammar(kind=GrammarKind.JSON_SCHEMA, source=schema) if isinstance(schema, str) else json_schema(schema)
-
-
-def _choice(choices: list[str]) -> Grammar:
-    return Grammar(kind=GrammarKind.CHOICE, source=msgspec.json.encode(choices).decode())
+def _json_schema(schema: dict[str, Any] | str) -> Grammar:
+    source = schema if isinstance(schema, str) else msgspec.json.encode(schema).decode()
+    return Grammar(kind=GrammarKind.JSON_SCHEMA, source=source)

@@ -1,4 +1,4 @@
-"""A request to /v1/responses as the chat request that means the same."""
+"""A request to /v1/responses as the equivalent chat request."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from kvrelay.errors import InvalidRequestError
+from kvrelay.frontend.http.errors import missing
 from kvrelay.frontend.prompt.responses_types import (
     InputImage,
     InputItem,
     InputPart,
-    JsonObjectText,
     JsonSchemaText,
-    Refusal,
     ResponsesRequest,
+    ResponsesTool,
 )
 from kvrelay.frontend.prompt.types import (
     AssistantMessage,
@@ -22,14 +22,13 @@ from kvrelay.frontend.prompt.types import (
     ChatMessage,
     ChatRequest,
     FunctionDefinition,
-    FunctionName,
     FunctionTool,
     ImagePart,
     ImageUrl,
-    JsonObjectFormat,
     JsonSchema,
     JsonSchemaFormat,
     NamedToolChoice,
+    RefusalPart,
     ResponseFormat,
     SystemMessage,
     TextPart,
@@ -42,7 +41,7 @@ from kvrelay.frontend.prompt.types import (
 T = TypeVar("T")
 _MESSAGE = re.compile(r"messages\[(\d+)\]")
 
-# Where a field has another name there.
+# Fields that have another name here: of a chat, of a response.
 _NAMES = (
     ("messages", "input"),
     ("response_format.json_schema", "text.format"),
@@ -53,13 +52,13 @@ _NAMES = (
 
 
 def own_names(error: InvalidRequestError, request: ResponsesRequest) -> InvalidRequestError:
-    """The error with the names that clients of this endpoint know."""
+    """The error with the field names of this endpoint."""
     place = _MESSAGE.match(error.param or "")
     sources = [] if place is None else _read_input(request)[1]
     names = [(place.group(), sources[int(place.group(1))])] if place is not None and sources else []
-    for theirs, ours in (*names, *_NAMES):
-        if error.param is not None and error.param.startswith(theirs):
-            param = ours + error.param.removeprefix(theirs)
+    for of_chat, own in (*names, *_NAMES):
+        if error.param is not None and error.param.startswith(of_chat):
+            param = own + error.param.removeprefix(of_chat)
             return InvalidRequestError(error.message.replace(error.param, param), param=param, code=error.code)
     return error
 
@@ -73,40 +72,32 @@ def chat_request(request: ResponsesRequest) -> ChatRequest:
         max_completion_tokens=request.max_output_tokens,
         logprobs=shows_logprobs,
         top_logprobs=(request.top_logprobs or 0) if shows_logprobs else None,
-        tools=_tools(request),
+        tools=None if request.tools is None else [_tool(tool) for tool in request.tools],
         tool_choice=_tool_choice(request),
         parallel_tool_calls=request.parallel_tool_calls,
         response_format=_format(request),
     )
 
 
-def _tools(request: ResponsesRequest) -> list[FunctionTool] | None:
-    if request.tools is None:
-        return None
-    return [
-        FunctionTool(
-            function=FunctionDefinition(
-                name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict
-            )
-        )
-        for tool in request.tools
-    ]
+def _tool(tool: ResponsesTool) -> FunctionTool:
+    definition = FunctionDefinition(
+        name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict
+    )
+    return FunctionTool(function=definition)
 
 
 def _tool_choice(request: ResponsesRequest) -> ToolChoice | None:
     choice = request.tool_choice
     if choice == "none" or choice == "auto" or choice == "required" or choice is None:
         return choice
-    return NamedToolChoice(function=FunctionName(name=choice.name))
+    return NamedToolChoice(function=choice)
 
 
 def _format(request: ResponsesRequest) -> ResponseFormat | None:
     wanted = None if request.text is None else request.text.format
-    if isinstance(wanted, JsonObjectText):
-        return JsonObjectFormat()
     if isinstance(wanted, JsonSchemaText):
         return JsonSchemaFormat(json_schema=JsonSchema(name=wanted.name, schema=wanted.schema, strict=wanted.strict))
-    return None
+    return wanted
 
 
 def _read_input(request: ResponsesRequest) -> tuple[list[ChatMessage], list[str]]:
@@ -126,7 +117,7 @@ def _read_input(request: ResponsesRequest) -> tuple[list[ChatMessage], list[str]
 
 
 class _ItemReader:
-    """Items one by one: what an assistant thought, said and called in a row is one message of a chat."""
+    """Reads items one by one. What an assistant thought, said and called in a row is one message of a chat."""
 
     def __init__(self) -> None:
         self.messages: list[ChatMessage] = []
@@ -161,7 +152,7 @@ class _ItemReader:
 
     def _message(self, item: InputItem, field: str) -> None:
         if item.content is None:
-            raise _missing(f"{field}.content")
+            raise missing(f"{field}.content")
         match _needed(item.role, f"{field}.role"):
             case "assistant":
                 if self._said is not None or self._calls:
@@ -183,7 +174,7 @@ class _ItemReader:
     def _result(self, item: InputItem, field: str) -> None:
         self.end()
         if item.output is None:
-            raise _missing(f"{field}.output")
+            raise missing(f"{field}.output")
         output = _text(item.output, f"{field}.output")
         self.add(ToolMessage(content=output, tool_call_id=_needed(item.call_id, f"{field}.call_id")), field)
 
@@ -195,12 +186,8 @@ class _ItemReader:
 
 def _needed(value: T | None, field: str) -> T:
     if value is None:
-        raise _missing(field)
+        raise missing(field)
     return value
-
-
-def _missing(field: str) -> InvalidRequestError:
-    return InvalidRequestError(f"missing field: {field}", param=field, code="missing_required_parameter")
 
 
 def _text(content: str | Sequence[InputPart], field: str) -> str:
@@ -210,8 +197,8 @@ def _text(content: str | Sequence[InputPart], field: str) -> str:
     for place, part in enumerate(content):
         if isinstance(part, InputImage):
             where = f"{field}[{place}]"
-            raise InvalidRequestError(f"{where}: only messages of the user have images", param=where)
-        texts.append(part.refusal if isinstance(part, Refusal) else part.text)
+            raise InvalidRequestError(f"{where}: only user messages may have images", param=where)
+        texts.append(part.refusal if isinstance(part, RefusalPart) else part.text)
     return "\n".join(texts)
 
 

@@ -1,4 +1,4 @@
-"""What clients may send to POST /v1/responses. The rules of `openai_types` hold.
+"""What clients may send to POST /v1/responses. The rules of `types` hold.
 
 Nothing is stored, so what refers to earlier responses (`previous_response_id`, `conversation`) is refused by name.
 """
@@ -9,7 +9,18 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from kvrelay.frontend.prompt.types import Body, NumLogprobs, Positive, Schema
+from kvrelay.frontend.prompt.types import (
+    Body,
+    FunctionDefinition,
+    FunctionName,
+    HarmlessFields,
+    JsonObjectFormat,
+    NumLogprobs,
+    Positive,
+    RefusalPart,
+    Schema,
+    TextFormat,
+)
 
 
 class InputText(Body, frozen=True, kw_only=True, tag_field="type", tag="input_text"):
@@ -28,10 +39,6 @@ class OutputText(Body, frozen=True, kw_only=True, tag_field="type", tag="output_
     logprobs: list[Any] | None = None
 
 
-class Refusal(Body, frozen=True, kw_only=True, tag_field="type", tag="refusal"):
-    refusal: str
-
-
 class SummaryText(Body, frozen=True, kw_only=True, tag_field="type", tag="summary_text"):
     text: str
 
@@ -40,7 +47,7 @@ class ReasoningText(Body, frozen=True, kw_only=True, tag_field="type", tag="reas
     text: str
 
 
-InputPart = InputText | InputImage | OutputText | Refusal | SummaryText | ReasoningText
+InputPart = InputText | InputImage | OutputText | RefusalPart | SummaryText | ReasoningText
 
 
 class InputItem(Body, frozen=True, kw_only=True):
@@ -55,7 +62,7 @@ class InputItem(Body, frozen=True, kw_only=True):
     output: str | list[InputText] | None = None
     summary: list[SummaryText] | None = None
     encrypted_content: None = None
-    # Parts of an answer that clients send back as it was.
+    # Parts of an answer that clients send back unchanged.
     id: str | None = None
     status: str | None = None
     phase: str | None = None
@@ -63,14 +70,6 @@ class InputItem(Body, frozen=True, kw_only=True):
     parsed_arguments: Any = None
     namespace: None = None
     caller: None = None
-
-
-class PlainText(Body, frozen=True, kw_only=True, tag_field="type", tag="text"):
-    pass
-
-
-class JsonObjectText(Body, frozen=True, kw_only=True, tag_field="type", tag="json_object"):
-    pass
 
 
 class JsonSchemaText(Body, frozen=True, kw_only=True, tag_field="type", tag="json_schema"):
@@ -81,26 +80,23 @@ class JsonSchemaText(Body, frozen=True, kw_only=True, tag_field="type", tag="jso
 
 
 class TextOptions(Body, frozen=True, kw_only=True):
-    format: PlainText | JsonObjectText | JsonSchemaText | None = None
+    format: TextFormat | JsonObjectFormat | JsonSchemaText | None = None
     verbosity: Literal["medium"] | None = None
 
 
-class ResponsesTool(Body, frozen=True, kw_only=True, tag_field="type", tag="function"):
-    name: Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
-    description: str | None = None
-    parameters: Schema | None = None
-    strict: bool | None = None
+class ResponsesTool(FunctionDefinition, frozen=True, kw_only=True, omit_defaults=False, tag_field="type", tag="function"):
+    pass
 
 
-class ResponsesNamedTool(Body, frozen=True, kw_only=True, tag_field="type", tag="function"):
-    name: str
+class ResponsesNamedTool(FunctionName, frozen=True, kw_only=True, tag_field="type", tag="function"):
+    pass
 
 
 class ResponsesStreamOptions(Body, frozen=True, kw_only=True):
     include_obfuscation: bool | None = None
 
 
-class ResponsesRequest(Body, frozen=True, kw_only=True):
+class ResponsesRequest(HarmlessFields, frozen=True, kw_only=True):
     """POST /v1/responses."""
 
     input: str | Annotated[list[InputItem], Meta(min_length=1)]
@@ -119,14 +115,6 @@ class ResponsesRequest(Body, frozen=True, kw_only=True):
     parallel_tool_calls: bool | None = None
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
-    metadata: dict[str, Any] | None = None
-    store: bool | None = None
-    user: str | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_options: dict[str, Any] | None = None
-    prompt_cache_retention: str | None = None
     access_programs: None = None
     context_management: None = None
     conversation: None = None

@@ -1,10 +1,10 @@
-"""Tool calling: what the model is told about tools, and what it is made to write.
+"""Tool calling: what the model is told about tools, and what a grammar makes it write.
 
-    tool_choice none      the model is not told of tools
-    tool_choice auto      it is told and may call; calls of functions marked `strict` are made to fit their schemas
-    required, a name      a grammar makes it write calls, whose arguments fit the functions' schemas
+    tool_choice none      the model does not learn of any tool
+    tool_choice auto      it may call tools; arguments of functions marked `strict` are constrained to their schemas
+    required, a name      a grammar makes it call, with arguments that fit the functions' schemas
 
-Where a chat template knows nothing of tools, the system message of Hermes models tells of them.
+If the chat template has no variable for tools, a system message in the style of Hermes models lists them.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from typing import Any
 import msgspec
 
 from kvrelay.errors import InvalidRequestError
-from kvrelay.frontend.answer.tool_parser import CLOSE, OPEN
 from kvrelay.frontend.prompt.types import FunctionDefinition, FunctionTool, NamedToolChoice, ToolChoice
 from kvrelay.sampling import Grammar, GrammarKind
 from kvrelay.text.chat_template import Message
 from kvrelay.text.tokenizer import Tokenizer
 
+OPEN = "<tool_call>"
+CLOSE = "</tool_call>"
 _ANY_ARGUMENTS: dict[str, Any] = {"type": "object"}
 _HERMES = (
     "You may call functions to help with the user's request. Their signatures are inside <tools></tools>:\n"
@@ -32,7 +33,7 @@ _HERMES = (
 
 
 class Tags(msgspec.Struct, frozen=True):
-    """How a grammar writes the tags around a call: as texts, or as the tokens of their own that many tokenizers have."""
+    """The tags around a call, as a grammar writes them: as text, or as single tokens where the tokenizer has them."""
 
     open: str
     close: str
@@ -51,7 +52,7 @@ class Tags(msgspec.Struct, frozen=True):
 class ToolPlan(msgspec.Struct, frozen=True, kw_only=True):
     """How the tools of one request are handled."""
 
-    tools: list[FunctionTool]  # that the model is told of; empty if none
+    tools: list[FunctionTool]  # that the model learns of; empty if none
     parse: bool  # whether calls are read from the output
     forced: bool  # whether the output must be calls
     grammar: Grammar | None
@@ -83,7 +84,7 @@ def plan_tools(
         grammar = _optional_calls(tools, shape, tags) if reads_calls else None
         return ToolPlan(tools=tools, parse=reads_calls, forced=False, grammar=grammar, one_call=one_call)
     if shape is not None:
-        raise InvalidRequestError("tool_choice cannot be combined with a format of the answer", param="tool_choice")
+        raise InvalidRequestError("tool_choice cannot be combined with a response format or grammar", param="tool_choice")
     called = [_named(tools, choice)] if isinstance(choice, NamedToolChoice) else tools
     one_call = one_call or isinstance(choice, NamedToolChoice)
     grammar = _forced_calls(called, one_call, tags)
@@ -95,7 +96,7 @@ def _check_names(tools: list[FunctionTool]) -> None:
     for place, tool in enumerate(tools):
         if tool.function.name in seen:
             field = f"tools[{place}].function.name"
-            raise InvalidRequestError(f"{field}: {tool.function.name!r} is there twice", param=field)
+            raise InvalidRequestError(f"{field}: {tool.function.name!r} is defined twice", param=field)
         seen.add(tool.function.name)
 
 
@@ -121,11 +122,11 @@ def _call_rule(tags: Tags) -> str:
 
 
 def _optional_calls(tools: list[FunctionTool], shape: Grammar | None, tags: Tags) -> Grammar | None:
-    """For `auto`: text or calls. Needed only where the text must have a shape, or arguments must fit a schema."""
+    """For `auto`: text or calls. Only needed if the text has a grammar of its own, or arguments must fit a schema."""
     strict = any(tool.function.strict for tool in tools)
     if shape is not None:
         if shape.kind not in (GrammarKind.JSON_OBJECT, GrammarKind.JSON_SCHEMA):
-            raise InvalidRequestError("tools cannot be combined with this format of the answer", param="tools")
+            raise InvalidRequestError("tools cannot be combined with this grammar", param="tools")
         schema = '{"type": "object"}' if shape.kind is GrammarKind.JSON_OBJECT else _one_line(shape.source)
         start = ['start: answer | call ("\\n" call)*', f"answer: %json {schema}"]
         return _lark([*start, _call_rule(tags), *_bodies(tools, strict_only=True)])
@@ -182,21 +183,11 @@ def _one_line(source: str) -> str:
 
 def tools_for_template(tools: Sequence[FunctionTool]) -> list[dict[str, Any]]:
     """As clients wrote them, without the fields they left out."""
-    shown: list[dict[str, Any]] = []
-    for tool in tools:
-        function: dict[str, Any] = {"name": tool.function.name}
-        if tool.function.description is not None:
-            function["description"] = tool.function.description
-        if tool.function.parameters is not None:
-            function["parameters"] = tool.function.parameters
-        if tool.function.strict is not None:
-            function["strict"] = tool.function.strict
-        shown.append({"type": "function", "function": function})
-    return shown
+    return [msgspec.to_builtins(tool) for tool in tools]
 
 
 def hermes_messages(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[Message]:
-    """Says with plain messages what the template cannot: which tools there are, what was called, what came back."""
+    """Writes tools, calls and results as plain messages, for templates that know no tools."""
     rendered = [_hermes_message(message) for message in messages]
     if not tools:
         return rendered

@@ -1,4 +1,4 @@
-"""What clients may send, field by field. A field that is not written here is refused by name.
+"""What clients may send, field by field. A field that is not defined here is refused by name.
 
 Three kinds of fields:
 
@@ -7,7 +7,7 @@ Three kinds of fields:
 - fields of OpenAI's API that we do not implement, typed `None`: null is accepted, anything else is refused by name.
 
 Defaults are OpenAI's (temperature 1, top_p 1), whatever a checkpoint's generation_config.json says. `model` may be absent,
-as one server serves one model. Extras that vLLM and SGLang know (`top_k`, `guided_regex`, ...) are fields like any other.
+since a server serves one model. Extensions of vLLM and SGLang (`top_k`, `guided_regex`, ...) are fields like any other.
 """
 
 from __future__ import annotations
@@ -18,18 +18,6 @@ import msgspec
 from msgspec import Meta
 
 from kvrelay.sampling import MAX_LOGPROBS, MAX_SAMPLES, MAX_STOP_STRINGS
-
-HARMLESS_FIELDS = (
-    "user",
-    "metadata",
-    "store",
-    "service_tier",
-    "safety_identifier",
-    "prompt_cache_key",
-    "prompt_cache_options",
-    "prompt_cache_retention",
-    "include_obfuscation",
-)
 
 MAX_COUNT = 2**31 - 1
 MAX_TIMEOUT_S = 86_400.0
@@ -65,7 +53,7 @@ class ImageUrl(Body, frozen=True, kw_only=True):
 
 
 class ImagePart(Body, frozen=True, kw_only=True, tag_field="type", tag="image_url"):
-    """The bounds stand beside the URL, as in Qwen's own API."""
+    """The bounds are beside the URL, as in Qwen's own API."""
 
     image_url: ImageUrl
     min_pixels: Positive | None = None
@@ -108,7 +96,7 @@ class AssistantMessage(Body, frozen=True, kw_only=True, tag_field="role", tag="a
     reasoning: str | None = None
     audio: None = None
     function_call: None = None
-    annotations: list[Any] | None = None  # part of an answer that clients send back as it was
+    annotations: list[Any] | None = None  # part of an answer that clients send back unchanged
 
 
 class ToolMessage(Body, frozen=True, kw_only=True, tag_field="role", tag="tool"):
@@ -123,7 +111,7 @@ ChatMessage = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage 
 # Tools
 
 
-class FunctionDefinition(Body, frozen=True, kw_only=True):
+class FunctionDefinition(Body, frozen=True, kw_only=True, omit_defaults=True):
     name: Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
     description: str | None = None
     parameters: Schema | None = None
@@ -171,7 +159,7 @@ ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
 
 
 class StructuredOutputs(Body, frozen=True, kw_only=True):
-    """vLLM's way to say what `response_format` and `guided_*` say."""
+    """vLLM's form of `response_format` and `guided_*`."""
 
     json: Schema | str | None = None
     regex: str | None = None
@@ -181,7 +169,7 @@ class StructuredOutputs(Body, frozen=True, kw_only=True):
 
 
 class ProcessorOptions(Body, frozen=True, kw_only=True):
-    """vLLM's name for what holds for every image of a request. Areas, after the image was brought to size."""
+    """Bounds for every image of a request, under vLLM's name. They are areas of the resized image."""
 
     min_pixels: Positive | None = None
     max_pixels: Positive | None = None
@@ -196,7 +184,23 @@ class StreamOptions(Body, frozen=True, kw_only=True):
 # Requests
 
 
-class SamplingFields(Body, frozen=True, kw_only=True):
+class HarmlessFields(Body, frozen=True, kw_only=True):
+    """They cannot change the output, and are not used."""
+
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    prompt_cache_retention: str | None = None
+
+
+HARMLESS_FIELDS = (*HarmlessFields.__struct_fields__, "include_obfuscation")
+
+
+class SamplingFields(HarmlessFields, frozen=True, kw_only=True):
     """What chat and legacy completions have in common."""
 
     model: str | None = None
@@ -221,7 +225,7 @@ class SamplingFields(Body, frozen=True, kw_only=True):
     skip_special_tokens: bool = True
     ignore_eos: bool = False
     prompt_logprobs: NumLogprobs | None = None
-    truncate_prompt_tokens: Positive | None = None  # keeps the last so many
+    truncate_prompt_tokens: Positive | None = None  # keeps that many, the last ones
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
@@ -234,20 +238,12 @@ class SamplingFields(Body, frozen=True, kw_only=True):
     priority: Annotated[int, Meta(ge=-(2**31), le=MAX_COUNT)] = 0
     timeout: Annotated[float, Meta(gt=0.0, le=MAX_TIMEOUT_S)] | None = None  # seconds from arrival to the last token
     cache_salt: Identifier | None = None
-    continuation_of: Identifier | None = None  # goes on from another request, instead of a prompt
+    continuation_of: Identifier | None = None  # an earlier request, instead of a prompt
     continuation_suffix: str | None = None
     continuation_token_ids: list[TokenId] | None = None
-    keep_kv: bool | Annotated[float, Meta(gt=0.0)] | None = None  # for others to continue from; seconds, or the server's time
+    keep_kv: bool | Annotated[float, Meta(gt=0.0)] | None = None  # for a continuation: seconds, or true for the server's time
     request_id: Identifier | None = None  # shown in logs, echoed as x-request-id
-    rid: Identifier | None = None  # the same, as SGLang calls it
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
-    store: bool | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_options: dict[str, Any] | None = None
-    prompt_cache_retention: str | None = None
+    rid: Identifier | None = None  # SGLang's name for it
 
 
 class ChatRequest(SamplingFields, frozen=True, kw_only=True):
@@ -263,7 +259,7 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
-    add_special_tokens: bool = False  # the template writes them itself
+    add_special_tokens: bool = False  # the template writes them
     chat_template_kwargs: dict[str, Any] | None = None
     mm_processor_kwargs: ProcessorOptions | None = None
     modalities: list[Literal["text"]] | None = None
