@@ -26,7 +26,7 @@ from kvrelay.frontend.pages.continuations import delete_continuation, list_conti
 from kvrelay.frontend.pages.info import cluster, health, index, metrics_page, models, one_model, version_page
 from kvrelay.frontend.pages.openapi import docs, openapi_page
 from kvrelay.frontend.pages.tokenize import detokenize, tokenize
-from kvrelay.frontend.prompt.images import Images, NoImages
+from kvrelay.frontend.prompt.images import Images
 from kvrelay.frontend.service import Service
 from kvrelay.media.image_spec import ImageSpec
 from kvrelay.metrics import Metrics
@@ -106,7 +106,7 @@ def create_app(
 
 def _images(image_spec: ImageSpec | None, options: RouterOptions) -> Images:
     if image_spec is None:
-        return NoImages()
+        return Images()
     from kvrelay.frontend.prompt.media import Media  # loads Pillow, which servers of text models do not need
 
     return Media(image_spec, options)

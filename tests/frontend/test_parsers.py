@@ -36,7 +36,7 @@ def read(parser: Parser, text: str, cuts: list[int]) -> Collected:
 
 
 def calls_of(collected: Collected) -> list[tuple[str, str]]:
-    return [(call.name, call.arguments) for call in collected.calls]
+    return [(call.name, call.arguments) for call in collected.calls.values()]
 
 
 CUTS = st.lists(st.integers(0, 500), max_size=40)
@@ -47,7 +47,7 @@ def test_calls_are_read_whatever_the_cuts(cuts: list[int]) -> None:
     collected = read(ToolCallParser(), f"Let me see. \n{CALL}\n{OTHER} \n", cuts)
     assert "".join(collected.text).rstrip() == "Let me see."
     assert calls_of(collected) == [("f", '{"city": "Paris", "deep": [{"}": "\\"]"}]}'), ("g", '{"b": 1}')]
-    assert len({call.id for call in collected.calls}) == 2
+    assert len({call.id for call in collected.calls.values()}) == 2
 
 
 @given(

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import time
+import functools
 from typing import Any, assert_never
 
 import msgspec
 
 from kvrelay.frontend.answer.chunks import ChunkWriter, usage_of
 from kvrelay.frontend.answer.continuation import as_extra
-from kvrelay.frontend.answer.deltas import CallArguments, CallStart, Delta, Reasoning, Text
+from kvrelay.frontend.answer.deltas import Call as ToolCall
+from kvrelay.frontend.answer.deltas import Collected, Delta
 from kvrelay.frontend.answer.generation import Generation, Step
 from kvrelay.frontend.answer.logprobs import chat_logprobs, prompt_logprobs
 from kvrelay.frontend.answer.loop import Delivery, answer, delivery_of
@@ -37,13 +38,8 @@ async def chat_completions(service: Service, call: Call) -> None:
     call.name("chatcmpl-", request.request_id or request.rid)
     conversation = await prepare_conversation(service, call, request)
     delivery = delivery_of(request.stream, request.use_beam_search)
-    await answer(
-        service,
-        call,
-        conversation.work,
-        delivery,
-        lambda generation: _Chat(service, call, request, conversation, delivery, generation),
-    )
+    shape = functools.partial(_Chat, service, call, request, conversation, delivery)
+    await answer(service, call, conversation.work, delivery, shape)
 
 
 class _Chat:
@@ -66,21 +62,13 @@ class _Chat:
         self._conversation = conversation
         self._delivery = delivery
         self._generation = generation
-        self._created = int(time.time())
         self._readers = [AnswerReader(conversation, sample) for sample in generation.samples]
         self._tokens: list[list[int]] = [[] for _ in self._readers]
         self._logprobs: list[list[TokenLogprob]] = [[] for _ in self._readers]
         self._begun = [False] * len(self._readers)
         self._is_text = conversation.plain and conversation.num_top_logprobs is None and not request.return_token_ids
-        self._chunks = ChunkWriter(
-            (b'"delta":{"content":', b"}"),
-            "chat.completion.chunk",
-            call.id,
-            self._created,
-            service.model,
-            request.stream_options,
-            self._usage,
-        )
+        around_text, object_name = (b'"delta":{"content":', b"}"), "chat.completion.chunk"
+        self._chunks = ChunkWriter(around_text, object_name, call, service.model, request.stream_options, self._usage)
 
     def take(self, step: Step) -> bytes:
         if self._delivery is not Delivery.EVENTS:
@@ -124,7 +112,7 @@ class _Chat:
         tokenizer = self._service.tokenizer
         return ChatCompletion(
             id=self._call.id,
-            created=self._created,
+            created=self._chunks.created,
             model=self._service.model,
             choices=[self._choice(index, reader) for index, reader in enumerate(self._readers)],
             usage=self._usage(),
@@ -138,7 +126,7 @@ class _Chat:
         shows_logprobs = self._conversation.num_top_logprobs is not None
         return ChatChoice(
             index=index,
-            message=_message(reader),
+            message=_message(reader.collected),
             finish_reason=reader.finish_reason(),
             logprobs=ChatLogprobs(content=self._logprobs[index]) if shows_logprobs else None,
             token_ids=self._tokens[index] if self._request.return_token_ids else msgspec.UNSET,
@@ -176,11 +164,10 @@ class _Chat:
         return self._chunks.choice(choice, extra)
 
 
-def _message(reader: AnswerReader) -> AnswerMessage:
-    collected = reader.collected
+def _message(collected: Collected) -> AnswerMessage:
     calls = [
         AnswerToolCall(id=call.id, function=AnswerFunction(name=call.name, arguments=call.arguments))
-        for call in collected.calls
+        for call in collected.calls.values()
     ]
     text = "".join(collected.text)
     return AnswerMessage(
@@ -193,24 +180,22 @@ def _message(reader: AnswerReader) -> AnswerMessage:
 
 def _delta(deltas: list[Delta]) -> dict[str, Any]:
     """Several deltas of one token, as one."""
+    collected = Collected()
+    collected.add(deltas)
     merged: dict[str, Any] = {}
-    calls: dict[int, dict[str, Any]] = {}
-    for delta in deltas:
-        match delta:
-            case Text(text):
-                merged["content"] = merged.get("content", "") + text
-            case Reasoning(text):
-                merged["reasoning_content"] = merged.get("reasoning_content", "") + text
-            case CallStart(index, call_id, name):
-                calls[index] = {"index": index, "id": call_id, "type": "function", "function": {"name": name, "arguments": ""}}
-            case CallArguments(index, text):
-                entry = calls.setdefault(index, {"index": index, "function": {"arguments": ""}})
-                entry["function"]["arguments"] += text
-            case _ as never:
-                assert_never(never)
-    if calls:
-        merged["tool_calls"] = list(calls.values())
+    if collected.text:
+        merged["content"] = "".join(collected.text)
+    if collected.reasoning:
+        merged["reasoning_content"] = "".join(collected.reasoning)
+    if collected.calls:
+        merged["tool_calls"] = [_call_delta(index, call) for index, call in collected.calls.items()]
     return merged
+
+
+def _call_delta(index: int, call: ToolCall) -> dict[str, Any]:
+    if not call.id:
+        return {"index": index, "function": {"arguments": call.arguments}}
+    return {"index": index, "id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def _results(body: ChatCompletion) -> list[dict[str, Any]]:

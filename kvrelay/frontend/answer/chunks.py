@@ -7,12 +7,14 @@ sent together.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from kvrelay.frontend.answer.types import CompletionTokensDetails, PromptTokensDetails, Usage
+from kvrelay.frontend.http.call import Call
 from kvrelay.frontend.prompt.types import StreamOptions
 from kvrelay.states import FinishReason
 
@@ -24,22 +26,22 @@ _FINISH: dict[FinishReason | None, bytes] = {None: b"null", **{reason: _encode(r
 class ChunkWriter:
     """Writes the chunks of one stream: `head` + choice + `tail`."""
 
-    __slots__ = ("_begin", "_close", "_continuous", "_head", "_heads", "_include_usage", "_tail", "_usage")
+    __slots__ = ("_begin", "_close", "_continuous", "_head", "_heads", "_include_usage", "_tail", "_usage", "created")
 
     def __init__(
         self,
         around_text: tuple[bytes, bytes],
         object_name: str,
-        answer_id: str,
-        created: int,
+        call: Call,
         model: str,
         options: StreamOptions | None,
         usage: Callable[[], Usage],
     ) -> None:
         """A choice's text is written between the two of `around_text`. `usage` counts what was generated so far."""
+        self.created = int(time.time())
         self._head = b"".join(
             (
-                b'data: {"id":', _encode(answer_id), b',"object":', _encode(object_name), b',"created":', _encode(created),
+                b'data: {"id":', _encode(call.id), b',"object":', _encode(object_name), b',"created":', _encode(self.created),
                 b',"model":', _encode(model), b',"system_fingerprint":null,"choices":[',
             )
         )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import functools
 from typing import Any, assert_never
 
 import msgspec
@@ -26,7 +26,7 @@ async def completions(service: Service, call: Call) -> None:
     call.name("cmpl-", request.request_id or request.rid)
     plan = await prepare_completion(service, call, request)
     delivery = delivery_of(request.stream, request.use_beam_search)
-    await answer(service, call, plan.work, delivery, lambda generation: _Completion(service, call, plan, delivery, generation))
+    await answer(service, call, plan.work, delivery, functools.partial(_Completion, service, call, plan, delivery))
 
 
 class _Choice:
@@ -62,19 +62,11 @@ class _Completion:
         self._request = plan.request
         self._delivery = delivery
         self._generation = generation
-        self._created = int(time.time())
         self._choices = [_Choice(service, plan, sample) for sample in generation.samples]
         self._shows_prompt = bool(plan.request.echo) or plan.request.return_token_ids
         self._is_text = plan.request.logprobs is None and not plan.request.return_token_ids and not plan.scores_only
-        self._chunks = ChunkWriter(
-            (b'"text":', b""),
-            "text_completion",
-            call.id,
-            self._created,
-            service.model,
-            plan.request.stream_options,
-            self._usage,
-        )
+        options = plan.request.stream_options
+        self._chunks = ChunkWriter((b'"text":', b""), "text_completion", call, service.model, options, self._usage)
 
     def take(self, step: Step) -> bytes:
         choice = self._choices[step.sample.index]
@@ -137,7 +129,7 @@ class _Completion:
     def _body(self) -> Completion:
         return Completion(
             id=self._call.id,
-            created=self._created,
+            created=self._chunks.created,
             model=self._service.model,
             choices=[self._shown(choice, index) for index, choice in enumerate(self._best())],
             usage=self._usage(),

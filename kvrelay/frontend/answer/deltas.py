@@ -1,10 +1,10 @@
-"""What an answer is made of, in the order in which it is written. Streams show deltas one by one; others add them up."""
+"""What an answer is made of, in the order in which it is written. Streams show the deltas one by one, bodies add them up."""
 
 from __future__ import annotations
 
 import dataclasses
 import uuid
-from typing import Protocol
+from typing import Protocol, assert_never
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,20 +48,20 @@ class Parser(Protocol):
 
 @dataclasses.dataclass(slots=True)
 class Call:
-    id: str
-    name: str
+    id: str = ""  # empty, as the name is, if the call began in deltas before
+    name: str = ""
     arguments: str = ""
 
 
 class Collected:
-    """One answer, added up."""
+    """Deltas added up: of one token, or of a whole answer."""
 
     __slots__ = ("calls", "reasoning", "text")
 
     def __init__(self) -> None:
         self.text: list[str] = []
         self.reasoning: list[str] = []
-        self.calls: list[Call] = []
+        self.calls: dict[int, Call] = {}
 
     def add(self, deltas: list[Delta]) -> None:
         for delta in deltas:
@@ -70,10 +70,12 @@ class Collected:
                     self.text.append(text)
                 case Reasoning(text):
                     self.reasoning.append(text)
-                case CallStart(_, call_id, name):
-                    self.calls.append(Call(call_id, name))
+                case CallStart(index, call_id, name):
+                    self.calls[index] = Call(call_id, name)
                 case CallArguments(index, text):
-                    self.calls[index].arguments += text
+                    self.calls.setdefault(index, Call()).arguments += text
+                case _ as never:
+                    assert_never(never)
 
 
 def new_call_id() -> str:

@@ -104,7 +104,7 @@ class Generation:
 
     def _submit(self, service: Service, call: Call) -> None:
         work = self._work
-        timeout_s = call.remaining_s(work.timeout_s, service.options.request_timeout_s)
+        timeout_s = call.remaining_s(work.request.timeout, service.options.request_timeout_s)
         session, trace, owner = call.session(), call.trace(), owner_of(call, service.options)
         for place, (prompt, params) in enumerate(zip(work.prompts, work.params, strict=True)):
             request = GenerateRequest(
@@ -116,8 +116,8 @@ class Generation:
                 parent=None if work.origin is None else work.origin.parent,
                 prompt=prompt,
                 params=params,
-                priority=work.priority,
-                cache_salt=work.cache_salt,
+                priority=work.request.priority,
+                cache_salt=work.request.cache_salt or "",
                 session=session,
                 trace=trace,
                 timeout_s=timeout_s,

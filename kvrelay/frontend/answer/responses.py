@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from typing import Any
 
@@ -33,13 +34,8 @@ async def responses(service: Service, call: Call) -> None:
         conversation = await prepare_conversation(service, call, chat_request(request))
     except InvalidRequestError as error:
         raise own_names(error, request) from error
-    await answer(
-        service,
-        call,
-        conversation.work,
-        delivery_of(request.stream),
-        lambda generation: _Response(service, call, request, conversation, generation),
-    )
+    shape = functools.partial(_Response, service, call, request, conversation)
+    await answer(service, call, conversation.work, delivery_of(request.stream), shape)
 
 
 class _Response:

@@ -1,4 +1,4 @@
-"""The OpenAPI 3.1 description, made from the very structs that read requests and write answers."""
+"""The OpenAPI 3.1 description, made from the structs that read requests and write answers."""
 
 from __future__ import annotations
 
@@ -23,52 +23,54 @@ from kvrelay.router.backend import DrainOrder
 from kvrelay.version import version
 
 _JSON = "application/json"
-_REFERENCE = "#/components/schemas/{name}"
-_GENERATE_ERRORS = (400, 401, 404, 409, 413, 429, 500, 503, 504)
-_READ_ERRORS = (400, 401, 404, 413, 500)
-_ADMIN_ERRORS = (400, 401, 404, 409, 413, 500, 503)
-_ERRORS = {
+_ONE = "/v1/continuations/{id}"
+_GENERATE = (400, 401, 404, 409, 413, 429, 500, 503, 504)
+_READ = (400, 401, 404, 413, 500)
+_ADMIN = (400, 401, 404, 409, 413, 500, 503)
+ERRORS = {
     400: "A field is wrong; `param` names it",
     401: "No API key, or a wrong one",
     404: "No such path, model, worker or continuation",
-    409: "The worker is draining, or has that role, already; or what is to be continued is still being generated",
+    409: "The worker is already draining, or already has that role; or the request to continue from is still running",
     413: "The body is too large",
     429: "The queue is full; see Retry-After",
-    500: "Our fault",
+    500: "A bug in the server",
     503: "No worker is ready",
-    504: "It took longer than it was given",
+    504: "The request took longer than its time limit",
 }
 _HTML = (b"content-type", b"text/html; charset=utf-8")
 _OBJECT: dict[str, Any] = {"type": "object"}
 _PATH_NAME = re.compile(r"\{(\w+)\}")
 
-# path, summary, request body, response body, streams
-_POSTS: tuple[tuple[str, str, type, type | None, bool], ...] = (
-    ("/v1/chat/completions", "Answer a conversation", ChatRequest, ChatCompletion, True),
-    ("/v1/completions", "Continue prompts", CompletionRequest, Completion, True),
-    ("/v1/responses", "Answer, in the form of the Responses API", ResponsesRequest, None, True),
-    ("/tokenize", "Text or a conversation to token ids", TokenizeRequest, Tokenized, False),
-    ("/detokenize", "Token ids to text", DetokenizeRequest, Detokenized, False),
-)
-_ADMIN: tuple[tuple[str, str, type], ...] = (
-    ("/admin/drain", "Let a worker finish and leave", DrainRequest),
-    ("/admin/role", "Let a worker finish and come back in another role", RoleRequest),
-)
-# path, summary, content type, schema, errors
-_GETS: tuple[tuple[str, str, str, type | None, tuple[int, ...]], ...] = (
-    ("/v1/continuations", "The caller's requests whose KV is kept", _JSON, ContinuationList, (401,)),
-    ("/v1/continuations/{id}", "One request that can be continued from", _JSON, ContinuationHandle, (400, 401, 404)),
-    ("/v1/models", "The model that is served", _JSON, ModelList, (401,)),
-    ("/v1/models/{model}", "One model", _JSON, Model, (401, 404)),
-    ("/health", "Whether requests can be served", _JSON, None, (503,)),
-    ("/cluster", "Workers, their load and their KV blocks", _JSON, None, (401,)),
-    ("/metrics", "Prometheus metrics", "text/plain", None, ()),
-    ("/version", "Versions", _JSON, None, (401,)),
-)
+
+class _Operation(msgspec.Struct, frozen=True):
+    method: str
+    path: str
+    summary: str
+    errors: tuple[int, ...]
+    answer: type | None = None  # None: a JSON object that is not described further
+    body: type | None = None
+    streams: bool = False
+    content_type: str = _JSON
 
 
-_DELETES: tuple[tuple[str, str, type, tuple[int, ...]], ...] = (
-    ("/v1/continuations/{id}", "Give up what is kept of a request", ContinuationDeleted, (401, 404)),
+_OPERATIONS = (
+    _Operation("post", "/v1/chat/completions", "Answer a conversation", _GENERATE, ChatCompletion, ChatRequest, True),
+    _Operation("post", "/v1/completions", "Continue prompts", _GENERATE, Completion, CompletionRequest, True),
+    _Operation("post", "/v1/responses", "Answer, in the form of the Responses API", _GENERATE, None, ResponsesRequest, True),
+    _Operation("post", "/tokenize", "Text or a conversation to token ids", _READ, Tokenized, TokenizeRequest),
+    _Operation("post", "/detokenize", "Token ids to text", _READ, Detokenized, DetokenizeRequest),
+    _Operation("post", "/admin/drain", "Let a worker finish and leave", _ADMIN, DrainOrder, DrainRequest),
+    _Operation("post", "/admin/role", "Let a worker finish and come back in another role", _ADMIN, DrainOrder, RoleRequest),
+    _Operation("get", "/v1/continuations", "The caller's requests whose KV is kept", (401,), ContinuationList),
+    _Operation("get", _ONE, "One request that can be continued from", (400, 401, 404), ContinuationHandle),
+    _Operation("delete", _ONE, "Give up what is kept of a request", (401, 404), ContinuationDeleted),
+    _Operation("get", "/v1/models", "The model that is served", (401,), ModelList),
+    _Operation("get", "/v1/models/{model}", "One model", (401, 404), Model),
+    _Operation("get", "/health", "Whether requests can be served", (503,)),
+    _Operation("get", "/cluster", "Workers, their load and their KV blocks", (401,)),
+    _Operation("get", "/metrics", "Prometheus metrics", (), content_type="text/plain"),
+    _Operation("get", "/version", "Versions", (401,)),
 )
 
 
@@ -76,13 +78,13 @@ async def openapi_page(service: Service, call: Call) -> None:
     await call.answer(200, _openapi_body(), [JSON_TYPE])
 
 
+async def docs(service: Service, call: Call) -> None:
+    await call.answer(200, _docs_body(), [_HTML])
+
+
 @functools.cache
 def _openapi_body() -> bytes:
     return msgspec.json.encode(openapi())
-
-
-async def docs(service: Service, call: Call) -> None:
-    await call.answer(200, _docs_body(), [_HTML])
 
 
 @functools.cache
@@ -91,22 +93,13 @@ def _docs_body() -> bytes:
 
 
 def openapi() -> dict[str, Any]:
-    bodies: list[type] = [ErrorResponse, ModelList, Model, DrainOrder, *(request for _, _, request in _ADMIN)]
-    bodies += [ContinuationList, ContinuationHandle, ContinuationDeleted]
-    for _, _, request, response, _ in _POSTS:
-        bodies += [request] if response is None else [request, response]
-    references, components = msgspec.json.schema_components(bodies, ref_template=_REFERENCE)
-    by_type = dict(zip(bodies, references, strict=True))
+    used = {each: None for operation in _OPERATIONS for each in (operation.body, operation.answer) if each is not None}
+    bodies: list[type] = [ErrorResponse, *used]
+    references, components = msgspec.json.schema_components(bodies, ref_template="#/components/schemas/{name}")
+    schemas = dict(zip(bodies, references, strict=True))
     paths: dict[str, Any] = {}
-    for path, summary, request, response, streams in _POSTS:
-        answers = _errors(_GENERATE_ERRORS if streams else _READ_ERRORS, by_type)
-        paths[path] = {"post": _post(summary, by_type[request], _schema(by_type, response), answers, streams)}
-    for path, summary, request in _ADMIN:
-        paths[path] = {"post": _post(summary, by_type[request], by_type[DrainOrder], _errors(_ADMIN_ERRORS, by_type), False)}
-    for path, summary, content_type, response, errors in _GETS:
-        paths[path] = {"get": _get(path, summary, content_type, _schema(by_type, response), errors, by_type)}
-    for path, summary, response, errors in _DELETES:
-        paths[path]["delete"] = _get(path, summary, _JSON, by_type[response], errors, by_type)
+    for operation in _OPERATIONS:
+        paths.setdefault(operation.path, {})[operation.method] = _described(operation, schemas)
     return {
         "openapi": "3.1.0",
         "info": {"title": "kvrelay", "version": version(), "description": "Language models behind OpenAI's API."},
@@ -119,44 +112,24 @@ def openapi() -> dict[str, Any]:
     }
 
 
-def _schema(by_type: dict[type, dict[str, Any]], body: type | None) -> dict[str, Any]:
-    return _OBJECT if body is None else by_type[body]
-
-
-def _post(
-    summary: str, request: dict[str, Any], response: dict[str, Any], errors: dict[str, Any], streams: bool
-) -> dict[str, Any]:
-    content: dict[str, Any] = {_JSON: {"schema": response}}
-    if streams:
+def _described(operation: _Operation, schemas: dict[type, dict[str, Any]]) -> dict[str, Any]:
+    schema = _OBJECT if operation.answer is None else schemas[operation.answer]
+    content = {operation.content_type: {"schema": schema if operation.content_type == _JSON else {"type": "string"}}}
+    about = operation.summary if operation.body is None else "The answer"
+    if operation.streams:
         content["text/event-stream"] = {"schema": {"type": "string"}}
-    answers = {
-        "200": {"description": "The answer; events if `stream` is true" if streams else "The answer", "content": content}
+        about = "The answer; events if `stream` is true"
+    failed = {_JSON: {"schema": schemas[ErrorResponse]}}
+    described: dict[str, Any] = {
+        "summary": operation.summary,
+        "responses": {
+            "200": {"description": about, "content": content},
+            **{str(status): {"description": ERRORS[status], "content": failed} for status in operation.errors},
+        },
     }
-    return {
-        "summary": summary,
-        "requestBody": {"required": True, "content": {_JSON: {"schema": request}}},
-        "responses": answers | errors,
-    }
-
-
-def _get(
-    path: str,
-    summary: str,
-    content_type: str,
-    schema: dict[str, Any],
-    errors: tuple[int, ...],
-    by_type: dict[type, dict[str, Any]],
-) -> dict[str, Any]:
-    shown = {"type": "string"} if content_type != _JSON else schema
-    answer = {"200": {"description": summary, "content": {content_type: {"schema": shown}}}}
-    operation: dict[str, Any] = {"summary": summary, "responses": answer | _errors(errors, by_type)}
-    names = _PATH_NAME.findall(path)
-    if names:
+    if operation.body is not None:
+        described["requestBody"] = {"required": True, "content": {_JSON: {"schema": schemas[operation.body]}}}
+    if names := _PATH_NAME.findall(operation.path):
         text = {"type": "string", "minLength": 1}
-        operation["parameters"] = [{"name": name, "in": "path", "required": True, "schema": text} for name in names]
-    return operation
-
-
-def _errors(statuses: tuple[int, ...], by_type: dict[type, dict[str, Any]]) -> dict[str, Any]:
-    content = {_JSON: {"schema": by_type[ErrorResponse]}}
-    return {str(status): {"description": _ERRORS[status], "content": content} for status in statuses}
+        described["parameters"] = [{"name": name, "in": "path", "required": True, "schema": text} for name in names]
+    return described

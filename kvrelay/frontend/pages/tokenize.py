@@ -8,7 +8,7 @@ from kvrelay.errors import InvalidRequestError
 from kvrelay.frontend.http.call import Call
 from kvrelay.frontend.http.errors import refuse
 from kvrelay.frontend.prompt.images import refuse_parts
-from kvrelay.frontend.prompt.template import chat_prompt, render
+from kvrelay.frontend.prompt.template import render
 from kvrelay.frontend.prompt.types import DetokenizeRequest, TokenizeRequest
 from kvrelay.frontend.service import Service
 
@@ -49,14 +49,7 @@ async def _text(service: Service, request: TokenizeRequest) -> str:
         refuse({"tools": request.tools, "chat_template_kwargs": request.chat_template_kwargs}, "needs messages")
         return request.prompt or ""
     refuse_parts(request.messages, "/tokenize")
-    prompt = chat_prompt(
-        request.messages,
-        tools=request.tools or [],
-        add_generation_prompt=request.add_generation_prompt,
-        continue_final_message=request.continue_final_message,
-        variables=request.chat_template_kwargs,
-    )
-    return await render(service, prompt)
+    return await render(service, request, request.messages, request.tools or [])
 
 
 async def detokenize(service: Service, call: Call) -> None:

@@ -12,7 +12,7 @@ from kvrelay.frontend.prompt.beams import check_completion
 from kvrelay.frontend.prompt.continuation import keep_s, origin_of
 from kvrelay.frontend.prompt.params import check_stream, output_tokens, sampling_params, shape_of
 from kvrelay.frontend.prompt.types import CompletionRequest
-from kvrelay.frontend.prompt.work import Work, new_work
+from kvrelay.frontend.prompt.work import Work
 from kvrelay.frontend.service import Service
 from kvrelay.sampling import Grammar, SamplingParams
 
@@ -55,7 +55,7 @@ async def prepare_completion(service: Service, call: Call, request: CompletionRe
     params = [_params(service, request, tokens, best_of, grammar) for tokens in prompts]
     return CompletionPlan(
         request=request,
-        work=new_work(request, prompts, params, seconds, origin, () if origin is None else origin.parent.images),
+        work=Work(request, prompts, params, seconds, origin, () if origin is None else origin.parent.images),
         echoes=_echoes(service, request, prompts),
         num_choices=choices,
         scores_only=request.max_tokens == 0,

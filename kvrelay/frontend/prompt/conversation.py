@@ -11,10 +11,10 @@ from kvrelay.frontend.prompt.beams import check_chat
 from kvrelay.frontend.prompt.continuation import keep_s, origin_of
 from kvrelay.frontend.prompt.images import image_parts, shifted
 from kvrelay.frontend.prompt.params import check_stream, output_tokens, sampling_params, shape_of
-from kvrelay.frontend.prompt.template import chat_prompt, render
+from kvrelay.frontend.prompt.template import render
 from kvrelay.frontend.prompt.tools import CLOSE, Tags, ToolPlan, plan_tools
 from kvrelay.frontend.prompt.types import ChatRequest
-from kvrelay.frontend.prompt.work import Work, new_work
+from kvrelay.frontend.prompt.work import Work
 from kvrelay.frontend.service import Service
 from kvrelay.sampling import Grammar, SamplingParams
 from kvrelay.wire.serving import Image
@@ -63,7 +63,7 @@ async def prepare_conversation(service: Service, call: Call, request: ChatReques
         opened = reasons and _left_open(service, tokens)
     params = _params(service, request, tokens, shape, tools)
     return Conversation(
-        work=new_work(request, [tokens], [params], seconds, origin, images),
+        work=Work(request, [tokens], [params], seconds, origin, images),
         tools=tools,
         reasons=reasons,
         opened=opened,
@@ -76,14 +76,7 @@ async def _prompt(service: Service, request: ChatRequest, tools: ToolPlan) -> tu
     if request.messages is None:
         raise missing("messages")
     parts = image_parts(service.images, request)
-    prompt = chat_prompt(
-        request.messages,
-        tools=tools.tools,
-        add_generation_prompt=request.add_generation_prompt,
-        continue_final_message=request.continue_final_message,
-        variables=request.chat_template_kwargs,
-    )
-    text = await render(service, prompt)
+    text = await render(service, request, request.messages, tools.tools)
     if request.add_special_tokens:
         tokens = await service.encode(text, add_special_tokens=True)
     else:

@@ -2,7 +2,7 @@
 
     image_parts      which parts of which messages are images
     template_parts   a message with images, as the chat template sees it
-    Images           reads them and places them in the prompt: `NoImages` for text models, else `media.Media`
+    Images           places them in the prompt
 
 An image that cannot be used is the client's fault: 400, naming the part. Only user messages have images, as in OpenAI's API.
 """
@@ -10,7 +10,7 @@ An image that cannot be used is the client's fault: 400, naming the part. Only u
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -26,6 +26,8 @@ from kvrelay.frontend.prompt.types import (
 )
 from kvrelay.wire.serving import Image
 
+Placed = tuple[list[int], list[Image]]
+
 
 class Part(msgspec.Struct, frozen=True):
     """An image as it was sent."""
@@ -34,46 +36,27 @@ class Part(msgspec.Struct, frozen=True):
     content: ImagePart
 
 
-class Images(Protocol):
-    """What a server does with the images of its requests."""
+class Images:
+    """What a server does with the images of its requests. This one's model takes none; `media.Media` is for those that do."""
 
-    takes_images: bool
+    takes_images = False
 
     def check(self, parts: Sequence[Part], wanted: ProcessorOptions | None) -> None:
         """Refuses images, and options for them, that this model cannot use."""
+        if parts:
+            raise InvalidRequestError(f"{parts[0].field}: this model takes no images", param=parts[0].field, code="no_images")
+        if wanted is not None:
+            raise InvalidRequestError("mm_processor_kwargs: this model takes no images", param="mm_processor_kwargs")
 
-    async def place(
-        self, parts: Sequence[Part], wanted: ProcessorOptions | None, tokens: list[int]
-    ) -> tuple[list[int], list[Image]]:
+    async def place(self, parts: Sequence[Part], wanted: ProcessorOptions | None, tokens: list[int]) -> Placed:
         """The prompt's tokens with placeholders for the images, and the images. Raises InvalidRequestError."""
+        return tokens, []
 
     def check_text(self, tokens: Sequence[int], field: str) -> None:
         """Refuses text that contains the token that stands for an image."""
 
     def shown(self, tokens: list[int]) -> list[int]:
         """A prompt's tokens as the model's own tokenizer has them, without placeholders."""
-
-
-class NoImages:
-    """Of a server whose model takes no images."""
-
-    takes_images = False
-
-    def check(self, parts: Sequence[Part], wanted: ProcessorOptions | None) -> None:
-        if parts:
-            raise InvalidRequestError(f"{parts[0].field}: this model takes no images", param=parts[0].field, code="no_images")
-        if wanted is not None:
-            raise InvalidRequestError("mm_processor_kwargs: this model takes no images", param="mm_processor_kwargs")
-
-    async def place(
-        self, parts: Sequence[Part], wanted: ProcessorOptions | None, tokens: list[int]
-    ) -> tuple[list[int], list[Image]]:
-        return tokens, []
-
-    def check_text(self, tokens: Sequence[int], field: str) -> None:
-        return
-
-    def shown(self, tokens: list[int]) -> list[int]:
         return tokens
 
 

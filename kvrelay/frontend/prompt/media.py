@@ -19,7 +19,7 @@ import msgspec
 
 from kvrelay.config import RouterOptions
 from kvrelay.errors import InvalidRequestError, MediaError
-from kvrelay.frontend.prompt.images import Part
+from kvrelay.frontend.prompt.images import Images, Part, Placed
 from kvrelay.frontend.prompt.types import ProcessorOptions
 from kvrelay.media.data_url import read_data_url
 from kvrelay.media.decode import Limits, check
@@ -52,7 +52,7 @@ class _Bounds(msgspec.Struct, frozen=True):
     max_pixels: int
 
 
-class Media:
+class Media(Images):
     """Of a server whose model takes images. Remembers the sizes of files it has checked, not the files."""
 
     takes_images = True
@@ -76,9 +76,7 @@ class Media:
     def check(self, parts: Sequence[Part], wanted: ProcessorOptions | None) -> None:
         return
 
-    async def place(
-        self, parts: Sequence[Part], wanted: ProcessorOptions | None, tokens: list[int]
-    ) -> tuple[list[int], list[Image]]:
+    async def place(self, parts: Sequence[Part], wanted: ProcessorOptions | None, tokens: list[int]) -> Placed:
         self._check_places(tokens, len(parts))
         return _place(self.spec.image_token_id, tokens, await self.read(parts, wanted)) if parts else (tokens, [])
 
@@ -164,7 +162,7 @@ class Media:
             )
 
 
-def _place(image_token_id: int, tokens: list[int], found: Sequence[ReadImage]) -> tuple[list[int], list[Image]]:
+def _place(image_token_id: int, tokens: list[int], found: Sequence[ReadImage]) -> Placed:
     """The prompt with placeholders for its images. It has a place for each of them."""
     placed: list[int] = []
     images: list[Image] = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -13,11 +13,13 @@ from kvrelay.frontend.prompt.tools import hermes_messages, tools_for_template
 from kvrelay.frontend.prompt.types import (
     AssistantMessage,
     ChatMessage,
+    ChatRequest,
     DeveloperMessage,
     FunctionTool,
     ImagePart,
     RefusalPart,
     TextPart,
+    TokenizeRequest,
     ToolCall,
     ToolMessage,
 )
@@ -25,63 +27,38 @@ from kvrelay.frontend.service import Service
 from kvrelay.text.chat_template import RESERVED_VARIABLES, Message
 
 
-class ChatPrompt(msgspec.Struct, frozen=True, kw_only=True):
-    """Messages as the template sees them, and how to render them."""
-
-    messages: list[Message]
-    tools: list[FunctionTool] = []
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    variables: Mapping[str, Any] = {}
-
-
-def chat_prompt(
-    messages: Sequence[ChatMessage],
-    *,
-    tools: list[FunctionTool],
-    add_generation_prompt: bool | None,
-    continue_final_message: bool,
-    variables: Mapping[str, Any] | None,
-) -> ChatPrompt:
-    """Refuses what cannot be rendered. A generation prompt is added unless the last message is to be continued."""
-    if continue_final_message and add_generation_prompt:
+async def render(
+    service: Service, request: ChatRequest | TokenizeRequest, messages: Sequence[ChatMessage], tools: Sequence[FunctionTool]
+) -> str:
+    """Off the event loop if it is long. A generation prompt is added unless the last message is to be continued."""
+    if request.continue_final_message and request.add_generation_prompt:
         raise InvalidRequestError(
             "continue_final_message cannot be combined with add_generation_prompt", param="continue_final_message"
         )
-    reserved = RESERVED_VARIABLES.intersection(variables or ())
+    variables = request.chat_template_kwargs or {}
+    reserved = RESERVED_VARIABLES.intersection(variables)
     if reserved:
         field = f"chat_template_kwargs.{min(reserved)}"
         raise InvalidRequestError(f"{field} cannot be set by clients", param=field)
-    return ChatPrompt(
-        messages=[template_message(message, place) for place, message in enumerate(messages)],
-        tools=tools,
-        add_generation_prompt=not continue_final_message if add_generation_prompt is None else add_generation_prompt,
-        continue_final_message=continue_final_message,
-        variables=variables or {},
-    )
+    told = [template_message(message, place) for place, message in enumerate(messages)]
+    add_prompt = not request.continue_final_message if request.add_generation_prompt is None else request.add_generation_prompt
 
+    def work() -> str:
+        shown = tools_for_template(tools) or None
+        knows_tools = service.tokenizer.takes_tools
+        return service.tokenizer.render_chat(
+            told if knows_tools else hermes_messages(told, shown or []),
+            tools=shown if knows_tools else None,
+            add_generation_prompt=add_prompt,
+            continue_final_message=request.continue_final_message,
+            variables=variables,
+        )
 
-async def render(service: Service, prompt: ChatPrompt) -> str:
-    length = sum(_length(message["content"]) for message in prompt.messages)
-    return await service.off_loop_if_long(length, lambda: _render(service, prompt))
+    return await service.off_loop_if_long(sum(_length(message["content"]) for message in told), work)
 
 
 def _length(content: str | list[dict[str, Any]]) -> int:
     return len(content) if isinstance(content, str) else sum(len(part.get("text", "")) for part in content)
-
-
-def _render(service: Service, prompt: ChatPrompt) -> str:
-    messages: Sequence[Message] = prompt.messages
-    tools = tools_for_template(prompt.tools) or None
-    if not service.tokenizer.takes_tools:
-        messages, tools = hermes_messages(messages, tools or []), None
-    return service.tokenizer.render_chat(
-        messages,
-        tools=tools,
-        add_generation_prompt=prompt.add_generation_prompt,
-        continue_final_message=prompt.continue_final_message,
-        variables=prompt.variables,
-    )
 
 
 def template_message(message: ChatMessage, place: int) -> Message:
@@ -119,17 +96,11 @@ def _content(content: str | Sequence[TextPart | RefusalPart | ImagePart] | None)
 
 
 def _call(call: ToolCall, field: str) -> dict[str, Any]:
-    return {
-        "id": call.id,
-        "type": "function",
-        "function": {
-            "name": call.function.name,
-            "arguments": call_arguments(call.function.arguments, f"{field}.function.arguments"),
-        },
-    }
+    arguments = _arguments(call.function.arguments, f"{field}.function.arguments")
+    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 
-def call_arguments(text: str, field: str) -> dict[str, Any]:
+def _arguments(text: str, field: str) -> dict[str, Any]:
     if not text.strip():
         return {}
     try:

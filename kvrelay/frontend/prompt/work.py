@@ -24,31 +24,9 @@ class Origin:
 class Work:
     """What is to be generated."""
 
+    request: SamplingFields
     prompts: list[list[int]]
     params: Sequence[SamplingParams]  # one per prompt: max_tokens may differ
-    priority: int
-    cache_salt: str
-    timeout_s: float | None  # None: the header or the server says
     keep_s: float  # how long its KV is kept for continuations; 0: not at all
     origin: Origin | None  # what its one prompt continues from
     images: Sequence[Image]  # of a conversation, which is one prompt
-
-
-def new_work(
-    request: SamplingFields,
-    prompts: list[list[int]],
-    params: Sequence[SamplingParams],
-    keep_s: float,
-    origin: Origin | None,
-    images: Sequence[Image],
-) -> Work:
-    return Work(
-        prompts=prompts,
-        params=params,
-        priority=request.priority,
-        cache_salt=request.cache_salt or "",
-        timeout_s=request.timeout,
-        keep_s=keep_s,
-        origin=origin,
-        images=images,
-    )
