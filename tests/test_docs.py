@@ -1,4 +1,4 @@
-"""The documentation says what is true: every option and state is in it, and its links lead somewhere. (API: test_docs_api.py)"""
+"""The documentation says what is true: every option and state is in it, links lead somewhere. (The API: test_docs_api.py)"""
 
 from __future__ import annotations
 

@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, assert_never
+from typing import Any
 
 import msgspec
 
-from kvrelay.frontend.answer.chunks import ChunkWriter, usage_of
-from kvrelay.frontend.answer.continuation import as_extra
+from kvrelay.frontend.answer import types
+from kvrelay.frontend.answer.chunks import ChunkWriter, last_bytes, usage_of
 from kvrelay.frontend.answer.deltas import Call as ToolCall
 from kvrelay.frontend.answer.deltas import Collected, Delta
 from kvrelay.frontend.answer.generation import Generation, Step
 from kvrelay.frontend.answer.logprobs import chat_logprobs, prompt_logprobs
 from kvrelay.frontend.answer.loop import Delivery, answer, delivery_of
 from kvrelay.frontend.answer.reader import AnswerReader
-from kvrelay.frontend.answer.types import (
-    AnswerFunction,
-    AnswerMessage,
-    AnswerToolCall,
-    ChatChoice,
-    ChatCompletion,
-    ChatLogprobs,
-    TokenLogprob,
-    Usage,
-)
 from kvrelay.frontend.http.call import Call
 from kvrelay.frontend.prompt.conversation import Conversation, prepare_conversation
 from kvrelay.frontend.prompt.types import ChatRequest
@@ -64,7 +54,7 @@ class _Chat:
         self._generation = generation
         self._readers = [AnswerReader(conversation, sample) for sample in generation.samples]
         self._tokens: list[list[int]] = [[] for _ in self._readers]
-        self._logprobs: list[list[TokenLogprob]] = [[] for _ in self._readers]
+        self._logprobs: list[list[types.TokenLogprob]] = [[] for _ in self._readers]
         self._begun = [False] * len(self._readers)
         self._is_text = conversation.plain and conversation.num_top_logprobs is None and not request.return_token_ids
         around_text, object_name = (b'"delta":{"content":', b"}"), "chat.completion.chunk"
@@ -79,19 +69,9 @@ class _Chat:
         return self._event(step)
 
     def end(self) -> bytes:
-        match self._delivery:
-            case Delivery.BODY:
-                return msgspec.json.encode(self._body())
-            case Delivery.EVENTS:
-                return self._chunks.end(as_extra(self._generation.provenance()))
-            case Delivery.RESULTS:
-                body = self._body()
-                extra = as_extra(body.kvrelay)
-                return b"".join([self._chunks.choice(each, extra) for each in _results(body)]) + self._chunks.end(extra)
-            case _ as never:
-                assert_never(never)
+        return last_bytes(self._delivery, self._chunks, self._generation, self._body, _results)
 
-    def _usage(self) -> Usage:
+    def _usage(self) -> types.Usage:
         generation = self._generation
         reasoning = sum(reader.reasoning_tokens for reader in self._readers)
         return usage_of(generation.prompt_tokens, generation.output_tokens, sum(generation.cached_tokens), reasoning)
@@ -107,10 +87,10 @@ class _Chat:
         self._logprobs[index] += chat_logprobs(self._service.tokenizer, step, self._conversation.num_top_logprobs)
         return b""
 
-    def _body(self) -> ChatCompletion:
+    def _body(self) -> types.ChatCompletion:
         entries, work = self._generation.prompt_logprobs[0], self._conversation.work
         tokenizer = self._service.tokenizer
-        return ChatCompletion(
+        return types.ChatCompletion(
             id=self._call.id,
             created=self._chunks.created,
             model=self._service.model,
@@ -121,14 +101,14 @@ class _Chat:
             kvrelay=self._generation.provenance(),
         )
 
-    def _choice(self, index: int, reader: AnswerReader) -> ChatChoice:
+    def _choice(self, index: int, reader: AnswerReader) -> types.ChatChoice:
         cumulative_logprob, beam_score = self._generation.beam_scores(reader.sample)
         shows_logprobs = self._conversation.num_top_logprobs is not None
-        return ChatChoice(
+        return types.ChatChoice(
             index=index,
             message=_message(reader.collected),
             finish_reason=reader.finish_reason(),
-            logprobs=ChatLogprobs(content=self._logprobs[index]) if shows_logprobs else None,
+            logprobs=types.ChatLogprobs(content=self._logprobs[index]) if shows_logprobs else None,
             token_ids=self._tokens[index] if self._request.return_token_ids else msgspec.UNSET,
             cumulative_logprob=cumulative_logprob,
             beam_score=beam_score,
@@ -148,7 +128,7 @@ class _Chat:
         choice: dict[str, Any] = {
             "index": index,
             "delta": delta,
-            "logprobs": ChatLogprobs(content=logprobs) if logprobs else None,
+            "logprobs": types.ChatLogprobs(content=logprobs) if logprobs else None,
             "finish_reason": None if step.finish is None else reader.finish_reason(),
         }
         if self._request.return_token_ids:
@@ -164,13 +144,13 @@ class _Chat:
         return self._chunks.choice(choice, extra)
 
 
-def _message(collected: Collected) -> AnswerMessage:
+def _message(collected: Collected) -> types.AnswerMessage:
     calls = [
-        AnswerToolCall(id=call.id, function=AnswerFunction(name=call.name, arguments=call.arguments))
+        types.AnswerToolCall(id=call.id, function=types.AnswerFunction(name=call.name, arguments=call.arguments))
         for call in collected.calls.values()
     ]
     text = "".join(collected.text)
-    return AnswerMessage(
+    return types.AnswerMessage(
         role="assistant",
         content=None if calls and not text else text,
         reasoning_content="".join(collected.reasoning) or None,
@@ -198,7 +178,7 @@ def _call_delta(index: int, call: ToolCall) -> dict[str, Any]:
     return {"index": index, "id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-def _results(body: ChatCompletion) -> list[dict[str, Any]]:
+def _results(body: types.ChatCompletion) -> list[dict[str, Any]]:
     """The choices of a whole answer, each as the one chunk of it."""
     chunks: list[dict[str, Any]] = [msgspec.to_builtins(choice) for choice in body.choices]
     for chunk in chunks:

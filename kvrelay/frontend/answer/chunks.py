@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
-from kvrelay.frontend.answer.types import CompletionTokensDetails, PromptTokensDetails, Usage
+from kvrelay.frontend.answer.continuation import as_extra
+from kvrelay.frontend.answer.generation import Generation
+from kvrelay.frontend.answer.loop import Delivery
+from kvrelay.frontend.answer.types import ChatCompletion, Completion, CompletionTokensDetails, PromptTokensDetails, Usage
 from kvrelay.frontend.http.call import Call
 from kvrelay.frontend.prompt.types import StreamOptions
 from kvrelay.states import FinishReason
 
+B = TypeVar("B", ChatCompletion, Completion)
 _DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.Encoder().encode
 _FINISH: dict[FinishReason | None, bytes] = {None: b"null", **{reason: _encode(reason.value) for reason in FinishReason}}
@@ -72,6 +76,23 @@ class ChunkWriter:
 
     def _with_usage(self) -> bytes:
         return b'],"usage":' + _encode(self._usage()) + b"}\n\n"
+
+
+def last_bytes(
+    delivery: Delivery,
+    chunks: ChunkWriter,
+    generation: Generation,
+    body: Callable[[], B],
+    results: Callable[[B], list[dict[str, Any]]],
+) -> bytes:
+    """How an answer ends: with the last events, with its body, or with one chunk for each of the body's choices (`results`)."""
+    if delivery is Delivery.EVENTS:
+        return chunks.end(as_extra(generation.provenance()))
+    whole = body()
+    if delivery is Delivery.BODY:
+        return _encode(whole)
+    extra = as_extra(whole.kvrelay)
+    return b"".join([chunks.choice(choice, extra) for choice in results(whole)]) + chunks.end(extra)
 
 
 def usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int, reasoning_tokens: int = 0) -> Usage:

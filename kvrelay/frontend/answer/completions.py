@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, assert_never
+from typing import Any
 
 import msgspec
 
-from kvrelay.frontend.answer.chunks import ChunkWriter, usage_of
-from kvrelay.frontend.answer.continuation import as_extra
+from kvrelay.frontend.answer.chunks import ChunkWriter, last_bytes, usage_of
 from kvrelay.frontend.answer.generation import Generation, Sample, Step
 from kvrelay.frontend.answer.logprobs import LegacyLogprobs, prompt_logprobs
 from kvrelay.frontend.answer.loop import Delivery, answer, delivery_of
@@ -78,18 +77,7 @@ class _Completion:
         return prompt + self._event(choice, step)
 
     def end(self) -> bytes:
-        match self._delivery:
-            case Delivery.BODY:
-                return msgspec.json.encode(self._body())
-            case Delivery.EVENTS:
-                return self._chunks.end(as_extra(self._generation.provenance()))
-            case Delivery.RESULTS:
-                body = self._body()
-                extra = as_extra(body.kvrelay)
-                chunks = [self._chunks.choice(msgspec.to_builtins(choice), extra) for choice in body.choices]
-                return b"".join([*chunks, self._chunks.end(extra)])
-            case _ as never:
-                assert_never(never)
+        return last_bytes(self._delivery, self._chunks, self._generation, self._body, _results)
 
     def _begin(self, choice: _Choice) -> bytes:
         """Before a choice's first token: its prompt, if that is shown."""
@@ -186,3 +174,7 @@ class _Completion:
             shown["token_ids"] = tokens
         extra = self._generation.last_words(step, shown)
         return self._chunks.choice(shown, extra)
+
+
+def _results(body: Completion) -> list[dict[str, Any]]:
+    return [msgspec.to_builtins(choice) for choice in body.choices]

@@ -38,6 +38,6 @@ def provenance(origin: Origin, inherited: Inherited | None, cached_tokens: int) 
     return Provenance(continuation=source)
 
 
-def as_extra(told: Provenance | msgspec.UnsetType) -> bytes:
+def as_extra(source: Provenance | msgspec.UnsetType) -> bytes:
     """As a member of a stream's last chunks."""
-    return b"" if isinstance(told, msgspec.UnsetType) else b',"kvrelay":' + msgspec.json.encode(told)
+    return b"" if isinstance(source, msgspec.UnsetType) else b',"kvrelay":' + msgspec.json.encode(source)

@@ -10,6 +10,7 @@ ClientGoneError.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from typing import Any
 
@@ -35,19 +36,17 @@ from kvrelay.wire.serving import Keep, SequenceOutput, TokenLogprobs
 _SETTLE_S = 2.0  # how long the end of an answer waits for workers to confirm what is kept
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class Sample:
-    """One of the n samples of a prompt. `finish` is set with its last step."""
+    """One of the n samples of a prompt."""
 
-    __slots__ = ("detokenizer", "finish", "index", "number", "prompt", "stream", "total_logprob")
-
-    def __init__(self, prompt: int, number: int, index: int, stream: RequestStream, detokenizer: Detokenizer) -> None:
-        self.prompt = prompt
-        self.number = number  # among the samples of that prompt
-        self.index = index  # among all samples of the request
-        self.stream = stream  # of that prompt
-        self.detokenizer = detokenizer
-        self.finish: FinishReason | None = None
-        self.total_logprob = 0.0
+    prompt: int
+    number: int  # among the samples of that prompt
+    index: int  # among all samples of the request
+    stream: RequestStream  # of that prompt
+    detokenizer: Detokenizer
+    finish: FinishReason | None = None  # set with its last step
+    total_logprob: float = 0.0
 
     @property
     def num_tokens(self) -> int:
@@ -59,19 +58,15 @@ class Sample:
         return self.stream.parents[self.number]
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class Step:
-    """One token of one sample, and the text that it completes. `token` is None if the step only ends the sample."""
+    """One token of one sample, and the text that it completes."""
 
-    __slots__ = ("finish", "logprobs", "sample", "text", "token")
-
-    def __init__(
-        self, sample: Sample, token: int | None, text: str, logprobs: TokenLogprobs | None, finish: FinishReason | None
-    ) -> None:
-        self.sample = sample
-        self.token = token
-        self.text = text
-        self.logprobs = logprobs
-        self.finish = finish
+    sample: Sample
+    token: int | None  # None if the step only ends the sample
+    text: str
+    logprobs: TokenLogprobs | None
+    finish: FinishReason | None
 
 
 class Generation:
@@ -199,10 +194,10 @@ class Generation:
         metrics.output_tokens.inc(self.output_tokens)
         if cached := sum(self.cached_tokens):
             metrics.cached_tokens.inc(cached)
-        told = self.provenance()
-        if not isinstance(told, msgspec.UnsetType) and self._last_step:
-            metrics.continuations.labels(told.continuation.source).inc()
-            metrics.inherited_tokens.inc(told.continuation.inherited_tokens)
+        origin = self.provenance()
+        if not isinstance(origin, msgspec.UnsetType) and self._last_step:
+            metrics.continuations.labels(origin.continuation.source).inc()
+            metrics.inherited_tokens.inc(origin.continuation.inherited_tokens)
 
     @property
     def done(self) -> bool:

@@ -57,7 +57,7 @@ async def answer(
 
 
 async def _answer(call: Call, generation: Generation, delivery: Delivery, shape: Shape) -> None:
-    live, ended, told = delivery is Delivery.EVENTS, False, b""
+    live, ended, written = delivery is Delivery.EVENTS, False, b""
     while not ended:
         steps = await generation.next()
         ended = generation.done
@@ -65,13 +65,13 @@ async def _answer(call: Call, generation: Generation, delivery: Delivery, shape:
             await call.start_stream(generation.headers())
         if shape.shows_kept and (ended or (live and any(step.finish for step in steps))):
             await generation.settle()
-        told = b"".join([shape.take(step) for step in steps])
+        written = b"".join([shape.take(step) for step in steps])
         if live and not ended:
-            await call.write(told)
-    told += shape.end()
+            await call.write(written)
+    written += shape.end()
     if delivery is Delivery.BODY:
-        await call.answer(200, told, [JSON_TYPE, *generation.headers()])
+        await call.answer(200, written, [JSON_TYPE, *generation.headers()])
         return
     if not live:
         await call.start_stream(generation.headers())
-    await call.end_stream(told)
+    await call.end_stream(written)

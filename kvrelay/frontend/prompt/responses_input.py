@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from kvrelay.errors import InvalidRequestError
 from kvrelay.frontend.http.errors import missing
+from kvrelay.frontend.prompt import types as chat
 from kvrelay.frontend.prompt.responses_types import (
     InputImage,
     InputItem,
@@ -15,27 +16,6 @@ from kvrelay.frontend.prompt.responses_types import (
     JsonSchemaText,
     ResponsesRequest,
     ResponsesTool,
-)
-from kvrelay.frontend.prompt.types import (
-    AssistantMessage,
-    CalledFunction,
-    ChatMessage,
-    ChatRequest,
-    FunctionDefinition,
-    FunctionTool,
-    ImagePart,
-    ImageUrl,
-    JsonSchema,
-    JsonSchemaFormat,
-    NamedToolChoice,
-    RefusalPart,
-    ResponseFormat,
-    SystemMessage,
-    TextPart,
-    ToolCall,
-    ToolChoice,
-    ToolMessage,
-    UserMessage,
 )
 
 T = TypeVar("T")
@@ -63,9 +43,9 @@ def own_names(error: InvalidRequestError, request: ResponsesRequest) -> InvalidR
     return error
 
 
-def chat_request(request: ResponsesRequest) -> ChatRequest:
+def chat_request(request: ResponsesRequest) -> chat.ChatRequest:
     shows_logprobs = bool(request.include) or request.top_logprobs is not None
-    return ChatRequest(
+    return chat.ChatRequest(
         messages=_read_input(request)[0],
         temperature=request.temperature,
         top_p=request.top_p,
@@ -79,34 +59,34 @@ def chat_request(request: ResponsesRequest) -> ChatRequest:
     )
 
 
-def _tool(tool: ResponsesTool) -> FunctionTool:
-    definition = FunctionDefinition(
+def _tool(tool: ResponsesTool) -> chat.FunctionTool:
+    definition = chat.FunctionDefinition(
         name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict
     )
-    return FunctionTool(function=definition)
+    return chat.FunctionTool(function=definition)
 
 
-def _tool_choice(request: ResponsesRequest) -> ToolChoice | None:
+def _tool_choice(request: ResponsesRequest) -> chat.ToolChoice | None:
     choice = request.tool_choice
     if choice == "none" or choice == "auto" or choice == "required" or choice is None:
         return choice
-    return NamedToolChoice(function=choice)
+    return chat.NamedToolChoice(function=choice)
 
 
-def _format(request: ResponsesRequest) -> ResponseFormat | None:
+def _format(request: ResponsesRequest) -> chat.ResponseFormat | None:
     wanted = None if request.text is None else request.text.format
     if isinstance(wanted, JsonSchemaText):
-        return JsonSchemaFormat(json_schema=JsonSchema(name=wanted.name, schema=wanted.schema, strict=wanted.strict))
+        return chat.JsonSchemaFormat(json_schema=chat.JsonSchema(name=wanted.name, schema=wanted.schema, strict=wanted.strict))
     return wanted
 
 
-def _read_input(request: ResponsesRequest) -> tuple[list[ChatMessage], list[str]]:
+def _read_input(request: ResponsesRequest) -> tuple[list[chat.ChatMessage], list[str]]:
     """The messages, and for each the field that it comes from."""
     reader = _ItemReader()
     if request.instructions is not None:
-        reader.add(SystemMessage(content=request.instructions), "instructions")
+        reader.add(chat.SystemMessage(content=request.instructions), "instructions")
     if isinstance(request.input, str):
-        reader.add(UserMessage(content=request.input), "input")
+        reader.add(chat.UserMessage(content=request.input), "input")
         return reader.messages, reader.fields
     for place, item in enumerate(request.input):
         reader.read(item, f"input[{place}]")
@@ -120,12 +100,12 @@ class _ItemReader:
     """Reads items one by one. What an assistant thought, said and called in a row is one message of a chat."""
 
     def __init__(self) -> None:
-        self.messages: list[ChatMessage] = []
+        self.messages: list[chat.ChatMessage] = []
         self.fields: list[str] = []
         self._last_field = ""  # of the assistant's turn
         self._reasoning: str | None = None
         self._said: str | None = None
-        self._calls: list[ToolCall] = []
+        self._calls: list[chat.ToolCall] = []
 
     def read(self, item: InputItem, field: str) -> None:
         readers: dict[str, Callable[[InputItem, str], None]] = {
@@ -137,14 +117,14 @@ class _ItemReader:
         readers[item.type](item, field)
         self._last_field = field
 
-    def add(self, message: ChatMessage, field: str) -> None:
+    def add(self, message: chat.ChatMessage, field: str) -> None:
         self.messages.append(message)
         self.fields.append(field)
 
     def end(self) -> None:
         """The assistant's turn is over."""
         if self._said is not None or self._calls or self._reasoning is not None:
-            message = AssistantMessage(
+            message = chat.AssistantMessage(
                 content=self._said or "", tool_calls=self._calls or None, reasoning_content=self._reasoning
             )
             self.add(message, self._last_field)
@@ -160,23 +140,23 @@ class _ItemReader:
                 self._said = _text(item.content, f"{field}.content")
             case "user":
                 self.end()
-                self.add(UserMessage(content=_text_and_images(item.content, f"{field}.content")), field)
+                self.add(chat.UserMessage(content=_text_and_images(item.content, f"{field}.content")), field)
             case _:
                 self.end()
-                self.add(SystemMessage(content=_text(item.content, f"{field}.content")), field)
+                self.add(chat.SystemMessage(content=_text(item.content, f"{field}.content")), field)
 
     def _call(self, item: InputItem, field: str) -> None:
-        function = CalledFunction(
+        function = chat.CalledFunction(
             name=_needed(item.name, f"{field}.name"), arguments=_needed(item.arguments, f"{field}.arguments")
         )
-        self._calls.append(ToolCall(id=_needed(item.call_id, f"{field}.call_id"), function=function))
+        self._calls.append(chat.ToolCall(id=_needed(item.call_id, f"{field}.call_id"), function=function))
 
     def _result(self, item: InputItem, field: str) -> None:
         self.end()
         if item.output is None:
             raise missing(f"{field}.output")
         output = _text(item.output, f"{field}.output")
-        self.add(ToolMessage(content=output, tool_call_id=_needed(item.call_id, f"{field}.call_id")), field)
+        self.add(chat.ToolMessage(content=output, tool_call_id=_needed(item.call_id, f"{field}.call_id")), field)
 
     def _think(self, item: InputItem, field: str) -> None:
         self.end()
@@ -198,16 +178,16 @@ def _text(content: str | Sequence[InputPart], field: str) -> str:
         if isinstance(part, InputImage):
             where = f"{field}[{place}]"
             raise InvalidRequestError(f"{where}: only user messages may have images", param=where)
-        texts.append(part.refusal if isinstance(part, RefusalPart) else part.text)
+        texts.append(part.refusal if isinstance(part, chat.RefusalPart) else part.text)
     return "\n".join(texts)
 
 
-def _text_and_images(content: str | Sequence[InputPart], field: str) -> str | list[TextPart | ImagePart]:
+def _text_and_images(content: str | Sequence[InputPart], field: str) -> str | list[chat.TextPart | chat.ImagePart]:
     if isinstance(content, str) or not any(isinstance(part, InputImage) for part in content):
         return _text(content, field)
     return [
-        ImagePart(image_url=ImageUrl(url=part.image_url, detail=part.detail))
+        chat.ImagePart(image_url=chat.ImageUrl(url=part.image_url, detail=part.detail))
         if isinstance(part, InputImage)
-        else TextPart(text=_text([part], field))
+        else chat.TextPart(text=_text([part], field))
         for part in content
     ]
