@@ -51,6 +51,7 @@ class _Chat:
         self._request = request
         self._conversation = conversation
         self._delivery = delivery
+        self._live = delivery is Delivery.EVENTS
         self._generation = generation
         self._readers = [AnswerReader(conversation, sample) for sample in generation.samples]
         self._tokens: list[list[int]] = [[] for _ in self._readers]
@@ -61,12 +62,10 @@ class _Chat:
         self._chunks = ChunkWriter(around_text, object_name, call, service.model, request.stream_options, self._usage)
 
     def take(self, step: Step) -> bytes:
-        if self._delivery is not Delivery.EVENTS:
-            return self._collect(step)
         index = step.sample.index
         if self._is_text and self._begun[index] and (step.finish is None or not self._generation.says_more):
             return self._chunks.text(index, step.text, step.finish)
-        return self._event(step)
+        return self._event(step) if self._live else self._collect(step)
 
     def end(self) -> bytes:
         return last_bytes(self._delivery, self._chunks, self._generation, self._body, _results)
@@ -84,7 +83,8 @@ class _Chat:
         reader.collected.add(reader.push(step.text, last=step.finish is not None))
         if step.token is not None:
             self._tokens[index].append(step.token)
-        self._logprobs[index] += chat_logprobs(self._service.tokenizer, step, self._conversation.num_top_logprobs)
+        if step.logprobs is not None:
+            self._logprobs[index] += chat_logprobs(self._service.tokenizer, step, self._conversation.num_top_logprobs)
         return b""
 
     def _body(self) -> types.ChatCompletion:

@@ -60,6 +60,7 @@ class _Completion:
         self._plan = plan
         self._request = plan.request
         self._delivery = delivery
+        self._live = delivery is Delivery.EVENTS
         self._generation = generation
         self._choices = [_Choice(service, plan, sample) for sample in generation.samples]
         self._shows_prompt = bool(plan.request.echo) or plan.request.return_token_ids
@@ -70,7 +71,7 @@ class _Completion:
     def take(self, step: Step) -> bytes:
         choice = self._choices[step.sample.index]
         prompt = b"" if choice.begun else self._begin(choice)
-        if self._delivery is not Delivery.EVENTS:
+        if not self._live:
             return self._collect(choice, step)
         if self._is_text and (step.finish is None or not self._generation.says_more):
             return prompt + self._chunks.text(step.sample.index, step.text, step.finish)
@@ -85,7 +86,7 @@ class _Completion:
         plan, place = self._plan, choice.sample.prompt
         if choice.logprobs is not None and plan.request.echo:
             choice.logprobs.add_prompt(plan.work.prompts[place], self._generation.prompt_logprobs[place])
-        if self._delivery is not Delivery.EVENTS or not self._shows_prompt:
+        if not self._live or not self._shows_prompt:
             return b""
         logprobs = choice.take_logprobs() if plan.request.echo else None
         shown = {"index": choice.sample.index, "text": plan.echoes[place], "logprobs": logprobs, "finish_reason": None}

@@ -38,12 +38,12 @@ Delta = Text | Reasoning | CallStart | CallArguments
 
 
 class Parser(Protocol):
-    """Reads one answer's text as it comes."""
+    """Parses the text of one answer as it comes."""
 
     def push(self, text: str) -> list[Delta]: ...
 
     def finish(self) -> list[Delta]:
-        """The text has ended: what was held back."""
+        """The text has ended. Returns what was held back."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -83,7 +83,7 @@ def new_call_id() -> str:
 
 
 def held_suffix(text: str, tag: str) -> int:
-    """Length of the end of `text` that may be the beginning of `tag`."""
+    """Length of the longest end of `text` that begins `tag`."""
     for length in range(min(len(tag) - 1, len(text)), 0, -1):
         if text.endswith(tag[:length]):
             return length

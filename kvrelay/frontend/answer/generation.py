@@ -21,7 +21,7 @@ from kvrelay.frontend.answer.continuation import as_extra, provenance, shown
 from kvrelay.frontend.answer.merge import Merge
 from kvrelay.frontend.answer.types import Continuation, Provenance
 from kvrelay.frontend.http.auth import owner_of
-from kvrelay.frontend.http.call import Call, DisconnectWatch, Header
+from kvrelay.frontend.http.call import Call, Header, when_gone
 from kvrelay.frontend.http.errors import ClientGoneError
 from kvrelay.frontend.prompt.work import Work
 from kvrelay.frontend.service import Service
@@ -95,7 +95,7 @@ class Generation:
             raise
         self._num_open = len(self.samples)
         self._merge = Merge(self._streams) if len(self._streams) > 1 else None
-        self._watch = DisconnectWatch(call, self._client_left)
+        self._watch = when_gone(call, self._client_left)
 
     def _submit(self, service: Service, call: Call) -> None:
         work = self._work
@@ -185,7 +185,7 @@ class Generation:
         return steps
 
     def close(self) -> None:
-        self._watch.stop()
+        self._watch.cancel()
         if self._merge is not None:
             self._merge.close()
         self._abort_streams()

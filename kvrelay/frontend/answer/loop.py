@@ -58,12 +58,13 @@ async def answer(
 
 async def _answer(call: Call, generation: Generation, delivery: Delivery, shape: Shape) -> None:
     live, ended, written = delivery is Delivery.EVENTS, False, b""
+    waits = shape.shows_kept and generation.says_more
     while not ended:
         steps = await generation.next()
         ended = generation.done
         if live and not call.started:
             await call.start_stream(generation.headers())
-        if shape.shows_kept and (ended or (live and any(step.finish for step in steps))):
+        if waits and (ended or (live and any(step.finish for step in steps))):
             await generation.settle()
         written = b"".join([shape.take(step) for step in steps])
         if live and not ended:

@@ -1,4 +1,4 @@
-"""Splits off what a model thinks aloud: `<think>reasoning</think>answer`."""
+"""Splits off a model's reasoning: `<think>reasoning</think>answer`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class _State(enum.Enum):
 
 
 class ReasoningParser:
-    """Text before the tags (white space apart), and text that never opens one, is the answer. `answer` reads that on."""
+    """An answer that does not begin with the tag (after white space) has no reasoning. `answer` parses the text after it."""
 
     __slots__ = ("_answer", "_held", "_state")
 
     def __init__(self, answer: Parser | None, *, opened: bool) -> None:
-        """`opened`: the prompt already ended in the opening tag."""
+        """`opened`: the prompt already ended with the opening tag."""
         self._answer = answer
         self._held = ""
         self._state = _State.THINKING if opened else _State.START
@@ -59,7 +59,7 @@ class ReasoningParser:
         return deltas
 
     def _open(self, text: str) -> str:
-        """Drops the opening tag if there is one; holds the text back as long as it may become one."""
+        """Drops the opening tag if there is one; holds text back while it may become one."""
         begun = text.lstrip()
         if begun.startswith(_OPEN):
             self._state = _State.THINKING
@@ -71,7 +71,7 @@ class ReasoningParser:
         return text
 
     def _think(self, text: str, deltas: list[Delta]) -> str:
-        """Takes the reasoning out of `text`; returns what follows the closing tag."""
+        """Takes the reasoning out of `text`; returns the text after the closing tag."""
         reasoning, closed, rest = text.partition(_CLOSE)
         if closed:
             self._state = _State.GAP

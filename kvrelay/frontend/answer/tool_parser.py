@@ -1,7 +1,7 @@
 """Reads tool calls as Hermes and Qwen models write them: `<tool_call>{"name": "f", "arguments": {...}}</tool_call>`.
 
-Streamed: a call is announced as soon as its name is complete, and its arguments are passed on as they are written. A whole
-answer is read by the same code, so both ways give the same calls. Text that turns out to be no call is text.
+A call is announced as soon as its name is complete, and its arguments are passed on as they are written. Whole answers are
+read by the same code, so both ways give the same calls. Text that turns out not to be a call is shown as text.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _JSON_MARK = re.compile(r'["\\{}\[\]]')
 
 
 class _WrittenCall(msgspec.Struct):
-    """A call whose keys come in another order, read when it is complete."""
+    """A call whose keys are in another order; it is read once it is complete."""
 
     name: str
     arguments: msgspec.Raw = msgspec.Raw()
@@ -26,7 +26,7 @@ class _WrittenCall(msgspec.Struct):
 
 
 class ToolCallParser:
-    """Of one answer. White space around calls belongs to the markup and is not shown."""
+    """Reads one answer. White space around calls belongs to the markup and is not shown."""
 
     __slots__ = ("_arguments", "_call", "_held", "num_calls")
 
@@ -47,7 +47,7 @@ class ToolCallParser:
         return deltas
 
     def finish(self) -> list[Delta]:
-        """A call that was cut off before its name was known is text."""
+        """A call that was cut off before its name was complete is text."""
         held, self._held = self._held, ""
         deltas: list[Delta] = []
         if self._call is not None and self._arguments is None:
@@ -117,7 +117,7 @@ class ToolCallParser:
 
 
 class _Arguments:
-    """Follows one JSON value to its end, without understanding more of it than strings and brackets."""
+    """Follows one JSON value to its end, looking only at strings and brackets."""
 
     __slots__ = ("_depth", "_escaped", "_in_string", "complete")
 
@@ -128,7 +128,7 @@ class _Arguments:
         self.complete = False
 
     def take(self, text: str) -> tuple[str, str]:
-        """What belongs to the value, and what follows it."""
+        """The part of the text that belongs to the value, and the rest."""
         place = 0
         while place < len(text):
             if self._escaped:

@@ -33,10 +33,7 @@ class TopLogprob(Output, frozen=True, kw_only=True):
     bytes: list[int]
 
 
-class TokenLogprob(Output, frozen=True, kw_only=True):
-    token: str
-    logprob: float
-    bytes: list[int]
+class TokenLogprob(TopLogprob, frozen=True, kw_only=True):
     top_logprobs: list[TopLogprob]
 
 

@@ -159,18 +159,12 @@ def _not_empty(body: bytes) -> bytes:
     return body
 
 
-class DisconnectWatch:
-    """Calls `gone` once when the client leaves. One task per request: it sleeps until then, whatever the stream does."""
+def when_gone(call: Call, act: Callable[[], object]) -> asyncio.Task[None]:
+    """A task that calls `act` once when the client leaves; cancel it when that no longer matters. The body must have been
+    read."""
 
-    __slots__ = ("_task",)
-
-    def __init__(self, call: Call, gone: Callable[[], object]) -> None:
-        self._task = asyncio.get_running_loop().create_task(self._watch(call, gone))
-
-    @staticmethod
-    async def _watch(call: Call, gone: Callable[[], object]) -> None:
+    async def watch() -> None:
         await call.disconnected()
-        gone()
+        act()
 
-    def stop(self) -> None:
-        self._task.cancel()
+    return asyncio.get_running_loop().create_task(watch())

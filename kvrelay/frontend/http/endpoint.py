@@ -67,7 +67,7 @@ class Endpoint:
 
 
 async def send_error(call: Call, error: RequestError, *, allow: str = "") -> None:
-    """As the answer, or as the end of a stream that has begun."""
+    """As the answer, or as the last event of a stream that has begun."""
     if call.started:
         await call.end_stream(call.error_event(error))
         return

@@ -1,7 +1,7 @@
 """Errors as OpenAI's clients expect them.
 
-Before the answer began: the status, and `{"error": {"message", "type", "param", "code"}}`. After a stream began the status is
-out already: one event `data: {"error": {...}}` ends the stream, with no `[DONE]`. The official SDK raises APIError on it.
+Before the answer has begun: the status, and `{"error": {"message", "type", "param", "code"}}`. Once a stream has begun, the
+status is sent: one event `data: {"error": {...}}` ends the stream without `[DONE]`. The official SDK raises APIError on it.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def refuse(fields: Mapping[str, object], reason: str) -> None:
             raise InvalidRequestError(f"{field} {reason}", param=field)
 
 
-# What msgspec says, in our words. Its messages end in " - at `$.path`".
+# msgspec's errors in our words. Its messages end in " - at `$.path`".
 _PLACE = re.compile(r" - at (?:`key` in )?`\$(.*?)`$", re.DOTALL)
 _UNKNOWN = re.compile(r"^Object contains unknown field `(.*)`$", re.DOTALL)
 _MISSING = re.compile(r"^Object missing required field `(.*)`$", re.DOTALL)

@@ -12,7 +12,7 @@ import asyncio
 
 from kvrelay.errors import ConflictError, DeadlineError, InvalidRequestError
 from kvrelay.frontend.http.auth import owner_of
-from kvrelay.frontend.http.call import Call, DisconnectWatch
+from kvrelay.frontend.http.call import Call, when_gone
 from kvrelay.frontend.http.errors import ClientGoneError, refuse
 from kvrelay.frontend.prompt.types import ChatRequest, CompletionRequest, SamplingFields
 from kvrelay.frontend.prompt.work import Origin
@@ -83,7 +83,7 @@ async def _parent(service: Service, call: Call, handle: str, timeout_s: float | 
     left_s = call.remaining_s(timeout_s, service.options.request_timeout_s)
     wait_s = _MAX_WAIT_S if left_s is None else min(left_s, _MAX_WAIT_S)
     finding = asyncio.ensure_future(backend.find_parent(handle, owner, wait_s=wait_s))
-    watch = DisconnectWatch(call, finding.cancel)
+    watch = when_gone(call, finding.cancel)
     try:
         return await finding
     except asyncio.CancelledError:
@@ -96,7 +96,7 @@ async def _parent(service: Service, call: Call, handle: str, timeout_s: float | 
             raise
         raise DeadlineError(f"{error.message}, the time limit of this request", param="timeout", code="deadline") from error
     finally:
-        watch.stop()
+        watch.cancel()
 
 
 def keep_s(service: Service, request: SamplingFields, *, obstacle: str = "") -> float:

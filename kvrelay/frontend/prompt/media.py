@@ -37,19 +37,7 @@ _DECODERS = 2
 _FETCHES = 16
 _REMEMBERED = 4096
 
-
-class ReadImage(msgspec.Struct, frozen=True, kw_only=True):
-    """Checked and measured."""
-
-    digest: str
-    num_tokens: int
-    grid: tuple[int, int, int]
-    data: bytes
-
-
-class _Bounds(msgspec.Struct, frozen=True):
-    min_pixels: int
-    max_pixels: int
+Bounds = tuple[int, int]  # min_pixels and max_pixels of one image
 
 
 class Media(Images):
@@ -87,8 +75,8 @@ class Media(Images):
     def shown(self, tokens: list[int]) -> list[int]:
         return [self.spec.image_token_id if is_placeholder(token) else token for token in tokens]
 
-    async def read(self, parts: Sequence[Part], wanted: ProcessorOptions | None) -> list[ReadImage]:
-        """In the order of the parts. Several are read at the same time."""
+    async def read(self, parts: Sequence[Part], wanted: ProcessorOptions | None) -> list[Image]:
+        """In the order of the parts, without their places. Several are read at the same time."""
         if len(parts) > self._max_images:
             field = parts[self._max_images].field
             message = f"{field}: a request may have at most {self._max_images} images, and this one has {len(parts)}"
@@ -105,7 +93,7 @@ class Media(Images):
             raise InvalidRequestError(message, param="messages", code="invalid_image")
         return images
 
-    def _bounds(self, part: Part, wanted: ProcessorOptions | None) -> _Bounds:
+    def _bounds(self, part: Part, wanted: ProcessorOptions | None) -> Bounds:
         """The part's own, else the request's, else the model's; `detail: low` on top."""
         spec, content = self.spec, part.content
         shared = wanted or ProcessorOptions()
@@ -118,12 +106,12 @@ class Media(Images):
         if content.image_url.detail == "low":
             upper = min(upper, max(LOW_DETAIL_PIXELS, lowest))
         if least is None:
-            return _Bounds(min(spec.min_pixels, upper), upper)
+            return (min(spec.min_pixels, upper), upper)
         if least > upper:
             raise InvalidRequestError(f"{least_field}: {least} is above the {upper} pixels allowed", param=least_field)
-        return _Bounds(min(max(least, _MIN_TOKENS * spec.factor**2), upper), upper)
+        return (min(max(least, _MIN_TOKENS * spec.factor**2), upper), upper)
 
-    async def _read(self, part: Part, bounds: _Bounds) -> ReadImage:
+    async def _read(self, part: Part, bounds: Bounds) -> Image:
         try:
             url = part.content.image_url.url
             if url[:5].lower() == "data:":
@@ -134,22 +122,21 @@ class Media(Images):
         except MediaError as error:
             raise InvalidRequestError(f"{part.field}: {error}", param=part.field, code="invalid_image") from error
 
-    async def _off_loop(self, source: str | bytes, bounds: _Bounds) -> ReadImage:
+    async def _off_loop(self, source: str | bytes, bounds: Bounds) -> Image:
         return await asyncio.get_running_loop().run_in_executor(self._decoders, self._measure, source, bounds)
 
-    def _measure(self, source: str | bytes, bounds: _Bounds) -> ReadImage:
+    def _measure(self, source: str | bytes, bounds: Bounds) -> Image:
         """Runs in a thread."""
         spec = self.spec
         data = read_data_url(source, self._limits.max_bytes) if isinstance(source, str) else source
         content = hashlib.blake2b(data, digest_size=20)
         seen_height, seen_width = self._sizes.of(data, content.digest())
-        height, width = target_size(
-            seen_height, seen_width, factor=spec.factor, min_pixels=bounds.min_pixels, max_pixels=bounds.max_pixels
-        )
+        min_pixels, max_pixels = bounds
+        height, width = target_size(seen_height, seen_width, factor=spec.factor, min_pixels=min_pixels, max_pixels=max_pixels)
         content.update(struct.pack(">II", height, width))
         rows, columns = height // spec.patch_size, width // spec.patch_size
         num_tokens = rows * columns // spec.merge_size**2
-        return ReadImage(digest=content.hexdigest(), num_tokens=num_tokens, grid=(1, rows, columns), data=data)
+        return Image(digest=content.hexdigest(), start=0, num_tokens=num_tokens, grid=(1, rows, columns), data=data)
 
     def _check_places(self, tokens: list[int], num_images: int) -> None:
         """Also for conversations without images: no text may pass for one."""
@@ -162,7 +149,7 @@ class Media(Images):
             )
 
 
-def _place(image_token_id: int, tokens: list[int], found: Sequence[ReadImage]) -> Placed:
+def _place(image_token_id: int, tokens: list[int], found: Sequence[Image]) -> Placed:
     """The prompt with placeholders for its images. It has a place for each of them."""
     placed: list[int] = []
     images: list[Image] = []
@@ -170,9 +157,9 @@ def _place(image_token_id: int, tokens: list[int], found: Sequence[ReadImage]) -
     for one in found:
         here = tokens.index(image_token_id, at)
         placed += tokens[at:here]
-        start, at = len(placed), here + 1
-        images.append(Image(digest=one.digest, start=start, num_tokens=one.num_tokens, grid=one.grid, data=one.data))
+        images.append(msgspec.structs.replace(one, start=len(placed)))
         placed += placeholder_ids(one.digest, one.num_tokens)
+        at = here + 1
     return placed + tokens[at:], images
 
 

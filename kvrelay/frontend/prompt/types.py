@@ -75,11 +75,8 @@ class SystemMessage(Body, frozen=True, kw_only=True, tag_field="role", tag="syst
     name: str | None = None
 
 
-class DeveloperMessage(Body, frozen=True, kw_only=True, tag_field="role", tag="developer"):
+class DeveloperMessage(SystemMessage, frozen=True, kw_only=True, tag="developer"):
     """Rendered as a system message: no template of the models served here knows the role."""
-
-    content: str | list[TextPart]
-    name: str | None = None
 
 
 class UserMessage(Body, frozen=True, kw_only=True, tag_field="role", tag="user"):
