@@ -33,7 +33,7 @@ async def chat_completions(service: Service, call: Call) -> None:
 
 
 class _Chat:
-    """Streamed, one event per token: the first of a choice carries the role, the last one the finish reason."""
+    """A `Shape`. Streamed, one event per token: the first of a choice carries the role, the last one the finish reason."""
 
     shows_kept = True
 

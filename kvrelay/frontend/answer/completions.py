@@ -50,7 +50,7 @@ class _Choice:
 
 
 class _Completion:
-    """Streamed, one event per token; before it, if the prompt is shown, one per choice with the prompt."""
+    """A `Shape`. Streamed, one event per token; if the prompt is shown, the first event of a choice has it."""
 
     shows_kept = True
 

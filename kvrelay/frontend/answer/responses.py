@@ -39,7 +39,7 @@ async def responses(service: Service, call: Call) -> None:
 
 
 class _Response:
-    """One response in the making. Its events pile up in `_events` until the next `take` or `end`."""
+    """A `Shape`: one response in the making. Its events pile up in `_events` until the next `take` or `end`."""
 
     shows_kept = False
 
