@@ -1,4 +1,4 @@
-"""Builds a tiny vision model (its answers are nonsense), serves it on three workers, asks about two images. Usage: vision.py"""
+"""Builds a tiny vision model that talks nonsense, serves it on three workers, asks about two images. Usage: vision.py"""
 
 import base64
 import io
