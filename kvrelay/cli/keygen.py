@@ -11,7 +11,9 @@ from kvrelay.planes import cluster_key
 def build_parser() -> Parser:
     parser = Parser(prog="kvrelay keygen", description="Makes the key that routers and workers of a cluster share.")
     default = pathlib.Path(cluster_key.DEFAULT_FILE)
-    parser.add_argument("file", nargs="?", type=pathlib.Path, default=default, metavar="FILE", help=f"default {default}")
+    parser.add_argument(
+        "file", nargs="?", type=pathlib.Path, default=default, metavar="FILE", help=f"the key's file (default {default})"
+    )
     return parser
 
 

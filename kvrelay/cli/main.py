@@ -23,8 +23,8 @@ _COMMANDS = {
     "events": "show live what the workers' KV caches do",
     "bench": "measure this installation",
     "doctor": "check this machine and say what to do",
-    "keygen": "make the key that routers and workers share",
     "probe": "ask a worker or a router whether it is ready",
+    "keygen": "make the key that routers and workers share",
     "version": "print the version",
 }
 _EPILOG = """\

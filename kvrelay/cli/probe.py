@@ -42,7 +42,7 @@ def build_parser() -> Parser:
     parser.add_argument("address", metavar="ADDRESS", help="tcp://HOST:PORT of a worker, or http://HOST:PORT of a router")
     parser.add_argument("--alive", action="store_true", help="any answer will do: it may be draining, or lack workers")
     parser.add_argument("--state", action="store_true", help="print the state that was answered")
-    parser.add_argument("--timeout-s", type=float, default=5.0, metavar="X", help="how long to wait (default 5)")
+    parser.add_argument("--timeout-s", type=float, default=5.0, metavar="X", help="seconds to wait for an answer (default 5)")
     parser.add_argument("--cluster-key", default="", metavar="FILE", help="the cluster's key file, if it has one")
     return parser
 

@@ -130,12 +130,16 @@ def open_router(
     return router, membership.address
 
 
-async def until_ready(router: Router, supervisor: Supervisor, num_workers: int, stopped: asyncio.Task[bool]) -> None:
+async def until_ready(
+    router: Router, supervisor: Supervisor, num_workers: int, stopped: asyncio.Future[bool] | None = None
+) -> None:
     """Returns when every worker is usable, or `stopped` is done. Raises WorkerDiedError."""
     usable = asyncio.create_task(router.until_usable(num_workers))
-    waits: list[asyncio.Future[Any]] = [usable, stopped, supervisor.failed]
-    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    usable.cancel()
+    waits: list[asyncio.Future[Any]] = [usable, supervisor.failed, *([] if stopped is None else [stopped])]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        usable.cancel()
     if supervisor.failed.done():
         raise supervisor.failed.result()
     supervisor.all_ready()
