@@ -115,7 +115,7 @@ def open_router(
 
 
 async def until_ready(
-    router: Router, supervisor: Supervisor, num_workers: int, stopped: asyncio.Future[bool] | None = None
+    router: Router, supervisor: Supervisor, num_workers: int, stopped: asyncio.Future[Any] | None = None
 ) -> None:
     """Returns when every worker is usable, or `stopped` is done. Raises WorkerDiedError."""
     usable = asyncio.create_task(router.until_usable(num_workers))

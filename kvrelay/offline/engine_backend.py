@@ -78,7 +78,7 @@ class EngineBackend:
         for parent in stream.parents:
             self.continuations.sent(parent, _HERE, request_id=stream.request_id)
         self._open[stream.request_id] = request, stream
-        parent = request.parent
+        origin = request.parent
         self._engine.submit(
             Submit(
                 request_id=stream.request_id,
@@ -89,7 +89,7 @@ class EngineBackend:
                 cache_salt=request.cache_salt,
                 trace=dict(request.trace),
                 keep=request.keep,
-                inherit=parent.kept_id if parent is not None and parent.state is HandleState.HELD else None,
+                inherit=origin.kept_id if origin is not None and origin.state is HandleState.HELD else None,
                 images=list(request.images),
             )
         )

@@ -140,7 +140,7 @@ class Service:
                 raise InternalError(self.reason) from None
             raise
 
-    def tell(self, work: Callable[[], None]) -> None:
+    def tell(self, work: Callable[[], object]) -> None:
         """Done soon, unless the service has ended."""
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(work)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvrelay.bench.embedding_transfer import measure
+from kvrelay.bench.encode.transfer import measure
 
 
 @pytest.mark.long

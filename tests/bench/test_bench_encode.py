@@ -8,8 +8,9 @@ import pathlib
 import pytest
 from tiny_models import tiny_model
 
-from kvrelay.bench import encode, main
-from kvrelay.bench.encode_model import open_model
+from kvrelay.bench import main
+from kvrelay.bench.encode.model import open_model
+from kvrelay.bench.encode.scenario import SCENARIO
 from kvrelay.errors import BenchError
 from kvrelay.media.placeholders import is_placeholder
 
@@ -29,7 +30,7 @@ def test_a_text_model_is_refused() -> None:
 
 
 def test_parts_run_in_their_order() -> None:
-    assert encode.parse("cache,transfer") == ("transfer", "cache")
+    assert SCENARIO.chosen_parts("cache,transfer") == ["transfer", "cache"]
 
 
 @pytest.mark.long

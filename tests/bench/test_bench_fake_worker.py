@@ -10,8 +10,8 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from kvrelay.bench.fake_worker import FakeWorkerSettings, Ready, SetTick, TakeTimes, Times
-from kvrelay.bench.processes import Child
+from kvrelay.bench.harness.child import Child
+from kvrelay.bench.router.fake_worker import FakeWorkerSettings, Ready, SetTick, TakeTimes, Times
 from kvrelay.discovery.embedded import EmbeddedMembership
 from kvrelay.errors import BenchError
 from kvrelay.ids import new_request_id, new_router_id
@@ -55,7 +55,7 @@ async def router() -> AsyncIterator[FakeRouter]:
     membership = EmbeddedMembership("tcp://127.0.0.1:*")
     joined: asyncio.Future[WorkerRecord] = asyncio.get_running_loop().create_future()
     membership.start(joined.set_result, lambda record: None, lambda worker, loss: None)
-    with Child(["kvrelay.bench.fake_worker"], CORE) as child:
+    with Child(["kvrelay.bench.router.fake_worker"], CORE) as child:
         child.send(FakeWorkerSettings(registry=membership.address, model="m", max_model_len=64, tokens=[10, 11, 12]))
         record = await asyncio.wait_for(joined, 20)
         assert child.receive(Ready, 20).worker_id == record.id
@@ -111,5 +111,5 @@ def test_a_child_that_ends_early_is_an_error() -> None:
 
 
 def test_a_silent_child_is_an_error() -> None:
-    with Child(["kvrelay.bench.fake_worker"], CORE) as child, pytest.raises(BenchError, match="did not answer"):
+    with Child(["kvrelay.bench.router.fake_worker"], CORE) as child, pytest.raises(BenchError, match="did not answer"):
         child.receive(Ready, 0.1)

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from kvrelay.bench.load import BareRequest, LoadRequest, LoadResult, generate, time_to_first_byte
+from kvrelay.bench.router.load import BareRequest, LoadRequest, LoadResult, generate, time_to_first_byte
 
 TOKENS = 4
 
@@ -119,7 +119,7 @@ async def test_the_bare_endpoint_is_timed_over_one_connection() -> None:
     from starlette.routing import Route
     from uvicorn import Config, Server
 
-    from kvrelay.bench.bare_sse import stream
+    from kvrelay.bench.router.bare_sse import stream
 
     server = Server(Config(Starlette(routes=[Route("/stream", stream)]), port=0, log_level="warning", lifespan="off"))
     task = asyncio.create_task(server.serve())

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from kvrelay.bench import machine, main, report
-from kvrelay.bench.report import BenchResult, Target
+from kvrelay.bench import machine, main
+from kvrelay.bench.harness import report
+from kvrelay.bench.harness.report import BenchResult, Target
 from kvrelay.errors import ConfigError
 
 RESULT = BenchResult(
@@ -23,8 +24,8 @@ RESULT = BenchResult(
 
 
 def test_the_file_has_exactly_the_promised_fields(tmp_path: Path) -> None:
-    report.write(RESULT, tmp_path / "result.json")
-    assert json.loads((tmp_path / "result.json").read_text()) == {
+    report.write(RESULT, tmp_path / "new" / "result.json")
+    assert json.loads((tmp_path / "new" / "result.json").read_text()) == {
         "scenario": "router",
         "commit": "abc",
         "hardware": "a machine",
@@ -34,8 +35,9 @@ def test_the_file_has_exactly_the_promised_fields(tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_written_is_an_error_that_names_the_option(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--json: cannot write .*missing"):
-        report.write(RESULT, tmp_path / "missing" / "result.json")
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"--json: cannot write .*file"):
+        report.write(RESULT, tmp_path / "file" / "result.json")
 
 
 def test_the_table_says_which_targets_were_met() -> None:
@@ -56,8 +58,9 @@ def test_figures_are_short(figure: float, text: str) -> None:
     ("argv", "status", "message"),
     [
         (["rooter"], 2, "unknown scenario 'rooter'; did you mean router?"),
+        (["router", "--only", "idle,fail-over"], 2, "--only: unknown part 'fail-over'; did you mean failover?"),
         (["router", "--stream", "5"], 2, "unknown option --stream; did you mean --streams?"),
-        (["engine", "--rounds", "0"], 2, "--rounds: '0' is not a positive whole number"),
+        (["engine", "--rounds", "0"], 2, "--rounds 0: expected int >= 1"),
         (["engine", "--peer", "vllm"], 2, "invalid choice: 'vllm'"),
         (["engine", "--model", "/no/such/folder", "--rounds", "1"], 1, "/no/such/folder"),
     ],

@@ -1,0 +1,207 @@
+"""One side of a measured transfer: a process with a transfer engine, and beside it the same library used without our layer.
+
+    parent -> peer    Setup first, then Meet(the other peer), Measure, Digest
+    peer -> parent    one answer each: Ready, Met, Measured, Digested
+It ends when the parent closes the pipe (`harness/child.py`).
+
+What moves is the KV of a prompt. Its blocks lie at random places on both sides, so that ranges are as small as they get, one
+block of one layer and plane each; or in order, so that all of a layer's plane is one range.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import time
+from typing import Literal, assert_never
+
+import msgspec
+import numpy as np
+
+from kvrelay.bench.harness.child import commands, say
+from kvrelay.bench.relay.raw import RawMover, open_raw
+from kvrelay.errors import BenchError
+from kvrelay.ids import WorkerId
+from kvrelay.transfer.engines.base import MoveId, Ranges, TransferError
+from kvrelay.transfer.engines.choose import make_engine
+from kvrelay.transfer.layout import KVLayout, Placement, kv_layout, move_ranges
+from kvrelay.transfer.region import shared_region
+from kvrelay.wire.transfer import Layout
+
+Side = Literal["local", "remote"]
+How = Literal["read", "write", "raw", "memcpy"]
+_POLL_S = 0.00005
+_MOVE_S = 60.0
+
+
+class Setup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    engine: str
+    worker: WorkerId
+    layout: Layout
+    side: Side  # of a move
+
+
+class Meet(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    worker: WorkerId
+    info: bytes
+    raw_info: bytes
+
+
+class Measure(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Moves the KV of this many tokens: by our engine, by the library alone, or within this process by one memcpy."""
+
+    how: How
+    tokens: int
+    scattered: bool = True
+
+
+class Digest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Of the bytes that a move of this many tokens moves, on this side."""
+
+    tokens: int
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True):
+    info: bytes = b""
+    raw_info: bytes = b""
+    problem: str = ""  # why the engine cannot work here
+
+
+class Met(msgspec.Struct, frozen=True, kw_only=True):
+    pass
+
+
+class Measured(msgspec.Struct, frozen=True, kw_only=True):
+    seconds: float
+    payload_bytes: int
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.payload_bytes / self.seconds
+
+
+class Digested(msgspec.Struct, frozen=True, kw_only=True):
+    digest: str
+
+
+Command = Meet | Measure | Digest
+
+
+def kv_ranges(layout: KVLayout, tokens: int, *, scattered: bool) -> Ranges:
+    """Local offset, remote offset, size. The same for both peers. In a fresh pool blocks lie in order; later they scatter."""
+    count = -(-tokens // layout.block_size)
+    if scattered:
+        places = [np.random.default_rng(seed).permutation(layout.num_blocks).tolist() for seed in (1, 2)]
+    else:
+        places = [list(range(layout.num_blocks))] * 2
+    here, there = (Placement(layout, place[:count]) for place in places)
+    return move_ranges(here, there, (0, tokens), (0, layout.num_layers))
+
+
+class Peer:
+    """Memory, engine and raw library of this process."""
+
+    def __init__(self, setup: Setup) -> None:
+        """Raises TransferError where the engine cannot work."""
+        self._side = setup.side
+        self._layout = kv_layout(setup.layout)
+        self._engine = make_engine(setup.engine, setup.worker)
+        self._region = shared_region(self._layout.size_bytes)
+        assert self._region.buffer is not None
+        self._memory = np.frombuffer(self._region.buffer, dtype=np.uint8)
+        # Every page is there before anything is timed, and no two peers hold the same.
+        content = np.random.default_rng(1 if setup.side == "local" else 2).integers(0, 1 << 63, self._memory.size // 8)
+        self._memory.view(np.int64)[:] = content
+        self._engine.register(self._region)
+        self._raw: RawMover | None = open_raw(setup.engine, setup.worker, self._region)
+        self._peer = setup.worker
+        self._copies: tuple[np.ndarray[tuple[int], np.dtype[np.uint8]], ...] = ()
+
+    def ready(self) -> Ready:
+        return Ready(info=self._engine.local_info(), raw_info=b"" if self._raw is None else self._raw.info())
+
+    def obey(self, message: Command) -> Met | Measured | Digested:
+        match message:
+            case Meet():
+                return self.meet(message)
+            case Measure():
+                return self.measure(message)
+            case Digest():
+                return self.digest(message)
+            case _:
+                assert_never(message)
+
+    def meet(self, message: Meet) -> Met:
+        self._peer = message.worker
+        self._engine.add_peer(message.worker, message.info)
+        if self._raw is not None:
+            self._raw.meet(message.raw_info)
+        return Met()
+
+    def measure(self, message: Measure) -> Measured:
+        ranges = kv_ranges(self._layout, message.tokens, scattered=message.scattered)
+        size = int(ranges[:, 2].sum())
+        if message.how == "memcpy":
+            self._prepare_memcpy(size)
+        start = time.perf_counter()
+        self._carry_out(message.how, ranges, size)
+        return Measured(seconds=time.perf_counter() - start, payload_bytes=size)
+
+    def _carry_out(self, how: How, ranges: Ranges, size: int) -> None:
+        match how:
+            case "read":
+                self._wait_for(self._engine.read(self._peer, ranges))
+            case "write":
+                self._wait_for(self._engine.write(self._peer, ranges))
+            case "raw":
+                assert self._raw is not None
+                self._raw.write(ranges)
+            case "memcpy":
+                ctypes.memmove(self._copies[0].ctypes.data, self._copies[1].ctypes.data, size)
+            case _:
+                assert_never(how)
+
+    def digest(self, message: Digest) -> Digested:
+        ranges = kv_ranges(self._layout, message.tokens, scattered=True)
+        digest = hashlib.blake2b()
+        for here, there, size in ranges.tolist():
+            start = here if self._side == "local" else there
+            digest.update(self._memory[start : start + size].data)
+        return Digested(digest=digest.hexdigest())
+
+    def _wait_for(self, move: MoveId) -> None:
+        deadline = time.monotonic() + _MOVE_S
+        while not (ended := self._engine.poll()):
+            if time.monotonic() > deadline:
+                raise BenchError(f"{self._engine.name} did not move anything within {_MOVE_S:g} s")
+            time.sleep(_POLL_S)
+        for completion in ended:
+            if completion.id != move or completion.error:
+                raise BenchError(f"{self._engine.name}: {completion.error or 'another move ended'}")
+
+    def _prepare_memcpy(self, size: int) -> None:
+        """Ordinary memory, with every page there."""
+        if not self._copies or self._copies[0].size < size:
+            self._copies = (np.full(size, 2, dtype=np.uint8), np.full(size, 1, dtype=np.uint8))
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+def main() -> None:
+    messages = commands(Setup | Meet | Measure | Digest)
+    try:
+        peer = Peer(next(messages))
+    except StopIteration:
+        return
+    except TransferError as error:
+        say(Ready(problem=str(error)))
+        return
+    say(peer.ready())
+    for message in messages:
+        say(peer.obey(message))
+    peer.close()
+
+
+if __name__ == "__main__":
+    main()
