@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kvrelay.engine.engine import Engine
@@ -110,10 +111,17 @@ async def _given_back(backend: Backend, output: RequestOutput) -> Origin:
 
 
 async def _find(backend: Backend, handle: str) -> Parent:
-    try:
+    with _argument():
         return await backend.find_parent(handle, "", wait_s=_PARENT_WAIT_S)
+
+
+@contextlib.contextmanager
+def _argument() -> Iterator[None]:
+    """What an HTTP client calls `continuation_of` is the argument `parent` here."""
+    try:
+        yield
     except (NotFoundError, InvalidRequestError, ConflictError) as error:
-        error.param = "parent"  # the name of the argument here
+        error.param = "parent"
         raise
 
 
@@ -139,8 +147,9 @@ async def _release(backend: Backend, name: ParentName) -> None:
             raise NotFoundError("its KV is not kept", param="parent", code="continuation_not_found")
         name = kept[0]
     handle = _handle_of(name)
-    await _find(backend, handle)
-    await backend.delete_parents(handle, "")
+    with _argument():
+        backend.continuations.find(handle, "")  # one sample, not several
+        await backend.delete_parents(handle, "")
 
 
 def shown_progress(shown: bool) -> Progress:

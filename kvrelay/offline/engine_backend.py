@@ -50,24 +50,20 @@ class EngineBackend:
         self._engine = engine
         self._open: dict[RequestId, tuple[GenerateRequest, RequestStream]] = {}
         self._has_work = asyncio.Event()
-        self._is_idle = asyncio.Event()
 
     async def drive(self) -> None:
         """Until it is cancelled."""
         while True:
-            if not self._engine.has_work:
+            while not self._engine.has_work:
                 self._has_work.clear()
-                self._is_idle.set()
                 await self._has_work.wait()
-                self._is_idle.clear()
             self._deliver(self._step())
             await asyncio.sleep(0)
 
     async def until_idle(self) -> None:
-        """Nothing of any request that has ended is left in the engine."""
-        while self._engine.has_work:
-            self._wake()
-            await self._is_idle.wait()
+        """Nothing of any request that has ended is left in the engine; or the engine is closed."""
+        while self.ready and self._engine.has_work:
+            await asyncio.sleep(0)
 
     def submit(self, request: GenerateRequest) -> RequestStream:
         assert request.timeout_s is None, "requests of the offline API have no deadline"
@@ -186,13 +182,16 @@ class EngineBackend:
 
 
 @contextlib.asynccontextmanager
-async def engine_backend(engine: Engine, continuation_cache: int, max_kept: int) -> AsyncIterator[EngineBackend]:
-    """Closes the engine at the end."""
+async def engine_backend(
+    engine: Engine, continuation_cache: int, max_kept: int
+) -> AsyncIterator[tuple[EngineBackend, asyncio.Task[None]]]:
+    """With the task that drives the engine, which ends only with an error. The engine is closed at the end."""
     backend = EngineBackend(engine, continuation_cache, max_kept)
     driver = asyncio.create_task(backend.drive())
     try:
-        yield backend
+        yield backend, driver
     finally:
+        backend.ready = False
         driver.cancel()
         await asyncio.wait([driver])
         engine.close()

@@ -44,8 +44,7 @@ class Generation:
             keep=job.keep,
             parent=None if job.origin is None else job.origin.parent,
         )
-        self._submitted: asyncio.Future[RequestStream] | None = None
-        self._stream: RequestStream | None = None
+        self._submitted: asyncio.Task[RequestStream] | None = None
 
     async def to_end(self) -> RequestOutput:
         try:
@@ -62,11 +61,11 @@ class Generation:
 
     def close(self) -> None:
         """The rest is not wanted: the next output, if it is asked for, is the last one. Harmless when the request is over."""
-        if self._stream is not None:
-            self._stream.abort()
-            self._service.left(self._stream)
-        elif self._submitted is not None:
-            self._submitted.cancel()
+        if self._submitted is not None and not self._submitted.cancel():
+            stream = self._stream()
+            if stream is not None:
+                stream.abort()
+                self._service.left(stream)
 
     async def forget(self) -> None:
         """Nobody has its handles: no KV is kept for it."""
@@ -76,7 +75,10 @@ class Generation:
 
     async def _read(self) -> bool:
         """Takes what is new. False: that was all."""
-        stream = self._stream or await self._submit()
+        if self._submitted is None:
+            self._submitted = asyncio.create_task(self._service.submit(self._request))
+        await asyncio.wait([self._submitted])
+        stream = None if self._submitted.cancelled() else self._submitted.result()
         outputs = [] if stream is None else await stream.next()
         for output in outputs:
             assert stream is not None
@@ -94,9 +96,9 @@ class Generation:
         self._assembly.settle([] if stream is None else stream.parents, self._service.backend.continuations.remaining_s)
         return False
 
-    async def _submit(self) -> RequestStream | None:
-        """None: it was aborted before there was room for it."""
-        self._submitted = asyncio.ensure_future(self._service.submit(self._request))
-        await asyncio.wait([self._submitted])
-        self._stream = None if self._submitted.cancelled() else self._submitted.result()
-        return self._stream
+    def _stream(self) -> RequestStream | None:
+        """None: it never came to the backend."""
+        submitted = self._submitted
+        if submitted is None or not submitted.done() or submitted.cancelled() or submitted.exception() is not None:
+            return None
+        return submitted.result()

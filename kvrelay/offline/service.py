@@ -25,7 +25,7 @@ import uvloop
 
 from kvrelay.checkpoint.fetch import resolve
 from kvrelay.config import read_environment
-from kvrelay.errors import EngineClosedError, InternalError, WorkerDiedError
+from kvrelay.errors import EngineClosedError, InternalError, QueueFullError
 from kvrelay.launch.cluster import WorkerSettings, local_cluster, worker_roles
 from kvrelay.log import Log
 from kvrelay.offline.engine_backend import engine_backend
@@ -47,10 +47,10 @@ CLOSED = "the engine was closed"
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A backend that is ready. `failed` is done when it cannot go on."""
+    """A backend that is ready. `failed` is done, with the reason as its result or exception, when it cannot go on."""
 
     backend: Backend
-    failed: asyncio.Future[WorkerDiedError]
+    failed: asyncio.Future[Any]
     settle: Callable[[], Awaitable[None]]  # returns when nothing of requests that have ended is left in this process
 
 
@@ -67,8 +67,9 @@ def build_engine(options: OfflineOptions, progress: Progress) -> tuple[Tokenizer
 def open_engine(engine: Engine, options: OfflineOptions) -> Open:
     @contextlib.asynccontextmanager
     async def opened() -> AsyncIterator[Opened]:
-        async with engine_backend(engine, options.router.continuation_cache, options.router.max_kept_per_key) as backend:
-            yield Opened(backend, asyncio.get_running_loop().create_future(), backend.until_idle)
+        router = options.router
+        async with engine_backend(engine, router.continuation_cache, router.max_kept_per_key) as (backend, driver):
+            yield Opened(backend, driver, backend.until_idle)
 
     return opened
 
@@ -136,9 +137,10 @@ class Service:
         try:
             return await asyncio.wrap_future(self._begin(work))
         except asyncio.CancelledError:
-            if self.reason:
-                raise InternalError(self.reason) from None
-            raise
+            caller = asyncio.current_task()
+            if not self.reason or (caller is not None and caller.cancelling()):
+                raise
+            raise InternalError(self.reason) from None
 
     def tell(self, work: Callable[[], object]) -> None:
         """Done soon, unless the service has ended."""
@@ -172,15 +174,24 @@ class Service:
     # On the service's loop
 
     async def submit(self, request: GenerateRequest) -> RequestStream:
-        """Waits for room. Raises what `Backend.submit` raises."""
+        """Waits for room. Raises UnavailableError."""
         async with self._door:
-            while len(self._streams) >= self._max_open:
-                self._streams = {stream for stream in self._streams if not stream.done}
-                if len(self._streams) >= self._max_open:
-                    await asyncio.sleep(_LOOK_EVERY_S)
-            stream = self.backend.submit(request)
-            self._streams.add(stream)
+            while (stream := self._submit_now(request)) is None:
+                await asyncio.sleep(_LOOK_EVERY_S)
             return stream
+
+    def _submit_now(self, request: GenerateRequest) -> RequestStream | None:
+        """None: there is no room."""
+        if len(self._streams) >= self._max_open:
+            self._streams = {stream for stream in self._streams if not stream.done}
+            if len(self._streams) >= self._max_open:
+                return None
+        try:
+            stream = self.backend.submit(request)
+        except QueueFullError:
+            return None
+        self._streams.add(stream)
+        return stream
 
     def left(self, stream: RequestStream) -> None:
         """It is over, and its reader has done with it."""
@@ -214,6 +225,6 @@ class Service:
             try:
                 await asyncio.wait([opened.failed])
             finally:
-                self.reason = str(opened.failed.result()) if opened.failed.done() else CLOSED
+                self.reason = str(opened.failed.exception() or opened.failed.result()) if opened.failed.done() else CLOSED
                 for stream in self._streams:
                     stream.abort()  # a worker that is told to end finishes what it has first
