@@ -34,7 +34,7 @@ log = Log("serve")
 STOP_PATIENCE_S = 8.0
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 30.0
-_HEALTHY_AFTER_S = 60.0  # a worker that ran so long begins with a clean record
+_HEALTHY_AFTER_S = 60.0  # a worker that ran for this time begins with a clean record
 _MAX_QUICK_DEATHS = 5
 _MAX_WORDS_BYTES = 64 * 1024
 
