@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 
 from kvrelay.bench.kv import preempt, scheduler
-from kvrelay.bench.kv.options import KVBench
 from kvrelay.bench.kv.scenario import SCENARIO
+from kvrelay.bench.kv.scheduler import KVBench
 from kvrelay.config import ModelOptions
 from kvrelay.errors import ConfigError
 from tests.tiny_models import tiny_model

@@ -11,6 +11,7 @@ import xml.etree.ElementTree as ElementTree
 import msgspec
 import pytest
 from rich.console import Console
+from test_bench_work import SMOLLM2
 from tiny_models import tiny_model
 
 from kvrelay.bench import main
@@ -20,13 +21,13 @@ from kvrelay.bench.relay import transfer
 from kvrelay.bench.relay.peer import How, kv_ranges
 from kvrelay.bench.relay.scenario import Gaps, summarise_gaps
 from kvrelay.bench.relay.transfer import EngineMissing, layout_of, open_pair, tokens_for
-from kvrelay.checkpoint.spec import ModelSpec, read_spec
+from kvrelay.checkpoint.spec import ModelSpec
 from kvrelay.errors import BenchError, ConfigError
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def spec() -> ModelSpec:
-    return read_spec(tiny_model("llama"))
+    return SMOLLM2
 
 
 def test_scattered_blocks_are_many_ranges_and_blocks_in_order_are_one_a_plane(spec: ModelSpec) -> None:
@@ -48,7 +49,7 @@ def test_the_working_set_is_as_large_as_asked(spec: ModelSpec) -> None:
 
 @pytest.mark.parametrize(("engine", "how"), [("shm", "read"), ("nixl", "write"), ("mooncake", "write")])
 def test_two_processes_move_what_they_say(spec: ModelSpec, engine: str, how: How) -> None:
-    with open_pair(engine, spec, 320, None) as pair:
+    with open_pair(engine, layout_of(spec, 320), 320, None) as pair:
         with pytest.raises(BenchError, match="are not those that were sent"):
             pair.check()
         moved = pair.measure(how)
@@ -61,7 +62,10 @@ def test_two_processes_move_what_they_say(spec: ModelSpec, engine: str, how: How
 
 
 def test_an_engine_that_cannot_work_here_is_told_from_a_failure(spec: ModelSpec) -> None:
-    with pytest.raises(EngineMissing, match="no transfer engine is called 'pigeon'"), open_pair("pigeon", spec, 16, None):
+    with (
+        pytest.raises(EngineMissing, match="no transfer engine is called 'pigeon'"),
+        open_pair("pigeon", layout_of(spec, 16), 16, None),
+    ):
         pass
 
 

@@ -12,7 +12,7 @@ import pytest
 from kvrelay.bench import main
 from kvrelay.bench.harness.cluster import Answer
 from kvrelay.bench.router import decision, failover, idle, multiturn
-from kvrelay.bench.router.decision import Times
+from kvrelay.bench.router.decision import median_of_rounds
 from kvrelay.bench.router.failover import Struck
 from kvrelay.bench.router.scenario import SCENARIO
 from kvrelay.errors import BenchError
@@ -104,9 +104,9 @@ def test_idle_time_is_a_share_of_a_core() -> None:
 
 
 def test_one_bad_round_does_not_make_the_figure() -> None:
-    times = Times([[1.0, 2.0, 3.0], [1.0, 2.0, 500.0], [1.0, 2.0, 4.0]])
-    assert times.median_of_rounds(99) == 4.0
-    assert times.median_of_rounds(50) == 2.0
+    rounds = [[1.0, 2.0, 3.0], [1.0, 2.0, 500.0], [1.0, 2.0, 4.0]]
+    assert median_of_rounds(rounds, 99) == 4.0
+    assert median_of_rounds(rounds, 50) == 2.0
 
 
 def test_prompts_are_unknown_known_in_part_and_known_as_a_whole() -> None:
@@ -136,7 +136,8 @@ def test_a_whole_run_on_a_tiny_model_gives_every_figure(tmp_path: Path, monkeypa
     (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 4096}))
     monkeypatch.setattr(multiturn, "ROUNDS", 1)
     monkeypatch.setattr(failover, "ROUNDS", 1)
-    monkeypatch.setattr(idle, "WINDOW_S", 2.0)
+    monkeypatch.setattr(idle, "SETTLE_S", 0.5)
+    monkeypatch.setattr(idle, "WINDOW_S", 1.0)
     path = tmp_path / "router.json"
     arguments = ["router", "--only", "idle,multiturn,failover", "--model", str(folder), "--json", str(path)]
     assert main.run(arguments) == 0

@@ -11,8 +11,6 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
 
 from rich.console import Console
 
@@ -20,7 +18,7 @@ from kvrelay.bench.encode.model import ImageModel
 from kvrelay.bench.harness.cluster import LiveCluster, ask, finish, live_cluster, start
 from kvrelay.bench.harness.report import Target, percentile
 from kvrelay.bench.harness.scenario import Results
-from kvrelay.bench.harness.workload import greedy
+from kvrelay.bench.harness.workload import greedy, traffic
 from kvrelay.config import ClusterOptions, EngineOptions
 
 TEXT_TARGETS = {"text_ttft_p99_split_over_whole": Target("<=", 1.0)}
@@ -49,15 +47,16 @@ async def _text(model: ImageModel, options: ClusterOptions, num_requests: int) -
     async with live_cluster(model.options, _ENGINE, options, "least_loaded") as cluster:
         await _ask_image(cluster, model, 1)  # opens connections
         quiet = await _texts(cluster, model, num_requests // 4 + 1, first_seed=0)
-        async with _images(cluster, model) as answered:
+        async with traffic(lambda seed: _ask_image(cluster, model, seed), _IMAGES_AT_ONCE) as answered:
+            await asyncio.sleep(_TEXT_EVERY_S)
             begun = time.perf_counter()
             busy = await _texts(cluster, model, num_requests, first_seed=num_requests)
-            seconds = time.perf_counter() - begun
+            seconds, num_images = time.perf_counter() - begun, len(answered)
     return {
         "quiet_p50_ms": 1e3 * statistics.median(quiet),
         "p50_ms": 1e3 * statistics.median(busy),
         "p99_ms": 1e3 * percentile(busy, 99),
-        "images_per_s": len(answered) / seconds,
+        "images_per_s": num_images / seconds,
     }
 
 
@@ -68,30 +67,6 @@ async def _texts(cluster: LiveCluster, model: ImageModel, count: int, first_seed
         answers.append(start(cluster.router, model.text(seed, _TEXT_TOKENS), _FIRST_TOKEN))
         await asyncio.sleep(_TEXT_EVERY_S)
     return [(await finish(answer)).ttft_s for answer in answers]
-
-
-@asynccontextmanager
-async def _images(cluster: LiveCluster, model: ImageModel) -> AsyncIterator[list[float]]:
-    """Keeps the tower busy; the list has the time of each answer."""
-    answered: list[float] = []
-
-    async def ask_on(number: int) -> None:
-        seed = 1000 * (1 + number)
-        while True:
-            seed += 1
-            await _ask_image(cluster, model, seed)
-            answered.append(time.perf_counter())
-
-    tasks = [asyncio.create_task(ask_on(number)) for number in range(_IMAGES_AT_ONCE)]
-    await asyncio.sleep(_TEXT_EVERY_S)
-    try:
-        yield answered
-    finally:
-        for task in tasks:
-            task.cancel()
-        for task in tasks:
-            with suppress(asyncio.CancelledError):
-                await task
 
 
 async def _ask_image(cluster: LiveCluster, model: ImageModel, seed: int, text_seed: int = 0) -> float:

@@ -6,7 +6,7 @@ ways compared, and a ratio is the median of the rounds' ratios:
 - once: room for all of it at once;
 - resumed: room for a tenth at first, then for the rest;
 - many: room for a tenth, again and again;
-- raw: the same bytes by the transfer engine, with nothing of the relay around it.
+- raw: as many bytes by the transfer engine alone, between two other processes (`relay/transfer.py`).
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from typing import Literal, assert_never
+from typing import Literal
 
 import msgspec
 import numpy as np
 
 from kvrelay.bench.harness.child import Child, commands, say
 from kvrelay.bench.harness.scenario import Results
+from kvrelay.bench.relay.transfer import open_pair
 from kvrelay.config import TransferOptions
 from kvrelay.errors import BenchError
 from kvrelay.ids import TransferId, WorkerId, new_transfer_id, new_worker_id
-from kvrelay.transfer.embedding_layout import EmbeddingLayout, TokenPlacement, embedding_ranges
+from kvrelay.transfer.embedding_layout import EmbeddingLayout
 from kvrelay.transfer.embedding_mover import EmbeddingConsumer, EmbeddingParts, EmbeddingProducer
 from kvrelay.transfer.embedding_pool import Embedding
-from kvrelay.transfer.engines.base import Mover, Ranges, TransferEngine
 from kvrelay.transfer.engines.choose import make_engine
-from kvrelay.transfer.region import Region, shared_region
+from kvrelay.transfer.layout import KVLayout
 from kvrelay.worker.embedding import embedding_layout, embedding_parts
 
 TOKENS = 10_000
@@ -49,54 +49,18 @@ WAYS: dict[Way, tuple[int, int]] = {  # the default, and the pool
 }
 
 
-class Offer(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Ready(msgspec.Struct, frozen=True, kw_only=True):
+    worker: WorkerId
+    address: str
+
+
+class Offer(msgspec.Struct, frozen=True, kw_only=True):
     transfer_id: TransferId
     consumer: WorkerId
 
 
-class Rewrite(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Write the embedding into the pool, as an offer does: memory that another process has just written is slower to read."""
-
-
-class RawWrite(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Write all of it into that worker's memory, by the engine alone."""
-
-    worker: WorkerId
-    info: bytes
-
-
-class Ready(msgspec.Struct, frozen=True, kw_only=True):
-    worker: WorkerId
-    address: str
-    raw_worker: WorkerId
-    raw_info: bytes
-
-
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    seconds: float = 0.0
-
-
-class RawSide:
-    """A pool-shaped region and an engine of its own."""
-
-    def __init__(self, transport: str, region: Region) -> None:
-        self.worker = new_worker_id("encode")
-        self.engine: TransferEngine = make_engine(transport, self.worker)
-        self.engine.register(region)
-        self._known: set[WorkerId] = set()
-
-    def move(self, peer: WorkerId, info: bytes) -> float:
-        if peer not in self._known:
-            self.engine.add_peer(peer, info)
-            self._known.add(peer)
-        begun = time.perf_counter()
-        by_consumer = self.engine.mover is Mover.CONSUMER
-        (self.engine.read if by_consumer else self.engine.write)(peer, _all_ranges())
-        while not (ended := self.engine.poll()):
-            time.sleep(_POLL_S)
-        if ended[0].error:
-            raise BenchError(f"{self.engine.name}: {ended[0].error}")
-        return time.perf_counter() - begun
+class Offered(msgspec.Struct, frozen=True):
+    pass
 
 
 def _layout(pool_tokens: int) -> EmbeddingLayout:
@@ -104,24 +68,27 @@ def _layout(pool_tokens: int) -> EmbeddingLayout:
     return embedding_layout(options, hidden=_HIDDEN, deepstack=_DEEPSTACK, dtype="bfloat16", item_bytes=_ITEM_BYTES)
 
 
+def _raw_layout() -> KVLayout:
+    """KV of the same size; its blocks in order are one range, as those of an embedding are."""
+    width = (1 + _DEEPSTACK) * _HIDDEN // 2  # keys and values
+    return KVLayout(
+        num_layers=1,
+        num_blocks=_ROOM_TOKENS // _BLOCK_SIZE,
+        block_size=_BLOCK_SIZE,
+        num_kv_heads=1,
+        head_dim=width,
+        dtype="bfloat16",
+        item_bytes=_ITEM_BYTES,
+    )
+
+
 def _parts(role: str, transport: str, pool_tokens: int, default_tokens: int = DEFAULT_TOKENS) -> EmbeddingParts:
     worker = new_worker_id(role)
     options = TransferOptions(embedding_buffer_tokens=default_tokens)
     parts = embedding_parts(worker, _layout(pool_tokens), [make_engine(transport, worker)], "bench", options)
-    _touch(parts.region)
+    assert parts.region.buffer is not None
+    np.frombuffer(parts.region.buffer, dtype=np.uint8)[::4096] = 1  # every page is there before anything is timed
     return parts
-
-
-def _touch(region: Region) -> None:
-    """Every page is there before anything is timed."""
-    assert region.buffer is not None
-    np.frombuffer(region.buffer, dtype=np.uint8)[::4096] = 1
-
-
-def _all_ranges() -> Ranges:
-    layout = _layout(_ROOM_TOKENS)
-    placement = TokenPlacement(layout, range(layout.num_blocks))
-    return embedding_ranges(placement, placement, (0, TOKENS))
 
 
 def _embedding() -> Embedding:
@@ -133,45 +100,28 @@ def _embedding() -> Embedding:
 def main(transport: str) -> None:
     """The child."""
     parts = _parts("encode", transport, _ROOM_TOKENS)
-    relay, raw, embedding = EmbeddingProducer(parts), RawSide(transport, parts.region), _embedding()
-    raw_info = raw.engine.local_info()
-    say(Ready(worker=parts.worker_id, address=relay.signal_address, raw_worker=raw.worker, raw_info=raw_info))
-    for message in commands(Offer | Rewrite | RawWrite):
-        command: Offer | Rewrite | RawWrite = message
-        seconds = 0.0
-        match command:
-            case Offer():
-                relay.expect(command.transfer_id, [command.consumer])
-                while not relay.offer(command.transfer_id, embedding):
-                    time.sleep(_POLL_S)  # the one before is about to be let go
-            case Rewrite():
-                while relay.num_live:
-                    time.sleep(_POLL_S)
-                parts.pool.store(range(parts.pool.layout.num_blocks), embedding)
-            case RawWrite():
-                seconds = raw.move(command.worker, command.info)
-            case _:
-                assert_never(command)
-        say(Answer(seconds=seconds))
+    relay, embedding = EmbeddingProducer(parts), _embedding()
+    say(Ready(worker=parts.worker_id, address=relay.signal_address))
+    for offer in commands(Offer):
+        relay.expect(offer.transfer_id, [offer.consumer])
+        while not relay.offer(offer.transfer_id, embedding):
+            time.sleep(_POLL_S)  # the one before is about to be let go
+        say(Offered())
     relay.close()
-    raw.engine.close()
 
 
 class _Consumers:
-    """One for each way, and one without a relay."""
+    """One for each way."""
 
     def __init__(self, transport: str, child: Child) -> None:
         self._child = child
         self._told = child.receive(Ready, _PATIENCE_S)
         self._parts = {way: _parts("prefill", transport, pool, default) for way, (default, pool) in WAYS.items()}
         self.relays = {way: EmbeddingConsumer(parts) for way, parts in self._parts.items()}
-        region = shared_region(_layout(_ROOM_TOKENS).size_bytes)
-        _touch(region)
-        self._raw = RawSide(transport, region)
 
     def relay(self, way: Way) -> float:
         relay, transfer_id = self.relays[way], new_transfer_id()
-        self._child.ask(Offer(transfer_id=transfer_id, consumer=self._parts[way].worker_id), Answer, _PATIENCE_S)
+        self._child.ask(Offer(transfer_id=transfer_id, consumer=self._parts[way].worker_id), Offered, _PATIENCE_S)
         begun = time.perf_counter()
         relay.expect(transfer_id, self._told.worker, self._told.address)
         while time.perf_counter() < begun + _PATIENCE_S:
@@ -185,43 +135,40 @@ class _Consumers:
             time.sleep(_POLL_S)
         raise BenchError(f"{way}: nothing arrived within {_PATIENCE_S:g} s")
 
-    def raw(self) -> float:
-        self._child.ask(Rewrite(), Answer, _PATIENCE_S)
-        if self._raw.engine.mover is Mover.CONSUMER:
-            return self._raw.move(self._told.raw_worker, self._told.raw_info)
-        command = RawWrite(worker=self._raw.worker, info=self._raw.engine.local_info())
-        return self._child.ask(command, Answer, _PATIENCE_S).seconds
-
     def close(self) -> None:
         for relay in self.relays.values():
             relay.close()
-        self._raw.engine.close()
 
 
-def measure(transport: str, rounds: int = ROUNDS) -> Results:
+def measure(transport: str) -> Results:
     """Names of the numbers begin with the transport's. Raises BenchError."""
-    size_bytes = int(_all_ranges()[:, 2].sum())
-    with Child(["kvrelay.bench.encode.transfer", transport], core=None) as child:
+    size_bytes = TOKENS * _layout(_BLOCK_SIZE).row_bytes
+    seconds: dict[Way, list[float]] = {way: [] for way in WAYS}
+    raw_rates: list[float] = []
+    how: Literal["read", "write"] = "read" if transport == "shm" else "write"
+    with (
+        Child(["kvrelay.bench.encode.transfer", transport], core=None) as child,
+        open_pair(transport, _raw_layout(), TOKENS, None) as pair,
+    ):
         consumers = _Consumers(transport, child)
         try:
-            seconds: dict[str, list[float]] = {name: [] for name in (*WAYS, "raw")}
-            for number in range(rounds + 1):  # the first one opens connections
+            for _ in range(ROUNDS + 1):
                 for way in WAYS:
                     seconds[way].append(consumers.relay(way))
-                seconds["raw"].append(consumers.raw())
-                if number == 0:
-                    seconds = {name: [] for name in seconds}
-            moved = {way: relay.counts() for way, relay in consumers.relays.items()}
+                pair.rewrite(how)
+                raw_rates.append(pair.measure(how, scattered=False).bytes_per_s)
+            resumes = {way: relay.counts().resumes / (ROUNDS + 1) for way, relay in consumers.relays.items()}
         finally:
             consumers.close()
-    resumes = {way: counts.resumes / (rounds + 1) for way, counts in moved.items()}
+    once, resumed, many = (seconds[way][1:] for way in WAYS)  # the first ones opened connections
+    rates = [size_bytes / one for one in once]
     return {
-        f"{transport}_once_gbytes_per_s": size_bytes / statistics.median(seconds["once"]) / 1e9,
-        f"{transport}_raw_gbytes_per_s": size_bytes / statistics.median(seconds["raw"]) / 1e9,
-        f"{transport}_rate_of_raw": _ratio(seconds["raw"], seconds["once"]),
-        f"{transport}_resumed_over_once": _ratio(seconds["resumed"], seconds["once"]),
+        f"{transport}_once_gbytes_per_s": statistics.median(rates) / 1e9,
+        f"{transport}_raw_gbytes_per_s": statistics.median(raw_rates[1:]) / 1e9,
+        f"{transport}_rate_of_raw": _ratio(rates, raw_rates[1:]),
+        f"{transport}_resumed_over_once": _ratio(resumed, once),
         f"{transport}_resumes": resumes["resumed"],
-        f"{transport}_many_over_once": _ratio(seconds["many"], seconds["once"]),
+        f"{transport}_many_over_once": _ratio(many, once),
         f"{transport}_many_resumes": resumes["many"],
     }
 

@@ -1,15 +1,15 @@
 """`kvrelay bench engine`: the real engine and runner in this process, against the roofline of this machine.
 
 A round measures the machine's limits, then decode at each batch size, then a prefill, then the same on the peer; rounds
-repeat, and a ratio is the median of the rounds' ratios. So a neighbour who takes half of the machine for a while slows limit
+repeat, and a ratio is the median of the rounds' ratios. So a process that takes half of the machine for a while slows limit
 and figure alike, and a single disturbed round does not count.
 """
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Annotated, Literal, Protocol
 
 import torch
@@ -123,10 +123,10 @@ def _run_round(index: int, machine: Machine, subject: Subject, peer: Subject | N
     tick()
     for batch in BATCHES:
         steps = subject.decode(batch, STEPS[batch])
-        this.decode_s[batch], this.best_decode_s[batch] = statistics.median(steps), min(steps)
+        this.decode_s[batch], this.best_decode_s[batch] = median(steps), min(steps)
         tick()
         if peer is not None:
-            this.peer_decode_s[batch] = statistics.median(peer.decode(batch, max(2, STEPS[batch] // 4)))
+            this.peer_decode_s[batch] = median(peer.decode(batch, max(2, STEPS[batch] // 4)))
             tick()
     prompt = draw(1_000_000 + index, PREFILL_TOKENS)
     this.prefill_s = subject.prefill(prompt)
@@ -135,7 +135,7 @@ def _run_round(index: int, machine: Machine, subject: Subject, peer: Subject | N
         this.peer_prefill_s = peer.prefill(prompt)
         tick()
     after = Limits(bytes_per_s=machine.gemv_bytes_per_s(), flops_per_s=machine.gemm_flops_per_s())
-    this.limits = Limits(  # the better of before and after: a limit that a neighbour lowered flatters us
+    this.limits = Limits(  # the better of before and after: a limit that another process lowered flatters us
         bytes_per_s=max(this.limits.bytes_per_s, after.bytes_per_s),
         flops_per_s=max(this.limits.flops_per_s, after.flops_per_s),
     )
@@ -147,15 +147,15 @@ def summarise(spec: ModelSpec, rounds: list[Round]) -> Results:
     weight_bytes = (layer_weights(spec) + head_weights(spec)) * _ELEMENT_BYTES
     prefill = prefill_work(spec, PREFILL_TOKENS, _ELEMENT_BYTES)
     results = {
-        "gemv_gb_per_s": _median(this.limits.bytes_per_s for this in rounds) / 1e9,
-        "gemm_gflop_per_s": _median(this.limits.flops_per_s for this in rounds) / 1e9,
-        "weights_read_ms": _median(weight_bytes / this.limits.bytes_per_s for this in rounds) * 1e3,
-        "decode_b1_over_weights_read": _median(this.decode_s[1] * this.limits.bytes_per_s / weight_bytes for this in rounds),
+        "gemv_gb_per_s": median(this.limits.bytes_per_s for this in rounds) / 1e9,
+        "gemm_gflop_per_s": median(this.limits.flops_per_s for this in rounds) / 1e9,
+        "weights_read_ms": median(weight_bytes / this.limits.bytes_per_s for this in rounds) * 1e3,
+        "decode_b1_over_weights_read": median(this.decode_s[1] * this.limits.bytes_per_s / weight_bytes for this in rounds),
     }
     for batch in BATCHES:
         results |= _decode_figures(spec, batch, rounds)
-    results["prefill_512_ms"] = _median(this.prefill_s for this in rounds) * 1e3
-    results["prefill_512_gemm_share"] = _median(prefill.flops / this.prefill_s / this.limits.flops_per_s for this in rounds)
+    results["prefill_512_ms"] = median(this.prefill_s for this in rounds) * 1e3
+    results["prefill_512_gemm_share"] = median(prefill.flops / this.prefill_s / this.limits.flops_per_s for this in rounds)
     if rounds[0].peer_prefill_s:
         results |= _peer_figures(rounds)
     return results
@@ -164,11 +164,11 @@ def summarise(spec: ModelSpec, rounds: list[Round]) -> Results:
 def _decode_figures(spec: ModelSpec, batch: int, rounds: list[Round]) -> Results:
     work = decode_work(spec, batch, CONTEXT + 1 + WARM_STEPS + STEPS[batch] // 2, _ELEMENT_BYTES)
     figures = {
-        f"decode_ms_b{batch}": _median(this.decode_s[batch] for this in rounds) * 1e3,
+        f"decode_ms_b{batch}": median(this.decode_s[batch] for this in rounds) * 1e3,
         f"decode_best_ms_b{batch}": min(this.best_decode_s[batch] for this in rounds) * 1e3,
     }
     if batch > 1:
-        share = _median(work.roofline_s(this.limits) / this.decode_s[batch] for this in rounds)
+        share = median(work.roofline_s(this.limits) / this.decode_s[batch] for this in rounds)
         figures[f"roofline_share_b{batch}"] = share
     return figures
 
@@ -176,17 +176,13 @@ def _decode_figures(spec: ModelSpec, batch: int, rounds: list[Round]) -> Results
 def _peer_figures(rounds: list[Round]) -> Results:
     figures: Results = {}
     for batch in BATCHES:
-        figures[f"transformers_decode_ms_b{batch}"] = _median(this.peer_decode_s[batch] for this in rounds) * 1e3
-        figures[f"faster_than_transformers_b{batch}"] = _median(
+        figures[f"transformers_decode_ms_b{batch}"] = median(this.peer_decode_s[batch] for this in rounds) * 1e3
+        figures[f"faster_than_transformers_b{batch}"] = median(
             this.peer_decode_s[batch] / this.decode_s[batch] for this in rounds
         )
-    figures["transformers_prefill_512_ms"] = _median(this.peer_prefill_s for this in rounds) * 1e3
-    figures["faster_than_transformers_prefill_512"] = _median(this.peer_prefill_s / this.prefill_s for this in rounds)
+    figures["transformers_prefill_512_ms"] = median(this.peer_prefill_s for this in rounds) * 1e3
+    figures["faster_than_transformers_prefill_512"] = median(this.peer_prefill_s / this.prefill_s for this in rounds)
     return figures
-
-
-def _median(values: Iterable[float]) -> float:
-    return statistics.median(values)
 
 
 SCENARIO = Scenario(EngineBench, {"engine": Part("decode and prefill", measure, TARGETS)})

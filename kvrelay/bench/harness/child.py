@@ -60,7 +60,7 @@ class Child:
         return self._process.poll() is None
 
     def cpu_s(self) -> float:
-        """Processor time it has used, which a busy neighbour does not change."""
+        """Processor time it has used, which other processes do not change."""
         fields = pathlib.Path(f"/proc/{self.pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 

@@ -39,7 +39,7 @@ _START_S = 120.0
 _ANSWER_S = 120.0
 _LOOK_EVERY_S = 0.001
 _REST_S = 30.0
-_NEWS_S = 0.3  # what a worker counted last is on its way so long at most
+_NEWS_S = 0.3  # after which the counts of the last request have come from its worker
 
 
 @dataclass(slots=True, eq=False)

@@ -26,7 +26,7 @@ class BenchOptions(Options, frozen=True, kw_only=True):
     """What every scenario takes."""
 
     json: Annotated[str, Meta(description="write the result to this file")] = ""
-    only: Annotated[str, Meta(description="parts to run, separated by commas; default is all that this machine can run")] = ""
+    only: Annotated[str, Meta(description="parts to run, separated by commas; default is every part that needs no GPU")] = ""
 
 
 class ModelBench(BenchOptions, frozen=True, kw_only=True):

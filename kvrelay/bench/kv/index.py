@@ -8,13 +8,11 @@ round by round the index works, or is stopped (SIGSTOP): the same load, in turn
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import os
 import signal
 import statistics
 import time
-from collections.abc import AsyncIterator
 
 import httpx
 from rich.console import Console
@@ -23,9 +21,9 @@ from kvrelay.bench.harness.child import Child
 from kvrelay.bench.harness.report import Target
 from kvrelay.bench.harness.scenario import Part, Results
 from kvrelay.bench.harness.server import HOST, Server, serve
-from kvrelay.bench.harness.workload import draw
+from kvrelay.bench.harness.workload import draw, traffic
 from kvrelay.bench.kv.index_server import Ready
-from kvrelay.bench.kv.options import KVBench
+from kvrelay.bench.kv.scheduler import KVBench
 from kvrelay.errors import BenchError
 
 STREAM_TOKENS = 100
@@ -69,31 +67,16 @@ async def _measure(server: Server, index: Child, rounds: int, console: Console) 
 
 async def _round(client: httpx.AsyncClient, number: int) -> float:
     """The median time between two tokens of the stream, which is a step of the decode worker."""
-    async with _others(client, number):
+
+    async def ask(count: int) -> None:
+        name = f"bench-{number}-{count}"
+        body = {"prompt": draw(name, _PROMPT_TOKENS), "max_tokens": 2, "request_id": name}
+        response = await client.post("/v1/completions", json={"model": "bench", **body})
+        if response.status_code != 200:
+            raise BenchError(f"a request failed: {response.text[:200]}")
+
+    async with traffic(ask, _OTHERS):
         return statistics.median(await _gaps(client, number))
-
-
-@contextlib.asynccontextmanager
-async def _others(client: httpx.AsyncClient, number: int) -> AsyncIterator[None]:
-    """Requests that come and go as long as it is open."""
-
-    async def come_and_go(lane: int) -> None:
-        for count in range(1_000_000):
-            seed = (number * 1000 + lane) * 1000 + count
-            body = {"prompt": draw(seed, _PROMPT_TOKENS), "max_tokens": 2, "request_id": f"bench-{seed}"}
-            response = await client.post("/v1/completions", json={"model": "bench", **body})
-            if response.status_code != 200:
-                raise BenchError(f"a request failed: {response.text[:200]}")
-
-    tasks = [asyncio.create_task(come_and_go(lane)) for lane in range(_OTHERS)]
-    try:
-        yield
-    finally:
-        for task in tasks:
-            task.cancel()
-        for outcome in await asyncio.gather(*tasks, return_exceptions=True):
-            if isinstance(outcome, BenchError):
-                raise outcome
 
 
 async def _gaps(client: httpx.AsyncClient, number: int) -> list[float]:

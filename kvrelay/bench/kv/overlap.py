@@ -19,7 +19,7 @@ from kvrelay.bench.harness.engine import build_engine
 from kvrelay.bench.harness.report import Target
 from kvrelay.bench.harness.scenario import Part, Results
 from kvrelay.bench.harness.workload import draw, submission
-from kvrelay.bench.kv.options import KVBench
+from kvrelay.bench.kv.scheduler import KVBench
 from kvrelay.config import EngineOptions, ModelOptions
 from kvrelay.engine.engine import Engine
 from kvrelay.errors import BenchError

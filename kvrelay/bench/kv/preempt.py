@@ -17,7 +17,7 @@ from rich.console import Console
 from kvrelay.bench.harness.engine import build_engine, run_dry, step
 from kvrelay.bench.harness.scenario import Part, Results
 from kvrelay.bench.harness.workload import draw, submission
-from kvrelay.bench.kv.options import KVBench
+from kvrelay.bench.kv.scheduler import KVBench
 from kvrelay.config import EngineOptions, ModelOptions
 from kvrelay.engine.engine import Engine
 from kvrelay.errors import BenchError

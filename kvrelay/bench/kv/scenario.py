@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from kvrelay.bench.harness.scenario import Scenario
 from kvrelay.bench.kv import index, overlap, preempt, scheduler, swap
-from kvrelay.bench.kv.options import KVBench
 
 SCENARIO = Scenario(
-    KVBench,
+    scheduler.KVBench,
     {
         "scheduler": scheduler.PART,
         "swap": swap.PART,

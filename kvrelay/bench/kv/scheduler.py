@@ -12,15 +12,16 @@ import pstats
 import statistics
 import time
 from collections.abc import Callable
+from typing import Annotated
 
+from msgspec import Meta
 from rich.console import Console
 
 from kvrelay.bench.harness.engine import engine_over
 from kvrelay.bench.harness.report import Target, write_file
-from kvrelay.bench.harness.scenario import Part, Results
+from kvrelay.bench.harness.scenario import ModelBench, Part, Results
 from kvrelay.bench.harness.workload import draw, submission
-from kvrelay.bench.kv.options import KVBench
-from kvrelay.config import EngineOptions
+from kvrelay.config import EngineOptions, Positive
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.events import EventRecorder
 from kvrelay.engine.interfaces import StepPlan, StepResult
@@ -33,6 +34,13 @@ STEPS = 100  # a round: each sequence fills six blocks
 _PROMPT_TOKENS = 512
 _VOCABULARY = 32_000
 _PROFILE_LINES = 40
+
+
+class KVBench(ModelBench, frozen=True, kw_only=True):
+    """What is measured, and how often."""
+
+    rounds: Annotated[Positive, Meta(description="rounds; figures are medians over them")] = 5
+    profile: Annotated[str, Meta(description="file of the scheduler's profile")] = "bench/results/kv-scheduler-profile.txt"
 
 
 class TimedRunner(FakeRunner):

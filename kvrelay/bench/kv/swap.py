@@ -18,7 +18,7 @@ from rich.console import Console
 
 from kvrelay.bench.harness.report import Target
 from kvrelay.bench.harness.scenario import Part, Results
-from kvrelay.bench.kv.options import KVBench
+from kvrelay.bench.kv.scheduler import KVBench
 from kvrelay.bench.machine import best_seconds
 from kvrelay.checkpoint.spec import read_spec
 from kvrelay.runner.host_pool import HostPool, make_host_pool

@@ -1,7 +1,7 @@
 """One side of a measured transfer: a process with a transfer engine, and beside it the same library used without our layer.
 
-    parent -> peer    Setup first, then Meet(the other peer), Measure, Digest
-    peer -> parent    one answer each: Ready, Met, Measured, Digested
+    parent -> peer    Setup first, then Meet(the other peer), Measure, Digest, Rewrite
+    peer -> parent    Ready, then one Done each
 It ends when the parent closes the pipe (`harness/child.py`).
 
 What moves is the KV of a prompt. Its blocks lie at random places on both sides, so that ranges are as small as they get, one
@@ -28,7 +28,6 @@ from kvrelay.transfer.layout import KVLayout, Placement, kv_layout, move_ranges
 from kvrelay.transfer.region import shared_region
 from kvrelay.wire.transfer import Layout
 
-Side = Literal["local", "remote"]
 How = Literal["read", "write", "raw", "memcpy"]
 _POLL_S = 0.00005
 _MOVE_S = 60.0
@@ -38,7 +37,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     engine: str
     worker: WorkerId
     layout: Layout
-    side: Side  # of a move
+    side: Literal["local", "remote"]  # of a move
 
 
 class Meet(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -61,30 +60,29 @@ class Digest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     tokens: int
 
 
+class Rewrite(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Write all memory, as a worker does before a hand-over: what another process has just written is slower to read."""
+
+
 class Ready(msgspec.Struct, frozen=True, kw_only=True):
     info: bytes = b""
     raw_info: bytes = b""
     problem: str = ""  # why the engine cannot work here
 
 
-class Met(msgspec.Struct, frozen=True, kw_only=True):
-    pass
+class Done(msgspec.Struct, frozen=True, kw_only=True):
+    """What was done, as far as the command asks for it."""
 
-
-class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    seconds: float
-    payload_bytes: int
+    seconds: float = 0.0
+    payload_bytes: int = 0
+    digest: str = ""
 
     @property
     def bytes_per_s(self) -> float:
         return self.payload_bytes / self.seconds
 
 
-class Digested(msgspec.Struct, frozen=True, kw_only=True):
-    digest: str
-
-
-Command = Meet | Measure | Digest
+Command = Meet | Measure | Digest | Rewrite
 
 
 def kv_ranges(layout: KVLayout, tokens: int, *, scattered: bool) -> Ranges:
@@ -106,46 +104,52 @@ class Peer:
         self._side = setup.side
         self._layout = kv_layout(setup.layout)
         self._engine = make_engine(setup.engine, setup.worker)
-        self._region = shared_region(self._layout.size_bytes)
-        assert self._region.buffer is not None
-        self._memory = np.frombuffer(self._region.buffer, dtype=np.uint8)
-        # Every page is there before anything is timed, and no two peers hold the same.
-        content = np.random.default_rng(1 if setup.side == "local" else 2).integers(0, 1 << 63, self._memory.size // 8)
-        self._memory.view(np.int64)[:] = content
-        self._engine.register(self._region)
-        self._raw: RawMover | None = open_raw(setup.engine, setup.worker, self._region)
+        region = shared_region(self._layout.size_bytes)
+        assert region.buffer is not None
+        self._memory = np.frombuffer(region.buffer, dtype=np.uint8)
+        self._rewrite()
+        self._engine.register(region)
+        self._raw: RawMover | None = open_raw(setup.engine, setup.worker, region)
         self._peer = setup.worker
         self._copies: tuple[np.ndarray[tuple[int], np.dtype[np.uint8]], ...] = ()
 
     def ready(self) -> Ready:
         return Ready(info=self._engine.local_info(), raw_info=b"" if self._raw is None else self._raw.info())
 
-    def obey(self, message: Command) -> Met | Measured | Digested:
-        match message:
+    def obey(self, command: Command) -> Done:
+        match command:
             case Meet():
-                return self.meet(message)
+                self._peer = command.worker
+                self._engine.add_peer(command.worker, command.info)
+                if self._raw is not None:
+                    self._raw.meet(command.raw_info)
+                return Done()
             case Measure():
-                return self.measure(message)
+                return self._measure(command)
             case Digest():
-                return self.digest(message)
+                return Done(digest=self._digest(command.tokens))
+            case Rewrite():
+                self._rewrite()
+                return Done()
             case _:
-                assert_never(message)
+                assert_never(command)
 
-    def meet(self, message: Meet) -> Met:
-        self._peer = message.worker
-        self._engine.add_peer(message.worker, message.info)
-        if self._raw is not None:
-            self._raw.meet(message.raw_info)
-        return Met()
+    def close(self) -> None:
+        self._engine.close()
 
-    def measure(self, message: Measure) -> Measured:
-        ranges = kv_ranges(self._layout, message.tokens, scattered=message.scattered)
+    def _rewrite(self) -> None:
+        """No two peers hold the same."""
+        generator = np.random.default_rng(1 if self._side == "local" else 2)
+        self._memory.view(np.int64)[:] = generator.integers(0, 1 << 63, self._memory.size // 8)
+
+    def _measure(self, command: Measure) -> Done:
+        ranges = kv_ranges(self._layout, command.tokens, scattered=command.scattered)
         size = int(ranges[:, 2].sum())
-        if message.how == "memcpy":
-            self._prepare_memcpy(size)
+        if command.how == "memcpy" and (not self._copies or self._copies[0].size < size):
+            self._copies = (np.full(size, 2, dtype=np.uint8), np.full(size, 1, dtype=np.uint8))  # with every page there
         start = time.perf_counter()
-        self._carry_out(message.how, ranges, size)
-        return Measured(seconds=time.perf_counter() - start, payload_bytes=size)
+        self._carry_out(command.how, ranges, size)
+        return Done(seconds=time.perf_counter() - start, payload_bytes=size)
 
     def _carry_out(self, how: How, ranges: Ranges, size: int) -> None:
         match how:
@@ -161,14 +165,6 @@ class Peer:
             case _:
                 assert_never(how)
 
-    def digest(self, message: Digest) -> Digested:
-        ranges = kv_ranges(self._layout, message.tokens, scattered=True)
-        digest = hashlib.blake2b()
-        for here, there, size in ranges.tolist():
-            start = here if self._side == "local" else there
-            digest.update(self._memory[start : start + size].data)
-        return Digested(digest=digest.hexdigest())
-
     def _wait_for(self, move: MoveId) -> None:
         deadline = time.monotonic() + _MOVE_S
         while not (ended := self._engine.poll()):
@@ -179,17 +175,16 @@ class Peer:
             if completion.id != move or completion.error:
                 raise BenchError(f"{self._engine.name}: {completion.error or 'another move ended'}")
 
-    def _prepare_memcpy(self, size: int) -> None:
-        """Ordinary memory, with every page there."""
-        if not self._copies or self._copies[0].size < size:
-            self._copies = (np.full(size, 2, dtype=np.uint8), np.full(size, 1, dtype=np.uint8))
-
-    def close(self) -> None:
-        self._engine.close()
+    def _digest(self, tokens: int) -> str:
+        digest = hashlib.blake2b()
+        for here, there, size in kv_ranges(self._layout, tokens, scattered=True).tolist():
+            start = here if self._side == "local" else there
+            digest.update(self._memory[start : start + size].data)
+        return digest.hexdigest()
 
 
 def main() -> None:
-    messages = commands(Setup | Meet | Measure | Digest)
+    messages = commands(Setup | Command)
     try:
         peer = Peer(next(messages))
     except StopIteration:

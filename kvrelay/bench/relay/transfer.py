@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from kvrelay.bench.harness.child import Child
 from kvrelay.bench.harness.scenario import Results
-from kvrelay.bench.relay.peer import Digest, Digested, How, Measure, Measured, Meet, Met, Ready, Setup
+from kvrelay.bench.relay.peer import Digest, Done, How, Measure, Meet, Ready, Rewrite, Setup
 from kvrelay.checkpoint.spec import ModelSpec
 from kvrelay.errors import BenchError
 from kvrelay.ids import new_worker_id
@@ -61,12 +61,16 @@ class Pair:
     other: Child
     tokens: int
 
-    def measure(self, how: How, tokens: int = 0, *, scattered: bool = True) -> Measured:
-        return self.mover.ask(Measure(how=how, tokens=tokens or self.tokens, scattered=scattered), Measured, _ANSWER_S)
+    def measure(self, how: How, tokens: int = 0, *, scattered: bool = True) -> Done:
+        return self.mover.ask(Measure(how=how, tokens=tokens or self.tokens, scattered=scattered), Done, _ANSWER_S)
+
+    def rewrite(self, how: How) -> None:
+        """The side that such a move reads."""
+        (self.other if how == "read" else self.mover).ask(Rewrite(), Done, _ANSWER_S)
 
     def check(self) -> None:
         """A rate of wrong bytes is no rate."""
-        digests = {child.ask(Digest(tokens=self.tokens), Digested, _ANSWER_S).digest for child in (self.mover, self.other)}
+        digests = {child.ask(Digest(tokens=self.tokens), Done, _ANSWER_S).digest for child in (self.mover, self.other)}
         if len(digests) != 1:
             raise BenchError("the bytes that arrived are not those that were sent")
 
@@ -76,9 +80,9 @@ class EngineMissing(BenchError):
 
 
 @contextlib.contextmanager
-def open_pair(engine: str, spec: ModelSpec, tokens: int, cores: tuple[int, int] | None) -> Iterator[Pair]:
-    """Two processes that know each other, on a core each or wherever the kernel puts them. Raises EngineMissing."""
-    layout = layout_of(spec, tokens)
+def open_pair(engine: str, layout: KVLayout, tokens: int, cores: tuple[int, int] | None) -> Iterator[Pair]:
+    """Two processes that know each other, on a core each or wherever the kernel puts them, with a pool of this layout each, of
+    which they move `tokens`. Raises EngineMissing."""
     placed: tuple[int | None, int | None] = cores or (None, None)
     with contextlib.ExitStack() as stack:
         mover, other = (stack.enter_context(Child(["kvrelay.bench.relay.peer"], core)) for core in placed)
@@ -88,14 +92,15 @@ def open_pair(engine: str, spec: ModelSpec, tokens: int, cores: tuple[int, int] 
         if problem := ready.problem or other_ready.problem:
             raise EngineMissing(problem)
         for child, peer, told in ((mover, there, other_ready), (other, here, ready)):
-            child.ask(Meet(worker=peer.worker, info=told.info, raw_info=told.raw_info), Met, _ANSWER_S)
+            child.ask(Meet(worker=peer.worker, info=told.info, raw_info=told.raw_info), Done, _ANSWER_S)
         yield Pair(mover=mover, other=other, tokens=tokens)
 
 
 def measure_shm(spec: ModelSpec, cores: tuple[int, int], chunk_tokens: int) -> tuple[Results, float]:
-    """The better of the two memcpys around a move counts: one that a neighbour disturbed would flatter us. Also the seconds
+    """The better of the two memcpys around a move counts: one that was disturbed would flatter us. Also the seconds
     that it takes to move the KV of `chunk_tokens` alone."""
-    with open_pair("shm", spec, tokens_for(spec, 4 * last_cache_bytes()), cores) as pair:
+    tokens = tokens_for(spec, 4 * last_cache_bytes())
+    with open_pair("shm", layout_of(spec, tokens), tokens, cores) as pair:
         pair.measure("read")  # maps pages
         pair.check()
         pair.measure("memcpy")
@@ -119,7 +124,8 @@ def measure_shm(spec: ModelSpec, cores: tuple[int, int], chunk_tokens: int) -> t
 
 def measure_library(engine: str, spec: ModelSpec) -> Results:
     """Its threads run where the kernel puts them, as in a worker."""
-    with open_pair(engine, spec, tokens_for(spec, LIBRARY_PAYLOAD_BYTES), None) as pair:
+    tokens = tokens_for(spec, LIBRARY_PAYLOAD_BYTES)
+    with open_pair(engine, layout_of(spec, tokens), tokens, None) as pair:
         pair.measure("raw")  # connects
         pair.check()
         pair.measure("write")

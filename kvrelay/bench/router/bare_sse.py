@@ -1,4 +1,4 @@
-"""The reference beside the router: the same web framework with an endpoint that does nothing but stream one event."""
+"""The reference beside the router: the same web framework with an endpoint that streams one token and does nothing else."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from starlette.routing import Route
 
 from kvrelay.bench.harness.child import say
 
-_EVENT = b'data: {"choices":[{"index":0,"delta":{"content":" the"}}]}\n\n'
+_FIRST = b'data: {"choices":[{"index":0,"delta":{"content":" the"}}]}\n\n'
+_REST = b'data: {"choices":[],"usage":{"completion_tokens":1}}\n\ndata: [DONE]\n\n'
 
 
 class Listening(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,20 +23,22 @@ class Listening(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def _events() -> AsyncIterator[bytes]:
-    yield _EVENT
-    yield b"data: [DONE]\n\n"
+    yield _FIRST
+    yield _REST
 
 
 async def stream(request: Request) -> StreamingResponse:
     return StreamingResponse(_events(), media_type="text/event-stream")
 
 
+APP = Starlette(routes=[Route("/v1/chat/completions", stream, methods=["POST"])])
+
+
 def main() -> None:
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     listener.listen()
-    app = Starlette(routes=[Route("/stream", stream)])
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, loop="uvloop", http="httptools"))
+    server = uvicorn.Server(uvicorn.Config(APP, log_level="warning", access_log=False, loop="uvloop", http="httptools"))
     say(Listening(port=listener.getsockname()[1]))
     server.run([listener])
 

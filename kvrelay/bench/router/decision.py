@@ -15,17 +15,18 @@ import statistics
 import time
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
+import msgspec
 import zmq
 from rich.console import Console
 
 from kvrelay.bench.harness.report import Target, percentile
 from kvrelay.bench.harness.scenario import BenchOptions, Part, Results
 from kvrelay.bench.harness.workload import draw
+from kvrelay.bench.router.fake_worker import FINGERPRINT, fake_record
 from kvrelay.errors import BenchError
-from kvrelay.ids import WorkerId, new_router_id, new_worker_id
+from kvrelay.ids import WorkerId, new_router_id
 from kvrelay.launch.serve import COLLECTOR_THRESHOLDS
 from kvrelay.metrics import Metrics
 from kvrelay.native import hashing
@@ -37,9 +38,8 @@ from kvrelay.router.plan import Planner
 from kvrelay.router.policy import PolicyName
 from kvrelay.router.prefix_index import PrefixIndex
 from kvrelay.sampling import SamplingParams
-from kvrelay.states import Role, WorkerState
-from kvrelay.wire import PROTOCOL_VERSION
-from kvrelay.wire.registry import WorkerLoad, WorkerRecord
+from kvrelay.states import Role
+from kvrelay.wire.registry import WorkerLoad
 from kvrelay.wire.serving import KeptTold, StepOutputs
 
 WORKERS = 64
@@ -51,7 +51,6 @@ HOLDERS = 4  # workers of each role that hold a prompt which is cached
 POLICIES: tuple[PolicyName, ...] = ("prefix_aware", "least_loaded", "round_robin")
 _BLOCK_SIZE = 16
 _VOCAB_SIZE = 50_000
-_FINGERPRINT = "fingerprint of a model"
 _PARAMS = SamplingParams(max_tokens=256)
 _PAUSE_S = 0.001
 
@@ -72,15 +71,12 @@ class _Owner:
     def peer_malformed(self, peer: Peer, reason: str) -> None: ...
 
 
-@dataclass(frozen=True)
-class Times:
-    """Microseconds of each decision, round by round."""
+Rounds: TypeAlias = list[list[float]]  # microseconds of each decision
 
-    rounds: list[list[float]]
 
-    def median_of_rounds(self, share: int) -> float:
-        """A neighbour that takes the processor away spoils a round, not the figure."""
-        return statistics.median(percentile(times, share) for times in self.rounds)
+def median_of_rounds(rounds: Rounds, share: int) -> float:
+    """A process that takes the processor away spoils a round, not the figure."""
+    return statistics.median(percentile(times, share) for times in rounds)
 
 
 def measure(options: BenchOptions, console: Console) -> Results:
@@ -106,23 +102,14 @@ async def _measure() -> Results:
 
 def _peer(number: int, address: str, source: random.Random) -> Peer:
     role = Role.PREFILL if number % 2 else Role.DECODE
-    record = WorkerRecord(
-        id=new_worker_id(role.value),
-        role=role,
-        state=WorkerState.READY,
-        host="127.0.0.1",
-        pid=0,
-        serving_address=address,
-        model="bench",
-        fingerprint=_FINGERPRINT,
-        max_model_len=8192,
-        max_batch=64,
-        max_queue=512,
-        version=PROTOCOL_VERSION,
+    record = msgspec.structs.replace(
+        fake_record(role, address, "bench", max_model_len=8192),
         load=WorkerLoad(running=source.randrange(32)),
         events_address=address,
         replay_address=address,
         block_size=_BLOCK_SIZE,
+        max_batch=64,
+        max_queue=512,
     )
     peer = Peer(record, _Owner(), router_id=new_router_id(), lease_s=600.0)
     peer.update(record)  # as the registry's news would: now the peer has that load
@@ -131,7 +118,7 @@ def _peer(number: int, address: str, source: random.Random) -> Peer:
 
 def _fill_index(peers: list[Peer], prompts: Sequence[Prompt], source: random.Random) -> PrefixIndex:
     index = PrefixIndex()
-    root = hashing.root_hash(_FINGERPRINT, "")
+    root = hashing.root_hash(FINGERPRINT, "")
     for number, prompt in enumerate(prompts):
         hashes: list[bytes] = []
         hashing.extend_hashes(hashes, root, prompt, _BLOCK_SIZE, cached_blocks(number))
@@ -167,7 +154,7 @@ def _planner(policy: PolicyName, peers: list[Peer], index: PrefixIndex) -> Plann
     return planner
 
 
-def _time_all(planners: dict[PolicyName, Planner], prompts: Sequence[Prompt]) -> dict[PolicyName, Times]:
+def _time_all(planners: dict[PolicyName, Planner], prompts: Sequence[Prompt]) -> dict[PolicyName, Rounds]:
     """The policies in turns, after a round that does not count. A server, too, keeps what it has away from the collector."""
     gc.collect()
     gc.freeze()
@@ -178,7 +165,7 @@ def _time_all(planners: dict[PolicyName, Planner], prompts: Sequence[Prompt]) ->
     finally:
         gc.set_threshold(*usual)
         gc.unfreeze()
-    return {policy: Times([each[policy] for each in rounds]) for policy in planners}
+    return {policy: [each[policy] for each in rounds] for policy in planners}
 
 
 def _time(planner: Planner, prompts: Sequence[Prompt]) -> list[float]:
@@ -193,9 +180,9 @@ def _time(planner: Planner, prompts: Sequence[Prompt]) -> list[float]:
     return times
 
 
-def summarise(times: dict[PolicyName, Times]) -> Results:
+def summarise(times: dict[PolicyName, Rounds]) -> Results:
     return {
-        f"decision_us_p{share}{'' if policy == 'prefix_aware' else f'_{policy}'}": each.median_of_rounds(share)
+        f"decision_us_p{share}{'' if policy == 'prefix_aware' else f'_{policy}'}": median_of_rounds(each, share)
         for policy, each in times.items()
         for share in (50, 99)
     }

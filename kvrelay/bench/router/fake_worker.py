@@ -3,8 +3,8 @@
 The router benchmark puts it on the load generator's core. It is leaner than a real worker (no engine, no blocks), because
 the router is what is measured: one StepOutputs a step with a token for each open request, as fast as it can or once a tick.
 
-    parent -> worker    FakeWorkerSettings first, then SetTick(tick_s) (0: the next step follows at once), TakeTimes
-    worker -> parent    Ready once it is registered, then one Times for each TakeTimes
+    parent -> worker    FakeWorkerSettings first, then SetTick(tick_s) (0: the next step follows at once)
+    worker -> parent    Ready once it is registered, then one Times for each SetTick
 It ends when the parent closes the pipe (`harness/child.py`).
 """
 
@@ -46,6 +46,7 @@ from kvrelay.wire.serving import (
     Welcome,
 )
 
+FINGERPRINT = "fake"
 _LEASE_S = 60.0
 _RENEW_S = 10.0
 _MAX_REQUESTS = 4096
@@ -58,12 +59,8 @@ class FakeWorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     tokens: list[int]  # given out in turn
 
 
-class SetTick(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class SetTick(msgspec.Struct, frozen=True, kw_only=True):
     tick_s: float
-
-
-class TakeTimes(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    pass
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,12 +68,9 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Times(msgspec.Struct, frozen=True, kw_only=True):
-    """For each request since the last question: seconds from receiving it to having sent its first token."""
+    """For each request since the last SetTick: seconds from receiving it to having sent its first token."""
 
     first_token_s: list[float]
-
-
-_Command = SetTick | TakeTimes
 
 
 @dataclass(slots=True)
@@ -95,7 +89,6 @@ class FakeWorker:
     def __init__(self, settings: FakeWorkerSettings, commands: LineReader) -> None:
         self._settings = settings
         self._commands = commands
-        self._worker_id = new_worker_id(Role.WHOLE)
         self._decoder: Decoder[ToWorker] = Decoder(ToWorker)
         self._open: dict[bytes, dict[RequestId, _OpenRequest]] = {}  # by the router's socket identity
         self._times: list[float] = []
@@ -106,7 +99,7 @@ class FakeWorker:
         self._socket = listening(zmq.ROUTER)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         port: int = self._socket.bind_to_random_port("tcp://127.0.0.1")
-        self._record = make_record(settings, self._worker_id, f"tcp://127.0.0.1:{port}")
+        self._record = fake_record(Role.WHOLE, f"tcp://127.0.0.1:{port}", settings.model, settings.max_model_len)
         self._registration = EmbeddedRegistration(settings.registry)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
@@ -115,7 +108,7 @@ class FakeWorker:
     def run(self) -> None:
         while not self._registration.register(self._record, _LEASE_S):
             pass
-        say(Ready(worker_id=self._worker_id))
+        say(Ready(worker_id=self._record.id))
         while self._receive(self._poller.poll(self._wait_ms())):
             now = time.perf_counter()
             if now >= self._next_step and any(self._open.values()):
@@ -147,7 +140,7 @@ class FakeWorker:
             elif not self._commands.fill():
                 return False
         while (line := self._commands.next_line()) is not None:
-            self._obey(msgspec.json.decode(line, type=_Command))
+            self._set_tick(msgspec.json.decode(line, type=SetTick))
         return True
 
     def _receive_all(self) -> None:
@@ -176,16 +169,11 @@ class FakeWorker:
             case _:
                 assert_never(message)
 
-    def _obey(self, command: _Command) -> None:
-        match command:
-            case SetTick():
-                self._tick_s = command.tick_s
-                self._next_step = time.perf_counter() + command.tick_s
-            case TakeTimes():
-                times, self._times = self._times, []
-                say(Times(first_token_s=times))
-            case _:
-                assert_never(command)
+    def _set_tick(self, command: SetTick) -> None:
+        self._tick_s = command.tick_s
+        self._next_step = time.perf_counter() + command.tick_s
+        times, self._times = self._times, []
+        say(Times(first_token_s=times))
 
     def _emit_step(self) -> None:
         self._step += 1
@@ -193,7 +181,7 @@ class FakeWorker:
             if not requests:
                 continue
             outputs = [self._next_token(request) for request in requests.values()]
-            self._send(identity, StepOutputs(worker_id=self._worker_id, step=self._step, load=self._load(), outputs=outputs))
+            self._send(identity, StepOutputs(worker_id=self._record.id, step=self._step, load=self._load(), outputs=outputs))
             now = time.perf_counter()
             self._times.extend(now - request.received_at for request in requests.values() if request.position == 1)
             for output in outputs:
@@ -215,17 +203,17 @@ class FakeWorker:
         self._socket.send_multipart([identity, encode(message)])
 
 
-def make_record(settings: FakeWorkerSettings, worker_id: WorkerId, address: str) -> WorkerRecord:
+def fake_record(role: Role, address: str, model: str, max_model_len: int) -> WorkerRecord:
     return WorkerRecord(
-        id=worker_id,
-        role=Role.WHOLE,
+        id=new_worker_id(role.value),
+        role=role,
         state=WorkerState.READY,
         host="127.0.0.1",
         pid=os.getpid(),
         serving_address=address,
-        model=settings.model,
-        fingerprint="fake",
-        max_model_len=settings.max_model_len,
+        model=model,
+        fingerprint=FINGERPRINT,
+        max_model_len=max_model_len,
         max_batch=_MAX_REQUESTS,
         max_queue=_MAX_REQUESTS,
         version=PROTOCOL_VERSION,

@@ -23,8 +23,8 @@ from kvrelay.bench.harness.report import Target, percentile
 from kvrelay.bench.harness.scenario import ModelBench, Part, Results
 from kvrelay.bench.harness.server import HOST, await_page, free_port
 from kvrelay.bench.router.bare_sse import Listening
-from kvrelay.bench.router.fake_worker import FakeWorkerSettings, Ready, SetTick, TakeTimes, Times
-from kvrelay.bench.router.load import BareRequest, BareResult, LoadRequest, LoadResult
+from kvrelay.bench.router.fake_worker import FakeWorkerSettings, Ready, SetTick, Times
+from kvrelay.bench.router.load import LoadRequest, LoadResult
 from kvrelay.checkpoint.fetch import resolve
 from kvrelay.config import Positive, read_environment
 from kvrelay.errors import BenchError
@@ -34,6 +34,7 @@ from kvrelay.text.tokenizer import Tokenizer
 TOKENS = 16  # of a short request
 CLOSED_LOOP_CONNECTIONS = 32
 LATENCY_REQUESTS_S = 4.0
+BARE_S = 0.5
 # Of the throughput run. The real engine over a runner that takes no time needs 0.12 ms for a step of 1 sequence, 0.25 ms for
 # 8, 0.73 ms for 32. Pace matters (more tokens share a message), so the run with instant steps has the same target beside it.
 STEP_S = 0.0005
@@ -70,10 +71,10 @@ class Bench:
     port: int
     model: str
 
-    def run_load(self, *, tokens: int, connections: int, duration_s: float = 0.0) -> LoadResult:
+    def run_load(self, *, tokens: int, connections: int, duration_s: float = 0.0, port: int = 0) -> LoadResult:
         request = LoadRequest(
             host=HOST,
-            port=self.port,
+            port=port or self.port,
             model=self.model,
             prompt=PROMPT,
             tokens=tokens,
@@ -82,14 +83,14 @@ class Bench:
         )
         return self.load.ask(request, LoadResult, 2 * request.timeout_s + duration_s)
 
-    def set_tick(self, tick_s: float) -> None:
-        self.worker.send(SetTick(tick_s=tick_s))
-
-    def worker_times(self) -> list[float]:
-        return self.worker.ask(TakeTimes(), Times, 30.0).first_token_s
+    def set_tick(self, tick_s: float) -> list[float]:
+        """Returns how long the worker held each request since the last time."""
+        return self.worker.ask(SetTick(tick_s=tick_s), Times, 30.0).first_token_s
 
     def bare_ttft(self) -> list[float]:
-        return self.load.ask(BareRequest(host=HOST, port=self.bare_port, repeats=500), BareResult, 60.0).ttft_s
+        result = self.run_load(tokens=1, connections=1, duration_s=BARE_S, port=self.bare_port)
+        _require_whole(result, "the bare endpoint")
+        return result.ttft_s
 
 
 def measure(options: RouterBench, console: Console) -> Results:
@@ -113,10 +114,9 @@ def measure_latency(bench: Bench) -> Results:
     """One connection, one request after another; the bare endpoint before and after, on the router's core too."""
     bare = bench.bare_ttft()
     bench.set_tick(0.0)
-    bench.worker_times()
     result = bench.run_load(tokens=TOKENS, connections=1, duration_s=LATENCY_REQUESTS_S)
     _require_whole(result, "one connection")
-    worker_s = statistics.median(bench.worker_times())
+    worker_s = statistics.median(bench.set_tick(0.0))
     bare += bench.bare_ttft()
     return {
         "added_ttft_ms_p50": (percentile(result.ttft_s, 50) - worker_s) * 1e3,

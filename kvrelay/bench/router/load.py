@@ -8,12 +8,11 @@ checks at the end that the answer was whole (status 200, the promised number of 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import re
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import assert_never, cast
+from typing import cast
 
 import msgspec
 import uvloop
@@ -26,7 +25,7 @@ _END_OF_BODY = b"0\r\n\r\n"
 _DONE = b"data: [DONE]"
 
 
-class LoadRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class LoadRequest(msgspec.Struct, frozen=True, kw_only=True):
     """`connections` streams of `tokens` tokens each: one after another for `duration_s`, or once each when that is 0."""
 
     host: str
@@ -51,76 +50,43 @@ class LoadResult(msgspec.Struct, frozen=True, kw_only=True):
     gaps_s: list[float]
 
 
-class BareRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Streams one after another from a plain SSE endpoint (`bare_sse.py`): what any Python server takes at least."""
+@dataclass(slots=True)
+class _Answer:
+    """What came of one request so far."""
 
-    host: str
-    port: int
-    repeats: int
+    tokens_wanted: int
+    outcome: asyncio.Future[str | None]  # what was wrong with the answer, or None
+    sent_at: float
+    first_at: float = 0.0
+    last_at: float = 0.0
+    num_events: int = 0
+    gaps_s: list[float] = field(default_factory=list)
+    head: bytes | None = None
+    unfinished: bytes = b""
+    usage: int | None = None
+    done_seen: bool = False
 
-
-class BareResult(msgspec.Struct, frozen=True, kw_only=True):
-    ttft_s: list[float]
-
-
-class _Connection(asyncio.Protocol):
-    """One keep-alive connection with at most one request on its way."""
-
-    def __init__(self) -> None:
-        self._transport: asyncio.Transport | None = None
-        self._answer: asyncio.Future[str | None] | None = None
-        self._unfinished = b""
-        self._head: bytes | None = None
-        self.sent_at = 0.0
-        self.first_at = 0.0
-        self.last_at = 0.0
-        self.num_events = 0
-        self.gaps_s: list[float] = []
-        self._usage: int | None = None
-        self._done_seen = False
-        self._tokens_wanted = 0
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass of it
-
-    def start(self, request: bytes, tokens: int) -> asyncio.Future[str | None]:
-        """Sends the request. The future's result is what was wrong with the answer, or None."""
-        assert self._transport is not None
-        self._answer = asyncio.get_running_loop().create_future()
-        self._unfinished, self._head = b"", None
-        self.first_at, self.num_events, self._usage, self._done_seen = 0.0, 0, None, False
-        self.gaps_s = []
-        self._tokens_wanted = tokens
-        if self._transport.is_closing():
-            self._answer.set_result("connection closed")
-            return self._answer
-        self.sent_at = time.perf_counter()
-        self._transport.write(request)
-        return self._answer
-
-    def data_received(self, data: bytes) -> None:
-        now = time.perf_counter()
-        data = self._unfinished + data
-        if self._head is None:
+    def take(self, data: bytes, now: float) -> None:
+        data = self.unfinished + data
+        if self.head is None:
             head, found, data = data.partition(b"\r\n\r\n")
             if not found:
-                self._unfinished = head
+                self.unfinished = head
                 return
-            self._head = head
-        if not self._head.startswith(b"HTTP/1.1 200"):
-            self._finish(f"status {self._head[9:12].decode(errors='replace')}")
+            self.head = head
+        if not self.head.startswith(b"HTTP/1.1 200"):
+            self.end(f"status {self.head[9:12].decode(errors='replace')}")
             return
         end = data.rfind(b"\n\n") + 2
         if end >= 2:
             self._take_events(data[:end], now)
             data = data[end:]
-        self._unfinished = data
-        if self._done_seen and data.endswith(_END_OF_BODY):
-            self._finish(self._verdict())
+        self.unfinished = data
+        if self.done_seen and data.endswith(_END_OF_BODY):
+            self.end(self._verdict())
 
     def _take_events(self, events: bytes, now: float) -> None:
-        count = len(_TEXT_EVENT.findall(events))
-        if count:
+        if count := len(_TEXT_EVENT.findall(events)):
             if self.num_events == 0:
                 self.first_at = now
             else:
@@ -129,27 +95,51 @@ class _Connection(asyncio.Protocol):
             self.last_at = now
             self.num_events += count
         if _DONE in events:
-            self._done_seen = True
+            self.done_seen = True
         if usage := _COMPLETION_TOKENS.search(events):
-            self._usage = int(usage[1])
+            self.usage = int(usage[1])
 
     def _verdict(self) -> str | None:
-        if self.num_events != self._tokens_wanted:
-            return f"{self.num_events} events for {self._tokens_wanted} tokens"
-        if self._usage != self._tokens_wanted:
-            return f"usage says {self._usage} tokens of {self._tokens_wanted}"
+        if self.num_events != self.tokens_wanted:
+            return f"{self.num_events} events for {self.tokens_wanted} tokens"
+        if self.usage != self.tokens_wanted:
+            return f"usage says {self.usage} tokens of {self.tokens_wanted}"
         return None
 
+    def end(self, problem: str | None) -> None:
+        if not self.outcome.done():
+            self.outcome.set_result(problem)
+
+
+class _Connection(asyncio.Protocol):
+    """One keep-alive connection with at most one request on its way."""
+
+    def __init__(self) -> None:
+        self._transport: asyncio.Transport
+        self._answer: _Answer | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass of it
+
+    def start(self, request: bytes, tokens: int) -> _Answer:
+        """Sends the request."""
+        self._answer = _Answer(tokens, asyncio.get_running_loop().create_future(), time.perf_counter())
+        if self._transport.is_closing():
+            self._answer.end("connection closed")
+        else:
+            self._transport.write(request)
+        return self._answer
+
+    def data_received(self, data: bytes) -> None:
+        if self._answer is not None:
+            self._answer.take(data, time.perf_counter())
+
     def connection_lost(self, exc: Exception | None) -> None:
-        self._finish("connection lost")
+        if self._answer is not None:
+            self._answer.end("connection lost")
 
     def close(self) -> None:
-        if self._transport is not None:
-            self._transport.close()
-
-    def _finish(self, problem: str | None) -> None:
-        if self._answer is not None and not self._answer.done():
-            self._answer.set_result(problem)
+        self._transport.close()
 
 
 @dataclass(slots=True)
@@ -166,11 +156,11 @@ class _Tally:
         self.problems[problem] += 1
         self.ended_at = time.perf_counter()
 
-    def answered(self, connection: _Connection) -> None:
-        self.token_events += connection.num_events
-        self.ttft_s.append(connection.first_at - connection.sent_at)
-        self.gaps_s.extend(connection.gaps_s)
-        self.ended_at = connection.last_at
+    def answered(self, answer: _Answer) -> None:
+        self.token_events += answer.num_events
+        self.ttft_s.append(answer.first_at - answer.sent_at)
+        self.gaps_s.extend(answer.gaps_s)
+        self.ended_at = answer.last_at
 
 
 def build_request(load: LoadRequest) -> bytes:
@@ -213,15 +203,16 @@ async def _drive(load: LoadRequest, request: bytes, deadline: float, tally: _Tal
     while True:
         try:
             if connection is None:
-                connection = await _connect(load)
-            problem = await asyncio.wait_for(connection.start(request, load.tokens), load.timeout_s)
+                connecting = asyncio.get_running_loop().create_connection(_Connection, load.host, load.port)
+                connection = (await asyncio.wait_for(connecting, load.timeout_s))[1]
+            answer = connection.start(request, load.tokens)
+            problem = await asyncio.wait_for(answer.outcome, load.timeout_s)
         except TimeoutError:
             problem = "timed out"
         except OSError as error:
             problem = f"connect: {error.strerror or error}"
         if problem is None:
-            assert connection is not None
-            tally.answered(connection)
+            tally.answered(answer)
         else:
             tally.lost(problem)
             if connection is not None:
@@ -234,39 +225,9 @@ async def _drive(load: LoadRequest, request: bytes, deadline: float, tally: _Tal
         connection.close()
 
 
-async def _connect(load: LoadRequest) -> _Connection:
-    loop = asyncio.get_running_loop()
-    _, connection = await asyncio.wait_for(loop.create_connection(_Connection, load.host, load.port), load.timeout_s)
-    return connection
-
-
-async def time_to_first_byte(bare: BareRequest) -> list[float]:
-    reader, writer = await asyncio.open_connection(bare.host, bare.port)
-    request = f"GET /stream HTTP/1.1\r\nHost: {bare.host}:{bare.port}\r\n\r\n".encode()
-    times: list[float] = []
-    with contextlib.closing(writer):
-        for _ in range(bare.repeats):
-            start = time.perf_counter()
-            writer.write(request)
-            await reader.readuntil(b"data: ")
-            times.append(time.perf_counter() - start)
-            await reader.readuntil(_END_OF_BODY)
-    return times
-
-
-async def _answer(load: LoadRequest | BareRequest) -> LoadResult | BareResult:
-    match load:
-        case LoadRequest():
-            return await generate(load)
-        case BareRequest():
-            return BareResult(ttft_s=await time_to_first_byte(load))
-        case _:
-            assert_never(load)
-
-
 def main() -> None:
-    for load in commands(LoadRequest | BareRequest):
-        say(uvloop.run(_answer(load)))
+    for load in commands(LoadRequest):
+        say(uvloop.run(generate(load)))
 
 
 if __name__ == "__main__":

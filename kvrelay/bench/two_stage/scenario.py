@@ -192,25 +192,23 @@ class TwoStageRun:
     async def _both_stages(self, way: Way, outcome: Outcome) -> list[Parent]:
         """The last parent is only thought about."""
         began_at, before = time.perf_counter(), self._server.num_evictions
-        users = range(self._work.requests + 1)
-        if way == "sequential":
-            parents = list(await asyncio.gather(*(self._think(way, user) for user in users)))
-            self._stage_1_s = time.perf_counter() - began_at
-            await asyncio.gather(*(self._search(way, parent, outcome) for parent in parents[:-1]))
-        else:
-            ends_s: list[float] = []
-            parents = list(await asyncio.gather(*(self._pipeline(way, user, outcome, ends_s) for user in users)))
-            self._stage_1_s = max(ends_s) - began_at
+        num_users = self._work.requests + 1
+        all_thought, ends_s = asyncio.Barrier(num_users), []
+
+        async def both(user: int) -> Parent:
+            parent = await self._think(way, user)
+            ends_s.append(time.perf_counter())
+            if way == "sequential":
+                await all_thought.wait()
+            if user < self._work.requests:
+                await self._search(way, parent, outcome)
+            return parent
+
+        parents = await asyncio.gather(*map(both, range(num_users)))
+        self._stage_1_s = max(ends_s) - began_at
         outcome.wall_s = time.perf_counter() - began_at
         outcome.evictions = self._server.num_evictions - before
         return parents
-
-    async def _pipeline(self, way: Way, user: int, outcome: Outcome, ends_s: list[float]) -> Parent:
-        parent = await self._think(way, user)
-        ends_s.append(time.perf_counter())
-        if user < self._work.requests:
-            await self._search(way, parent, outcome)
-        return parent
 
     async def _think(self, way: Way, user: int) -> Parent:
         prompt = self._draw(f"user {user}", self._work.prompt_tokens)
