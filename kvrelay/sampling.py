@@ -7,9 +7,11 @@ on any worker, and after it moved from one worker to another.
 from __future__ import annotations
 
 import enum
+import functools
 import hashlib
 import struct
-from typing import Annotated, Literal
+import typing
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -19,6 +21,7 @@ MAX_LOGPROBS = 20
 MAX_SAMPLES = 128
 MAX_STOP_STRINGS = 16
 MAX_BEAM_WIDTH = 128
+MAX_TOKENS = 2**31 - 1  # more than any model's context holds: every output ends before, with the context
 
 Probability = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 
@@ -51,7 +54,11 @@ class BeamSearch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Everything that decides the tokens of one request. Text-level fields (`stop`) are used by the router only."""
+    """Everything that decides the tokens of one request. Text-level fields (`stop`) are used by the router only.
+
+    `stop` may be one string. None stands for no stop strings, stop tokens or biases, for a seed that is drawn, and as
+    `max_tokens` for all the room behind the prompt.
+    """
 
     n: int = 1  # sequences generated (the router asks for best_of of them)
     temperature: float = 1.0  # 0 is greedy
@@ -75,6 +82,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     grammar: Grammar | None = None
     beam: BeamSearch | None = None
 
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            msgspec.structs.force_setattr(self, "stop", [self.stop])
+        for name, default in _FOR_NONE:
+            if getattr(self, name) is None:
+                msgspec.structs.force_setattr(self, name, default)
+
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
@@ -82,6 +96,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     @property
     def penalised(self) -> bool:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    def check_types(self) -> None:
+        """For parameters that a caller made: a struct does not look at what it is made of. Raises InvalidRequestError."""
+        for field, kind in _field_types():
+            value = getattr(self, field)
+            try:
+                msgspec.convert(value, kind)
+            except msgspec.ValidationError as error:
+                reason = str(error).replace("`", "")
+                raise InvalidRequestError(f"{field}: {reason[0].lower()}{reason[1:]}", param=field) from error
 
     def validate(self) -> None:
         """Refuses what cannot be served, naming the field."""
@@ -107,6 +131,21 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             _require(count is None or 0 <= count <= MAX_LOGPROBS, name, f"must be between 0 and {MAX_LOGPROBS}")
         if self.beam is not None:
             _validate_beam(self, self.beam)
+
+
+# What None stands for, in fields that have no None of their own.
+_FOR_NONE: tuple[tuple[str, object], ...] = (
+    ("stop", []),
+    ("stop_token_ids", []),
+    ("logit_bias", {}),
+    ("seed", 0),
+    ("max_tokens", MAX_TOKENS),
+)
+
+
+@functools.cache
+def _field_types() -> tuple[tuple[str, Any], ...]:
+    return tuple(typing.get_type_hints(SamplingParams).items())
 
 
 def _validate_beam(params: SamplingParams, beam: BeamSearch) -> None:

@@ -15,7 +15,7 @@ What was generated with `keep_kv` can be continued from: `generate_continuation`
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self, overload
 
@@ -26,6 +26,7 @@ from kvrelay.offline.generation import Generation
 from kvrelay.offline.outputs import CompletionOutput, Job, Origin, RequestOutput, prepare
 from kvrelay.progress import Progress
 from kvrelay.sampling import BeamSearch, SamplingParams
+from kvrelay.text.chat_template import Message
 
 __all__ = ["LLM", "AsyncLLM"]
 
@@ -160,11 +161,33 @@ class LLM(Base):
     async def _find_origins(self, parents: Sequence[ParentName]) -> list[Origin]:
         return [await find_origin(self._service.backend, parent) for parent in parents]
 
-    def chat(self, messages: Sequence[dict[str, Any]], params: SamplingParams | None = None, **settings: Any) -> RequestOutput:
-        """The model's answer to a conversation."""
-        text = self.tokenizer.render_chat(messages)
-        tokens = self.tokenizer.encode(text, add_special_tokens=False)
-        return self.generate([tokens], params, **settings)[0]
+    @overload
+    def chat(
+        self, messages: Sequence[Message], params: SamplingParams | Sequence[SamplingParams] | None = None, **settings: Any
+    ) -> RequestOutput: ...
+
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **settings: Any,
+    ) -> list[RequestOutput]: ...
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **settings: Any,
+    ) -> RequestOutput | list[RequestOutput]:
+        """The model's answer to a conversation; of a list of conversations, its answer to each."""
+        alone = not messages or isinstance(messages[0], Mapping)
+        prompts: list[Prompt] = []
+        for conversation in [messages] if alone else messages:
+            text = self.tokenizer.render_chat(conversation)  # type: ignore[arg-type]
+            prompts.append(self.tokenizer.encode(text, add_special_tokens=False))
+        outputs = self.generate(prompts, params, **settings)
+        return outputs[0] if alone else outputs
 
     def __enter__(self) -> Self:
         return self

@@ -94,6 +94,7 @@ def prepare(
     origin: Origin | None = None,
 ) -> Job:
     """Tokenises, checks, and draws a seed where none was given. After an origin comes its suffix, as tokens."""
+    params.check_types()
     tokens = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
     wanted, keep_logprobs = params.n, params.logprobs is not None
     if best_of is not None:

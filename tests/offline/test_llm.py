@@ -138,6 +138,30 @@ def test_a_stop_string_ends_a_sample_normally(llm: LLM) -> None:
     assert len(cut.token_ids) < 12
 
 
+def test_one_stop_string_may_stand_alone(llm: LLM) -> None:
+    stop = llm.generate(PROMPTS[0], greedy(12))[0].outputs[0].text[4:6]
+    assert SamplingParams(stop=stop).stop == [stop]
+    alone, listed = (llm.generate(PROMPTS[0], greedy(12, stop=given))[0].outputs[0] for given in (stop, [stop]))
+    assert (alone.text, alone.stop) == (listed.text, stop)
+
+
+def test_none_stands_for_no_limit_and_no_setting(llm: LLM) -> None:
+    unset: dict[str, Any] = {"max_tokens": None, "stop": None, "stop_token_ids": None, "logit_bias": None, "seed": None}
+    output = llm.generate(PROMPTS[0], SamplingParams(temperature=0.0, ignore_eos=True, **unset))[0]
+    assert len(output.prompt_token_ids) + len(output.outputs[0].token_ids) == SMALL["max_model_len"]
+    assert output.outputs[0].finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("max_tokens", "12"), ("temperature", "hot"), ("stop", [1]), ("stop_token_ids", ["a"]), ("n", 1.5), ("logprobs", True)],
+)
+def test_a_parameter_of_another_type_is_refused_by_name(alone: LLM, field: str, value: Any) -> None:
+    with pytest.raises(InvalidRequestError, match=f"^{field}") as refused:
+        alone.generate(PROMPTS[0], SamplingParams(**{field: value}))
+    assert refused.value.param == field
+
+
 def test_samples_differ_and_their_seed_decides_them(llm: LLM) -> None:
     (first,) = tokens(llm.generate(PROMPTS[0], warm(n=3, seed=7)))
     assert len({tuple(sample) for sample in first}) == 3
@@ -167,6 +191,15 @@ def test_a_chat_is_rendered_by_the_models_template(llm: LLM) -> None:
     text = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
     assert answer.prompt_token_ids == llm.tokenizer.encode(text, add_special_tokens=False)
     assert tokens([answer]) == tokens(llm.generate(answer.prompt_token_ids, greedy(4)))
+
+
+def test_several_conversations_are_answered_in_their_order(llm: LLM) -> None:
+    conversations = [[{"role": "user", "content": text}] for text in PROMPTS[:3]]
+    outputs = llm.chat(conversations, [greedy(2), greedy(3), greedy(4)])
+    assert tokens(outputs) == tokens(
+        [llm.chat(each, greedy(count)) for each, count in zip(conversations, (2, 3, 4), strict=True)]
+    )
+    assert llm.chat([list(conversations[0])], greedy(2))[0].outputs[0].token_ids == outputs[0].outputs[0].token_ids
 
 
 def test_a_prompt_that_cannot_be_served_raises_and_leaves_nothing_behind(llm: LLM) -> None:
