@@ -6,20 +6,22 @@ No model is needed: the front end refuses a bad schema before a worker sees it, 
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import llguidance
 import msgspec
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from kvrelay.errors import InvalidRequestError
 from kvrelay.sampling import Grammar, GrammarKind
+from kvrelay.text.json_schema import SchemaError, parts_of, prepare_schema
 
 MAX_SOURCE_CHARACTERS = 256 * 1024
 MAX_CHOICES = 4096
 _ANY_OBJECT = {"type": "object"}
-# A space, or a new line with its indentation. Unbounded white space is valid JSON too, but a model that begins with it may
-# never end.
-_JSON_WHITE_SPACE = r"\x20|\x0A\x20{0,24}"
+_EMPTY_REGEX = re.compile(r"Regex is empty: .*")  # and then the expression, in llguidance's own form
+_GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 
 
 def check_grammar(grammar: Grammar) -> str | None:
@@ -28,8 +30,26 @@ def check_grammar(grammar: Grammar) -> str | None:
         definition = to_definition(grammar)
     except InvalidRequestError as error:
         return error.message
+    problem = _problem(definition)
+    if problem is None:
+        return None
+    return describe(grammar, _inner_problem(grammar) or problem)
+
+
+def _problem(definition: str) -> str | None:
     failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(definition, limits=limits())
-    return describe(grammar, messages[0]) if failed else None
+    return messages[0] if failed else None
+
+
+def _inner_problem(grammar: Grammar) -> str | None:
+    """What is wrong with a part of a schema that cannot be compiled, and with which."""
+    if grammar.kind is not GrammarKind.JSON_SCHEMA:
+        return None
+    for path, part in parts_of(prepare_schema(_read_schema(grammar))):
+        problem = _problem(_from_schema(part))
+        if problem is not None:
+            return f"{path.removeprefix('.')}: {problem}"
+    return None
 
 
 def to_definition(grammar: Grammar) -> str:
@@ -43,16 +63,19 @@ def to_definition(grammar: Grammar) -> str:
     matcher = llguidance.LLMatcher
     match grammar.kind:
         case GrammarKind.JSON_OBJECT:
-            return _from_schema(_ANY_OBJECT)
+            return _from_schema(prepare_schema(_ANY_OBJECT))
         case GrammarKind.JSON_SCHEMA:
-            return _from_schema(_read_schema(grammar))
+            try:
+                return _from_schema(prepare_schema(_read_schema(grammar)))
+            except SchemaError as error:
+                raise _refused(grammar, str(error)) from None
         case GrammarKind.REGEX:
             # \d means 0 to 9, not the digits of every script: authors expect that, and other servers do it.
             return str(matcher.grammar_from_lark(f"start: /{llguidance.regex_to_lark(grammar.source, 'd')}/"))
         case GrammarKind.CHOICE:
             return str(matcher.grammar_from_lark(_choices(grammar)))
         case GrammarKind.LARK:
-            return str(matcher.grammar_from_lark(grammar.source))
+            return str(matcher.grammar_from_lark(_as_lark(grammar)))
 
 
 def limits() -> llguidance.LLParserLimits:
@@ -63,11 +86,22 @@ def limits() -> llguidance.LLParserLimits:
 def describe(grammar: Grammar, problem: str) -> str:
     """One line for the client, naming the field."""
     text = " ".join(problem.replace("<non-verbose/>", "").split())
+    text = _EMPTY_REGEX.sub("nothing fits it", text)
     return f"response_format: this {grammar.kind.value} cannot be used: {text[:500]}"
 
 
 def _from_schema(schema: dict[str, Any]) -> str:
-    return str(llguidance.LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": _JSON_WHITE_SPACE}))
+    return str(llguidance.LLMatcher.grammar_from_json_schema(schema))
+
+
+def _as_lark(grammar: Grammar) -> str:
+    """llama.cpp's GBNF is translated: its rules are written `name ::= ...`, which no rule of Lark is."""
+    if not _GBNF.search(grammar.source):
+        return grammar.source
+    try:
+        return str(gbnf_to_lark(grammar.source))
+    except Exception as error:  # noqa: BLE001 - the library raises what it happens to meet
+        raise _refused(grammar, f"it is not GBNF: {error}") from None
 
 
 def _read_schema(grammar: Grammar) -> dict[str, Any]:

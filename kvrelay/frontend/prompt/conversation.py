@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import msgspec
+
 from kvrelay.errors import InvalidRequestError
 from kvrelay.frontend.http.call import Call
 from kvrelay.frontend.http.errors import missing
@@ -12,11 +14,11 @@ from kvrelay.frontend.prompt.continuation import keep_s, origin_of
 from kvrelay.frontend.prompt.images import image_parts, shifted
 from kvrelay.frontend.prompt.params import check_stream, output_tokens, sampling_params, shape_of
 from kvrelay.frontend.prompt.template import render
-from kvrelay.frontend.prompt.tools import CLOSE, Tags, ToolPlan, plan_tools
+from kvrelay.frontend.prompt.tools import CLOSE, Tags, ToolPlan, arguments_schema, plan_tools
 from kvrelay.frontend.prompt.types import ChatRequest
 from kvrelay.frontend.prompt.work import Work
 from kvrelay.frontend.service import Service
-from kvrelay.sampling import Grammar, SamplingParams
+from kvrelay.sampling import Grammar, GrammarKind, SamplingParams
 from kvrelay.wire.serving import Image
 
 
@@ -47,11 +49,12 @@ async def prepare_conversation(service: Service, call: Call, request: ChatReques
         reads_calls=service.reads_tool_calls,
         tags=Tags.of(service.tokenizer),
     )
-    if tools.grammar is not None:
-        field, shape = "tools", tools.grammar
-    check_chat(request, tools, field)
     if field is not None and shape is not None:
         await service.check_grammar(shape, field)
+    if tools.grammar is not None:
+        field, shape = "tools", tools.grammar
+        await _check_tools(service, tools, shape)
+    check_chat(request, tools, field)
     seconds = keep_s(service, request, obstacle="use_beam_search" if request.use_beam_search else "")
     origin = await origin_of(service, call, request)
     reasons = service.options.reasoning_parser == "think"
@@ -69,6 +72,18 @@ async def prepare_conversation(service: Service, call: Call, request: ChatReques
         opened=opened,
         num_top_logprobs=_num_top_logprobs(request),
     )
+
+
+async def _check_tools(service: Service, tools: ToolPlan, grammar: Grammar) -> None:
+    """Refuses tools whose grammar cannot be compiled, naming the function that is the reason."""
+    try:
+        await service.check_grammar(grammar, "tools")
+    except InvalidRequestError:
+        for place, tool in enumerate(tools.tools):
+            field = f"tools[{place}].function.parameters"
+            schema = msgspec.json.encode(arguments_schema(tool.function)).decode()
+            await service.check_grammar(Grammar(kind=GrammarKind.JSON_SCHEMA, source=schema), field)
+        raise
 
 
 async def _prompt(service: Service, request: ChatRequest, tools: ToolPlan) -> tuple[str, list[int], list[Image]]:

@@ -19,6 +19,7 @@ from kvrelay.frontend.prompt.responses_types import (
 )
 
 T = TypeVar("T")
+_TOOL = re.compile(r"tools\[\d+\]\.function\.")
 _MESSAGE = re.compile(r"messages\[(\d+)\]")
 
 # Fields that have another name here: of a chat, of a response.
@@ -36,6 +37,8 @@ def own_names(error: InvalidRequestError, request: ResponsesRequest) -> InvalidR
     place = _MESSAGE.match(error.param or "")
     sources = [] if place is None else _read_input(request)[1]
     names = [(place.group(), sources[int(place.group(1))])] if place is not None and sources else []
+    if (tool := _TOOL.match(error.param or "")) is not None:
+        names.append((tool.group(), tool.group().removesuffix("function.")))
     for of_chat, own in (*names, *_NAMES):
         if error.param is not None and error.param.startswith(of_chat):
             param = own + error.param.removeprefix(of_chat)

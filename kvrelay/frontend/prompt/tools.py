@@ -19,11 +19,13 @@ from kvrelay.errors import InvalidRequestError
 from kvrelay.frontend.prompt.types import FunctionDefinition, FunctionTool, NamedToolChoice, ToolChoice
 from kvrelay.sampling import Grammar, GrammarKind
 from kvrelay.text.chat_template import Message
+from kvrelay.text.json_schema import SchemaError, prepare_schema
 from kvrelay.text.tokenizer import Tokenizer
 
 OPEN = "<tool_call>"
 CLOSE = "</tool_call>"
 _ANY_ARGUMENTS: dict[str, Any] = {"type": "object"}
+_NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}}
 _HERMES = (
     "You may call functions to help with the user's request. Their signatures are inside <tools></tools>:\n"
     "<tools>\n{tools}\n</tools>\n"
@@ -79,6 +81,21 @@ def plan_tools(
     _check_names(tools)
     if choice == "none":
         return NO_TOOLS
+    try:
+        return _plan(tools, choice, parallel, shape, reads_calls=reads_calls, tags=tags)
+    except FunctionError as error:
+        raise error.among(tools) from error
+
+
+def _plan(
+    tools: list[FunctionTool],
+    choice: ToolChoice | None,
+    parallel: bool | None,
+    shape: Grammar | None,
+    *,
+    reads_calls: bool,
+    tags: Tags,
+) -> ToolPlan:
     one_call = parallel is False
     if choice in (None, "auto"):
         grammar = _optional_calls(tools, shape, tags) if reads_calls else None
@@ -127,7 +144,7 @@ def _optional_calls(tools: list[FunctionTool], shape: Grammar | None, tags: Tags
     if shape is not None:
         if shape.kind not in (GrammarKind.JSON_OBJECT, GrammarKind.JSON_SCHEMA):
             raise InvalidRequestError("tools cannot be combined with this grammar", param="tools")
-        schema = '{"type": "object"}' if shape.kind is GrammarKind.JSON_OBJECT else _one_line(shape.source)
+        schema = _one_line('{"type": "object"}' if shape.kind is GrammarKind.JSON_OBJECT else shape.source)
         start = ['start: answer | call ("\\n" call)*', f"answer: %json {schema}"]
         return _lark([*start, _call_rule(tags), *_bodies(tools, strict_only=True)])
     if not strict:
@@ -144,16 +161,36 @@ def _bodies(tools: list[FunctionTool], *, strict_only: bool) -> list[str]:
     rules = ["body: " + " | ".join(f"body_{place}" for place in range(len(tools)))]
     for place, tool in enumerate(tools):
         head = f'{{"name": {json.dumps(tool.function.name)}, "arguments": '
-        schema = _arguments_schema(tool.function, strict_only)
         rules.append(f"body_{place}: {_quoted(head)} arguments_{place} {_quoted('}')}")
-        rules.append(f"arguments_{place}: %json {_encoded(schema)}")
+        rules.append(f"arguments_{place}: %json {_arguments(tool.function, strict_only)}")
     return rules
 
 
-def _arguments_schema(function: FunctionDefinition, strict_only: bool) -> dict[str, Any]:
-    if function.parameters is None or (strict_only and not function.strict):
-        return _ANY_ARGUMENTS
-    return {"type": "object", **function.parameters}
+def _arguments(function: FunctionDefinition, strict_only: bool) -> str:
+    """The schema of a function's arguments, as a grammar has it. Raises FunctionError."""
+    free = strict_only and not function.strict
+    try:
+        return _encoded(prepare_schema(_ANY_ARGUMENTS if free else arguments_schema(function)))
+    except SchemaError as error:
+        raise FunctionError(function.name, error.path, error.problem) from error
+
+
+def arguments_schema(function: FunctionDefinition) -> dict[str, Any]:
+    """A function without parameters takes no arguments."""
+    return {"type": "object", **function.parameters} if function.parameters else _NO_ARGUMENTS
+
+
+class FunctionError(Exception):
+    """A function whose parameters cannot be used."""
+
+    def __init__(self, name: str, path: str, problem: str) -> None:
+        super().__init__(problem)
+        self.name, self.path, self.problem = name, path, problem
+
+    def among(self, tools: list[FunctionTool]) -> InvalidRequestError:
+        place = [tool.function.name for tool in tools].index(self.name)
+        field = f"tools[{place}].function.parameters"
+        return InvalidRequestError(f"{field}{self.path}: {self.problem} (function {self.name!r})", param=field)
 
 
 def _lark(rules: list[str]) -> Grammar:
@@ -172,10 +209,14 @@ def _encoded(schema: dict[str, Any]) -> str:
 
 
 def _one_line(source: str) -> str:
+    """A schema as a grammar has it. What is wrong with it is said when the answer's own grammar is checked."""
     try:
-        return json.dumps(msgspec.json.decode(source))
+        schema = msgspec.json.decode(source, type=dict[str, Any])
+        return _encoded(prepare_schema(schema))
     except (msgspec.DecodeError, RecursionError) as error:
-        raise InvalidRequestError(f"the schema is not JSON: {error}", param="guided_json") from error
+        raise InvalidRequestError(f"the schema is not a JSON object: {error}", param="response_format") from error
+    except SchemaError as error:
+        raise InvalidRequestError(f"response_format: {error}", param="response_format") from error
 
 
 # Prompts
