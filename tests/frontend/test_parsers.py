@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrelay.errors import InvalidRequestError
-from kvrelay.frontend.answer.deltas import Collected, Parser
+from kvrelay.frontend.answer.deltas import Collected, Parser, Text
 from kvrelay.frontend.answer.reasoning import ReasoningParser
 from kvrelay.frontend.answer.tool_parser import ToolCallParser
 from kvrelay.frontend.prompt.tools import Tags, hermes_messages, plan_tools, tools_for_template
@@ -58,6 +58,34 @@ def test_what_is_no_call_stays_text(cuts: list[int], text: str) -> None:
     collected = read(ToolCallParser(), text, cuts)
     assert calls_of(collected) == []
     assert "".join("".join(collected.text).split()) == "".join(text.split())
+
+
+FIRST = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+
+
+@given(
+    CUTS,
+    st.sampled_from(
+        ["<tool_call>", '<tool_call>\n{"name": "', '<tool_call>\n{"name": "get_', "<tool", "<tool_cal", "\n<tool_call>{"]
+    ),
+    st.sampled_from(["", "text", FIRST, FIRST + "\n"]),
+)
+def test_a_call_that_was_cut_off_is_not_text(cuts: list[int], end: str, before: str) -> None:
+    parser, collected = ToolCallParser(), Collected()
+    text = before + end
+    places = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
+    for start, stop in itertools.pairwise(places):
+        collected.add(parser.push(text[start:stop]))
+    collected.add(parser.finish(cut=True))
+    assert "".join(collected.text) == ("text" if before == "text" else "")
+    assert calls_of(collected) == ([("f", "{}")] if before.startswith(FIRST) else [])
+
+
+def test_forced_calls_that_were_cut_off_in_their_tag_are_not_text() -> None:
+    parser = ToolCallParser(forced=True)
+    assert [*parser.push("<"), *parser.finish(cut=True)] == []
+    parser = ToolCallParser()
+    assert [*parser.push("1 <"), *parser.finish(cut=True)] == [Text("1"), Text(" <")]
 
 
 def test_a_call_is_announced_before_its_arguments_are_complete() -> None:

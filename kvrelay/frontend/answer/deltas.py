@@ -42,8 +42,8 @@ class Parser(Protocol):
 
     def push(self, text: str) -> list[Delta]: ...
 
-    def finish(self) -> list[Delta]:
-        """The text has ended. Returns what was held back."""
+    def finish(self, *, cut: bool = False) -> list[Delta]:
+        """The text has ended, at its length limit if it is `cut`. Returns what was held back."""
 
 
 @dataclasses.dataclass(slots=True)

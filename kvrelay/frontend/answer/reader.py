@@ -17,7 +17,7 @@ class AnswerReader:
 
     def __init__(self, conversation: Conversation, sample: Sample) -> None:
         self.sample = sample
-        self._tools = ToolCallParser() if conversation.tools.parse else None
+        self._tools = ToolCallParser(forced=conversation.tools.forced) if conversation.tools.parse else None
         self._reasoning = ReasoningParser(self._tools, opened=conversation.opened) if conversation.reasons else None
         self._parser: Parser | None = self._reasoning or self._tools
         self.collected = Collected()
@@ -30,7 +30,7 @@ class AnswerReader:
             self.reasoning_tokens += 1
         deltas = self._parser.push(text)
         if last:
-            deltas += self._parser.finish()
+            deltas += self._parser.finish(cut=self.sample.finish is FinishReason.LENGTH)
         return deltas
 
     def finish_reason(self) -> str:

@@ -49,13 +49,13 @@ class ReasoningParser:
             deltas += self._pass_on(text)
         return deltas
 
-    def finish(self) -> list[Delta]:
+    def finish(self, *, cut: bool = False) -> list[Delta]:
         held, self._held = self._held, ""
         deltas: list[Delta] = []
         if held:
             deltas = [Reasoning(held)] if self.thinking else self._pass_on(held)
         if self._answer is not None:
-            deltas += self._answer.finish()
+            deltas += self._answer.finish(cut=cut)
         return deltas
 
     def _open(self, text: str) -> str:

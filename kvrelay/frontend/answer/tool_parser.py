@@ -1,7 +1,8 @@
 """Reads tool calls as Hermes and Qwen models write them: `<tool_call>{"name": "f", "arguments": {...}}</tool_call>`.
 
 A call is announced as soon as its name is complete, and its arguments are passed on as they are written. Whole answers are
-read by the same code, so both ways give the same calls. Text that turns out not to be a call is shown as text.
+read by the same code, so both ways give the same calls. Text that turns out not to be a call is shown as text; markup that
+the length limit cut off is not shown.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from kvrelay.frontend.answer.deltas import CallArguments, CallStart, Delta, Text
 from kvrelay.frontend.prompt.tools import CLOSE, OPEN
 
 _BEGINNING = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)', re.DOTALL)
+_SURE = "<tool"  # a shorter beginning of the tag may be anything
 _JSON_MARK = re.compile(r'["\\{}\[\]]')
 
 
@@ -28,9 +30,11 @@ class _WrittenCall(msgspec.Struct):
 class ToolCallParser:
     """Reads one answer. White space around calls belongs to the markup and is not shown."""
 
-    __slots__ = ("_arguments", "_call", "_held", "num_calls")
+    __slots__ = ("_arguments", "_call", "_forced", "_held", "num_calls")
 
-    def __init__(self) -> None:
+    def __init__(self, *, forced: bool = False) -> None:
+        """`forced`: the answer must be calls."""
+        self._forced = forced
         self.num_calls = 0  # announced so far
         self._held = ""  # text not yet understood
         self._call: str | None = None  # inside a call: its text while its name is not known
@@ -46,16 +50,20 @@ class ToolCallParser:
                 text = self._read_call(text, deltas)
         return deltas
 
-    def finish(self) -> list[Delta]:
-        """A call that was cut off before its name was complete is text."""
+    def finish(self, *, cut: bool = False) -> list[Delta]:
+        """What the model ended itself before it was a call is text. What was cut off is a call that nobody can use."""
         held, self._held = self._held, ""
         deltas: list[Delta] = []
         if self._call is not None and self._arguments is None:
-            self._take_whole(self._call + held, deltas, closed=False)
-        elif self._call is None and held:
+            self._take_whole(self._call + held, deltas, closed=False, cut=cut)
+        elif self._call is None and held and not (cut and self._begins_call(held.lstrip())):
             deltas.append(Text(held))
         self._call = self._arguments = None
         return deltas
+
+    def _begins_call(self, text: str) -> bool:
+        """Whether held text is markup: surely if there must be calls, else from the tag's word on."""
+        return self._forced or text.startswith(_SURE)
 
     def _read_text(self, text: str, deltas: list[Delta]) -> str:
         before, opened, rest = text.partition(OPEN)
@@ -101,11 +109,12 @@ class ToolCallParser:
             self._call = None
         return rest
 
-    def _take_whole(self, written: str, deltas: list[Delta], *, closed: bool) -> None:
+    def _take_whole(self, written: str, deltas: list[Delta], *, closed: bool, cut: bool = False) -> None:
         try:
             call = msgspec.json.decode(written, type=_WrittenCall)
         except (msgspec.DecodeError, RecursionError, UnicodeError):
-            deltas.append(Text(OPEN + written + (CLOSE if closed else "")))
+            if not cut:
+                deltas.append(Text(OPEN + written + (CLOSE if closed else "")))
             return
         raw = (bytes(call.arguments) or bytes(call.parameters) or b"{}").decode()
         self._announce(call.name, deltas)

@@ -65,9 +65,7 @@ def template_message(message: types.ChatMessage, place: int) -> Message:
         if reasoning is not None:
             rendered["reasoning_content"] = reasoning
         if message.tool_calls:
-            rendered["tool_calls"] = [
-                _call(call, f"messages[{place}].tool_calls[{n}]") for n, call in enumerate(message.tool_calls)
-            ]
+            rendered["tool_calls"] = [_call(call) for call in message.tool_calls]
         elif message.content is None and message.refusal is None:
             field = f"messages[{place}].content"
             raise InvalidRequestError(f"{field}: an assistant message needs content or tool_calls", param=field)
@@ -88,15 +86,19 @@ def _content(
     return "\n".join(texts) if len(texts) == len(content) else template_parts(content)
 
 
-def _call(call: types.ToolCall, field: str) -> dict[str, Any]:
-    arguments = _arguments(call.function.arguments, f"{field}.function.arguments")
-    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+def _call(call: types.ToolCall) -> dict[str, Any]:
+    return {
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
+    }
 
 
-def _arguments(text: str, field: str) -> dict[str, Any]:
+def _arguments(text: str) -> dict[str, Any] | str:
+    """An object, as templates expect it. What is none, such as a call that was cut off, stays the text that it is."""
     if not text.strip():
         return {}
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
-    except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
-        raise InvalidRequestError(f"{field}: not the text of a JSON object: {error}", param=field) from error
+    except (msgspec.DecodeError, RecursionError, UnicodeError):
+        return text

@@ -245,9 +245,11 @@ def _hermes_message(message: Message) -> Message:
     calls = message.get("tool_calls")
     if not calls:
         return message
-    written = [f"{OPEN}\n{_encoded(_call_body(call))}\n{CLOSE}" for call in calls]
+    written = [f"{OPEN}\n{_call_body(call['function'])}\n{CLOSE}" for call in calls]
     return {"role": "assistant", "content": "\n".join([*([message["content"]] if message["content"] else []), *written])}
 
 
-def _call_body(call: dict[str, Any]) -> dict[str, Any]:
-    return {"name": call["function"]["name"], "arguments": call["function"]["arguments"]}
+def _call_body(function: dict[str, Any]) -> str:
+    arguments = function["arguments"]
+    written = arguments if isinstance(arguments, str) else _encoded(arguments)
+    return f'{{"name": {json.dumps(function["name"])}, "arguments": {written}}}'
