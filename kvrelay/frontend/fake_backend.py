@@ -227,4 +227,4 @@ class _Running:
     def _logprobs(self, token: int, count: int) -> TokenLogprobs:
         """Made up, but falling, and with the token itself on top."""
         top = [((token + rank) % self._backend.vocab_size, -0.25 - rank) for rank in range(count)]
-        return TokenLogprobs(-0.25, top)
+        return TokenLogprobs(-0.25, top, 1)

@@ -245,7 +245,7 @@ class FakeRunner:
         """The token first, then its neighbours, each a little less likely."""
         best = -0.01 - (draw >> 56) / 256
         top = [((token + rank) % self.vocab_size, best - rank) for rank in range(min(number, self.vocab_size))]
-        return TokenLogprobs(best, top)
+        return TokenLogprobs(best, top, 1)
 
     def _candidates(self, signature: int, number: int) -> list[Logprob]:
         """Tokens from a place in the vocabulary that the signature gives, each a little less likely than the one before."""

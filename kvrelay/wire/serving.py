@@ -39,10 +39,11 @@ Logprob = tuple[int, float]  # token id, natural logarithm of its probability
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Of one token: its own logprob, and the most likely alternatives in falling order."""
+    """Of one token: its own logprob, the most likely alternatives in falling order, and its place among all tokens."""
 
     logprob: float
     top: list[Logprob]
+    rank: int | None = None  # 1 is the likeliest; None where it was not counted
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):

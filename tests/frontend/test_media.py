@@ -276,7 +276,7 @@ async def test_prompt_token_ids_are_those_of_the_tokenizer() -> None:
         for stream in (False, True):
             answer = await server.post([image(png())], return_token_ids=True, stream=stream)
             first = json.loads(answer.text.split("\n")[0].removeprefix("data: "))
-            shown = first["choices"][0]["prompt_token_ids"] if stream else first["prompt_token_ids"]
+            shown = first["prompt_token_ids"]
             assert shown.count(spec().image_token_id) == 4
             assert not any(map(is_placeholder, shown))
             assert len(shown) == len(server.backend.submitted[-1].prompt)

@@ -294,7 +294,7 @@ def test_extras_that_other_servers_know(server: Server) -> None:
     assert answer.model_extra is not None
     assert answer.model_extra["prompt_token_ids"] == list(request.prompt)
     assert len(answer.model_extra["prompt_logprobs"]) == len(request.prompt)
-    assert answer.choices[0].model_extra == {"token_ids": says(ANSWER)[:4]}
+    assert answer.choices[0].model_extra == {"token_ids": says(ANSWER)[:4], "stop_reason": None}
 
 
 def test_responses(server: Server) -> None:

@@ -44,6 +44,7 @@ def reference(tokens: list[int]) -> torch.Tensor:
 
 def assert_equal(entry: TokenLogprobs, expected: torch.Tensor, token: int, number: int) -> None:
     assert abs(entry.logprob - float(expected[token])) < 1e-4
+    assert entry.rank == 1 + int((expected > expected[token] + 1e-6).sum())
     best = expected.topk(number).values
     assert torch.allclose(torch.tensor([value for _, value in entry.top]), best, atol=1e-4)
     for alternative, value in entry.top:

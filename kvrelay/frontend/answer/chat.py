@@ -64,11 +64,11 @@ class _Chat:
     def take(self, step: Step) -> bytes:
         index = step.sample.index
         if self._is_text and self._begun[index] and (step.finish is None or not self._generation.says_more):
-            return self._chunks.text(index, step.text, step.finish)
+            return self._chunks.text(step)
         return self._event(step) if self._live else self._collect(step)
 
     def end(self) -> bytes:
-        return last_bytes(self._delivery, self._chunks, self._generation, self._body, _results)
+        return last_bytes(self._delivery, self._chunks, self._generation, self._body, _results, _shown_with)
 
     def _usage(self) -> types.Usage:
         generation = self._generation
@@ -108,6 +108,7 @@ class _Chat:
             index=index,
             message=_message(reader.collected),
             finish_reason=reader.finish_reason(),
+            stop_reason=reader.sample.stop_reason,
             logprobs=types.ChatLogprobs(content=self._logprobs[index]) if shows_logprobs else None,
             token_ids=self._tokens[index] if self._request.return_token_ids else msgspec.UNSET,
             cumulative_logprob=cumulative_logprob,
@@ -131,17 +132,20 @@ class _Chat:
             "logprobs": types.ChatLogprobs(content=logprobs) if logprobs else None,
             "finish_reason": None if step.finish is None else reader.finish_reason(),
         }
+        if step.finish is not None:
+            choice["stop_reason"] = step.sample.stop_reason
         if self._request.return_token_ids:
             choice["token_ids"] = [] if step.token is None else [step.token]
+        prompt = b""
         if not self._begun[index]:
+            if self._request.return_token_ids and not any(self._begun):
+                prompt = _as_extra(self._shown_prompt())
             self._begun[index] = True
             choice["delta"] = {"role": "assistant", "content": "", **delta}
-            if self._request.return_token_ids:
-                choice["prompt_token_ids"] = self._shown_prompt()
         elif not delta and step.finish is None and not logprobs and not self._conversation.plain:
             return b""  # markup that shows nothing
         extra = self._generation.last_words(step, choice)
-        return self._chunks.choice(choice, extra)
+        return self._chunks.choice(choice, prompt + extra)
 
 
 def _message(collected: Collected) -> types.AnswerMessage:
@@ -185,6 +189,13 @@ def _results(body: types.ChatCompletion) -> list[dict[str, Any]]:
         chunk["delta"] = chunk.pop("message")
         for place, tool_call in enumerate(chunk["delta"].get("tool_calls", ())):
             tool_call["index"] = place
-        if not isinstance(body.prompt_token_ids, msgspec.UnsetType):
-            chunk["prompt_token_ids"] = body.prompt_token_ids
     return chunks
+
+
+def _shown_with(body: types.ChatCompletion) -> bytes:
+    """What the first chunk of a whole answer has beside its choice."""
+    return b"" if isinstance(body.prompt_token_ids, msgspec.UnsetType) else _as_extra(body.prompt_token_ids)
+
+
+def _as_extra(prompt: list[int]) -> bytes:
+    return b',"prompt_token_ids":' + msgspec.json.encode(prompt)

@@ -7,6 +7,7 @@ sent together.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -14,7 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from kvrelay.frontend.answer.continuation import as_extra
-from kvrelay.frontend.answer.generation import Generation
+from kvrelay.frontend.answer.generation import Generation, Step
 from kvrelay.frontend.answer.loop import Delivery
 from kvrelay.frontend.answer.types import ChatCompletion, Completion, CompletionTokensDetails, PromptTokensDetails, Usage
 from kvrelay.frontend.http.call import Call
@@ -50,19 +51,22 @@ class ChunkWriter:
             )
         )  # fmt: skip
         self._include_usage = options is not None and bool(options.include_usage)
-        self._continuous = options is not None and bool(options.continuous_usage_stats)
+        self._continuous = self._include_usage and options is not None and bool(options.continuous_usage_stats)
         self._tail = b'],"usage":null}\n\n' if self._include_usage and not self._continuous else b"]}\n\n"
         self._begin, self._close = around_text
         self._usage = usage
         self._heads: dict[int, bytes] = {}
 
-    def text(self, index: int, text: str, finish: FinishReason | None) -> bytes:
+    def text(self, step: Step) -> bytes:
         """A chunk that carries text only."""
+        index, finish = step.sample.index, step.finish
         head = self._heads.get(index)
         if head is None:
             head = self._heads[index] = b'%b{"index":%d,%b' % (self._head, index, self._begin)
-        return b"%b%b%b,\"logprobs\":null,\"finish_reason\":%b}%b" % (
-            head, _encode(text), self._close, _FINISH[finish], self._with_usage() if self._continuous else self._tail,
+        reason = b"" if finish is None else b',"stop_reason":' + _encode(step.sample.stop_reason)
+        return b"%b%b%b,\"logprobs\":null,\"finish_reason\":%b%b}%b" % (
+            head, _encode(step.text), self._close, _FINISH[finish], reason,
+            self._with_usage() if self._continuous else self._tail,
         )  # fmt: skip
 
     def choice(self, choice: dict[str, Any], extra: bytes = b"") -> bytes:
@@ -84,15 +88,18 @@ def last_bytes(
     generation: Generation,
     body: Callable[[], B],
     results: Callable[[B], list[dict[str, Any]]],
+    beside_first: Callable[[B], bytes] = lambda _: b"",
 ) -> bytes:
-    """How an answer ends: with the last events, with its body, or with one chunk for each of the body's choices (`results`)."""
+    """How an answer ends: with the last events, with its body, or with one chunk for each of the body's choices (`results`).
+    The first of these has `beside_first` beside its choice."""
     if delivery is Delivery.EVENTS:
         return chunks.end(as_extra(generation.provenance()))
     whole = body()
     if delivery is Delivery.BODY:
         return _encode(whole)
     extra = as_extra(whole.kvrelay)
-    return b"".join([chunks.choice(choice, extra) for choice in results(whole)]) + chunks.end(extra)
+    extras = itertools.chain([beside_first(whole) + extra], itertools.repeat(extra))
+    return b"".join(map(chunks.choice, results(whole), extras)) + chunks.end(extra)
 
 
 def usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int, reasoning_tokens: int = 0) -> Usage:

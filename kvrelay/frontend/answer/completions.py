@@ -39,7 +39,9 @@ class _Choice:
         self.text = [plan.echoes[sample.prompt]]
         self.tokens: list[int] = []
         count = plan.request.logprobs
-        self.logprobs = None if count is None else LegacyLogprobs(service.tokenizer, count)
+        self.logprobs = (
+            None if count is None else LegacyLogprobs(service.tokenizer, count, hides_special=plan.request.skip_special_tokens)
+        )
 
     def take_logprobs(self) -> CompletionLogprobs | None:
         return None if self.logprobs is None else self.logprobs.take()
@@ -74,7 +76,7 @@ class _Completion:
         if not self._live:
             return self._collect(choice, step)
         if self._is_text and (step.finish is None or not self._generation.says_more):
-            return prompt + self._chunks.text(step.sample.index, step.text, step.finish)
+            return prompt + self._chunks.text(step)
         return prompt + self._event(choice, step)
 
     def end(self) -> bytes:
@@ -85,7 +87,8 @@ class _Completion:
         choice.begun = True
         plan, place = self._plan, choice.sample.prompt
         if choice.logprobs is not None and plan.request.echo:
-            choice.logprobs.add_prompt(plan.work.prompts[place], self._generation.prompt_logprobs[place])
+            entries = self._generation.prompt_logprobs[place]
+            choice.logprobs.add_prompt(plan.work.prompts[place], entries, plan.echoes[place])
         if not self._live or not self._shows_prompt:
             return b""
         logprobs = choice.take_logprobs() if plan.request.echo else None
@@ -147,6 +150,7 @@ class _Completion:
             index=index,
             text="".join(choice.text),
             finish_reason=finish_reason,
+            stop_reason=choice.sample.stop_reason,
             logprobs=choice.take_logprobs(),
             prompt_logprobs=prompt_logprobs(self._service.tokenizer, prompt, entries or []) if shows_scores else msgspec.UNSET,
             token_ids=choice.tokens if request.return_token_ids else msgspec.UNSET,
@@ -171,6 +175,8 @@ class _Completion:
             "logprobs": logprobs,
             "finish_reason": None if step.finish is None else self._finish_reason(step.sample),
         }
+        if step.finish is not None:
+            shown["stop_reason"] = step.sample.stop_reason
         if self._request.return_token_ids:
             shown["token_ids"] = tokens
         extra = self._generation.last_words(step, shown)

@@ -46,11 +46,17 @@ class Sample:
     stream: RequestStream  # of that prompt
     detokenizer: Detokenizer
     finish: FinishReason | None = None  # set with its last step
+    stop_token: int | None = None  # of the client's, if it ended the sample
     total_logprob: float = 0.0
 
     @property
     def num_tokens(self) -> int:
         return self.detokenizer.num_tokens
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        """The stop string or the stop token that ended the sample; None if it ended otherwise."""
+        return self.stop_token if self.detokenizer.stopped is None else self.detokenizer.stopped
 
     @property
     def parent(self) -> Parent:
@@ -87,6 +93,7 @@ class Generation:
         self._by_prompt: list[list[Sample]] = []
         self._hide_stop_token = not work.params[0].include_stop_str_in_output
         self._has_stops = bool(work.params[0].stop)
+        self._stop_tokens = _stop_tokens(service, work)
         self._streams: list[RequestStream] = []
         try:
             self._submit(service, call)
@@ -248,6 +255,8 @@ class Generation:
 
     def _step(self, sample: Sample, token: int, entry: TokenLogprobs | None, finish: FinishReason | None) -> Step:
         detokenizer = sample.detokenizer
+        if finish is FinishReason.STOP and token in self._stop_tokens:
+            sample.stop_token = token
         if finish is FinishReason.STOP and self._hide_stop_token:
             text = detokenizer.push_silent()
         else:
@@ -282,3 +291,9 @@ class Generation:
     def _abort_streams(self) -> None:
         for stream in self._streams:
             stream.abort()
+
+
+def _stop_tokens(service: Service, work: Work) -> frozenset[int]:
+    """Those that the client named. The model's end of text ends an answer anyway, and is no reason of the client's."""
+    params = work.params[0]
+    return frozenset(params.stop_token_ids) - (frozenset() if params.ignore_eos else {service.tokenizer.eos_token_id})

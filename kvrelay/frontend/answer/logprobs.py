@@ -38,14 +38,19 @@ def _top(tokenizer: Tokenizer, token: int, logprob: float) -> TopLogprob:
 
 
 class LegacyLogprobs:
-    """Of one choice: four parallel lists that grow. `take` hands out what was added since the last time."""
+    """Of one choice: four parallel lists that grow. `take` hands out what was added since the last time.
 
-    __slots__ = ("_num_top", "_offset", "_offsets", "_probabilities", "_tokenizer", "_tokens", "_top")
+    Offsets are places in the choice's text, in characters: there a token begins, or the character of which it is a part. A
+    token that the text does not show has the place where the next one begins.
+    """
 
-    def __init__(self, tokenizer: Tokenizer, num_top: int) -> None:
+    __slots__ = ("_hides_special", "_num_characters", "_num_top", "_offsets", "_probabilities", "_tokenizer", "_tokens", "_top")
+
+    def __init__(self, tokenizer: Tokenizer, num_top: int, *, hides_special: bool) -> None:
         self._tokenizer = tokenizer
         self._num_top = num_top
-        self._offset = 0
+        self._hides_special = hides_special
+        self._num_characters = 0  # that have begun
         self._reset()
 
     def _reset(self) -> None:
@@ -55,11 +60,24 @@ class LegacyLogprobs:
         self._offsets: list[int] = []
 
     def add(self, token: int, entry: TokenLogprobs | None) -> None:
+        shown = b"" if self._hides_special and token in self._tokenizer.special_ids else self._tokenizer.token_bytes(token)
+        self._add(token, entry, shown)
+
+    def add_prompt(self, prompt: Sequence[int], entries: Sequence[TokenLogprobs | None] | None, text: str) -> None:
+        """`text` is what is shown of the prompt: special tokens are in it only if its author wrote them."""
+        rest = text.encode(errors="replace")
+        for place, token in enumerate(prompt):
+            shown = _beginning(rest, self._tokenizer.token_bytes(token), is_special=token in self._tokenizer.special_ids)
+            self._add(token, None if entries is None else entries[place], shown)
+            rest = rest[len(shown) :]
+        self._num_characters = len(text)
+
+    def _add(self, token: int, entry: TokenLogprobs | None, shown: bytes) -> None:
         """`entry` is None for the first token of a prompt, which nothing predicts."""
         text = self._tokenizer.token_text(token)
         self._tokens.append(text)
-        self._offsets.append(self._offset)
-        self._offset += len(text)
+        self._offsets.append(self._num_characters - (bool(shown) and _continues(shown[0])))
+        self._num_characters += sum(not _continues(byte) for byte in shown)
         if entry is None:
             self._probabilities.append(None)
             self._top.append(None)
@@ -68,10 +86,6 @@ class LegacyLogprobs:
         top = {self._tokenizer.token_text(other): finite(logprob) for other, logprob in entry.top[: self._num_top]}
         top.setdefault(text, finite(entry.logprob))  # OpenAI always lists the chosen token, so there may be one more
         self._top.append(top)
-
-    def add_prompt(self, prompt: Sequence[int], entries: Sequence[TokenLogprobs | None] | None) -> None:
-        for place, token in enumerate(prompt):
-            self.add(token, None if entries is None else entries[place])
 
     def take(self) -> CompletionLogprobs:
         taken = CompletionLogprobs(
@@ -82,6 +96,19 @@ class LegacyLogprobs:
         )
         self._reset()
         return taken
+
+
+def _continues(byte: int) -> bool:
+    """Whether a byte of UTF-8 is not the first of its character."""
+    return byte & 0xC0 == 0x80
+
+
+def _beginning(rest: bytes, token: bytes, *, is_special: bool) -> bytes:
+    """The part of a text's rest that a token stands for."""
+    for form in (token, token.removeprefix(b" ")):  # sentence-piece tokenizers write a space before the first word
+        if rest.startswith(form):
+            return form
+    return b"" if is_special else rest[: len(token)]
 
 
 def prompt_logprobs(
@@ -98,6 +125,6 @@ def _prompt_entry(tokenizer: Tokenizer, token: int, entry: TokenLogprobs) -> dic
         str(other): {"logprob": finite(logprob), "rank": rank, "decoded_token": tokenizer.token_text(other)}
         for rank, (other, logprob) in enumerate(entry.top, start=1)
     }
-    own = {"logprob": finite(entry.logprob), "rank": None, "decoded_token": tokenizer.token_text(token)}
+    own = {"logprob": finite(entry.logprob), "rank": entry.rank, "decoded_token": tokenizer.token_text(token)}
     found.setdefault(str(token), own)
     return found

@@ -97,6 +97,7 @@ class ChatChoice(Output, frozen=True, kw_only=True):
     index: int
     message: AnswerMessage
     finish_reason: str
+    stop_reason: str | int | None = None  # the stop string or the stop token that ended it
     logprobs: ChatLogprobs | None = None
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     cumulative_logprob: float | msgspec.UnsetType = msgspec.UNSET  # of beam search, as the next
@@ -121,6 +122,7 @@ class CompletionChoice(Output, frozen=True, kw_only=True):
     index: int
     text: str
     finish_reason: str
+    stop_reason: str | int | None = None  # the stop string or the stop token that ended it
     logprobs: CompletionLogprobs | None = None
     prompt_logprobs: list[Any] | msgspec.UnsetType = msgspec.UNSET
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET

@@ -43,12 +43,15 @@ def best_logprobs(logits: torch.Tensor, count: int) -> list[list[Logprob] | None
 
 def _few(logits: torch.Tensor, tokens: list[int], num_top: list[int]) -> list[TokenLogprobs]:
     logprobs = logits.log_softmax(dim=-1)
-    own = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
+    chosen = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])
+    own = chosen[:, 0].tolist()
+    ranks = (1 + (logprobs > chosen).sum(dim=-1)).tolist()
     most = min(max(num_top), logits.shape[1])
     if most == 0:
-        return [TokenLogprobs(logprob, []) for logprob in own]
+        return [TokenLogprobs(logprob, [], rank) for logprob, rank in zip(own, ranks, strict=True)]
     values, ids = best(logprobs, most)
+    rows = zip(own, ids.tolist(), values.tolist(), num_top, ranks, strict=True)
     return [
-        TokenLogprobs(logprob, list(zip(top_ids[:count], top_values[:count], strict=True)))
-        for logprob, top_ids, top_values, count in zip(own, ids.tolist(), values.tolist(), num_top, strict=True)
+        TokenLogprobs(logprob, list(zip(top_ids[:count], top_values[:count], strict=True)), rank)
+        for logprob, top_ids, top_values, count, rank in rows
     ]
