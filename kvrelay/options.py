@@ -19,8 +19,19 @@ from msgspec import inspect
 from kvrelay.config import Options
 from kvrelay.errors import ConfigError
 
+_NEVER_EMPTY = ("api_key", "api_key_file")  # such as "$KEY" of a variable that is not set: the server would need no key
 O = TypeVar("O", bound=Options)
 _METAVARS: dict[type[inspect.Type], str] = {inspect.IntType: "N", inspect.FloatType: "X", inspect.StrType: "TEXT"}
+# What short options mean elsewhere; there are none here.
+_USUAL = {
+    "-p": "--port",
+    "-m": "--model",
+    "-c": "--config",
+    "-H": "--host",
+    "-k": "--api-key",
+    "-t": "--threads",
+    "-u": "--url",
+}
 
 
 class Parser(argparse.ArgumentParser):
@@ -36,14 +47,24 @@ class Parser(argparse.ArgumentParser):
         namespace, unknown = self.parse_known_args(argv)
         for word in unknown:
             if word.startswith("-"):
-                name = word.partition("=")[0]
-                raise ConfigError(f"unknown option {name}{suggest(name, self.options())} (see {self.prog} --help)")
+                name = _name_of(word)
+                raise ConfigError(f"unknown option {name}{self._meant(name)} (see {self.prog} --help)")
         if unknown:
             raise ConfigError(f"unexpected argument {unknown[0]!r} (see {self.prog} --help)")
         return namespace
 
+    def _meant(self, name: str) -> str:
+        usual = _USUAL.get(name)
+        return f"; did you mean {usual}?" if usual in self.options() else suggest(name, self.options())
+
     def options(self) -> list[str]:
         return [option for action in self._actions for option in action.option_strings]
+
+
+def _name_of(word: str) -> str:
+    """`--port` of `--port=80`, `-p` of `-p80`."""
+    name = word.partition("=")[0]
+    return name[:2] if name[:2] in _USUAL and name[2:].isdigit() else name
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
@@ -102,11 +123,13 @@ def collect(
 def _convert(group: type[O], chosen: dict[str, Any]) -> O:
     for field in _fields(group):
         if field.name in chosen:
+            flag = "--" + field.name.replace("_", "-")
+            if chosen[field.name] == "" and field.name in _NEVER_EMPTY:
+                raise ConfigError(f"{flag} is empty: without a key, leave the option out")
             try:
                 msgspec.convert({field.name: chosen[field.name]}, group, strict=False)
             except msgspec.ValidationError as error:
                 reason = str(error).split(" - at ")[0].replace("`", "")
-                flag = "--" + field.name.replace("_", "-")
                 raise ConfigError(f"{flag} {chosen[field.name]}: {reason[0].lower()}{reason[1:]}") from error
     return msgspec.convert(chosen, group, strict=False)
 
@@ -143,6 +166,8 @@ def to_flags(options: Options) -> list[str]:
     for field in _fields(type(options)):
         value = getattr(options, field.name)
         flag = field.name.replace("_", "-")
+        if value == "" and field.name in _NEVER_EMPTY:
+            continue
         if isinstance(value, bool):
             flags.append(f"--{flag}" if value else f"--no-{flag}")
         else:

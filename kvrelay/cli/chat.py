@@ -28,13 +28,19 @@ examples:
   echo "What is the capital of France?" | kvrelay chat --temperature 0
 """
 
+# Small models lose the thread at OpenAI's defaults (1 and 1); large ones stay lively enough at these.
+_TEMPERATURE = 0.3
+_TOP_P = 0.9
+
 
 def run(argv: list[str]) -> int:
     arguments = build_parser().parse_strictly(argv)
     with connect(arguments.url, arguments.api_key, read_timeout_s=None) as client:
         model = arguments.model or _first_model(client)
-        settings = {"max_tokens": arguments.max_tokens, "temperature": arguments.temperature}
-        chat = Chat(client, model, arguments.system, {k: v for k, v in settings.items() if v is not None})
+        settings: dict[str, Any] = {"temperature": arguments.temperature, "top_p": arguments.top_p}
+        if arguments.max_tokens is not None:
+            settings["max_tokens"] = arguments.max_tokens
+        chat = Chat(client, model, arguments.system, settings)
         return _converse(chat, interactive=sys.stdin.isatty())
 
 
@@ -45,7 +51,16 @@ def build_parser() -> Parser:
     add_api_key(parser)
     parser.add_argument("--system", default="", metavar="TEXT", help="instructions that begin every conversation")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="longest answer")
-    parser.add_argument("--temperature", type=float, metavar="X", help="0 is always the same answer; default is the server's")
+    parser.add_argument(
+        "--temperature", type=float, default=_TEMPERATURE, metavar="X", help="0 is always the same answer (default %(default)s)"
+    )
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=_TOP_P,
+        metavar="X",
+        help="share of the likeliest tokens to choose from (default %(default)s)",
+    )
     return parser
 
 

@@ -115,21 +115,21 @@ async def _follow_server(url: str, api_key: str, listener: Listener) -> None:
 
 
 class Lines(Protocol):
-    """Shows one thing that happened, in a line."""
+    """Shows one thing that happened `at` a time, in a line."""
 
-    def show(self, worker_id: str, kind: str, **fields: Any) -> None: ...
+    def show(self, at: float, worker_id: str, kind: str, **fields: Any) -> None: ...
 
 
 class JsonLines:
-    def show(self, worker_id: str, kind: str, **fields: Any) -> None:
+    def show(self, at: float, worker_id: str, kind: str, **fields: Any) -> None:
         shown = {name: [digest.hex() for digest in value] if name == "hashes" else value for name, value in fields.items()}
-        print(msgspec.json.encode({"time": time.time(), "worker": worker_id, "type": kind, **shown}).decode(), flush=True)
+        print(msgspec.json.encode({"time": at, "worker": worker_id, "type": kind, **shown}).decode(), flush=True)
 
 
 class TextLines:
-    def show(self, worker_id: str, kind: str, **fields: Any) -> None:
+    def show(self, at: float, worker_id: str, kind: str, **fields: Any) -> None:
         words = [_hashes(value) if name == "hashes" else f"{name}={value}" for name, value in fields.items()]
-        print(" ".join([time.strftime("%H:%M:%S"), worker_id, f"{kind:11}", *words]).rstrip(), flush=True)
+        print(" ".join([time.strftime("%H:%M:%S", time.localtime(at)), worker_id, f"{kind:11}", *words]).rstrip(), flush=True)
 
 
 def _hashes(hashes: list[bytes]) -> str:
@@ -143,6 +143,12 @@ class Listener:
     def __init__(self, lines: Lines) -> None:
         self._lines = lines
         self._subscribers: dict[WorkerId, EventSubscriber] = {}
+
+    def _show(self, worker_id: WorkerId, kind: str, **fields: Any) -> None:
+        """With the time at which it happened: events that were missed come later."""
+        subscriber = self._subscribers.get(worker_id)
+        happened = None if subscriber is None else subscriber.batch_time
+        self._lines.show(time.time() if happened is None else happened, worker_id, kind, **fields)
 
     def update(self, workers: Iterable[EventWorker]) -> None:
         """These are the workers that there are."""
@@ -159,7 +165,7 @@ class Listener:
         subscriber = self._subscribers.pop(worker_id, None)
         if subscriber is not None:
             subscriber.close()
-            self._lines.show(worker_id, "Left", reason=reason)
+            self._show(worker_id, "Left", reason=reason)
 
     def close(self) -> None:
         for subscriber in self._subscribers.values():
@@ -174,38 +180,36 @@ class Listener:
         except ProtocolError as error:
             print(f"{worker_id}: {error}", file=sys.stderr)
             return
-        self._lines.show(worker_id, "Joined", address=events_address)
+        self._show(worker_id, "Joined", address=events_address)
 
     def stored(self, worker_id: WorkerId, hashes: Iterable[bytes]) -> None:
-        self._lines.show(worker_id, "Stored", hashes=list(hashes))
+        self._show(worker_id, "Stored", hashes=list(hashes))
 
     def removed(self, worker_id: WorkerId, hashes: Iterable[bytes]) -> None:
-        self._lines.show(worker_id, "Removed", hashes=list(hashes))
+        self._show(worker_id, "Removed", hashes=list(hashes))
 
     def cleared(self, worker_id: WorkerId) -> None:
-        self._lines.show(worker_id, "Cleared")
+        self._show(worker_id, "Cleared")
 
     def lived(self, worker_id: WorkerId, event: LifeEvent) -> None:
         match event:
             case Freed():
-                self._lines.show(
-                    worker_id, "Freed", request=event.request, reason=event.reason.value, hashes=list(event.hashes)
-                )
+                self._show(worker_id, "Freed", request=event.request, reason=event.reason.value, hashes=list(event.hashes))
             case FreedForNow():
-                self._lines.show(worker_id, "FreedForNow", request=event.request, reason=event.reason.value)
+                self._show(worker_id, "FreedForNow", request=event.request, reason=event.reason.value)
             case Swapped() | Restored():
-                self._lines.show(worker_id, type(event).__name__, request=event.request, num_blocks=event.num_blocks)
+                self._show(worker_id, type(event).__name__, request=event.request, num_blocks=event.num_blocks)
             case _:
                 assert_never(event)
 
     def replaced(self, worker_id: WorkerId, hashes: Iterable[bytes]) -> None:
-        self._lines.show(worker_id, "Snapshot", hashes=list(hashes))
+        self._show(worker_id, "Snapshot", hashes=list(hashes))
 
     def gap(self, worker_id: WorkerId) -> None:
-        self._lines.show(worker_id, "Gap")
+        self._show(worker_id, "Gap")
 
     def repaired(self, worker_id: WorkerId, *, by_snapshot: bool) -> None:
-        self._lines.show(worker_id, "Repaired", by="snapshot" if by_snapshot else "replay")
+        self._show(worker_id, "Repaired", by="snapshot" if by_snapshot else "replay")
 
     def malformed(self, worker_id: WorkerId, reason: str) -> None:
         print(f"{worker_id}: {reason}", file=sys.stderr)

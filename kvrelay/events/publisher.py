@@ -140,7 +140,8 @@ class EventPublisher:
         self._sequence += 1
         for event in events:
             self._apply(event)
-        frame = encode(Events(worker_id=self._worker_id, sequence=self._sequence, events=pack_events(events)))
+        packed = pack_events(events)
+        frame = encode(Events(worker_id=self._worker_id, sequence=self._sequence, time=time.time(), events=packed))
         self._ring.append(frame)
         self._ring_bytes += len(frame)
         while len(self._ring) > self._settings.ring_batches or self._ring_bytes > self._settings.ring_bytes:

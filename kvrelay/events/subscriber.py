@@ -91,7 +91,8 @@ class EventSubscriber:
         self.in_step = False  # nothing is known to be missing
         self.sequence = 0  # every batch up to this one is applied
         self._latest = 0  # the last that is known to exist
-        self._waiting: dict[int, list[CacheEvent]] = {}
+        self.batch_time: float | None = None  # while a batch is applied: when it happened, if its worker says so
+        self._waiting: dict[int, tuple[float | None, list[CacheEvent]]] = {}
         self._is_new = True
         self._by_snapshot = False
         self._loop = asyncio.get_running_loop()
@@ -151,10 +152,10 @@ class EventSubscriber:
             return
         events = read_events(message)
         if message.sequence == self.sequence + 1:
-            self._apply(events)
+            self._apply(message.time, events)
             self._apply_waiting()
         elif len(self._waiting) < _MAX_WAITING:
-            self._waiting[message.sequence] = events
+            self._waiting[message.sequence] = (message.time, events)
 
     def _on_snapshot(self, message: Snapshot) -> None:
         """One that is older than what is known has been overtaken by batches."""
@@ -163,15 +164,16 @@ class EventSubscriber:
         self._owner.replaced(self._worker_id, message.hashes)
         self.sequence = message.sequence
         self._by_snapshot = True
-        self._waiting = {number: events for number, events in self._waiting.items() if number > self.sequence}
+        self._waiting = {number: batch for number, batch in self._waiting.items() if number > self.sequence}
         self._apply_waiting()
 
     def _apply_waiting(self) -> None:
-        while self._waiting and (events := self._waiting.pop(self.sequence + 1, None)) is not None:
-            self._apply(events)
+        while self._waiting and (batch := self._waiting.pop(self.sequence + 1, None)) is not None:
+            self._apply(*batch)
 
-    def _apply(self, events: list[CacheEvent]) -> None:
+    def _apply(self, batch_time: float | None, events: list[CacheEvent]) -> None:
         self.sequence += 1
+        self.batch_time = batch_time
         for event in events:
             match event:
                 case Stored():
@@ -184,6 +186,7 @@ class EventSubscriber:
                     self._owner.lived(self._worker_id, event)
                 case _:
                     assert_never(event)
+        self.batch_time = None
 
     # Repair
 

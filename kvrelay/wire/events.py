@@ -96,6 +96,7 @@ class Events(Message, frozen=True, kw_only=True):
     """One batch. The first has the number 1, and no number is left out."""
 
     sequence: int
+    time: float | None = None  # as of time.time(), when it happened; a batch that is sent again keeps it
     events: list[msgspec.Raw]  # read by `read_events`, made by `pack_events`
 
 

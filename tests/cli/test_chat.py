@@ -70,12 +70,13 @@ def test_a_piped_conversation_remembers_until_it_is_reset(url: str) -> None:
     assert [body["model"] for body in Handler.bodies] == ["stand-in"] * 3
 
 
-def test_settings_are_sent_only_when_given(url: str) -> None:
+def test_settings_are_sent_and_have_defaults_that_small_models_can_bear(url: str) -> None:
     chat(url, "one\n", "--model", "mine", "--max-tokens", "5", "--temperature", "0")
     chat(url, "one\n")
     first, second = Handler.bodies
     assert (first["model"], first["max_tokens"], first["temperature"]) == ("mine", 5, 0.0)
-    assert second.keys() == {"model", "messages", "stream"}
+    assert second.keys() == {"model", "messages", "stream", "temperature", "top_p"}
+    assert (second["temperature"], second["top_p"]) == (0.3, 0.9)
 
 
 def test_a_refused_question_is_told_and_forgotten(url: str) -> None:

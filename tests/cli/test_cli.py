@@ -84,6 +84,13 @@ def test_bool_options_have_both_spellings() -> None:
     [
         (["--max-modle-len", "5"], "unknown option --max-modle-len; did you mean --max-model-len?"),
         (["--kv-block=5"], "unknown option --kv-block; did you mean --kv-blocks?"),
+        (["-p", "80"], "unknown option -p; did you mean --port?"),
+        (["-p80"], "unknown option -p; did you mean --port?"),
+        (["-port=80"], "unknown option -port; did you mean --port?"),
+        (["-x"], "unknown option -x (see"),
+        (["--api-key", ""], "--api-key is empty"),
+        (["--api-key="], "--api-key is empty"),
+        (["--api-key-file", ""], "--api-key-file is empty"),
         (["--max-batch", "0"], "--max-batch 0: expected int >= 1"),
         (["--max-batch", "many"], "--max-batch many: expected int"),
         (["--max-batch"], "--max-batch: expected one argument"),

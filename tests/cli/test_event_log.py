@@ -8,6 +8,7 @@ import pathlib
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -83,12 +84,17 @@ def test_it_prints_a_workers_events_with_the_cluster_key(tmp_path: pathlib.Path)
     cluster_key.write_new_key(file)
     with keyed(cluster_key.load_key(str(file))), publishing_worker() as (worker, publisher):
         publisher.publish(LIFE)
+        published_at = time.time()
+        time.sleep(0.5)  # the events are older than their reader
         printed = Printed("--worker", worker.address, "--cluster-key", str(file))
         try:
             lines = printed.until(lambda line: line["type"] == "Cleared")
         finally:
             printed.close()
     assert {line["worker"] for line in lines} == {worker.id}
+    assert lines[0]["time"] > published_at + 0.5
+    assert {line["time"] < published_at + 0.4 for line in lines[1:]} == {True}
+    assert len({line["time"] for line in lines[1:]}) == 1
     kinds = ["Joined", "Stored", "Swapped", "Restored", "FreedForNow", "Freed", "Removed", "Cleared"]
     assert [line["type"] for line in lines] == kinds
     assert lines[1]["hashes"] == [block.hex() for block in BLOCKS]

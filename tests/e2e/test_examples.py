@@ -44,6 +44,14 @@ def test_the_example_with_a_context_index(smol: Server, contextpilot_python: pat
         assert "the index lists 3 requests" in run(WITH_AN_INDEX, index.url)
 
 
+def test_the_example_with_a_context_index_says_that_there_is_none() -> None:
+    command = [sys.executable, str(FOLDER / WITH_AN_INDEX), "http://127.0.0.1:9"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("no ContextPilot server answers at http://127.0.0.1:9")
+    assert "Traceback" not in ended.stderr
+
+
 def test_the_example_with_images() -> None:
     first, second = (line.split(" encoded by ") for line in run(WITH_ITS_OWN_SERVER).splitlines())
     assert first[0] == second[0]

@@ -292,12 +292,16 @@ def unconnected() -> tuple[EventSubscriber, Owner]:
     """Takes frames by hand."""
 
     async def make() -> tuple[EventSubscriber, Owner]:
-        owner = Owner()
-        made = EventSubscriber(new_worker_id("decode"), "tcp://127.0.0.1:1", "tcp://127.0.0.1:1", owner)
-        made.close()
-        return made, owner
+        return _made_and_closed()
 
     return asyncio.run(make())
+
+
+def _made_and_closed() -> tuple[EventSubscriber, Owner]:
+    owner = Owner()
+    made = EventSubscriber(new_worker_id("decode"), "tcp://127.0.0.1:1", "tcp://127.0.0.1:1", owner)
+    made.close()
+    return made, owner
 
 
 def garbage(rng: random.Random, worker_id: WorkerId) -> bytes:
@@ -347,8 +351,8 @@ async def test_garbage_on_the_replay_socket_changes_nothing(plane: Plane) -> Non
         socket.close()
 
 
-def test_garbage_from_a_publisher_changes_nothing() -> None:
-    subscriber, owner = unconnected()
+async def test_garbage_from_a_publisher_changes_nothing() -> None:
+    subscriber, owner = _made_and_closed()  # on a running loop: garbage may make it ask
     rng = random.Random(4)
     for _ in range(10_000):
         subscriber._on_frames([garbage(rng, subscriber._worker_id)])
@@ -358,6 +362,7 @@ def test_garbage_from_a_publisher_changes_nothing() -> None:
     snapshot = Snapshot(worker_id=subscriber._worker_id, sequence=max(latest, subscriber.sequence) + 1, hashes=[b"a"])
     subscriber.in_step = False
     subscriber._on_frames([encode(snapshot)])
+    subscriber._stop_asking()
     assert owner.hashes == {b"a"}
 
 

@@ -82,6 +82,10 @@ _MISSING = re.compile(r"^Object missing required field `(.*)`$", re.DOTALL)
 _REFUSED = re.compile(r"^Expected `null`, got ")
 _WRONG_VALUE = re.compile(r"^Invalid (?:enum )?value ")
 
+_LIMIT = re.compile(r"^Expected `(int|float|str|array|object)` (of length )?([<>]=?) ")
+_PATTERN = re.compile(r"^Expected `str` matching regex ")
+_KINDS = {"int": "integer", "float": "decimal", "str": "string", "array": "array", "object": "object"}
+
 
 def invalid_body(error: Exception) -> InvalidRequestError:
     """The 400 for a body that msgspec could not read."""
@@ -99,8 +103,18 @@ def invalid_body(error: Exception) -> InvalidRequestError:
         return missing(_join(path, absent.group(1)))
     if _REFUSED.match(rule):
         return InvalidRequestError(f"{path} is not supported", param=path or None, code="unsupported_parameter")
-    code = "invalid_value" if _WRONG_VALUE.match(rule) else "invalid_type"
+    code = "invalid_value" if _WRONG_VALUE.match(rule) else _range_code(rule) or "invalid_type"
     return InvalidRequestError(f"{path or 'the body'}: {rule[:300]}", param=path or None, code=code)
+
+
+def _range_code(rule: str) -> str | None:
+    """OpenAI's code for a value of the right type outside its limits; None for one of another type."""
+    limited = _LIMIT.match(rule)
+    if limited is None:
+        return "invalid_value" if _PATTERN.match(rule) else None
+    kind, measure, sign = limited.groups()
+    side = "above_max" if sign.startswith("<") else "below_min"
+    return f"{_KINDS[kind]}_{side}_{'length' if measure else 'value'}"
 
 
 def _join(path: str, field: str) -> str:

@@ -47,6 +47,12 @@ def own_names(error: InvalidRequestError, request: ResponsesRequest) -> InvalidR
 
 
 def chat_request(request: ResponsesRequest) -> chat.ChatRequest:
+    if request.background:
+        raise InvalidRequestError(
+            "background: true is not supported: responses are not stored, so that none could be fetched later",
+            param="background",
+            code="unsupported_parameter",
+        )
     shows_logprobs = bool(request.include) or request.top_logprobs is not None
     return chat.ChatRequest(
         messages=_read_input(request)[0],

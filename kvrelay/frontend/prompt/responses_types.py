@@ -114,7 +114,7 @@ class ResponsesRequest(HarmlessFields, frozen=True, kw_only=True):
     tool_choice: Literal["none", "auto", "required"] | ResponsesNamedTool | None = None
     parallel_tool_calls: bool | None = None
     truncation: Literal["disabled"] | None = None
-    background: Literal[False] | None = None
+    background: bool | None = None  # true is refused
     access_programs: None = None
     context_management: None = None
     conversation: None = None
