@@ -16,10 +16,9 @@ QUESTIONS = [([0, 1, 2], "How many run in a team?"), ([2, 0, 3], "Who may pick i
 url = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8765"
 index = httpx.Client(base_url=url, timeout=120.0)
 try:
-    index.get("/health")
+    plan = index.post("/reorder", json={"contexts": [documents for documents, _ in QUESTIONS]}).raise_for_status().json()
 except httpx.TransportError as error:
     sys.exit(f"no ContextPilot server answers at {url}: {error} (docs/contextpilot.md says how to start one)")
-plan = index.post("/reorder", json={"contexts": [documents for documents, _ in QUESTIONS]}).raise_for_status().json()
 
 for place, documents in enumerate(plan["reordered_contexts"]):
     # The first call gives contexts in the order in which they are best served, later calls in the order they were given.

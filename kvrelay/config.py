@@ -95,7 +95,16 @@ class RouterOptions(Options, frozen=True, kw_only=True):
         float, Meta(ge=0.0, description="seconds that a request whose worker was lost waits for another worker")
     ] = 10.0
     shutdown_wait_s: Annotated[Count, Meta(description="seconds that running responses have to end after SIGTERM")] = 5
-    served_model_name: Annotated[str, Meta(description="model name that clients use; default is MODEL")] = ""
+    served_model_name: Annotated[
+        str,
+        Meta(
+            description="model name that clients use; of several, separated by commas, answers have the first; default is MODEL"
+        ),
+    ] = ""
+    root_path: Annotated[
+        str, Meta(description="path under which a proxy serves this server, such as /llm; requests may come with it or without")
+    ] = ""
+    chat_template: Annotated[str, Meta(description="file with a Jinja chat template, instead of the model's own")] = ""
     max_body_bytes: Annotated[Positive, Meta(description="largest request body in bytes")] = 32 * 1024 * 1024
     policy: Annotated[
         Literal["round_robin", "least_loaded", "prefix_aware"],

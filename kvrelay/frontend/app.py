@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from kvrelay.config import RouterOptions
+from kvrelay.errors import ConfigError
 from kvrelay.frontend.answer.chat import chat_completions
 from kvrelay.frontend.answer.completions import completions
 from kvrelay.frontend.answer.responses import responses
@@ -62,7 +63,9 @@ class FrontEnd(Starlette):
     """Starlette, except that known paths go straight to their endpoints: a stream is resumed once per token, and each time it
     would pass through every layer in between."""
 
-    def __init__(self, endpoints: Mapping[str, Endpoint], keys: KeyRing, lifespan: Lifespan | None) -> None:
+    def __init__(
+        self, endpoints: Mapping[str, Endpoint], keys: KeyRing, lifespan: Lifespan | None, *, root_path: str = ""
+    ) -> None:
         super().__init__(
             routes=[Route(path, endpoint) for path, endpoint in endpoints.items()],
             exception_handlers={HTTPException: _not_found},
@@ -70,9 +73,12 @@ class FrontEnd(Starlette):
         )
         self.router.redirect_slashes = False
         self._endpoints = endpoints
+        self._root_path = root_path
         self._serve = ApiKeys(self._dispatch, keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._root_path and scope["type"] == "http" and f"{scope['path']}/".startswith(f"{self._root_path}/"):
+            scope["path"] = scope["path"].removeprefix(self._root_path) or "/"  # a proxy that passes paths on as they are
         await self._serve(scope, receive, send)
 
     def _dispatch(self, scope: Scope, receive: Receive, send: Send) -> Coroutine[Any, Any, None]:
@@ -101,7 +107,10 @@ def create_app(
         handlers.setdefault(path, {})[method] = functools.partial(handler, service)
     log_requests = options.log_requests
     endpoints = {path: Endpoint(path, taken, metrics, log_requests=log_requests) for path, taken in handlers.items()}
-    return FrontEnd(endpoints, KeyRing(options.api_key, options.api_key_file), lifespan)
+    root_path = options.root_path
+    if root_path and (not root_path.startswith("/") or root_path.endswith("/")):
+        raise ConfigError(f"--root-path {root_path} must begin with a slash, and not end with one")
+    return FrontEnd(endpoints, KeyRing(options.api_key, options.api_key_file), lifespan, root_path=root_path)
 
 
 def _images(image_spec: ImageSpec | None, options: RouterOptions) -> Images:

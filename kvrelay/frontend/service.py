@@ -11,7 +11,7 @@ from typing import TypeVar
 import msgspec
 
 from kvrelay.config import RouterOptions
-from kvrelay.errors import InvalidRequestError, NotFoundError
+from kvrelay.errors import ConfigError, InvalidRequestError, NotFoundError
 from kvrelay.frontend.http.call import Call
 from kvrelay.frontend.prompt.images import Images
 from kvrelay.frontend.prompt.responses_types import ResponsesRequest
@@ -45,7 +45,8 @@ class Service:
         self.tokenizer = tokenizer
         self.metrics = metrics
         self.options = options
-        self.model = options.served_model_name or model
+        self.models = served_names(options, model)
+        self.model = self.models[0]  # what answers say
         self.root = model
         self.images = images
         self.started_at = int(time.time())
@@ -58,8 +59,9 @@ class Service:
         return request
 
     def check_model(self, name: str | None) -> None:
-        if name is not None and name != self.model:
-            raise NotFoundError(f"the model {name[:200]!r} does not exist; this server serves {self.model!r}",
+        if name is not None and name not in self.models:
+            served = ", ".join(map(repr, self.models))
+            raise NotFoundError(f"the model {name[:200]!r} does not exist; this server serves {served}",
                                 param="model", code="model_not_found")  # fmt: skip
 
     async def off_loop_if_long(self, length: int, work: Callable[[], T]) -> T:
@@ -98,6 +100,16 @@ class Service:
                 code="context_length_exceeded",
             )
         return limit - num_prompt_tokens
+
+
+def served_names(options: RouterOptions, model: str) -> list[str]:
+    """The names under which clients know the model."""
+    if not options.served_model_name:
+        return [model]
+    names = [name.strip() for name in options.served_model_name.split(",")]
+    if not all(names) or len(set(names)) < len(names):
+        raise ConfigError(f"--served-model-name {options.served_model_name}: names must not be empty, nor given twice")
+    return names
 
 
 def _speaks_hermes(tokenizer: Tokenizer) -> bool:

@@ -36,6 +36,7 @@ from kvrelay.events.eviction_sync import EvictionSyncAdapter
 from kvrelay.events.removals import RemovalQueue
 from kvrelay.frontend.app import create_app
 from kvrelay.frontend.http.connections import close_slow, limited
+from kvrelay.frontend.service import served_names
 from kvrelay.launch.cluster import FREE_LOCAL_PORT, WorkerSettings, open_router, until_ready, worker_roles
 from kvrelay.launch.supervise import Supervisor
 from kvrelay.log import Log, take_over
@@ -77,10 +78,10 @@ def serve(
     _prepare(router, cluster, environment)
     with _listening(router.host, router.port) as listener:
         folder = resolve(model.model, environment, progress)
-        tokenizer, image_spec = Tokenizer.load(folder), read_image_spec(folder)
+        tokenizer, image_spec = Tokenizer.load(folder, chat_template=router.chat_template), read_image_spec(folder)
         if cluster.encode and image_spec is None:
             raise ConfigError(f"--encode: {model.model} is a text model; it has no images to encode")
-        served_name = router.served_model_name or model.model
+        served_name = served_names(router, model.model)[0]
         workers = WorkerSettings(
             model=msgspec.structs.replace(model, model=str(folder)),
             engine=engine,
@@ -105,8 +106,8 @@ def route(
     _prepare(router, cluster, environment)
     with _listening(router.host, router.port) as listener:
         folder = resolve(model.model, environment, progress)
-        tokenizer, image_spec = Tokenizer.load(folder), read_image_spec(folder)
-        served_name = router.served_model_name or model.model
+        tokenizer, image_spec = Tokenizer.load(folder, chat_template=router.chat_template), read_image_spec(folder)
+        served_name = served_names(router, model.model)[0]
 
         async def main() -> int:
             front = Front(router, cluster, served_name, tokenizer, image_spec, default_listen=_DEFAULT_LISTEN)

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import tokenizers
 
-from kvrelay.errors import InvalidRequestError, ModelError
+from kvrelay.errors import ConfigError, InvalidRequestError, ModelError
 from kvrelay.text.chat_template import ChatTemplate, Message
 from kvrelay.text.pieces import Family, PieceTable, family_of
 from kvrelay.text.segments import SegmentEncoder
@@ -51,8 +51,9 @@ class Tokenizer:
         self._pieces = {skip: PieceTable(self.family, backend.id_to_token, added, skip_special=skip) for skip in (False, True)}
 
     @classmethod
-    def load(cls, folder: str | pathlib.Path) -> Tokenizer:
-        """From tokenizer.json, tokenizer_config.json and, if there, chat_template.jinja or chat_template.json."""
+    def load(cls, folder: str | pathlib.Path, *, chat_template: str = "") -> Tokenizer:
+        """From tokenizer.json, tokenizer_config.json and, if there, chat_template.jinja or chat_template.json. The file
+        `chat_template` replaces the model's own templates."""
         folder = pathlib.Path(folder)
         path = folder / "tokenizer.json"
         if not path.is_file():
@@ -65,6 +66,8 @@ class Tokenizer:
             raise ModelError(f"{path} cannot be read: {error}") from error
         config = _read_json(folder / "tokenizer_config.json")
         template, tool_template = _chat_templates(folder, config)
+        if chat_template:
+            template, tool_template = _read_template(chat_template), None
         return cls(
             backend,
             file=file,
@@ -165,6 +168,13 @@ def _read_json(path: pathlib.Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ModelError(f"{path} is not a JSON object")
     return content
+
+
+def _read_template(path: str) -> str:
+    try:
+        return pathlib.Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--chat-template {path} cannot be read: {error}") from error
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:

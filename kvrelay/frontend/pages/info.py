@@ -29,18 +29,18 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def models(service: Service, call: Call) -> None:
-    await call.answer_json(ModelList(data=[_model(service)]))
+    await call.answer_json(ModelList(data=[_model(service, name) for name in service.models]))
 
 
 async def one_model(service: Service, call: Call) -> None:
     name: str = call.scope["path_params"]["model"]
-    if name != service.model:
+    if name not in service.models:
         raise NotFoundError(f"the model {name[:200]!r} does not exist", param="model", code="model_not_found")
-    await call.answer_json(_model(service))
+    await call.answer_json(_model(service, name))
 
 
-def _model(service: Service) -> Model:
-    return Model(id=service.model, created=service.started_at, root=service.root, max_model_len=service.backend.max_model_len)
+def _model(service: Service, name: str) -> Model:
+    return Model(id=name, created=service.started_at, root=service.root, max_model_len=service.backend.max_model_len)
 
 
 async def health(service: Service, call: Call) -> None:
@@ -62,10 +62,7 @@ async def version_page(service: Service, call: Call) -> None:
 
 
 async def index(service: Service, call: Call) -> None:
-    links: dict[str, Any] = {
-        "name": "kvrelay",
-        "version": version(),
-        "model": service.model,
+    paths = {
         "docs": "/docs",
         "openapi": "/openapi.json",
         "api": "/v1",
@@ -73,4 +70,6 @@ async def index(service: Service, call: Call) -> None:
         "cluster": "/cluster",
         "metrics": "/metrics",
     }
-    await call.answer_json(links)
+    root = service.options.root_path
+    about: dict[str, Any] = {"name": "kvrelay", "version": version(), "model": service.model}
+    await call.answer_json(about | {name: root + path for name, path in paths.items()})

@@ -75,7 +75,7 @@ _OPERATIONS = (
 
 
 async def openapi_page(service: Service, call: Call) -> None:
-    await call.answer(200, _openapi_body(), [JSON_TYPE])
+    await call.answer(200, _openapi_body(service.options.root_path), [JSON_TYPE])
 
 
 async def docs(service: Service, call: Call) -> None:
@@ -83,8 +83,8 @@ async def docs(service: Service, call: Call) -> None:
 
 
 @functools.cache
-def _openapi_body() -> bytes:
-    return msgspec.json.encode(openapi())
+def _openapi_body(root_path: str) -> bytes:
+    return msgspec.json.encode(openapi(root_path))
 
 
 @functools.cache
@@ -92,7 +92,7 @@ def _docs_body() -> bytes:
     return (pathlib.Path(__file__).parent / "docs.html").read_bytes()
 
 
-def openapi() -> dict[str, Any]:
+def openapi(root_path: str = "") -> dict[str, Any]:
     used = {each: None for operation in _OPERATIONS for each in (operation.body, operation.answer) if each is not None}
     bodies: list[type] = [ErrorResponse, *used]
     references, components = msgspec.json.schema_components(bodies, ref_template="#/components/schemas/{name}")
@@ -103,6 +103,7 @@ def openapi() -> dict[str, Any]:
     return {
         "openapi": "3.1.0",
         "info": {"title": "kvrelay", "version": version(), "description": "Language models behind OpenAI's API."},
+        "servers": [{"url": root_path or "/"}],
         "paths": paths,
         "components": {
             "schemas": components,

@@ -10,17 +10,21 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from kvrelay.frontend.prompt.types import (
+    MAX_COUNT,
     Body,
     FunctionDefinition,
     FunctionName,
     HarmlessFields,
     JsonObjectFormat,
+    NotEmpty,
     NumLogprobs,
+    Penalty,
     Positive,
     RefusalPart,
     Schema,
     TextFormat,
 )
+from kvrelay.sampling import MAX_STOP_STRINGS
 
 
 class InputText(Body, frozen=True, kw_only=True, tag_field="type", tag="input_text"):
@@ -105,6 +109,14 @@ class ResponsesRequest(HarmlessFields, frozen=True, kw_only=True):
     max_output_tokens: Positive | None = None
     temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
     top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=MAX_COUNT)] | None = None
+    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0.0, le=10.0)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: NotEmpty | Annotated[list[NotEmpty], Meta(max_length=MAX_STOP_STRINGS)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     top_logprobs: NumLogprobs | None = None
     include: list[Literal["message.output_text.logprobs"]] | None = None
     stream: bool | None = None
