@@ -33,8 +33,7 @@ for place, documents in enumerate(plan["reordered_contexts"]):
         "request_id": plan["request_ids"][number],  # so that kvrelay can say when its KV is gone
     }
     served = index.post("/v1/completions", json=body).raise_for_status().json()
-    usage = served["usage"]
-    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    cached = (usage := served["usage"])["prompt_tokens_details"]["cached_tokens"]
     print(f"documents {documents}: {served['choices'][0]['text'].strip()!r}, {cached} of {usage['prompt_tokens']} cached")
 
 print("the index lists", index.get("/requests").json()["num_requests"], "requests")

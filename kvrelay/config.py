@@ -110,9 +110,10 @@ class RouterOptions(Options, frozen=True, kw_only=True):
         Literal["round_robin", "least_loaded", "prefix_aware"],
         Meta(description="how a worker is chosen: in turn, by its tokens in flight, or by its cached prefix and its load"),
     ] = "prefix_aware"
-    tool_parser: Annotated[Literal["auto", "hermes", "none"], Meta(description="how tool calls are read from the output")] = (
-        "auto"
-    )
+    tool_parser: Annotated[
+        Literal["auto", "hermes", "llama", "mistral", "none"],
+        Meta(description="how the model writes tool calls; auto finds out from its chat template"),
+    ] = "auto"
     reasoning_parser: Annotated[
         Literal["none", "think"], Meta(description="think: text inside <think> tags becomes reasoning_content")
     ] = "none"

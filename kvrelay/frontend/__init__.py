@@ -8,7 +8,7 @@
     app        which path is served by what
     fake_backend   a `Backend` without workers
 
-Imports point one way: http <- prompt/types, prompt/images <- service <- prompt <- answer, pages <- app.
+Imports point one way: http <- prompt/types, prompt/images, prompt/call_formats <- service <- prompt <- answer, pages <- app.
 
 The way of a chat request, from bytes to `GenerateRequest` and from `RequestStream` back to bytes:
 

@@ -13,6 +13,7 @@ import msgspec
 from kvrelay.config import RouterOptions
 from kvrelay.errors import ConfigError, InvalidRequestError, NotFoundError
 from kvrelay.frontend.http.call import Call
+from kvrelay.frontend.prompt.call_formats import format_of
 from kvrelay.frontend.prompt.images import Images
 from kvrelay.frontend.prompt.responses_types import ResponsesRequest
 from kvrelay.frontend.prompt.types import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -50,7 +51,7 @@ class Service:
         self.root = model
         self.images = images
         self.started_at = int(time.time())
-        self.reads_tool_calls = options.tool_parser == "hermes" or (options.tool_parser == "auto" and _speaks_hermes(tokenizer))
+        self.call_format, self.reads_tool_calls = format_of(tokenizer, options.tool_parser)
 
     async def read(self, call: Call, decoder: msgspec.json.Decoder[R]) -> R:
         """The body of a request that may name its model."""
@@ -110,10 +111,3 @@ def served_names(options: RouterOptions, model: str) -> list[str]:
     if not all(names) or len(set(names)) < len(names):
         raise ConfigError(f"--served-model-name {options.served_model_name}: names must not be empty, nor given twice")
     return names
-
-
-def _speaks_hermes(tokenizer: Tokenizer) -> bool:
-    """Whether the model writes calls as <tool_call>{...}</tool_call>: its template says so, or ours does for it."""
-    if tokenizer.template is None or not tokenizer.takes_tools:
-        return True
-    return "<tool_call>" in tokenizer.template.source

@@ -153,6 +153,12 @@ class Tokenizer:
         )
 
     @property
+    def tool_template_source(self) -> str:
+        """The template that tools are rendered with; empty if there is none."""
+        template = self._tool_template or self.template
+        return "" if template is None else template.source
+
+    @property
     def takes_tools(self) -> bool:
         """Whether the chat template has a variable for tools."""
         return self._tool_template is not None or (self.template is not None and self.template.takes_tools)

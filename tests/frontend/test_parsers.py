@@ -14,7 +14,8 @@ from kvrelay.errors import InvalidRequestError
 from kvrelay.frontend.answer.deltas import Collected, Parser, Text
 from kvrelay.frontend.answer.reasoning import ReasoningParser
 from kvrelay.frontend.answer.tool_parser import ToolCallParser
-from kvrelay.frontend.prompt.tools import Tags, hermes_messages, plan_tools, tools_for_template
+from kvrelay.frontend.prompt.call_formats import hermes
+from kvrelay.frontend.prompt.tools import hermes_messages, plan_tools, tools_for_template
 from kvrelay.frontend.prompt.types import FunctionDefinition, FunctionName, FunctionTool, NamedToolChoice
 from kvrelay.sampling import Grammar, GrammarKind
 from kvrelay.text.grammar_check import check_grammar, to_definition
@@ -156,12 +157,12 @@ def written(name: str, arguments: object) -> str:
     return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
 
 
-TAGS = Tags.of(TOKENIZER)
+FORM = hermes(TOKENIZER)
 GOOD, BAD = {"city": "Paris"}, {"city": 1}
 
 
 def test_required_forces_calls_that_fit() -> None:
-    grammar = plan_tools([tool("f"), tool("g")], "required", None, None, reads_calls=True, tags=TAGS).grammar
+    grammar = plan_tools([tool("f"), tool("g")], "required", None, None, reads_calls=True, form=FORM).grammar
     assert allows(grammar, written("f", GOOD))
     assert allows(grammar, written("f", GOOD) + "\n" + written("g", GOOD))
     assert not allows(grammar, written("f", BAD))
@@ -171,20 +172,20 @@ def test_required_forces_calls_that_fit() -> None:
 
 def test_a_named_function_is_called_once() -> None:
     choice = NamedToolChoice(function=FunctionName(name="g"))
-    grammar = plan_tools([tool("f"), tool("g")], choice, None, None, reads_calls=True, tags=TAGS).grammar
+    grammar = plan_tools([tool("f"), tool("g")], choice, None, None, reads_calls=True, form=FORM).grammar
     assert allows(grammar, written("g", GOOD))
     assert not allows(grammar, written("f", GOOD))
     assert not allows(grammar, written("g", GOOD) + "\n" + written("g", GOOD))
 
 
 def test_parallel_calls_can_be_forbidden() -> None:
-    plan = plan_tools([tool("f")], "required", False, None, reads_calls=True, tags=TAGS)
+    plan = plan_tools([tool("f")], "required", False, None, reads_calls=True, form=FORM)
     assert not allows(plan.grammar, written("f", GOOD) + "\n" + written("f", GOOD))
 
 
 def test_auto_needs_a_grammar_only_for_strict_functions() -> None:
-    assert plan_tools([tool("f")], "auto", None, None, reads_calls=True, tags=TAGS).grammar is None
-    grammar = plan_tools([tool("f", strict=True), tool("g")], "auto", None, None, reads_calls=True, tags=TAGS).grammar
+    assert plan_tools([tool("f")], "auto", None, None, reads_calls=True, form=FORM).grammar is None
+    grammar = plan_tools([tool("f", strict=True), tool("g")], "auto", None, None, reads_calls=True, form=FORM).grammar
     assert allows(grammar, "just text, 1 < 2")
     assert allows(grammar, "well: " + written("f", GOOD) + written("f", GOOD) + " done")
     assert allows(grammar, written("g", BAD))
@@ -193,7 +194,7 @@ def test_auto_needs_a_grammar_only_for_strict_functions() -> None:
 
 def test_auto_with_a_format_allows_the_format_or_calls() -> None:
     shape = Grammar(kind=GrammarKind.JSON_SCHEMA, source=json.dumps(CITY))
-    grammar = plan_tools([tool("f", strict=True)], None, None, shape, reads_calls=True, tags=TAGS).grammar
+    grammar = plan_tools([tool("f", strict=True)], None, None, shape, reads_calls=True, form=FORM).grammar
     assert allows(grammar, json.dumps(GOOD))
     assert allows(grammar, written("f", GOOD))
     assert not allows(grammar, "text")
@@ -206,7 +207,7 @@ def test_tools_nested_too_deeply_are_refused() -> None:
         deep = {"a": deep}
     nested = FunctionTool(function=FunctionDefinition(name="f", parameters=deep))
     with pytest.raises(InvalidRequestError):
-        plan_tools([nested], "required", None, None, reads_calls=True, tags=TAGS)
+        plan_tools([nested], "required", None, None, reads_calls=True, form=FORM)
 
 
 # What models without a word for tools are told

@@ -8,14 +8,15 @@ from typing import Any
 import httpx
 import pytest
 
-from kvrelay.frontend.prompt.tools import Tags, plan_tools
+from kvrelay.frontend.prompt.call_formats import hermes
+from kvrelay.frontend.prompt.tools import plan_tools
 from kvrelay.frontend.prompt.types import FunctionDefinition, FunctionTool
 from tests.frontend.serving import TOKENIZER, fake_backend, http_client, make_app
 from tests.frontend.test_parsers import allows, written
 
 TEXT = {"type": "string"}
 OPEN = {"type": "object", "properties": {"city": TEXT}, "required": ["city"]}
-TAGS = Tags.of(TOKENIZER)
+FORM = hermes(TOKENIZER)
 
 
 async def ask(path: str, **body: Any) -> httpx.Response:
@@ -29,7 +30,7 @@ def function(parameters: Any, name: str = "f", **settings: Any) -> dict[str, Any
 
 def forced(*parameters: Any) -> Any:
     tools = [FunctionTool(function=FunctionDefinition(name=f"f{n}", parameters=each)) for n, each in enumerate(parameters)]
-    return plan_tools(tools, "required", None, None, reads_calls=True, tags=TAGS).grammar
+    return plan_tools(tools, "required", None, None, reads_calls=True, form=FORM).grammar
 
 
 def test_arguments_have_no_properties_but_those_of_the_schema() -> None:

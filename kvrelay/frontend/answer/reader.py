@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from kvrelay.frontend.answer.deltas import Collected, Delta, Parser, Text
 from kvrelay.frontend.answer.generation import Sample
+from kvrelay.frontend.answer.object_calls import ObjectCallParser
 from kvrelay.frontend.answer.reasoning import ReasoningParser
 from kvrelay.frontend.answer.tool_parser import ToolCallParser
 from kvrelay.frontend.prompt.conversation import Conversation
+from kvrelay.frontend.prompt.tools import ToolPlan
 from kvrelay.states import FinishReason
 
 
@@ -17,7 +19,7 @@ class AnswerReader:
 
     def __init__(self, conversation: Conversation, sample: Sample) -> None:
         self.sample = sample
-        self._tools = ToolCallParser(forced=conversation.tools.forced) if conversation.tools.parse else None
+        self._tools = _tool_parser(conversation.tools)
         self._reasoning = ReasoningParser(self._tools, opened=conversation.opened) if conversation.reasons else None
         self._parser: Parser | None = self._reasoning or self._tools
         self.collected = Collected()
@@ -38,3 +40,11 @@ class AnswerReader:
         assert reason is not None
         calls = self._tools is not None and self._tools.num_calls > 0
         return "tool_calls" if calls and reason is FinishReason.STOP else reason.value
+
+
+def _tool_parser(tools: ToolPlan) -> ToolCallParser | ObjectCallParser | None:
+    if not tools.parse or tools.form is None:
+        return None
+    if tools.form.kind == "hermes":
+        return ToolCallParser(forced=tools.forced)
+    return ObjectCallParser(is_mistral=tools.form.kind == "mistral", forced=tools.forced, one_call=tools.one_call)

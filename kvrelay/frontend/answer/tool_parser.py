@@ -7,24 +7,13 @@ the length limit cut off is not shown.
 
 from __future__ import annotations
 
-import re
-
 import msgspec
 
+from kvrelay.frontend.answer.call_text import BEGINNING, Arguments, WrittenCall, json_string
 from kvrelay.frontend.answer.deltas import CallArguments, CallStart, Delta, Text, held_suffix, new_call_id
-from kvrelay.frontend.prompt.tools import CLOSE, OPEN
+from kvrelay.frontend.prompt.call_formats import CLOSE, OPEN
 
-_BEGINNING = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)', re.DOTALL)
 _SURE = "<tool"  # a shorter beginning of the tag may be anything
-_JSON_MARK = re.compile(r'["\\{}\[\]]')
-
-
-class _WrittenCall(msgspec.Struct):
-    """A call whose keys are in another order; it is read once it is complete."""
-
-    name: str
-    arguments: msgspec.Raw = msgspec.Raw()
-    parameters: msgspec.Raw = msgspec.Raw()
 
 
 class ToolCallParser:
@@ -38,7 +27,7 @@ class ToolCallParser:
         self.num_calls = 0  # announced so far
         self._held = ""  # text not yet understood
         self._call: str | None = None  # inside a call: its text while its name is not known
-        self._arguments: _Arguments | None = None  # inside a call whose name is known
+        self._arguments: Arguments | None = None  # inside a call whose name is known
 
     def push(self, text: str) -> list[Delta]:
         deltas: list[Delta] = []
@@ -96,12 +85,12 @@ class ToolCallParser:
     def _read_name(self, text: str, deltas: list[Delta]) -> str:
         assert self._call is not None
         self._call += text
-        beginning = _BEGINNING.match(self._call)
-        name = None if beginning is None else _json_string(beginning.group(1))
+        beginning = BEGINNING.match(self._call)
+        name = None if beginning is None else json_string(beginning.group(1))
         if beginning is not None and name is not None:
             rest, self._call = self._call[beginning.end() :], ""
             self._announce(name, deltas)
-            self._arguments = _Arguments()
+            self._arguments = Arguments()
             return rest
         whole, closed, rest = self._call.partition(CLOSE)
         if closed:
@@ -111,63 +100,14 @@ class ToolCallParser:
 
     def _take_whole(self, written: str, deltas: list[Delta], *, closed: bool, cut: bool = False) -> None:
         try:
-            call = msgspec.json.decode(written, type=_WrittenCall)
+            call = msgspec.json.decode(written, type=WrittenCall)
         except (msgspec.DecodeError, RecursionError, UnicodeError):
             if not cut:
                 deltas.append(Text(OPEN + written + (CLOSE if closed else "")))
             return
-        raw = (bytes(call.arguments) or bytes(call.parameters) or b"{}").decode()
         self._announce(call.name, deltas)
-        deltas.append(CallArguments(self.num_calls - 1, _json_string(raw) or raw))
+        deltas.append(CallArguments(self.num_calls - 1, call.arguments_text()))
 
     def _announce(self, name: str, deltas: list[Delta]) -> None:
         deltas.append(CallStart(self.num_calls, new_call_id(), name))
         self.num_calls += 1
-
-
-class _Arguments:
-    """Follows one JSON value to its end, looking only at strings and brackets."""
-
-    __slots__ = ("_depth", "_escaped", "_in_string", "complete")
-
-    def __init__(self) -> None:
-        self._depth = 0
-        self._in_string = False
-        self._escaped = False
-        self.complete = False
-
-    def take(self, text: str) -> tuple[str, str]:
-        """The part of the text that belongs to the value, and the rest."""
-        place = 0
-        while place < len(text):
-            if self._escaped:
-                self._escaped = False
-                place += 1
-                continue
-            mark = _JSON_MARK.search(text, place)
-            if mark is None:
-                break
-            place = mark.end()
-            self._note(mark.group())
-            if self._depth == 0:
-                self.complete = True
-                return text[:place], text[place:]
-        return text, ""
-
-    def _note(self, mark: str) -> None:
-        if self._in_string:
-            self._escaped = mark == "\\"
-            self._in_string = mark != '"'
-        elif mark == '"':
-            self._in_string = True
-        elif mark in "{[":
-            self._depth += 1
-        elif mark in "}]":
-            self._depth -= 1
-
-
-def _json_string(text: str) -> str | None:
-    try:
-        return msgspec.json.decode(text, type=str)
-    except (msgspec.DecodeError, UnicodeError):
-        return None

@@ -10,11 +10,12 @@ from kvrelay.errors import InvalidRequestError
 from kvrelay.frontend.http.call import Call
 from kvrelay.frontend.http.errors import missing
 from kvrelay.frontend.prompt.beams import check_chat
+from kvrelay.frontend.prompt.call_formats import CLOSE
 from kvrelay.frontend.prompt.continuation import keep_s, origin_of
 from kvrelay.frontend.prompt.images import image_parts, shifted
 from kvrelay.frontend.prompt.params import check_stream, output_tokens, sampling_params, shape_of
 from kvrelay.frontend.prompt.template import render
-from kvrelay.frontend.prompt.tools import CLOSE, Tags, ToolPlan, arguments_schema, plan_tools
+from kvrelay.frontend.prompt.tools import ToolPlan, arguments_schema, plan_tools
 from kvrelay.frontend.prompt.types import ChatRequest
 from kvrelay.frontend.prompt.work import Work
 from kvrelay.frontend.service import Service
@@ -47,7 +48,7 @@ async def prepare_conversation(service: Service, call: Call, request: ChatReques
         request.parallel_tool_calls,
         shape,
         reads_calls=service.reads_tool_calls,
-        tags=Tags.of(service.tokenizer),
+        form=service.call_format,
     )
     if field is not None and shape is not None:
         await service.check_grammar(shape, field)
@@ -127,8 +128,14 @@ def _params(
         logprobs=_num_top_logprobs(request),
         prompt_logprobs=request.prompt_logprobs,
         grammar=grammar,
-        extra_stop=(CLOSE,) if tools.parse and tools.one_call and not tools.forced else (),
+        extra_stop=(CLOSE,) if _ends_with_call(tools) else (),
+        keeps_special=tools.parse and tools.form is not None and tools.form.keeps_special,
     )
+
+
+def _ends_with_call(tools: ToolPlan) -> bool:
+    """Whether the end of a call ends the answer: the model would go on, and no grammar stops it."""
+    return tools.parse and tools.one_call and not tools.forced and tools.form is not None and tools.form.kind == "hermes"
 
 
 def _num_top_logprobs(request: ChatRequest) -> int | None:

@@ -34,6 +34,7 @@ def sampling_params(
     prompt_logprobs: int | None,
     grammar: Grammar | None = None,
     extra_stop: tuple[str, ...] = (),
+    keeps_special: bool = False,
 ) -> SamplingParams:
     """Validated. The caller checks fields that have another name in the request."""
     beam = beam_search(request)
@@ -59,7 +60,7 @@ def sampling_params(
         stop=[*_stop_strings(request), *extra_stop],
         stop_token_ids=stop_tokens,
         include_stop_str_in_output=request.include_stop_str_in_output,
-        skip_special_tokens=request.skip_special_tokens,
+        skip_special_tokens=request.skip_special_tokens and not keeps_special,
         ignore_eos=request.ignore_eos,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,

@@ -16,14 +16,12 @@ from typing import Any
 import msgspec
 
 from kvrelay.errors import InvalidRequestError
+from kvrelay.frontend.prompt.call_formats import CLOSE, OPEN, CallFormat
 from kvrelay.frontend.prompt.types import FunctionDefinition, FunctionTool, NamedToolChoice, ToolChoice
 from kvrelay.sampling import Grammar, GrammarKind
 from kvrelay.text.chat_template import Message
 from kvrelay.text.json_schema import SchemaError, prepare_schema
-from kvrelay.text.tokenizer import Tokenizer
 
-OPEN = "<tool_call>"
-CLOSE = "</tool_call>"
 _ANY_ARGUMENTS: dict[str, Any] = {"type": "object"}
 _NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}}
 _HERMES = (
@@ -34,23 +32,6 @@ _HERMES = (
 )
 
 
-class Tags(msgspec.Struct, frozen=True):
-    """The tags around a call, as a grammar writes them: as text, or as single tokens where the tokenizer has them."""
-
-    open: str
-    close: str
-
-    @classmethod
-    def of(cls, tokenizer: Tokenizer) -> Tags:
-        if tokenizer.has_own_token(OPEN) and tokenizer.has_own_token(CLOSE):
-            return cls(OPEN, CLOSE)
-        return cls(_quoted(OPEN), _quoted(CLOSE))
-
-    @property
-    def are_tokens(self) -> bool:
-        return self.open == OPEN
-
-
 class ToolPlan(msgspec.Struct, frozen=True, kw_only=True):
     """How the tools of one request are handled."""
 
@@ -59,9 +40,10 @@ class ToolPlan(msgspec.Struct, frozen=True, kw_only=True):
     forced: bool  # whether the output must be calls
     grammar: Grammar | None
     one_call: bool  # parallel_tool_calls is false
+    form: CallFormat | None  # how the model writes them; None without tools
 
 
-NO_TOOLS = ToolPlan(tools=[], parse=False, forced=False, grammar=None, one_call=False)
+NO_TOOLS = ToolPlan(tools=[], parse=False, forced=False, grammar=None, one_call=False, form=None)
 
 
 def plan_tools(
@@ -71,7 +53,7 @@ def plan_tools(
     shape: Grammar | None,
     *,
     reads_calls: bool,
-    tags: Tags,
+    form: CallFormat,
 ) -> ToolPlan:
     """`shape` is the grammar that the answer itself must follow."""
     if not tools:
@@ -82,7 +64,7 @@ def plan_tools(
     if choice == "none":
         return NO_TOOLS
     try:
-        return _plan(tools, choice, parallel, shape, reads_calls=reads_calls, tags=tags)
+        return _plan(tools, choice, parallel, shape, reads_calls=reads_calls, form=form)
     except FunctionError as error:
         raise error.among(tools) from error
 
@@ -94,18 +76,18 @@ def _plan(
     shape: Grammar | None,
     *,
     reads_calls: bool,
-    tags: Tags,
+    form: CallFormat,
 ) -> ToolPlan:
     one_call = parallel is False
     if choice in (None, "auto"):
-        grammar = _optional_calls(tools, shape, tags) if reads_calls else None
-        return ToolPlan(tools=tools, parse=reads_calls, forced=False, grammar=grammar, one_call=one_call)
+        grammar = _optional_calls(tools, shape, form) if reads_calls else None
+        return ToolPlan(tools=tools, parse=reads_calls, forced=False, grammar=grammar, one_call=one_call, form=form)
     if shape is not None:
         raise InvalidRequestError("tool_choice cannot be combined with a response format or grammar", param="tool_choice")
     called = [_named(tools, choice)] if isinstance(choice, NamedToolChoice) else tools
     one_call = one_call or isinstance(choice, NamedToolChoice)
-    grammar = _forced_calls(called, one_call, tags)
-    return ToolPlan(tools=tools, parse=True, forced=True, grammar=grammar, one_call=one_call)
+    grammar = _forced_calls(called, one_call, form)
+    return ToolPlan(tools=tools, parse=True, forced=True, grammar=grammar, one_call=one_call, form=form)
 
 
 def _check_names(tools: list[FunctionTool]) -> None:
@@ -129,39 +111,29 @@ def _named(tools: list[FunctionTool], choice: NamedToolChoice) -> FunctionTool:
 # Grammars
 
 
-def _forced_calls(tools: list[FunctionTool], one_call: bool, tags: Tags) -> Grammar:
-    start = "start: call" if one_call else 'start: call ("\\n" call)*'
-    return _lark([start, _call_rule(tags), *_bodies(tools, strict_only=False)])
+def _forced_calls(tools: list[FunctionTool], one_call: bool, form: CallFormat) -> Grammar:
+    return _lark([f"start: {form.one if one_call else form.many}", *_bodies(tools, form, strict_only=False)])
 
 
-def _call_rule(tags: Tags) -> str:
-    return f'call: {tags.open} "\\n" body "\\n" {tags.close}'
-
-
-def _optional_calls(tools: list[FunctionTool], shape: Grammar | None, tags: Tags) -> Grammar | None:
+def _optional_calls(tools: list[FunctionTool], shape: Grammar | None, form: CallFormat) -> Grammar | None:
     """For `auto`: text or calls. Only needed if the text has a grammar of its own, or arguments must fit a schema."""
-    strict = any(tool.function.strict for tool in tools)
     if shape is not None:
         if shape.kind not in (GrammarKind.JSON_OBJECT, GrammarKind.JSON_SCHEMA):
             raise InvalidRequestError("tools cannot be combined with this grammar", param="tools")
         schema = _one_line('{"type": "object"}' if shape.kind is GrammarKind.JSON_OBJECT else shape.source)
-        start = ['start: answer | call ("\\n" call)*', f"answer: %json {schema}"]
-        return _lark([*start, _call_rule(tags), *_bodies(tools, strict_only=True)])
-    if not strict:
+        start = [f"start: answer | {form.many}", f"answer: %json {schema}"]
+        return _lark([*start, *_bodies(tools, form, strict_only=True)])
+    if not any(tool.function.strict for tool in tools):
         return None
-    # Text up to a call: everything before the tag's token, or (lazily) everything up to the tag's letters.
-    start = ["start: (TEXT? <tool_call> rest)* TEXT?"] if tags.are_tokens else ["start: (lead rest)* TEXT?"]
-    lead = [] if tags.are_tokens else [f"lead[lazy]: /(?s:.*){OPEN}/"]
-    text = f"TEXT: /(?s:.+)/ & ~/(?s:.*){OPEN}(?s:.*)/"
-    return _lark([*start, *lead, text, f"rest: /\\n?/ body /\\n?/ {tags.close}", *_bodies(tools, strict_only=True)])
+    return _lark([*form.free, *_bodies(tools, form, strict_only=True)])
 
 
-def _bodies(tools: list[FunctionTool], *, strict_only: bool) -> list[str]:
-    """One rule per function: {"name": ..., "arguments": what its schema allows}."""
+def _bodies(tools: list[FunctionTool], form: CallFormat, *, strict_only: bool) -> list[str]:
+    """One rule per function, with what its schema allows as arguments."""
     rules = ["body: " + " | ".join(f"body_{place}" for place in range(len(tools)))]
     for place, tool in enumerate(tools):
-        head = f'{{"name": {json.dumps(tool.function.name)}, "arguments": '
-        rules.append(f"body_{place}: {_quoted(head)} arguments_{place} {_quoted('}')}")
+        head, tail = form.around(tool.function.name)
+        rules.append(f"body_{place}: {head} arguments_{place} {tail}")
         rules.append(f"arguments_{place}: %json {_arguments(tool.function, strict_only)}")
     return rules
 
@@ -195,10 +167,6 @@ class FunctionError(Exception):
 
 def _lark(rules: list[str]) -> Grammar:
     return Grammar(kind=GrammarKind.LARK, source="\n".join(rules) + "\n")
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text)
 
 
 def _encoded(schema: dict[str, Any]) -> str:
