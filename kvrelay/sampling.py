@@ -83,8 +83,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     beam: BeamSearch | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            msgspec.structs.force_setattr(self, "stop", [self.stop])
+        stop: object = self.stop
+        if isinstance(stop, str):
+            msgspec.structs.force_setattr(self, "stop", [stop])
         for name, default in _FOR_NONE:
             if getattr(self, name) is None:
                 msgspec.structs.force_setattr(self, name, default)

@@ -56,7 +56,7 @@ def prepare_schema(schema: Schema) -> Schema:
 
 def parts_of(schema: Schema) -> list[tuple[str, Schema]]:
     """Every schema inside a prepared one, with its path, the innermost first. Each can be used alone."""
-    definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    definitions: Schema = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
     found: list[tuple[str, Schema]] = []
 
     def visit(node: Schema, path: str) -> None:
@@ -104,7 +104,7 @@ class _Preparation:
         self._copies: dict[tuple[str, str], str] = {}  # definitions that are parts, by their keyword and name: the copy's name
 
     def whole(self) -> Schema:
-        prepared = self._value(self._root, "")
+        prepared: Schema = self._value(self._root, "")
         done: set[tuple[str, str]] = set()
         while pending := [key for key in self._copies if key not in done]:
             for keyword, name in pending:

@@ -88,7 +88,7 @@ class _Evictions:
     def __init__(self) -> None:
         self.num_blocks = 0
 
-    def show(self, worker_id: str, kind: str, **fields: Any) -> None:
+    def show(self, at: float, worker_id: str, kind: str, **fields: Any) -> None:
         if kind == "Removed":
             self.num_blocks += len(fields["hashes"])
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 import re
 import uuid
+from typing import assert_never
 
 import msgspec
 
@@ -54,16 +55,22 @@ class ObjectCallParser:
     def push(self, text: str) -> list[Delta]:
         deltas: list[Delta] = []
         text, self._held = self._held + text, ""
-        read = {
-            _State.TEXT: self._read_text,
-            _State.SECTION: self._read_section,
-            _State.CALL: self._read_call,
-            _State.ARGUMENTS: self._read_arguments,
-            _State.TAIL: self._read_tail,
-            _State.OVER: lambda _text, _deltas: "",
-        }
         while text:
-            text = read[self._state](text, deltas)
+            match self._state:
+                case _State.TEXT:
+                    text = self._read_text(text, deltas)
+                case _State.SECTION:
+                    text = self._read_section(text, deltas)
+                case _State.CALL:
+                    text = self._read_call(text, deltas)
+                case _State.ARGUMENTS:
+                    text = self._read_arguments(text, deltas)
+                case _State.TAIL:
+                    text = self._read_tail(text)
+                case _State.OVER:
+                    text = ""
+                case _ as never:
+                    assert_never(never)
         return deltas
 
     def finish(self, *, cut: bool = False) -> list[Delta]:
@@ -158,7 +165,7 @@ class ObjectCallParser:
                 self._end_call()
         return rest
 
-    def _read_tail(self, text: str, deltas: list[Delta]) -> str:
+    def _read_tail(self, text: str) -> str:
         _, closed, rest = text.partition("}")
         if closed:
             self._end_call()
