@@ -115,11 +115,11 @@ class StubEngine:
             tokens = lease.tokens[: lease.num_prompt_tokens + finish.keep_tokens]
             self.leases[kept_id] = msgspec.structs.replace(lease, tokens=tokens)
 
-    def release_leases(self, kept_ids: Iterable[KeptId]) -> None:
+    def release_kept(self, kept_ids: Iterable[KeptId]) -> None:
         for kept_id in kept_ids:
             self.leases.pop(kept_id, None)
 
-    def find_leases(self, handle: str, owner: str) -> list[KeptInfo]:
+    def find_kept(self, handle: str, owner: str) -> list[KeptInfo]:
         return [one for one in self.leases.values() if handle in (one.kept_id, one.external_id) and one.owner == owner]
 
     def abort(self, request_ids: Iterable[RequestId]) -> None:

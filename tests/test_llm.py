@@ -60,7 +60,7 @@ def until(condition: Callable[[], bool]) -> None:
 def assert_empty(llm: LLM | AsyncLLM) -> None:
     """The leak check, of either kind."""
     if llm.relay is None:
-        invariants.check(llm.engine)
+        invariants.check(llm.engine.core)
         assert not llm.engine.requests
         counts = llm.engine.kv.pool.counts()
         assert counts.free + counts.cached == counts.total

@@ -146,7 +146,7 @@ class EngineHere:
 
     @property
     def has_room(self) -> bool:
-        return self._engine.scheduler.num_waiting < self._engine.options.max_queue
+        return self._engine.scheduler.num_waiting < self._engine.core.options.max_queue
 
     def send(self, message: Message) -> None:
         tell(self._engine, message)
@@ -239,6 +239,6 @@ def tell(engine: Engine, message: Message) -> None:
         case Finish():
             engine.finish(message)
         case ReleaseKept():
-            engine.release_leases(message.kept_ids)
+            engine.release_kept(message.kept_ids)
         case _:
             assert_never(message)

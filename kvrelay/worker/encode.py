@@ -109,10 +109,10 @@ class EncodeEngine:
     def finish(self, finish: Finish) -> None:
         """Nothing here has samples."""
 
-    def release_leases(self, kept_ids: Iterable[KeptId]) -> None:
+    def release_kept(self, kept_ids: Iterable[KeptId]) -> None:
         """Nothing here has KV."""
 
-    def find_leases(self, handle: str, owner: str) -> list[KeptInfo]:
+    def find_kept(self, handle: str, owner: str) -> list[KeptInfo]:
         return []
 
     def drain(self) -> None:

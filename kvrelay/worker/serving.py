@@ -91,10 +91,10 @@ class ServingEngine(Protocol):
     def peer_lost(self, worker_id: WorkerId) -> None:
         """Another worker is gone, says a router: transfers with it fail at once."""
 
-    def release_leases(self, kept_ids: Iterable[KeptId]) -> None:
+    def release_kept(self, kept_ids: Iterable[KeptId]) -> None:
         """Nobody will continue from these any more. Unknown ones are no error: they may have ended."""
 
-    def find_leases(self, handle: str, owner: str) -> list[KeptInfo]:
+    def find_kept(self, handle: str, owner: str) -> list[KeptInfo]:
         """By a lease's id, or by the id under which a client knows the parent."""
 
     def close(self) -> None: ...
@@ -216,9 +216,9 @@ class ServingLoop:
             case Drain():
                 log.info("told to drain again", role=message.role)
             case ReleaseKept():
-                self._engine.release_leases(message.kept_ids)
+                self._engine.release_kept(message.kept_ids)
             case AskKept():
-                leases = self._engine.find_leases(message.handle, message.owner)
+                leases = self._engine.find_kept(message.handle, message.owner)
                 self._send(identity, encode(KeptTold(handle=message.handle, owner=message.owner, leases=leases)))
             case _:
                 assert_never(message)

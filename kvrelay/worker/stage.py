@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvrelay.config import EngineOptions, Environment, ModelOptions
-from kvrelay.engine.events import EventRecorder
+from kvrelay.engine.memory.events import EventRecorder
 from kvrelay.ids import WorkerId
 from kvrelay.progress import Progress
 from kvrelay.worker.serving import ServingEngine
