@@ -54,9 +54,9 @@ class EngineOptions(Options, frozen=True, kw_only=True):
         Literal["latest", "oldest"],
         Meta(description="who makes room when KV blocks run out: of those with the lowest priority, who came last or first"),
     ] = "latest"
-    kept_kv_share: Annotated[
-        float, Meta(ge=0.0, le=1.0, description="largest share of the KV blocks that continuation leases may pin")
-    ] = 0.5
+    kept_kv_share: Annotated[float, Meta(ge=0.0, le=1.0, description="largest share of the KV blocks that kept KV may pin")] = (
+        0.5
+    )
     feature_cache_mib: Annotated[
         Count,
         Meta(description="memory for what vision towers made of images, in MiB; what running requests need may take more"),
@@ -163,7 +163,14 @@ class ClusterOptions(Options, frozen=True, kw_only=True):
         str,
         Meta(description="where workers of other hosts register (tcp://HOST:PORT); default is a free local port"),
     ] = ""
-    lease_s: Annotated[float, Meta(gt=0.0, le=600.0, description="a worker silent for so long is taken for dead")] = 4.0
+    registration_s: Annotated[
+        float,
+        Meta(
+            gt=0.0,
+            le=600.0,
+            description="a worker that has not renewed its registration for this many seconds is considered dead",
+        ),
+    ] = 4.0
     cluster_key: Annotated[
         str, Meta(description="file with the key that routers and workers share; without it their planes are open")
     ] = ""
@@ -224,7 +231,14 @@ class WorkerOptions(Options, frozen=True, kw_only=True):
     replay_port: Annotated[
         int, Meta(ge=0, le=65535, description="port on which missed events are asked for; 0 picks a free one")
     ] = 0
-    lease_s: Annotated[float, Meta(gt=0.0, le=600.0, description="a worker silent for so long is taken for dead")] = 4.0
+    registration_s: Annotated[
+        float,
+        Meta(
+            gt=0.0,
+            le=600.0,
+            description="a worker that has not renewed its registration for this many seconds is considered dead",
+        ),
+    ] = 4.0
     cluster_key: Annotated[
         str, Meta(description="file with the key that routers and workers share; without it their planes are open")
     ] = ""

@@ -28,7 +28,7 @@ from kvrelay.sampling import SamplingParams
 from kvrelay.states import FinishReason
 
 SMALL: dict[str, Any] = {"progress": False, "kv_blocks": 64, "max_batch": 4, "max_model_len": 128, "threads": 1}
-RELAY: dict[str, Any] = {**SMALL, "prefill": 1, "decode": 1, "local_prefill_tokens": 0, "lease_s": 2.0, "max_queue": 8}
+RELAY: dict[str, Any] = {**SMALL, "prefill": 1, "decode": 1, "local_prefill_tokens": 0, "registration_s": 2.0, "max_queue": 8}
 PATIENCE_S = 60.0
 PROMPTS = [
     "The quick brown fox",

@@ -217,7 +217,7 @@ class Engine:
             preemptions=self.scheduler.num_preemptions,
             steps=self._num_steps,
             connections=relay.num_links,
-            leases=len(self._kept),
+            kept=len(self._kept),
             inherited_tokens=self._kept.num_inherited_tokens,
             images=self._images.counts() if self._limits.takes_images else None,
         )

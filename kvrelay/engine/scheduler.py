@@ -127,6 +127,8 @@ class Scheduler:
 
     def take_copied(self, wait_s: float) -> None:
         """What came of copies to and from the host. If none ended, waits up to `wait_s` for one."""
+        if self._swap.is_idle:
+            return
         news = self._swap.poll(wait_s)
         self._kept.copied(news.stayed)
         for sequence in news.restored + news.fetched:

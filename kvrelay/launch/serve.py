@@ -85,7 +85,7 @@ def serve(
             model=msgspec.structs.replace(model, model=str(folder)),
             engine=engine,
             transfer=transfer,
-            lease_s=cluster.lease_s,
+            registration_s=cluster.registration_s,
             cluster_key=cluster.cluster_key,
             flags=["--progress=plain"] if len(roles) > 1 else [],
         )

@@ -45,7 +45,7 @@ O = TypeVar("O", bound=Options)
 _COUNTS = ("prefill", "decode", "whole")
 _RELAY_NAMES = (
     *_COUNTS,
-    "lease_s",
+    "registration_s",
     "cluster_key",
     "mode",
     "local_prefill_tokens",
@@ -113,7 +113,7 @@ def open_cluster(
         model=msgspec.structs.replace(options.model, model=str(folder)),
         engine=options.engine,
         transfer=options.transfer,
-        lease_s=options.cluster.lease_s,
+        registration_s=options.cluster.registration_s,
         cluster_key=options.cluster.cluster_key,
         flags=["--quiet", "--progress=plain" if shown else "--progress=none"],
     )

@@ -35,10 +35,10 @@ class LocalEncoder:
         self._waiting = deque(wanted for wanted in self._waiting if wanted[0] != request_id)
 
     def refuse(self, transfer: EmbeddingTransfer) -> None:
-        """Nobody waits for us."""
+        """No producer waits."""
 
     def peer_lost(self, worker_id: WorkerId) -> None:
-        """Nobody is needed."""
+        """No other worker is needed."""
 
     @property
     def has_news(self) -> bool:

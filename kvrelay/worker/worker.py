@@ -3,10 +3,10 @@
 SIGTERM          drains: takes nothing new, finishes what it has, leaves the registry, ends with status 0
 a second one     stops at once: open requests fail with 503
 Drain            the same by message; with a role, the process then starts again in it, as a new worker
-standing still   (SIGSTOP ... SIGCONT) for most of a lease: drops everything without a word and starts again as a new worker;
-                 who was told to leave just ends
+standing still   (SIGSTOP ... SIGCONT) for most of its registration's time: drops everything in silence and starts again as a
+                 new worker; one that was told to leave just ends
 an engine error  every open request fails with 500, then the process ends with status 1: what a step left behind
-                 cannot be trusted, and whoever supervises the worker starts a fresh one
+                 cannot be trusted, and its supervisor starts a fresh worker
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def run_worker(
     loop.after_turn = events.tell
     stage.waker.bind(loop.wake)
     _handle_signals(loop, launched=tie is not None)
-    vigil = Vigil(worker_options.lease_s)
+    vigil = Vigil(worker_options.registration_s)
     status = _serve(loop, stage, registration, worker_options, vigil)
     events.close()
     if status == 0 and (loop.next_role is not None or (vigil.over and not loop.drain_asked)):
@@ -112,7 +112,7 @@ def _serve(loop: ServingLoop, stage: Stage, registration: Registration, options:
         registration,
         loop.record,
         loop.status,
-        lease_s=options.lease_s,
+        registration_s=options.registration_s,
         watchdog_s=options.watchdog_s,
         vigil=vigil,
         on_refused=refused,

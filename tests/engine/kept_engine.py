@@ -131,7 +131,7 @@ class KeptEngine(SwapEngine):
         """Everything ends, then every lease; nothing is left, on either side."""
         self.run_until(lambda: not self.engine.has_work)
         self.now += 10 * TTL_S
-        assert self.engine.load().leases == 0
+        assert self.engine.load().kept == 0
         self.settle()
         assert self.pinned == 0
 

@@ -43,7 +43,7 @@ def test_blocks_are_pinned_when_the_parent_finishes() -> None:
     counts = engine.engine.load().blocks
     assert (counts.pinned, counts.in_use) == (4, 0)
     assert engine.engine.core.kept.samples[kept_id(parent)].kv.block_table == table
-    assert engine.engine.load().leases == 1
+    assert engine.engine.load().kept == 1
     engine.step()
     assert not engine.engine.has_work  # a lease is no work
     engine.end()
@@ -96,12 +96,12 @@ def test_a_lease_ends_when_its_time_is_over_without_any_step() -> None:
     parent = engine.parent(list(range(9)), ttl_s=5.0)
     begin = engine.now
     engine.now = begin + 5.9  # the second of grace
-    assert engine.engine.load().leases == 1
+    assert engine.engine.load().kept == 1
     (info,) = engine.engine.find_kept(parent.external_id, "")
     assert info.ttl_s == 0.0
     engine.now = begin + 6.0
     load = engine.engine.load()
-    assert (load.leases, load.blocks.pinned, load.blocks.cached) == (0, 0, 4)
+    assert (load.kept, load.blocks.pinned, load.blocks.cached) == (0, 0, 4)
     assert engine.engine.find_kept(parent.external_id, "") == []
     late = engine.child(parent, SUFFIX)
     engine.until_ended(late)
@@ -265,7 +265,7 @@ def test_a_release_or_the_end_of_its_time_takes_nothing_from_a_waiting_child() -
         children = [engine.child(first, SUFFIX), engine.child(second, SUFFIX)]
         engine.engine.release_kept([kept_id(first), KeptId("kv-unknown")])
         engine.now += 200.0
-        assert engine.engine.load().leases == 0
+        assert engine.engine.load().kept == 0
         assert engine.engine.find_kept(kept_id(first), "") == []
         assert engine.state(first) is not KeptState.ENDED
         too_late = engine.child(first, SUFFIX)
@@ -530,7 +530,7 @@ def test_a_chain_of_children_of_children() -> None:
         engine.assert_inherited(child, parent)
         engine.assert_as_from_scratch(child)
         parent = child
-    assert engine.engine.load().leases == 1
+    assert engine.engine.load().kept == 1
     engine.end()
 
 

@@ -278,7 +278,7 @@ class Cluster:
             mode=shape.mode,
             policy="round_robin",
             local_prefill_tokens=shape.local_prefill_tokens,
-            lease_s=60.0,
+            registration_s=60.0,
         )
 
     async def start(self) -> None:

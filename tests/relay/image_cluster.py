@@ -184,7 +184,7 @@ class Cluster:
             metrics=Metrics(),
             policy=shape.policy,
             local_prefill_tokens=shape.local_prefill_tokens,
-            lease_s=60.0,
+            registration_s=60.0,
             rules=RetryRules(wait_s=0.0),
         )
 

@@ -171,6 +171,11 @@ class Swap:
         return not self.on_host[sequence.key].tickets
 
     @property
+    def is_idle(self) -> bool:
+        """Nothing is on the host for a sequence, or on its way: `poll` would say nothing."""
+        return not self.copies and not self.on_host
+
+    @property
     def num_releasing(self) -> int:
         """Blocks that only copies to the host hold, and kept KV that waits for these: they come back soon."""
         references = self._kv.pool.references
@@ -324,6 +329,8 @@ class Swap:
         return news
 
     def counts(self) -> HostCounts:
+        if not self.host.pool.num_blocks:
+            return HostCounts()
         blocks = self.host.pool.counts()
         return HostCounts(
             total=blocks.total,
