@@ -65,7 +65,7 @@ def test_a_child_gives_the_tokens_of_the_whole_text(name: str, tier: str, chunk:
 def leave(engine: Engine, tier: str) -> None:
     """To the host, and out of the device's cache."""
     if tier == "host":
-        engine.core.kept.make_room(engine.kv.pool.num_blocks)
+        engine.core.kept.blocks.make_room(engine.kv.pool.num_blocks)
         while engine.has_work:
             engine.step()
         assert engine.load().blocks.pinned == 0

@@ -121,7 +121,7 @@ class Engine:
             if self._limits.takes_over and submit.transfer is not None:
                 self._incoming.expect(sequence, submit.transfer)
             else:
-                self.scheduler.add(sequence)
+                self.scheduler.queue.add(sequence)
         if submit.images:
             self._expect_images(request, submit)
         self._stalled = False
@@ -197,7 +197,7 @@ class Engine:
             return True
         if self._swap.copies and (self.scheduler.swapped or self._num_waiting):
             return True  # a sequence may wait for the blocks that a copy holds
-        return (self.scheduler.num_waiting > 0 or bool(self.scheduler.swapped)) and not self._stalled
+        return (self.scheduler.queue.num_waiting > 0 or bool(self.scheduler.swapped)) and not self._stalled
 
     def load(self) -> WorkerLoad:
         self._expire_kept()
@@ -234,7 +234,7 @@ class Engine:
 
     @property
     def _num_waiting(self) -> int:
-        return self.scheduler.num_waiting + self._incoming.num_waiting
+        return self.scheduler.queue.num_waiting + self._incoming.num_waiting
 
     @property
     def _num_transferring(self) -> int:

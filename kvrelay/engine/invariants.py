@@ -50,7 +50,7 @@ def check_idle(core: Core) -> None:
     host_blocks |= {block for copy in copies for block in copy.host_blocks}
     assert core.swap.host.pool.counts().in_use == len(host_blocks)
     assert not core.kept.heirs, "children left behind"
-    assert not core.scheduler.waiting
+    assert not core.scheduler.queue.sequences
     assert core.images.num_held == 0, "images are held for requests that are over"
 
 
@@ -90,9 +90,9 @@ def _check_kept(core: Core) -> Counter[int]:
         if one.state is KeptState.ON_DEVICE:
             staying.update(one.kv.block_table)
     assert len(kept) == sum(not one.is_over for one in kept.samples.values()), "kept samples are counted wrongly"
-    assert blocks == kept.pinned, "blocks of kept KV are counted wrongly"
-    assert staying == kept.staying, "blocks of kept KV that stays are counted wrongly"
-    assert len(blocks) <= kept.most, f"kept KV pins {len(blocks)} blocks, which leaves too few for one request"
+    assert blocks == kept.blocks.pinned, "blocks of kept KV are counted wrongly"
+    assert staying == kept.blocks.staying, "blocks of kept KV that stays are counted wrongly"
+    assert len(blocks) <= kept.blocks.most, f"kept KV pins {len(blocks)} blocks, which leaves too few for one request"
     pins = Counter(blocks)
     for copy in swap.copies.values():
         if copy.holder is Holder.PINNED and not copy.expired:
@@ -147,7 +147,8 @@ def _check_queues(core: Core) -> None:
     coming = [s for s in scheduler.loading if s.state is RequestState.SWAPPED]
     assert sorted(swapped, key=lambda s: s.key) == sorted([*scheduler.swapped, *coming], key=lambda s: s.key)
     waiting = [s for s in live if s.state is RequestState.WAITING]
-    assert sorted(waiting, key=lambda s: s.key) == sorted([*scheduler.waiting, *core.incoming.waiting], key=lambda s: s.key)
-    assert scheduler.num_waiting == len(scheduler.waiting)
+    queued = [*scheduler.queue.sequences, *core.incoming.waiting]
+    assert sorted(waiting, key=lambda s: s.key) == sorted(queued, key=lambda s: s.key)
+    assert scheduler.queue.num_waiting == len(scheduler.queue.sequences)
     num_rows = sum(s.num_batch_rows for s in [*scheduler.running, *core.incoming.transferring, *scheduler.loading])
     assert num_rows <= core.options.max_batch, "more sequences run and arrive than the batch holds"

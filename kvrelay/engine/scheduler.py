@@ -29,7 +29,6 @@ computes it, the others wait that long.
 
 from __future__ import annotations
 
-import heapq
 from bisect import insort
 from collections.abc import Callable
 from functools import partial
@@ -39,6 +38,7 @@ from kvrelay.engine.interfaces import Row, StepPlan
 from kvrelay.engine.memory.kept import KeptKV
 from kvrelay.engine.memory.kv_cache import KVCache
 from kvrelay.engine.memory.swap import Swap
+from kvrelay.engine.queue import Queue
 from kvrelay.engine.request import Search, Sequence
 from kvrelay.engine.requests.images import Images
 from kvrelay.engine.requests.incoming import Incoming
@@ -70,29 +70,20 @@ class Scheduler:
         self._images = images
         self.rank: Callable[[Sequence], Order] = _latest_last if options.preempt == "latest" else _oldest_last
         self._watermark = max(1, kv.pool.num_blocks // 100)
-        self._waiting: list[tuple[tuple[int, int, int], Sequence]] = []  # a heap; those that ended are skipped when met
+        self.queue = Queue()
         self.running: list[Sequence] = []  # sorted by rank: the last one makes room first
         self.swapped: list[Sequence] = []  # sorted by order
         self.loading: list[Sequence] = []  # have blocks, into which their KV is copied from the host
-        self._aside: list[Sequence] = []  # waiting ones that can do nothing until their images come
         self.num_held_up = 0  # running ones that sat out the last step for their images
-        self.num_waiting = 0
         self.num_preemptions = 0
         self.discarded: list[int] = []  # keys of beams that a search gave up; the engine takes them
         self.starved = False  # the last plan left a sequence waiting for a row of the batch or for blocks
         self._num_short = 0  # blocks that sequences which sit out this step need
         self._full_budget = 0  # for the prompts of this step
 
-    def add(self, sequence: Sequence) -> None:
-        heapq.heappush(self._waiting, (sequence.order, sequence))
-        self.num_waiting += 1
-
     def recall(self) -> None:
         """Images have come, or will not."""
-        aside, self._aside = self._aside, []
-        for sequence in aside:
-            if sequence.state is RequestState.WAITING:
-                heapq.heappush(self._waiting, (sequence.order, sequence))
+        self.queue.recall()
         self.num_held_up = 0
 
     def run_at_once(self, sequence: Sequence) -> None:
@@ -107,7 +98,7 @@ class Scheduler:
             case RequestState.RUNNING:
                 self.running.remove(sequence)
             case RequestState.WAITING:
-                self.num_waiting -= 1
+                self.queue.ended()
             case RequestState.SWAPPED | RequestState.TRANSFERRING:
                 (self.loading if sequence in self.loading else self.swapped).remove(sequence)
                 self._swap.drop(sequence)
@@ -130,7 +121,7 @@ class Scheduler:
         if self._swap.is_idle:
             return
         news = self._swap.poll(wait_s)
-        self._kept.copied(news.stayed)
+        self._kept.blocks.copied(news.stayed)
         for sequence in news.restored + news.fetched:
             self.loading.remove(sequence)
             self.run_at_once(sequence)
@@ -144,11 +135,6 @@ class Scheduler:
             self._kept.let_go(sequence)
             self._recompute(sequence, FreeReason.SWAP_IN_TIMEOUT)
 
-    @property
-    def waiting(self) -> list[Sequence]:
-        queued = [sequence for _, sequence in self._waiting] + self._aside
-        return [sequence for sequence in queued if sequence.state is RequestState.WAITING]
-
     def schedule(self) -> StepPlan:
         plan = StepPlan()
         num_decoding = sum([len(sequence.tokens) - sequence.num_computed == 1 for sequence in self.running])
@@ -160,24 +146,19 @@ class Scheduler:
             self._bring_back()
         elif self._incoming.has_startable:
             self._admit_in_order(plan, budget)
-        elif self._waiting:
+        elif self.queue:
             self._schedule_waiting(plan, budget)
         return plan
 
     def _admit_in_order(self, plan: StepPlan, budget: int) -> None:
         """Transfers and prompts computed here take the same rows and blocks, so a later one must not take what an earlier one
         of the other kind waits for: under steady load that one would wait for ever."""
-        incoming, waiting = self._incoming, self._first_waiting()
+        incoming, waiting = self._incoming, self.queue.first()
         if incoming.reserve(self._num_free_rows, self._headroom, None if waiting is None else waiting.order):
             self._schedule_waiting(plan, budget)
             if self.starved or incoming.reserve(self._num_free_rows, self._headroom):
                 return
-        self._kept.make_room_for([incoming.next_startable], self._headroom)
-
-    def _first_waiting(self) -> Sequence | None:
-        while self._waiting and self._waiting[0][1].state is not RequestState.WAITING:
-            heapq.heappop(self._waiting)  # it ended meanwhile
-        return self._waiting[0][1] if self._waiting else None
+        self._kept.blocks.make_room_for([incoming.next_startable], self._headroom)
 
     def _bring_back(self) -> None:
         """Swapped sequences, in order. Not while a running one is short of blocks: it would be sent away again."""
@@ -187,7 +168,7 @@ class Scheduler:
             if not self._swap.is_saved(sequence) or sum(one.num_batch_rows for one in together) > self._num_free_rows:
                 return
             if not self._swap.swap_in(together, headroom=self._headroom):
-                self._kept.make_room_for(together, self._headroom)
+                self._kept.blocks.make_room_for(together, self._headroom)
                 return
             self.loading += self.swapped[: len(together)]
             del self.swapped[: len(together)]
@@ -261,7 +242,7 @@ class Scheduler:
             if self._swap.num_releasing >= self._num_short + missing:
                 self._num_short += missing
                 return False
-            if self._kept.make_room(self._num_short + missing):
+            if self._kept.blocks.make_room(self._num_short + missing):
                 continue
             self._preempt_last()
             if sequence.state is not RequestState.RUNNING:
@@ -297,19 +278,16 @@ class Scheduler:
         if sequence.wants_prompt_logprobs and collected is not None:
             del collected[1:]  # the prompt starts over
         self._kv.recorder.freed_for_now(sequence.request.external_id, reason)
-        self.add(sequence)
+        self.queue.add(sequence)
 
     def _schedule_waiting(self, plan: StepPlan, budget: int) -> None:
         num_rows = self._num_free_rows
         limit = self._options.max_running_prefills
         full_budget = self._full_budget
         num_prefills = sum(1 for row in plan.rows if row.sequence.num_prompt_tokens > row.start)
-        while self._waiting and budget > 0 and (limit == 0 or num_prefills < limit):
-            sequence = self._waiting[0][1]
-            if sequence.state is not RequestState.WAITING:
-                heapq.heappop(self._waiting)
-                continue
-            if self._waits_for_sibling(sequence):
+        while budget > 0 and (limit == 0 or num_prefills < limit):
+            sequence = self.queue.first()
+            if sequence is None or self._waits_for_sibling(sequence):
                 return
             if sequence.num_batch_rows > num_rows or not self._kept.attach(sequence, headroom=self._headroom_for(sequence)):
                 self.starved = True
@@ -319,8 +297,7 @@ class Scheduler:
             if budget < full_budget and count < min(reachable, self._options.block_size):
                 self._roll_back(sequence)
                 return
-            heapq.heappop(self._waiting)
-            self.num_waiting -= 1
+            self.queue.pop()
             num_rows -= sequence.num_batch_rows
             if self._kept.fetch(sequence):
                 sequence.become(RequestState.TRANSFERRING)
@@ -328,7 +305,8 @@ class Scheduler:
                 continue
             if not reachable:
                 num_rows += sequence.num_batch_rows
-                self._set_aside(sequence)
+                self._roll_back(sequence)
+                self.queue.set_aside(sequence)
                 continue
             self.run_at_once(sequence)
             self._note_start(sequence)
@@ -353,11 +331,6 @@ class Scheduler:
     def _reachable(self, sequence: Sequence) -> int:
         """Tokens that can be computed before an image whose embeddings are not here."""
         return max(0, self._images.limit(sequence) - sequence.num_computed)
-
-    def _set_aside(self, sequence: Sequence) -> None:
-        self._roll_back(sequence)
-        self.num_waiting += 1
-        self._aside.append(sequence)
 
     def _waits_for_sibling(self, sequence: Sequence) -> bool:
         siblings = sequence.request.sequences

@@ -146,7 +146,7 @@ class EngineHere:
 
     @property
     def has_room(self) -> bool:
-        return self._engine.scheduler.num_waiting < self._engine.core.options.max_queue
+        return self._engine.scheduler.queue.num_waiting < self._engine.core.options.max_queue
 
     def send(self, message: Message) -> None:
         tell(self._engine, message)

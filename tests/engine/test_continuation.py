@@ -283,7 +283,7 @@ def test_a_release_or_the_end_of_its_time_takes_nothing_from_a_waiting_child() -
 
 
 def to_host(engine: KeptEngine, *parents: Submit) -> None:
-    engine.engine.core.kept.make_room(engine.engine.kv.pool.num_blocks)
+    engine.engine.core.kept.blocks.make_room(engine.engine.kv.pool.num_blocks)
     engine.run_until(lambda: all(engine.state(parent) is KeptState.ON_HOST for parent in parents))
 
 
@@ -357,7 +357,7 @@ def test_blocks_that_live_sequences_hold_are_not_copied_for_nothing() -> None:
     child = engine.child(parent, SUFFIX, max_tokens=20)
     engine.step()
     for _ in range(3):
-        engine.engine.core.kept.make_room(14)
+        engine.engine.core.kept.blocks.make_room(14)
     assert engine.state(parent) is KeptState.ON_DEVICE
     engine.until_ended(child)
     engine.assert_inherited(child, parent)
@@ -420,7 +420,7 @@ def test_a_lease_that_ends_while_it_leaves_leaks_nothing() -> None:
     for delay in (3, 9):
         engine = KeptEngine(delays=[delay])
         parent = engine.parent([1] * 17, max_tokens=8)
-        engine.engine.core.kept.make_room(24)
+        engine.engine.core.kept.blocks.make_room(24)
         assert engine.state(parent) is KeptState.LEAVING
         assert engine.engine.has_work
         engine.engine.release_kept([kept_id(parent)])
@@ -648,7 +648,7 @@ def test_a_drain_does_not_wait_for_leases() -> None:
     engine.step()
     engine.engine.drain()
     assert engine.engine.drained
-    engine.engine.core.kept.make_room(24)
+    engine.engine.core.kept.blocks.make_room(24)
     assert engine.engine.drained
     engine.end()
 

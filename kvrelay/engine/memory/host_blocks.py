@@ -6,12 +6,22 @@ that it was copied from, as long as that block was not given to another sequence
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from kvrelay.engine.memory.block_pool import BlockPool
 from kvrelay.engine.memory.kv_cache import KVCache
 from kvrelay.engine.request import Sequence
 
 Origin = tuple[int, int, int]
 """Device block, its generation, and how many of its tokens have KV."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Where blocks go on the host, and which of them have to be copied: (block, host block)."""
+
+    host_blocks: dict[Origin, int] = field(default_factory=dict)
+    saves: list[tuple[int, int]] = field(default_factory=list)
 
 
 class HostBlocks:
@@ -52,15 +62,39 @@ class HostBlocks:
             return None
         return self._kv.find(self._kv.prefixes, sequence, index)
 
-    def place(self, origin: Origin, host_block: int) -> None:
-        """It is copied there."""
-        self._block_of[origin] = host_block
-        self._origin_of[host_block] = origin
+    def place(self, sequences: list[Sequence]) -> Placed | None:
+        """A host block, held once, for every block of the sequences that has KV; shared ones once. None (and nothing changes)
+        if there are too few."""
+        if not self.pool.num_blocks:
+            return None
+        found: dict[Origin, int | None] = {}
+        for sequence in sequences:
+            for index, origin in enumerate(self.origins(sequence)):
+                if origin not in found:
+                    found[origin] = self.find(origin, sequence, index)
+        present = [host_block for host_block in found.values() if host_block is not None]
+        self.pool.retain(present)
+        fresh = self.pool.allocate(len(found) - len(present))
+        if fresh is None:
+            self.release(present)
+            return None
+        placed = Placed()
+        for origin, host_block in found.items():
+            if host_block is None:
+                host_block = fresh.pop()
+                self._note(origin, host_block)
+                placed.saves.append((origin[0], host_block))
+            placed.host_blocks[origin] = host_block
+        return placed
 
     def move(self, origin: Origin, host_block: int) -> None:
         """It was copied back, and has this origin now."""
         self._block_of.pop(self._origin_of.get(host_block, origin), None)
-        self.place(origin, host_block)
+        self._note(origin, host_block)
+
+    def _note(self, origin: Origin, host_block: int) -> None:
+        self._block_of[origin] = host_block
+        self._origin_of[host_block] = origin
 
     def forget_origin(self, host_block: int) -> None:
         origin = self._origin_of.pop(host_block, None)
@@ -79,6 +113,23 @@ class HostBlocks:
         replaced = self.cache.add(host_block, digest, tokens, parent)
         if replaced is not None:
             self.pool.forget(replaced)
+
+    def to_spill(self, most: int) -> list[int]:
+        """Blocks that were given up lately, newest first, and are only on the device."""
+        pool, prefixes = self._kv.pool, self._kv.prefixes
+        wanted: dict[int, None] = {}
+        most = min(most, self.pool.num_available)
+        while pool.given_up and len(wanted) < most:
+            block = pool.given_up.pop()
+            if pool.is_cached(block) and not self.cache.has(prefixes.content(block)[0]):
+                wanted[block] = None
+        return list(wanted)
+
+    def spilled(self, origins: list[Origin], host_blocks: list[int]) -> None:
+        """A block that was given to another sequence meanwhile may have changed under the copy."""
+        for (block, generation, _), host_block in zip(origins, host_blocks, strict=True):
+            if self._kv.pool.generations[block] == generation and block in self._kv.prefixes:
+                self.add(host_block, *self._kv.prefixes.content(block))
 
     def distrust(self, host_blocks: list[int]) -> None:
         """A prompt that waited in vain for these would find and wait for them again."""

@@ -7,13 +7,9 @@
     attach      the child is scheduled: it shares the kept blocks; from the host they are copied into its own (`fetch`)
     started     the child has all that it takes; the kept KV is let go of when the step is over, since its last block, if it is
                 a partial one, is copied in the step
-    make_room   a sequence lacks blocks: kept KV goes to the host, the least recently used first    ON_DEVICE -> LEAVING
-    copied      it is there, and the blocks are free; or the copy took too long                     -> ON_HOST | ON_DEVICE
     expire, release                                                                                 -> ENDED
 
-KV that a client was told is kept stays until its time is over. So there must always be room beside all kept KV for one request
-as long as the model allows: it never pins more blocks than that leaves, those on their way to the host included. Its share of
-the pool (`--kept-kv-share`) is a smaller limit, for blocks that are not on their way.
+Where the kept blocks lie, and how they make room for others, is in `memory/kept_blocks.py`.
 
 What is kept of a sample is what its client saw: the router may find its end before the last token that was computed
 (`seen`). The last token has no KV, so a child computes that one and what it adds.
@@ -22,9 +18,9 @@ What is kept of a sample is what its client saw: the router may find its end bef
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
+from kvrelay.engine.memory.kept_blocks import KeptBlocks
 from kvrelay.engine.memory.kept_sample import GRACE_S, Due, Heir, KeptSample, verify_child
 from kvrelay.engine.memory.kv_cache import KVCache
 from kvrelay.engine.memory.swap import Swap
@@ -36,8 +32,7 @@ from kvrelay.wire.serving import Finish, Inherited, KeptInfo, KeptNews, Submit
 
 
 class KeptKV:
-    """Owns the references of kept KV, to blocks and (through `Swap`) to host blocks. Decides what is kept, and what goes to the
-    host. `share` and `most` are the two limits, in blocks."""
+    """What clients were promised, and which children take it. `blocks` has where it lies."""
 
     def __init__(
         self,
@@ -56,17 +51,12 @@ class KeptKV:
         self._outbox = outbox
         self._clock = clock
         self._keys = keys
-        self._is_off = share == 0
-        self.limit = min(share, most)
-        self.most = most
         self._verify = verify
         self.samples: dict[KeptId, KeptSample] = {}  # the least recently used first
         self.heirs: dict[int, Heir] = {}  # by the child's key
         self.let_go_after_step: list[KeptSample] = []
-        self._leaving: list[KeptSample] = []
         self._num_over = 0
-        self.pinned: Counter[int] = Counter()  # blocks on the device: by how many samples
-        self.staying: Counter[int] = Counter()  # the same, without samples on their way to the host
+        self.blocks = KeptBlocks(kv, swap, self.samples, share=share, most=most)
         self._due: dict[RequestId, Due] = {}
         self._unanswered: set[RequestId] = set()  # asked to inherit, and were not told what came of it
         self._next_expiry_s = math.inf
@@ -121,7 +111,7 @@ class KeptKV:
         kept_kv = Sequence(next(self._keys), sequence.request, sample, list(sequence.tokens), sequence.num_prompt_tokens)
         kept_kv.num_computed, kept_kv.hashes = sequence.num_computed, list(sequence.hashes)
         self._cut(kept_kv, sequence.num_prompt_tokens + due.seen.get(sample, sequence.num_output_tokens))
-        refusal = f"there is a {kept_id} already" if kept_id in self.samples else self._take(sequence, kept_kv)
+        refusal = f"there is a {kept_id} already" if kept_id in self.samples else self.blocks.take(sequence, kept_kv)
         if refusal:
             self._outbox.news.append(KeptNews(sequence.request_id, sample, kept_id, kept=False, reason=refusal))
             return
@@ -138,32 +128,6 @@ class KeptKV:
         del kept_kv.tokens[num_tokens:]
         kept_kv.num_computed = min(kept_kv.num_computed, len(kept_kv.tokens) - 1)
         del kept_kv.hashes[kept_kv.num_computed // self._kv.block_size :]
-
-    def _take(self, sequence: Sequence, kept_kv: Sequence) -> str:
-        """The sequence's blocks or host blocks. Returns why not, if that cannot be."""
-        if self._is_off:
-            return "the worker keeps no KV: its share for that is 0"
-        if kept_kv.num_computed <= 0:
-            return "nothing of it was computed, or its KV had been given up"
-        if self._swap.has(sequence):
-            return "" if self._swap.adopt(sequence, kept_kv) else "its KV was on the way to the host"
-        blocks = self._kv.pinnable(sequence, kept_kv)
-        if not self._has_room(blocks):
-            total = self._kv.pool.num_blocks
-            return f"{len(blocks)} KV blocks are more than the quota has left: kept KV may pin {self.limit} of {total}"
-        self._kv.pin(kept_kv, blocks)
-        self.pinned.update(blocks)
-        self.staying.update(blocks)
-        return ""
-
-    def _has_room(self, blocks: list[int]) -> bool:
-        """Within the quota. Older kept KV goes to the host for it, if it can."""
-        if len(blocks) > self.limit:
-            return False
-        while _num_together(self.staying, blocks) > self.limit:
-            if not any(self._leave(kept) for kept in self._movable()):
-                return False
-        return _num_together(self.pinned, blocks) <= self.most
 
     # Going on
 
@@ -191,16 +155,16 @@ class KeptKV:
         if heir is None:
             attached = self._kv.attach(sequence, headroom=headroom)
             if not attached:
-                self.make_room_for([sequence], headroom)
+                self.blocks.make_room_for([sequence], headroom)
             return attached
         parent = heir.kept.kv
         if self._verify:
             verify_child(self._kv, sequence, parent)
-        present = self._present(heir.kept)
+        present = self.blocks.present(heir.kept)
         heir.absent = [index for index, block in enumerate(present) if block is None]
         missing = self._kv.inherit(sequence, parent, present, headroom=headroom)
         if missing:
-            self.make_room(missing, spared=heir.kept)
+            self.blocks.make_room(missing, spared=heir.kept)
         return not missing
 
     def fetch(self, sequence: Sequence) -> bool:
@@ -237,72 +201,6 @@ class KeptKV:
         for kept in let_go:
             self._let_go(kept)
 
-    def _present(self, kept: KeptSample) -> list[int | None]:
-        """The blocks that have the kept KV; None where only the host has it."""
-        if kept.state is KeptState.ON_HOST:
-            return self._swap.blocks_of(kept.kv)
-        return [*kept.kv.block_table[: self._kv.blocks_for(kept.kv.num_computed)]]
-
-    # Making room
-
-    def make_room_for(self, sequences: list[Sequence], headroom: int) -> None:
-        """They could not have blocks for all their tokens. What they share is counted for each: more room than they need."""
-        num_blocks = sum(self._kv.blocks_for(len(sequence.tokens)) for sequence in sequences) + headroom
-        self.make_room(min(num_blocks, self._kv.pool.num_blocks) - self._kv.pool.num_available)
-
-    def make_room(self, num_blocks: int, spared: KeptSample | None = None) -> bool:
-        """Kept KV goes to the host until so many blocks are free or will be soon. False if none could."""
-        moved = False
-        if num_blocks <= 0:
-            return moved
-        wanted = self._kv.pool.num_available + num_blocks
-        for kept in self._movable():
-            if self._swap.num_releasing + self._kv.pool.num_available >= wanted:
-                break
-            if kept is not spared and self._would_help(kept):
-                moved |= self._leave(kept)
-        return moved
-
-    def copied(self, stayed: list[Sequence]) -> None:
-        """After `Swap.poll`, which names those whose copy took too long."""
-        keys = {sequence.key for sequence in stayed}
-        leaving, self._leaving = self._leaving, []
-        for kept in leaving:
-            if kept.state is KeptState.ENDED:
-                continue
-            if kept.kv.key in keys:
-                kept.become(KeptState.ON_DEVICE)
-                kept.is_stuck = True
-                self.staying.update(kept.kv.block_table)
-            elif self._swap.is_saved(kept.kv):
-                self._left(kept)
-            else:
-                self._leaving.append(kept)
-
-    def _movable(self) -> list[KeptSample]:
-        return [kept for kept in self.samples.values() if kept.state is KeptState.ON_DEVICE and not kept.is_stuck]
-
-    def _would_help(self, kept: KeptSample) -> bool:
-        """Not if live sequences hold all its blocks anyway."""
-        return any(self._kv.pool.is_pinned(block) for block in kept.kv.block_table)
-
-    def _leave(self, kept: KeptSample) -> bool:
-        """False if the host has no room."""
-        if not self._swap.save(kept.kv):
-            return False
-        kept.become(KeptState.LEAVING)
-        _subtract(self.staying, kept.kv.block_table)
-        if self._swap.is_saved(kept.kv):
-            self._left(kept)
-        else:
-            self._leaving.append(kept)
-        return True
-
-    def _left(self, kept: KeptSample) -> None:
-        kept.become(KeptState.ON_HOST)
-        _subtract(self.pinned, kept.kv.block_table)
-        self._kv.unpin(kept.kv)
-
     # Endings
 
     def release(self, kept_ids: Iterable[KeptId]) -> None:
@@ -334,14 +232,7 @@ class KeptKV:
             self._end(kept)
 
     def _end(self, kept: KeptSample) -> None:
-        if kept.state is KeptState.ON_DEVICE:
-            _subtract(self.staying, kept.kv.block_table)
-        if kept.state is not KeptState.ON_HOST:
-            _subtract(self.pinned, kept.kv.block_table)
-            self._kv.unpin(kept.kv)
-        if kept.state is not KeptState.ON_DEVICE:
-            self._swap.drop(kept.kv)
-        kept.become(KeptState.ENDED)
+        self.blocks.release(kept)
         self._num_over -= 1
         del self.samples[kept.kept_id]
 
@@ -361,15 +252,3 @@ class KeptKV:
     def _find(self, kept_id: KeptId | None) -> KeptSample | None:
         kept = None if kept_id is None else self.samples.get(kept_id)
         return None if kept is None or kept.is_over else kept
-
-
-def _num_together(pinned: Counter[int], blocks: list[int]) -> int:
-    """How many different blocks are pinned if these are too."""
-    return len(pinned) + sum(block not in pinned for block in blocks)
-
-
-def _subtract(pinned: Counter[int], blocks: list[int]) -> None:
-    for block in blocks:
-        pinned[block] -= 1
-        if not pinned[block]:
-            del pinned[block]

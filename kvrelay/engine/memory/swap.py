@@ -134,37 +134,19 @@ class Swap:
         return sequence.key in self.on_host and bool(self.on_host[sequence.key].host_blocks)
 
     def _save(self, sequences: list[Sequence], holder: Holder) -> list[OnHost] | None:
-        if not self.host.pool.num_blocks:
+        placed = self.host.place(sequences)
+        if placed is None:
             return None
-        found: dict[Origin, int | None] = {}
-        for sequence in sequences:
-            for index, origin in enumerate(self.host.origins(sequence)):
-                if origin not in found:
-                    found[origin] = self.host.find(origin, sequence, index)
-        present = [host_block for host_block in found.values() if host_block is not None]
-        self.host.pool.retain(present)
-        fresh = self.host.pool.allocate(len(found) - len(present))
-        if fresh is None:
-            self.host.release(present)
-            return None
-        saves: list[tuple[int, int]] = []
-        placed: dict[Origin, int] = {}
-        for origin, host_block in found.items():
-            if host_block is None:
-                host_block = fresh.pop()
-                self.host.place(origin, host_block)
-                saves.append((origin[0], host_block))
-            placed[origin] = host_block
-        if saves:
-            self._begin_save(saves, holder)
-        tickets = {self._filling[host_block] for host_block in placed.values() if host_block in self._filling}
+        if placed.saves:
+            self._begin_save(placed.saves, holder)
+        tickets = {self._filling[block] for block in placed.host_blocks.values() if block in self._filling}
         entries = []
         for sequence in sequences:
-            host_blocks = [placed[origin] for origin in self.host.origins(sequence)]
+            host_blocks = [placed.host_blocks[origin] for origin in self.host.origins(sequence)]
             self.host.pool.retain(host_blocks)
             entry = self.on_host[sequence.key] = OnHost(sequence, host_blocks, set(tickets))
             entries.append(entry)
-        self.host.release(list(placed.values()))  # the entries hold them now
+        self.host.release(list(placed.host_blocks.values()))  # the entries hold them now
         return entries
 
     def is_saved(self, sequence: Sequence) -> bool:
@@ -297,21 +279,14 @@ class Swap:
 
     def spill(self) -> None:
         """In the background, when no copy is under way: blocks that were given up lately, newest first, if there is room."""
-        pool, prefixes = self._kv.pool, self._kv.prefixes
-        given_up = pool.given_up
-        if self.copies or not given_up:
+        if self.copies or not self._kv.pool.given_up:
             return
-        wanted: dict[int, None] = {}
-        most = min(_MOST_SPILLED, self.host.pool.num_available)
-        while given_up and len(wanted) < most:
-            block = given_up.pop()
-            if pool.is_cached(block) and not self.host.cache.has(prefixes.content(block)[0]):
-                wanted[block] = None
+        wanted = self.host.to_spill(_MOST_SPILLED)
         host_blocks = self.host.pool.allocate(len(wanted))
         if not host_blocks:
             return
         saves = list(zip(wanted, host_blocks, strict=False))
-        origins = [(block, pool.generations[block], self._kv.block_size) for block, _ in saves]
+        origins = [(block, self._kv.pool.generations[block], self._kv.block_size) for block in wanted]
         self._begin(Copy(self._deadline_s(), host_blocks, [], None, spilled=origins), saves=saves)
 
     def poll(self, wait_s: float = 0.0) -> SwapNews:
@@ -358,7 +333,7 @@ class Swap:
         for host_block in copy.host_blocks:
             self._filling.pop(host_block, None)
         if copy.spilled and not copy.expired:
-            self._spilled(copy)
+            self.host.spilled(copy.spilled, copy.host_blocks)
         if copy.holder is Holder.QUARANTINED or (copy.holder is not None and not copy.expired):
             self._kv.pool.release(reversed(copy.blocks), copy.holder)
         for entry in self.on_host.values():
@@ -367,13 +342,6 @@ class Swap:
                 if not entry.tickets and not entry.table and not entry.num_fetched:
                     self._swapped_out(entry)
         self.host.release(copy.host_blocks)
-
-    def _spilled(self, copy: Copy) -> None:
-        """A block that was given to another sequence meanwhile may have changed under the copy."""
-        pool, prefixes = self._kv.pool, self._kv.prefixes
-        for (block, generation, _), host_block in zip(copy.spilled, copy.host_blocks, strict=True):
-            if pool.generations[block] == generation and block in prefixes:
-                self.host.add(host_block, *prefixes.content(block))
 
     def _expire(self, ticket: int, copy: Copy, news: SwapNews) -> None:
         """No sequence waits for it any more. What it reads from now on may be anything, so what it writes is not shared."""
