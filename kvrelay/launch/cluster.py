@@ -30,6 +30,7 @@ from kvrelay.config import (
     RouterOptions,
     TransferOptions,
     WorkerOptions,
+    check_device,
     read_environment,
 )
 from kvrelay.discovery.choose import open_membership, registry_kind
@@ -163,6 +164,7 @@ class LocalCluster:
         self._cluster = cluster
         self._on_answers = on_answers
         self._roles = worker_roles(cluster)
+        check_device(workers.model, self._roles)
         self._key = load_key(key_file(workers.cluster_key, read_environment()))
         self._ready: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._requests: dict[RequestId, _Served] = {}

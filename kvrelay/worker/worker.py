@@ -18,7 +18,7 @@ import socket
 import sys
 from types import FrameType
 
-from kvrelay.config import EngineOptions, Environment, ModelOptions, WorkerOptions
+from kvrelay.config import EngineOptions, Environment, ModelOptions, WorkerOptions, check_device
 from kvrelay.discovery.base import Registration
 from kvrelay.discovery.choose import open_registration
 from kvrelay.errors import ConfigError, ProtocolError
@@ -54,8 +54,9 @@ def run_worker(
     tie: LauncherTie | None = None,
 ) -> int:
     """The life of a worker; returns its exit status. With a tie to a launcher, Ctrl-C is for the launcher, not for us."""
-    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     role = Role(worker_options.role)
+    check_device(model_options, [role])
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     if worker_options.worker_host in ("0.0.0.0", "*", "::"):
         raise ConfigError("--worker-host must be an address that routers can reach, not every address")
     worker_id = new_worker_id(role.value)
