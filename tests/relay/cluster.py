@@ -196,18 +196,18 @@ class Worker:
         counts = self.engine.load().transfers
         assert counts.in_flight == 0, f"{self.id}: {counts}"
         outgoing, incoming = self.engine.core.outgoing, self.engine.core.incoming
-        if outgoing is not None:
-            assert not outgoing.held
-            assert not outgoing._submits
-            assert not outgoing._first_tokens
-            assert not outgoing._started
-            assert not outgoing._parking
+        assert not outgoing.held
+        assert not outgoing._submits
+        assert not outgoing._first_tokens
+        assert not outgoing._started
+        assert not outgoing._being_set_aside
+        assert not incoming._expected
+        assert not incoming._freed
+        assert not incoming.quarantined
+        if self.engine.core.limits.hands_on:
             assert not outgoing._producer._open  # type: ignore[attr-defined]
             assert not outgoing._producer._aborted  # type: ignore[attr-defined]
-        if incoming is not None:
-            assert not incoming._expected
-            assert not incoming._freed
-            assert not incoming.quarantined
+        if self.engine.core.limits.takes_over:
             assert not incoming._consumer._open  # type: ignore[attr-defined]
 
     def _main(self) -> None:
