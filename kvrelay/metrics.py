@@ -109,7 +109,7 @@ class Metrics:
         self.leases_held = Gauge("kvrelay_leases_held", "Leases that this router knows to be held", registry=registry)
         self.lease_refusals = Counter(
             "kvrelay_lease_refusals", "Samples whose KV was to be kept and is not", ["reason"], registry=registry
-        )  # reason: quota, worker, worker_lost, old_worker, abort, no_answer
+        )  # reason: quota, worker, worker_lost, abort, no_answer
         self.rejected = Counter(
             "kvrelay_rejected", "Requests that no worker could take", ["reason"], registry=registry
         )  # reason: queue_full, unavailable

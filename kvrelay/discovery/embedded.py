@@ -17,13 +17,13 @@ import zmq
 
 from kvrelay.discovery.base import Loss, OnChanged, OnJoined, OnLeft
 from kvrelay.discovery.records import MAX_WORKERS, check_record, check_ttl
-from kvrelay.errors import ConfigError, ProtocolError, VersionMismatchError
+from kvrelay.errors import ConfigError, ProtocolError
 from kvrelay.ids import WorkerId
 from kvrelay.log import Log
 from kvrelay.planes.curve import Socket, connecting, listening
 from kvrelay.planes.loop_socket import LoopSocket, bound_address
 from kvrelay.states import WorkerState
-from kvrelay.wire import PROTOCOL_VERSION, agreed, speaks
+from kvrelay.wire import PROTOCOL_VERSION, check_version
 from kvrelay.wire.codec import Decoder, encode
 from kvrelay.wire.registry import (
     FromRegistry,
@@ -42,6 +42,7 @@ log = Log("discovery")
 
 _MAX_MESSAGE_BYTES = 1 << 20
 _TICK_S = 0.2
+_REGISTERED = Registered(version=PROTOCOL_VERSION)
 _STALL_S = 0.5  # a tick that comes so late shows that we were stopped, not that the workers were silent
 
 
@@ -123,11 +124,9 @@ class EmbeddedMembership:
             case Renew():
                 return self._renew(message)
             case Leave():
-                lease = self._leases.get(message.worker_id)
-                if lease is None:
-                    return Registered(version=PROTOCOL_VERSION)
-                self._remove(message.worker_id, Loss.LEFT)
-                return _registered(lease.record)
+                if message.worker_id in self._leases:
+                    self._remove(message.worker_id, Loss.LEFT)
+                return _REGISTERED
             case _:
                 assert_never(message)
 
@@ -143,7 +142,7 @@ class EmbeddedMembership:
             self._on_changed(record)
         else:
             self._on_joined(record)
-        return _registered(record)
+        return _REGISTERED
 
     def _renew(self, message: Renew) -> FromRegistry:
         lease = self._leases.get(message.worker_id)
@@ -153,7 +152,7 @@ class EmbeddedMembership:
         if message.state != lease.record.state or message.load != lease.record.load:
             lease.record = msgspec.structs.replace(lease.record, state=message.state, load=message.load)
             self._on_changed(lease.record)
-        return _registered(lease.record)
+        return _REGISTERED
 
     def _remove(self, worker_id: WorkerId, loss: Loss) -> None:
         del self._leases[worker_id]
@@ -171,10 +170,6 @@ class EmbeddedMembership:
                 lease.deadline += late_s
         self.expire()
         self._schedule_tick()
-
-
-def _registered(record: WorkerRecord) -> Registered:
-    return Registered(version=agreed(record.version))
 
 
 class EmbeddedRegistration:
@@ -242,8 +237,7 @@ class EmbeddedRegistration:
 def _check_answer(answer: FromRegistry) -> None:
     match answer:
         case Registered():
-            if not speaks(answer.version):
-                raise VersionMismatchError(f"registry speaks protocol {answer.version}, this worker {PROTOCOL_VERSION}")
+            check_version("the registry", answer.version)
         case RegistryRefused():
             raise ProtocolError(f"the registry refused this worker: {answer.reason}")
         case Unknown():

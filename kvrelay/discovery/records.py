@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from kvrelay.errors import ProtocolError, VersionMismatchError
+from kvrelay.errors import ProtocolError
 from kvrelay.ids import as_worker_id
-from kvrelay.wire import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION, speaks
+from kvrelay.wire import check_version
 from kvrelay.wire.registry import WorkerRecord
 
 MAX_WORKERS = 1024
@@ -16,10 +16,7 @@ _MAX_TEXT_CHARACTERS = 1024  # of each text in a record: routers keep and show t
 
 def check_record(record: WorkerRecord) -> None:
     as_worker_id(record.id)
-    if not speaks(record.version):
-        raise VersionMismatchError(
-            f"worker speaks protocol {record.version}, this registry {OLDEST_PROTOCOL_VERSION} to {PROTOCOL_VERSION}"
-        )
+    check_version("the worker", record.version)
     if not record.serving_address.startswith("tcp://"):
         raise ProtocolError(f"serving address {record.serving_address[:80]!r} is not tcp://HOST:PORT")
     texts = (record.serving_address, record.signal_address, record.events_address, record.replay_address)

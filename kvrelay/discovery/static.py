@@ -3,8 +3,7 @@
 The router says Hello to each address every `lease_s` / 3, on a connection of its own that carries nothing else; Welcome brings
 the worker's record with its state and load. A worker is lost as soon as its connection breaks (a dead process closes it; ZMQ's
 own heartbeats, answered by its I/O thread even during a long step, find a dead host within `lease_s`), or when nothing was
-answered for `silence_s`: a stuck engine. Whoever answers there has not told its version yet; one that is older by one takes our
-Hello all the same, and answers in its own.
+answered for `silence_s`: a stuck engine.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from kvrelay.discovery.base import Loss, OnChanged, OnJoined, OnLeft
+from kvrelay.discovery.records import check_record
 from kvrelay.errors import ConfigError, ProtocolError
 from kvrelay.ids import RouterId
 from kvrelay.log import Log
@@ -144,6 +144,8 @@ class _Watch:
     def _on_message(self, frame: bytes) -> None:
         try:
             message = self._decoder.decode(frame)
+            if isinstance(message, Welcome):
+                check_record(message.worker)
         except ProtocolError as error:
             self._membership.malformed()
             log.seldom("malformed answer of a worker", address=self.address, reason=error)

@@ -46,9 +46,7 @@ from kvrelay.router.submission import (
     check_model,
     holder_of,
     inherited,
-    refuse_old,
     submit_message,
-    too_old,
 )
 from kvrelay.states import FinishReason, Role
 from kvrelay.wire.serving import Finish, Resumed, StepOutputs, TransferInfo
@@ -247,8 +245,7 @@ class Dispatcher:
         if holder is not None:
             return Plan(holder)
         try:
-            plan = self._estranged.mend(self._planner.plan(request, avoid | too_old(request, self.usable)))
-            refuse_old(request, plan)
+            plan = self._estranged.mend(self._planner.plan(request, avoid))
             check_model(request, plan)
             return plan if not request.images else self._planner.with_encoders(plan, request, avoid, trust_caches=True)
         except UnavailableError:
@@ -325,8 +322,7 @@ class Dispatcher:
         for _ in range(len(self.usable)):
             avoid = frozenset(entry.avoid)
             try:
-                plan = self._planner.plan(entry.request, avoid | too_old(entry.request, self.usable))
-                refuse_old(entry.request, plan)
+                plan = self._planner.plan(entry.request, avoid)
                 plan = self._one_leg_if_needed(entry, plan)
                 if entry.request.images:
                     plan = self._planner.with_encoders(plan, entry.request, avoid, trust_caches=False)

@@ -8,7 +8,7 @@ from kvrelay.errors import DeadlineError, RequestError
 from kvrelay.router.continuations import Continuations
 from kvrelay.router.parent import Parent
 from kvrelay.router.peer import Leg, OpenRequest, Peer
-from kvrelay.router.submission import KNOWS_CONTINUATION, abort
+from kvrelay.router.submission import abort
 from kvrelay.states import FinishReason, WorkerState
 from kvrelay.wire.serving import Finish, Keep, KeptNews, ReleaseKept
 
@@ -43,8 +43,6 @@ class Keeping:
                 self._table.refused(parent, "its worker was lost", "worker_lost")
                 continue
             self._table.sent(parent, peer.id, peer.record.fingerprint, leg.request_id)
-            if parent.asked and peer.version < KNOWS_CONTINUATION:
-                self._table.refused(parent, "its worker is of an older version", "old_worker")
         return entry.request.keep if entry.is_kept else None
 
     def news(self, peer: Peer, leases: list[KeptNews]) -> None:

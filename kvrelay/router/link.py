@@ -13,10 +13,10 @@ from typing import Protocol, assert_never
 from kvrelay.errors import ProtocolError
 from kvrelay.ids import RouterId
 from kvrelay.planes.connection import Connection
-from kvrelay.wire import OLDEST_PROTOCOL_VERSION, agreed
+from kvrelay.wire import PROTOCOL_VERSION, check_version
 from kvrelay.wire.codec import Decoder, encode
 from kvrelay.wire.registry import WorkerRecord
-from kvrelay.wire.serving import Hello, KeptTold, Ping, Refused, StepOutputs, ToRouter, ToWorker, Welcome, since
+from kvrelay.wire.serving import Hello, KeptTold, Ping, Refused, StepOutputs, ToRouter, ToWorker, Welcome
 
 _decoder: Decoder[ToRouter] = Decoder(ToRouter)
 _PING = encode(Ping())
@@ -38,15 +38,13 @@ class LinkOwner(Protocol):
 
 
 class WorkerLink:
-    """One connection and its handshake. `problem` says why the link is not open; it is empty while it is. `version` is the
-    protocol spoken on it: the worker's own, if that is older than ours."""
+    """One connection and its handshake. `problem` says why the link is not open; it is empty while it is."""
 
     def __init__(self, record: WorkerRecord, owner: LinkOwner, *, router_id: RouterId, lease_s: float) -> None:
         self.problem = "connecting"
         self._worker_id = record.id
         self._owner = owner
-        self.version = agreed(record.version)
-        self._hello = encode(Hello(version=self.version, router_id=router_id, lease_s=lease_s))
+        self._hello = encode(Hello(version=PROTOCOL_VERSION, router_id=router_id, lease_s=lease_s))
         self._connection = Connection(
             record.serving_address,
             identity=router_id.encode(),
@@ -60,13 +58,9 @@ class WorkerLink:
     def is_open(self) -> bool:
         return not self.problem
 
-    def knows(self, message: ToWorker) -> bool:
-        """Whether the worker's version has this message, with all that it says."""
-        return since(message) <= self.version
-
     def send(self, message: ToWorker) -> bool:
-        """False: the link is not open, the worker does not keep up, or its version does not know such a message."""
-        return not self.problem and self.knows(message) and self._connection.send(encode(message))
+        """False: the link is not open, or the worker does not keep up."""
+        return not self.problem and self._connection.send(encode(message))
 
     def tick(self) -> None:
         """Every third of a lease: shows the worker that we live, or asks again for a link."""
@@ -117,10 +111,13 @@ class WorkerLink:
             self._owner.link_outputs(message)
 
     def _on_welcome(self, message: Welcome) -> None:
-        if not OLDEST_PROTOCOL_VERSION <= message.version <= self.version:
-            self._break(f"the worker speaks protocol {message.version}, this router said {self.version}")
-        elif message.worker.id != self._worker_id:
+        try:
+            check_version("the worker", message.version)
+        except ProtocolError as error:
+            self._break(str(error))
+            return
+        if message.worker.id != self._worker_id:
             self._break(f"{message.worker.id} answers where {self._worker_id} was")
         elif self.problem:
-            self.version, self.problem = message.version, ""
+            self.problem = ""
             self._owner.link_opened(message.worker)

@@ -15,7 +15,6 @@ from kvrelay.router.link import WorkerLink
 from kvrelay.router.policy import FOREIGN_REQUEST_TOKENS
 from kvrelay.router.stream import RequestStream
 from kvrelay.states import WorkerState
-from kvrelay.wire import PROTOCOL_VERSION
 from kvrelay.wire.registry import ImageCounts, WorkerLoad, WorkerRecord
 from kvrelay.wire.serving import Image, KeptTold, StepOutputs
 
@@ -107,11 +106,6 @@ class Peer:
     @property
     def usable(self) -> bool:
         return self.link.is_open and not self.refusal and self.record.state == WorkerState.READY
-
-    @property
-    def version(self) -> int:
-        """Of the protocol that is spoken with it."""
-        return min(self.record.version, PROTOCOL_VERSION)
 
     @property
     def problem(self) -> str:

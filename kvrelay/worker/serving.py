@@ -19,13 +19,13 @@ from typing import Protocol, assert_never
 import msgspec
 import zmq
 
-from kvrelay.errors import ConfigError, InternalError, ProtocolError, RequestError, UnavailableError, VersionMismatchError
+from kvrelay.errors import ConfigError, InternalError, ProtocolError, RequestError, UnavailableError
 from kvrelay.ids import KeptId, RequestId, WorkerId, as_kept_id, as_request_id, as_router_id, as_transfer_id, as_worker_id
 from kvrelay.log import Log
 from kvrelay.planes.curve import Socket, listening
 from kvrelay.planes.loop_socket import bound_address
 from kvrelay.states import Role, WorkerState
-from kvrelay.wire import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION, agreed, speaks
+from kvrelay.wire import PROTOCOL_VERSION, check_version
 from kvrelay.wire.codec import Decoder, encode
 from kvrelay.wire.registry import WorkerLoad, WorkerRecord
 from kvrelay.wire.serving import (
@@ -225,10 +225,7 @@ class ServingLoop:
 
     def _on_hello(self, identity: bytes, hello: Hello) -> None:
         """A router that says Hello again has lost what it had here."""
-        if not speaks(hello.version):
-            raise VersionMismatchError(
-                f"router speaks protocol {hello.version}, this worker {OLDEST_PROTOCOL_VERSION} to {PROTOCOL_VERSION}"
-            )
+        check_version("the router", hello.version)
         as_router_id(hello.router_id)
         if not 0.0 < hello.lease_s <= _MAX_LEASE_S:
             raise ProtocolError(f"a lease of {hello.lease_s} s is not between 0 and {_MAX_LEASE_S:g}")
@@ -238,7 +235,7 @@ class ServingLoop:
         self._callers.add(Caller(identity, hello.lease_s, time.monotonic()))
         assert self.record is not None
         record = msgspec.structs.replace(self.record, state=self.status.state, load=self._load())
-        self._send(identity, encode(Welcome(version=agreed(hello.version), worker=record)))
+        self._send(identity, encode(Welcome(version=PROTOCOL_VERSION, worker=record)))
 
     def _on_submit(self, router: Caller, submit: Submit) -> None:
         _check_ids(submit)

@@ -20,7 +20,6 @@ from kvrelay.router.router import Router
 from kvrelay.router.stream import RequestStream
 from kvrelay.sampling import SamplingParams
 from kvrelay.states import FinishReason
-from kvrelay.wire import PROTOCOL_VERSION
 from kvrelay.wire.serving import Image
 
 PATIENCE_S = 10.0
@@ -312,7 +311,6 @@ async def test_a_stuck_engine_loses_its_lease_and_comes_back(quick_cluster: Clus
     assert await tokens_of(quick_cluster.router.submit(ask([1]))) == {0: expected([1], 5)}
 
 
-@pytest.mark.skipif(PROTOCOL_VERSION < 3, reason="images are of protocol 3")
 async def test_images_reach_the_worker_with_their_files(cluster: Cluster) -> None:
     worker = await cluster.add_ready()
     image = Image(digest="a", start=1, num_tokens=4, grid=(1, 4, 4), data=b"file")

@@ -17,7 +17,7 @@ from kvrelay.router.backend import GenerateRequest
 from kvrelay.router.parent import Parent
 from kvrelay.router.router import Router
 from kvrelay.router.stream import RequestStream
-from kvrelay.sampling import BeamSearch, SamplingParams
+from kvrelay.sampling import SamplingParams
 from kvrelay.states import FinishReason, HandleState, Role
 from kvrelay.wire.serving import Keep
 
@@ -323,29 +323,6 @@ async def test_a_lease_that_another_router_asked_for_is_found(cluster: Cluster) 
         assert stream.inherited is not None
     finally:
         second.close()
-
-
-# Workers of the version before
-
-
-async def test_a_parent_prefers_a_worker_that_can_keep_it(cluster: Cluster) -> None:
-    await cluster.add_ready(version=2)
-    new = await cluster.add_ready()
-    for number in range(4):
-        assert (await served(cluster, keeping(external_id=str(number)))).parents[0].worker_id == new.id
-
-
-async def test_old_workers_serve_what_they_cannot_keep_and_refuse_what_they_cannot_do(cluster: Cluster) -> None:
-    old = await cluster.add_ready(version=2)
-    parent = (await served(cluster, keeping())).parents[0]
-    assert (parent.state, parent.reason) == (HandleState.KNOWN, "its worker is of an older version")
-    assert old.engine.submitted[0].keep is None
-    child = cluster.router.submit(child_of(parent, [5]))
-    assert await tokens_of(child) == {0: expected([*parent.tokens, 5], 3)}
-    beams = GenerateRequest(external_id="b", prompt=PROMPT, params=SamplingParams(beam=BeamSearch(width=2)))
-    with pytest.raises(InvalidRequestError, match="older version") as refused:
-        cluster.router.submit(beams)
-    assert refused.value.param == "use_beam_search"
 
 
 async def test_a_parent_of_another_model_is_refused(cluster: Cluster) -> None:
