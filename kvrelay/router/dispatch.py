@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterable
 from typing import Protocol
 
+from kvrelay.discovery.breaker import Breaker
 from kvrelay.errors import (
     DeadlineError,
     HandOverError,
@@ -32,7 +33,6 @@ from kvrelay.ids import RequestId, WorkerId, new_request_id, new_transfer_id
 from kvrelay.log import Log
 from kvrelay.metrics import Metrics
 from kvrelay.router.backend import GenerateRequest
-from kvrelay.router.breaker import Breaker
 from kvrelay.router.continuations import Continuations
 from kvrelay.router.encoders import ImageMessages, encode_name, open_encode_legs
 from kvrelay.router.failover import Estranged, RetryRules, Stranded, Verdict, as_told, is_setback, judge

@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 import msgspec
 
+from kvrelay.discovery.breaker import Breaker
 from kvrelay.ids import RequestId, RouterId, WorkerId
 from kvrelay.router.backend import GenerateRequest
-from kvrelay.router.breaker import Breaker
 from kvrelay.router.link import WorkerLink
 from kvrelay.router.policy import FOREIGN_REQUEST_TOKENS
 from kvrelay.router.stream import RequestStream

@@ -10,6 +10,7 @@ import pytest
 from router.test_router import PATIENCE_S, Cluster, ask, expected, tokens_of
 from stub_worker import StubWorker
 
+from kvrelay.discovery.breaker import FAILURES, FIRST_PAUSE_S, Breaker
 from kvrelay.errors import (
     DeadlineError,
     InternalError,
@@ -19,7 +20,6 @@ from kvrelay.errors import (
     UnavailableError,
 )
 from kvrelay.ids import new_request_id
-from kvrelay.router.breaker import FAILURES, FIRST_PAUSE_S, Breaker
 from kvrelay.router.failover import Verdict, as_told, is_setback, judge
 from kvrelay.router.peer import OpenRequest
 from kvrelay.router.stream import RequestStream
