@@ -13,7 +13,7 @@ from tiny_models import VOCAB_SIZE, reference_model
 from kvrelay.engine.engine import Engine
 from kvrelay.ids import KeptId, new_kept_id, new_request_id
 from kvrelay.sampling import SamplingParams
-from kvrelay.wire.serving import Keep, Submit
+from kvrelay.wire.serving import Failure, Keep, KeptNews, Submit, of_kind
 
 BLOCK = 16
 LENGTHS = (32, 33, 34)  # parents whose KV ends one token before, on, and behind the edge of a block
@@ -32,8 +32,8 @@ def generate(engine: Engine, prompt: list[int], count: int, *, keep: KeptId | No
     tokens: list[int] = []
     while engine.has_work:
         step = engine.step()
-        assert not step.failures
-        assert all(news.kept for news in step.leases)
+        assert not of_kind(Failure, step.news)
+        assert all(news.kept for news in of_kind(KeptNews, step.news))
         tokens += [token for output in step.outputs for token in output.tokens]
     return tokens
 

@@ -457,7 +457,7 @@ def _worker_messages(fake: WorkerRecord) -> list[msgspec.Struct]:
     return [
         serving_plane.Welcome(version=PROTOCOL_VERSION, worker=fake),
         serving_plane.Refused(reason="because"),
-        serving_plane.StepOutputs(worker_id=fake.id, step=1, load=WorkerLoad(), outputs=[output], failures=[failure]),
+        serving_plane.StepOutputs(worker_id=fake.id, step=1, load=WorkerLoad(), outputs=[output], news=[failure]),
         events_plane.Events(worker_id=fake.id, sequence=1, events=batch),
         events_plane.Events(worker_id=fake.id, sequence=9, events=batch),
         events_plane.Beat(worker_id=fake.id, sequence=3),

@@ -27,7 +27,7 @@ from kvrelay.progress import Silent
 from kvrelay.runner.build import build_runner
 from kvrelay.sampling import SamplingParams
 from kvrelay.states import Role
-from kvrelay.wire.serving import StepOutputs, Submit
+from kvrelay.wire.serving import Failure, StepOutputs, Submit, of_kind
 
 CONTEXTS = (256, 1024, 4096)
 _BLOCK_SIZE = 16
@@ -121,7 +121,7 @@ class _Race:
 
     def _until(self, condition: Callable[[StepOutputs], bool]) -> None:
         while not condition(step := self._engine.step()):
-            for failure in step.failures:
+            for failure in of_kind(Failure, step.news):
                 raise BenchError(f"the engine refused a request: {failure.message}")
             if time.monotonic() > self._deadline:
                 raise BenchError(f"no token within {_PATIENCE_S:g} s")

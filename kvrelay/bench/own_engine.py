@@ -16,7 +16,7 @@ from kvrelay.progress import Progress
 from kvrelay.runner.build import build_runner
 from kvrelay.sampling import SamplingParams
 from kvrelay.states import Role
-from kvrelay.wire.serving import StepOutputs, Submit
+from kvrelay.wire.serving import Failure, StepOutputs, Submit, of_kind
 
 _BLOCK_SIZE = 16
 
@@ -63,7 +63,7 @@ class EngineSubject:
 
     def _step(self) -> StepOutputs:
         step = self._engine.step()
-        for failure in step.failures:
+        for failure in of_kind(Failure, step.news):
             raise BenchError(f"the engine refused a request: {failure.message}")
         return step
 

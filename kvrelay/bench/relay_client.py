@@ -18,7 +18,7 @@ from kvrelay.ids import RequestId, new_request_id
 from kvrelay.launch.cluster import LocalCluster, WorkerSettings
 from kvrelay.offline.outputs import Answers
 from kvrelay.sampling import SamplingParams
-from kvrelay.wire.serving import Abort, Submit
+from kvrelay.wire.serving import Abort, Failure, Submit, of_kind
 
 _ANSWER_S = 120.0
 _IDLE_S = 10.0
@@ -104,7 +104,7 @@ class RelayClient:
             tracked.tokens_at.extend([now] * len(output.tokens))
             if output.finish is not None:
                 tracked.done.set()
-        for failure in answers.failures:
+        for failure in of_kind(Failure, answers.news):
             tracked = self._tracked[failure.request_id]
             tracked.problem = failure.message
             tracked.done.set()

@@ -152,7 +152,7 @@ class Commit:
         request = sequence.request
         for output, result in self._beams.results(request):
             self._outbox.outputs.append(output)
-            self._outbox.beams.append(result)
+            self._outbox.news.append(result)
             self._outbox.num_output_tokens += len(output.tokens)
             self._outbox.num_cached_tokens += output.cached_tokens if output.sample == 0 else 0
         for beam in request.sequences:
@@ -215,9 +215,8 @@ class Commit:
         """If it failed, somebody has to compute the prompt after all. Who is best at that, the router knows."""
         if arrival.error:
             log.warning("hand-over failed", request=sequence.request_id, reason=arrival.error)
-            by = "producer" if arrival.by_producer else None
-            error = HandOverError(f"the hand-over from the prefill worker failed: {arrival.error}", param=by)
-            self._endings.fail(sequence.request, error)
+            reason = f"the hand-over from the prefill worker failed: {arrival.error}"
+            self._endings.fail(sequence.request, HandOverError(reason, by_producer=arrival.by_producer))
             return
         self._scheduler.run_at_once(sequence)
         if sequence.request.group is not None:

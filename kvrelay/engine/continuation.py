@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from kvrelay.engine.kv_cache import KVCache
 from kvrelay.engine.lease import GRACE_S, Due, Heir, Lease
+from kvrelay.engine.outbox import Outbox
 from kvrelay.engine.request import Sequence
 from kvrelay.engine.swap import Swap
 from kvrelay.ids import KeptId, RequestId
@@ -42,6 +43,7 @@ class Leases:
         self,
         kv: KVCache,
         swap: Swap | None,
+        outbox: Outbox,
         *,
         clock: Callable[[], float],
         keys: Iterator[int],
@@ -51,6 +53,7 @@ class Leases:
     ) -> None:
         self._kv = kv
         self._swap = swap
+        self._outbox = outbox
         self._clock = clock
         self._keys = keys
         self._is_off = share == 0
@@ -67,8 +70,6 @@ class Leases:
         self._due: dict[RequestId, Due] = {}
         self._unanswered: set[RequestId] = set()  # named a lease, and were not told what came of it
         self._next_expiry_s = math.inf
-        self._news: list[KeptNews] = []
-        self._inherited: list[Inherited] = []
         self.num_inherited_tokens = 0
 
     # Keeping
@@ -108,7 +109,7 @@ class Leases:
         due = self._due.pop(request_id, None)
         if due is not None:
             for sample in sorted(due.samples):
-                self._news.append(KeptNews(request_id, sample, due.keep.kept_ids[sample], kept=False, reason=reason))
+                self._outbox.news.append(KeptNews(request_id, sample, due.keep.kept_ids[sample], kept=False, reason=reason))
 
     def forget(self, request_id: RequestId) -> None:
         """The request is over."""
@@ -122,7 +123,7 @@ class Leases:
         self._cut(leased, sequence.num_prompt_tokens + due.seen.get(sample, sequence.num_output_tokens))
         refusal = f"there is a lease {kept_id} already" if kept_id in self.leases else self._take(sequence, leased)
         if refusal:
-            self._news.append(KeptNews(sequence.request_id, sample, kept_id, kept=False, reason=refusal))
+            self._outbox.news.append(KeptNews(sequence.request_id, sample, kept_id, kept=False, reason=refusal))
             return
         state = KeptState.ON_DEVICE if leased.block_table else KeptState.ON_HOST
         ttl_s = due.keep.ttl_s
@@ -130,7 +131,7 @@ class Leases:
         self._next_expiry_s = min(self._next_expiry_s, lease.expires_s)
         num_blocks = self._kv.blocks_for(leased.num_computed)
         told = KeptNews(sequence.request_id, sample, kept_id, True, ttl_s, len(leased.tokens), num_blocks)
-        self._news.append(told)
+        self._outbox.news.append(told)
 
     def _cut(self, leased: Sequence, num_tokens: int) -> None:
         """To its first tokens. Blocks behind them, if there are any, stay with the lease."""
@@ -223,7 +224,7 @@ class Leases:
         if sequence.request_id in self._unanswered:
             self._unanswered.discard(sequence.request_id)
             num_tokens, num_cached = (0, sequence.num_computed) if heir is None else (sequence.num_computed, 0)
-            self._inherited.append(Inherited(sequence.request_id, num_tokens, num_cached))
+            self._outbox.news.append(Inherited(sequence.request_id, num_tokens, num_cached))
 
     def let_go(self, sequence: Sequence) -> None:
         """It ended before it started, or what it was to inherit did not come from the host in time."""
@@ -359,15 +360,6 @@ class Leases:
         del self.leases[lease.kept_id]
 
     # What others want to know
-
-    @property
-    def has_news(self) -> bool:
-        return bool(self._news or self._inherited)
-
-    def take_news(self) -> tuple[list[KeptNews], list[Inherited]]:
-        news, self._news = self._news, []
-        inherited, self._inherited = self._inherited, []
-        return news, inherited
 
     def __len__(self) -> int:
         """Those that can be inherited from."""

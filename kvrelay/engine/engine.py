@@ -38,6 +38,7 @@ from kvrelay.wire.registry import HostCounts, MappingCounts, TransferCounts, Wor
 from kvrelay.wire.serving import (
     Encode,
     Finish,
+    HandedOver,
     KeptInfo,
     SequenceOutput,
     StepOutputs,
@@ -80,11 +81,13 @@ class Engine:
         self._relay = self.incoming if self.outgoing is None else self.outgoing
         self.swap = Swap(self.kv, runner, clock=clock, timeout_s=options.swap_timeout_s) if runner.num_host_blocks else None
         self._keys = counter()
+        self._outbox = Outbox()
         kept_kv_share = int(options.kept_kv_share * runner.num_blocks)
         lease_most = runner.num_blocks - self.kv.blocks_for(max_model_len)
         self.leases = Leases(
             self.kv,
             self.swap,
+            self._outbox,
             clock=clock,
             keys=self._keys,
             share=kept_kv_share,
@@ -120,7 +123,6 @@ class Engine:
             max_model_len=max_model_len,
             vocab_size=vocab_size,
         )
-        self._outbox = Outbox()
         self._endings = Endings(
             self.kv,
             self.scheduler,
@@ -268,7 +270,7 @@ class Engine:
             return True
         if self.images is not None and self.images.has_news:
             return True
-        if self.leases.has_news or self._is_saving_leases:
+        if self._is_saving_leases:
             return True
         if self.outgoing is not None and self.outgoing.has_news:
             return True
@@ -385,7 +387,7 @@ class Engine:
         """A hand-over ended. Usually the prompt was finished long ago; if not, there is nobody to compute it for."""
         request = self.requests.get(request_id)
         if request is None:
-            self._outbox.handed_over.append(request_id)
+            self._outbox.news.append(HandedOver(request_id))
             self._endings.handed_on(request_id, FreeReason.FAILED if reason else FreeReason.HANDED_OVER)
             return
         self._endings.fail(
@@ -400,17 +402,12 @@ class Engine:
 
     def _take_outputs(self) -> StepOutputs:
         outbox = self._outbox
-        leases, inherited = self.leases.take_news()
         message = StepOutputs(
             worker_id=self._worker_id,
             step=self._num_steps,
             load=self.load(),
             outputs=outbox.outputs,
-            failures=outbox.failures,
-            handed_over=outbox.handed_over,
-            beams=outbox.beams,
-            leases=leases,
-            inherited=inherited,
+            news=outbox.news,
         )
         outbox.clear()
         return message

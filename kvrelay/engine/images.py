@@ -196,7 +196,7 @@ class Images:
             if now >= wants.since + self._timeout_s:
                 digest = next(iter(wants.coming))
                 reason = f"the embeddings of image {digest} did not come within {self._timeout_s:g} s"
-                failed.setdefault(request_id, MissingEmbeddingError(reason, param=digest))
+                failed.setdefault(request_id, MissingEmbeddingError(reason, digest=digest))
             else:
                 self._next_timeout = min(self._next_timeout, wants.since + self._timeout_s)
 

@@ -48,7 +48,7 @@ from kvrelay.router.parent import Parent
 from kvrelay.router.router import OpenSync, Router
 from kvrelay.router.stream import RequestStream
 from kvrelay.states import FinishReason, Role
-from kvrelay.wire.serving import Abort, Failure, Finish, KeptNews, ReleaseKept, SequenceOutput, Submit
+from kvrelay.wire.serving import Abort, Failure, Finish, KeptNews, News, ReleaseKept, SequenceOutput, Submit
 
 log = Log("cluster")
 
@@ -285,7 +285,7 @@ class LocalCluster:
                 served.stream.abort()
             if submit.keep is not None:
                 await self._router.continuations.until_settled(served.stream.parents, _NEWS_S)
-                self._on_answers(Answers(leases=self._news(submit, served.stream.parents)))
+                self._on_answers(Answers(news=self._news(submit, served.stream.parents)))
 
     async def _parent(self, kept_id: KeptId) -> Parent | None:
         """None: the router knows nothing of it any more, but the prompt has all of its tokens."""
@@ -294,7 +294,7 @@ class LocalCluster:
         except (NotFoundError, ConflictError):
             return None
 
-    def _news(self, submit: Submit, parents: Sequence[Parent]) -> list[KeptNews]:
+    def _news(self, submit: Submit, parents: Sequence[Parent]) -> list[News]:
         assert submit.keep is not None
         remaining_s = self._router.continuations.remaining_s
         return [
@@ -323,7 +323,7 @@ class LocalCluster:
         self._fail(served.submit.request_id, error)
 
     def _fail(self, request_id: RequestId, error: RequestError) -> None:
-        self._on_answers(Answers(failures=[Failure(request_id, error.kind, error.message, error.param)]))
+        self._on_answers(Answers(news=[Failure.of(request_id, error)]))
 
     def _abort(self, request_id: RequestId) -> None:
         """Harmless if the request is over."""
@@ -336,7 +336,7 @@ class LocalCluster:
             served.task.cancel()
         samples = range(served.submit.params.n)
         ends = [SequenceOutput(request_id, sample, 0, [], FinishReason.ABORT) for sample in samples]
-        self._on_answers(Answers(outputs=ends, leases=_never_kept(served)))
+        self._on_answers(Answers(outputs=ends, news=_never_kept(served)))
 
     async def _fail_all(self, reason: str) -> None:
         for served in list(self._requests.values()):
@@ -358,14 +358,12 @@ class _Served:
 def _answers(request_id: RequestId, stream: RequestStream, outputs: list[SequenceOutput]) -> Answers:
     """Under the id that the request has outside."""
     replace = msgspec.structs.replace
-    return Answers(
-        outputs=[replace(output, request_id=request_id) for output in outputs],
-        inherited=[] if stream.inherited is None else [replace(stream.inherited, request_id=request_id)],
-        beams=[replace(stream.beams[each.sample], request_id=request_id) for each in outputs if each.sample in stream.beams],
-    )
+    news: list[News] = [] if stream.inherited is None else [replace(stream.inherited, request_id=request_id)]
+    news += [replace(stream.beams[each.sample], request_id=request_id) for each in outputs if each.sample in stream.beams]
+    return Answers(outputs=[replace(output, request_id=request_id) for output in outputs], news=news)
 
 
-def _never_kept(served: _Served) -> list[KeptNews]:
+def _never_kept(served: _Served) -> list[News]:
     """Of a request that never came to a worker."""
     if served.submit.keep is None or served.stream is not None:
         return []

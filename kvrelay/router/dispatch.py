@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Protocol, assert_never
 
 from kvrelay.discovery.breaker import Breaker
 from kvrelay.errors import (
@@ -27,7 +27,6 @@ from kvrelay.errors import (
     QueueFullError,
     RequestError,
     UnavailableError,
-    request_error,
 )
 from kvrelay.ids import RequestId, WorkerId, new_request_id, new_transfer_id
 from kvrelay.log import Log
@@ -49,7 +48,19 @@ from kvrelay.router.submission import (
     submit_message,
 )
 from kvrelay.states import FinishReason, Role
-from kvrelay.wire.serving import Finish, Resumed, StepOutputs, TransferInfo
+from kvrelay.wire.serving import (
+    COMES_FIRST,
+    BeamResult,
+    Failure,
+    Finish,
+    HandedOver,
+    Inherited,
+    KeptNews,
+    News,
+    Resumed,
+    StepOutputs,
+    TransferInfo,
+)
 
 log = Log("router")
 
@@ -137,31 +148,38 @@ class Dispatcher:
     def outputs(self, peer: Peer, message: StepOutputs) -> None:
         """Everything one engine step of a worker made."""
         table = peer.open
-        for beam in message.beams:
-            entry = table.get(beam.request_id)
-            if entry is not None:
-                entry.stream.beams[beam.sample] = beam
-        for taken in message.inherited:
-            entry = table.get(taken.request_id)
-            if entry is not None:
-                entry.stream.inherited = taken
+        for news in message.news:
+            if isinstance(news, COMES_FIRST):
+                self._told(peer, news)
         for output in message.outputs:
             entry = table.get(output.request_id)
             if entry is not None:
                 if not entry.generating and entry.legs[-1].peer is peer:
                     entry.generating = True
                 entry.stream.deliver(output)
-        for failure in message.failures:
-            entry = table.get(failure.request_id)
-            if entry is not None:
-                self._leg_failed(entry, peer, request_error(failure.kind, failure.message, failure.param))
-        for request_id in message.handed_over:
-            entry = table.get(request_id)
-            if entry is not None:
+        for news in message.news:
+            if not isinstance(news, COMES_FIRST):
+                self._told(peer, news)
+
+    def _told(self, peer: Peer, news: News) -> None:
+        if isinstance(news, KeptNews):  # of a request that has ended, mostly
+            self._keeping.news(peer, news)
+            return
+        entry = peer.open.get(news.request_id)
+        if entry is None:
+            return
+        match news:
+            case BeamResult():
+                entry.stream.beams[news.sample] = news
+            case Inherited():
+                entry.stream.inherited = news
+            case Failure():
+                self._leg_failed(entry, peer, news.error())
+            case HandedOver():
                 peer.breaker.succeeded()
                 self._leg_ended(entry, peer)
-        if message.leases:  # of requests that have ended, mostly
-            self._keeping.news(peer, message.leases)
+            case _:
+                assert_never(news)
 
     def came_back(self, peer: Peer) -> None:
         """Its link is open, again or for the first time: what happened before does not count."""
@@ -286,10 +304,10 @@ class Dispatcher:
         that one is gone where it once was is nobody's."""
         blamed = [peer]
         if isinstance(error, MissingEmbeddingError):
-            blamed = [share.peer for share in entry.encode if share.has(error.param)]
+            blamed = [share.peer for share in entry.encode if share.has(error.digest)]
         elif len(entry.legs) > 1 and isinstance(error, HandOverError):
             blamed = [entry.legs[-2].peer]
-            if error.param == "producer":  # the two do reach each other; what ailed it, it says itself
+            if error.by_producer:  # the two do reach each other; what ailed it, it says itself
                 entry.avoid.add(blamed[0].id)
                 return
             self._estranged.add(blamed[0], peer)

@@ -54,11 +54,11 @@ def is_setback(entry: OpenRequest, error: RequestError) -> bool:
     images it cannot compute again, if the request has got on since the last time."""
     num_tokens = sum(len(entry.stream.tokens(sample)) for sample in range(entry.request.params.n))
     got_on, entry.num_tokens_then = num_tokens > entry.num_tokens_then, num_tokens
-    return not (got_on and isinstance(error, MissingEmbeddingError) and not error.param)
+    return not (got_on and isinstance(error, MissingEmbeddingError) and not error.digest)
 
 
 def as_told(error: RequestError) -> RequestError:
-    """What a client hears at the end: `param` is a field of its request there, and nothing else."""
+    """What a client hears at the end, which knows of no workers."""
     is_internal = isinstance(error, MissingEmbeddingError | HandOverError)
     return UnavailableError(error.message, code=error.code) if is_internal else error
 

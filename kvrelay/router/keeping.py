@@ -45,16 +45,12 @@ class Keeping:
             self._table.sent(parent, peer.id, peer.record.fingerprint, leg.request_id)
         return entry.request.keep if entry.is_kept else None
 
-    def news(self, peer: Peer, leases: list[KeptNews]) -> None:
-        """A lease that nobody can use, or that belongs to an attempt that was given up, is given back."""
-        unwanted = []
-        for news in leases:
-            stays = peer.record.state is not WorkerState.DRAINING
-            told = news if stays else KeptNews(news.request_id, news.sample, news.kept_id, False, reason="its worker leaves")
-            if not self._table.told(peer.id, told) or (news.kept and not stays):
-                unwanted.append(news.kept_id)
-        if unwanted:
-            peer.link.send(ReleaseKept(kept_ids=unwanted))
+    def news(self, peer: Peer, news: KeptNews) -> None:
+        """Kept KV that no client can use, or that belongs to an attempt that was given up, is released."""
+        stays = peer.record.state is not WorkerState.DRAINING
+        told = news if stays else KeptNews(news.request_id, news.sample, news.kept_id, False, reason="its worker leaves")
+        if not self._table.told(peer.id, told) or (news.kept and not stays):
+            peer.link.send(ReleaseKept(kept_ids=[news.kept_id]))
 
     def cut(self, entry: OpenRequest) -> None:
         """Nobody wants the rest. What was to be kept ends where its client saw it end; if nobody saw any of it, and the prompt

@@ -16,10 +16,20 @@ router                                   worker
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterable
+from typing import Literal, TypeVar
 
 import msgspec
 
+from kvrelay.errors import (
+    HandOverError,
+    InternalError,
+    InvalidRequestError,
+    MissingEmbeddingError,
+    QueueFullError,
+    RequestError,
+    UnavailableError,
+)
 from kvrelay.ids import KeptId, RequestId, RouterId, TransferId, WorkerId
 from kvrelay.sampling import SamplingParams
 from kvrelay.states import FinishReason, Role
@@ -119,8 +129,8 @@ class Submit(Message, frozen=True, kw_only=True):
 
 
 class Encode(Message, frozen=True, kw_only=True):
-    """Asks an encode worker for the embeddings of some images of a request. Answered by `handed_over` once nobody waits for
-    them any more, or by one Failure."""
+    """Asks an encode worker for the embeddings of some images of a request. Answered by HandedOver once no worker waits
+    for them any more, or by one Failure."""
 
     request_id: RequestId
     external_id: str
@@ -206,16 +216,56 @@ class FirstToken(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # as in SequenceOutput
 
 
-class Failure(msgspec.Struct, frozen=True, array_like=True):
+# What a step tells of requests beside their tokens
+
+
+class StepNews(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Base of `News`."""
+
+
+class Failure(StepNews, frozen=True, array_like=True):
     """The one terminal answer to a request that could not be served. `kind` is the error's kind in `errors.py`."""
 
     request_id: RequestId
     kind: str
     message: str
-    param: str | None = None
+    param: str | None = None  # the client's field that is wrong
+    digest: str | None = None  # of a MissingEmbeddingError
+    by_producer: bool = False  # of a HandOverError
+
+    @classmethod
+    def of(cls, request_id: RequestId, error: RequestError) -> Failure:
+        match error:
+            case MissingEmbeddingError():
+                return cls(request_id, error.kind, error.message, digest=error.digest)
+            case HandOverError():
+                return cls(request_id, error.kind, error.message, by_producer=error.by_producer)
+            case _:
+                return cls(request_id, error.kind, error.message, error.param)
+
+    def error(self) -> RequestError:
+        match self.kind:
+            case MissingEmbeddingError.kind:
+                return MissingEmbeddingError(self.message, digest=self.digest)
+            case HandOverError.kind:
+                return HandOverError(self.message, by_producer=self.by_producer)
+            case QueueFullError.kind:
+                return QueueFullError(self.message)
+            case InvalidRequestError.kind:
+                return InvalidRequestError(self.message, param=self.param)
+            case UnavailableError.kind:
+                return UnavailableError(self.message, param=self.param)
+            case _:
+                return InternalError(self.message, param=self.param)
 
 
-class KeptNews(msgspec.Struct, frozen=True, array_like=True):
+class HandedOver(StepNews, frozen=True, array_like=True):
+    """A prefill or encode worker's terminal answer: the next worker has all it wanted."""
+
+    request_id: RequestId
+
+
+class KeptNews(StepNews, frozen=True, array_like=True):
     """Once for each sample whose KV was to be kept: it is, for `ttl_s` from now, or it is not, and why."""
 
     request_id: RequestId
@@ -228,7 +278,7 @@ class KeptNews(msgspec.Struct, frozen=True, array_like=True):
     reason: str = ""
 
 
-class Inherited(msgspec.Struct, frozen=True, array_like=True):
+class Inherited(StepNews, frozen=True, array_like=True):
     """Once for each request that named a lease, before its first token: how many tokens' KV it took from it. None, if the lease
     was gone: then the prefix cache was asked, and what that did not have was computed."""
 
@@ -237,13 +287,22 @@ class Inherited(msgspec.Struct, frozen=True, array_like=True):
     num_cached: int = 0  # without the lease: tokens that the prefix cache had
 
 
-class BeamResult(msgspec.Struct, frozen=True, array_like=True):
+class BeamResult(StepNews, frozen=True, array_like=True):
     """Once for each sample of a beam search, in the message that brings the sample's tokens, which all come at once."""
 
     request_id: RequestId
     sample: int  # in falling order of score
     cumulative_logprob: float
     score: float
+
+
+News = Failure | HandedOver | KeptNews | Inherited | BeamResult
+AnyNews = TypeVar("AnyNews", bound=StepNews)
+COMES_FIRST = (Inherited, BeamResult)  # to be heard before the tokens of the same message, with which a request may end
+
+
+def of_kind(kind: type[AnyNews], news: Iterable[News]) -> list[AnyNews]:
+    return [one for one in news if isinstance(one, kind)]
 
 
 class KeptInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -274,11 +333,7 @@ class StepOutputs(Message, frozen=True, kw_only=True):
     step: int
     load: WorkerLoad
     outputs: list[SequenceOutput] = []
-    failures: list[Failure] = []
-    handed_over: list[RequestId] = []  # a prefill or encode worker's terminal word: the next one has all it wanted
-    leases: list[KeptNews] = []
-    inherited: list[Inherited] = []
-    beams: list[BeamResult] = []
+    news: list[News] = []
 
 
 ToWorker = Hello | Submit | Encode | Abort | Finish | Ping | PeerLost | Drain | ReleaseKept | AskKept

@@ -125,7 +125,7 @@ class EmbeddingIntake:
         self._num_failed += 1
         digest = coming.image.digest
         blamed = digest if coming.owner in coming.waiters else None
-        error = MissingEmbeddingError(f"the embeddings of image {digest} did not arrive: {reason}", param=blamed)
+        error = MissingEmbeddingError(f"the embeddings of image {digest} did not arrive: {reason}", digest=blamed)
         return [ImageFailure(request_id, digest, error) for request_id in coming.waiters]
 
     def _forget(self, coming: _Coming) -> None:

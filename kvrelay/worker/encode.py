@@ -31,8 +31,10 @@ from kvrelay.wire.serving import (
     Encode,
     Failure,
     Finish,
+    HandedOver,
     Image,
     KeptInfo,
+    News,
     StepOutputs,
     Submit,
 )
@@ -74,8 +76,7 @@ class EncodeEngine:
         self._owners: dict[TransferId, RequestId] = {}
         self._waiting: deque[_Job] = deque()  # for the tower
         self._made: deque[_Job] = deque()  # for room in the relay's pool
-        self._failures: list[Failure] = []
-        self._handed_over: list[RequestId] = []
+        self._news: list[News] = []
         self._pool_full = False
         self._num_steps = 0
         self._num_failed = 0  # images that somebody waited for
@@ -87,7 +88,7 @@ class EncodeEngine:
         try:
             self._check(encode)
         except RequestError as error:
-            self._failures.append(Failure(encode.request_id, error.kind, error.message, error.param))
+            self._news.append(Failure.of(encode.request_id, error))
             return
         self._open[encode.request_id] = {transfer.transfer_id for transfer in encode.transfers}
         for image, transfer in zip(encode.images, encode.transfers, strict=True):
@@ -99,7 +100,7 @@ class EncodeEngine:
     def submit(self, submit: Submit) -> None:
         """Only a router that is confused asks for this."""
         error = UnavailableError(f"worker {self._worker_id} encodes images and computes no prompts")
-        self._failures.append(Failure(submit.request_id, error.kind, error.message))
+        self._news.append(Failure.of(submit.request_id, error))
 
     def abort(self, request_ids: Iterable[RequestId]) -> None:
         for request_id in request_ids:
@@ -126,7 +127,7 @@ class EncodeEngine:
 
     @property
     def has_work(self) -> bool:
-        if self._failures or self._handed_over or self._waiting or self._producer.has_news:
+        if self._news or self._waiting or self._producer.has_news:
             return True
         return bool(self._made) and not self._pool_full
 
@@ -159,11 +160,8 @@ class EncodeEngine:
         self._encode(self._next_batch())
         self._offer_made()
         self._num_steps += 1
-        failures, self._failures = self._failures, []
-        handed_over, self._handed_over = self._handed_over, []
-        return StepOutputs(
-            worker_id=self._worker_id, step=self._num_steps, load=self.load(), failures=failures, handed_over=handed_over
-        )
+        news, self._news = self._news, []
+        return StepOutputs(worker_id=self._worker_id, step=self._num_steps, load=self.load(), news=news)
 
     def _take_news(self) -> None:
         """Whoever stops waiting for an image before it was encoded saves the tower the work."""
@@ -178,7 +176,7 @@ class EncodeEngine:
             left.discard(sent.transfer_id)
             if not left:
                 del self._open[request_id]
-                self._handed_over.append(request_id)
+                self._news.append(HandedOver(request_id))
 
     def _next_batch(self) -> list[_Job]:
         batch: list[_Job] = []
@@ -241,7 +239,7 @@ class EncodeEngine:
     def _fail(self, request_id: RequestId, error: RequestError) -> None:
         if self._drop(request_id):
             self._num_failed += 1
-            self._failures.append(Failure(request_id, error.kind, error.message, error.param))
+            self._news.append(Failure.of(request_id, error))
 
     def _drop(self, request_id: RequestId) -> bool:
         """Whether it was there. Its consumers learn of it from the relay."""

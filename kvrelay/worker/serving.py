@@ -245,7 +245,7 @@ class ServingLoop:
         try:
             submit.params.validate()
         except RequestError as error:
-            self._answer(router, Failure(submit.request_id, error.kind, error.message, error.param))
+            self._answer(router, Failure.of(submit.request_id, error))
             return
         self._callers.open(router, submit)
         self._load_untold = True
@@ -316,7 +316,7 @@ class ServingLoop:
             self._forget(router)
 
     def _answer(self, router: Caller, failure: Failure) -> None:
-        router.failures.append(failure)
+        router.news.append(failure)
         load = self._load()
         self._send_outputs(router, load.steps, load)
 
@@ -362,9 +362,9 @@ class ServingLoop:
 
     def _fail_all(self, error: RequestError) -> None:
         for router in self._callers:
-            router.failures.extend(Failure(id, error.kind, error.message) for id in router.open)
+            router.news.extend(Failure.of(id, error) for id in router.open)
             self._callers.close(router, list(router.open))
-            if router.failures:
+            if router.news:
                 self._send_outputs(router, self.status.load.steps, self.status.load)
 
 

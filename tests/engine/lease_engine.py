@@ -12,7 +12,7 @@ from kvrelay.ids import KeptId, RequestId, new_kept_id, new_request_id
 from kvrelay.sampling import SamplingParams
 from kvrelay.states import KeptState
 from kvrelay.wire.events import Removed
-from kvrelay.wire.serving import Inherited, Keep, KeptNews, StepOutputs, Submit
+from kvrelay.wire.serving import Inherited, Keep, KeptNews, StepOutputs, Submit, of_kind
 from tests.engine.swap_engine import SwapEngine
 from tests.engine.test_engine import Collected, make_engine, run, submit
 
@@ -28,12 +28,12 @@ class Seen(Collected):
         self.inherited: dict[RequestId, Inherited] = {}
 
     def take(self, step: StepOutputs) -> None:
-        for inherited in step.inherited:
+        for inherited in of_kind(Inherited, step.news):
             assert inherited.request_id not in self.inherited, "said twice what was inherited"
             assert inherited.request_id not in self.first, "the first token came before what was inherited"
             self.inherited[inherited.request_id] = inherited
         super().take(step)
-        for news in step.leases:
+        for news in of_kind(KeptNews, step.news):
             assert (news.request_id, news.sample) not in self.leases, "said twice whether it is kept"
             assert news.kept != bool(news.reason)
             self.leases[news.request_id, news.sample] = news

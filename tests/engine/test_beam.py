@@ -16,7 +16,7 @@ from kvrelay.ids import KeptId, RequestId
 from kvrelay.sampling import BeamSearch, Grammar, GrammarKind, SamplingParams
 from kvrelay.states import FinishReason, RequestState
 from kvrelay.wire.events import Freed
-from kvrelay.wire.serving import BeamResult, Finish, FirstToken, Keep, Resumed, Submit, TokenLogprobs
+from kvrelay.wire.serving import BeamResult, Failure, Finish, FirstToken, Keep, Resumed, Submit, TokenLogprobs, of_kind
 from tests.engine.swap_engine import NEVER, SwapEngine
 from tests.engine.test_engine import Collected, make_engine, submit
 from tests.engine.test_engine import run as run_engine
@@ -83,7 +83,7 @@ def test_results_come_at_once_best_first_with_scores() -> None:
     while engine.engine.has_work:
         step = engine.engine.step()
         outputs += step.outputs
-        beams += step.beams
+        beams += of_kind(BeamResult, step.news)
         assert len(step.outputs) in (0, 3)
     assert [(output.sample, output.position) for output in outputs] == [(0, 0), (1, 0), (2, 0)]
     assert [told.score for told in beams] == sorted((told.score for told in beams), reverse=True)
@@ -434,7 +434,7 @@ def test_a_search_that_could_not_reach_its_end_is_refused(width: int, length: in
     request = submit([1] * length, beam=beam(width), max_tokens=max_tokens)
     engine.submit(request)
     step = engine.step()
-    assert [(failure.param, failure.request_id) for failure in step.failures] == (
+    assert [(failure.param, failure.request_id) for failure in of_kind(Failure, step.news)] == (
         [("beam_width", request.request_id)] if is_refused else []
     )
     if not is_refused:

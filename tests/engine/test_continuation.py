@@ -9,7 +9,7 @@ import pytest
 from kvrelay.engine.swap import Swap
 from kvrelay.ids import KeptId, RequestId, new_kept_id
 from kvrelay.states import FinishReason, KeptState, RequestState
-from kvrelay.wire.serving import Finish, Image, Inherited, Keep, Submit
+from kvrelay.wire.serving import Failure, Finish, Image, Inherited, Keep, Submit, of_kind
 from tests.engine.lease_engine import TTL_S, LeaseEngine, kept_id
 from tests.engine.swap_engine import NEVER
 
@@ -597,7 +597,7 @@ def test_a_child_of_other_tokens_salt_or_images_is_refused() -> None:
     )
     engine.engine.submit(with_image)
     outputs = engine.engine.step()
-    params_named = {failure.request_id: failure.param for failure in outputs.failures}
+    params_named = {failure.request_id: failure.param for failure in of_kind(Failure, outputs.news)}
     engine.seen.take(outputs)
     assert [params_named[request.request_id] for request in wrong] == [*["continuation_of"] * 3, "prompt_logprobs"]
     assert params_named[with_image.request_id] == "images"  # that stand nowhere in its prompt
@@ -614,7 +614,7 @@ def test_a_keep_that_makes_no_sense_is_refused(keep: Keep) -> None:
     engine.engine.submit(wrong)
     outputs = engine.engine.step()
     engine.seen.take(outputs)
-    (failure,) = outputs.failures
+    (failure,) = of_kind(Failure, outputs.news)
     assert (failure.request_id, failure.param) == (wrong.request_id, "keep_kv")
     engine.end()
 

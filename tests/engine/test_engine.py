@@ -15,7 +15,7 @@ from kvrelay.ids import RequestId, WorkerId, new_request_id
 from kvrelay.runner.fake import FakeRunner
 from kvrelay.sampling import SamplingParams
 from kvrelay.states import FinishReason
-from kvrelay.wire.serving import BeamResult, Finish, SequenceOutput, StepOutputs, Submit
+from kvrelay.wire.serving import BeamResult, Failure, Finish, SequenceOutput, StepOutputs, Submit, of_kind
 
 VOCAB = 97
 WORKER = WorkerId("whole-0123456789ab")
@@ -65,10 +65,10 @@ class Collected:
             known.extend(output.tokens)
             if output.finish is not None:
                 self.ends[key] = output.finish
-        for result in step.beams:
+        for result in of_kind(BeamResult, step.news):
             assert (result.request_id, result.sample) not in self.beams
             self.beams[result.request_id, result.sample] = result
-        for failure in step.failures:
+        for failure in of_kind(Failure, step.news):
             assert failure.request_id not in self.failures
             self.failures[failure.request_id] = failure.message
 

@@ -15,7 +15,7 @@ from kvrelay.media.placeholders import placeholder_ids
 from kvrelay.runner.fake import FakeRunner
 from kvrelay.sampling import SamplingParams
 from kvrelay.wire.registry import ImageCounts
-from kvrelay.wire.serving import EmbeddingTransfer, Failure, Image, StepOutputs, Submit
+from kvrelay.wire.serving import EmbeddingTransfer, Failure, Image, StepOutputs, Submit, of_kind
 
 WORKER = WorkerId("whole-0123456789ab")
 TIMEOUT_S = 30.0
@@ -154,7 +154,7 @@ class World:
         raise AssertionError("it goes on for ever")
 
     def take(self, outputs: StepOutputs) -> None:
-        self.failures += outputs.failures
+        self.failures += of_kind(Failure, outputs.news)
         for output in outputs.outputs:
             self.tokens.setdefault(output.request_id, []).extend(output.tokens)
 

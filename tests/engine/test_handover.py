@@ -18,7 +18,7 @@ from kvrelay.sampling import SamplingParams
 from kvrelay.states import FinishReason, RequestState
 from kvrelay.wire.events import Freed
 from kvrelay.wire.registry import MappingCounts, TransferCounts
-from kvrelay.wire.serving import FirstToken, Keep, Resumed, Submit, TransferInfo
+from kvrelay.wire.serving import Failure, FirstToken, Keep, Resumed, Submit, TransferInfo, of_kind
 
 PREFILL = WorkerId("prefill-0123456789ab")
 DECODE = WorkerId("decode-0123456789ab")
@@ -379,7 +379,7 @@ def test_a_failed_transfer_ends_the_request_here_and_its_blocks_wait_in_quaranti
         pair.consumer.news.started.append(request_id)
         run(pair.decode, seen)
     pair.consumer.news.arrived.append(Arrival(request_id, [], "the peer died"))
-    failures = [failure for _ in range(2) if pair.decode.has_work for failure in pair.decode.step().failures]
+    failures = [failure for _ in range(2) if pair.decode.has_work for failure in of_kind(Failure, pair.decode.step().news)]
     assert [(one.request_id, one.kind) for one in failures] == [(request_id, HandOverError.kind)]
     assert "the peer died" in failures[0].message
     assert not pair.decode.has_work

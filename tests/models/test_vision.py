@@ -48,7 +48,7 @@ from kvrelay.runner.vision.encoder import Encoder
 from kvrelay.runner.vision.features import FeatureStore
 from kvrelay.runner.vision.images import ImageRows, Span, spans_of
 from kvrelay.sampling import SamplingParams
-from kvrelay.wire.serving import Submit
+from kvrelay.wire.serving import Failure, Submit, of_kind
 
 CPU = torch.device("cpu")
 NUM_TOKENS = 16
@@ -109,7 +109,7 @@ def generate(engine: Engine, encoder: Encoder, batch: list[Prompt], **changes: A
         engine.submit(submit)
     while engine.has_work:
         step = engine.step()
-        assert not step.failures
+        assert not of_kind(Failure, step.news)
         for output in step.outputs:
             tokens[output.request_id].extend(output.tokens)
     invariants.check_idle(engine)

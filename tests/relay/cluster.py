@@ -42,7 +42,7 @@ from kvrelay.transfer.region import Region, shared_region
 from kvrelay.transfer.session import TransferSettings
 from kvrelay.wire import PROTOCOL_VERSION
 from kvrelay.wire.registry import WorkerLoad, WorkerRecord
-from kvrelay.wire.serving import Finish, KeptInfo, StepOutputs, Submit, TokenLogprobs
+from kvrelay.wire.serving import Failure, Finish, KeptInfo, StepOutputs, Submit, TokenLogprobs, of_kind
 from kvrelay.worker.relay import relay_stage
 from kvrelay.worker.serving import EngineFailedError, ServingLoop
 from kvrelay.worker.stage import Stage, Waker
@@ -453,7 +453,7 @@ def run_alone(engine: Engine, requests: Iterable[GenerateRequest]) -> list[Answe
         engine.submit(Submit(request_id=request_id, external_id="", prompt=list(request.prompt), params=request.params))
     while engine.has_work:
         step = engine.step()
-        assert not step.failures, step.failures
+        assert not of_kind(Failure, step.news), of_kind(Failure, step.news)
         for output in step.outputs:
             answers[output.request_id].take([output])
     engine.close()

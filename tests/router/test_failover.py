@@ -83,7 +83,7 @@ def test_giving_way_to_others_is_no_failure_of_a_request_that_gets_on() -> None:
     """Its images' KV went for want of room. If it never gets on, something else is wrong."""
     stream = RequestStream(new_request_id(), 1, StubOwner(), prefill="", decode="")
     entry = OpenRequest(ask([5]), stream)
-    gone, lost = MissingEmbeddingError("gone from this worker"), MissingEmbeddingError("did not come", param="digest")
+    gone, lost = MissingEmbeddingError("gone from this worker"), MissingEmbeddingError("did not come", digest="digest")
     judged = []
     for num_tokens, error in ((3, gone), (3, gone), (4, gone), (5, lost), (6, UnavailableError("lost"))):
         stream.tokens(0)[:] = range(num_tokens)
@@ -92,7 +92,7 @@ def test_giving_way_to_others_is_no_failure_of_a_request_that_gets_on() -> None:
 
 
 def test_a_client_is_told_of_no_digest() -> None:
-    told = as_told(MissingEmbeddingError("did not come", param="digest"))
+    told = as_told(MissingEmbeddingError("did not come", digest="digest"))
     assert (told.kind, told.message, told.param) == ("service_unavailable_error", "did not come", None)
 
 

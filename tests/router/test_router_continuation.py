@@ -153,9 +153,9 @@ async def test_a_parent_whose_hand_over_failed_is_kept_all_the_same(cluster: Clu
     assert list(decode.engine.leases) == [stream.parents[0].kept_id]
 
 
-@pytest.mark.parametrize("by", ["producer", None])
+@pytest.mark.parametrize("by_producer", [True, False])
 async def test_a_pair_is_kept_apart_only_if_it_is_not_the_producer_who_ended_the_hand_over(
-    cluster: Cluster, by: str | None
+    cluster: Cluster, by_producer: bool
 ) -> None:
     prefill, decode = [await cluster.add_ready(role=role) for role in (Role.PREFILL, Role.DECODE)]
     prefill.engine.gate.clear()
@@ -165,12 +165,12 @@ async def test_a_pair_is_kept_apart_only_if_it_is_not_the_producer_who_ended_the
     )
     assert stream.prefill == prefill.id
     await cluster.until(lambda: decode.loop.num_open == 1)
-    decode.engine.fail_all("hand_over_error", by)
+    decode.engine.fail_all("hand_over_error", by_producer=by_producer)
     decode.engine.gate.set()
     assert await tokens_of(stream) == {0: expected(list(range(100)), 4)}
     again = GenerateRequest(external_id="", prompt=list(range(100, 200)), params=SamplingParams(max_tokens=4))
     stream = cluster.router.submit(again)
-    assert stream.prefill == (prefill.id if by else "local")
+    assert stream.prefill == (prefill.id if by_producer else "local")
     stream.abort()
     prefill.engine.gate.set()
 

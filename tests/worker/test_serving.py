@@ -17,7 +17,20 @@ from kvrelay.sampling import SamplingParams
 from kvrelay.states import FinishReason
 from kvrelay.wire import PROTOCOL_VERSION
 from kvrelay.wire.codec import Decoder, encode
-from kvrelay.wire.serving import Abort, Finish, Hello, Ping, Refused, Resumed, StepOutputs, Submit, ToRouter, Welcome
+from kvrelay.wire.serving import (
+    Abort,
+    Failure,
+    Finish,
+    Hello,
+    Ping,
+    Refused,
+    Resumed,
+    StepOutputs,
+    Submit,
+    ToRouter,
+    Welcome,
+    of_kind,
+)
 
 PATIENCE_S = 10.0
 
@@ -56,7 +69,7 @@ class Peer:
         while True:
             message = self.receive()
             assert isinstance(message, StepOutputs), message
-            if message.outputs or message.failures:
+            if message.outputs or message.news:
                 return message
 
     def tokens(self, request_id: RequestId) -> list[int]:
@@ -192,7 +205,7 @@ def test_parameters_that_cannot_be_served_are_answered_by_a_failure(worker: Stub
     peer.hello()
     for params, param in (({"n": 10**9}, "n"), ({"n": 0}, "n"), ({"temperature": -1.0}, "temperature")):
         request_id = peer.submit([1], **params)
-        (failure,) = peer.outputs().failures
+        (failure,) = of_kind(Failure, peer.outputs().news)
         assert (failure.request_id, failure.kind, failure.param) == (request_id, "invalid_request_error", param)
     assert worker.loop.num_open == 0
 
@@ -304,5 +317,5 @@ def test_a_stopped_worker_tells_its_open_requests(worker: StubWorker, peer: Peer
     request_id = peer.submit([1])
     until(lambda: worker.loop.num_open == 1)
     worker.stop()
-    (failure,) = peer.outputs().failures
+    (failure,) = of_kind(Failure, peer.outputs().news)
     assert (failure.request_id, failure.kind) == (request_id, "service_unavailable_error")
