@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterable, Sequence
 from kvrelay.errors import ConflictError, InvalidRequestError, NotFoundError
 from kvrelay.ids import KeptId, RequestId, WorkerId
 from kvrelay.metrics import Metrics
-from kvrelay.router.backend import GenerateRequest
 from kvrelay.router.parent import Parent
 from kvrelay.states import HandleState
 from kvrelay.wire.serving import KeptInfo, KeptNews
@@ -64,24 +63,10 @@ class Continuations:
 
     # What becomes of requests
 
-    def begun(self, request: GenerateRequest) -> list[Parent]:
-        """One per sample. Those that were to be kept are `asked`, unless their owner has all the leases that it may have."""
-        keep, count = request.keep, request.params.n
-        parents = [
-            Parent(
-                external_id=request.external_id,
-                answer_id=request.answer_id,
-                choice=request.first_choice + sample,
-                owner=request.owner,
-                cache_salt=request.cache_salt,
-                num_prompt_tokens=len(request.prompt),
-                images=request.images,
-                kept_id=None if keep is None else keep.kept_ids[sample],
-            )
-            for sample in range(count)
-        ]
+    def begun(self, parents: list[Parent]) -> list[Parent]:
+        """All samples of a request. Those to be kept are `asked`, unless their owner has all the kept KV that it may have."""
         self._name(parents)
-        if keep is not None:
+        if parents[0].kept_id is not None:
             self._ask(parents)
         return parents
 

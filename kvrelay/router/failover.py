@@ -1,6 +1,6 @@
 """What becomes of a request whose worker is gone or could not go on.
 
-    judge      whose fault is an error that a worker reports: the client's, nobody's any more, or the worker's
+    judge      whose fault is an error that a worker reports: the client's, the worker's, or of no concern any more
     Stranded   requests that lost their worker when no other was up: tried again as soon as one is, for a while
     Estranged  pairs of workers between which a hand-over has failed: not tried again for a while
 
@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 from kvrelay.errors import HandOverError, InternalError, MissingEmbeddingError, RequestError, UnavailableError
 from kvrelay.ids import WorkerId
-from kvrelay.router.peer import OpenRequest, Peer
-from kvrelay.router.plan import Plan
+from kvrelay.router.attempt import OpenRequest, Plan
+from kvrelay.router.peer import Peer
 
 _ESTRANGED_S = 15.0  # then one request finds out whether they have come together
 _LOOK_EVERY_S = 0.2  # room in a queue comes without any word
@@ -39,8 +39,9 @@ class Verdict(enum.Enum):
     IGNORE = enum.auto()  # the leg is not needed any more
 
 
-def judge(error: RequestError, *, is_last: bool, generating: bool, num_internal_errors: int) -> Verdict:
-    if not is_last and generating:
+def judge(error: RequestError, *, is_decode: bool, is_generating: bool, num_internal_errors: int) -> Verdict:
+    """`is_decode`: the decode leg failed. `is_generating`: it has given an output, so it needs no other leg."""
+    if not is_decode and is_generating:
         return Verdict.IGNORE
     if isinstance(error, UnavailableError):
         return Verdict.RETRY
@@ -64,8 +65,8 @@ def as_told(error: RequestError) -> RequestError:
 
 
 class Estranged:
-    """Each worker may be well and reachable from here, and yet not from the other. Then the one that generates computes the
-    prompt itself, until the pair is tried again."""
+    """Each worker may be well and reachable from here, and yet not from the other, so no breaker opens for long. Then the one
+    that generates computes the prompt itself, until the pair is tried again."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -118,7 +119,7 @@ class Stranded:
         self._waiting.pop(entry.stream.request_id, None)
 
     def try_now(self) -> None:
-        """Somebody may have come up."""
+        """A worker may have come up."""
         for request_id, (entry, _, _) in list(self._waiting.items()):
             if request_id in self._waiting and self._retry(entry):
                 self._waiting.pop(request_id, None)

@@ -31,9 +31,10 @@ class Table(Continuations):
     def begin(self, name: str, owner: str = "", *, keep: bool = False, n: int = 1, answer_id: str = "") -> list[Parent]:
         keep_it = Keep([new_kept_id() for _ in range(n)], 10.0, owner) if keep else None
         params = SamplingParams(n=n)
-        parents = self.begun(
-            GenerateRequest(external_id=name, prompt=PROMPT, params=params, owner=owner, keep=keep_it, answer_id=answer_id)
+        request = GenerateRequest(
+            external_id=name, prompt=PROMPT, params=params, owner=owner, keep=keep_it, answer_id=answer_id
         )
+        parents = self.begun(request.as_parents())
         for parent in parents:
             self.sent(parent, WORKER, "model", new_request_id())
         return parents
