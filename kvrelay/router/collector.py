@@ -1,4 +1,4 @@
-"""Prometheus figures that the workers count: read from their latest load when somebody scrapes."""
+"""Prometheus figures that the workers count: read from their latest load at each scrape."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _REQUEST_STATES = ("running", "waiting", "transferring", "swapped")
 _TOTALS = {
     "prompt_tokens": "Prompt tokens computed",
     "cached_tokens": "Prompt tokens found in the prefix cache",
-    "inherited_tokens": "Prompt tokens whose KV was taken from a lease",
+    "inherited_tokens": "Prompt tokens whose KV was inherited from a request whose KV was kept",
     "output_tokens": "Tokens generated",
     "preemptions": "Requests that had to give up their KV blocks",
     "steps": "Engine steps",
@@ -72,7 +72,7 @@ class WorkerCollector(Collector):
         yield from _counters(peers, "kvrelay_worker_images_", _IMAGES, _images)
         yield _gauge(peers, "images_in_flight", "Embeddings on their way", lambda load: _images(load)["in_flight"])
         yield _gauge(peers, "transfers_in_flight", "KV hand-overs under way", lambda load: load["transfers"]["in_flight"])
-        yield _gauge(peers, "leases", "Finished samples whose KV is kept", lambda load: load["leases"])
+        yield _gauge(peers, "kept_kv", "Finished samples whose KV is kept", lambda load: load["leases"])
         yield _gauge(peers, "mapping_size", "Transfer ids known", lambda load: load["mapping"]["size"])
         yield _gauge(peers, "mapping_parked", "Messages about transfers not yet known", lambda load: load["mapping"]["parked"])
 

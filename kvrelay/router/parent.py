@@ -1,9 +1,9 @@
 """A request that others may continue from, one sample of it: what a router knows of it while it runs and after it ended.
 
-RUNNING --> HELD    it ended, and a worker keeps its KV under a lease
+RUNNING --> HELD    it ended, and a worker keeps its KV for a time
         --> KNOWN   it ended; its tokens are here, and nothing else is promised
         --> GONE    it failed, or was deleted
-HELD    --> KNOWN   its time is over, or its worker is
+HELD    --> KNOWN   that time is over, or its worker is gone
 KNOWN   --> GONE    deleted, or forgotten since others ended later
 """
 
@@ -29,14 +29,14 @@ class Parent:
     cache_salt: str
     num_prompt_tokens: int
     images: Sequence[Image] = ()
-    kept_id: KeptId | None = None  # None: nobody asked to keep its KV
+    kept_id: KeptId | None = None  # None: its KV was not to be kept
     state: HandleState = HandleState.RUNNING
     tokens: Sequence[int] = ()
-    worker_id: WorkerId | None = None  # that generates it, or holds its lease
+    worker_id: WorkerId | None = None  # that generates it, or keeps its KV
     request_id: RequestId | None = None  # of its request there
     fingerprint: str = ""  # of that worker's model
     num_blocks: int = 0
-    expires_at: float = 0.0  # of the lease, by the clock of `Continuations`
+    expires_at: float = 0.0  # of its kept KV, by the clock of `Continuations`
     reason: str = ""  # why it is not HELD
     asked: bool = False  # its worker was told to keep it
     ended: bool = False

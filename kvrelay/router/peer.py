@@ -182,7 +182,7 @@ class Peer:
             "steps": load.steps,
             "preemptions": load.preemptions,
             "connections": load.connections,
-            "leases": load.leases,
+            "kept_kv": load.leases,
             "inherited_tokens": load.inherited_tokens,
             "breaker": self.breaker.state.value,
         }

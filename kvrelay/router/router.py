@@ -76,7 +76,7 @@ class Router:
         self._sync = EvictionSync() if sync is None or index is None else sync(is_held=index.holds)
         self._feed = NoFeed() if index is None else EventFeed(index, metrics, self._sync)
         planner = Planner(policy, local_prefill_tokens, metrics, index if policy == "prefix_aware" else None)
-        self.continuations = Continuations(metrics, capacity=continuation_cache, max_leases_per_owner=max_kept_per_key)
+        self.continuations = Continuations(metrics, capacity=continuation_cache, max_kept_per_owner=max_kept_per_key)
         self._dispatcher = Dispatcher(planner, metrics, self.continuations, self._sync, mode=mode, rules=rules)
         self._search = KeptSearch(self.continuations, lambda: self._dispatcher.usable)
         self._listeners = Listeners(

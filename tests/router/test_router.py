@@ -80,7 +80,7 @@ async def cluster() -> AsyncIterator[Cluster]:
 
 @pytest.fixture
 async def quick_cluster() -> AsyncIterator[Cluster]:
-    """With a short lease, for tests in which somebody falls silent."""
+    """With a short registration time, for tests in which a worker falls silent."""
     made = Cluster(lease_s=0.6)
     yield made
     await made.close()
@@ -159,7 +159,7 @@ async def test_without_a_worker_the_error_says_so(cluster: Cluster) -> None:
         cluster.router.submit(ask([1]))
 
 
-async def test_a_worker_that_dies_fails_its_requests_long_before_its_lease_ends() -> None:
+async def test_a_worker_that_dies_fails_its_requests_long_before_its_registration_ends() -> None:
     cluster = Cluster(lease_s=600.0)
     worker = await cluster.add_ready()
     worker.engine.gate.clear()
@@ -174,7 +174,7 @@ async def test_a_worker_that_dies_fails_its_requests_long_before_its_lease_ends(
     await cluster.close()
 
 
-async def test_a_dead_worker_disappears_when_its_lease_ends(quick_cluster: Cluster) -> None:
+async def test_a_dead_worker_disappears_when_its_registration_ends(quick_cluster: Cluster) -> None:
     worker = await quick_cluster.add_ready()
     await asyncio.to_thread(worker.crash)
     worker.heartbeat._registration.leave = lambda: None  # type: ignore[method-assign]
@@ -291,7 +291,7 @@ async def test_closing_fails_what_is_open_and_tells_the_worker() -> None:
     await cluster.close()
 
 
-async def test_an_idle_connection_outlives_many_leases(quick_cluster: Cluster) -> None:
+async def test_an_idle_connection_outlives_many_registration_times(quick_cluster: Cluster) -> None:
     worker = await quick_cluster.add_ready()
     worker.engine.gate.clear()
     stream = quick_cluster.router.submit(ask([6]))
@@ -300,7 +300,7 @@ async def test_an_idle_connection_outlives_many_leases(quick_cluster: Cluster) -
     assert await tokens_of(stream) == {0: expected([6], 5)}
 
 
-async def test_a_stuck_engine_loses_its_lease_and_comes_back(quick_cluster: Cluster) -> None:
+async def test_a_stuck_engine_loses_its_registration_and_comes_back(quick_cluster: Cluster) -> None:
     worker = await quick_cluster.add_ready(watchdog_s=0.3)
     worker.engine.stuck_s = 2.0
     stream = quick_cluster.router.submit(ask([1], max_tokens=1))
