@@ -43,7 +43,7 @@ from kvrelay.discovery.etcd_gateway import (
     new_async_client,
 )
 from kvrelay.discovery.etcd_members import PREFIX, PREFIX_END, EtcdMembers, key_of, value_of
-from kvrelay.discovery.records import check_record, check_ttl
+from kvrelay.discovery.members import check_record, check_ttl
 from kvrelay.errors import ProtocolError
 from kvrelay.log import Log
 from kvrelay.states import WorkerState
