@@ -1,6 +1,6 @@
 """The workers that etcd listed last, and what has changed since: told as joined, changed and left. No sockets here.
 
-    key    /kvrelay/workers/{role}/{worker_id}, under the worker's lease
+    key    /kvrelay/workers/{role}/{worker_id}, under the worker's etcd lease
     value  its WorkerRecord as JSON; in a cluster with a key, the signature and a space before it
 
 Keys and values of strangers are counted and ignored. A worker whose key is missing after a time in which etcd was not heard

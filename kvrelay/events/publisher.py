@@ -135,7 +135,7 @@ class EventPublisher:
             if time.monotonic() >= self._beat_at:
                 self._beat()
 
-    # To everybody
+    # To all subscribers
 
     def _send_batch(self, events: list[CacheEvent]) -> None:
         self._sequence += 1

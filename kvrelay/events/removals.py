@@ -1,4 +1,4 @@
-"""Tells a context index what to forget, in the background: whoever has an id to remove hands it over and goes on.
+"""Tells a context index what to forget, in the background: the caller hands over an id to remove and goes on.
 
     add(id) -> a bounded queue -> at most 50 ms later, or when 100 have come -> one call of the index
         done                          counted: removed, not found
@@ -9,7 +9,7 @@
         refused                       a mistake of ours: sent in halves until what is refused stands alone, and is dropped
 
 There is one call at a time, on the router's loop but in a task of its own: a slow or dead index costs memory up to the bound,
-and nobody time. When the queue is full the oldest ids are dropped, and counted.
+and no request time. When the queue is full the oldest ids are dropped, and counted.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class RemovalQueue:
         await self._idle.wait()
 
     async def close(self, wait_s: float = 0.0) -> None:
-        """What waits may still be sent for so long."""
+        """What waits may still be sent for `wait_s`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 await self.until_idle()

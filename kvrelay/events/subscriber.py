@@ -236,7 +236,7 @@ def _connect(kind: int, address: str) -> Socket:
     if kind == zmq.SUB:
         socket.setsockopt(zmq.SUBSCRIBE, b"")
     else:
-        socket.setsockopt(zmq.IMMEDIATE, 1)  # what nobody is there to answer is asked again, not piled up
+        socket.setsockopt(zmq.IMMEDIATE, 1)  # what no worker is there to answer is asked again, not piled up
     try:
         socket.connect(address)
     except zmq.ZMQError as error:
