@@ -139,25 +139,11 @@ class Continuations:
         for info in kept:
             if info.kept_id in self._kept:
                 continue
-            parent = Parent(
-                external_id=info.external_id,
-                answer_id="",
-                choice=len(self._names.get((info.owner, info.external_id), ())),
-                owner=info.owner,
-                cache_salt=info.cache_salt,
-                num_prompt_tokens=info.num_prompt_tokens,
-                images=info.images,
-                kept_id=info.kept_id,
-                tokens=array("I", info.tokens),
-                worker_id=worker_id,
-                fingerprint=fingerprint,
-                num_blocks=info.num_blocks,
-                expires_at=self._clock() + info.ttl_s,
-                asked=True,
-                ended=True,
-            )
+            family = self._names.setdefault((info.owner, info.external_id), [])
+            parent = Parent.of_kept(info, choice=len(family), worker_id=worker_id, fingerprint=fingerprint)
+            parent.expires_at = self._clock() + info.ttl_s
+            family.append(parent)
             self._kept[info.kept_id] = parent
-            self._names.setdefault((info.owner, info.external_id), []).append(parent)
             self._held.setdefault(parent.owner, set()).add(parent)
             parent.become(HandleState.HELD)
 

@@ -15,16 +15,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable
 from typing import assert_never
 
 from kvrelay.discovery.breaker import Breaker
 from kvrelay.errors import (
     DeadlineError,
-    HandOverError,
     InternalError,
     InvalidRequestError,
-    MissingEmbeddingError,
     QueueFullError,
     RequestError,
     UnavailableError,
@@ -232,17 +229,16 @@ class Dispatcher:
 
     def _leg_failed(self, leg: Leg, error: RequestError) -> None:
         entry, attempt = self._attempt_of(leg)
-        is_decode = leg is attempt.legs.decode
         verdict = judge(
             error,
-            is_decode=is_decode,
+            is_decode=leg is attempt.legs.decode,
             is_generating=attempt.is_generating,
             num_internal_errors=entry.num_internal_errors,
         )
         if verdict is Verdict.CLIENT:
             leg.peer.breaker.abandoned()
         else:
-            self._blame(entry, attempt, leg.peer, error)
+            self._estranged.blame(entry, attempt.plan, leg.peer, error)
         leg.peer.remove(leg)
         match verdict:
             case Verdict.IGNORE:
@@ -253,22 +249,6 @@ class Dispatcher:
             case Verdict.CLIENT | Verdict.FINAL:
                 self._drop_attempt(entry)
                 entry.stream.fail(error)
-
-    def _blame(self, entry: OpenRequest, attempt: Attempt, peer: Peer, error: RequestError) -> None:
-        """A hand-over that failed is put down to its producer. So is an embedding that did not come; one that is gone where it
-        once was is put down to no worker."""
-        blamed = [peer]
-        if isinstance(error, MissingEmbeddingError):
-            blamed = [share.peer for share in attempt.plan.encode if share.has(error.digest)]
-        elif attempt.plan.prefill is not None and isinstance(error, HandOverError):
-            blamed = [attempt.plan.prefill]
-            if error.by_producer:  # the two do reach each other; what ailed it, it says itself
-                entry.avoid.add(blamed[0].id)
-                return
-            self._estranged.add(blamed[0], peer)
-        for each in blamed:
-            each.breaker.failed()
-            entry.avoid.add(each.id)
 
     def _again(self, entry: OpenRequest, error: RequestError, reason: str) -> None:
         """The request goes to other workers, or waits for one, or ends with `error` if it has tried often enough."""
@@ -358,12 +338,3 @@ class Dispatcher:
 
     def send_abort(self, stream: RequestStream) -> None:
         self._keeping.cut(self._open[stream.request_id])
-
-
-def excuse(peers: Iterable[Peer]) -> str:
-    """Why none of these peers can take a request."""
-    listed = list(peers)
-    problems = [f"{peer.id}: {peer.problem}" for peer in listed if peer.problem]
-    if problems:
-        return f"no worker can take requests ({'; '.join(problems)})"
-    return "no decode worker is up" if listed else "no worker has registered yet"

@@ -72,6 +72,22 @@ class Estranged:
         self._clock = clock
         self._until: dict[tuple[WorkerId, WorkerId], float] = {}
 
+    def blame(self, entry: OpenRequest, plan: Plan, peer: Peer, error: RequestError) -> None:
+        """The leg on `peer` failed. A hand-over that failed is put down to its producer, and so is an embedding that did not
+        come; one that is gone from where it was is put down to no worker."""
+        blamed = [peer]
+        if isinstance(error, MissingEmbeddingError):
+            blamed = [share.peer for share in plan.encode if share.has(error.digest)]
+        elif plan.prefill is not None and isinstance(error, HandOverError):
+            if error.by_producer:  # the two do reach each other; what ailed the producer, it says itself
+                entry.avoid.add(plan.prefill.id)
+                return
+            blamed = [plan.prefill]
+            self.add(plan.prefill, peer)
+        for each in blamed:
+            each.breaker.failed()
+            entry.avoid.add(each.id)
+
     def add(self, prefill: Peer, decode: Peer) -> None:
         now = self._clock()
         self._until = {pair: until for pair, until in self._until.items() if until > now}

@@ -10,12 +10,13 @@ KNOWN   --> GONE    deleted, or forgotten since others ended later
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvrelay.ids import KeptId, RequestId, WorkerId
 from kvrelay.states import HANDLE_EDGES, HandleState, advance
-from kvrelay.wire.serving import Image, KeptNews
+from kvrelay.wire.serving import Image, KeptInfo, KeptNews
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -43,6 +44,26 @@ class Parent:
     unheard_until: float = 0.0  # after its end: until then the worker may say whether it keeps it
     news: KeptNews | None = None
     _waiters: list[asyncio.Future[None]] = field(default_factory=list)
+
+    @classmethod
+    def of_kept(cls, info: KeptInfo, *, choice: int, worker_id: WorkerId, fingerprint: str) -> Parent:
+        """Another router served it; its worker tells of the KV that it keeps."""
+        return cls(
+            external_id=info.external_id,
+            answer_id="",
+            choice=choice,
+            owner=info.owner,
+            cache_salt=info.cache_salt,
+            num_prompt_tokens=info.num_prompt_tokens,
+            images=info.images,
+            kept_id=info.kept_id,
+            tokens=array("I", info.tokens),
+            worker_id=worker_id,
+            fingerprint=fingerprint,
+            num_blocks=info.num_blocks,
+            asked=True,
+            ended=True,
+        )
 
     @property
     def name(self) -> str:

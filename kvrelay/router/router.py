@@ -23,7 +23,7 @@ from kvrelay.router.attempt import Mode
 from kvrelay.router.backend import DrainOrder, GenerateRequest
 from kvrelay.router.collector import WorkerCollector
 from kvrelay.router.continuations import Continuations
-from kvrelay.router.dispatch import Dispatcher, excuse
+from kvrelay.router.dispatch import Dispatcher
 from kvrelay.router.drain import order_drain
 from kvrelay.router.event_feed import EventFeed, NoFeed
 from kvrelay.router.failover import RetryRules
@@ -119,7 +119,7 @@ class Router:
         return min(lengths, default=0)
 
     def submit(self, request: GenerateRequest) -> RequestStream:
-        return self._dispatcher.submit(request, "" if self.ready else excuse(self._peers.values()))
+        return self._dispatcher.submit(request, "" if self.ready else _excuse(list(self._peers.values())))
 
     async def find_parent(self, handle: str, owner: str, *, wait_s: float) -> Parent:
         if self.continuations.is_unheard_of(handle, owner):
@@ -257,3 +257,11 @@ class Router:
         for peer in list(self._peers.values()):
             peer.tick()
         self._schedule_tick()
+
+
+def _excuse(peers: list[Peer]) -> str:
+    """Why none of these can take a request."""
+    problems = [f"{peer.id}: {peer.problem}" for peer in peers if peer.problem]
+    if problems:
+        return f"no worker can take requests ({'; '.join(problems)})"
+    return "no decode worker is up" if peers else "no worker has registered yet"
