@@ -40,7 +40,7 @@ class EventFeed(NoFeed):
 
     def __init__(self, index: PrefixIndex, metrics: Metrics, sync: EvictionSync | None = None) -> None:
         self._index = index
-        self._sync = sync or EvictionSync()
+        self._sync = EvictionSync() if sync is None else sync
         self._metrics = metrics
         self._subscribers: dict[WorkerId, EventSubscriber] = {}
         metrics.prefix_index_blocks.set_function(lambda: len(index))

@@ -65,8 +65,8 @@ def as_told(error: RequestError) -> RequestError:
 
 
 class Estranged:
-    """Each worker may be well and reachable from here, and yet not from the other, so no breaker opens for long. Then the one
-    that generates computes the prompt itself, until the pair is tried again."""
+    """Each worker may be well and reachable from here, and yet not from the other. Then the one that generates computes the
+    prompt itself, until the pair is tried again."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
