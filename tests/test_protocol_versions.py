@@ -147,7 +147,7 @@ async def test_a_named_worker_of_another_version_does_not_join(version: int) -> 
     malformed: list[None] = []
     address = worker.record.serving_address
     membership = StaticMembership(
-        [address], router_id=new_router_id(), lease_s=30.0, on_malformed=lambda: malformed.append(None)
+        [address], router_id=new_router_id(), registration_s=30.0, on_malformed=lambda: malformed.append(None)
     )
     membership.start(joined.append, joined.append, lambda worker_id, loss: None)
     try:

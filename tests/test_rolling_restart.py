@@ -36,7 +36,7 @@ async def ask(router: Router, number: int) -> None:
 
 async def test_a_rolling_restart_fails_no_request() -> None:
     membership = EmbeddedMembership("tcp://127.0.0.1:*")
-    router = Router(membership=membership, metrics=Metrics(), lease_s=4.0, model="stub")
+    router = Router(membership=membership, metrics=Metrics(), registration_s=4.0, model="stub")
     router.start()
     room = {"max_batch": NUM_CLIENTS, "max_queue": NUM_CLIENTS}
     workers = [StubWorker(membership.address, **room) for _ in range(NUM_WORKERS)]

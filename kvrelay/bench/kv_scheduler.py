@@ -19,8 +19,8 @@ from kvrelay.bench.engine import random_prompt
 from kvrelay.bench.report import Target
 from kvrelay.config import EngineOptions
 from kvrelay.engine.engine import Engine
-from kvrelay.engine.events import EventRecorder
 from kvrelay.engine.interfaces import StepPlan, StepResult
+from kvrelay.engine.memory.events import EventRecorder
 from kvrelay.errors import BenchError, ConfigError
 from kvrelay.ids import new_request_id, new_worker_id
 from kvrelay.runner.fake import FakeRunner

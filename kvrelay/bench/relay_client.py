@@ -55,7 +55,7 @@ class RelayClient:
             model=ModelOptions(model=model, dtype="float32", threads=len(cores[0])),
             engine=ENGINE,
             transfer=TransferOptions(),
-            lease_s=cluster.lease_s,
+            registration_s=cluster.registration_s,
             flags=["--quiet", "--progress=none"],
         )
         self._cluster = LocalCluster(workers, RouterOptions(local_prefill_tokens=64), cluster, self._on_answers)

@@ -116,7 +116,7 @@ def _peer(number: int, address: str, source: random.Random) -> Peer:
         replay_address=address,
         block_size=_BLOCK_SIZE,
     )
-    peer = Peer(record, _LISTENERS, router_id=new_router_id(), lease_s=600.0)
+    peer = Peer(record, _LISTENERS, router_id=new_router_id(), silence_s=600.0)
     peer.update(record)  # as the registry's news would: now the peer has that load
     return peer
 

@@ -30,6 +30,7 @@ from kvrelay.config import (
     RouterOptions,
     TransferOptions,
     WorkerOptions,
+    check_device,
     read_environment,
 )
 from kvrelay.discovery.choose import open_membership, registry_kind
@@ -86,7 +87,7 @@ class WorkerSettings:
     model: ModelOptions
     engine: EngineOptions
     transfer: TransferOptions
-    lease_s: float
+    registration_s: float
     cluster_key: str = ""  # its file
     flags: Sequence[str] = ()  # how they show themselves, such as --progress=plain
 
@@ -95,7 +96,9 @@ class WorkerSettings:
         model = msgspec.structs.replace(self.model, threads=threads)
         common = [*to_flags(model), *to_flags(self.engine), *to_flags(self.transfer), *self.flags]
         places = [
-            WorkerOptions(role=role.value, registry=registry_address, lease_s=self.lease_s, cluster_key=self.cluster_key)
+            WorkerOptions(
+                role=role.value, registry=registry_address, registration_s=self.registration_s, cluster_key=self.cluster_key
+            )
             for role in roles
         ]
         return [worker_command([*common, *to_flags(place)]) for place in places]
@@ -119,7 +122,7 @@ def open_router(
         policy=options.policy,
         mode=options.mode,
         local_prefill_tokens=options.local_prefill_tokens,
-        lease_s=cluster.lease_s,
+        registration_s=cluster.registration_s,
         model=served_name,
         router_id=router_id,
         rules=RetryRules(max_retries=options.max_retries, wait_s=options.failover_wait_s),
@@ -161,6 +164,7 @@ class LocalCluster:
         self._cluster = cluster
         self._on_answers = on_answers
         self._roles = worker_roles(cluster)
+        check_device(workers.model, self._roles)
         self._key = load_key(key_file(workers.cluster_key, read_environment()))
         self._ready: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._requests: dict[RequestId, _Served] = {}

@@ -74,7 +74,7 @@ class WorkerCollector(Collector):
         yield _gauge(
             peers, "transfers_in_flight", "KV hand-overs under way, by worker", lambda peer: peer.load.transfers.in_flight
         )
-        yield _gauge(peers, "kept_kv", "Finished samples whose KV is kept, by worker", lambda peer: peer.load.leases)
+        yield _gauge(peers, "kept_kv", "Finished samples whose KV is kept, by worker", lambda peer: peer.load.kept)
         yield _gauge(peers, "mapping_size", "Transfer ids known, by worker", lambda peer: peer.load.mapping.size)
         yield _gauge(
             peers, "mapping_parked", "Messages about transfers not yet known, by worker", lambda peer: peer.load.mapping.parked

@@ -135,7 +135,7 @@ class KeptSearch:
         question = self._questions.get((told.handle, told.owner))
         if question is None:  # it was not asked, or is not waited for any more
             return
-        mine = [kept for kept in told.leases if kept.owner == told.owner]
+        mine = [kept for kept in told.kept if kept.owner == told.owner]
         self._continuations.adopt(peer.id, peer.record.fingerprint, mine)
         self._answered(question, peer.id)
 

@@ -63,7 +63,7 @@ class Listeners:
 class Peer:
     """Joins what the registry says (record), what the worker says (load) and what we sent (open legs)."""
 
-    def __init__(self, record: WorkerRecord, listeners: Listeners, *, router_id: RouterId, lease_s: float) -> None:
+    def __init__(self, record: WorkerRecord, listeners: Listeners, *, router_id: RouterId, silence_s: float) -> None:
         self.id: WorkerId = record.id
         self.record = record
         self.load = record.load
@@ -78,11 +78,11 @@ class Peer:
         self._closed_because = "connecting"  # empty while the connection is open
         self._was_open = False
         self._capacity = record.max_batch + record.max_queue
-        self._hello = encode(Hello(version=PROTOCOL_VERSION, router_id=router_id, lease_s=lease_s))
+        self._hello = encode(Hello(version=PROTOCOL_VERSION, router_id=router_id, silence_s=silence_s))
         self._connection = Connection(
             record.serving_address,
             identity=router_id.encode(),
-            lease_s=lease_s,
+            silence_s=silence_s,
             on_up=self._on_up,
             on_down=self._on_down,
             on_message=self._on_message,
@@ -117,7 +117,7 @@ class Peer:
         return not self._closed_because and self._connection.send(encode(message))
 
     def tick(self) -> None:
-        """Shows the worker that we live, or asks again for a connection. To be called several times in each `lease_s`."""
+        """Shows the worker that we live, or asks again for a connection. To be called several times in each `silence_s`."""
         self._connection.send(self._hello if self._closed_because else _PING)
 
     def drain(self) -> None:
@@ -182,7 +182,7 @@ class Peer:
             "steps": load.steps,
             "preemptions": load.preemptions,
             "connections": load.connections,
-            "kept_kv": load.leases,
+            "kept_kv": load.kept,
             "inherited_tokens": load.inherited_tokens,
             "breaker": self.breaker.state.value,
         }
