@@ -112,6 +112,11 @@ class OpenRequest:
     deadline: asyncio.TimerHandle | None = None
 
     @property
+    def legs(self) -> Iterable[Leg]:
+        """None while it waits for a worker."""
+        return () if self.attempt is None else self.attempt.legs
+
+    @property
     def is_kept(self) -> bool:
         """Whether its worker was told to keep its KV."""
         return any(parent.asked for parent in self.stream.parents)

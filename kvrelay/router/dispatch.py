@@ -34,7 +34,7 @@ from kvrelay.router.attempt import Attempt, Mode, OpenRequest, Plan, check_model
 from kvrelay.router.backend import GenerateRequest
 from kvrelay.router.continuations import Continuations
 from kvrelay.router.failover import Estranged, RetryRules, Stranded, Verdict, as_told, is_setback, judge
-from kvrelay.router.kept import Keeping, finish
+from kvrelay.router.kept import Keeping
 from kvrelay.router.peer import Leg, Peer
 from kvrelay.router.plan import Planner
 from kvrelay.router.policy import CompletionRate
@@ -158,7 +158,7 @@ class Dispatcher:
 
     def fail_all(self, reason: str) -> None:
         for entry in list(self._open.values()):
-            for leg in entry.attempt.legs if entry.attempt is not None else ():
+            for leg in entry.legs:
                 leg.abort()
             entry.stream.fail(UnavailableError(reason))
         self._stranded.close()
@@ -290,7 +290,7 @@ class Dispatcher:
         entry.stream.fail(UnavailableError(f"{error.message}; {waited}", code=error.code))
 
     def _drop_attempt(self, entry: OpenRequest) -> None:
-        for leg in entry.attempt.legs if entry.attempt is not None else ():
+        for leg in entry.legs:
             if leg.is_open:
                 leg.abort()
                 leg.peer.remove(leg)
@@ -334,7 +334,7 @@ class Dispatcher:
         if entry is None:
             self._keeping.cut_late(stream.parents[sample], sample, keep_tokens, self.usable)
         elif entry.attempt is not None:
-            finish(entry.attempt.legs.decode, sample, keep_tokens, reason)
+            entry.attempt.legs.decode.finish(sample, keep_tokens, reason)
 
     def send_abort(self, stream: RequestStream) -> None:
         self._keeping.cut(self._open[stream.request_id])

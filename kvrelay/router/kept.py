@@ -70,11 +70,11 @@ class Keeping:
             for parent in stream.parents:
                 if parent.asked:
                     self._table.refused(parent, "it was given up before it had begun", "abort")
-            for leg in attempt.legs if attempt is not None else ():
+            for leg in entry.legs:
                 leg.abort()
         elif attempt is not None:
             for sample in stream.running:
-                finish(attempt.legs.decode, sample, len(stream.tokens(sample)), FinishReason.ABORT)
+                attempt.legs.decode.finish(sample, len(stream.tokens(sample)), FinishReason.ABORT)
 
     def cut_late(self, parent: Parent, sample: int, keep_tokens: int, peers: Iterable[Peer]) -> None:
         """Its client saw less of it than its worker made, which had ended it by itself."""
@@ -97,10 +97,6 @@ class Keeping:
             if parent.asked and entry.attempt is None:
                 self._table.refused(parent, "its worker was lost", "worker_lost")
             self._table.ended(parent, entry.request.prompt, stream.tokens(sample))
-
-
-def finish(leg: Leg, sample: int, keep_tokens: int, reason: FinishReason) -> None:
-    leg.peer.send(Finish(request_id=leg.request_id, sample=sample, keep_tokens=keep_tokens, reason=reason))
 
 
 @dataclass(slots=True)

@@ -20,11 +20,11 @@ from kvrelay.ids import RequestId, RouterId, WorkerId
 from kvrelay.planes.connection import Connection
 from kvrelay.router.policy import FOREIGN_REQUEST_TOKENS
 from kvrelay.router.stream import RequestStream
-from kvrelay.states import WorkerState
+from kvrelay.states import FinishReason, WorkerState
 from kvrelay.wire import PROTOCOL_VERSION, check_version
 from kvrelay.wire.codec import Decoder, encode
 from kvrelay.wire.registry import ImageCounts, WorkerLoad, WorkerRecord
-from kvrelay.wire.serving import Abort, Hello, KeptTold, Ping, Refused, StepOutputs, ToRouter, ToWorker, Welcome
+from kvrelay.wire.serving import Abort, Finish, Hello, KeptTold, Ping, Refused, StepOutputs, ToRouter, ToWorker, Welcome
 
 _decoder: Decoder[ToRouter] = Decoder(ToRouter)
 _PING = encode(Ping())
@@ -47,6 +47,10 @@ class Leg:
 
     def abort(self) -> None:
         self.peer.send(Abort(request_ids=[self.request_id]))
+
+    def finish(self, sample: int, keep_tokens: int, reason: FinishReason) -> None:
+        """A normal end of one sample after `keep_tokens` tokens, which the worker has not found itself."""
+        self.peer.send(Finish(request_id=self.request_id, sample=sample, keep_tokens=keep_tokens, reason=reason))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
