@@ -120,7 +120,7 @@ class HandleState(enum.StrEnum):
 
 
 class BreakerState(enum.StrEnum):
-    """Whether a router sends requests to a worker that has failed (router/breaker.py)."""
+    """Whether requests are sent to a service that has failed (discovery/breaker.py)."""
 
     CLOSED = "closed"  # requests pass
     OPEN = "open"  # none do, for a while

@@ -203,7 +203,6 @@ class StubWorker:
         max_batch: int = 4,
         max_queue: int = 4,
         fingerprint: str = "stub",
-        version: int = PROTOCOL_VERSION,
         step_s: float = 0.0,
         role: Role = Role.WHOLE,
     ) -> None:
@@ -223,7 +222,7 @@ class StubWorker:
             max_model_len=128,
             max_batch=max_batch,
             max_queue=max_queue,
-            version=version,
+            version=PROTOCOL_VERSION,
             load=self.engine.load(),
         )
         self.vigil = Vigil(registration_s)

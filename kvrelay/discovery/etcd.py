@@ -1,4 +1,4 @@
-"""The registry in etcd: workers keep a key under a lease, any number of routers watch the keys (etcd_members.py).
+"""The registry in etcd: workers keep a key under a lease of etcd, any number of routers watch the keys (etcd_members.py).
 
     worker                                               etcd                      router
       lease/grant, put key under the lease  ------------> |                          | range: all keys, at revision r
@@ -43,7 +43,7 @@ from kvrelay.discovery.etcd_gateway import (
     new_async_client,
 )
 from kvrelay.discovery.etcd_members import PREFIX, PREFIX_END, EtcdMembers, key_of, value_of
-from kvrelay.discovery.records import check_record, check_ttl
+from kvrelay.discovery.members import check_record, check_ttl
 from kvrelay.errors import ProtocolError
 from kvrelay.log import Log
 from kvrelay.states import WorkerState
@@ -56,7 +56,7 @@ _NEWEST = Range(key=PREFIX, range_end=PREFIX_END, limit=1, sort_order="DESCEND",
 _PROBE_EVERY_S = 2.0
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 1.0
-_HEALTHY_AFTER_S = 10.0  # a connection that lasted so long is made anew without much of a pause
+_HEALTHY_AFTER_S = 10.0  # a connection that lasted longer is made anew without much of a pause
 _LOAD_EVERY_S = 1.0  # how often a mere change of load is written
 _CHECK_EVERY_S = 10.0  # how often a key is compared with what it should hold
 
@@ -97,7 +97,7 @@ class EtcdMembership:
         self._task = asyncio.get_running_loop().create_task(self._run(members), name="etcd-watch")
 
     def close(self) -> None:
-        """Whatever runs ends at its next turn, in which it only puts its connections away."""
+        """Tasks end at their next turn, in which they only close their connections."""
         for part in self._parts:
             part.cancel()
         if self._task is not None:
@@ -154,7 +154,7 @@ class EtcdMembership:
         while True:
             await asyncio.sleep(self._probe_every_s)
             answer = await gateway.range(_NEWEST)
-            members.expire()  # only while etcd answers: else nobody could have come back
+            members.expire()  # only while etcd answers: else no worker could have come back
             newest = max((pair.mod_revision for pair in answer.kvs), default=0)
             if members.agrees(answer.count, newest):
                 behind_at = None
@@ -204,7 +204,7 @@ class EtcdRegistration:
         return True
 
     def renew(self, state: WorkerState, load: WorkerLoad) -> bool:
-        """Once registered, a worker is not stopped by an etcd that refuses: somebody may be changing its settings."""
+        """Once registered, a worker is not stopped by an etcd that refuses: an operator may be changing its settings."""
         assert self._record is not None, "renew before register"
         self._record = msgspec.structs.replace(self._record, state=state, load=load)
         try:
@@ -254,7 +254,7 @@ class EtcdRegistration:
         return age_s >= _CHECK_EVERY_S or (record.load != told.load and age_s >= _LOAD_EVERY_S)
 
     def _put(self, record: WorkerRecord, lease: int) -> None:
-        """Unless it is there already: so a put whose answer was lost, or somebody's `etcdctl del`, is found and mended."""
+        """Unless it is there already: so a put whose answer was lost, or an operator's `etcdctl del`, is found and mended."""
         self._told = None
         key, value = key_of(record), value_of(record)
         same = [

@@ -1,6 +1,6 @@
 """A router's DEALER connection to one worker's serving socket: it knows whether it is up, and nothing about messages.
 
-    on_up()              connected (again): whatever the worker knew of us before is lost, so the caller says Hello
+    on_up()              connected (again): what the worker knew of us before is lost, so the caller says Hello
     on_message(frame)    one message of the worker
     on_down()            the process ended, the host is unreachable for `silence_s`, or the network broke
 
@@ -101,7 +101,7 @@ class Connection:
     def _on_stranger(self, event: int) -> None:
         if not self._strange:
             self._strange = True
-            log.warning("no handshake with whoever listens there: do both hold the same cluster key?", address=self._address)
+            log.warning("no handshake with the process there: do both hold the same cluster key?", address=self._address)
         if event & _GIVEN_UP and self._asking_again is None:
             self._asking_again = asyncio.get_running_loop().call_later(_ASK_AGAIN_S, self._ask_again)
 

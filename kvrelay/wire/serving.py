@@ -338,18 +338,3 @@ class StepOutputs(Message, frozen=True, kw_only=True):
 
 ToWorker = Hello | Submit | Encode | Abort | Finish | Ping | PeerLost | Drain | ReleaseKept | AskKept
 ToRouter = Welcome | Refused | StepOutputs | KeptTold
-
-
-def since(message: ToWorker) -> int:
-    """The protocol version from which on a worker understands this message. What older ones may ignore does not count."""
-    match message:
-        case ReleaseKept() | AskKept() | Encode():
-            return 3
-        case PeerLost() | Drain():
-            return 2
-        case Submit():
-            if message.keep or message.inherit or message.images or message.params.beam:
-                return 3
-            return 2 if message.resume else 1
-        case _:
-            return 1

@@ -18,13 +18,13 @@ from typing import assert_never
 import msgspec
 import zmq
 
-from kvrelay.errors import ConfigError, InternalError, ProtocolError, RequestError, UnavailableError, VersionMismatchError
+from kvrelay.errors import ConfigError, InternalError, ProtocolError, RequestError, UnavailableError
 from kvrelay.ids import RequestId, as_request_id, as_router_id
 from kvrelay.log import Log
 from kvrelay.planes.curve import Socket, listening
 from kvrelay.planes.loop_socket import bound_address
 from kvrelay.states import Role, WorkerState
-from kvrelay.wire import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION, agreed, speaks
+from kvrelay.wire import PROTOCOL_VERSION, check_version
 from kvrelay.wire.codec import Decoder, encode
 from kvrelay.wire.registry import WorkerLoad, WorkerRecord
 from kvrelay.wire.serving import (
@@ -187,10 +187,7 @@ class ServingLoop:
 
     def _on_hello(self, identity: bytes, hello: Hello) -> None:
         """A router that says Hello again has lost what it had here."""
-        if not speaks(hello.version):
-            raise VersionMismatchError(
-                f"router speaks protocol {hello.version}, this worker {OLDEST_PROTOCOL_VERSION} to {PROTOCOL_VERSION}"
-            )
+        check_version("the router", hello.version)
         as_router_id(hello.router_id)
         if not 0.0 < hello.silence_s <= _MAX_SILENCE_S:
             raise ProtocolError(f"a silence of {hello.silence_s} s is not between 0 and {_MAX_SILENCE_S:g}")
@@ -200,7 +197,7 @@ class ServingLoop:
         self._callers.add(Caller(identity, hello.silence_s, time.monotonic()))
         assert self.record is not None
         record = msgspec.structs.replace(self.record, state=self.status.state, load=self._load())
-        self._send(identity, encode(Welcome(version=agreed(hello.version), worker=record)))
+        self._send(identity, encode(Welcome(version=PROTOCOL_VERSION, worker=record)))
 
     def _on_submit(self, router: Caller, submit: Submit) -> None:
         check_submit(submit)

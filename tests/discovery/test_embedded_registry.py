@@ -1,4 +1,4 @@
-"""The embedded registry's own duties: leases by the clock, restarts, and peers that talk nonsense."""
+"""The embedded registry's own duties: registrations by the clock, restarts, and peers that talk nonsense."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ async def registry() -> AsyncIterator[Registry]:
     made.close()
 
 
-async def test_a_lease_ends_by_the_clock_and_a_renewal_extends_it(registry: Registry) -> None:
+async def test_a_registration_ends_by_the_clock_and_a_renewal_extends_it(registry: Registry) -> None:
     record = make_record()
     assert await registry.ask(encode(Register(record=record, ttl_s=10.0))) == Registered(version=PROTOCOL_VERSION)
     registry.clock.now += 9.0

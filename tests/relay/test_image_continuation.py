@@ -34,7 +34,7 @@ async def test_a_child_of_a_request_with_images_encodes_nothing() -> None:
         async with asyncio.timeout(20.0):
             await cluster.router.continuations.until_ended(parent, "", 20.0)
         assert parent.state is HandleState.HELD, parent.reason
-        whole = Prompt([*prompt.tokens, *said, *SUFFIX], list(parent.images), prompt.images)
+        whole = Prompt([*prompt.tokens, *said, *SUFFIX], list(parent.images), prompt.pixels)
         expected = reference_output("qwen3_vl", whole, 6)[0]
         before = cluster.decode.engine.load()
         child = msgspec.structs.replace(ask(whole), parent=parent, external_id="child")
@@ -52,7 +52,7 @@ def test_files_of_images_are_remembered_up_to_a_size(monkeypatch: pytest.MonkeyP
     table = Continuations(Metrics())
     parents = []
     for prompt in prompts:
-        (parent,) = table.begun(ask(prompt))
+        (parent,) = table.begun(ask(prompt).as_parents())
         table.ended(parent, prompt.tokens, [1])
         parents.append(parent)
     assert [parent.state for parent in parents] == [HandleState.GONE, HandleState.KNOWN, HandleState.KNOWN]

@@ -45,7 +45,7 @@ async def continuing(shape: Shape) -> AsyncIterator[Cluster]:
         yield cluster
         for parent in cluster.router.continuations.of_owner(""):
             await cluster.router.delete_parents(str(parent.kept_id), "")
-        await cluster.until(lambda: not any(entry["leases"] for entry in cluster.router.cluster()["workers"]))
+        await cluster.until(lambda: not any(entry["kept_kv"] for entry in cluster.router.cluster()["workers"]))
 
 
 async def parent_of(cluster: Cluster, stream: RequestStream, sample: int = 0) -> Parent:

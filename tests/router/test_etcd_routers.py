@@ -107,7 +107,7 @@ async def test_every_router_serves_through_every_worker(cluster: Cluster) -> Non
 @pytest.mark.parametrize(
     "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)], ids=["killed", "stopped"]
 )
-async def test_the_requests_of_a_lost_router_are_aborted_within_its_lease_and_the_others_go_on(
+async def test_the_requests_of_a_lost_router_are_aborted_within_its_time_and_the_others_go_on(
     cluster: Cluster, number: signal.Signals
 ) -> None:
     worker = await cluster.add()
