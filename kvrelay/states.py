@@ -102,7 +102,7 @@ class FreeReason(enum.StrEnum):
 
 
 class KeptState(enum.StrEnum):
-    """Of the kept KV of a finished sample, on its worker (engine/continuation.py)."""
+    """Of the kept KV of a finished sample, on its worker (engine/memory/kept.py)."""
 
     ON_DEVICE = "on_device"  # its blocks are pinned
     LEAVING = "leaving"  # they are being copied to the host, since others need the room

@@ -101,7 +101,7 @@ def search(engine: Engine, cases: list[Case]) -> list[list[tuple[SequenceOutput,
             assert (output.request_id, output.sample) == (result.request_id, result.sample)
             assert (output.request_id, output.sample) not in found
             found[output.request_id, output.sample] = output, result
-    invariants.check_idle(engine)
+    invariants.check_idle(engine.core)
     return [
         [found[request.request_id, sample] for sample in range(case.n)] for request, case in zip(requests, cases, strict=True)
     ]

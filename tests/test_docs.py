@@ -76,7 +76,7 @@ def test_every_option_that_a_page_names_exists(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     known = {option for command in documented.COMMANDS for option in documented.options_of(command)}
     named = {option for code in re.findall(r"`(--[^`]*)`", text) for option in re.findall(r"--[a-z][a-z-]*", code)}
-    assert named - known - {"--name", "--no-name"} == set()
+    assert named - known - {"--name", "--no-name", "--help"} == set()
     for line in re.findall(r"kvrelay [a-z][^`\n#]*", text):
         words = line.split()
         command = " ".join(words[1:3]) if words[1] == "bench" else words[1]

@@ -67,7 +67,7 @@ def generate(engine: Engine, batch: list[list[int]], num_tokens: int = NUM_TOKEN
         assert not of_kind(Failure, step.news)
         for output in step.outputs:
             tokens[output.request_id].extend(output.tokens)
-    invariants.check_idle(engine)
+    invariants.check_idle(engine.core)
     assert all(len(tokens[request_id]) == num_tokens for request_id in ids)
     return [tokens[request_id] for request_id in ids]
 

@@ -177,7 +177,7 @@ class RecordedWorker:
 @pytest.fixture
 async def served() -> AsyncIterator[tuple[Router, RecordedWorker]]:
     membership = EmbeddedMembership("tcp://127.0.0.1:*")
-    router = Router(membership=membership, metrics=Metrics(), lease_s=3.0, model="fake")
+    router = Router(membership=membership, metrics=Metrics(), registration_s=3.0, model="fake")
     router.start()
     worker = RecordedWorker(membership.address)
     yield router, worker
@@ -260,7 +260,7 @@ class Owner:
 async def test_a_worker_hears_nothing_that_its_version_does_not_know(version: int) -> None:
     worker, owner = RecordedWorker(), Owner()
     record = make_record(version=version, serving_address=f"tcp://127.0.0.1:{worker.port}")
-    link = WorkerLink(record, owner, router_id=new_router_id(), lease_s=30.0)
+    link = WorkerLink(record, owner, router_id=new_router_id(), registration_s=30.0)
     assert to_worker.decode(await worker.hear()).version == version  # type: ignore[union-attr]
     await worker.say(encode(Welcome(version=version, worker=record)))
     async with asyncio.timeout(PATIENCE_S):
@@ -288,7 +288,7 @@ async def test_a_worker_hears_nothing_that_its_version_does_not_know(version: in
 async def test_a_worker_of_version_2_that_was_named_answers_our_hello_in_its_version() -> None:
     worker = RecordedWorker()
     joined: asyncio.Future[WorkerRecord] = asyncio.get_running_loop().create_future()
-    membership = StaticMembership([f"tcp://127.0.0.1:{worker.port}"], router_id=new_router_id(), lease_s=30.0)
+    membership = StaticMembership([f"tcp://127.0.0.1:{worker.port}"], router_id=new_router_id(), registration_s=30.0)
     membership.start(joined.set_result, lambda record: None, lambda worker_id, loss: None)
     assert to_worker.decode(await worker.hear()).version == 3  # type: ignore[union-attr]
     await worker.say(recorded("session/03.worker.Welcome"))

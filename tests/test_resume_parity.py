@@ -88,7 +88,7 @@ def run_all(engine: Engine, requests: list[Submit]) -> list[Run]:
             found.logprobs.setdefault(output.sample, []).extend(output.logprobs or [])
             if output.finish is not None:
                 found.ends[output.sample] = output.finish
-    invariants.check_idle(engine)
+    invariants.check_idle(engine.core)
     return list(runs.values())
 
 

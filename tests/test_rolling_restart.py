@@ -38,7 +38,7 @@ async def ask(router: Router, number: int) -> None:
 @pytest.mark.parametrize("version", [2, 3], ids=["from version 2", "same version"])
 async def test_a_rolling_restart_fails_no_request(version: int) -> None:
     membership = EmbeddedMembership("tcp://127.0.0.1:*")
-    router = Router(membership=membership, metrics=Metrics(), lease_s=4.0, model="stub")
+    router = Router(membership=membership, metrics=Metrics(), registration_s=4.0, model="stub")
     router.start()
     room = {"max_batch": NUM_CLIENTS, "max_queue": NUM_CLIENTS}
     workers = [StubWorker(membership.address, version=version, **room) for _ in range(NUM_WORKERS)]

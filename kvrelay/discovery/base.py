@@ -25,7 +25,7 @@ class Loss(enum.StrEnum):
     """Why a worker is no longer a member."""
 
     LEFT = "left"  # it said so
-    EXPIRED = "expired"  # it was silent for longer than its lease
+    EXPIRED = "expired"  # it did not renew its registration in time
 
 
 OnJoined = Callable[[WorkerRecord], None]

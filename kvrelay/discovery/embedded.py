@@ -46,7 +46,7 @@ _STALL_S = 0.5  # a tick that comes so late shows that we were stopped, not that
 
 
 @dataclass(slots=True)
-class _Lease:
+class _Alive:
     record: WorkerRecord
     ttl_s: float
     deadline: float
@@ -73,7 +73,7 @@ class EmbeddedMembership:
         self._clock = clock
         self._on_malformed = on_malformed
         self._decoder: Decoder[ToRegistry] = Decoder(ToRegistry)
-        self._leases: dict[WorkerId, _Lease] = {}
+        self._alive: dict[WorkerId, _Alive] = {}
         self._reader: LoopSocket | None = None
         self._ticker: asyncio.TimerHandle | None = None
 
@@ -96,9 +96,9 @@ class EmbeddedMembership:
             self._socket.close(linger=0)
 
     def expire(self) -> None:
-        """Takes out whoever was silent for longer than its lease."""
+        """Takes out workers that have not renewed their registration in time."""
         now = self._clock()
-        for worker_id in [worker_id for worker_id, lease in self._leases.items() if lease.deadline <= now]:
+        for worker_id in [worker_id for worker_id, alive in self._alive.items() if alive.deadline <= now]:
             self._remove(worker_id, Loss.EXPIRED)
 
     def _receive(self, frames: list[bytes]) -> None:
@@ -123,11 +123,11 @@ class EmbeddedMembership:
             case Renew():
                 return self._renew(message)
             case Leave():
-                lease = self._leases.get(message.worker_id)
-                if lease is None:
+                alive = self._alive.get(message.worker_id)
+                if alive is None:
                     return Registered(version=PROTOCOL_VERSION)
                 self._remove(message.worker_id, Loss.LEFT)
-                return _registered(lease.record)
+                return _registered(alive.record)
             case _:
                 assert_never(message)
 
@@ -135,10 +135,10 @@ class EmbeddedMembership:
         record = message.record
         check_record(record)
         check_ttl(message.ttl_s)
-        known = record.id in self._leases
-        if not known and len(self._leases) >= MAX_WORKERS:
+        known = record.id in self._alive
+        if not known and len(self._alive) >= MAX_WORKERS:
             raise ProtocolError(f"there are already {MAX_WORKERS} workers")
-        self._leases[record.id] = _Lease(record, message.ttl_s, self._clock() + message.ttl_s)
+        self._alive[record.id] = _Alive(record, message.ttl_s, self._clock() + message.ttl_s)
         if known:
             self._on_changed(record)
         else:
@@ -146,17 +146,17 @@ class EmbeddedMembership:
         return _registered(record)
 
     def _renew(self, message: Renew) -> FromRegistry:
-        lease = self._leases.get(message.worker_id)
-        if lease is None:
+        alive = self._alive.get(message.worker_id)
+        if alive is None:
             return Unknown(worker_id=message.worker_id)
-        lease.deadline = self._clock() + lease.ttl_s
-        if message.state != lease.record.state or message.load != lease.record.load:
-            lease.record = msgspec.structs.replace(lease.record, state=message.state, load=message.load)
-            self._on_changed(lease.record)
-        return _registered(lease.record)
+        alive.deadline = self._clock() + alive.ttl_s
+        if message.state != alive.record.state or message.load != alive.record.load:
+            alive.record = msgspec.structs.replace(alive.record, state=message.state, load=message.load)
+            self._on_changed(alive.record)
+        return _registered(alive.record)
 
     def _remove(self, worker_id: WorkerId, loss: Loss) -> None:
-        del self._leases[worker_id]
+        del self._alive[worker_id]
         self._on_left(worker_id, loss)
 
     def _schedule_tick(self) -> None:
@@ -164,11 +164,11 @@ class EmbeddedMembership:
         self._ticker = asyncio.get_running_loop().call_later(_TICK_S, self._tick)
 
     def _tick(self) -> None:
-        """If this process itself stood still, the renewals of that time are still on their way: leases grow by it."""
+        """If this process itself stood still, the renewals of that time are still on their way: registrations grow by it."""
         late_s = self._clock() - self._tick_due
         if late_s > _STALL_S:
-            for lease in self._leases.values():
-                lease.deadline += late_s
+            for alive in self._alive.values():
+                alive.deadline += late_s
         self.expire()
         self._schedule_tick()
 

@@ -68,7 +68,7 @@ class EtcdMembership:
         self,
         address: str,
         *,
-        lease_s: float,
+        registration_s: float,
         timeout_s: float = 2.0,
         probe_every_s: float = _PROBE_EVERY_S,
         on_malformed: Callable[[], None] = lambda: None,
@@ -76,7 +76,7 @@ class EtcdMembership:
     ) -> None:
         self._address = address
         self._endpoints = Endpoints(address)
-        self._lease_s = lease_s
+        self._registration_s = registration_s
         self._timeout_s = timeout_s
         self._probe_every_s = probe_every_s
         self._on_malformed = on_malformed
@@ -91,7 +91,9 @@ class EtcdMembership:
 
     def start(self, on_joined: OnJoined, on_changed: OnChanged, on_left: OnLeft) -> None:
         assert self._task is None, "started twice"
-        members = EtcdMembers(on_joined, on_changed, on_left, grace_s=max(self._lease_s, 1.0), on_malformed=self._on_malformed)
+        members = EtcdMembers(
+            on_joined, on_changed, on_left, grace_s=max(self._registration_s, 1.0), on_malformed=self._on_malformed
+        )
         self._task = asyncio.get_running_loop().create_task(self._run(members), name="etcd-watch")
 
     def close(self) -> None:
@@ -240,7 +242,7 @@ class EtcdRegistration:
     def _grant(self) -> int:
         granted = self._gateway.ask("/v3/lease/grant", GrantLease(ttl_s=self._ttl_s), LeaseGranted)
         if granted.ttl_s > self._ttl_s:
-            log.warning("etcd's shortest lease is longer than --lease-s", ttl_s=granted.ttl_s)
+            log.warning("etcd's shortest lease is longer than --registration-s", ttl_s=granted.ttl_s)
         self._lease, self._told = granted.lease, None
         return granted.lease
 

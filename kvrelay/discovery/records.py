@@ -31,4 +31,4 @@ def check_record(record: WorkerRecord) -> None:
 
 def check_ttl(ttl_s: float) -> None:
     if not (math.isfinite(ttl_s) and 0.0 < ttl_s <= MAX_TTL_S):
-        raise ProtocolError(f"a lease of {ttl_s} s is not between 0 and {MAX_TTL_S:g}")
+        raise ProtocolError(f"a registration for {ttl_s} s is not between 0 and {MAX_TTL_S:g}")

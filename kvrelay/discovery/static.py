@@ -1,10 +1,10 @@
 """No registry: the workers' serving addresses are fixed, and membership is what answers there.
 
-The router says Hello to each address every `lease_s` / 3, on a connection of its own that carries nothing else; Welcome brings
-the worker's record with its state and load. A worker is lost as soon as its connection breaks (a dead process closes it; ZMQ's
-own heartbeats, answered by its I/O thread even during a long step, find a dead host within `lease_s`), or when nothing was
-answered for `silence_s`: a stuck engine. Whoever answers there has not told its version yet; one that is older by one takes our
-Hello all the same, and answers in its own.
+The router says Hello to each address every `registration_s` / 3, on a connection of its own that carries nothing else; Welcome
+brings the worker's record with its state and load. A worker is lost as soon as its connection breaks (a dead process closes it;
+ZMQ's own heartbeats, answered by its I/O thread even during a long step, find a dead host within `registration_s`), or when
+nothing was answered for `silence_s`: a stuck engine. Whoever answers there has not told its version yet; one that is older by
+one takes our Hello all the same, and answers in its own.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class StaticMembership:
         addresses: Sequence[str],
         *,
         router_id: RouterId,
-        lease_s: float,
+        registration_s: float,
         silence_s: float = 120.0,
         clock: Callable[[], float] = time.monotonic,
         on_malformed: Callable[[], None] = lambda: None,
@@ -47,9 +47,9 @@ class StaticMembership:
         if len(set(addresses)) != len(addresses):
             raise ConfigError("a static registry lists the same worker address twice")
         self._addresses = list(addresses)
-        self.hello = encode(Hello(version=PROTOCOL_VERSION, router_id=router_id, lease_s=lease_s))
-        self._lease_s = lease_s
-        self._silence_s = max(silence_s, lease_s)
+        self.hello = encode(Hello(version=PROTOCOL_VERSION, router_id=router_id, silence_s=registration_s))
+        self._registration_s = registration_s
+        self._silence_s = max(silence_s, registration_s)
         self._clock = clock
         self._on_malformed = on_malformed
         self._watches: list[_Watch] = []
@@ -101,11 +101,11 @@ class StaticMembership:
         self._on_malformed()
 
     @property
-    def lease_s(self) -> float:
-        return self._lease_s
+    def registration_s(self) -> float:
+        return self._registration_s
 
     def _schedule_tick(self) -> None:
-        self._ticker = asyncio.get_running_loop().call_later(self._lease_s / 3, self._tick)
+        self._ticker = asyncio.get_running_loop().call_later(self._registration_s / 3, self._tick)
 
     def _tick(self) -> None:
         self.expire()
@@ -126,7 +126,7 @@ class _Watch:
         self.connection = Connection(
             address,
             identity=None,
-            lease_s=membership.lease_s,
+            silence_s=membership.registration_s,
             on_up=self._on_up,
             on_down=self._on_down,
             on_message=self._on_message,

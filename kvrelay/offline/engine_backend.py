@@ -45,7 +45,7 @@ class EngineBackend:
 
     def __init__(self, engine: Engine, continuation_cache: int, max_kept: int) -> None:
         self.ready = True
-        self.max_model_len = engine.options.max_model_len  # 0: the model's own limit
+        self.max_model_len = engine.core.options.max_model_len  # 0: the model's own limit
         self.continuations = Continuations(Metrics(), capacity=continuation_cache, max_leases_per_owner=max_kept)
         self._engine = engine
         self._open: dict[RequestId, tuple[GenerateRequest, RequestStream]] = {}
@@ -67,8 +67,8 @@ class EngineBackend:
 
     def submit(self, request: GenerateRequest) -> RequestStream:
         assert request.timeout_s is None, "requests of the offline API have no deadline"
-        if self._engine.scheduler.num_waiting >= self._engine.options.max_queue:
-            raise QueueFullError(f"{self._engine.scheduler.num_waiting} requests wait already")
+        if self._engine.scheduler.queue.num_waiting >= self._engine.core.options.max_queue:
+            raise QueueFullError(f"{self._engine.scheduler.queue.num_waiting} requests wait already")
         stream = RequestStream(new_request_id(), request.params.n, self, prefill=_HERE, decode=_HERE)
         stream.parents = self.continuations.begun(request)
         for parent in stream.parents:
@@ -102,7 +102,7 @@ class EngineBackend:
 
     async def delete_parents(self, handle: str, owner: str) -> None:
         held = self.continuations.delete(handle, owner)
-        self._engine.release_leases([parent.kept_id for parent in held if parent.kept_id is not None])
+        self._engine.release_kept([parent.kept_id for parent in held if parent.kept_id is not None])
         self._wake()
 
     def cluster(self) -> dict[str, Any]:
@@ -163,7 +163,7 @@ class EngineBackend:
     def _told(self, news: News) -> None:
         if isinstance(news, KeptNews):  # of a request that has ended, mostly
             if not self.continuations.told(_HERE, news):
-                self._engine.release_leases([news.kept_id])
+                self._engine.release_kept([news.kept_id])
             return
         if news.request_id not in self._open:
             return

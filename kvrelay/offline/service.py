@@ -24,7 +24,7 @@ import msgspec
 import uvloop
 
 from kvrelay.checkpoint.fetch import resolve
-from kvrelay.config import read_environment
+from kvrelay.config import check_device, read_environment
 from kvrelay.errors import EngineClosedError, InternalError, QueueFullError
 from kvrelay.launch.cluster import WorkerSettings, local_cluster, worker_roles
 from kvrelay.log import Log
@@ -76,13 +76,13 @@ def open_engine(engine: Engine, options: OfflineOptions) -> Open:
 
 def open_workers(options: OfflineOptions, progress: Progress, *, shown: bool) -> tuple[Tokenizer, Open]:
     """The model in worker processes, which show their own progress if `shown`."""
-    worker_roles(options.cluster)  # refuses counts that cannot be, before anything is fetched
+    check_device(options.model, worker_roles(options.cluster))  # before anything is fetched
     folder = resolve(options.model.model, read_environment(), progress)
     workers = WorkerSettings(
         model=msgspec.structs.replace(options.model, model=str(folder)),
         engine=options.engine,
         transfer=options.transfer,
-        lease_s=options.cluster.lease_s,
+        registration_s=options.cluster.registration_s,
         cluster_key=options.cluster.cluster_key,
         flags=["--quiet", "--progress=plain" if shown else "--progress=none"],
     )

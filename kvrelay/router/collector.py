@@ -72,7 +72,7 @@ class WorkerCollector(Collector):
         yield from _counters(peers, "kvrelay_worker_images_", _IMAGES, _images)
         yield _gauge(peers, "images_in_flight", "Embeddings on their way", lambda load: _images(load)["in_flight"])
         yield _gauge(peers, "transfers_in_flight", "KV hand-overs under way", lambda load: load["transfers"]["in_flight"])
-        yield _gauge(peers, "leases", "Finished samples whose KV is kept", lambda load: load["leases"])
+        yield _gauge(peers, "leases", "Finished samples whose KV is kept", lambda load: load["kept"])
         yield _gauge(peers, "mapping_size", "Transfer ids known", lambda load: load["mapping"]["size"])
         yield _gauge(peers, "mapping_parked", "Messages about transfers not yet known", lambda load: load["mapping"]["parked"])
 

@@ -47,7 +47,7 @@ class LeaseSearch:
         question = self._questions.get((told.handle, told.owner))
         if question is None:  # nobody asked, or nobody waits any more
             return
-        mine = [lease for lease in told.leases if lease.owner == told.owner]
+        mine = [lease for lease in told.kept if lease.owner == told.owner]
         self._continuations.adopt(peer.id, peer.record.fingerprint, mine)
         self._answered(question, peer.id)
 

@@ -41,16 +41,16 @@ class WorkerLink:
     """One connection and its handshake. `problem` says why the link is not open; it is empty while it is. `version` is the
     protocol spoken on it: the worker's own, if that is older than ours."""
 
-    def __init__(self, record: WorkerRecord, owner: LinkOwner, *, router_id: RouterId, lease_s: float) -> None:
+    def __init__(self, record: WorkerRecord, owner: LinkOwner, *, router_id: RouterId, registration_s: float) -> None:
         self.problem = "connecting"
         self._worker_id = record.id
         self._owner = owner
         self.version = agreed(record.version)
-        self._hello = encode(Hello(version=self.version, router_id=router_id, lease_s=lease_s))
+        self._hello = encode(Hello(version=self.version, router_id=router_id, silence_s=registration_s))
         self._connection = Connection(
             record.serving_address,
             identity=router_id.encode(),
-            lease_s=lease_s,
+            silence_s=registration_s,
             on_up=self._on_up,
             on_down=self._on_down,
             on_message=self._on_message,

@@ -81,7 +81,7 @@ class PeerOwner(Protocol):
 class Peer:
     """Joins what the registry says (record), what the worker says (load) and what we sent (open requests)."""
 
-    def __init__(self, record: WorkerRecord, owner: PeerOwner, *, router_id: RouterId, lease_s: float) -> None:
+    def __init__(self, record: WorkerRecord, owner: PeerOwner, *, router_id: RouterId, registration_s: float) -> None:
         self.id: WorkerId = record.id
         self.record = record
         self.load = record.load
@@ -95,7 +95,7 @@ class Peer:
         self._owner = owner
         self._was_open = False
         self._capacity = record.max_batch + record.max_queue
-        self.link = WorkerLink(record, self, router_id=router_id, lease_s=lease_s)
+        self.link = WorkerLink(record, self, router_id=router_id, registration_s=registration_s)
 
     @property
     def state(self) -> WorkerState:
@@ -174,7 +174,7 @@ class Peer:
             "steps": load.steps,
             "preemptions": load.preemptions,
             "connections": load.connections,
-            "leases": load.leases,
+            "leases": load.kept,
             "inherited_tokens": load.inherited_tokens,
             "breaker": self.breaker.state.value,
         }

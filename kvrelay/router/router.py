@@ -57,7 +57,7 @@ class Router:
         policy: PolicyName = "least_loaded",
         mode: Mode = "write",
         local_prefill_tokens: int = 0,
-        lease_s: float = 4.0,
+        registration_s: float = 4.0,
         model: str = "",
         router_id: RouterId | None = None,
         rules: RetryRules | None = None,
@@ -68,7 +68,7 @@ class Router:
         self.router_id = router_id or new_router_id()
         self._membership = membership
         self._metrics = metrics
-        self._lease_s = lease_s
+        self._registration_s = registration_s
         self._model = model
         self._peers: dict[WorkerId, Peer] = {}
         index = PrefixIndex() if policy == "prefix_aware" or sync is not None else None
@@ -168,7 +168,7 @@ class Router:
 
     def _on_joined(self, record: WorkerRecord) -> None:
         try:
-            peer = Peer(record, self, router_id=self.router_id, lease_s=self._lease_s)
+            peer = Peer(record, self, router_id=self.router_id, registration_s=self._registration_s)
         except ProtocolError as error:
             self._metrics.malformed.labels("registry").inc()
             log.seldom("a worker gave no usable address", worker=record.id, reason=error)
@@ -253,7 +253,7 @@ class Router:
         self._changed.set()
 
     def _schedule_tick(self) -> None:
-        self._ticker = asyncio.get_running_loop().call_later(self._lease_s / 3, self._tick)
+        self._ticker = asyncio.get_running_loop().call_later(self._registration_s / 3, self._tick)
 
     def _tick(self) -> None:
         for peer in list(self._peers.values()):

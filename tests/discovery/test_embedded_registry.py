@@ -112,9 +112,9 @@ async def test_leaving_twice_is_harmless(registry: Registry) -> None:
         ({"id": "router-0123456789ab"}, 4.0, "WorkerId"),
         ({"serving_address": "inproc://me"}, 4.0, "serving address"),
         ({"max_batch": 0}, 4.0, "positive"),
-        ({}, 0.0, "lease"),
-        ({}, float("nan"), "lease"),
-        ({}, 1e9, "lease"),
+        ({}, 0.0, "registration"),
+        ({}, float("nan"), "registration"),
+        ({}, 1e9, "registration"),
     ],
 )
 async def test_a_record_that_cannot_work_is_refused(

@@ -33,7 +33,7 @@ from kvrelay.checkpoint.spec import read_spec
 from kvrelay.config import EngineOptions, ModelOptions, read_environment
 from kvrelay.engine import invariants
 from kvrelay.engine.engine import Engine
-from kvrelay.engine.images import Images
+from kvrelay.engine.requests.images import Images
 from kvrelay.ids import RequestId, new_request_id, new_worker_id
 from kvrelay.media.patches import patches_of
 from kvrelay.media.placeholders import FIRST_ID
@@ -112,7 +112,7 @@ def generate(engine: Engine, encoder: Encoder, batch: list[Prompt], **changes: A
         assert not of_kind(Failure, step.news)
         for output in step.outputs:
             tokens[output.request_id].extend(output.tokens)
-    invariants.check_idle(engine)
+    invariants.check_idle(engine.core)
     return [tokens[request_id] for request_id in ids]
 
 

@@ -129,11 +129,11 @@ class GatedEngine:
     def peer_lost(self, worker_id: WorkerId) -> None:
         self.engine.peer_lost(worker_id)
 
-    def release_leases(self, kept_ids: Iterable[KeptId]) -> None:
-        self.engine.release_leases(kept_ids)
+    def release_kept(self, kept_ids: Iterable[KeptId]) -> None:
+        self.engine.release_kept(kept_ids)
 
-    def find_leases(self, handle: str, owner: str) -> list[KeptInfo]:
-        return self.engine.find_leases(handle, owner)
+    def find_kept(self, handle: str, owner: str) -> list[KeptInfo]:
+        return self.engine.find_kept(handle, owner)
 
     def close(self) -> None:
         self.engine.close()
@@ -191,11 +191,11 @@ class Worker:
 
     def check_idle(self) -> None:
         """The leak check, with the books that no block count shows."""
-        invariants.check_idle(self.engine)
+        invariants.check_idle(self.engine.core)
         assert self.loop.num_open == 0
         counts = self.engine.load().transfers
         assert counts.in_flight == 0, f"{self.id}: {counts}"
-        outgoing, incoming = self.engine.outgoing, self.engine.incoming
+        outgoing, incoming = self.engine.core.outgoing, self.engine.core.incoming
         if outgoing is not None:
             assert not outgoing.held
             assert not outgoing._submits
@@ -278,7 +278,7 @@ class Cluster:
             mode=shape.mode,
             policy="round_robin",
             local_prefill_tokens=shape.local_prefill_tokens,
-            lease_s=60.0,
+            registration_s=60.0,
         )
 
     async def start(self) -> None:

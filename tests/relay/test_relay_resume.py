@@ -168,7 +168,7 @@ class Pair:
         said, heard = Seen(), Seen()
         self.step_until(lambda: self._holds_nothing(), said, heard)
         for side in (self.prefill, self.decode):
-            invariants.check_idle(side.engine)
+            invariants.check_idle(side.engine.core)
 
     def _holds_nothing(self) -> bool:
         loads = [side.engine.load() for side in (self.prefill, self.decode)]

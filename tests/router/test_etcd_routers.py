@@ -38,17 +38,17 @@ class Cluster:
     def _new_router(self, metrics: Metrics) -> Router:
         membership = EtcdMembership(
             self.server.address,
-            lease_s=LEASE_S,
+            registration_s=LEASE_S,
             timeout_s=5.0,
             probe_every_s=0.2,
             on_reachable=metrics.registry_up.set,
         )
-        router = Router(membership=membership, metrics=metrics, lease_s=LEASE_S, model="stub")
+        router = Router(membership=membership, metrics=metrics, registration_s=LEASE_S, model="stub")
         router.start()
         return router
 
     def start_worker(self) -> StubWorker:
-        worker = StubWorker(self.server.address, lease_s=LEASE_S)
+        worker = StubWorker(self.server.address, registration_s=LEASE_S)
         self.workers.append(worker)
         return worker
 

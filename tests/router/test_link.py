@@ -47,7 +47,7 @@ class Scripted:
     def __init__(self) -> None:
         self.membership = GivenMembership()
         self.metrics = Metrics()
-        self.router = Router(membership=self.membership, metrics=self.metrics, lease_s=0.6, rules=RetryRules(wait_s=0.0))
+        self.router = Router(membership=self.membership, metrics=self.metrics, registration_s=0.6, rules=RetryRules(wait_s=0.0))
         self.router.start()
         self.socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)

@@ -30,20 +30,25 @@ class Cluster:
     """A router with an embedded registry, and whatever workers a test starts."""
 
     def __init__(
-        self, lease_s: float = 4.0, policy: Any = "least_loaded", *, max_retries: int = 5, wait_s: float = 0.3
+        self, registration_s: float = 4.0, policy: Any = "least_loaded", *, max_retries: int = 5, wait_s: float = 0.3
     ) -> None:
         self.metrics = Metrics()
         self.membership = EmbeddedMembership("tcp://127.0.0.1:*")
-        self.lease_s = lease_s
+        self.registration_s = registration_s
         rules = RetryRules(max_retries=max_retries, wait_s=wait_s)
         self.router = Router(
-            membership=self.membership, metrics=self.metrics, lease_s=lease_s, policy=policy, model="stub", rules=rules
+            membership=self.membership,
+            metrics=self.metrics,
+            registration_s=registration_s,
+            policy=policy,
+            model="stub",
+            rules=rules,
         )
         self.router.start()
         self.workers: list[StubWorker] = []
 
     async def add(self, **settings: Any) -> StubWorker:
-        worker = StubWorker(self.membership.address, **{"lease_s": self.lease_s, **settings})
+        worker = StubWorker(self.membership.address, **{"registration_s": self.registration_s, **settings})
         self.workers.append(worker)
         await self.until(lambda: any(entry["id"] == worker.id for entry in self.workers_shown()))
         return worker
@@ -82,7 +87,7 @@ async def cluster() -> AsyncIterator[Cluster]:
 @pytest.fixture
 async def quick_cluster() -> AsyncIterator[Cluster]:
     """With a short lease, for tests in which somebody falls silent."""
-    made = Cluster(lease_s=0.6)
+    made = Cluster(registration_s=0.6)
     yield made
     await made.close()
 
@@ -161,7 +166,7 @@ async def test_without_a_worker_the_error_says_so(cluster: Cluster) -> None:
 
 
 async def test_a_worker_that_dies_fails_its_requests_long_before_its_lease_ends() -> None:
-    cluster = Cluster(lease_s=600.0)
+    cluster = Cluster(registration_s=600.0)
     worker = await cluster.add_ready()
     worker.engine.gate.clear()
     stream = cluster.router.submit(ask([1]))
@@ -296,7 +301,7 @@ async def test_an_idle_connection_outlives_many_leases(quick_cluster: Cluster) -
     worker = await quick_cluster.add_ready()
     worker.engine.gate.clear()
     stream = quick_cluster.router.submit(ask([6]))
-    await asyncio.sleep(3 * quick_cluster.lease_s)
+    await asyncio.sleep(3 * quick_cluster.registration_s)
     worker.engine.gate.set()
     assert await tokens_of(stream) == {0: expected([6], 5)}
 

@@ -305,7 +305,7 @@ async def test_the_quota_is_per_owner(cluster: Cluster) -> None:
 async def test_a_lease_that_another_router_asked_for_is_found(cluster: Cluster) -> None:
     workers = [await cluster.add_ready() for _ in range(2)]
     parent = (await served(cluster, keeping(owner="me", cache_salt="salt"))).parents[0]
-    membership = StaticMembership([worker.loop.address for worker in workers], router_id=new_router_id(), lease_s=4.0)
+    membership = StaticMembership([worker.loop.address for worker in workers], router_id=new_router_id(), registration_s=4.0)
     second = Router(membership=membership, metrics=Metrics(), model="stub")
     second.start()
     try:

@@ -111,7 +111,7 @@ def _peer(number: int, address: str, source: random.Random) -> Peer:
         max_batch=64,
         max_queue=512,
     )
-    peer = Peer(record, _Owner(), router_id=new_router_id(), lease_s=600.0)
+    peer = Peer(record, _Owner(), router_id=new_router_id(), registration_s=600.0)
     peer.update(record)  # as the registry's news would: now the peer has that load
     return peer
 

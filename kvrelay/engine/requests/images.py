@@ -8,7 +8,7 @@ computed   the last image's KV is there: the images are let go
 end        the request ended in any way
 
 Sequences meet images again when their KV is given up and computed anew. Then images are held again, and made again if this
-worker can; if nobody brings one any more, the request goes back to the router.
+worker can; if no source brings one any more, the request goes back to the router.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ImageSource(Protocol):
         """The image is not needed: its producer should not wait for us."""
 
     def peer_lost(self, worker_id: WorkerId) -> None:
-        """Another worker is gone, says somebody who may be wrong."""
+        """Another worker is gone, says a router, which may be wrong."""
 
     @property
     def has_news(self) -> bool:
@@ -77,6 +77,19 @@ class _Wants:
     since: float = 0.0  # when it began to wait for what is coming
 
 
+class NoFeatures:
+    """Of a worker whose model takes no images: requests with any are refused."""
+
+    def is_ready(self, digest: str) -> bool:
+        return False
+
+    def hold(self, digest: str) -> None:
+        raise AssertionError("a worker without images refuses them")
+
+    def release(self, digest: str) -> None:
+        raise AssertionError("a worker without images refuses them")
+
+
 class Images:
     """Of one engine. `relay` brings what encode workers made, `encoder` makes embeddings here; either may be missing."""
 
@@ -96,7 +109,7 @@ class Images:
         self._timeout_s = timeout_s
         self._clock = clock
         self._wants: dict[RequestId, _Wants] = {}
-        self._undeliverable: dict[RequestId, str] = {}  # nobody brings them an image that they need
+        self._undeliverable: dict[RequestId, str] = {}  # no source brings them an image that they need
         self._next_timeout = float("inf")
         self._num_hits = 0
 
@@ -223,7 +236,7 @@ class Images:
         elif transfer is None and self._encoder is not None and image.data:
             source = self._encoder
         else:
-            return  # perhaps its KV is found; if not, whoever is to compute it says so
+            return  # perhaps its KV is found; if not, `limit` finds it undeliverable
         wants.coming[image.digest] = source
         self._next_timeout = min(self._next_timeout, wants.since + self._timeout_s)
         source.fetch(request_id, image, transfer)

@@ -24,7 +24,7 @@ class Seen(Collected):
 
     def __init__(self) -> None:
         super().__init__()
-        self.leases: dict[tuple[RequestId, int], KeptNews] = {}
+        self.kept: dict[tuple[RequestId, int], KeptNews] = {}
         self.inherited: dict[RequestId, Inherited] = {}
 
     def take(self, step: StepOutputs) -> None:
@@ -34,12 +34,12 @@ class Seen(Collected):
             self.inherited[inherited.request_id] = inherited
         super().take(step)
         for news in of_kind(KeptNews, step.news):
-            assert (news.request_id, news.sample) not in self.leases, "said twice whether it is kept"
+            assert (news.request_id, news.sample) not in self.kept, "said twice whether it is kept"
             assert news.kept != bool(news.reason)
-            self.leases[news.request_id, news.sample] = news
+            self.kept[news.request_id, news.sample] = news
 
 
-class LeaseEngine(SwapEngine):
+class KeptEngine(SwapEngine):
     """By default a pool of which leases may pin all but what the longest request needs."""
 
     def __init__(self, *, num_blocks: int = 24, max_model_len: int = 40, **options: object) -> None:
@@ -117,11 +117,11 @@ class LeaseEngine(SwapEngine):
         self.run_until(lambda: not any(request.request_id in self.engine.requests for request in requests))
 
     def is_kept(self, request: Submit, sample: int = 0) -> bool:
-        return self.seen.leases[request.request_id, sample].kept
+        return self.seen.kept[request.request_id, sample].kept
 
     def state(self, request: Submit, sample: int = 0) -> KeptState:
-        lease = self.engine.leases.leases.get(kept_id(request, sample))
-        return KeptState.ENDED if lease is None else lease.state
+        kept = self.engine.core.kept.samples.get(kept_id(request, sample))
+        return KeptState.ENDED if kept is None else kept.state
 
     @property
     def pinned(self) -> int:
@@ -131,7 +131,7 @@ class LeaseEngine(SwapEngine):
         """Everything ends, then every lease; nothing is left, on either side."""
         self.run_until(lambda: not self.engine.has_work)
         self.now += 10 * TTL_S
-        assert self.engine.load().leases == 0
+        assert self.engine.load().kept == 0
         self.settle()
         assert self.pinned == 0
 

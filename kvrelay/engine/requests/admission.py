@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from kvrelay.engine.beam import ends_of, most_blocks, most_tokens
 from kvrelay.engine.request import begins_anew
+from kvrelay.engine.requests.beam_limits import ends_of, most_blocks, most_tokens
 from kvrelay.errors import InvalidRequestError, QueueFullError, UnavailableError
 from kvrelay.ids import WorkerId
 from kvrelay.media.placeholders import placeholder_ids
@@ -27,8 +27,8 @@ class Limits:
     block_size: int
     hands_on: bool  # a prefill worker's
     takes_over: bool  # a decode worker's
-    num_pinnable_blocks: int = 0  # that others may hold while a request runs
-    takes_images: bool = False
+    num_pinnable_blocks: int = 0  # of kept KV, while a request runs
+    takes_images: bool = False  # of a model that sees
 
     def check(self, submit: Submit, *, num_waiting: int, draining: bool) -> None:
         """Raises the RequestError that answers a request which cannot be served."""
@@ -100,7 +100,7 @@ class Limits:
             raise UnavailableError("samples that go on at different tokens cannot be handed over together")
 
     def _check_beam(self, submit: Submit) -> None:
-        """A search must be able to reach its end when there is nobody else but leases."""
+        """A search must be able to reach its end when there is nothing else but kept KV."""
         beam = submit.params.beam
         if beam is None:
             return
@@ -122,7 +122,7 @@ class Limits:
         if needed > available:
             raise InvalidRequestError(
                 f"{beam.width} beams with prompt and output of up to {needed} KV blocks do not fit the {available} of"
-                f" {self.num_blocks} that leases leave: ask for fewer beams or fewer tokens",
+                f" {self.num_blocks} that kept KV leaves: ask for fewer beams or fewer tokens",
                 param="beam_width",
             )
 
@@ -131,18 +131,18 @@ class Limits:
         if keep is not None and not 0.0 < keep.ttl_s < math.inf:
             raise InvalidRequestError(f"KV is kept for some seconds, more than 0, not {keep.ttl_s}", param="keep_kv")
         if keep is not None and len(keep.kept_ids) != submit.params.n:
-            raise InvalidRequestError(f"{len(keep.kept_ids)} leases for n = {submit.params.n} samples", param="keep_kv")
+            raise InvalidRequestError(f"{len(keep.kept_ids)} kept ids for n = {submit.params.n} samples", param="keep_kv")
         if submit.inherit is not None and submit.params.prompt_logprobs is not None:
             raise InvalidRequestError("a continuation does not compute its whole prompt", param="prompt_logprobs")
         if submit.inherit is not None and submit.transfer is not None:
-            raise UnavailableError("a continuation runs where its lease is; nobody hands it over")
+            raise UnavailableError("a continuation runs where its KV is kept, and is not handed over")
 
     def _check_role(self, submit: Submit) -> None:
-        """Only a router that is confused sends what fails here."""
+        """What fails here is a mistake of the router."""
         transfer = submit.transfer
         if transfer is None:
             if self.hands_on and submit.params.max_tokens > 1:
-                raise UnavailableError("a prefill worker hands on every request of more than one token, and was told to whom")
+                raise UnavailableError("a prefill worker hands on every request of more than one token, and was not told where")
             return
         meant_for = transfer.producer if self.hands_on else transfer.consumer
         if meant_for != self.worker_id or not (self.hands_on or self.takes_over):

@@ -3,7 +3,7 @@
 expect    the request is known; it holds no blocks
 reserve   the peer has begun, and there is room here: blocks for what the prefix cache does not have    -> TRANSFERRING
 poll      arrived: the sequence runs from its first token on                                             -> RUNNING
-          failed: the request is over here; the router sends it again, perhaps to somebody else          -> FINISHED
+          failed: the request is over here; the router sends it again, perhaps to another worker         -> FINISHED
           freed: blocks of a failed or aborted transfer are safe again
 """
 
@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import heapq
 
-from kvrelay.engine.block_pool import Holder
-from kvrelay.engine.kv_cache import KVCache
+from kvrelay.engine.memory.block_pool import Holder
+from kvrelay.engine.memory.kv_cache import KVCache
 from kvrelay.engine.movers import Arrival, Consumer
 from kvrelay.engine.request import Sequence
 from kvrelay.ids import RequestId, WorkerId
@@ -64,17 +64,17 @@ class Incoming:
         self._expected[sequence.request_id] = sequence
         self._consumer.expect(sequence.request_id, transfer, len(sequence.tokens))
 
-    def reserve(self, slots: int, headroom: int, before: tuple[int, int, int] | None = None) -> bool:
-        """Blocks for those whose peer has begun, in order, while `slots` places and the pool last; only for those that come
-        before `before`, if that is given. False if one of them has to wait."""
+    def reserve(self, num_rows: int, headroom: int, before: tuple[int, int, int] | None = None) -> bool:
+        """Blocks for those whose peer has begun, in order, while `num_rows` rows of the batch and the pool last; only for those
+        that come before `before`, if that is given. False if one of them has to wait."""
         while self._startable:
             sequence = self._startable[0][1]
             if self._expected.get(sequence.request_id) is sequence and sequence.state is RequestState.WAITING:
                 if before is not None and sequence.order > before:
                     return True
-                if sequence.num_slots > slots or not self._kv.attach(sequence, headroom=headroom):
+                if sequence.num_batch_rows > num_rows or not self._kv.attach(sequence, headroom=headroom):
                     return False
-                slots -= sequence.num_slots
+                num_rows -= sequence.num_batch_rows
                 sequence.become(RequestState.TRANSFERRING)
                 sequence.cached_tokens = skip_tokens = sequence.num_computed
                 self._consumer.reserve(sequence.request_id, self._kv.reserve(sequence), skip_tokens)
@@ -123,7 +123,7 @@ class Incoming:
         sequence = self._expected.pop(arrival.request_id, None)
         if sequence is None:
             if not arrival.error and arrival.request_id in self.quarantined:
-                self._end_quarantine(arrival.request_id)  # the last byte crossed the abort: no word of `freed` will come
+                self._end_quarantine(arrival.request_id)  # the last byte crossed the abort: `freed` will not be told
             return None
         if arrival.error:
             self._drop_blocks(sequence)

@@ -1,7 +1,7 @@
 """Which full block holds which tokens, found by chained hashes (`kvrelay/hashing.py`).
 
 A hash that leads to a block with other tokens is a collision and counts as a miss. What enters and leaves is told to the
-recorder, if somebody listens. Where there are two caches, the device's and the host's, each is the other's twin: what one of
+recorder. Where there are two caches, the device's and the host's, each is the other's twin: what one of
 them still has was not removed, and what one of them already has is not news.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvrelay.engine.events import EventRecorder
+from kvrelay.engine.memory.events import EventRecorder, Unheard
 
 
 class PrefixCache:
@@ -20,7 +20,7 @@ class PrefixCache:
         self._block_of: dict[bytes, int] = {}
         self._content: dict[int, tuple[bytes, list[int], bytes]] = {}  # hash, tokens, the parent's hash
         self.num_collisions = 0
-        self.recorder: EventRecorder | None = None
+        self.recorder: EventRecorder = Unheard()
         self.twin: PrefixCache | None = None
 
     def __len__(self) -> int:
@@ -70,10 +70,9 @@ class PrefixCache:
         if present is not None:
             self.num_collisions += 1
             del self._content[present]
-            if self.recorder is not None:
-                self.recorder.removed(digest)
-                self.recorder.stored(digest, parent)
-        elif self.recorder is not None and not self._twin_has(digest):
+            self.recorder.removed(digest)
+            self.recorder.stored(digest, parent)
+        elif not self._twin_has(digest):
             self.recorder.stored(digest, parent)
         self._block_of[digest] = block
         self._content[block] = (digest, tokens, parent)
@@ -82,7 +81,7 @@ class PrefixCache:
     def remove(self, block: int) -> None:
         digest = self._content.pop(block)[0]
         del self._block_of[digest]
-        if self.recorder is not None and not self._twin_has(digest):
+        if not self._twin_has(digest):
             self.recorder.removed(digest)
 
     def _twin_has(self, digest: bytes) -> bool:

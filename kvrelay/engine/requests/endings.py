@@ -1,22 +1,16 @@
 """How requests end: by a finish reason for each sample, by an abort, by a failure, or by going on elsewhere.
 
-end       one sequence: its KV may be leased, its blocks come back, the runner forgets it
+end       one sequence: its KV may be kept, its blocks come back, the runner forgets it
 end_cut   the samples whose end the router has found
-settle    a request whose last sample has ended is forgotten, and its end told to whoever follows the cache
+settle    a request whose last sample has ended is forgotten, and its end told to routers that follow the cache
 drop      all of a request at once
 fail      the same, with the one Failure that answers it
 """
 
 from __future__ import annotations
 
-from kvrelay.engine.continuation import Leases
-from kvrelay.engine.images import Images
-from kvrelay.engine.incoming import Incoming
-from kvrelay.engine.kv_cache import KVCache
-from kvrelay.engine.outbox import Outbox
-from kvrelay.engine.outgoing import Outgoing
+from kvrelay.engine.core import Core
 from kvrelay.engine.request import Request, Sequence
-from kvrelay.engine.scheduler import Scheduler
 from kvrelay.errors import RequestError
 from kvrelay.ids import RequestId
 from kvrelay.states import FinishReason, FreeReason, RequestState
@@ -25,34 +19,24 @@ from kvrelay.states import FinishReason, FreeReason, RequestState
 class Endings:
     """Owns the requests that have not ended. Each of them ends here, once."""
 
-    def __init__(
-        self,
-        kv: KVCache,
-        scheduler: Scheduler,
-        leases: Leases,
-        outbox: Outbox,
-        *,
-        incoming: Incoming | None,
-        outgoing: Outgoing | None,
-        images: Images | None,
-    ) -> None:
-        self.requests: dict[RequestId, Request] = {}
+    def __init__(self, core: Core) -> None:
+        self.requests = core.requests
         self.released: list[int] = []  # keys of sequences that the runner has not been told to forget yet
-        self._kv = kv
-        self._scheduler = scheduler
-        self._leases = leases
-        self._outbox = outbox
-        self._incoming = incoming
-        self._outgoing = outgoing
-        self._images = images
+        self._kv = core.kv
+        self._scheduler = core.scheduler
+        self._kept = core.kept
+        self._outbox = core.outbox
+        self._incoming = core.incoming
+        self._outgoing = core.outgoing
+        self._images = core.images
         self._handing_on: dict[RequestId, tuple[str, list[bytes]]] = {}  # client's id and hashes of prompts that ended here
 
     def end(self, sequence: Sequence, reason: FinishReason) -> None:
-        self._leases.ended(sequence)
-        if self._incoming is not None and sequence.request_id in self._incoming:
+        self._kept.ended(sequence)
+        if sequence.request_id in self._incoming:
             self._incoming.abort(sequence)
         else:
-            if self._outgoing is not None and sequence.request_id in self._outgoing:
+            if sequence.request_id in self._outgoing:
                 self._outgoing.abort(sequence)
             self._scheduler.remove(sequence)
         sequence.finish_reason = reason
@@ -72,7 +56,7 @@ class Endings:
         """Returns the samples that had not ended before."""
         open_sequences = [s for s in request.sequences if s.state is not RequestState.FINISHED]
         samples = [s.sample for s in open_sequences] + list(range(1, 1 + request.num_unforked))
-        if request.group is not None:
+        if request.search is not None:
             samples = list(range(request.params.n))
         for sequence in open_sequences:
             self.end(sequence, FinishReason.ABORT)
@@ -82,7 +66,7 @@ class Endings:
 
     def fail(self, request: Request, error: RequestError) -> None:
         if request.request_id in self.requests:
-            self._leases.refuse(request.request_id, f"the request failed: {error.message}")
+            self._kept.refuse(request.request_id, f"the request failed: {error.message}")
             self.drop(request, FreeReason.FAILED)
             self._outbox.fail(request.request_id, error)
 
@@ -93,24 +77,24 @@ class Endings:
         self.released.append(sequence.key)
         del self.requests[sequence.request_id]
         self._end_images(request)
-        if self._kv.recorder is not None:
+        if self._kv.recorder.is_heard:
             self._handing_on[sequence.request_id] = (request.external_id, self._findable(request))
 
     def handed_on(self, request_id: RequestId, reason: FreeReason) -> None:
-        """Or will not be: whoever follows the cache learns that it is over here."""
+        """Or will not be: routers that follow the cache learn that it is over here."""
         handing_on = self._handing_on.pop(request_id, None)
-        if handing_on is not None and self._kv.recorder is not None:
+        if handing_on is not None:
             external_id, hashes = handing_on
             self._kv.recorder.freed(external_id, reason, [digest for digest in hashes if self._kv.is_findable(digest)])
 
     def _forget(self, request: Request, reason: FreeReason) -> None:
-        self._leases.forget(request.request_id)
+        self._kept.forget(request.request_id)
         self._end_images(request)
-        if self._kv.recorder is not None:
+        if self._kv.recorder.is_heard:
             self._kv.recorder.freed(request.external_id, reason, self._findable(request))
 
     def _end_images(self, request: Request) -> None:
-        if request.images and self._images is not None:
+        if request.images:
             self._images.end(request.request_id)
 
     def _findable(self, request: Request) -> list[bytes]:

@@ -3,15 +3,15 @@
 expect      the request is known
 begin_step  its prompt has blocks (what the prefix cache gave can be sent at once), and is being computed
 finished    the prompt is computed and its first tokens are sampled: the blocks stay for the peer
-park_one    under pressure: a finished prompt that its peer has no room for yet goes back into the prefix cache
-poll        released: the blocks come back; parked: they come back for now; restart: compute it again
+set_aside   under pressure: a finished prompt that its peer has no room for yet goes back into the prefix cache
+poll        released: the blocks come back; parked: they come back for now (set aside); restart: compute it again
 """
 
 from __future__ import annotations
 
-from kvrelay.engine.block_pool import Holder
 from kvrelay.engine.interfaces import StepPlan
-from kvrelay.engine.kv_cache import KVCache
+from kvrelay.engine.memory.block_pool import Holder
+from kvrelay.engine.memory.kv_cache import KVCache
 from kvrelay.engine.movers import Producer
 from kvrelay.engine.request import Sequence
 from kvrelay.ids import RequestId, WorkerId
@@ -27,8 +27,8 @@ class Outgoing:
         self._kv = kv
         self._submits: dict[RequestId, Submit] = {}  # from expect until released or aborted
         self._started: set[RequestId] = set()  # the producer was told of their blocks
-        self._first_tokens: dict[RequestId, list[FirstToken]] = {}  # of prompts that finished, also when parked since
-        self._parking: set[RequestId] = set()
+        self._first_tokens: dict[RequestId, list[FirstToken]] = {}  # of prompts that finished, also when set aside since
+        self._being_set_aside: set[RequestId] = set()
         self._in_step = False  # prompts to be handed on are being computed right now
         self.held: dict[RequestId, list[int]] = {}  # blocks of prompts that ended here
 
@@ -46,6 +46,8 @@ class Outgoing:
         self._producer.expect(submit.request_id, submit.transfer, num_tokens)
 
     def begin_step(self, plan: StepPlan) -> None:
+        if not self._submits:
+            return
         rows = []
         for row in plan.rows:
             request_id = row.sequence.request_id
@@ -83,17 +85,17 @@ class Outgoing:
         self.abort_finished(sequence.request_id)
 
     def abort_finished(self, request_id: RequestId) -> None:
-        """Nobody wants the hand-over any more. Harmless if it is over. Blocks that were given come back through `poll`; where
-        none were, or they came back when it was parked, nothing more will be said of it: so it is forgotten here."""
+        """The hand-over is not wanted any more. Harmless if it is over. Blocks that were given come back through `poll`; where
+        none were, or they came back when it was set aside, nothing more will be said of it: so it is forgotten here."""
         if self._submits.pop(request_id, None) is not None:
             self._first_tokens.pop(request_id, None)
             self._producer.abort(request_id)
 
-    def park_one(self) -> None:
+    def set_one_aside(self) -> None:
         """Asks the peer of the oldest finished prompt to do without its blocks for now. An aborted one would not answer."""
         for request_id in self.held:
-            if request_id in self._submits and request_id not in self._parking:
-                self._parking.add(request_id)
+            if request_id in self._submits and request_id not in self._being_set_aside:
+                self._being_set_aside.add(request_id)
                 self._producer.park(request_id)
                 return
 
@@ -127,6 +129,6 @@ class Outgoing:
         self._producer.close()
 
     def _give_back(self, request_id: RequestId) -> None:
-        self._parking.discard(request_id)
+        self._being_set_aside.discard(request_id)
         self._started.discard(request_id)
         self._kv.release(self.held.pop(request_id, []), Holder.SENDING)

@@ -5,10 +5,10 @@ grow        a running one gets room for more tokens; a block shared with others 
 computed    KV was written: full blocks enter the prefix cache                                   ALLOCATED -> ACTIVE
 fork        a child holds its parent's blocks
 free        the end, or preemption: every reference goes back                                    -> FREED
-pin         a lease holds the blocks of a sequence that is about to end
-inherit     as `attach`, but the beginning is taken from a lease: the cache is not asked         FREED -> ALLOCATED
+pin         the blocks of a sequence that is about to end are kept
+inherit     as `attach`, but the beginning is taken from kept KV: the cache is not asked       FREED -> ALLOCATED
 
-Swapping (`engine/swap.py`) leads from ACTIVE to SWAPPED and back.
+Swapping (`engine/memory/swap.py`) leads from ACTIVE to SWAPPED and back.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterator
 
-from kvrelay.engine.block_pool import BlockPool, Holder
-from kvrelay.engine.events import EventRecorder
-from kvrelay.engine.prefix_cache import PrefixCache
+from kvrelay.engine.memory.block_pool import BlockPool, Holder
+from kvrelay.engine.memory.events import EventRecorder
+from kvrelay.engine.memory.prefix_cache import PrefixCache
 from kvrelay.engine.request import Sequence
 from kvrelay.native.hashing import extend_hashes, root_hash
 from kvrelay.states import KVState
@@ -30,7 +30,8 @@ class KVCache:
     def __init__(self, *, num_blocks: int, block_size: int, prefix_cache: bool, cache_seed: str) -> None:
         self.block_size = block_size
         self.prefixes = PrefixCache(block_size)
-        self._host: PrefixCache | None = None
+        self.host_prefixes = PrefixCache(block_size)
+        self.prefixes.twin, self.host_prefixes.twin = self.host_prefixes, self.prefixes
         self.pool = BlockPool(num_blocks, keep=self.prefixes.__contains__, evict=self.prefixes.remove)
         self._enabled = prefix_cache
         self._cache_seed = cache_seed
@@ -38,31 +39,26 @@ class KVCache:
 
     def record_events(self) -> EventRecorder:
         """From now on, what enters and leaves the prefix cache is recorded."""
-        caches = [self.prefixes] if self._host is None else [self.prefixes, self._host]
         recorder = EventRecorder(self._chains, self.pool.num_blocks + (self.pool.given_up.maxlen or 0))
-        for cache in caches:
-            cache.recorder = recorder
+        self.prefixes.recorder = self.host_prefixes.recorder = recorder
         return recorder
 
     @property
-    def recorder(self) -> EventRecorder | None:
+    def recorder(self) -> EventRecorder:
         return self.prefixes.recorder
 
     def use_host_cache(self, num_blocks: int) -> PrefixCache:
-        """A second cache, of blocks on the host. From now on the pool remembers which of its own were given up lately."""
-        assert self.recorder is None, "events are recorded already"
-        self._host = PrefixCache(self.block_size)
-        self._host.twin, self.prefixes.twin = self.prefixes, self._host
+        """The second cache, of blocks on the host. From now on the pool remembers which of its own were given up lately."""
+        assert not self.recorder.is_heard, "events are recorded already"
         self.pool.given_up = deque(maxlen=num_blocks)
-        return self._host
+        return self.host_prefixes
 
     def is_findable(self, digest: bytes) -> bool:
-        return self.prefixes.has(digest) or (self._host is not None and self._host.has(digest))
+        return self.prefixes.has(digest) or self.host_prefixes.has(digest)
 
     def _chains(self) -> Iterator[tuple[bytes, bytes]]:
         yield from self.prefixes.chains()
-        if self._host is not None:
-            yield from (chain for chain in self._host.chains() if not self.prefixes.has(chain[0]))
+        yield from (chain for chain in self.host_prefixes.chains() if not self.prefixes.has(chain[0]))
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -115,7 +111,7 @@ class KVCache:
 
     def missing_together(self, sequences: list[Sequence]) -> int:
         """How many blocks `grow_together` would take. Of those that share a block, the last one to write it needs no copy,
-        unless somebody else holds it, too."""
+        unless another sequence holds it, too."""
         num_new = 0
         writers: Counter[int] = Counter()
         for sequence in sequences:
@@ -166,13 +162,13 @@ class KVCache:
     def host_blocks(self, sequence: Sequence, first: int) -> list[int]:
         """The host's blocks that go on where the device's end, which is block `first`."""
         found: list[int] = []
-        if self._host is None or not self._enabled or sequence.wants_prompt_logprobs:
+        if not self._enabled or not len(self.host_prefixes) or sequence.wants_prompt_logprobs:
             return found
         for index in range(first, (len(sequence.tokens) - 1) // self.block_size):
-            slot = self.find(self._host, sequence, index)
-            if slot is None:
+            host_block = self.find(self.host_prefixes, sequence, index)
+            if host_block is None:
                 break
-            found.append(slot)
+            found.append(host_block)
         return found
 
     def _tokens_of(self, sequence: Sequence, index: int) -> list[int]:
@@ -196,31 +192,31 @@ class KVCache:
         sequence.num_computed = 0
         sequence.kv_become(KVState.FREED)
 
-    def pinnable(self, sequence: Sequence, leased: Sequence) -> list[int]:
-        """The blocks for a lease on the sequence's beginning. Where another block has the same KV and can be found, it is that
-        one: it must not go while the lease is there."""
-        blocks = sequence.block_table[: self.blocks_for(leased.num_computed)]
-        for index in range(leased.num_computed // self.block_size):
+    def pinnable(self, sequence: Sequence, kept_kv: Sequence) -> list[int]:
+        """The blocks that keep the sequence's beginning. Where another block has the same KV and can be found, it is that one:
+        it must not go while the KV is kept."""
+        blocks = sequence.block_table[: self.blocks_for(kept_kv.num_computed)]
+        for index in range(kept_kv.num_computed // self.block_size):
             if blocks[index] not in self.prefixes:
-                twin = self.find(self.prefixes, leased, index)
+                twin = self.find(self.prefixes, kept_kv, index)
                 blocks[index] = blocks[index] if twin is None else twin
         return blocks
 
-    def pin(self, leased: Sequence, blocks: list[int]) -> None:
+    def pin(self, kept_kv: Sequence, blocks: list[int]) -> None:
         self.pool.retain(blocks, Holder.PINNED)
-        leased.block_table = blocks
+        kept_kv.block_table = blocks
 
-    def unpin(self, leased: Sequence) -> None:
-        self.pool.release(reversed(leased.block_table), Holder.PINNED)
-        leased.block_table = []
+    def unpin(self, kept_kv: Sequence) -> None:
+        self.pool.release(reversed(kept_kv.block_table), Holder.PINNED)
+        kept_kv.block_table = []
 
-    def inherit(self, sequence: Sequence, leased: Sequence, present: list[int | None], *, headroom: int) -> int:
-        """0: it has blocks for all its tokens, and shares those that are present of the lease's. If all are, `num_computed`
+    def inherit(self, sequence: Sequence, kept_kv: Sequence, present: list[int | None], *, headroom: int) -> int:
+        """0: it has blocks for all its tokens, and shares those of the kept KV that are present. If all are, `num_computed`
         says so, and there is one more block for `grow` to copy a partial one to. Else, how many blocks are missing."""
         assert not sequence.block_table
         found = [block for block in present if block is not None]
         num_new = self.blocks_for(len(sequence.tokens)) - len(found)
-        is_partial = leased.num_computed % self.block_size != 0
+        is_partial = kept_kv.num_computed % self.block_size != 0
         num_taken = num_new + sum(map(self.pool.is_cached, found)) + (is_partial and present[-1] is not None)
         if num_taken + headroom > self.pool.num_available:
             return num_taken + headroom - self.pool.num_available
@@ -229,8 +225,8 @@ class KVCache:
         assert fresh is not None
         fresh.reverse()
         sequence.block_table = [fresh.pop() if block is None else block for block in present] + fresh[::-1]
-        sequence.hashes = list(leased.hashes)
-        sequence.num_computed = leased.num_computed if len(found) == len(present) else 0
+        sequence.hashes = list(kept_kv.hashes)
+        sequence.num_computed = kept_kv.num_computed if len(found) == len(present) else 0
         sequence.kv_become(KVState.ALLOCATED)
         return 0
 
@@ -253,7 +249,7 @@ class KVCache:
         self.computed(sequence, num_tokens - sequence.num_computed)
 
     def quarantine(self, sequence: Sequence) -> list[int]:
-        """Instead of `received`. Give what it returns to `release` once nobody can write it."""
+        """Instead of `received`. Give what it returns to `release` once no peer can write it."""
         kept = sequence.num_computed // self.block_size
         fresh = sequence.block_table[kept:]
         self.pool.hand_over(fresh, Holder.RESERVED, Holder.QUARANTINED)
@@ -262,7 +258,7 @@ class KVCache:
         return fresh
 
     def send(self, sequence: Sequence) -> list[int]:
-        """Instead of `free`. Give what it returns to `release` once nobody reads it."""
+        """Instead of `free`. Give what it returns to `release` once no peer reads it."""
         blocks = sequence.block_table
         self.pool.retain(blocks, Holder.SENDING)
         self.free(sequence)

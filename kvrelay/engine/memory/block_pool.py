@@ -27,8 +27,8 @@ class Holder(enum.IntEnum):
     SEQUENCE = 0  # a live sequence
     RESERVED = 1  # a transfer will fill it
     SENDING = 2  # a peer reads it, or writes from it are under way
-    PINNED = 3  # a continuation lease
-    QUARANTINED = 4  # nobody wants it, but a peer may still write into it
+    PINNED = 3  # kept for a continuation
+    QUARANTINED = 4  # not wanted, but a peer or a copy may still write into it
 
 
 class BlockPool:
@@ -37,8 +37,8 @@ class BlockPool:
     def __init__(self, num_blocks: int, *, keep: Callable[[int], bool], evict: Callable[[int], None]) -> None:
         self.num_blocks = num_blocks
         self.references = [0] * num_blocks
-        self.generations = [0] * num_blocks  # how often each was given to somebody: until it changes, so does no KV in it
-        self.given_up: deque[int] = deque(maxlen=0)  # blocks that were cached lately, if anybody wants to know
+        self.generations = [0] * num_blocks  # how often each was allocated: while this stays the same, so does its KV
+        self.given_up: deque[int] = deque(maxlen=0)  # blocks that were cached lately, for `Swap.spill`
         self._keep = keep
         self._evict = evict
         self._free = list(range(num_blocks - 1, -1, -1))  # taken from the end
@@ -55,7 +55,7 @@ class BlockPool:
         return block in self._cached
 
     def is_pinned(self, block: int) -> bool:
-        """Whether leases hold it and no live sequence does."""
+        """Whether kept KV holds it and no live sequence does."""
         others = self._others.get(block)
         return others is not None and others[Holder.PINNED] > 0 and others[Holder.SEQUENCE] == 0
 
@@ -76,7 +76,7 @@ class BlockPool:
         return blocks
 
     def holds(self, block: int, generation: int) -> bool:
-        """Whether the block still has what it was given to somebody for."""
+        """Whether the block still has what it was allocated for."""
         return self.generations[block] == generation and (self.references[block] > 0 or block in self._cached)
 
     def retain(self, blocks: Iterable[int], holder: Holder = Holder.SEQUENCE) -> None:
@@ -104,7 +104,7 @@ class BlockPool:
             self._count(block, before, -1)
 
     def forget(self, block: int) -> None:
-        """The prefix cache lost interest in the block: if nobody holds it, it is free."""
+        """The prefix cache does not know the block any more: if it is not held, it is free."""
         if block in self._cached:
             del self._cached[block]
             self._free.append(block)
@@ -123,7 +123,7 @@ class BlockPool:
         )
 
     def pins(self) -> dict[int, int]:
-        """References of leases, by block."""
+        """References of kept KV, by block."""
         return {block: others[Holder.PINNED] for block, others in self._others.items() if others[Holder.PINNED]}
 
     def check(self) -> None:
@@ -139,7 +139,7 @@ class BlockPool:
         kinds = [0] * len(Holder)
         for block in self._others:
             kind = self._kind(block)
-            assert kind is not None, f"block {block} is held by nobody"
+            assert kind is not None, f"block {block} has no holder"
             kinds[kind] += 1
         assert kinds[1:] == self._kinds[1:], f"blocks by holder are {kinds}, counted as {self._kinds}"
 

@@ -1,12 +1,12 @@
-"""What happened to the prefix cache and to the KV of requests since somebody last asked, in order.
+"""What happened to the prefix cache and to the KV of requests since the last `take`, in order.
 
     stored / removed    by the prefix cache, as it happens
     swapped, restored, freed_for_now, freed    of a request, by the engine
     take                by the worker after a step: the events so far, neighbours merged; the recorder is empty again
 
-If nobody asks for long, more is pending than the cache holds: then the events are forgotten and `take` says it all anew
-(`Cleared`, then everything that is there). So a recorder never grows beyond a few times the size of the cache. What was said
-of requests is kept even then, as far as there is room, the ends of requests before all else.
+If `take` is not called for long, more is pending than the cache holds: then the events are forgotten and `take` says it all
+anew (`Cleared`, then everything that is there). So a recorder never grows beyond a few times the size of the cache. What was
+said of requests is kept even then, as far as there is room, the ends of requests before all else.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ Change = tuple[bytes, bytes | None]
 class EventRecorder:
     """Of one prefix cache. `cached` gives the hashes that are in it now. One thread calls it."""
 
+    is_heard = True
+
     def __init__(self, cached: Callable[[], Iterable[tuple[bytes, bytes]]], max_blocks: int) -> None:
         self._cached = cached
         self._max_pending = max(_MIN_PENDING, 2 * max_blocks)
         self._pending: list[Change | LifeEvent] = []
         self._overflowed = False
-        self.num_lost = 0  # events of requests that nobody took in time
+        self.num_lost = 0  # events of requests that were not taken in time
 
     def __bool__(self) -> bool:
         """Whether there is anything to take."""
@@ -85,8 +87,20 @@ class EventRecorder:
         self._pending = [*lives]
 
 
+class Unheard(EventRecorder):
+    """Instead of a recorder where no router follows the cache."""
+
+    is_heard = False
+
+    def __init__(self) -> None:
+        super().__init__(tuple, 0)
+
+    def _add(self, change: Change | LifeEvent) -> None:
+        pass
+
+
 def _only_cached(life: LifeEvent, cached: set[bytes]) -> LifeEvent:
-    """Of hashes that went meanwhile, nobody will say that they went."""
+    """Hashes that went meanwhile are left out: no event will say that they went."""
     if not isinstance(life, Freed):
         return life
     return Freed(request=life.request, reason=life.reason, hashes=[digest for digest in life.hashes if digest in cached])

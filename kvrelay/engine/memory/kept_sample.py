@@ -1,20 +1,22 @@
-"""One lease, and what is noted of those who will get one or take from one. `engine/continuation.py` says how they live."""
+"""The kept KV of one sample, and what is noted of requests that will leave some or take some. `memory/kept.py` tells its
+life."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvrelay.engine.memory.kv_cache import KVCache
 from kvrelay.engine.request import Sequence
 from kvrelay.errors import InvalidRequestError
 from kvrelay.ids import KeptId
 from kvrelay.states import KEPT_EDGES, KeptState, advance
 from kvrelay.wire.serving import Image, Keep, KeptInfo, Submit
 
-GRACE_S = 1.0  # a lease is kept so much longer than was said, so that no client's clock is ahead of ours
+GRACE_S = 1.0  # KV is kept so much longer than was said, so that no client's clock is ahead of ours
 
 
 @dataclass(slots=True, eq=False)
-class Lease:
+class KeptSample:
     """The kept KV of one sample."""
 
     kept_id: KeptId
@@ -33,7 +35,7 @@ class Lease:
         """Raises what answers a request that is no child of this one."""
         parent = self.kv
         if submit.prompt[: len(parent.tokens)] != parent.tokens:
-            what = "the prompt does not begin with what the parent's lease holds"
+            what = "the prompt does not begin with the tokens of the parent's kept KV"
         elif submit.cache_salt != parent.request.cache_salt:
             what = "the parent has another cache_salt"
         elif _images(submit.images, len(parent.tokens)) != _images(parent.images, len(parent.tokens)):
@@ -71,8 +73,18 @@ class Due:
 class Heir:
     """What a child that has not started will take."""
 
-    lease: Lease
-    absent: list[int] = field(default_factory=list)  # which of the lease's blocks have to come from the host
+    kept: KeptSample
+    absent: list[int] = field(default_factory=list)  # which of its blocks have to come from the host
+
+
+def verify_child(kv: KVCache, child: Sequence, parent: Sequence) -> None:
+    """Fails if the child would take what it is not a child of."""
+    assert child.tokens[: len(parent.tokens)] == parent.tokens, "a child of other tokens"
+    fresh = kv.fresh_hashes(child, len(parent.hashes))
+    assert fresh == parent.hashes, "the hashes of kept KV are not those of its tokens"
+    for digest, block in zip(parent.hashes, parent.block_table, strict=False):
+        known = kv.prefixes.content(block)[0] if block in kv.prefixes else digest
+        assert known == digest, f"block {block} of kept KV is known for other tokens"
 
 
 def _images(images: list[Image], num_tokens: int) -> list[tuple[str, int, int]]:

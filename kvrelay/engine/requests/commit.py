@@ -6,20 +6,15 @@ arrived   the KV of a prompt came from the worker that computed it, with the fir
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from collections.abc import Sequence as List
 
-from kvrelay.engine.beam import Beams
-from kvrelay.engine.endings import Endings
-from kvrelay.engine.finish import finish_reason
-from kvrelay.engine.images import Images
-from kvrelay.engine.interfaces import Row, RowResult, StepPlan, StepResult
-from kvrelay.engine.kv_cache import KVCache
+from kvrelay.engine.core import Core
+from kvrelay.engine.interfaces import Row, RowFailure, RowResult, StepPlan, StepResult
 from kvrelay.engine.movers import Arrival
-from kvrelay.engine.outbox import Outbox
-from kvrelay.engine.outgoing import Outgoing
 from kvrelay.engine.request import Sequence
-from kvrelay.engine.scheduler import Scheduler
+from kvrelay.engine.requests.beam import Beams
+from kvrelay.engine.requests.endings import Endings
+from kvrelay.engine.requests.finish import finish_reason
 from kvrelay.errors import HandOverError, InternalError, InvalidRequestError, RequestError
 from kvrelay.log import Log
 from kvrelay.states import FinishReason, RequestState
@@ -31,40 +26,27 @@ log = Log("engine")
 class Commit:
     """Knows what a token means for its sequence. Decides nothing about who runs."""
 
-    def __init__(
-        self,
-        kv: KVCache,
-        scheduler: Scheduler,
-        beams: Beams,
-        endings: Endings,
-        outbox: Outbox,
-        *,
-        outgoing: Outgoing | None,
-        images: Images | None,
-        keys: Iterator[int],
-        eos_token_ids: frozenset[int],
-        max_model_len: int,
-        vocab_size: int,
-    ) -> None:
-        self._kv = kv
-        self._scheduler = scheduler
+    def __init__(self, core: Core, beams: Beams, endings: Endings) -> None:
+        self._kv = core.kv
+        self._scheduler = core.scheduler
         self._beams = beams
         self._endings = endings
-        self._outbox = outbox
-        self._outgoing = outgoing
-        self._images = images
-        self._keys = keys
-        self._eos_token_ids = eos_token_ids
-        self._max_model_len = max_model_len
-        self._vocab_size = vocab_size
+        self._outbox = core.outbox
+        self._outgoing = core.outgoing
+        self._images = core.images
+        self._keys = core.keys
+        self._hands_on = core.limits.hands_on
+        self._eos_token_ids = core.limits.eos_token_ids
+        self._max_model_len = core.limits.max_model_len
+        self._vocab_size = core.limits.vocab_size
 
     def rows(self, plan: StepPlan, result: StepResult) -> None:
-        decodes = self._outgoing is None
+        decodes = not self._hands_on
         for row, answer in zip(plan.rows, result.rows, strict=True):
             sequence = row.sequence
             assert isinstance(sequence, Sequence)
             if answer.failure is not None:
-                self._endings.fail(sequence.request, _failure(answer.failure))
+                self._endings.fail(sequence.request, _error_of(answer.failure))
             elif sequence.state is not RequestState.RUNNING:  # a sibling's failure ended it
                 continue
             elif (
@@ -96,7 +78,7 @@ class Commit:
         self._kv.computed(sequence, row.count)
         if row.start < sequence.num_prompt_tokens:
             self._outbox.num_prompt_tokens += min(row.start + row.count, sequence.num_prompt_tokens) - row.start
-            if sequence.request.images and self._images is not None:
+            if sequence.request.images:
                 self._images.computed(sequence)
         if answer.prompt_logprobs is not None and sequence.request.prompt_logprobs is not None:
             sequence.request.prompt_logprobs.extend(answer.prompt_logprobs)
@@ -105,13 +87,13 @@ class Commit:
             return
         if row.samples == 0:
             return
-        if row.samples == 1 and self._outgoing is None:  # the usual case
+        if row.samples == 1 and not self._hands_on:  # the usual case
             self._append(sequence, answer.tokens[0], None if answer.logprobs is None else answer.logprobs[0])
             if sequence.finish_reason is not None:
                 self._endings.settle(sequence.request)
             return
         logprobs: List[TokenLogprobs | None] = answer.logprobs or [None] * row.samples
-        if self._outgoing is not None and sequence.request_id in self._outgoing:
+        if sequence.request_id in self._outgoing:
             told = sequence.request.prompt_logprobs
             self._hand_on(
                 sequence,
@@ -144,7 +126,7 @@ class Commit:
 
     def _take_candidates(self, sequence: Sequence, candidates: list[Logprob]) -> None:
         """Of one beam of a search. Its results are told when it is over, all at once."""
-        if self._outgoing is not None and sequence.request_id in self._outgoing:
+        if sequence.request_id in self._outgoing:
             self._hand_on(sequence, [self._beams.first_token(sequence, candidates)])
             return
         if not self._beams.take(sequence, candidates):
@@ -185,11 +167,10 @@ class Commit:
     def _hand_on(self, sequence: Sequence, first_tokens: list[FirstToken]) -> None:
         """The prompt is computed: its first tokens are told at once (not a search's), and its KV goes to the peer, where the
         samples go on."""
-        assert self._outgoing is not None
         request = sequence.request
         if self._outgoing.finished(sequence, first_tokens):
             self._outbox.num_cached_tokens += sequence.cached_tokens
-            if request.group is None:
+            if request.search is None:
                 self._outbox.num_output_tokens += len(first_tokens)
                 self._outbox.outputs.extend(self._first_output(sequence, first) for first in first_tokens)
         self._endings.hand_on(sequence)
@@ -212,18 +193,18 @@ class Commit:
         )
 
     def arrived(self, sequence: Sequence, arrival: Arrival) -> None:
-        """If it failed, somebody has to compute the prompt after all. Who is best at that, the router knows."""
+        """If it failed, the prompt has to be computed after all: the router decides where."""
         if arrival.error:
             log.warning("hand-over failed", request=sequence.request_id, reason=arrival.error)
             reason = f"the hand-over from the prefill worker failed: {arrival.error}"
             self._endings.fail(sequence.request, HandOverError(reason, by_producer=arrival.by_producer))
             return
         self._scheduler.run_at_once(sequence)
-        if sequence.request.group is not None:
+        if sequence.request.search is not None:
             self._search_arrived(sequence, arrival.first_tokens)
             return
         first_tokens = {one.sample: one for one in arrival.first_tokens if 0 <= one.token < self._vocab_size}
-        if not all(sequence.sample + index in first_tokens for index in range(sequence.num_slots)):
+        if not all(sequence.sample + index in first_tokens for index in range(sequence.num_batch_rows)):
             self._endings.fail(sequence.request, HandOverError("the prefill worker did not name every sample's first token"))
             return
         origin = first_tokens[sequence.sample]
@@ -244,8 +225,7 @@ class Commit:
         self._take_candidates(sequence, candidates)
 
 
-def _failure(message: str) -> RequestError:
-    """What a runner says of one row: a grammar that is the client's mistake, or a computation that went wrong."""
-    if message.startswith("response_format"):
-        return InvalidRequestError(message, param="response_format")
-    return InternalError(message)
+def _error_of(failure: RowFailure) -> RequestError:
+    if failure.param is not None:
+        return InvalidRequestError(failure.message, param=failure.param)
+    return InternalError(failure.message)

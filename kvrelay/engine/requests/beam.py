@@ -2,13 +2,13 @@
 
 The semantics are those of transformers' `generate(num_beams=width, num_return_sequences=n, do_sample=False)`.
 
-    begin     one sequence computes the prompt; its places in the batch are those of the beams to come
+    begin     one sequence computes the prompt; its rows of the batch are those of the beams to come
     take      a pass names each beam's likeliest next tokens. When the last beam has its own, the search goes a step on: the
               extensions of all beams are ranked by their total logprob. Of the first `width`, those that end (by an
               end-of-text or stop token, or because they are long enough) become hypotheses, of which the best `width` are kept
               as mere tokens and scores. The first `width` that do not end are the next beams.
-    follow    a beam that several of them continue is forked (they share its blocks; whoever writes a shared block copies it),
-              one that a single one continues goes on as it is, one without any gives its blocks back
+    follow    a beam that several of them continue is forked (they share its blocks; a beam that writes a shared block copies
+              it), one that a single one continues goes on as it is, one without any gives its blocks back
     results   nothing is told before the end; then the best `n`, all at once
 
 All beams of a search are part of the same steps, and of no other: in a step each of them computes one token, or none does.
@@ -16,11 +16,11 @@ Likewise they are swapped out together, every shared block once, and come back t
 takes too long, the search starts again from its prompt; it is deterministic, so its result is the same.
 
 So a search is either all on the device or not at all, and two of them never wait for each other with half of their blocks each.
-Whoever runs first in the scheduler's order gets its blocks, if need be from everybody behind it; admission has made sure that
-the pool holds every search alone (`most_blocks`); hence the first always moves on, and in the end it is somebody else's turn. A
-search that comes back takes all its blocks at once, in the order of the scheduler's queue of swapped sequences, while nobody is
-admitted. One that starts again is admitted again only where it could grow to its end, or where nobody else runs: so it is not
-thrown out by the same neighbour once more.
+The first request in the scheduler's order gets its blocks, if need be from all behind it; admission has made sure that the pool
+holds every search alone (`most_blocks`); hence the first always moves on, and in the end it is the next one's turn. A search
+that comes back takes all its blocks at once, in the order of the scheduler's queue of swapped sequences, while no new request
+is admitted. One that starts again is admitted again only where it could grow to its end, or where no other request runs: so it
+is not thrown out by the same neighbour once more.
 """
 
 from __future__ import annotations
@@ -29,16 +29,13 @@ import heapq
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from kvrelay.engine.kv_cache import KVCache
+from kvrelay.engine.core import Core
 from kvrelay.engine.request import Request, Sequence
+from kvrelay.engine.requests.beam_limits import ends_of, most_blocks, most_tokens
 from kvrelay.sampling import SamplingParams
 from kvrelay.states import FinishReason
 from kvrelay.wire.serving import BeamResult, FirstToken, Logprob, SequenceOutput, Submit, TokenLogprobs
-
-if TYPE_CHECKING:
-    from kvrelay.engine.scheduler import Scheduler
 
 
 @dataclass(slots=True)
@@ -72,13 +69,13 @@ class Hypothesis:
 
 
 class BeamGroup:
-    """The search of one request. Knows tokens and scores; blocks and queues are others' affair."""
+    """The search of one request. Knows tokens and scores, nothing of blocks and queues."""
 
     def __init__(self, params: SamplingParams, *, ends: frozenset[int], num_candidates: int, most_tokens: int) -> None:
         assert params.beam is not None
         self.width = params.beam.width
         self.num_candidates = num_candidates  # asked for each beam
-        self.num_places = self.width  # in the batch, once it has begun
+        self.num_batch_rows = self.width  # once it has begun
         self.most_blocks = 0  # it could ever hold
         self.beams: list[Beam] = []  # in falling order; none while the prompt is computed
         self.finished: list[Hypothesis] = []  # in falling order of score
@@ -89,6 +86,10 @@ class BeamGroup:
         self._ends = ends
         self._most_tokens = most_tokens
         self._candidates: dict[int, list[Logprob]] = {}  # in this step, by the beam's key
+
+    @property
+    def has_begun(self) -> bool:
+        return bool(self.beams)
 
     def take(self, sequence: Sequence, candidates: list[Logprob]) -> bool:
         """True if every beam has its candidates now."""
@@ -132,7 +133,7 @@ class BeamGroup:
         self.beams, self.finished = [], []
         self._candidates.clear()
         self.has_restarted = True
-        sequence.request.num_unforked = self.num_places - 1
+        sequence.request.num_unforked = self.num_batch_rows - 1
 
     def _ranked(self, length: int) -> Iterator[Extension]:
         """Best first; of equal ones the earlier beam's, then the likelier, then that with the lower token."""
@@ -176,68 +177,37 @@ class BeamGroup:
         return [*beam.logprobs, TokenLogprobs(candidates[extension.rank][1], candidates[: self._params.logprobs])]
 
 
-def ends_of(params: SamplingParams, eos_token_ids: frozenset[int]) -> frozenset[int]:
-    """The tokens that end a hypothesis."""
-    eos = frozenset() if params.ignore_eos else eos_token_ids
-    return eos.union(params.stop_token_ids)
-
-
-def most_tokens(submit: Submit, max_model_len: int) -> int:
-    """How long an output can become."""
-    return min(submit.params.max_tokens, max_model_len - len(submit.prompt))
-
-
-def most_blocks(submit: Submit, max_model_len: int, block_size: int) -> int:
-    """What a search holds if its beams share nothing but the full blocks of the prompt."""
-    assert submit.params.beam is not None
-    each = -(-(len(submit.prompt) + most_tokens(submit, max_model_len)) // block_size)
-    shared = len(submit.prompt) // block_size
-    return shared + submit.params.beam.width * (each - shared)
-
-
 class Beams:
     """What happens to sequences and their blocks when a search begins, goes on and ends."""
 
-    def __init__(
-        self,
-        kv: KVCache,
-        scheduler: Scheduler,
-        keys: Iterator[int],
-        *,
-        eos_token_ids: frozenset[int],
-        max_model_len: int,
-        vocab_size: int,
-    ) -> None:
-        self._kv = kv
-        self._scheduler = scheduler
-        self._keys = keys
-        self._eos_token_ids = eos_token_ids
-        self._max_model_len = max_model_len
-        self._vocab_size = vocab_size
+    def __init__(self, core: Core) -> None:
+        self._kv = core.kv
+        self._scheduler = core.scheduler
+        self._keys = core.keys
+        self._limits = core.limits
 
     def begin(self, request: Request, submit: Submit, *, hands_on: bool) -> None:
-        """A worker that hands the prompt on needs no places for the beams."""
+        """A worker that hands the prompt on needs no batch rows for the beams."""
         params = submit.params
         assert params.beam is not None
-        ends = ends_of(params, self._eos_token_ids)
+        ends = ends_of(params, self._limits.eos_token_ids)
         # Of one beam no more than `width` can be among the best `width`, nor go on; and there are as many again as can end it.
         count = max(params.beam.width + len(ends), params.logprobs or 0)
-        group = request.group = BeamGroup(
+        group = request.search = BeamGroup(
             params,
             ends=ends,
-            num_candidates=min(count, self._vocab_size),
-            most_tokens=most_tokens(submit, self._max_model_len),
+            num_candidates=min(count, self._limits.vocab_size),
+            most_tokens=most_tokens(submit, self._limits.max_model_len),
         )
-        group.most_blocks = most_blocks(submit, self._max_model_len, self._kv.block_size)
-        if hands_on or most_tokens(submit, self._max_model_len) == 1:
-            group.num_places = 1
-        request.num_unforked = group.num_places - 1
+        group.most_blocks = most_blocks(submit, self._limits.max_model_len, self._kv.block_size)
+        if hands_on or most_tokens(submit, self._limits.max_model_len) == 1:
+            group.num_batch_rows = 1
+        request.num_unforked = group.num_batch_rows - 1
 
     def take(self, sequence: Sequence, candidates: list[Logprob]) -> bool:
         """What a pass says of a beam, or of the prompt. True if the search is over."""
         request = sequence.request
-        group = request.group
-        assert group is not None
+        group = _group(request)
         if not group.take(sequence, candidates):
             return False
         extensions = group.extend()
@@ -247,8 +217,7 @@ class Beams:
         return not extensions
 
     def results(self, request: Request) -> Iterator[tuple[SequenceOutput, BeamResult]]:
-        group, request_id = request.group, request.request_id
-        assert group is not None
+        group, request_id = _group(request), request.request_id
         for sample, one in enumerate(group.finished[: request.params.n]):
             output = SequenceOutput(
                 request_id,
@@ -268,12 +237,11 @@ class Beams:
 
     def arrived(self, request: Request, first_tokens: list[FirstToken]) -> list[Logprob] | None:
         """The candidates that a prefill worker named; None if they are not what a search can begin from."""
-        assert request.group is not None
         if len(first_tokens) != 1 or first_tokens[0].logprobs is None:
             return None
         candidates = first_tokens[0].logprobs.top
-        tokens = {token for token, _ in candidates if 0 <= token < self._vocab_size}
-        return candidates if len(tokens) == len(candidates) == request.group.num_candidates else None
+        tokens = {token for token, _ in candidates if 0 <= token < self._limits.vocab_size}
+        return candidates if len(tokens) == len(candidates) == _group(request).num_candidates else None
 
     def _descend(self, request: Request, group: BeamGroup, extensions: list[Extension]) -> list[Sequence]:
         """A sequence for each extension, still without its token."""
@@ -300,3 +268,8 @@ class Beams:
         self._scheduler.run_at_once(child)
         parent.request.sequences.append(child)
         return child
+
+
+def _group(request: Request) -> BeamGroup:
+    assert isinstance(request.search, BeamGroup), "not a beam search"
+    return request.search
