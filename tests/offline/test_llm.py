@@ -21,8 +21,8 @@ from tiny_models import VOCAB_SIZE, tiny_model
 from kvrelay.config import EngineOptions
 from kvrelay.engine import invariants
 from kvrelay.errors import ConfigError, EngineClosedError, InternalError, InvalidRequestError, RequestError, WorkerDiedError
-from kvrelay.offline.backends import split_options
 from kvrelay.offline.llm import LLM, AsyncLLM
+from kvrelay.offline.options import split_options
 from kvrelay.offline.outputs import RequestOutput
 from kvrelay.sampling import SamplingParams
 from kvrelay.states import FinishReason

@@ -137,7 +137,7 @@ def test_a_config_file_that_is_not_there_is_one_line() -> None:
         (["serv"], "error: unknown command 'serv'; did you mean serve? (see kvrelay --help)"),
         (["serve", "--prt", "1"], "error: unknown option --prt; did you mean --port? (see kvrelay serve --help)"),
         (["serve", "a", "--model", "b"], "error: the model is given twice: as MODEL and with --model"),
-        (["serve", "--prefill", "1"], "error: --prefill needs --decode: somebody must take over what prefill workers compute"),
+        (["serve", "--prefill", "1"], "error: --prefill needs --decode: decode workers take over what prefill workers compute"),
         (["router", "--registry", "etcd://x:1", "--port", "0", "/"], None),
         (["chat", "--url", "http://127.0.0.1:9"], None),
     ],

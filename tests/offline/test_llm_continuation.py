@@ -11,14 +11,12 @@ import pytest
 from test_llm import RELAY, SMALL, assert_empty, greedy
 from tiny_models import tiny_model
 
-from kvrelay.errors import ConflictError, InvalidRequestError, NotFoundError
-from kvrelay.ids import new_kept_id, new_request_id
+from kvrelay.errors import InvalidRequestError, NotFoundError
 from kvrelay.offline.llm import LLM, AsyncLLM
-from kvrelay.offline.outputs import CompletionOutput, Origin, RequestOutput
-from kvrelay.offline.parents import OfflineParent, OfflineParents
+from kvrelay.offline.outputs import CompletionOutput, RequestOutput
 from kvrelay.sampling import BeamSearch, SamplingParams
 from kvrelay.states import FinishReason
-from kvrelay.wire.serving import KeptNews
+from kvrelay.wire.serving import Submit
 
 PROMPT = "The quick brown fox jumps over the lazy dog. What is the capital of France?"
 SUFFIX = " def main"
@@ -137,7 +135,7 @@ def test_what_was_released_is_gone_but_its_output_is_not(llm: LLM) -> None:
     sample = parent.outputs[0]
     llm.release(sample)
     for again in (lambda: llm.release(sample), lambda: llm.generate_continuation(sample, SUFFIX)):
-        with pytest.raises(NotFoundError, match="it was released") as caught:
+        with pytest.raises(NotFoundError, match="it was deleted") as caught:
             again()
         assert caught.value.code == "continuation_not_found"
     child = llm.generate_continuation(parent, SUFFIX, greedy(6))  # brings all its tokens along
@@ -167,7 +165,7 @@ def test_wrong_calls_are_refused(alone: LLM) -> None:
         alone.generate(PROMPT, SamplingParams(max_tokens=2), best_of=2, keep_kv=True)
     with pytest.raises(InvalidRequestError, match="exclude each other"):
         alone.generate_continuation(parent, SUFFIX, token_ids=[1])
-    with pytest.raises(NotFoundError, match="no request of this name"):
+    with pytest.raises(NotFoundError, match="nothing is known of it"):
         alone.generate_continuation("kv-unknown")
     assert_empty(alone)
 
@@ -246,7 +244,7 @@ def test_streams_can_be_continued_from(folder: str, settings: dict[str, Any]) ->
             llm.release("first")
             await _left_early(llm)
             await _while_running(llm)
-            assert not llm._assemblies  # nothing is left of any request
+            assert not llm._running  # nothing is left of any request
             if llm.relay is not None:
                 await asyncio.to_thread(assert_empty, llm)
         finally:
@@ -296,9 +294,9 @@ def test_an_aborted_stream_can_be_continued_from(folder: str) -> None:
             assert child.continued is not None
             assert child.continued.computed_tokens == 2
             llm.release("cut")
-            with pytest.raises(NotFoundError, match="it was released"):
+            with pytest.raises(NotFoundError, match="it was deleted"):
                 await last(llm.generate_continuation("cut"))
-            assert not llm._assemblies  # nothing is left of any request
+            assert not llm._running  # nothing is left of any request
         finally:
             llm.close()
         assert_empty(llm)
@@ -306,75 +304,70 @@ def test_an_aborted_stream_can_be_continued_from(folder: str) -> None:
     asyncio.run(main())
 
 
-# What can be continued from
+# What can be continued from (tests/router/test_continuations.py has the table itself)
 
 
-def news(kept_id: Any, *, kept: bool, ttl_s: float = 0.0) -> KeptNews:
-    return KeptNews(new_request_id(), 0, kept_id, kept, ttl_s)
+def test_a_name_of_several_samples_is_no_name_and_what_is_not_kept_is_not_asked_for(folder: str) -> None:
+    async def main() -> None:
+        llm = AsyncLLM(folder, **{**SMALL, "kv_blocks": 10, "kept_kv_share": 0.1})
+        submitted: list[Submit] = []
+        original = llm.engine.submit
+        llm.engine.submit = lambda submit: (submitted.append(submit), original(submit))  # type: ignore[method-assign,assignment]
+        try:
+            parent = await last(llm.generate([5, 6], greedy(2, n=2), keep_kv=True, request_id="two"))
+            with pytest.raises(InvalidRequestError, match="'two' has 2 choices") as caught:
+                await last(llm.generate_continuation("two"))
+            assert caught.value.param == "parent"
+            refused = await last(llm.generate(PROMPT, greedy(9), keep_kv=True))
+            for sample in (*parent.outputs, *refused.outputs):
+                assert sample.continuation is not None
+                await last(llm.generate_continuation(sample, token_ids=[5], params=greedy(2)))
+                assert (submitted[-1].inherit == sample.continuation.handle) == sample.continuation.kept
+            assert not refused.outputs[0].continuation.kept  # type: ignore[union-attr]
+        finally:
+            llm.close()
+
+    asyncio.run(main())
 
 
-def add(parents: OfflineParents, name: str, *, ttl_s: float) -> Any:
-    kept_id = new_kept_id()
-    parents.begun(name, [kept_id])
-    parents.told(news(kept_id, kept=ttl_s > 0, ttl_s=ttl_s))
-    parents.ended(kept_id, [1, 2])
-    return kept_id
+def test_those_that_ended_long_ago_are_forgotten_but_nothing_that_is_kept(folder: str) -> None:
+    with LLM(folder, **SMALL, continuation_cache=2) as llm:
+        held = think(llm)
+        first, *_ = [llm.generate(PROMPT, greedy(2), keep_kv=0.01)[0] for _ in range(4)]
+        time.sleep(0.05)
+        llm.generate(PROMPT, greedy(2), keep_kv=0.01)
+        for output in [llm.generate(PROMPT, greedy(2), keep_kv=0.01)[0] for _ in range(2)]:
+            time.sleep(0.02)
+            llm.generate_continuation(output.outputs[0], token_ids=[5], params=greedy(2))
+        with pytest.raises(NotFoundError, match="it was forgotten"):
+            llm.generate_continuation(first.outputs[0], SUFFIX)
+        assert llm.generate_continuation(first, token_ids=[5], params=greedy(2)).finished  # brings its tokens along
+        child = llm.generate_continuation(held.outputs[0], token_ids=[5], params=greedy(2))
+        assert child.continued is not None
+        assert child.continued.source == "lease"
 
 
-def test_the_one_unused_for_longest_is_forgotten_first_but_nothing_that_is_kept() -> None:
-    now = 0.0
-    parents = OfflineParents(2, clock=lambda: now)
-    add(parents, "held", ttl_s=10)
-    for name in ("a", "b"):
-        add(parents, name, ttl_s=0)
-    assert [_known(parents, name) for name in ("held", "a", "b")] == [True, False, True]
-    now = 11.0
-    add(parents, "c", ttl_s=0)
-    assert [_known(parents, name) for name in ("held", "b", "c")] == [False, True, True]
-    with pytest.raises(NotFoundError, match="it was forgotten, as 2 others"):
-        parents.find("a")
+def test_a_parent_that_failed_says_so(folder: str) -> None:
+    async def main() -> None:
+        llm = AsyncLLM(folder, **SMALL)
+        try:
+            with pytest.raises(InvalidRequestError, match="token ids must be"):
+                await last(llm.generate([10**6], greedy(2), keep_kv=True, request_id="wrong"))
+            with pytest.raises(NotFoundError, match="it failed: "):
+                await last(llm.generate_continuation("wrong"))
+        finally:
+            llm.close()
+
+    asyncio.run(main())
 
 
-def _known(parents: OfflineParents, name: str) -> bool:
-    try:
-        return isinstance(parents.find(name), OfflineParent)
-    except NotFoundError:
-        return False
-
-
-def test_a_parent_that_runs_has_no_tokens_yet() -> None:
-    parents = OfflineParents(2)
-    kept_id = new_kept_id()
-    parents.begun("x", [kept_id])
-    found = parents.find("x")
-    assert isinstance(found, OfflineParent)
-    with pytest.raises(ConflictError, match="still being generated"):
-        _ = found.origin
-    woken: list[int] = []
-    found.waiting.append(lambda: woken.append(1))
-    parents.forget(kept_id, "it failed: no")
-    assert woken == [1]
-    with pytest.raises(NotFoundError, match="it failed: no"):
-        parents.find(kept_id)
-
-
-def test_what_is_not_kept_is_not_asked_for() -> None:
-    parents = OfflineParents(2)
-    refused = parents.find(add(parents, "x", ttl_s=0))
-    kept = parents.find(add(parents, "y", ttl_s=5))
-    assert isinstance(refused, OfflineParent)
-    assert isinstance(kept, OfflineParent)
-    assert (refused.origin.kept_id, kept.origin.kept_id) == (None, kept.kept_id)
-
-
-def test_a_name_of_several_samples_is_no_name() -> None:
-    parents = OfflineParents(4)
-    parents.begun("x", [new_kept_id(), new_kept_id()])
-    with pytest.raises(InvalidRequestError, match="name one by its handle"):
-        parents.find("x")
-
-
-def test_an_output_is_all_that_is_needed() -> None:
+def test_an_output_is_all_that_is_needed(alone: LLM) -> None:
+    """Also one that another LLM made."""
     sample = CompletionOutput(index=0, text="", token_ids=[3], finish_reason=FinishReason.LENGTH)
     output = RequestOutput(request_id="r", prompt=None, prompt_token_ids=[1, 2], outputs=[sample], finished=True)
-    assert OfflineParents(1).find(output) == Origin(of="r", tokens=[1, 2, 3], kept_id=None)
+    child = alone.generate_continuation(output, token_ids=[4], params=greedy(2))
+    assert child.prompt_token_ids == [1, 2, 3, 4]
+    assert child.continued is not None
+    assert child.continued.of == "r"
+    with pytest.raises(NotFoundError, match="its KV is not kept"):
+        alone.release(output)
