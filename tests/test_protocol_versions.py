@@ -29,8 +29,6 @@ from kvrelay.router.link import WorkerLink
 from kvrelay.router.router import Router
 from kvrelay.runner.fake import FakeRunner
 from kvrelay.sampling import BeamSearch, SamplingParams
-from kvrelay.transfer.layout import KVLayout
-from kvrelay.transfer.session import LocalSide, check_hello, check_welcome
 from kvrelay.wire import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION, agreed, speaks
 from kvrelay.wire.codec import Decoder, encode
 from kvrelay.wire.registry import FromRegistry, Register, Registered, ToRegistry, WorkerRecord
@@ -51,7 +49,6 @@ from kvrelay.wire.serving import (
     ToWorker,
     Welcome,
 )
-from kvrelay.wire.transfer import decode_for_consumer, decode_for_producer
 from kvrelay.worker.serving import ServingLoop
 
 FOLDER = pathlib.Path(__file__).parent / "data" / "protocol_2"
@@ -69,9 +66,6 @@ READERS: dict[tuple[str, str], list[Callable[[bytes], Any]]] = {
     ("registry", "registry"): [from_registry.decode],
     ("serving", "router"): [to_worker.decode],
     ("serving", "worker"): [to_router.decode],
-    ("signal", "consumer"): [decode_for_producer],
-    ("signal", "producer"): [decode_for_consumer],
-    ("signal", "either"): [decode_for_producer, decode_for_consumer],
 }
 
 
@@ -401,7 +395,7 @@ def test_a_router_that_is_two_versions_away_is_refused(loop: ServingLoop) -> Non
     router.close()
 
 
-# The registry, and the signal plane
+# The registry
 
 
 async def test_the_registry_answers_each_worker_in_its_own_version() -> None:
@@ -411,15 +405,3 @@ async def test_the_registry_answers_each_worker_in_its_own_version() -> None:
         register = Register(record=make_record(version=version), ttl_s=9.0)
         assert membership._answer([encode(register)]) == Registered(version=answered)
     membership.close()
-
-
-def test_the_signal_plane_is_the_one_of_version_2() -> None:
-    hello = decode_for_producer(recorded("kinds/signal.consumer.Hello"))
-    welcome = decode_for_consumer(recorded("kinds/signal.producer.Welcome"))
-    layout = KVLayout(num_layers=2, num_blocks=32, block_size=4, num_kv_heads=1, head_dim=2, dtype="float32", item_bytes=4)
-    local = LocalSide(hello.worker_id, layout, "here", hello.fingerprint, {})  # type: ignore[union-attr]
-    check_hello(local, hello.worker_id, hello)  # type: ignore[arg-type, union-attr]
-    check_welcome(welcome)  # type: ignore[arg-type]
-    assert encode(local.hello()) == recorded("kinds/signal.consumer.Hello")
-    as_producer = LocalSide(welcome.worker_id, layout, "here", "", {})  # type: ignore[union-attr]
-    assert encode(as_producer.welcome()) == recorded("kinds/signal.producer.Welcome")

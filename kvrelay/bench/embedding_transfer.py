@@ -26,9 +26,9 @@ from kvrelay.bench.processes import Child, LineReader, say
 from kvrelay.config import TransferOptions
 from kvrelay.errors import BenchError
 from kvrelay.ids import TransferId, WorkerId, new_transfer_id, new_worker_id
-from kvrelay.transfer.embedding_layout import EmbeddingLayout, TokenPlacement, embedding_ranges
-from kvrelay.transfer.embedding_mover import EmbeddingConsumer, EmbeddingParts, EmbeddingProducer
-from kvrelay.transfer.embedding_pool import Embedding
+from kvrelay.transfer.embedding.layout import EmbeddingLayout, TokenPlacement, embedding_ranges
+from kvrelay.transfer.embedding.mover import EmbeddingConsumer, EmbeddingParts, EmbeddingProducer
+from kvrelay.transfer.embedding.pool import Embedding
 from kvrelay.transfer.engines.base import Mover, Ranges, TransferEngine
 from kvrelay.transfer.engines.choose import make_engine
 from kvrelay.transfer.region import Region, shared_region

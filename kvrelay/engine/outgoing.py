@@ -94,13 +94,13 @@ class Outgoing:
         for request_id in self.held:
             if request_id in self._submits and request_id not in self._parking:
                 self._parking.add(request_id)
-                self._producer.park(request_id)
+                self._producer.set_aside(request_id)
                 return
 
     def poll(self) -> tuple[list[Submit], list[tuple[RequestId, str]]]:
         """Prompts to compute once more, and hand-overs that ended: why, if they failed."""
         news = self._producer.poll()
-        for request_id in news.parked:
+        for request_id in news.set_aside:
             self._give_back(request_id)
         restarts = [self._submits[request_id] for request_id in news.restart if request_id in self._submits]
         reasons = dict(news.failed)

@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 
 from kvrelay.config import TransferOptions
 from kvrelay.ids import WorkerId
-from kvrelay.transfer.embedding_layout import EmbeddingLayout
-from kvrelay.transfer.embedding_mover import EmbeddingParts
-from kvrelay.transfer.embedding_pool import EmbeddingPool
-from kvrelay.transfer.embedding_room import EmbeddingSettings
+from kvrelay.transfer.embedding.layout import EmbeddingLayout
+from kvrelay.transfer.embedding.mover import EmbeddingParts
+from kvrelay.transfer.embedding.pool import EmbeddingPool
+from kvrelay.transfer.embedding.room import EmbeddingSettings
 from kvrelay.transfer.engines.base import TransferEngine
 from kvrelay.transfer.engines.shm import host_identity
 from kvrelay.transfer.region import shared_region
-from kvrelay.transfer.session import TransferSettings
+from kvrelay.transfer.relay.link import TransferSettings
 
 _AUX_ITEMS = 256  # the number of tokens, and what encode and prefill workers tell each other of up to 80 images
 
@@ -47,7 +47,7 @@ def embedding_parts(
     engines: Sequence[TransferEngine],
     fingerprint: str,
     options: TransferOptions,
-    on_news: Callable[[], None] | None = None,
+    on_news: Callable[[], None] = lambda: None,
 ) -> EmbeddingParts:
     """For an `EmbeddingProducer` or `EmbeddingConsumer`. The engines must be its own: each serves one region."""
     region = shared_region(layout.size_bytes, "kvrelay-embeddings")

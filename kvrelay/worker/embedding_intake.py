@@ -18,9 +18,9 @@ from kvrelay.ids import RequestId, TransferId, WorkerId
 from kvrelay.media.placeholders import placeholder_ids
 from kvrelay.runner.vision.feature_rows import from_rows
 from kvrelay.runner.vision.features import FeatureStore
-from kvrelay.transfer.embedding_arrival import EmbeddingArrival
-from kvrelay.transfer.embedding_mover import EmbeddingConsumer
-from kvrelay.transfer.embedding_pool import Piece
+from kvrelay.transfer.embedding.arrival import EmbeddingArrival
+from kvrelay.transfer.embedding.mover import EmbeddingConsumer
+from kvrelay.transfer.embedding.pool import Piece
 from kvrelay.wire.registry import ImageCounts
 from kvrelay.wire.serving import EmbeddingTransfer, Image
 

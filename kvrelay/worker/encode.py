@@ -23,8 +23,8 @@ from kvrelay.log import Log
 from kvrelay.media.placeholders import placeholder_ids
 from kvrelay.runner.vision.encoder import Encoder
 from kvrelay.runner.vision.feature_rows import to_rows
-from kvrelay.transfer.embedding_mover import EmbeddingProducer, EmbeddingTooLargeError
-from kvrelay.transfer.embedding_pool import Embedding
+from kvrelay.transfer.embedding.mover import EmbeddingProducer, EmbeddingTooLargeError
+from kvrelay.transfer.embedding.pool import Embedding
 from kvrelay.wire.registry import ImageCounts, TransferCounts, WorkerLoad
 from kvrelay.wire.serving import (
     EmbeddingTransfer,

@@ -12,7 +12,7 @@ from kvrelay.ids import WorkerId
 from kvrelay.media.image_spec import ImageSpec, read_image_spec
 from kvrelay.runner.build import DTYPES, choose_dtype, cpu_flags
 from kvrelay.runner.runner import TorchRunner
-from kvrelay.transfer.embedding_mover import EmbeddingConsumer, EmbeddingParts
+from kvrelay.transfer.embedding.mover import EmbeddingConsumer, EmbeddingParts
 from kvrelay.worker.embedding import embedding_layout, embedding_parts
 from kvrelay.worker.embedding_intake import EmbeddingIntake
 from kvrelay.worker.stage import Waker

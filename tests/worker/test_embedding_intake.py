@@ -9,9 +9,9 @@ import torch
 
 from kvrelay.ids import RequestId, TransferId, WorkerId, new_request_id, new_transfer_id
 from kvrelay.runner.vision.features import FeatureStore
-from kvrelay.transfer.embedding_arrival import EmbeddingArrival
-from kvrelay.transfer.embedding_book import RelayCounts
-from kvrelay.transfer.embedding_mover import EmbeddingConsumer
+from kvrelay.transfer.embedding.arrival import EmbeddingArrival
+from kvrelay.transfer.embedding.mover import EmbeddingConsumer
+from kvrelay.transfer.relay.desk import RelayCounts
 from kvrelay.wire.serving import EmbeddingTransfer, Image
 from kvrelay.worker.embedding_intake import EmbeddingIntake
 
