@@ -45,7 +45,7 @@ def open_images(
     relay = None
     if reach is not None:
         consumer = EmbeddingConsumer(relay_parts(worker_id, image_spec, model_options, runner.fingerprint, reach))
-        relay = EmbeddingIntake(consumer, store, DTYPES[choose_dtype(model_options, cpu_flags())])
+        relay = EmbeddingIntake(consumer, store, DTYPES[choose_dtype(model_options, cpu_flags())], image_spec.merge_size)
     return Images(store, relay=relay, encoder=encoder, timeout_s=engine_options.embedding_timeout_s, clock=time.monotonic)
 
 
