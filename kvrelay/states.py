@@ -179,23 +179,21 @@ KV_EDGES: Mapping[KVState, frozenset[KVState]] = {
 }
 
 PRODUCER_EDGES: Mapping[ProducerState, frozenset[ProducerState]] = {
-    ProducerState.QUEUED: frozenset({ProducerState.STARTED, ProducerState.FAILED, ProducerState.DONE}),
+    ProducerState.QUEUED: frozenset({ProducerState.STARTED, ProducerState.DRAINING, ProducerState.DONE}),
     ProducerState.STARTED: frozenset(
-        {ProducerState.SET_ASIDE, ProducerState.SENDING, ProducerState.OFFERED, ProducerState.FAILED, ProducerState.DONE}
+        {ProducerState.SET_ASIDE, ProducerState.SENDING, ProducerState.OFFERED, ProducerState.DRAINING, ProducerState.DONE}
     ),
-    ProducerState.SET_ASIDE: frozenset({ProducerState.STARTED, ProducerState.FAILED, ProducerState.DONE}),
-    ProducerState.SENDING: frozenset({ProducerState.OFFERED, ProducerState.DONE, ProducerState.DRAINING, ProducerState.FAILED}),
-    ProducerState.OFFERED: frozenset(
-        {ProducerState.SET_ASIDE, ProducerState.DONE, ProducerState.DRAINING, ProducerState.FAILED}
-    ),
+    ProducerState.SET_ASIDE: frozenset({ProducerState.STARTED, ProducerState.DRAINING, ProducerState.DONE}),
+    ProducerState.SENDING: frozenset({ProducerState.OFFERED, ProducerState.DONE, ProducerState.DRAINING}),
+    ProducerState.OFFERED: frozenset({ProducerState.SET_ASIDE, ProducerState.DONE, ProducerState.DRAINING}),
     ProducerState.DRAINING: frozenset({ProducerState.FAILED}),
     ProducerState.DONE: frozenset(),
     ProducerState.FAILED: frozenset(),
 }
 
 CONSUMER_EDGES: Mapping[ConsumerState, frozenset[ConsumerState]] = {
-    ConsumerState.QUEUED: frozenset({ConsumerState.STARTING, ConsumerState.DONE, ConsumerState.FAILED}),
-    ConsumerState.STARTING: frozenset({ConsumerState.RESERVED, ConsumerState.DONE, ConsumerState.FAILED}),
+    ConsumerState.QUEUED: frozenset({ConsumerState.STARTING, ConsumerState.DONE, ConsumerState.DRAINING}),
+    ConsumerState.STARTING: frozenset({ConsumerState.RESERVED, ConsumerState.DONE, ConsumerState.DRAINING}),
     ConsumerState.RESERVED: frozenset({ConsumerState.DONE, ConsumerState.DRAINING}),
     ConsumerState.DRAINING: frozenset({ConsumerState.FAILED}),
     ConsumerState.DONE: frozenset(),

@@ -11,8 +11,8 @@ from kvrelay.states import ProducerState
 from kvrelay.transfer.engines.base import Mover
 from kvrelay.transfer.kv.plan import Coverage, Progress
 from kvrelay.transfer.relay.desk import RelayCounts
+from kvrelay.transfer.relay.kind import End
 from kvrelay.transfer.relay.link import TransferSettings
-from kvrelay.transfer.relay.seam import End
 from kvrelay.transfer.relay.table import TransferTable
 from kvrelay.wire.kv import WriteDone
 

@@ -14,16 +14,14 @@ import numpy as np
 from relay_world import Side, World
 
 from kvrelay.ids import TransferId, WorkerId, new_transfer_id
-from kvrelay.states import PeerEnd
 from kvrelay.transfer.engines.base import Mover, Ranges, TransferError
 from kvrelay.transfer.relay.consumer import ConsumerMachine
 from kvrelay.transfer.relay.desk import Desk
-from kvrelay.transfer.relay.ending import Ending
-from kvrelay.transfer.relay.kind import Kind
-from kvrelay.transfer.relay.leases import Answers, HeldLease
+from kvrelay.transfer.relay.kind import End, Kind, MoveKey
+from kvrelay.transfer.relay.leases import HeldLease
 from kvrelay.transfer.relay.link import ProducerLink, TransferSettings
 from kvrelay.transfer.relay.producer import ProducerMachine
-from kvrelay.transfer.relay.seam import End, MoveKey
+from kvrelay.transfer.relay.seam import ReceivingTransfer, SendingTransfer
 from kvrelay.wire.relay import (
     Abort,
     AbortAck,
@@ -89,47 +87,21 @@ def note_ranges(here: int, there: int) -> Ranges:
     return np.array([[here * NOTE_BYTES, there * NOTE_BYTES, NOTE_BYTES]], dtype=np.int64)
 
 
-class Toy:
-    """What both sides have in common."""
+ToyDesk = Desk[Notes, list[tuple[TransferId, str]]]
+EDGES: dict[ToyState, frozenset[ToyState]] = {
+    ToyState.OPEN: frozenset({ToyState.DRAINING, ToyState.DONE}),
+    ToyState.DRAINING: frozenset({ToyState.FAILED}),
+    ToyState.DONE: frozenset(),
+    ToyState.FAILED: frozenset(),
+}
 
-    def __init__(self, transfer_id: TransferId, peer: WorkerId, block: int, desk: Desk[Notes, list[Any]]) -> None:
-        self.transfer_id = self.name = transfer_id
-        self.peers = (peer,)
+
+class ToySending(SendingTransfer[ToyState, Notes, list[tuple[TransferId, str]]]):
+    def __init__(self, transfer_id: TransferId, peer: WorkerId, block: int, desk: ToyDesk, now: float) -> None:
+        super().__init__(transfer_id, transfer_id, (peer,), ToyState.OPEN, desk)
         self.block = block
-        self.desk = desk
-        self.state = ToyState.OPEN
-        self.ending = Ending(transfer_id)
-        self.reason = ""
-        self.aborted = False
-
-    @property
-    def is_over(self) -> bool:
-        return self.state in (ToyState.DONE, ToyState.FAILED)
-
-    @property
-    def num_moves(self) -> int:
-        return len(self.ending.moves)
-
-    def tell(self, outcome: str) -> None:
-        """The owner; with the last word it gets its block back."""
-        self.desk.news.append((self.transfer_id, outcome))
-
-    def abort(self) -> None:
-        self.aborted = True
-        self.fail("aborted", self.peers[0])
-
-    def begin(self, name: str, move: Any) -> list[MoveKey]:
-        self.ending.moves[name, move] = NOTE_BYTES
-        self.desk.counts.num_moves += 1
-        return [(name, move)]
-
-    def fail(self, reason: str, peer: WorkerId, *, drained: bool = False) -> None:
-        raise NotImplementedError
-
-
-class ToySending(Toy):
-    def __init__(self, transfer_id: TransferId, peer: WorkerId, block: int, desk: Desk[Notes, list[Any]], now: float) -> None:
-        super().__init__(transfer_id, peer, block, desk)
+        self.peer = peer
+        self.ending = self._endings[peer]
         self.lease = HeldLease(desk.settings.lease_s)
         self.lease.extend(now)
         self.want: int | None = None
@@ -137,20 +109,21 @@ class ToySending(Toy):
     @property
     def end(self) -> End:
         here = Here(transfer_id=self.transfer_id, block=self.block)
-        over = Abort(transfer_id=self.transfer_id, reason=self.reason)
-        return End(self.state, self.peers, self.reason, here if self.state is ToyState.DONE else over)
+        over = Abort(transfer_id=self.transfer_id, reason=self._failure.reason)
+        return End(self.state, self.peers, self._failure.reason, here if self.state is ToyState.DONE else over)
 
-    def on_open(self, peer: WorkerId) -> None: ...
+    def abort(self) -> None:
+        self.fail("aborted", self.peer)
 
     def on_beat(self, peer: WorkerId, theirs: Any, now: float) -> None:
         self.lease.extend(now)
         if theirs is ToyState.FAILED:
-            self.on_message(peer, Abort(transfer_id=self.transfer_id, reason="it failed there"), now)
+            self._consumer_aborted(peer, "it failed there")
         elif theirs is ToyState.DONE:
             self.on_message(peer, Got(transfer_id=self.transfer_id), now)
 
     def on_message(self, peer: WorkerId, message: TransferMessage, now: float) -> None:
-        link = self.desk.links.get(peer)
+        link = self._desk.links.get(peer)
         match message:
             case Want() if link is not None and link.open and self.state is ToyState.OPEN:
                 layout, _ = link.parts()
@@ -159,177 +132,134 @@ class ToySending(Toy):
                 self.want = message.block
                 if link.consumer_moves:
                     self.ending.grant()
-                    self.desk.send(peer, Here(transfer_id=self.transfer_id, block=self.block))
+                    self._desk.send(peer, Here(transfer_id=self.transfer_id, block=self.block))
             case Got() if self.state is ToyState.OPEN and not self.ending.moves:
-                self._over(ToyState.DONE)
+                self._sent()
             case Got() | AbortAck():
                 self.ending.let_go()
                 self._drain()
             case Abort():
-                self.ending.peer_aborted()
-                self.fail(f"the consumer ended it: {message.reason}", peer)
+                self._consumer_aborted(peer, message.reason)
 
     def pump(self, max_moves: int, now: float) -> list[MoveKey]:
-        [peer] = self.peers
-        link = self.desk.links.get(peer)
+        link = self._desk.links.get(self.peer)
         writes = link is not None and link.open and not link.consumer_moves
         if self.state is not ToyState.OPEN or self.want is None or self.ending.moves or link is None or not writes:
             return []
         _, engine = link.parts()
-        want, self.want = self.want, None
-        return self.begin(engine.name, engine.write(peer, note_ranges(self.block, want)))
+        move = (engine.name, engine.write(self.peer, note_ranges(self.block, self.want)))
+        self.want = None
+        self.ending.moves[move] = NOTE_BYTES
+        self._desk.counts.num_moves += 1
+        return [move]
 
     def moved(self, move: MoveKey, error: str) -> None:
-        self.desk.move_ended(self.ending.moves.pop(move), moved=not error)
-        if self.state is ToyState.DRAINING:
-            self._drain()
-        elif error:
-            self.fail(error, self.peers[0])
-        else:
-            self.desk.send(self.peers[0], Here(transfer_id=self.transfer_id, block=self.block))
-            self._over(ToyState.DONE)
+        self._desk.move_ended(self.ending.moves.pop(move), moved=not error)
+        if error:
+            self.fail(error, self.peer)
+        elif self.state is ToyState.OPEN:
+            self._desk.send(self.peer, Here(transfer_id=self.transfer_id, block=self.block))
+            self._sent()
+        self._drain()
 
     def tick(self, now: float) -> None:
         if self.lease.over(now):
-            self.fail("the lease is over", self.peers[0], drained=True)
+            self.fail("the lease is over", self.peer, drained=True)
 
-    def fail(self, reason: str, peer: WorkerId, *, drained: bool = False) -> None:
-        if drained:
-            self.ending.let_go()
-        if self.state is ToyState.OPEN:
-            self.state, self.reason = ToyState.DRAINING, reason
-            link = self.desk.links.get(peer)
-            self.ending.cancel(link.engine if link is not None else None)
-        self._drain()
+    def _sent(self) -> None:
+        self._advance(ToyState.DONE)
+        self._desk.news.append((self.transfer_id, "sent"))
 
-    def _drain(self) -> None:
-        if self.state is ToyState.DRAINING:
-            if word := self.ending.producers_last_word(self.reason):
-                self.desk.send(self.peers[0], word)
-            if self.ending.is_safe:
-                self._over(ToyState.FAILED)
+    def _on_failing(self) -> None: ...
 
-    def _over(self, state: ToyState) -> None:
-        self.state = state
-        self.tell(self.reason or "sent")
+    def _on_failed(self) -> None:
+        self._desk.news.append((self.transfer_id, self._failure.reason))
+
+    def _advance(self, following: ToyState) -> None:
+        assert following in EDGES[self.state]
+        self.state = following
 
 
-class ToyReceiving(Toy):
-    def __init__(
-        self, transfer_id: TransferId, link: ProducerLink[Notes], block: int, desk: Desk[Notes, list[Any]], now: float
-    ) -> None:
-        super().__init__(transfer_id, link.peer, block, desk)
-        self.link = link
-        self.expected_at = now
+class ToyReceiving(ReceivingTransfer[ToyState, Notes, list[tuple[TransferId, str]]]):
+    def __init__(self, transfer_id: TransferId, link: ProducerLink[Notes], block: int, desk: ToyDesk, now: float) -> None:
+        super().__init__(transfer_id, transfer_id, link, ToyState.OPEN, desk, now)
+        self.block = block
         self.asked_at = now
-        self.next_at = None
-        self.answers = Answers(link.beats, desk.settings.lease_s, desk.settings.unknown_s)
         self.source: int | None = None  # where to copy from
+        self.is_copied = False
 
     @property
     def is_begun(self) -> bool:
         return self.link.ready
 
     @property
-    def is_listed(self) -> bool:
-        return self.state is not ToyState.DRAINING
-
-    @property
-    def needs_confirming(self) -> bool:
-        return self.state is ToyState.DONE or self.ending.peer_end is not PeerEnd.AWARE
-
-    @property
     def end(self) -> End:
         got = Got(transfer_id=self.transfer_id) if self.state is ToyState.DONE else None
-        return End(self.state, self.peers, self.reason, got)
+        return End(self.state, self.peers, self._failure.reason, got)
 
-    def say_again(self, now: float) -> None:
-        if self.state is ToyState.DRAINING:
-            self.ending.say_abort(self.reason, self._send)
-        elif self.source is None and not self.ending.moves:
+    def abort(self) -> None:
+        self.fail("aborted", self.link.peer)
+
+    def _ask_again(self, now: float) -> None:
+        if self.source is None:
             if not self.link.consumer_moves:
-                self.ending.grant()
+                self._ending.grant()
             self.asked_at = now
             self._send(Want(transfer_id=self.transfer_id, block=self.block))
 
-    def on_ack(self, number: int, sent_at: float, theirs: Any, now: float) -> None:
-        if not self.answers.is_news(number) or self.state is not ToyState.OPEN:
-            return
-        match theirs:
-            case None:
-                if reason := self.answers.unknown(now):
-                    self.fail(reason, self.link.peer)
-            case ToyState.OPEN:
-                self.answers.known(sent_at)
-            case ToyState.DRAINING:
-                self.fail("the producer ended it", self.link.peer)
-            case ToyState.FAILED:
-                self.on_message(self.link.peer, Abort(transfer_id=self.transfer_id, reason="it failed there"), now)
+    def _repair(self, theirs: Any, now: float) -> None: ...
 
-    def on_message(self, peer: WorkerId, message: TransferMessage, now: float) -> None:
-        self.answers.known()
-        match message:
-            case Here() if self.state is ToyState.OPEN and self.link.consumer_moves:
-                self.answers.known(self.asked_at)
-                self.source = message.block
-            case Here() if self.state is ToyState.OPEN:
-                self._got()
-            case Abort():
-                self.ending.peer_aborted()
-                self.fail(f"the producer ended it: {message.reason}", peer)
-            case AbortAck() if self.state is ToyState.DRAINING:
-                self.ending.peer_drained()
-                self._settle()
+    def _hear(self, message: TransferMessage, now: float) -> None:
+        assert isinstance(message, Here)
+        if self.state is not ToyState.OPEN:
+            return
+        if self.link.consumer_moves:
+            self._answers.known(self.asked_at)
+            self.source = message.block if self.source is None else self.source
+        else:
+            self._got()
 
     def pump(self, max_moves: int, now: float) -> list[MoveKey]:
-        if self.state is not ToyState.OPEN or self.source is None or self.ending.moves:
+        if self.state is not ToyState.OPEN or self.source is None or self._ending.moves:
             return []
-        if self.source < 0:  # it was copied
-            if self.answers.lease.valid(now):
+        if self.is_copied:
+            if self._answers.lease.valid(now):
                 self._got()
             else:
                 self.fail("the lease is over", self.link.peer)
             return []
         _, engine = self.link.parts()
-        source, self.source = self.source, -1
         try:
-            return self.begin(engine.name, engine.read(self.link.peer, note_ranges(self.block, source)))
+            move = (engine.name, engine.read(self.link.peer, note_ranges(self.block, self.source)))
         except TransferError as error:
             self.fail(str(error), self.link.peer)
             return []
+        self._ending.moves[move] = NOTE_BYTES
+        self._desk.counts.num_moves += 1
+        return [move]
 
     def moved(self, move: MoveKey, error: str) -> None:
-        self.desk.move_ended(self.ending.moves.pop(move), moved=not error)
+        self._desk.move_ended(self._ending.moves.pop(move), moved=not error)
+        self.is_copied = not error
         if error:
             self.fail(error, self.link.peer)
-        self._settle()
-
-    def tick(self, now: float) -> None: ...
-
-    def fail(self, reason: str, peer: WorkerId, *, drained: bool = False) -> None:
-        if drained:
-            self.ending.peer_drained()
-        if self.state is ToyState.OPEN:
-            self.state, self.reason = ToyState.DRAINING, reason
-            self.ending.cancel(self.link.engine)
-            self.ending.say_abort(reason, self._send)
-        self._settle()
-
-    def _settle(self) -> None:
-        if self.state is ToyState.DRAINING and self.ending.is_safe:
-            self.state = ToyState.FAILED
-            self.ending.say_drained(self._send)
-            self.tell(self.reason)
+        self._drain()
 
     def _got(self) -> None:
-        self.ending.let_go()
-        self.state = ToyState.DONE
+        self._ending.let_go()
+        self._advance(ToyState.DONE)
         self._send(Got(transfer_id=self.transfer_id))
-        self.tell("arrived")
+        self._desk.news.append((self.transfer_id, "arrived"))
 
-    def _send(self, message: TransferMessage) -> None:
-        if self.link.ready:
-            self.desk.send(self.link.peer, message)
+    def _on_failing(self) -> None: ...
+
+    def _on_failed(self) -> None:
+        self._desk.news.append((self.transfer_id, self._failure.reason))
+
+    def _advance(self, following: ToyState) -> None:
+        assert following in EDGES[self.state]
+        self.state = following
+        self._answers.restart()
 
 
 @dataclass
@@ -393,7 +323,7 @@ class ToySide(Side[Plan]):
                 receiving.say_again(now)
 
     def abort(self, plan: Plan) -> None:
-        self.machine.tell(plan.transfer_id, Toy.abort)
+        self.machine.tell(plan.transfer_id, lambda transfer: transfer.abort())
 
     def take(self, news: list[tuple[TransferId, str]]) -> None:
         for transfer_id, outcome in news:

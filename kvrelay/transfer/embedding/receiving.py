@@ -19,29 +19,25 @@ valid.
 
 from __future__ import annotations
 
-from typing import Any, assert_never
+from typing import Any
 
-from kvrelay.ids import TransferId, WorkerId
-from kvrelay.states import EMBEDDING_EDGES, ROUND_EDGES, EmbeddingState, EndedBy, PeerEnd, RoundState, advance
+from kvrelay.ids import TransferId
+from kvrelay.states import EMBEDDING_EDGES, ROUND_EDGES, EmbeddingState, EndedBy, RoundState, advance
 from kvrelay.transfer.embedding.arrival import EmbeddingArrival, Round
 from kvrelay.transfer.embedding.kind import ReceivingDesk
 from kvrelay.transfer.embedding.layout import EmbeddingLayout, TokenPlacement, check_source, embedding_ranges
 from kvrelay.transfer.embedding.pool import Piece
 from kvrelay.transfer.embedding.room import NoRoomError, Room, Rooms
 from kvrelay.transfer.engines.base import TransferError
-from kvrelay.transfer.relay.ending import Ending, Failure
-from kvrelay.transfer.relay.leases import Answers
+from kvrelay.transfer.relay.ending import Failure
+from kvrelay.transfer.relay.kind import End, MoveKey
 from kvrelay.transfer.relay.link import ProducerLink
-from kvrelay.transfer.relay.seam import End, MoveKey
+from kvrelay.transfer.relay.seam import ReceivingTransfer
 from kvrelay.wire.embedding import Done, Init, Partial, Received, Resume
-from kvrelay.wire.relay import Abort, AbortAck, TransferMessage
-
-_OVER = frozenset({EmbeddingState.SUCCESS, EmbeddingState.FAILED})
-_ENDED = _OVER | {EmbeddingState.DRAINING}
-_Said = Partial | Done | Abort | AbortAck
+from kvrelay.wire.relay import TransferMessage
 
 
-class EmbeddingReceiving:
+class EmbeddingReceiving(ReceivingTransfer[EmbeddingState, EmbeddingLayout, list[EmbeddingArrival]]):
     """Driven by the machine that holds it; calls the transfer engine of its link."""
 
     def __init__(
@@ -53,19 +49,10 @@ class EmbeddingReceiving:
         required_dst_info_num: int,
         now: float,
     ) -> None:
-        self.transfer_id = transfer_id
-        self.name = transfer_id
-        self.link = link
-        self.peers = (link.peer,)
-        self.state = EmbeddingState.BOOTSTRAPPING
-        self.expected_at = now
+        super().__init__(transfer_id, transfer_id, link, EmbeddingState.BOOTSTRAPPING, desk, now)
         self._rooms = rooms
         self._pool = rooms.pool
-        self._desk = desk
         self._required_dst_info_num = required_dst_info_num
-        self._answers = Answers(link.beats, desk.settings.lease_s, desk.settings.unknown_s)
-        self._ending = Ending(transfer_id)
-        self._failure = Failure()
         self._round = RoundState.OPEN
         self._room: Room | None = None
         self._first_token = 0  # of the present round
@@ -78,29 +65,13 @@ class EmbeddingReceiving:
         rooms.queue(transfer_id)
 
     @property
-    def is_over(self) -> bool:
-        return self.state in _OVER
-
-    @property
     def is_begun(self) -> bool:
         return self.state is not EmbeddingState.BOOTSTRAPPING
-
-    @property
-    def is_listed(self) -> bool:
-        return self.state is not EmbeddingState.DRAINING
-
-    @property
-    def num_moves(self) -> int:
-        return len(self._ending.moves)
 
     @property
     def end(self) -> End:
         received = Received(transfer_id=self.transfer_id) if self.state is EmbeddingState.SUCCESS else None
         return End(self.state, self.peers, self._failure.reason, received)
-
-    @property
-    def needs_confirming(self) -> bool:
-        return self.state is EmbeddingState.SUCCESS or self._ending.peer_end is not PeerEnd.AWARE
 
     @property
     def next_at(self) -> float | None:
@@ -160,7 +131,7 @@ class EmbeddingReceiving:
 
     def _on_notice(self, message: Partial | Done, now: float) -> None:
         """The producer's answer to a round. Raises TransferError if it does not fit what was asked for."""
-        if self._round is not RoundState.ASKED or self.state in _ENDED or _stop(message) <= self._first_token:
+        if self._round is not RoundState.ASKED or self.is_ended or _stop(message) <= self._first_token:
             self._desk.counts.duplicates += 1
             return
         self._check(message)
@@ -200,7 +171,7 @@ class EmbeddingReceiving:
         return begun
 
     def _read_or_use(self, now: float) -> list[MoveKey]:
-        if self.state in _ENDED:
+        if self.is_ended:
             return []
         if self._round is RoundState.ANNOUNCED:
             return self._read()
@@ -236,7 +207,7 @@ class EmbeddingReceiving:
         else:
             assert self._notice is not None
             self._desk.counts.moved_tokens += _stop(self._notice) - self._first_token
-        self._settle()
+        self._drain()
 
     def _round_is_in(self, now: float) -> None:
         """Every byte of the round is in the pool, and nothing will be written there until the producer is asked to."""
@@ -308,92 +279,32 @@ class EmbeddingReceiving:
 
     # What the producer says
 
-    def on_message(self, peer: WorkerId, message: TransferMessage, now: float) -> None:
-        assert isinstance(message, _Said)
-        self._answers.known()
-        match message:
-            case Partial() | Done():
-                self._on_notice(message, now)
-            case Abort():
-                self._producer_aborted(message.reason)
-            case AbortAck() if self.state is EmbeddingState.DRAINING:
-                self._ending.peer_drained()
-                self._settle()
-            case AbortAck():
-                self._desk.counts.duplicates += 1
-            case _:
-                assert_never(message)
+    def _hear(self, message: TransferMessage, now: float) -> None:
+        assert isinstance(message, Partial | Done)
+        self._on_notice(message, now)
 
-    def _producer_aborted(self, reason: str) -> None:
-        """It has drained. It may wait for our reads to end, too."""
-        self._ending.peer_aborted()
-        self._fail(Failure(f"the producer ended it: {reason}", EndedBy.PEER))
+    def _repair(self, theirs: Any, now: float) -> None:
+        """A notice that got lost comes again when the round is asked for again."""
 
-    def on_ack(self, number: int, sent_at: float, theirs: Any, now: float) -> None:
-        if not self._answers.is_news(number) or self.state in _ENDED:
-            return
-        if theirs is None:
-            if reason := self._answers.unknown(now):
-                self._fail(Failure(reason))
-            return
-        assert isinstance(theirs, EmbeddingState)
-        match theirs:
-            case EmbeddingState.BOOTSTRAPPING | EmbeddingState.WAITING_FOR_INPUT | EmbeddingState.TRANSFERRING:
-                self._answers.known(sent_at)
-            case EmbeddingState.SUCCESS:
-                pass  # Done was lost, and comes again when the round is asked for again
-            case EmbeddingState.DRAINING:
-                self._fail(Failure("the producer ended it"))
-            case EmbeddingState.FAILED:
-                self._producer_aborted("it failed there")
-            case _:
-                assert_never(theirs)
-
-    def say_again(self, now: float) -> None:
-        if self.state is EmbeddingState.DRAINING:
-            self._ending.say_abort(self._failure.reason, self._send)
-        elif self._round is RoundState.ASKED:
+    def _ask_again(self, now: float) -> None:
+        if self._round is RoundState.ASKED:
             self._ask()
 
     # Ends
 
-    def fail(self, reason: str, peer: WorkerId, *, drained: bool = False) -> None:
-        if drained:
-            self._ending.peer_drained()
-        self._fail(Failure(reason))
+    def _on_failing(self) -> None:
+        self._rooms.leave_queue(self.transfer_id)
+        for unmoved in filter(None, (self._arrived, self._leaving)):
+            self._pool.give_back(unmoved.blocks)
+        self._arrived = self._leaving = None
+        if not self._by_owner:
+            self._desk.news.append(EmbeddingArrival(transfer_id=self.transfer_id, error=self._failure.reason))
+        if self._room is not None and not self._ending.is_safe:
+            self._pool.quarantine(self._room.blocks)
 
-    def tick(self, now: float) -> None:
-        """What waits for room looks at the time in `pump`."""
-
-    def _fail(self, failure: Failure) -> None:
-        """Told once. The blocks are given back when nothing can write them."""
-        if self.state not in _ENDED:
-            self._failure = failure
-            self._advance(EmbeddingState.DRAINING)
-            self._rooms.leave_queue(self.transfer_id)
-            for unmoved in filter(None, (self._arrived, self._leaving)):
-                self._pool.give_back(unmoved.blocks)
-            self._arrived = self._leaving = None
-            if failure.by is not EndedBy.OWNER:
-                self._desk.news.append(EmbeddingArrival(transfer_id=self.transfer_id, error=failure.reason))
-            self._ending.cancel(self.link.engine)
-            if self._room is not None and not self._ending.is_safe:
-                self._pool.quarantine(self._room.blocks)
-            self._ending.say_abort(failure.reason, self._send)
-        self._settle()
-
-    def _settle(self) -> None:
-        """Takes the step that waited for the last read to end, or for the producer to let go."""
-        if self.state is EmbeddingState.DRAINING and self._ending.is_safe:
-            self._advance(EmbeddingState.FAILED)
-            if self._room is not None:
-                self._pool.give_back(self._room.blocks)
-            self._ending.say_drained(self._send)
-
-    def _send(self, message: TransferMessage) -> None:
-        """Not before the connection is open: what would be said is said again with the heartbeat that opens it."""
-        if self.link.ready:
-            self._desk.send(self.link.peer, message)
+    def _on_failed(self) -> None:
+        if self._room is not None:
+            self._pool.give_back(self._room.blocks)
 
     def _advance(self, following: EmbeddingState) -> None:
         self.state = advance(EMBEDDING_EDGES, self.state, following)

@@ -17,20 +17,19 @@ from dataclasses import dataclass, field
 from typing import Any, assert_never
 
 from kvrelay.ids import TransferId, WorkerId
-from kvrelay.states import EMBEDDING_EDGES, ROUND_EDGES, EmbeddingState, EndedBy, PeerEnd, RoundState, advance
+from kvrelay.states import EMBEDDING_EDGES, ROUND_EDGES, EmbeddingState, EndedBy, RoundState, advance
 from kvrelay.transfer.embedding.kind import EmbeddingSent, SendingDesk
 from kvrelay.transfer.embedding.layout import EmbeddingLayout, TokenPlacement, check_room, embedding_ranges
 from kvrelay.transfer.embedding.pool import EmbeddingPool
 from kvrelay.transfer.engines.base import TransferError
 from kvrelay.transfer.relay.ending import Ending, Failure
+from kvrelay.transfer.relay.kind import End, MoveKey
 from kvrelay.transfer.relay.leases import HeldLease
 from kvrelay.transfer.relay.link import Link
-from kvrelay.transfer.relay.seam import End, MoveKey
+from kvrelay.transfer.relay.seam import SendingTransfer
 from kvrelay.wire.embedding import Done, Init, Partial, Received, Resume
 from kvrelay.wire.relay import Abort, AbortAck, TransferMessage
 
-_OVER = frozenset({EmbeddingState.SUCCESS, EmbeddingState.FAILED})
-_ENDED = _OVER | {EmbeddingState.DRAINING}
 _Said = Init | Resume | Received | Abort | AbortAck
 
 
@@ -55,32 +54,21 @@ class Destination:
 
     def advance(self, following: RoundState) -> None:
         self.state = advance(ROUND_EDGES, self.state, following)
+        if self.is_complete:
+            self.ending.peer_drained()
 
 
-class EmbeddingSending:
+class EmbeddingSending(SendingTransfer[EmbeddingState, EmbeddingLayout, list[EmbeddingSent]]):
     """Driven by the machine that holds it; calls the transfer engines of its links."""
 
     def __init__(self, transfer_id: TransferId, consumers: Sequence[WorkerId], pool: EmbeddingPool, desk: SendingDesk) -> None:
-        self.transfer_id = transfer_id
-        self.name = transfer_id
-        self.state = EmbeddingState.BOOTSTRAPPING
-        self.peers = tuple(consumers)
+        super().__init__(transfer_id, transfer_id, tuple(consumers), EmbeddingState.BOOTSTRAPPING, desk)
         self._destinations = {
-            peer: Destination(peer, HeldLease(desk.settings.lease_s), Ending(transfer_id)) for peer in consumers
+            peer: Destination(peer, HeldLease(desk.settings.lease_s), ending) for peer, ending in self._endings.items()
         }
         self._pool = pool
-        self._desk = desk
-        self._failure = Failure()
         self._total_tokens: int | None = None  # once it was offered
         self._blocks: tuple[int, ...] = ()
-
-    @property
-    def is_over(self) -> bool:
-        return self.state in _OVER
-
-    @property
-    def num_moves(self) -> int:
-        return sum(len(each.ending.moves) for each in self._destinations.values())
 
     @property
     def end(self) -> End:
@@ -93,7 +81,7 @@ class EmbeddingSending:
 
     def offer(self, blocks: tuple[int, ...], total_tokens: int, now: float) -> None:
         """The blocks are this transfer's from now on."""
-        if self.state in _ENDED or self._total_tokens is not None:
+        if self.is_ended or self._total_tokens is not None:
             self._desk.counts.duplicates += 1
             self._pool.give_back(blocks)
             return
@@ -117,15 +105,12 @@ class EmbeddingSending:
             case Received():
                 self._received(destination)
             case Abort():
-                self._consumer_aborted(destination, message.reason)
+                self._consumer_aborted(peer, message.reason)
             case AbortAck():
                 destination.ending.peer_drained()
                 self._fail(Failure("the consumer ended it"))
             case _:
                 assert_never(message)
-
-    def on_open(self, peer: WorkerId) -> None:
-        """The consumer speaks first."""
 
     def on_beat(self, peer: WorkerId, theirs: Any, now: float) -> None:
         assert isinstance(theirs, EmbeddingState)
@@ -134,9 +119,9 @@ class EmbeddingSending:
             case EmbeddingState.SUCCESS:
                 self._received(destination)
             case EmbeddingState.FAILED:
-                self._consumer_aborted(destination, "it failed there")
+                self._consumer_aborted(peer, "it failed there")
             case EmbeddingState.BOOTSTRAPPING | EmbeddingState.WAITING_FOR_INPUT | EmbeddingState.TRANSFERRING:
-                if self.state not in _ENDED:
+                if not self.is_ended:
                     destination.lease.extend(now)
             case EmbeddingState.DRAINING:
                 pass  # its Abort says more
@@ -145,7 +130,7 @@ class EmbeddingSending:
 
     def _request(self, destination: Destination, link: Link[EmbeddingLayout], message: Init | Resume, now: float) -> None:
         """Room for a round. Raises TransferError if what it says does not fit together."""
-        if self.state in _ENDED:
+        if self.is_ended:
             return  # it is told, when nothing moves
         destination.lease.extend(now)
         if self._is_repeated(destination, message):
@@ -186,26 +171,17 @@ class EmbeddingSending:
     def _received(self, destination: Destination) -> None:
         """The consumer has everything, and reads no more."""
         destination.ending.let_go()
-        if self.state not in _ENDED and destination.state is RoundState.DONE:
+        if not self.is_ended and destination.state is RoundState.DONE:
             destination.advance(RoundState.COMPLETE)
         else:
             self._desk.counts.duplicates += 1
         self._settle()
 
-    def _consumer_aborted(self, destination: Destination, reason: str) -> None:
-        """Answered by AbortAck, when nothing is written for it any more."""
-        destination.ending.peer_aborted()
-        self._fail(Failure(f"the consumer ended it: {reason}", EndedBy.PEER))
-
     # Ends
 
     def fail(self, reason: str, peer: WorkerId, *, drained: bool = False) -> None:
-        destination = self._destinations[peer]
-        if destination.is_complete and self.state not in _ENDED:
-            return  # the others may still want it
-        if drained:
-            destination.ending.let_go()
-        self._fail(Failure(reason))
+        if self.is_ended or not self._destinations[peer].is_complete:  # else the others may still want it
+            super().fail(reason, peer, drained=drained)
 
     def tick(self, now: float) -> None:
         for destination in self._destinations.values():
@@ -213,26 +189,18 @@ class EmbeddingSending:
                 reason = f"a consumer has not asked for it for {self._desk.settings.lease_s:g} s"
                 self.fail(reason, destination.peer, drained=True)
 
-    def _fail(self, failure: Failure) -> None:
-        """Told once. The blocks are given back when nothing can touch them."""
-        if self.state not in _ENDED:
-            self._failure = failure
-            self._advance(EmbeddingState.DRAINING)
-            for destination in self._destinations.values():
-                destination.ending.cancel(destination.link.engine if destination.link is not None else None)
-            if failure.by is not EndedBy.OWNER:
-                self._tell(failure.reason, failure.by is EndedBy.PEER)
-        self._settle()
+    def _on_failing(self) -> None:
+        if not self._by_owner:
+            self._tell(self._failure.reason, self._failure.by is EndedBy.PEER)
+
+    def _on_failed(self) -> None:
+        self._give_back()
 
     def _settle(self) -> None:
         """Takes the step that waited for the last destination."""
         everybody = self._destinations.values()
-        if self.state is EmbeddingState.DRAINING:
-            self._say_last_words()
-            if all(each.ending.is_safe for each in everybody):
-                self._advance(EmbeddingState.FAILED)
-                self._give_back()
-        elif self.state in (EmbeddingState.WAITING_FOR_INPUT, EmbeddingState.TRANSFERRING):
+        self._drain()
+        if self.state in (EmbeddingState.WAITING_FOR_INPUT, EmbeddingState.TRANSFERRING):
             if all(each.is_complete for each in everybody):
                 self._advance(EmbeddingState.SUCCESS)
                 self._tell("", False)
@@ -245,14 +213,6 @@ class EmbeddingSending:
         everybody = self._destinations.values()
         short = any(each.first_token > 0 or each.state is RoundState.PARTIAL for each in everybody)
         return short and all(each.sent_tokens > 0 for each in everybody)
-
-    def _say_last_words(self) -> None:
-        """To each destination once, unless it has everything."""
-        for each in self._destinations.values():
-            if not each.is_complete or each.ending.peer_end is PeerEnd.WAITING:
-                word = each.ending.producers_last_word(self._failure.reason)
-                if word is not None:
-                    self._desk.send(each.peer, word)
 
     def _tell(self, error: str, is_unwanted: bool) -> None:
         self._desk.news.append(EmbeddingSent(self.transfer_id, error, is_unwanted))

@@ -1,8 +1,8 @@
 """One transfer on the side that needs the KV.
 
     QUEUED -> STARTING -> RESERVED -> DONE       every byte is here; or, from the first two, it is not wanted any more
-    any -> FAILED                                where blocks were reserved, by way of DRAINING: they are quarantined until
-                                                 neither the producer nor a read of ours can write them (`Ending`)
+    any -> DRAINING -> FAILED                    blocks that were reserved are quarantined until neither the producer nor a read
+                                                 of ours can write them (`Ending`)
 
 When may bytes that this side copied be used? Only if, after the last copy, the reader's lease that the producer last
 acknowledged is valid.
@@ -12,39 +12,30 @@ from __future__ import annotations
 
 from typing import Any, assert_never
 
-from kvrelay.engine.movers import Arrival
-from kvrelay.ids import TransferId, WorkerId
-from kvrelay.states import CONSUMER_EDGES, ConsumerState, EndedBy, PeerEnd, ProducerState, advance
+from kvrelay.engine.movers import Arrival, ConsumerNews
+from kvrelay.states import CONSUMER_EDGES, ConsumerState, EndedBy, ProducerState, advance
 from kvrelay.transfer.engines.base import TransferError
 from kvrelay.transfer.kv.kind import ConsumerDesk
 from kvrelay.transfer.kv.layout import KVLayout, Placement, move_ranges, placed_blocks
 from kvrelay.transfer.kv.plan import Coverage, LayerPlan, Progress, Reservation, TransferMeta
-from kvrelay.transfer.relay.ending import Ending, Failure
-from kvrelay.transfer.relay.leases import Answers
+from kvrelay.transfer.relay.ending import Failure
+from kvrelay.transfer.relay.kind import End, MoveKey
 from kvrelay.transfer.relay.link import ProducerLink
-from kvrelay.transfer.relay.seam import End, MoveKey
+from kvrelay.transfer.relay.seam import ReceivingTransfer
 from kvrelay.wire.kv import Computed, NotReady, Pull, ReadDone, Ready, Release, Reserve, Starting, WriteDone
-from kvrelay.wire.relay import Abort, AbortAck, TransferMessage
+from kvrelay.wire.relay import TransferMessage
 from kvrelay.wire.serving import FirstToken
 
-_OVER = frozenset({ConsumerState.DONE, ConsumerState.FAILED})
-_Said = Starting | Computed | WriteDone | Ready | NotReady | Abort | AbortAck
+_Said = Starting | Computed | WriteDone | Ready | NotReady
 
 
-class Receiving:
+class Receiving(ReceivingTransfer[ConsumerState, KVLayout, ConsumerNews]):
     """Driven by the machine that holds it; calls the transfer engine of its link."""
 
     def __init__(self, meta: TransferMeta, link: ProducerLink[KVLayout], desk: ConsumerDesk, now: float) -> None:
+        super().__init__(meta.transfer_id, meta.request_id, link, ConsumerState.QUEUED, desk, now)
         self.meta = meta
-        self.link = link
-        self.state = ConsumerState.QUEUED
-        self.peers = (meta.peer,)
-        self.expected_at = now
-        self._desk = desk
         self._settings = desk.settings
-        self._answers = Answers(link.beats, desk.settings.lease_s, desk.settings.unknown_s)
-        self._ending = Ending(meta.transfer_id)
-        self._failure = Failure()
         self._reservation: Reservation | None = None
         self._reserved_at = 0.0
         self._pull_at: float | None = None  # read mode: the producer was not ready, and is asked again then
@@ -55,28 +46,8 @@ class Receiving:
         self._coverage: Coverage | None = None
 
     @property
-    def transfer_id(self) -> TransferId:
-        return self.meta.transfer_id
-
-    @property
-    def name(self) -> str:
-        return self.meta.request_id
-
-    @property
-    def is_over(self) -> bool:
-        return self.state in _OVER
-
-    @property
     def is_begun(self) -> bool:
         return self.state is ConsumerState.RESERVED
-
-    @property
-    def is_listed(self) -> bool:
-        return self.state is not ConsumerState.DRAINING
-
-    @property
-    def num_moves(self) -> int:
-        return len(self._ending.moves)
 
     @property
     def next_at(self) -> float | None:
@@ -90,9 +61,8 @@ class Receiving:
 
     @property
     def needs_confirming(self) -> bool:
-        if self.state is ConsumerState.FAILED:
-            return self._ending.peer_end is not PeerEnd.AWARE
-        return self._copies or self._failure.by is EndedBy.OWNER
+        done = self.state is ConsumerState.DONE
+        return self._copies or self._by_owner if done else super().needs_confirming
 
     @property
     def _copies(self) -> bool:
@@ -124,9 +94,8 @@ class Receiving:
 
     # What the producer says
 
-    def on_message(self, peer: WorkerId, message: TransferMessage, now: float) -> None:
+    def _hear(self, message: TransferMessage, now: float) -> None:
         assert isinstance(message, _Said)
-        self._answers.known()
         match message:
             case Starting():
                 self._starting()
@@ -134,13 +103,6 @@ class Receiving:
                 self._starting()
                 if self._pull_at is not None:
                     self._pull_at = now  # it was not ready before
-            case Abort():
-                self._producer_aborted(message.reason)
-            case AbortAck() if self.state is ConsumerState.DRAINING:
-                self._ending.peer_drained()
-                self._settle()
-            case AbortAck():
-                self._desk.counts.duplicates += 1
             case Computed() | WriteDone() | Ready() | NotReady() if self.state is not ConsumerState.RESERVED:
                 self._desk.counts.duplicates += 1
             case Computed():
@@ -186,41 +148,15 @@ class Receiving:
         self._first_tokens = message.first_tokens
         self._pull_at = None
 
-    def _producer_aborted(self, reason: str) -> None:
-        """It has drained. It may wait for our reads to end, too."""
-        self._ending.peer_aborted()
-        self._fail(Failure(f"the producer ended it: {reason}", EndedBy.PEER))
-
-    def on_ack(self, number: int, sent_at: float, theirs: Any, now: float) -> None:
-        """Repairs what message got lost."""
-        if not self._answers.is_news(number) or self.state is ConsumerState.DRAINING:
-            return
-        if theirs is None:
-            if reason := self._answers.unknown(now):
-                self._fail(Failure(reason))
-            return
-        assert isinstance(theirs, ProducerState)
-        match theirs:
-            case ProducerState.QUEUED:
-                self._answers.known(sent_at)
-            case ProducerState.STARTED | ProducerState.SET_ASIDE | ProducerState.SENDING | ProducerState.OFFERED:
-                self._answers.known(sent_at)
-                self._repair(theirs, now)
-            case ProducerState.DRAINING:
-                self._fail(Failure("the producer ended it"))
-            case ProducerState.DONE:
-                if self.state is not ConsumerState.RESERVED:  # else WriteDone is on its way again
-                    self._fail(Failure("the producer believes that it was released"))
-            case ProducerState.FAILED:
-                self._producer_aborted("it failed there")
-            case _:
-                assert_never(theirs)
-
-    def _repair(self, theirs: ProducerState, now: float) -> None:
-        """A message got lost: the producer's that it starts, or ours that asks for the KV."""
+    def _repair(self, theirs: Any, now: float) -> None:
+        """What got lost: the producer's word that it starts, or ours that asks for the KV."""
         write, offered = self.meta.mode == "write", theirs is ProducerState.OFFERED
-        if self.state is ConsumerState.QUEUED and (write or offered or theirs is ProducerState.SET_ASIDE):
-            self._starting()
+        if theirs is ProducerState.DONE:
+            if self.state is not ConsumerState.RESERVED:  # else WriteDone is on its way again
+                self._fail(Failure("the producer believes that it was released"))
+        elif self.state is ConsumerState.QUEUED:
+            if offered or theirs is ProducerState.SET_ASIDE or (write and theirs is not ProducerState.QUEUED):
+                self._starting()
         elif self.state is ConsumerState.RESERVED:
             waits = theirs in (ProducerState.STARTED, ProducerState.SET_ASIDE)
             if waits if write else offered and self._first_tokens is None:
@@ -235,9 +171,8 @@ class Receiving:
         elif self._pull_at is not None and now >= self._pull_at:
             self._ask(now)
 
-    def say_again(self, now: float) -> None:
-        if self.state is ConsumerState.DRAINING:
-            self._ending.say_abort(self._failure.reason, self._send)
+    def _ask_again(self, now: float) -> None:
+        """The producer's answer to the heartbeat tells whether it must be asked again."""
 
     def _ask(self, now: float) -> None:
         assert self._reservation is not None
@@ -266,7 +201,7 @@ class Receiving:
         self._desk.move_ended(size_bytes, moved=not error, late=self._first_tokens is not None)
         if error:
             self._fail(Failure(f"a read of {size_bytes} bytes failed: {error}"))
-        self._settle()
+        self._drain()
 
     def _may_copy(self, blocks: list[int], progress: Progress) -> None:
         layout, _ = self.link.parts()
@@ -308,51 +243,21 @@ class Receiving:
 
     # Ends
 
-    def fail(self, reason: str, peer: WorkerId, *, drained: bool = False) -> None:
-        if drained:
-            self._ending.peer_drained()
-        self._fail(Failure(reason))
+    def _on_failing(self) -> None:
+        self._pull_at = None
+        if not self._by_owner:
+            by_producer = self._failure.by is EndedBy.PEER
+            self._desk.news.arrived.append(Arrival(self.meta.request_id, [], self._failure.reason, by_producer))
 
-    def _fail(self, failure: Failure) -> None:
-        """Told once. The blocks are freed when nothing can write them."""
-        if self.state in _OVER:
-            return
-        if self.state is not ConsumerState.DRAINING:
-            self._failure = failure
-            self._pull_at = None
-            if failure.by is not EndedBy.OWNER:
-                by_producer = failure.by is EndedBy.PEER
-                self._desk.news.arrived.append(Arrival(self.meta.request_id, [], failure.reason, by_producer))
-            self._ending.cancel(self.link.engine)
-            self._ending.say_abort(failure.reason, self._send)
-            if self._reservation is None:
-                self._over()
-                return
-            self._advance(ConsumerState.DRAINING)
-        self._settle()
-
-    def _settle(self) -> None:
-        """Takes the step that waited for the last read to end, or for the producer to let go."""
-        if self.state is ConsumerState.DRAINING and self._ending.is_safe:
+    def _on_failed(self) -> None:
+        if self._reservation is not None:
             self._desk.news.freed.append(self.meta.request_id)
-            self._over()
-
-    def _over(self) -> None:
-        self._advance(ConsumerState.FAILED)
-        self._ending.say_drained(self._send)
 
     def _succeed(self, first_tokens: list[FirstToken]) -> None:
         """The blocks are the engine's, with what is in them."""
         self._ending.let_go()
         self._desk.news.arrived.append(Arrival(self.meta.request_id, first_tokens))
         self._advance(ConsumerState.DONE)
-
-    # Small things
-
-    def _send(self, message: TransferMessage) -> None:
-        """Not before the connection is open: the heartbeat that opens it says what these words would have."""
-        if self.link.ready:
-            self._desk.send(self.meta.peer, message)
 
     def _advance(self, following: ConsumerState) -> None:
         self.state = advance(CONSUMER_EDGES, self.state, following)

@@ -5,7 +5,7 @@
               STARTED -> OFFERED -> DONE              read mode
               STARTED | OFFERED -> SET_ASIDE          the consumer has no room yet, and others need the blocks: computed again
                                                       from the cache (STARTED, SENDING) when it has
-    any -> DRAINING -> FAILED                         where moves are under way, or a reader must let go first (`Ending`)
+    any -> DRAINING -> FAILED                         when moves under way have ended, and a reader has let go (`Ending`)
 
 A reader has access once it was told that everything is there (WriteDone, or Ready in answer to its Pull): before, it cannot use
 what it copied.
@@ -15,37 +15,34 @@ from __future__ import annotations
 
 from typing import Any, assert_never
 
-from kvrelay.ids import TransferId, WorkerId
+from kvrelay.engine.movers import ProducerNews
+from kvrelay.ids import WorkerId
 from kvrelay.states import PRODUCER_EDGES, ConsumerState, EndedBy, ProducerState, advance
 from kvrelay.transfer.engines.base import TransferError
 from kvrelay.transfer.kv.kind import ProducerDesk
 from kvrelay.transfer.kv.layout import KVLayout, Placement, move_ranges, placed_blocks
 from kvrelay.transfer.kv.plan import Coverage, LayerPlan, Progress, Reservation, TransferMeta
-from kvrelay.transfer.relay.ending import Ending, Failure
+from kvrelay.transfer.relay.ending import Failure
+from kvrelay.transfer.relay.kind import End, MoveKey
 from kvrelay.transfer.relay.leases import HeldLease
 from kvrelay.transfer.relay.link import Link
-from kvrelay.transfer.relay.seam import End, MoveKey
+from kvrelay.transfer.relay.seam import SendingTransfer
 from kvrelay.wire.kv import Computed, NotReady, Pull, ReadDone, Ready, Release, Reserve, Starting, WriteDone
 from kvrelay.wire.relay import Abort, AbortAck, TransferMessage
 from kvrelay.wire.serving import FirstToken
 
-_OVER = frozenset({ProducerState.DONE, ProducerState.FAILED})
 _WAITING = frozenset({ProducerState.QUEUED, ProducerState.STARTED, ProducerState.SET_ASIDE})  # for the consumer's room
 _Said = Reserve | Pull | ReadDone | Release | Abort | AbortAck
 
 
-class Sending:
+class Sending(SendingTransfer[ProducerState, KVLayout, ProducerNews]):
     """Driven by the machine that holds it; calls the transfer engine of its link."""
 
     def __init__(self, meta: TransferMeta, desk: ProducerDesk) -> None:
+        super().__init__(meta.transfer_id, meta.request_id, (meta.peer,), ProducerState.QUEUED, desk)
         self.meta = meta
-        self.state = ProducerState.QUEUED
-        self.peers = (meta.peer,)
-        self.end = End(self.state, self.peers)  # replaced when it is over
-        self._desk = desk
         self._lease = HeldLease(desk.settings.lease_s)
-        self._ending = Ending(meta.transfer_id)
-        self._failure = Failure()
+        self._ending = self._endings[meta.peer]
         self._link: Link[KVLayout] | None = None  # set with the first reservation or pull
         self._blocks: tuple[int, ...] = ()
         self._progress = Progress()
@@ -53,22 +50,13 @@ class Sending:
         self._reservation: Reservation | None = None
         self._coverage: Coverage | None = None
         self._announced: Progress | None = None
+        self._written: WriteDone | None = None  # once everything was, where this side writes
 
     @property
-    def transfer_id(self) -> TransferId:
-        return self.meta.transfer_id
-
-    @property
-    def name(self) -> str:
-        return self.meta.request_id
-
-    @property
-    def is_over(self) -> bool:
-        return self.state in _OVER
-
-    @property
-    def num_moves(self) -> int:
-        return len(self._ending.moves)
+    def end(self) -> End:
+        reason = self._failure.reason
+        late = self._written or Abort(transfer_id=self.transfer_id, reason=reason or "it was over before")
+        return End(self.state, self.peers, reason, late)
 
     @property
     def _consumer_copies(self) -> bool:
@@ -78,7 +66,7 @@ class Sending:
     # What the engine does
 
     def start(self, blocks: tuple[int, ...], num_computed: int, now: float) -> None:
-        if self.state in _OVER or self.state is ProducerState.DRAINING:
+        if self.is_ended:
             return
         self._blocks, self._progress, self._first_tokens = blocks, Progress(num_computed), None
         if self.state is ProducerState.QUEUED:
@@ -99,7 +87,7 @@ class Sending:
             self._progress = Progress(max(num_tokens, self._progress.num_tokens))
 
     def finish(self, first_tokens: list[FirstToken]) -> None:
-        if not self._blocks or self.state in _OVER:
+        if not self._blocks or self.is_over:
             return
         self._progress = Progress(self.meta.num_tokens)
         self._first_tokens = first_tokens
@@ -136,7 +124,7 @@ class Sending:
             case Release():
                 self._release()
             case Abort():
-                self._consumer_aborted(message.reason)
+                self._consumer_aborted(peer, message.reason)
             case _:
                 assert_never(message)
 
@@ -157,7 +145,7 @@ class Sending:
             case ConsumerState.DONE:
                 self._read_done()
             case ConsumerState.FAILED:
-                self._consumer_aborted("it failed there")
+                self._consumer_aborted(peer, "it failed there")
             case ConsumerState.QUEUED | ConsumerState.STARTING | ConsumerState.RESERVED | ConsumerState.DRAINING:
                 if self.state is not ProducerState.DRAINING:
                     self._lease.extend(now)
@@ -217,7 +205,7 @@ class Sending:
     def _read_done(self) -> None:
         """The consumer has everything, or has let go."""
         if self.state is ProducerState.OFFERED:
-            self._over(ProducerState.DONE)
+            self._succeed()
         elif self.state is ProducerState.DRAINING:
             self._ending.let_go()
             self._drain()
@@ -227,56 +215,33 @@ class Sending:
     def _release(self) -> None:
         """The consumer wants nothing, and holds no blocks for it."""
         if self._ending.moves or self.state is ProducerState.DRAINING:
-            self._consumer_aborted("released while bytes were moving")
+            self._consumer_aborted(self.meta.peer, "released while bytes were moving")
         else:
-            self._over(ProducerState.DONE)
-
-    def _consumer_aborted(self, reason: str) -> None:
-        """Answered by AbortAck, when nothing moves any more."""
-        self._ending.peer_aborted()
-        self._fail(Failure(f"the consumer ended it: {reason}", EndedBy.PEER))
+            self._succeed()
 
     # Ends
-
-    def fail(self, reason: str, peer: WorkerId, *, drained: bool = False) -> None:
-        if drained:
-            self._ending.let_go()
-        self._fail(Failure(reason))
 
     def tick(self, now: float) -> None:
         if self._lease.over(now):
             self.fail(f"the consumer has not asked for it for {self._desk.settings.lease_s:g} s", self.meta.peer, drained=True)
 
-    def _fail(self, failure: Failure) -> None:
-        if self.state in _OVER:
-            return
-        if self.state is not ProducerState.DRAINING:
-            self._failure = failure
-            self._ending.cancel(self._link.engine if self._link is not None else None)
-            if not self._ending.is_safe:
-                self._advance(ProducerState.DRAINING)
-        self._drain()
+    def _on_failing(self) -> None:
+        """The engine is told when its blocks are free."""
 
-    def _drain(self) -> None:
-        """Takes the steps that waited for the last move to end, or for the reader to let go."""
-        word = self._ending.producers_last_word(self._failure.reason)
-        if word is not None:
-            self._send(word)
-        if self._ending.is_safe:
-            self._over(ProducerState.FAILED)
+    def _on_failed(self) -> None:
+        if not self._by_owner:
+            self._desk.news.failed.append((self.meta.request_id, self._failure.reason))
+        self._release_blocks()
 
-    def _over(self, state: ProducerState, replay: WriteDone | None = None) -> None:
-        held, failed = bool(self._blocks), state is ProducerState.FAILED
-        self._advance(state)
-        reason = self._failure.reason
-        late = replay or Abort(transfer_id=self.transfer_id, reason=reason or "it was over before")
-        self.end = End(state, self.peers, reason, late)
+    def _succeed(self) -> None:
+        self._advance(ProducerState.DONE)
+        self._release_blocks()
+
+    def _release_blocks(self) -> None:
+        """The engine is told, unless it ended the transfer and holds nothing."""
+        if self._blocks or not self._by_owner:
+            self._desk.news.released.append(self.meta.request_id)
         self._blocks = ()
-        news, request_id, by_engine = self._desk.news, self.meta.request_id, self._failure.by is EndedBy.OWNER
-        if held or not by_engine:
-            news.released.append(request_id)
-        if failed and not by_engine:
-            news.failed.append((request_id, reason))
 
     # Moves
 
@@ -326,9 +291,9 @@ class Sending:
         if self.state is not ProducerState.SENDING or self._ending.moves or self._first_tokens is None:
             return
         if self._coverage is not None and self._coverage.complete(self.meta.num_tokens):
-            done = self._write_done()
-            self._send(done)
-            self._over(ProducerState.DONE, replay=done)
+            self._written = self._write_done()
+            self._send(self._written)
+            self._succeed()
 
     def _announce(self) -> None:
         """What is new since the last notice; the last of all is WriteDone."""

@@ -21,7 +21,7 @@ from kvrelay.wire.relay import Heartbeat, HeartbeatAck, Mapped, Message, Refused
 
 log = Log("transfer.consumer")
 
-T = TypeVar("T", bound=ReceivingTransfer)
+T = TypeVar("T", bound=ReceivingTransfer[Any, Any, Any])
 L = TypeVar("L", bound=Layout)
 N = TypeVar("N")
 

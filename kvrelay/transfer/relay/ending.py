@@ -24,7 +24,7 @@ import msgspec
 from kvrelay.ids import TransferId
 from kvrelay.states import PEER_ACCESS_EDGES, PEER_END_EDGES, EndedBy, PeerAccess, PeerEnd, advance
 from kvrelay.transfer.engines.base import TransferEngine
-from kvrelay.transfer.relay.seam import MoveKey
+from kvrelay.transfer.relay.kind import MoveKey
 from kvrelay.wire.relay import Abort, AbortAck
 
 
@@ -66,7 +66,7 @@ class Ending:
             self.peer_end = advance(PEER_END_EDGES, self.peer_end, PeerEnd.WAITING)
 
     def peer_drained(self) -> None:
-        """The peer knows of the end and has let go, or is dead."""
+        """The peer has let go, and need not be told of the end: it knows, or has everything, or is dead."""
         self.let_go()
         if self.peer_end is PeerEnd.UNAWARE:
             self.peer_end = advance(PEER_END_EDGES, self.peer_end, PeerEnd.AWARE)

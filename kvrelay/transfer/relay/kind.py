@@ -7,12 +7,33 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, Self, TypeVar
 
+import msgspec
+
+from kvrelay.ids import WorkerId
+from kvrelay.transfer.engines.base import MoveId
 from kvrelay.wire.relay import Message, TransferMessage
 
 State = enum.StrEnum
-"""Of a transfer. Each kind has its own, and each calls one that ended without success `FAILED`."""
+"""Of a transfer. Each kind has its own. All call one that ends, and waits until nothing can touch its blocks, `DRAINING`, and
+one that ended without success `FAILED`."""
 
+DRAINING = "draining"
 FAILED = "failed"
+
+MoveKey = tuple[str, MoveId]
+"""A transfer engine's name, and its number of a move."""
+
+
+class End(msgspec.Struct, frozen=True):
+    """What is remembered of a transfer that ended."""
+
+    state: str  # of its kind
+    peers: tuple[WorkerId, ...]  # none: it ended before this worker was told who they are
+    reason: str = ""
+    replay: TransferMessage | None = None  # the answer to a peer that asks late
+
+    def concerns(self, peer: WorkerId) -> bool:
+        return not self.peers or peer in self.peers
 
 
 class Layout(Protocol):
@@ -37,4 +58,4 @@ class Kind(Generic[L]):
     unwanted: tuple[type[TransferMessage], ...]  # with which a consumer ends a transfer that it holds no blocks for
     asks: tuple[type[TransferMessage], ...]  # late messages that wait for the end's replay
     waits: frozenset[State]  # states in which a consumer waits for the end's replay
-    done: State  # of a producer whose transfer succeeded
+    done: State  # of a transfer that succeeded

@@ -11,14 +11,14 @@ from kvrelay.ids import TransferId, WorkerId
 from kvrelay.log import Log
 from kvrelay.transfer.engines.base import Completion, TransferEngine, TransferError
 from kvrelay.transfer.relay.desk import Desk
-from kvrelay.transfer.relay.kind import FAILED, Layout
-from kvrelay.transfer.relay.seam import End, MoveKey, Transfer
+from kvrelay.transfer.relay.kind import FAILED, End, Layout, MoveKey
+from kvrelay.transfer.relay.seam import Transfer
 from kvrelay.transfer.relay.table import TransferTable
 from kvrelay.wire.relay import Abort, AbortAck, Message, TransferMessage
 
 log = Log("transfer")
 
-T = TypeVar("T", bound=Transfer)
+T = TypeVar("T", bound=Transfer[Any, Any, Any])
 L = TypeVar("L", bound=Layout)
 N = TypeVar("N")
 

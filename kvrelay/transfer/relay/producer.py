@@ -21,7 +21,7 @@ from kvrelay.wire.relay import Heartbeat, HeartbeatAck, Hello, Map, Message, Ref
 
 log = Log("transfer.producer")
 
-T = TypeVar("T", bound=SendingTransfer)
+T = TypeVar("T", bound=SendingTransfer[Any, Any, Any])
 L = TypeVar("L", bound=Layout)
 N = TypeVar("N")
 
@@ -129,7 +129,7 @@ class ProducerMachine(Machine[T, L, N]):
 
     def _forget_peer(self, peer: WorkerId, reason: str) -> None:
         """It has lost its leases by silence. Should it come back, it must say hello again."""
-        link = self.desk.links.pop(peer)
         self.fail_all(peer, reason, drained=True)
+        link = self.desk.links.pop(peer)
         if link.engine is not None:
             link.engine.remove_peer(peer)

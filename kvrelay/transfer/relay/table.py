@@ -10,15 +10,16 @@ it is. A bounded number of ended transfers is remembered, so that late messages 
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from kvrelay.ids import TransferId, WorkerId
 from kvrelay.transfer.relay.desk import RelayCounts
+from kvrelay.transfer.relay.kind import End
 from kvrelay.transfer.relay.link import TransferSettings
-from kvrelay.transfer.relay.seam import End, Transfer
+from kvrelay.transfer.relay.seam import Transfer
 from kvrelay.wire.relay import TransferMessage
 
-T = TypeVar("T", bound=Transfer)
+T = TypeVar("T", bound=Transfer[Any, Any, Any])
 
 
 class TransferTable(Generic[T]):
