@@ -89,8 +89,8 @@ class Producer(Protocol):
         """Harmless if over. If blocks were given, poll gives them back: released (or set_aside, where that crossed it)."""
 
     def peer_lost(self, worker_id: WorkerId) -> None:
-        """The peer is gone, says somebody who may be wrong: every transfer with it fails now. Memory that it might still write
-        is safe only once its death is proven."""
+        """The peer is gone, says a router, which may be wrong: every transfer with it fails now. Memory that it might still
+        write is safe only once its death is proven."""
 
     @property
     def has_news(self) -> bool:
@@ -121,8 +121,8 @@ class Consumer(Protocol):
         """Harmless if over. If blocks were reserved, they come back through poll: freed."""
 
     def peer_lost(self, worker_id: WorkerId) -> None:
-        """The peer is gone, says somebody who may be wrong: every transfer with it fails now. Memory that it might still write
-        is safe only once its death is proven."""
+        """The peer is gone, says a router, which may be wrong: every transfer with it fails now. Memory that it might still
+        write is safe only once its death is proven."""
 
     @property
     def has_news(self) -> bool:

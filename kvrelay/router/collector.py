@@ -45,7 +45,6 @@ _IMAGES = {
 }
 _MAPPING = {
     "lookups": "Look-ups of transfer ids",
-    "lookup_s": "Seconds spent looking up transfer ids",
     "duplicates": "Transfer messages that repeated what was said before",
     "unknown": "Messages about unknown transfers",
     "foreign": "Transfer messages from a worker that is not the peer",
@@ -74,7 +73,9 @@ class WorkerCollector(Collector):
         yield _gauge(peers, "transfers_in_flight", "KV hand-overs under way", lambda load: load["transfers"]["in_flight"])
         yield _gauge(peers, "leases", "Finished samples whose KV is kept", lambda load: load["leases"])
         yield _gauge(peers, "mapping_size", "Transfer ids known", lambda load: load["mapping"]["size"])
-        yield _gauge(peers, "mapping_parked", "Messages about transfers not yet known", lambda load: load["mapping"]["parked"])
+        yield _gauge(
+            peers, "mapping_held_back", "Messages about transfers not yet known", lambda load: load["mapping"]["held_back"]
+        )
 
 
 def _images(load: dict[str, Any]) -> dict[str, Any]:

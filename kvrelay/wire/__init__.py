@@ -5,7 +5,7 @@ speaks the lower one: a registry answers a worker's record in the record's versi
 of them does not know have defaults, and no message that only the newer one knows is sent to the older one (`serving.since`).
 """
 
-PROTOCOL_VERSION = 3  # of the registry and the serving plane; the signal plane has its own number (transfer.SIGNAL_VERSION)
+PROTOCOL_VERSION = 3  # of the registry and the serving plane; relay channels have their own (wire/kv.py, wire/embedding.py)
 OLDEST_PROTOCOL_VERSION = PROTOCOL_VERSION - 1
 
 

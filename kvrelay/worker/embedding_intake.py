@@ -122,7 +122,7 @@ class EmbeddingIntake:
         return error
 
     def _fail(self, coming: _Coming, reason: str) -> list[ImageFailure]:
-        """Where only those are left that shared another request's transfer, that request has ended, and nobody is to blame."""
+        """Where only those are left that shared another request's transfer, that request has ended: no image is to blame."""
         self._forget(coming)
         self._num_failed += 1
         digest = coming.image.digest

@@ -1,9 +1,9 @@
 """A worker that turns images into embeddings for those that compute prompts. It has the vision tower and no text model.
 
-    encode    the router's word: images, and a transfer for each; the relay is told to expect whoever will ask for them
+    encode    the router's word: images, and a transfer for each; the relay is told to expect the workers that will ask
     step      waiting images go through the tower together, up to a number of patches; what was made before is taken from the
               cache; the embeddings are put into the relay's pool, as far as there is room, and the others when there is
-    poll      an embedding was taken, or nobody wants it: with the last one of a request the router is told that it is over
+    poll      an embedding was taken, or is not wanted: with the last one of a request the router is told that it is over
 
 Every request ends in exactly one way: handed over, or with one Failure. Whether the consumers got what they wanted, they say
 themselves.
@@ -68,7 +68,7 @@ class EncodeEngine:
         self._producer = producer
         self._merge_size = merge_size
         self._max_queue = max_queue
-        self._open: dict[RequestId, set[TransferId]] = {}  # what nobody has taken or refused yet
+        self._open: dict[RequestId, set[TransferId]] = {}  # what was neither taken nor refused yet
         self._owners: dict[TransferId, RequestId] = {}
         self._waiting: deque[_Job] = deque()  # for the tower
         self._made: deque[_Job] = deque()  # for room in the relay's pool
@@ -76,7 +76,7 @@ class EncodeEngine:
         self._handed_over: list[RequestId] = []
         self._pool_full = False
         self._num_steps = 0
-        self._num_failed = 0  # images that somebody waited for
+        self._num_failed = 0  # images that a request waited for
         self._draining = False
 
     # What the worker calls between steps
@@ -164,7 +164,7 @@ class EncodeEngine:
         )
 
     def _take_news(self) -> None:
-        """Whoever stops waiting for an image before it was encoded saves the tower the work."""
+        """An image that is not wanted any more before it was encoded saves the tower the work."""
         for sent in self._producer.poll():
             self._pool_full = False
             request_id = self._owners.pop(sent.transfer_id, None)
@@ -193,7 +193,7 @@ class EncodeEngine:
     def _encode(self, batch: list[_Job]) -> None:
         if not batch:
             return
-        self._made.extend(batch)  # from here on they are let go as such, whatever becomes of them
+        self._made.extend(batch)  # from here on they are let go as such, also if they fail
         errors = self._encoder.encode([job.image for job in batch])
         for job in batch:
             error = errors.get(job.image.digest)

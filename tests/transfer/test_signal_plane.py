@@ -175,7 +175,7 @@ def test_a_producer_that_is_not_there_fails_the_request_at_once(producer: Produc
         producer.close()
         consumer.relay.expect(request, gone, 4)
         wait_for(lambda: request in consumer.arrivals())
-        assert "nobody listens" in consumer.arrivals()[request].error
+        assert "no process listens" in consumer.arrivals()[request].error
     finally:
         consumer.close()
 

@@ -6,7 +6,7 @@ A pool is one region of four planes (`wire.embedding.PoolLayout`):
     fill ids   [blocks, block_size] int32             the token id that stands for it in the prompt
     positions  [blocks, block_size, 3] int32          its M-RoPE position: time, height, width
     aux        [blocks, aux_items] int64              once an embedding, in its first block: the true number of tokens, then
-                                                      whatever the two workers agree on (grids of images, say)
+                                                      what the two workers agree on (the grid of the image)
 
 Block sizes may differ between two pools, and a resumed round may begin inside a block of the producer; everything else must
 be equal.

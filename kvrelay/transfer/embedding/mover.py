@@ -41,7 +41,7 @@ from kvrelay.transfer.relay.kind import FAILED
 from kvrelay.transfer.relay.parts import RelayParts
 from kvrelay.transfer.relay.producer import ProducerMachine
 from kvrelay.transfer.relay.thread import clock
-from kvrelay.transfer.relay.turns import ConsumerTurns, ProducerTurns, peer_lost
+from kvrelay.transfer.relay.turns import ConsumerTurns, Front, ProducerTurns
 
 SendingMachine = ProducerMachine[EmbeddingSending, EmbeddingLayout, list[EmbeddingSent]]
 ReceivingMachine = ConsumerMachine[EmbeddingReceiving, EmbeddingLayout, list[EmbeddingArrival]]
@@ -117,16 +117,14 @@ def expect_receiving(
         machine.add(EmbeddingReceiving(transfer_id, link, rooms, machine.desk, num, now), now)
 
 
-class EmbeddingProducer:
+class EmbeddingProducer(Front[ProducerTurns[EmbeddingLayout, list[EmbeddingSent]]]):
     """Hands the embeddings of an encode worker on. See the module. One thread makes every call."""
 
     def __init__(self, parts: EmbeddingParts, *, listen_host: str = "127.0.0.1", listen_port: int = 0) -> None:
         """Raises TransferError if a transport cannot register the region, ZMQError if the address cannot be bound."""
         self._pool = parts.pool
-        self._turns = ProducerTurns(EMBEDDINGS, parts.for_relay(), list[EmbeddingSent], (listen_host, listen_port))
-        self._loop = self._turns.loop
         self._open: set[TransferId] = set()
-        self._loop.start()
+        super().__init__(ProducerTurns(EMBEDDINGS, parts.for_relay(), list[EmbeddingSent], (listen_host, listen_port)))
         self.signal_address = self._turns.socket.address
 
     def expect(self, transfer_id: TransferId, consumers: Sequence[WorkerId]) -> None:
@@ -160,13 +158,6 @@ class EmbeddingProducer:
         self._open.discard(transfer_id)
         self._loop.call(lambda: self._turns.machine.tell(transfer_id, EmbeddingSending.abort))
 
-    def peer_lost(self, worker_id: WorkerId) -> None:
-        peer_lost(self._turns, worker_id)
-
-    @property
-    def has_news(self) -> bool:
-        return self._turns.has_news or self._loop.has_ended or bool(self._loop.ended and self._open)
-
     def poll(self) -> list[EmbeddingSent]:
         ended = self._loop.ended  # read first: what the thread said before its end must not be missed
         told = [sent for news in self._turns.take_news() for sent in news if sent.transfer_id in self._open]
@@ -184,26 +175,17 @@ class EmbeddingProducer:
     def pool_counts(self) -> PoolCounts:
         return self._pool.counts()
 
-    @property
-    def num_live(self) -> int:
-        return self._turns.machine.table.num_live
 
-    def close(self) -> None:
-        self._loop.close()
-
-
-class EmbeddingConsumer:
+class EmbeddingConsumer(Front[ConsumerTurns[EmbeddingLayout, list[EmbeddingArrival]]]):
     """Takes embeddings over for a worker that computes prompts. See the module. One thread makes every call."""
 
     def __init__(self, parts: EmbeddingParts) -> None:
         """Raises TransferError if a transport cannot register the region."""
         self._pool = parts.pool
         self._rooms = Rooms(parts.pool, parts.settings)
-        self._turns = ConsumerTurns(EMBEDDINGS, parts.for_relay(), list[EmbeddingArrival])
-        self._loop = self._turns.loop
         self._open: set[TransferId] = set()
         self._kept: dict[TransferId, tuple[int, ...]] = {}  # complete, and not released
-        self._loop.start()
+        super().__init__(ConsumerTurns(EMBEDDINGS, parts.for_relay(), list[EmbeddingArrival]))
 
     def expect(self, transfer_id: TransferId, producer: WorkerId, signal_address: str, required_dst_info_num: int = 1) -> None:
         """Raises WrongIdError."""
@@ -237,13 +219,6 @@ class EmbeddingConsumer:
             self._pool.give_back(blocks)
             self._loop.call(lambda: None)  # a turn, for those that wait for room
 
-    def peer_lost(self, worker_id: WorkerId) -> None:
-        peer_lost(self._turns, worker_id)
-
-    @property
-    def has_news(self) -> bool:
-        return self._turns.has_news or self._loop.has_ended or bool(self._loop.ended and self._open)
-
     def poll(self) -> list[EmbeddingArrival]:
         ended = self._loop.ended  # read first: what the thread said before its end must not be missed
         wanted: list[EmbeddingArrival] = []
@@ -269,13 +244,6 @@ class EmbeddingConsumer:
     def pool_counts(self) -> PoolCounts:
         return self._pool.counts()
 
-    @property
-    def num_live(self) -> int:
-        return self._turns.machine.table.num_live
-
     def state_of(self, transfer_id: TransferId) -> object:
         """None: it is not known to the thread, or not any more."""
         return self._turns.machine.table.state_of(transfer_id)
-
-    def close(self) -> None:
-        self._loop.close()

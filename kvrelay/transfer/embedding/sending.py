@@ -145,8 +145,8 @@ class EmbeddingSending(SendingTransfer[EmbeddingState, EmbeddingLayout, list[Emb
         destination.advance(RoundState.ASKED)
         destination.ending.let_go()
         destination.link, destination.blocks, destination.allocated_tokens = link, blocks, message.allocated_tokens
-        everybody = self._destinations.values()
-        if self.state is EmbeddingState.BOOTSTRAPPING and all(each.state is not RoundState.OPEN for each in everybody):
+        destinations = self._destinations.values()
+        if self.state is EmbeddingState.BOOTSTRAPPING and all(each.state is not RoundState.OPEN for each in destinations):
             self._advance(EmbeddingState.WAITING_FOR_INPUT)
 
     def _is_repeated(self, destination: Destination, message: Init | Resume) -> bool:
@@ -198,10 +198,10 @@ class EmbeddingSending(SendingTransfer[EmbeddingState, EmbeddingLayout, list[Emb
 
     def _settle(self) -> None:
         """Takes the step that waited for the last destination."""
-        everybody = self._destinations.values()
+        destinations = self._destinations.values()
         self._drain()
         if self.state in (EmbeddingState.WAITING_FOR_INPUT, EmbeddingState.TRANSFERRING):
-            if all(each.is_complete for each in everybody):
+            if all(each.is_complete for each in destinations):
                 self._advance(EmbeddingState.SUCCESS)
                 self._tell("", False)
                 self._give_back()
@@ -210,9 +210,9 @@ class EmbeddingSending(SendingTransfer[EmbeddingState, EmbeddingLayout, list[Emb
 
     def _is_partial(self) -> bool:
         """Whether every destination has reported, and some had not enough room."""
-        everybody = self._destinations.values()
-        short = any(each.first_token > 0 or each.state is RoundState.PARTIAL for each in everybody)
-        return short and all(each.sent_tokens > 0 for each in everybody)
+        destinations = self._destinations.values()
+        short = any(each.first_token > 0 or each.state is RoundState.PARTIAL for each in destinations)
+        return short and all(each.sent_tokens > 0 for each in destinations)
 
     def _tell(self, error: str, is_unwanted: bool) -> None:
         self._desk.news.append(EmbeddingSent(self.transfer_id, error, is_unwanted))

@@ -1,7 +1,4 @@
-"""The relay's consuming half as an engine sees it: `engine.movers.Consumer` around a transfer thread.
-
-Every expected request is in `_open` until the engine has been told its end, so that it is told one even if the thread dies.
-"""
+"""The relay's consuming half as an engine sees it: `engine.movers.Consumer` around a transfer thread."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvrelay.engine.movers import Arrival, ConsumerNews
-from kvrelay.ids import RequestId, WorkerId
+from kvrelay.ids import RequestId
 from kvrelay.transfer.engines.base import TransferError
 from kvrelay.transfer.kv.counts import mapping_counts, transfer_counts
 from kvrelay.transfer.kv.kind import KV
@@ -19,7 +16,7 @@ from kvrelay.transfer.kv.receiving import Receiving
 from kvrelay.transfer.relay.consumer import ConsumerMachine
 from kvrelay.transfer.relay.parts import RelayParts
 from kvrelay.transfer.relay.thread import clock
-from kvrelay.transfer.relay.turns import ConsumerTurns, peer_lost
+from kvrelay.transfer.relay.turns import ConsumerTurns, Front
 from kvrelay.wire.registry import MappingCounts, TransferCounts
 from kvrelay.wire.serving import TransferInfo
 
@@ -51,15 +48,13 @@ class _Open:
     holds_blocks: bool = False
 
 
-class RelayConsumer:
+class RelayConsumer(Front[ConsumerTurns[KVLayout, ConsumerNews]]):
     """Takes KV over for a decode worker; implements `engine.movers.Consumer`."""
 
     def __init__(self, parts: RelayParts[KVLayout]) -> None:
         """Raises TransferError if a transport cannot register the region."""
-        self._turns = ConsumerTurns(KV, parts, ConsumerNews)
-        self._loop = self._turns.loop
         self._open: dict[RequestId, _Open] = {}
-        self._loop.start()
+        super().__init__(ConsumerTurns(KV, parts, ConsumerNews))
 
     def expect(self, request_id: RequestId, transfer: TransferInfo, num_tokens: int) -> None:
         """Raises WrongIdError."""
@@ -78,13 +73,6 @@ class RelayConsumer:
             known.told = True
             self._forget_if_over(request_id)
         self._loop.call(lambda: self._turns.machine.tell(request_id, Receiving.abort))
-
-    def peer_lost(self, worker_id: WorkerId) -> None:
-        peer_lost(self._turns, worker_id)
-
-    @property
-    def has_news(self) -> bool:
-        return self._turns.has_news or self._loop.has_ended or bool(self._loop.ended and self._open)
 
     def poll(self) -> ConsumerNews:
         ended = self._loop.ended  # read first: what the thread said before its end must not be missed
@@ -133,10 +121,3 @@ class RelayConsumer:
 
     def mapping(self) -> MappingCounts:
         return mapping_counts(self._turns.machine)
-
-    @property
-    def num_links(self) -> int:
-        return self._turns.machine.num_links
-
-    def close(self) -> None:
-        self._loop.close()

@@ -23,7 +23,7 @@ def mapping_counts(machine: Machine[Any, Any, Any]) -> MappingCounts:
     counts, table = machine.counts, machine.table
     return MappingCounts(
         size=table.num_live,
-        parked=table.num_held_back,
+        held_back=table.num_held_back,
         lookups=counts.lookups,
         duplicates=counts.duplicates,
         unknown=counts.unknown,

@@ -1,14 +1,11 @@
-"""The relay's producing half as an engine sees it: `engine.movers.Producer` around a transfer thread.
-
-Every expected request is in `_open` until the engine has been told its end, so that it is told one even if the thread dies.
-"""
+"""The relay's producing half as an engine sees it: `engine.movers.Producer` around a transfer thread."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 from kvrelay.engine.movers import ProducerNews
-from kvrelay.ids import RequestId, WorkerId
+from kvrelay.ids import RequestId
 from kvrelay.states import ProducerState
 from kvrelay.transfer.kv.counts import mapping_counts, transfer_counts
 from kvrelay.transfer.kv.kind import KV
@@ -19,7 +16,7 @@ from kvrelay.transfer.relay.kind import FAILED
 from kvrelay.transfer.relay.parts import RelayParts
 from kvrelay.transfer.relay.producer import ProducerMachine
 from kvrelay.transfer.relay.thread import clock
-from kvrelay.transfer.relay.turns import ProducerTurns, peer_lost
+from kvrelay.transfer.relay.turns import Front, ProducerTurns
 from kvrelay.wire.registry import MappingCounts, TransferCounts
 from kvrelay.wire.serving import FirstToken, TransferInfo
 
@@ -71,18 +68,16 @@ def expect(machine: SendingMachine, meta: TransferMeta, now: float) -> None:
         machine.desk.news.failed.append((meta.request_id, end.reason))
 
 
-class RelayProducer:
+class RelayProducer(Front[ProducerTurns[KVLayout, ProducerNews]]):
     """Hands the KV of a prefill worker on; implements `engine.movers.Producer`."""
 
     def __init__(self, parts: RelayParts[KVLayout], *, listen_host: str = "127.0.0.1", listen_port: int = 0) -> None:
         """Raises TransferError if a transport cannot register the region, ZMQError if the address cannot be bound."""
         self._steps = Steps()
-        self._turns = ProducerTurns(KV, parts, ProducerNews, (listen_host, listen_port), self._steps)
-        self._loop = self._turns.loop
         self._open: dict[RequestId, bool] = {}  # whether blocks were given
         self._aborted: set[RequestId] = set()  # of these, those whose blocks the engine waits for
         self._step = 0
-        self._loop.start()
+        super().__init__(ProducerTurns(KV, parts, ProducerNews, (listen_host, listen_port), self._steps))
         self.signal_address = self._turns.socket.address
 
     def expect(self, request_id: RequestId, transfer: TransferInfo, num_tokens: int) -> None:
@@ -129,13 +124,6 @@ class RelayProducer:
     def _tell(self, request_id: RequestId, action: Callable[[Sending], None]) -> None:
         self._loop.call(lambda: self._turns.machine.tell(request_id, action))
 
-    def peer_lost(self, worker_id: WorkerId) -> None:
-        peer_lost(self._turns, worker_id)
-
-    @property
-    def has_news(self) -> bool:
-        return self._turns.has_news or self._loop.has_ended or bool(self._loop.ended and self._open)
-
     def poll(self) -> ProducerNews:
         ended = self._loop.ended  # read first: what the thread said before its end must not be missed
         news = ProducerNews()
@@ -168,10 +156,3 @@ class RelayProducer:
 
     def mapping(self) -> MappingCounts:
         return mapping_counts(self._turns.machine)
-
-    @property
-    def num_links(self) -> int:
-        return self._turns.machine.num_links
-
-    def close(self) -> None:
-        self._loop.close()

@@ -7,7 +7,7 @@
       | now knows: the blocks are held until sent_at + lease_s, at least, since received_at is not before sent_at
 
 So the consumer's view always ends first, and bytes that it copied before the end of its own view are good. It takes a margin
-off for clocks that do not run equally fast. Times are whatever monotonic clock the caller has.
+off for clocks that do not run equally fast. Times are of any monotonic clock.
 """
 
 from __future__ import annotations

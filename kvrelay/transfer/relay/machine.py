@@ -3,6 +3,7 @@ hand out moves, and note ends. No thread, no socket, no clock."""
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -23,7 +24,7 @@ L = TypeVar("L", bound=Layout)
 N = TypeVar("N")
 
 
-class Machine(Generic[T, L, N]):
+class Machine(abc.ABC, Generic[T, L, N]):
     """Every method may be called in any order; what is over is ignored. After any of them: `pump`, then `take_outgoing` and
     `take_news`."""
 
@@ -157,7 +158,7 @@ class Machine(Generic[T, L, N]):
             self._ended(transfer)
 
     def _ended(self, transfer: T) -> None:
-        """Whatever else one side does then."""
+        """What else one side does then."""
 
     # What comes out
 
@@ -169,12 +170,12 @@ class Machine(Generic[T, L, N]):
             if not isinstance(message, TransferMessage) or self._may_speak_to(peer)
         ]
 
-    def _may_speak_to(self, peer: WorkerId) -> bool:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _may_speak_to(self, peer: WorkerId) -> bool: ...
 
-    def take_news(self) -> Any:
+    def take_news(self) -> N | None:
         return self.desk.take_news()
 
     @property
-    def num_links(self) -> int:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def num_links(self) -> int: ...

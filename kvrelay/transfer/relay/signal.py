@@ -4,7 +4,7 @@ The DEALER's identity is the consumer's WorkerId, so the ROUTER knows who speaks
 blocks; one thread uses a socket. What cannot be sent is dropped and counted: heartbeats repair it.
 
 A consumer also finds out here that a producer is dead. Silence proves nothing (its process may be stopped, and wake up in the
-middle of a write). Proof is that nobody listens at its address any more: a listening socket lives as long as its process.
+middle of a write). Proof is that no process listens at its address any more: a listening socket lives as long as its process.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class ConsumerSockets:
             socket, monitor = self._sockets.pop(peer), self._monitors.pop(peer)
             poller.unregister(socket)
             poller.unregister(monitor)
-            # The monitor stays open until nobody sends to it: ZMQ's own thread would wait for ever, holding a lock.
+            # The monitor stays open until its socket does not send to it: ZMQ's own thread would wait for ever, holding a lock.
             socket.disable_monitor()
             monitor.close()
             socket.close(linger=_LINGER_MS)
@@ -135,7 +135,7 @@ class ConsumerSockets:
             self.unsent += 1
 
     def find_dead(self) -> list[WorkerId]:
-        """Of those whose connection broke, or was never made, the ones at whose address nobody listens: they are dead."""
+        """Of those whose connection broke, or was never made, the ones at whose address no process listens: they are dead."""
         self._watch()
         for peer in self._disconnected - set(self._probes):
             self._probes[peer] = Probe(self._addresses[peer])

@@ -2,7 +2,7 @@
 
 It sleeps in a ZMQ poll and is woken by messages, by commands of the engine's thread, and by the clock. Transfer engines have
 no way to wake anybody, so while moves are under way it looks at them every fraction of a millisecond, less often the longer
-nothing happens. An exception ends the thread: `ended` then says why, whoever owns the loop fails what is open, and then itself:
+nothing happens. An exception ends the thread: `ended` then says why, the owner of the loop fails what is open, and then itself:
 a worker that cannot hand over any more had better be replaced.
 """
 
@@ -31,7 +31,7 @@ def clock() -> float:
 
 
 class ThreadFailedError(Exception):
-    """The transfer thread ended, though nobody closed it."""
+    """The transfer thread ended, though it was not closed."""
 
 
 class Turns(Protocol):
@@ -120,7 +120,7 @@ class Loop:
         reason = "the worker closes"
         try:
             self._turns.begin(poller)
-        except Exception as error:  # noqa: BLE001  whatever it is, the constructor raises it
+        except Exception as error:  # noqa: BLE001  the constructor raises it
             self._failure = error
             self.ended = str(error)
             return
@@ -128,7 +128,7 @@ class Loop:
             self._begun.set()
         try:
             self._run(poller)
-        except Exception as error:  # nobody may wait for ever because of a fault here
+        except Exception as error:  # no request may wait for ever because of a fault here
             reason = f"the transfer thread failed: {type(error).__name__}: {error}"
             log.exception("transfer thread failed")
             self.failed = True
@@ -153,7 +153,7 @@ class Loop:
     def _sleep(self, poller: zmq.Poller, within_s: float) -> None:
         self._asleep = True
         try:
-            # Whoever came before `_asleep` was set did not wake us, so look once more.
+            # What came before `_asleep` was set did not wake us, so look once more.
             if not self._commands and not self._stopping:
                 poller.poll(max(1, int(within_s * 1000)) if within_s > 0 else 0)
         finally:

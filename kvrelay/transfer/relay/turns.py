@@ -11,8 +11,9 @@ their memory any more; so it stays open if a transport does not close.
 
 from __future__ import annotations
 
+import abc
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Generic, Protocol, TypeVar
 
 import zmq
@@ -46,7 +47,7 @@ class Watch(Protocol):
         """The longest pause until the next look."""
 
 
-class _Turns(Generic[M, L, N]):
+class _Turns(abc.ABC, Generic[M, L, N]):
     """What both halves of the thread do."""
 
     machine: M
@@ -93,14 +94,14 @@ class _Turns(Generic[M, L, N]):
                 self._news.append(news)
             self._parts.on_news()
 
-    def begin(self, poller: zmq.Poller) -> None:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def begin(self, poller: zmq.Poller) -> None: ...
 
-    def turn(self) -> float:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def turn(self) -> float: ...
 
-    def finish(self, reason: str) -> None:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def finish(self, reason: str) -> None: ...
 
 
 class ProducerTurns(_Turns[ProducerMachine[Any, L, N], L, N]):
@@ -173,7 +174,7 @@ class ConsumerTurns(_Turns[ConsumerMachine[Any, L, N], L, N]):
             except ProtocolError as error:
                 self.machine.on_malformed(peer, error)
         for peer in self.dealers.find_dead():
-            self.machine.peer_died(peer, "nobody listens at its address any more")
+            self.machine.peer_died(peer, "no process listens at its address any more")
         self._poll_engines()
         now = clock()  # after the copies: leases are judged by it
         self.machine.tick(now)
@@ -205,5 +206,35 @@ class ConsumerTurns(_Turns[ConsumerMachine[Any, L, N], L, N]):
                 self.dealers.close(self._poller)
 
 
-def peer_lost(turns: ProducerTurns[Any, Any] | ConsumerTurns[Any, Any], worker_id: WorkerId) -> None:
-    turns.loop.call(lambda: turns.machine.peer_lost(worker_id, "a router considers it gone"))
+TU = TypeVar("TU", bound=ProducerTurns[Any, Any] | ConsumerTurns[Any, Any])
+
+
+class Front(Generic[TU]):
+    """One half of a relay as its owner's thread sees it. What it expects is in `_open` until the owner has been told its end,
+    so that it is told one even if the transfer thread dies."""
+
+    _open: Collection[Any]
+
+    def __init__(self, turns: TU) -> None:
+        """Raises what `begin` raises."""
+        self._turns = turns
+        self._loop = turns.loop
+        self._loop.start()
+
+    def peer_lost(self, worker_id: WorkerId) -> None:
+        self._loop.call(lambda: self._turns.machine.peer_lost(worker_id, "a router considers it gone"))
+
+    @property
+    def has_news(self) -> bool:
+        return self._turns.has_news or self._loop.has_ended or bool(self._loop.ended and self._open)
+
+    @property
+    def num_links(self) -> int:
+        return self._turns.machine.num_links
+
+    @property
+    def num_live(self) -> int:
+        return self._turns.machine.table.num_live
+
+    def close(self) -> None:
+        self._loop.close()
