@@ -91,6 +91,14 @@ class RoundState(enum.StrEnum):
     COMPLETE = "complete"  # the consumer has everything
 
 
+class LinkState(enum.StrEnum):
+    """Of a consumer's connection to a producer."""
+
+    HELLO = "hello"  # hello was said, or will be
+    MAPPING = "mapping"  # the producer has let us in; it was told where our memory is
+    READY = "ready"  # both know the other's memory: messages about transfers may be sent
+
+
 class PeerAccess(enum.StrEnum):
     """Whether a peer may touch this side's blocks of a transfer: read a producer's, write a consumer's."""
 
@@ -219,6 +227,12 @@ ROUND_EDGES: Mapping[RoundState, frozenset[RoundState]] = {
     RoundState.COMPLETE: frozenset(),
 }
 
+LINK_EDGES: Mapping[LinkState, frozenset[LinkState]] = {
+    LinkState.HELLO: frozenset({LinkState.MAPPING}),
+    LinkState.MAPPING: frozenset({LinkState.READY, LinkState.HELLO}),
+    LinkState.READY: frozenset({LinkState.HELLO}),
+}
+
 PEER_ACCESS_EDGES: Mapping[PeerAccess, frozenset[PeerAccess]] = {
     PeerAccess.NONE: frozenset({PeerAccess.GRANTED}),
     PeerAccess.GRANTED: frozenset({PeerAccess.NONE}),
@@ -265,6 +279,7 @@ S = TypeVar(
     ConsumerState,
     EmbeddingState,
     RoundState,
+    LinkState,
     PeerAccess,
     PeerEnd,
     WorkerState,

@@ -184,7 +184,7 @@ class ToyReceiving(ReceivingTransfer[ToyState, Notes, list[tuple[TransferId, str
     def __init__(self, transfer_id: TransferId, link: ProducerLink[Notes], block: int, desk: ToyDesk, now: float) -> None:
         super().__init__(transfer_id, transfer_id, link, ToyState.OPEN, desk, now)
         self.block = block
-        self.asked_at = now
+        self.asked_at = now  # at the earliest: an answer may be to the first of several questions
         self.source: int | None = None  # where to copy from
         self.is_copied = False
 
@@ -204,7 +204,6 @@ class ToyReceiving(ReceivingTransfer[ToyState, Notes, list[tuple[TransferId, str
         if self.source is None:
             if not self.link.consumer_moves:
                 self._ending.grant()
-            self.asked_at = now
             self._send(Want(transfer_id=self.transfer_id, block=self.block))
 
     def _repair(self, theirs: Any, now: float) -> None: ...

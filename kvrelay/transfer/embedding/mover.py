@@ -33,11 +33,12 @@ from kvrelay.transfer.embedding.pool import Embedding, EmbeddingPool, PoolCounts
 from kvrelay.transfer.embedding.receiving import EmbeddingReceiving
 from kvrelay.transfer.embedding.room import EmbeddingSettings, Rooms
 from kvrelay.transfer.embedding.sending import EmbeddingSending
-from kvrelay.transfer.engines.base import TransferEngine, TransferError
+from kvrelay.transfer.engines.base import TransferEngine
 from kvrelay.transfer.region import Region
 from kvrelay.transfer.relay.consumer import ConsumerMachine
 from kvrelay.transfer.relay.desk import RelayCounts
 from kvrelay.transfer.relay.kind import FAILED
+from kvrelay.transfer.relay.link import ProducerLink
 from kvrelay.transfer.relay.parts import RelayParts
 from kvrelay.transfer.relay.producer import ProducerMachine
 from kvrelay.transfer.relay.thread import clock
@@ -106,15 +107,12 @@ def expect_receiving(
     machine: ReceivingMachine, rooms: Rooms, transfer_id: TransferId, producer: WorkerId, address: str, num: int, now: float
 ) -> None:
     """An embedding comes from there. `num` consumers get it, this one included."""
-    end = machine.ended_before(transfer_id, producer)
-    try:
-        if end is not None:
-            raise TransferError(end.reason or "its transfer id was used before")
-        link = machine.link_to(producer, address, now)
-    except TransferError as error:
-        machine.desk.news.append(EmbeddingArrival(transfer_id=transfer_id, error=str(error)))
-    else:
-        machine.add(EmbeddingReceiving(transfer_id, link, rooms, machine.desk, num, now), now)
+
+    def make(link: ProducerLink[EmbeddingLayout]) -> EmbeddingReceiving:
+        return EmbeddingReceiving(transfer_id, link, rooms, machine.desk, num, now)
+
+    if reason := machine.expect(transfer_id, producer, address, make, now):
+        machine.desk.news.append(EmbeddingArrival(transfer_id=transfer_id, error=reason))
 
 
 class EmbeddingProducer(Front[ProducerTurns[EmbeddingLayout, list[EmbeddingSent]]]):

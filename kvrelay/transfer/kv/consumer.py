@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from kvrelay.engine.movers import Arrival, ConsumerNews
 from kvrelay.ids import RequestId
-from kvrelay.transfer.engines.base import TransferError
 from kvrelay.transfer.kv.counts import mapping_counts, transfer_counts
 from kvrelay.transfer.kv.kind import KV
 from kvrelay.transfer.kv.layout import KVLayout
@@ -24,15 +23,9 @@ ReceivingMachine = ConsumerMachine[Receiving, KVLayout, ConsumerNews]
 
 
 def expect(machine: ReceivingMachine, meta: TransferMeta, address: str, now: float) -> None:
-    end = machine.ended_before(meta.transfer_id, meta.peer)
-    try:
-        if end is not None:
-            raise TransferError(end.reason or "its transfer id was used before")
-        link = machine.link_to(meta.peer, address, now)
-    except TransferError as error:
-        machine.desk.news.arrived.append(Arrival(meta.request_id, [], error=str(error)))
-    else:
-        machine.add(Receiving(meta, link, machine.desk, now), now)
+    reason = machine.expect(meta.transfer_id, meta.peer, address, lambda link: Receiving(meta, link, machine.desk, now), now)
+    if reason:
+        machine.desk.news.arrived.append(Arrival(meta.request_id, [], error=reason))
 
 
 def reserve(machine: ReceivingMachine, request_id: RequestId, blocks: tuple[int, ...], skip_tokens: int, now: float) -> None:

@@ -6,11 +6,13 @@ where), and one that no transfer needs any more is closed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeVar, assert_never
 
 from kvrelay.errors import VersionMismatchError
-from kvrelay.ids import WorkerId
+from kvrelay.ids import TransferId, WorkerId
 from kvrelay.log import Log
+from kvrelay.states import LinkState
 from kvrelay.transfer.engines.base import TransferError
 from kvrelay.transfer.relay.desk import Desk
 from kvrelay.transfer.relay.kind import FAILED, Layout
@@ -63,6 +65,19 @@ class ConsumerMachine(Machine[T, L, N]):
         link.beat_at = min(link.beat_at, now + self._settings.beat_s)
         return link
 
+    def expect(
+        self, transfer_id: TransferId, peer: WorkerId, address: str, make: Callable[[ProducerLink[L]], T], now: float
+    ) -> str:
+        """A transfer that comes from there. Returns why it cannot; empty if it can."""
+        end = self.ended_before(transfer_id, peer)
+        if end is not None:
+            return end.reason or "its transfer id was used before"
+        try:
+            self.add(make(self.link_to(peer, address, now)), now)
+        except TransferError as error:
+            return str(error)
+        return ""
+
     def _drop_link(self, link: ProducerLink[L]) -> None:
         del self._links[link.peer]
         if link.engine is not None:
@@ -96,14 +111,14 @@ class ConsumerMachine(Machine[T, L, N]):
             return
         if welcome.worker_id != link.peer:
             self.peer_died(link.peer, f"it was replaced: {welcome.worker_id} answers at its address")
-        elif not link.welcomed:
-            link.welcomed = True
+        elif link.state is LinkState.HELLO:
+            link.advance(LinkState.MAPPING)
             link.hello_at = now + self._settings.hello_retry_s
             self.desk.send(link.peer, self.desk.local.map())
 
     def _on_refused(self, link: ProducerLink[L], refused: Refused, now: float) -> None:
         match refused.about:
-            case "sender" if link.ready or link.welcomed:
+            case "sender" if link.state is not LinkState.HELLO:
                 log.info("connection is opened again", peer=link.peer, reason=refused.reason)
                 link.reopen(now, self._settings.hello_retry_s)
             case "opening" if not link.ready:
@@ -122,7 +137,7 @@ class ConsumerMachine(Machine[T, L, N]):
             self._drop_link(link)
 
     def _on_mapped(self, link: ProducerLink[L], message: Mapped[Any], now: float) -> None:
-        if link.ready or not link.welcomed:
+        if link.state is not LinkState.MAPPING:
             self.counts.duplicates += 1
             return
         try:
@@ -130,7 +145,7 @@ class ConsumerMachine(Machine[T, L, N]):
         except (VersionMismatchError, TransferError) as error:
             self._refused(link, str(error))
             return
-        link.ready = True
+        link.advance(LinkState.READY)
         self._beat(link, now)
 
     def _on_heartbeat_ack(self, link: ProducerLink[L], ack: HeartbeatAck[Any], now: float) -> None:
@@ -155,7 +170,8 @@ class ConsumerMachine(Machine[T, L, N]):
         for link in list(self._links.values()):
             if not link.ready and now >= link.hello_at:
                 link.hello_at = now + self._settings.hello_retry_s
-                self.desk.send(link.peer, self.desk.local.map() if link.welcomed else self.desk.local.hello())
+                local, is_mapping = self.desk.local, link.state is LinkState.MAPPING
+                self.desk.send(link.peer, local.map() if is_mapping else local.hello())
             elif link.ready and now >= link.beat_at:
                 self._beat(link, now)
             self._check_silence(link, now)

@@ -15,6 +15,7 @@ import msgspec
 
 from kvrelay.errors import VersionMismatchError
 from kvrelay.ids import TransferId, WorkerId
+from kvrelay.states import LINK_EDGES, LinkState, advance
 from kvrelay.transfer.engines.base import Mover, TransferEngine, TransferError
 from kvrelay.transfer.engines.choose import pick
 from kvrelay.transfer.relay.kind import Kind, Layout
@@ -107,14 +108,21 @@ class ProducerLink(Link[L]):
     """A consumer's view of one producer: the opening, the heartbeats, and ends that the producer has not confirmed."""
 
     address: str = ""
-    welcomed: bool = False
-    ready: bool = False  # messages about transfers may be sent
+    state: LinkState = LinkState.HELLO
     opening_since: float = 0.0
     hello_at: float = 0.0
     beat_at: float = 0.0
     used_at: float = 0.0
     beats: Beats = field(default_factory=Beats)
     unconfirmed: dict[TransferId, Any] = field(default_factory=dict)  # the state in which each ended
+
+    @property
+    def ready(self) -> bool:
+        """Messages about transfers may be sent."""
+        return self.state is LinkState.READY
+
+    def advance(self, following: LinkState) -> None:
+        self.state = advance(LINK_EDGES, self.state, following)
 
     def silent_since(self) -> float:
         """An opening that makes no progress is as good as silence, whatever else the producer says."""
@@ -124,7 +132,7 @@ class ProducerLink(Link[L]):
         """The producer does not know us any more. What is mapped stays until it is mapped anew."""
         if self.ready:
             self.opening_since = now
-        self.ready = self.welcomed = False
+        self.advance(LinkState.HELLO)
         self.hello_at = now + retry_s
 
 
