@@ -81,6 +81,14 @@ class StepPlan:
         return sum(row.count for row in self.rows)
 
 
+@dataclass(frozen=True, slots=True)
+class RowFailure:
+    """Why one sequence could not go on. `param` names the client's field that is wrong; None: the computation went wrong."""
+
+    message: str
+    param: str | None = None
+
+
 @dataclass(slots=True)
 class RowResult:
     """Answer to one row: `tokens` has `row.samples` entries; `logprobs` as many, when asked for.
@@ -92,7 +100,7 @@ class RowResult:
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     candidates: list[Logprob] | None = None  # in falling order; of equal ones the lower token id comes first
-    failure: str | None = None
+    failure: RowFailure | None = None
 
 
 @dataclass(slots=True)
@@ -116,7 +124,7 @@ class Runner(Protocol):
     def begin_copies(self, saves: List[tuple[int, int]], loads: List[tuple[int, int]]) -> int:
         """Starts to copy whole blocks: `saves` are (block, host block), `loads` (host block, block). Returns a ticket at once.
 
-        The copy sees what plans collected before have computed. It runs beside later plans, so nobody may write what it reads,
+        The copy sees what plans collected before have computed. It runs beside later plans, so nothing may write what it reads,
         or touch what it writes, before it ended."""
 
     def finished_copies(self, wait_s: float = 0.0) -> list[int]:

@@ -35,7 +35,7 @@ from kvrelay.transfer.region import Region, shared_region
 from kvrelay.transfer.relay.link import TransferSettings
 from kvrelay.transfer.relay.parts import RelayParts
 from kvrelay.wire.kv import Layout
-from kvrelay.wire.serving import Failure, Resumed, StepOutputs, Submit, TokenLogprobs, TransferInfo
+from kvrelay.wire.serving import Failure, Resumed, StepOutputs, Submit, TokenLogprobs, TransferInfo, of_kind
 
 PATIENCE_S = 30.0
 PROMPT = [7 * number % 300 + 3 for number in range(37)]
@@ -170,7 +170,7 @@ class Pair:
         said, heard = Seen(), Seen()
         self.step_until(lambda: self._holds_nothing(), said, heard)
         for side in (self.prefill, self.decode):
-            invariants.check_idle(side.engine)
+            invariants.check_idle(side.engine.core)
 
     def _holds_nothing(self) -> bool:
         loads = [side.engine.load() for side in (self.prefill, self.decode)]
@@ -194,7 +194,7 @@ class Seen:
         self.failures: list[Failure] = []
 
     def take(self, step: StepOutputs) -> None:
-        self.failures += step.failures
+        self.failures += of_kind(Failure, step.news)
         for output in step.outputs:
             known = self.tokens.setdefault(output.sample, [])
             assert output.position == len(known)
