@@ -325,7 +325,7 @@ def test_a_peer_of_another_version_model_or_width_is_refused() -> None:
     world.settle()
     refusals = [message.reason for message in world.said if isinstance(message, Refused)]
     assert len(refusals) == 2
-    assert "speaks embedding relay protocol 9, the producer 2" in refusals[0]
+    assert "speaks embedding relay protocol 9, this process embedding relay protocol 2" in refusals[0]
     assert "not the same model" in refusals[1]
     assert prefill.outcomes[world.plans[0].transfer_id] == []
     assert "refused" in other.outcomes[world.plans[1].transfer_id][0]

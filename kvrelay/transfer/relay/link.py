@@ -20,6 +20,7 @@ from kvrelay.transfer.engines.base import Mover, TransferEngine, TransferError
 from kvrelay.transfer.engines.choose import pick
 from kvrelay.transfer.relay.kind import Kind, Layout
 from kvrelay.transfer.relay.leases import Beats
+from kvrelay.wire import check_version
 from kvrelay.wire.relay import EngineInfo, Hello, Map, Mapped, Welcome
 
 
@@ -138,10 +139,7 @@ class ProducerLink(Link[L]):
 
 def check_hello(local: LocalSide[L], peer: WorkerId, hello: Hello) -> None:
     """Raises VersionMismatchError if this producer and that consumer cannot work together."""
-    if hello.version != local.kind.version:
-        raise VersionMismatchError(
-            f"the consumer speaks {local.kind.name} relay protocol {hello.version}, the producer {local.kind.version}"
-        )
+    check_version("the consumer", hello.version, local.kind.version, f"{local.kind.name} relay")
     if hello.worker_id != peer:
         raise VersionMismatchError(f"the connection of {peer} says hello as {hello.worker_id}")
     if hello.fingerprint != local.fingerprint:
@@ -151,10 +149,7 @@ def check_hello(local: LocalSide[L], peer: WorkerId, hello: Hello) -> None:
 
 
 def check_welcome(local: LocalSide[L], welcome: Welcome) -> None:
-    if welcome.version != local.kind.version:
-        raise VersionMismatchError(
-            f"the producer speaks {local.kind.name} relay protocol {welcome.version}, the consumer {local.kind.version}"
-        )
+    check_version("the producer", welcome.version, local.kind.version, f"{local.kind.name} relay")
 
 
 def accept_map(local: LocalSide[L], link: Link[L], message: Map[Any]) -> Mapped[L]:
