@@ -6,7 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.transfer.kv.layout import KVLayout, Placement, move_ranges
+from kvrelay.transfer.blocks import Placement
+from kvrelay.transfer.kv.layout import KVLayout, move_ranges
 
 
 def layout(block_size: int, num_blocks: int) -> KVLayout:

@@ -18,8 +18,9 @@ from typing import Any, assert_never
 
 from kvrelay.ids import TransferId, WorkerId
 from kvrelay.states import EMBEDDING_EDGES, ROUND_EDGES, EmbeddingState, EndedBy, RoundState, advance
+from kvrelay.transfer.blocks import Placement
 from kvrelay.transfer.embedding.kind import EmbeddingSent, SendingDesk
-from kvrelay.transfer.embedding.layout import EmbeddingLayout, TokenPlacement, check_room, embedding_ranges
+from kvrelay.transfer.embedding.layout import EmbeddingLayout, check_room, embedding_ranges
 from kvrelay.transfer.embedding.pool import EmbeddingPool
 from kvrelay.transfer.engines.base import TransferError
 from kvrelay.transfer.relay.ending import Ending, Failure
@@ -239,8 +240,8 @@ class EmbeddingSending(SendingTransfer[EmbeddingState, EmbeddingLayout, list[Emb
             destination.ending.grant()
             self._report(destination, list(self._blocks))
             return []
-        here = TokenPlacement(self._pool.layout, self._blocks)
-        there = TokenPlacement(layout, destination.blocks, destination.first_token)
+        here = Placement(self._pool.layout, self._blocks)
+        there = Placement(layout, destination.blocks, destination.first_token)
         ranges = embedding_ranges(here, there, (destination.first_token, self._stop(destination)))
         try:
             move = (engine.name, engine.write(destination.peer, ranges))

@@ -14,9 +14,10 @@ from typing import Any, assert_never
 
 from kvrelay.engine.movers import Arrival, ConsumerNews
 from kvrelay.states import CONSUMER_EDGES, ConsumerState, EndedBy, ProducerState, advance
+from kvrelay.transfer.blocks import Placement, placed_blocks
 from kvrelay.transfer.engines.base import TransferError
 from kvrelay.transfer.kv.kind import ConsumerDesk
-from kvrelay.transfer.kv.layout import KVLayout, Placement, move_ranges, placed_blocks
+from kvrelay.transfer.kv.layout import KVLayout, move_ranges
 from kvrelay.transfer.kv.plan import Coverage, LayerPlan, Progress, Reservation, TransferMeta
 from kvrelay.transfer.relay.ending import Failure
 from kvrelay.transfer.relay.kind import End, MoveKey
