@@ -24,11 +24,11 @@ from kvrelay.wire.embedding import PoolLayout
 
 def offsets(shape: EmbeddingLayout, block: int, offset: int) -> list[tuple[int, int]]:
     """Where a token's row, fill id and positions are, and their sizes: written out once more."""
-    slot = block * shape.block_size + offset
+    place = block * shape.block_size + offset
     return [
-        (slot * shape.row_bytes, shape.row_bytes),
-        (shape.fill_ids_offset + slot * 4, 4),
-        (shape.positions_offset + slot * 12, 12),
+        (place * shape.row_bytes, shape.row_bytes),
+        (shape.fill_ids_offset + place * 4, 4),
+        (shape.positions_offset + place * 12, 12),
     ]
 
 

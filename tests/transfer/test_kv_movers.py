@@ -194,7 +194,7 @@ def test_a_consumer_that_closes_frees_everything(make: Closing) -> None:
 
 
 @pytest.mark.parametrize("which", ["producer", "consumer"])
-def test_a_fault_in_the_thread_fails_every_transfer_and_hangs_nobody(make: Closing, which: str) -> None:
+def test_a_fault_in_the_thread_fails_every_transfer_and_lets_no_request_hang(make: Closing, which: str) -> None:
     network = MemoryNetwork()
     producer = make.producer(network, settings=FAST)
     consumer = make.consumer(network, settings=FAST)
@@ -227,7 +227,7 @@ def _has_failed(side: Producer | Consumer) -> bool:
     try:
         side.poll()
     except ThreadFailedError:
-        assert side.relay.has_news, "nobody would look"
+        assert side.relay.has_news, "the engine would not look"
         return True
     return False
 

@@ -191,13 +191,11 @@ class EmbeddingReceiving(ReceivingTransfer[EmbeddingState, EmbeddingLayout, list
         there = Placement(layout, self._notice.blocks)
         ranges = embedding_ranges(here, there, (self._first_token, _stop(self._notice)))
         try:
-            move = (engine.name, engine.read(self.link.peer, ranges))
+            move = self._begin(self.link.peer, engine, ranges, writes=False)
         except TransferError as error:
             self._fail(Failure(f"a read could not be started: {error}"))
             return []
         self._advance_round(RoundState.MOVING)
-        self._ending.moves[move] = int(ranges[:, 2].sum())
-        self._desk.counts.num_moves += 1
         return [move]
 
     def moved(self, move: MoveKey, error: str) -> None:

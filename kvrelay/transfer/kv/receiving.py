@@ -226,10 +226,7 @@ class Receiving(ReceivingTransfer[ConsumerState, KVLayout, ConsumerNews]):
         layout, engine = self.link.parts()
         here = Placement(self._desk.layout, self._reservation.blocks, self._reservation.skip_tokens)
         ranges = move_ranges(here, Placement(layout, self._remote_blocks), plan.tokens, plan.layers)
-        move = (engine.name, engine.read(self.meta.peer, ranges))
-        self._ending.moves[move] = int(ranges[:, 2].sum())
-        self._desk.counts.num_moves += 1
-        return move
+        return self._begin(self.meta.peer, engine, ranges, writes=False)
 
     def _everything_read(self) -> bool:
         return self._coverage is not None and self._coverage.complete(self.meta.num_tokens)

@@ -283,10 +283,7 @@ class Sending(SendingTransfer[ProducerState, KVLayout, ProducerNews]):
         here = Placement(self._desk.layout, self._blocks)
         there = Placement(layout, self._reservation.blocks, self._reservation.skip_tokens)
         ranges = move_ranges(here, there, plan.tokens, plan.layers)
-        move = (engine.name, engine.write(self.meta.peer, ranges))
-        self._ending.moves[move] = int(ranges[:, 2].sum())
-        self._desk.counts.num_moves += 1
-        return move
+        return self._begin(self.meta.peer, engine, ranges, writes=True)
 
     def _finish_if_written(self) -> None:
         if self.state is not ProducerState.SENDING or self._ending.moves or self._first_tokens is None:
