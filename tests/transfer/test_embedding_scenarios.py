@@ -136,7 +136,7 @@ def test_an_interrupted_transfer_fails_on_both_sides(mover: Mover) -> None:
 @both_movers
 @pytest.mark.parametrize("kind", [Init, Partial, Resume, Done])
 def test_a_dead_session_fails_on_both_sides(mover: Mover, kind: type[Message]) -> None:
-    """Nobody hears the other any more, from this message on."""
+    """Neither side hears the other any more, from this message on."""
     pair = Pair(EmbeddingWorld(mover), 2000)
     pair.world.deliver_until(kind)
     for _ in range(100):
