@@ -36,7 +36,7 @@ def layout(block_size: int, num_blocks: int) -> EmbeddingLayout:
 
 
 class PoisonedPool(EmbeddingPool):
-    """Fills what is given back with poison, and knows when somebody writes there."""
+    """Fills what is given back with poison, and knows when anything is written there."""
 
     def __init__(self, shape: EmbeddingLayout) -> None:
         super().__init__(shape, shared_region(shape.size_bytes))

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
+from memory_faults import Fate, FaultyEngine
 
 from kvrelay.engine.movers import Arrival
 from kvrelay.ids import RequestId, new_transfer_id, new_worker_id
 from kvrelay.transfer.engines.base import Mover, TransferEngine
-from kvrelay.transfer.engines.memory import FaultPolicy, MemoryEngine, MemoryNetwork
+from kvrelay.transfer.engines.memory import MemoryNetwork
 from kvrelay.transfer.kv.consumer import RelayConsumer
 from kvrelay.transfer.kv.layout import KVLayout
 from kvrelay.transfer.kv.producer import RelayProducer
@@ -40,7 +41,7 @@ class Side:
         *,
         layout: KVLayout = TINY,
         mover: Mover = Mover.PRODUCER,
-        faults: FaultPolicy | None = None,
+        faults: Iterable[Fate] = (),
         fingerprint: str = "tiny/float32",
         settings: TransferSettings | None = None,
         engines: Sequence[TransferEngine] | None = None,
@@ -57,7 +58,7 @@ class Side:
             worker_id=self.id,
             layout=layout,
             region=self.region,
-            engines=engines or [MemoryEngine(self.id, self.network, mover=mover, faults=faults)],
+            engines=engines or [FaultyEngine(self.id, self.network, mover=mover, faults=faults)],
             fingerprint=fingerprint,
             host="here",
             settings=settings or TransferSettings(),

@@ -136,7 +136,7 @@ def test_an_interrupted_transfer_fails_on_both_sides(mover: Mover) -> None:
 @both_movers
 @pytest.mark.parametrize("kind", [Init, Partial, Resume, Done])
 def test_a_dead_session_fails_on_both_sides(mover: Mover, kind: type[Message]) -> None:
-    """Nobody hears the other any more, from this message on."""
+    """Neither side hears the other any more, from this message on."""
     pair = Pair(EmbeddingWorld(mover), 2000)
     pair.world.deliver_until(kind)
     for _ in range(100):
@@ -146,7 +146,7 @@ def test_a_dead_session_fails_on_both_sides(mover: Mover, kind: type[Message]) -
             side.engine.advance()
     assert pair.prefill.outcomes[pair.plan.transfer_id] == ["the producer has not answered for 30 s"]
     counts = pair.prefill.pool.counts()
-    assert (counts.quarantined > 0) == (mover is Mover.PRODUCER), "time is no proof that nobody writes"
+    assert (counts.quarantined > 0) == (mover is Mover.PRODUCER), "time is no proof that the producer does not write"
     assert counts.held == 0
     pair.world.run(10)  # the network is back
     pair.world.check_idle()
@@ -445,7 +445,7 @@ def test_a_destination_that_fails_ends_the_transfer_for_those_that_are_not_done(
 
 
 @both_movers
-def test_whoever_finds_the_pool_full_waits_for_its_turn(mover: Mover) -> None:
+def test_a_transfer_that_finds_the_pool_full_waits_for_its_turn(mover: Mover) -> None:
     pair = Pair(EmbeddingWorld(mover, pool_tokens=(16384, 1024)), 1000)
     pair.world.releases_at_once = False
     second, third = pair.another(800), pair.another(100)
@@ -614,7 +614,7 @@ def test_a_worker_that_only_seems_lost_keeps_its_blocks_until_it_lets_go(mover: 
     pair.check_failed("lost")
 
 
-def test_a_transfer_that_nobody_offers_or_knows_ends() -> None:
+def test_a_transfer_that_is_never_offered_or_known_ends() -> None:
     world = EmbeddingWorld()
     encoder, prefill = world.add_producer(), world.add_consumer()
     plan = world.plan(encoder, prefill, num_tokens=5)

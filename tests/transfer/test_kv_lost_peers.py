@@ -1,5 +1,5 @@
 """Peers that a router takes for gone. That is no proof: each of them is stopped, not dead, and wakes up in the middle of what
-it was doing. Transfers fail at once; nobody's reused block is touched."""
+it was doing. Transfers fail at once; no block that is in use again is touched."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def test_an_id_of_the_wrong_kind_is_answered_naming_both(raw: Callable[[str], Ra
     assert "which is RequestId" in answer.reason
 
 
-def test_whoever_has_not_said_hello_is_told_to(raw: Callable[[str], RawConsumer]) -> None:
+def test_a_consumer_that_has_not_said_hello_is_told_to(raw: Callable[[str], RawConsumer]) -> None:
     consumer = raw(new_worker_id("decode"))
     for message in (
         Heartbeat(number=1, transfers=[]),
@@ -148,7 +148,7 @@ def test_a_layout_that_does_not_fit_is_refused_naming_the_field(
 
 
 def test_a_stranger_without_a_worker_id_is_counted(producer: Producer, raw: Callable[[str], RawConsumer]) -> None:
-    raw("somebody").socket.send(hello(new_worker_id("decode")))
+    raw("stranger").socket.send(hello(new_worker_id("decode")))
     wait_for(lambda: producer.relay._turns.socket.strangers == 1)
 
 

@@ -22,9 +22,10 @@ from kvrelay.bench.harness.child import commands, say
 from kvrelay.bench.relay.raw import RawMover, open_raw
 from kvrelay.errors import BenchError
 from kvrelay.ids import WorkerId
+from kvrelay.transfer.blocks import Placement
 from kvrelay.transfer.engines.base import MoveId, Ranges, TransferError
 from kvrelay.transfer.engines.choose import make_engine
-from kvrelay.transfer.kv.layout import KVLayout, Placement, kv_layout, move_ranges
+from kvrelay.transfer.kv.layout import KVLayout, kv_layout, move_ranges
 from kvrelay.transfer.region import shared_region
 from kvrelay.wire.kv import Layout
 

@@ -14,12 +14,10 @@ be equal.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
+from kvrelay.transfer.blocks import Placement, mismatch, placed_blocks, runs
 from kvrelay.transfer.engines.base import Ranges, TransferError, coalesce
 from kvrelay.wire.embedding import Init, PoolLayout, Resume
 
@@ -70,11 +68,7 @@ class EmbeddingLayout(PoolLayout, frozen=True, kw_only=True):
 
     def mismatch(self, other: EmbeddingLayout) -> str:
         """Why embeddings cannot move between the two; empty if they can. The size of pools and blocks may differ."""
-        mine, theirs = msgspec.structs.asdict(self), msgspec.structs.asdict(other)
-        for name in ("hidden", "deepstack", "dtype", "item_bytes", "aux_items"):
-            if mine[name] != theirs[name]:
-                return f"{name} is {mine[name]} here and {theirs[name]} there"
-        return ""
+        return mismatch(self, other, ("hidden", "deepstack", "dtype", "item_bytes", "aux_items"))
 
 
 def embedding_layout(layout: PoolLayout) -> EmbeddingLayout:
@@ -88,22 +82,11 @@ def embedding_layout(layout: PoolLayout) -> EmbeddingLayout:
     return EmbeddingLayout(**named)
 
 
-class TokenPlacement(msgspec.Struct, frozen=True):
-    """Where some tokens of an embedding are: `blocks` hold the tokens from `first_token` on, which begins a block."""
-
-    layout: EmbeddingLayout
-    blocks: Sequence[int]
-    first_token: int = 0
-
-
-def embedding_ranges(local: TokenPlacement, remote: TokenPlacement, tokens: tuple[int, int]) -> Ranges:
+def embedding_ranges(local: Placement[EmbeddingLayout], remote: Placement[EmbeddingLayout], tokens: tuple[int, int]) -> Ranges:
     """The bytes of tokens [start, stop) in all planes, contiguous neighbours joined; with token 0 also the aux data."""
-    start, stop = tokens
-    if start >= stop:
+    if tokens[0] >= tokens[1]:
         return np.empty((0, 3), dtype=np.int64)
-    edges = np.unique(np.concatenate([_edges(local, start, stop), _edges(remote, start, stop)]))
-    here, there = _slots(local, edges[:-1]), _slots(remote, edges[:-1])
-    counts = np.diff(edges)
+    here, there, counts = runs(local, remote, tokens)
     mine, theirs = local.layout, remote.layout
     planes = [
         (0, 0, mine.row_bytes),
@@ -114,7 +97,7 @@ def embedding_ranges(local: TokenPlacement, remote: TokenPlacement, tokens: tupl
         np.column_stack((base_here + here * size, base_there + there * size, counts * size))
         for base_here, base_there, size in planes
     ]
-    if start == 0:
+    if tokens[0] == 0:
         aux = (mine.aux_offset + local.blocks[0] * mine.aux_bytes, theirs.aux_offset + remote.blocks[0] * theirs.aux_bytes)
         parts.append(np.array([[*aux, mine.aux_bytes]], dtype=np.int64))
     return coalesce(np.concatenate(parts).astype(np.int64))
@@ -127,34 +110,9 @@ def check_room(layout: EmbeddingLayout, message: Init | Resume) -> tuple[int, ..
         raise TransferError(f"blocks of {size} tokens, but the pool that was mapped has blocks of {layout.block_size}")
     if tokens < 1 or len(blocks) != layout.blocks_for(tokens):
         raise TransferError(f"{len(blocks)} blocks of {size} tokens for {tokens} allocated tokens")
-    if min(blocks) < 0 or max(blocks) >= layout.num_blocks:
-        raise TransferError(f"block ids {min(blocks)} to {max(blocks)} where there are {layout.num_blocks} blocks")
     if len(set(blocks)) != len(blocks):
         raise TransferError("a block is named twice")
-    return tuple(blocks)
-
-
-def check_source(layout: EmbeddingLayout, blocks: Sequence[int], num_tokens: int) -> tuple[int, ...]:
-    """The blocks that a producer named, checked: they exist and hold so many tokens. Raises TransferError."""
-    if len(blocks) < layout.blocks_for(num_tokens):
-        raise TransferError(f"{len(blocks)} blocks of {layout.block_size} tokens cannot hold {num_tokens} tokens")
-    if blocks and not (min(blocks) >= 0 and max(blocks) < layout.num_blocks):
-        raise TransferError(f"block ids {min(blocks)} to {max(blocks)} where there are {layout.num_blocks} blocks")
-    return tuple(blocks)
-
-
-def _edges(placement: TokenPlacement, start: int, stop: int) -> npt.NDArray[np.int64]:
-    """Start, every edge of this side's blocks in between, stop."""
-    size, first = placement.layout.block_size, placement.first_token
-    inner = np.arange(first + -(-(start - first) // size) * size, stop, size, dtype=np.int64)
-    return np.concatenate(([start], inner, [stop])).astype(np.int64)
-
-
-def _slots(placement: TokenPlacement, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """The number of each token's place, counted through all blocks of the pool."""
-    index, offset = np.divmod(tokens - placement.first_token, placement.layout.block_size)
-    slots: npt.NDArray[np.int64] = np.asarray(placement.blocks, dtype=np.int64)[index] * placement.layout.block_size + offset
-    return slots
+    return placed_blocks(blocks, layout, tokens)
 
 
 def _aligned(size_bytes: int) -> int:

@@ -130,7 +130,7 @@ class EmbeddingProducer(Front[ProducerTurns[EmbeddingLayout, list[EmbeddingSent]
         as_transfer_id(transfer_id)
         named = [as_worker_id(consumer) for consumer in consumers]
         self._open.add(transfer_id)
-        self._loop.call(lambda: expect_sending(self._turns.machine, self._pool, transfer_id, named, clock()))
+        self._turns.call(lambda: expect_sending(self._turns.machine, self._pool, transfer_id, named, clock()))
 
     def offer(self, transfer_id: TransferId, embedding: Embedding) -> bool:
         """Whether there was room for it. Raises EmbeddingTooLargeError."""
@@ -147,24 +147,24 @@ class EmbeddingProducer(Front[ProducerTurns[EmbeddingLayout, list[EmbeddingSent]
         except BaseException:  # a writer that fails has not offered anything
             self._pool.give_back(blocks)
             raise
-        if self._loop.ended:
+        if self._turns.ended:
             self._pool.give_back(blocks)
-        self._loop.call(lambda: offer(self._turns.machine, self._pool, transfer_id, blocks, total_tokens, clock()))
+        self._turns.call(lambda: offer(self._turns.machine, self._pool, transfer_id, blocks, total_tokens, clock()))
         return True
 
     def abort(self, transfer_id: TransferId) -> None:
         self._open.discard(transfer_id)
-        self._loop.call(lambda: self._turns.machine.tell(transfer_id, EmbeddingSending.abort))
+        self._turns.call(lambda: self._turns.machine.tell(transfer_id, EmbeddingSending.abort))
 
     def poll(self) -> list[EmbeddingSent]:
-        ended = self._loop.ended  # read first: what the thread said before its end must not be missed
+        ended = self._turns.ended  # read first: what the thread said before its end must not be missed
         told = [sent for news in self._turns.take_news() for sent in news if sent.transfer_id in self._open]
         self._open.difference_update(sent.transfer_id for sent in told)
         if ended:
             told += [EmbeddingSent(transfer_id, ended) for transfer_id in self._open]
             self._open.clear()
         if not told:
-            self._loop.raise_failure()
+            self._turns.raise_failure()
         return told
 
     def counts(self) -> RelayCounts:
@@ -193,7 +193,7 @@ class EmbeddingConsumer(Front[ConsumerTurns[EmbeddingLayout, list[EmbeddingArriv
     def _expect(self, transfer_id: TransferId, producer: WorkerId, address: str, num: int) -> None:
         as_transfer_id(transfer_id)
         as_worker_id(producer)
-        self._loop.call(
+        self._turns.call(
             lambda: expect_receiving(self._turns.machine, self._rooms, transfer_id, producer, address, num, clock())
         )
 
@@ -210,15 +210,15 @@ class EmbeddingConsumer(Front[ConsumerTurns[EmbeddingLayout, list[EmbeddingArriv
         """At any time, also instead of `release`. Nothing more is told of it."""
         self._open.discard(transfer_id)
         self.release(transfer_id)
-        self._loop.call(lambda: self._turns.machine.tell(transfer_id, EmbeddingReceiving.abort))
+        self._turns.call(lambda: self._turns.machine.tell(transfer_id, EmbeddingReceiving.abort))
 
     def _give_back(self, blocks: tuple[int, ...]) -> None:
         if blocks:
             self._pool.give_back(blocks)
-            self._loop.call(lambda: None)  # a turn, for those that wait for room
+            self._turns.call(lambda: None)  # a turn, for those that wait for room
 
     def poll(self) -> list[EmbeddingArrival]:
-        ended = self._loop.ended  # read first: what the thread said before its end must not be missed
+        ended = self._turns.ended  # read first: what the thread said before its end must not be missed
         wanted: list[EmbeddingArrival] = []
         for arrival in (arrival for news in self._turns.take_news() for arrival in news):
             if arrival.transfer_id not in self._open:  # an abort crossed it
@@ -233,7 +233,7 @@ class EmbeddingConsumer(Front[ConsumerTurns[EmbeddingLayout, list[EmbeddingArriv
             wanted += [EmbeddingArrival(transfer_id=transfer_id, error=ended) for transfer_id in self._open]
             self._open.clear()
         if not wanted:
-            self._loop.raise_failure()
+            self._turns.raise_failure()
         return wanted
 
     def counts(self) -> RelayCounts:

@@ -141,14 +141,14 @@ class EmbeddingPool:
     def store(self, blocks: Sequence[int], embedding: Embedding) -> None:
         assert embedding.positions.shape == (embedding.num_tokens, 3)
         assert callable(embedding.rows) or embedding.rows.shape == (embedding.num_tokens, self.layout.row_bytes)
-        for start, slots in self._runs(blocks, embedding.num_tokens):
-            stop = start + slots.stop - slots.start
+        for start, places in self._runs(blocks, embedding.num_tokens):
+            stop = start + places.stop - places.start
             if callable(embedding.rows):
-                embedding.rows(start, self._rows[slots])
+                embedding.rows(start, self._rows[places])
             else:
-                self._rows[slots] = embedding.rows[start:stop]
-            self._fill_ids[slots] = embedding.fill_ids[start:stop]
-            self._positions[slots] = embedding.positions[start:stop]
+                self._rows[places] = embedding.rows[start:stop]
+            self._fill_ids[places] = embedding.fill_ids[start:stop]
+            self._positions[places] = embedding.positions[start:stop]
         aux = self._aux[blocks[0]]
         aux[:] = 0
         aux[0] = embedding.num_tokens
@@ -157,8 +157,8 @@ class EmbeddingPool:
     def pieces(self, blocks: Sequence[int], first_token: int, num_tokens: int) -> list[Piece]:
         """Views of the tokens that the blocks hold from `first_token` on, one for each run of blocks side by side."""
         return [
-            Piece(first_token + start, self._rows[slots], self._fill_ids[slots], self._positions[slots])
-            for start, slots in self._runs(blocks, num_tokens)
+            Piece(first_token + start, self._rows[places], self._fill_ids[places], self._positions[places])
+            for start, places in self._runs(blocks, num_tokens)
         ]
 
     def aux(self, block: int) -> tuple[int, ...]:
@@ -173,8 +173,8 @@ class EmbeddingPool:
                 return
             start = int(run[0]) * size
             stop = min(num_tokens, (int(run[-1]) + 1) * size)
-            slot = int(numbers[run[0]]) * size
-            yield start, slice(slot, slot + stop - start)
+            place = int(numbers[run[0]]) * size
+            yield start, slice(place, place + stop - start)
 
 
 def _first_run(free: npt.NDArray[np.intp], count: int) -> int | None:

@@ -23,9 +23,10 @@ from typing import Any
 
 from kvrelay.ids import TransferId
 from kvrelay.states import EMBEDDING_EDGES, ROUND_EDGES, EmbeddingState, EndedBy, RoundState, advance
+from kvrelay.transfer.blocks import Placement, placed_blocks
 from kvrelay.transfer.embedding.arrival import EmbeddingArrival, Round
 from kvrelay.transfer.embedding.kind import ReceivingDesk
-from kvrelay.transfer.embedding.layout import EmbeddingLayout, TokenPlacement, check_source, embedding_ranges
+from kvrelay.transfer.embedding.layout import EmbeddingLayout, embedding_ranges
 from kvrelay.transfer.embedding.pool import Piece
 from kvrelay.transfer.embedding.room import NoRoomError, Room, Rooms
 from kvrelay.transfer.engines.base import TransferError
@@ -137,7 +138,7 @@ class EmbeddingReceiving(ReceivingTransfer[EmbeddingState, EmbeddingLayout, list
         self._check(message)
         layout, _ = self.link.parts()
         if self.link.consumer_moves:
-            check_source(layout, message.blocks, _stop(message))
+            placed_blocks(message.blocks, layout, _stop(message))
         self._notice, self._total_tokens = message, message.total_tokens
         self._advance_round(RoundState.ANNOUNCED)
         self._answers.known(self._asked_at)
@@ -186,17 +187,15 @@ class EmbeddingReceiving(ReceivingTransfer[EmbeddingState, EmbeddingLayout, list
         assert self._notice is not None
         assert self._room is not None
         layout, engine = self.link.parts()
-        here = TokenPlacement(self._pool.layout, self._room.blocks, self._first_token)
-        there = TokenPlacement(layout, self._notice.blocks)
+        here = Placement(self._pool.layout, self._room.blocks, self._first_token)
+        there = Placement(layout, self._notice.blocks)
         ranges = embedding_ranges(here, there, (self._first_token, _stop(self._notice)))
         try:
-            move = (engine.name, engine.read(self.link.peer, ranges))
+            move = self._begin(self.link.peer, engine, ranges, writes=False)
         except TransferError as error:
             self._fail(Failure(f"a read could not be started: {error}"))
             return []
         self._advance_round(RoundState.MOVING)
-        self._ending.moves[move] = int(ranges[:, 2].sum())
-        self._desk.counts.num_moves += 1
         return [move]
 
     def moved(self, move: MoveKey, error: str) -> None:

@@ -18,8 +18,9 @@ from typing import Any, assert_never
 
 from kvrelay.ids import TransferId, WorkerId
 from kvrelay.states import EMBEDDING_EDGES, ROUND_EDGES, EmbeddingState, EndedBy, RoundState, advance
+from kvrelay.transfer.blocks import Placement
 from kvrelay.transfer.embedding.kind import EmbeddingSent, SendingDesk
-from kvrelay.transfer.embedding.layout import EmbeddingLayout, TokenPlacement, check_room, embedding_ranges
+from kvrelay.transfer.embedding.layout import EmbeddingLayout, check_room, embedding_ranges
 from kvrelay.transfer.embedding.pool import EmbeddingPool
 from kvrelay.transfer.engines.base import TransferError
 from kvrelay.transfer.relay.ending import Ending, Failure
@@ -228,28 +229,26 @@ class EmbeddingSending(SendingTransfer[EmbeddingState, EmbeddingLayout, list[Emb
         if self.state not in (EmbeddingState.WAITING_FOR_INPUT, EmbeddingState.TRANSFERRING) or self._total_tokens is None:
             return []
         asking = [each for each in self._destinations.values() if each.state is RoundState.ASKED]
-        begun = [move for destination in asking for move in self._begin(destination)]
+        begun = [move for destination in asking for move in self._begin_round(destination)]
         self._settle()
         return begun
 
-    def _begin(self, destination: Destination) -> list[MoveKey]:
+    def _begin_round(self, destination: Destination) -> list[MoveKey]:
         assert destination.link is not None
         layout, engine = destination.link.parts()
         if destination.link.consumer_moves:
             destination.ending.grant()
             self._report(destination, list(self._blocks))
             return []
-        here = TokenPlacement(self._pool.layout, self._blocks)
-        there = TokenPlacement(layout, destination.blocks, destination.first_token)
+        here = Placement(self._pool.layout, self._blocks)
+        there = Placement(layout, destination.blocks, destination.first_token)
         ranges = embedding_ranges(here, there, (destination.first_token, self._stop(destination)))
         try:
-            move = (engine.name, engine.write(destination.peer, ranges))
+            move = self._begin(destination.peer, engine, ranges, writes=True)
         except TransferError as error:
             self._fail(Failure(f"a write could not be started: {error}"))
             return []
         destination.advance(RoundState.MOVING)
-        destination.ending.moves[move] = int(ranges[:, 2].sum())
-        self._desk.counts.num_moves += 1
         return [move]
 
     def moved(self, move: MoveKey, error: str) -> None:

@@ -31,8 +31,8 @@ import numpy as np
 from msgspec import Meta
 
 from kvrelay.ids import WorkerId
-from kvrelay.transfer.engines.base import Completion, MoveId, Mover, Ranges, TransferError
-from kvrelay.transfer.engines.links import CANCELLED, CLOSED, Links
+from kvrelay.transfer.engines.base import Mover, Ranges, TransferError
+from kvrelay.transfer.engines.links import CANCELLED, CLOSED, LinkedEngine, Way, read_info
 from kvrelay.transfer.engines.moves import Move
 from kvrelay.transfer.engines.ranges import groups
 from kvrelay.transfer.region import MAX_BYTES, Region
@@ -73,65 +73,35 @@ def load_bindings() -> ModuleType:
     raise TransferError(f"nixl is not usable here: {'; '.join(reasons)}. Install it with: {INSTALL}")
 
 
-class NixlEngine:
-    """`Mover.PRODUCER`: reads and writes. `host` is the address peers reach this worker at; loopback stays on loopback."""
+class NixlEngine(LinkedEngine):
+    """`Mover.PRODUCER`: reads and writes. `host` is the address peers reach this worker at; loopback stays on loopback.
+
+    `register` is start-up, not traffic: making a UCX context takes up to half a second.
+    """
 
     name = "nixl"
     mover = Mover.PRODUCER
 
     def __init__(self, worker: WorkerId, host: str = "127.0.0.1") -> None:
+        super().__init__(worker)
         self._nixl = load_bindings()
         self._agent_name = f"{worker}-{secrets.token_hex(4)}"
         self._host = host
-        self._links = Links(self.name)
-        self._agent: _Agent | None = None
 
-    def register(self, region: Region) -> None:
-        """Start-up, not traffic: making a UCX context takes up to half a second."""
-        if self._agent is not None:
-            raise TransferError("nixl: a region is already registered")
+    def _open(self, region: Region) -> None:
         self._agent = _Agent(self._nixl, self._agent_name, self._host, region)
 
-    def local_info(self) -> bytes:
-        return msgspec.msgpack.encode(self._registered().info)
+    def _info(self, region: Region) -> NixlInfo:
+        return self._agent.info
 
-    def add_peer(self, peer: WorkerId, info: bytes) -> None:
-        agent = self._registered()
-        try:
-            told = msgspec.msgpack.decode(info, type=NixlInfo)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise TransferError(f"nixl: the info of {peer} makes no sense: {error}") from error
+    def _way_to(self, peer: WorkerId, info: bytes, region: Region) -> tuple[Way, int]:
+        told = read_info(self.name, peer, info, NixlInfo)
         if told.digest != _digest(told):
             raise TransferError(f"nixl: the info of {peer} makes no sense: it was damaged")
-        self._links.add(peer, told.size_bytes, _RemoteAgent(agent, told))
+        return _RemoteAgent(self._agent, told), told.size_bytes
 
-    def remove_peer(self, peer: WorkerId) -> None:
-        self._links.remove(peer)
-
-    def write(self, peer: WorkerId, ranges: Ranges) -> MoveId:
-        return self._links.submit(peer, ranges, self._registered().region, writes=True)
-
-    def read(self, peer: WorkerId, ranges: Ranges) -> MoveId:
-        return self._links.submit(peer, ranges, self._registered().region, writes=False)
-
-    def poll(self) -> list[Completion]:
-        return self._links.poll()
-
-    def cancel(self, move: MoveId) -> None:
-        self._links.cancel(move)
-
-    def close(self) -> None:
-        self._links.close(self._drop_agent)
-
-    def _drop_agent(self) -> None:
-        agent, self._agent = self._agent, None
-        if agent is not None:
-            agent.close()
-
-    def _registered(self) -> _Agent:
-        if self._agent is None:
-            raise TransferError("nixl: no region is registered, or the engine was closed")
-        return self._agent
+    def _tear_down(self, region: Region) -> None:
+        self._agent.close()
 
 
 class _Agent:

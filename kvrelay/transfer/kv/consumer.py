@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from kvrelay.engine.movers import Arrival, ConsumerNews
 from kvrelay.ids import RequestId
@@ -33,81 +32,67 @@ def reserve(machine: ReceivingMachine, request_id: RequestId, blocks: tuple[int,
         machine.desk.news.freed.append(request_id)  # it ended before, and the engine has been told
 
 
-@dataclass(slots=True)
-class _Open:
-    """What the engine has been told of a request, and what it gave."""
-
-    told: bool = False
-    holds_blocks: bool = False
-
-
 class RelayConsumer(Front[ConsumerTurns[KVLayout, ConsumerNews]]):
     """Takes KV over for a decode worker; implements `engine.movers.Consumer`."""
 
     def __init__(self, parts: RelayParts[KVLayout]) -> None:
         """Raises TransferError if a transport cannot register the region."""
-        self._open: dict[RequestId, _Open] = {}
+        self._untold: set[RequestId] = set()  # the engine has not heard how they ended
+        self._lent: set[RequestId] = set()  # the relay has blocks for them
+        self._open: set[RequestId] = set()  # either
         super().__init__(ConsumerTurns(KV, parts, ConsumerNews))
 
     def expect(self, request_id: RequestId, transfer: TransferInfo, num_tokens: int) -> None:
         """Raises WrongIdError."""
         meta = transfer_meta(request_id, transfer, transfer.producer, num_tokens)
-        self._open[request_id] = _Open()
-        self._loop.call(lambda: expect(self._turns.machine, meta, transfer.signal_address, clock()))
+        self._untold.add(request_id)
+        self._open.add(request_id)
+        self._turns.call(lambda: expect(self._turns.machine, meta, transfer.signal_address, clock()))
 
     def reserve(self, request_id: RequestId, blocks: Sequence[int], skip_tokens: int) -> None:
         given = tuple(blocks)
-        self._open.setdefault(request_id, _Open(told=True)).holds_blocks = True
-        self._loop.call(lambda: reserve(self._turns.machine, request_id, given, skip_tokens, clock()))
+        self._lent.add(request_id)
+        self._open.add(request_id)
+        self._turns.call(lambda: reserve(self._turns.machine, request_id, given, skip_tokens, clock()))
 
     def abort(self, request_id: RequestId) -> None:
-        known = self._open.get(request_id)
-        if known is not None:
-            known.told = True
-            self._forget_if_over(request_id)
-        self._loop.call(lambda: self._turns.machine.tell(request_id, Receiving.abort))
+        self._untold.discard(request_id)
+        self._forget_if_over(request_id)
+        self._turns.call(lambda: self._turns.machine.tell(request_id, Receiving.abort))
 
     def poll(self) -> ConsumerNews:
-        ended = self._loop.ended  # read first: what the thread said before its end must not be missed
+        ended = self._turns.ended  # read first: what the thread said before its end must not be missed
         news = ConsumerNews()
         for each in self._turns.take_news():
             news.started += each.started
             news.arrived += each.arrived
             news.freed += each.freed
         for arrival in news.arrived:
-            self._told(arrival)
+            self._untold.discard(arrival.request_id)
+            if not arrival.error:
+                self._lent.discard(arrival.request_id)  # the blocks are the engine's, with what is in them
+            self._forget_if_over(arrival.request_id)
         for request_id in news.freed:
-            if request_id in self._open:
-                self._open[request_id].holds_blocks = False
-                self._forget_if_over(request_id)
+            self._lent.discard(request_id)
+            self._forget_if_over(request_id)
         if ended and self._open:
             self._tell_the_end(news, ended)
         elif not (news.arrived or news.freed):
-            self._loop.raise_failure()
+            self._turns.raise_failure()
         return news
 
-    def _told(self, arrival: Arrival) -> None:
-        known = self._open.get(arrival.request_id)
-        if known is not None:
-            known.told = True
-            known.holds_blocks = known.holds_blocks and bool(arrival.error)
-            self._forget_if_over(arrival.request_id)
-
     def _forget_if_over(self, request_id: RequestId) -> None:
-        known = self._open[request_id]
-        if known.told and not known.holds_blocks:
-            del self._open[request_id]
+        if request_id not in self._untold and request_id not in self._lent:
+            self._open.discard(request_id)
 
     def _tell_the_end(self, news: ConsumerNews, reason: str) -> None:
         """The thread has ended. Blocks are safe if the transports are closed, and else stay quarantined for ever."""
-        for request_id, known in list(self._open.items()):
-            if not known.told:
-                news.arrived.append(Arrival(request_id, [], error=reason))
-                known.told = True
-            if known.holds_blocks and self._turns.is_unreachable:
-                news.freed.append(request_id)
-                known.holds_blocks = False
-            self._forget_if_over(request_id)
+        news.arrived += [Arrival(request_id, [], error=reason) for request_id in self._untold]
+        self._untold.clear()
+        if self._turns.is_unreachable:
+            news.freed += self._lent
+            self._lent.clear()
+        self._open = set(self._lent)
 
     def counts(self) -> TransferCounts:
         return transfer_counts(self._turns.machine)

@@ -7,13 +7,12 @@ between the two sides; everything else must be equal.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import msgspec
 import numpy as np
 
 from kvrelay.errors import VersionMismatchError
-from kvrelay.transfer.engines.base import Ranges, TransferError, coalesce
+from kvrelay.transfer.blocks import Placement, mismatch, runs
+from kvrelay.transfer.engines.base import Ranges, coalesce
 from kvrelay.wire.kv import Layout
 
 
@@ -39,11 +38,7 @@ class KVLayout(Layout, frozen=True, kw_only=True):
 
     def mismatch(self, other: KVLayout) -> str:
         """Why KV cannot move between the two; empty if it can. Pools and block sizes may differ."""
-        for name in ("num_layers", "num_kv_heads", "head_dim", "dtype", "item_bytes", "tp"):
-            mine, theirs = _field(self, name), _field(other, name)
-            if mine != theirs:
-                return f"{name} is {mine} here and {theirs} there"
-        return ""
+        return mismatch(self, other, ("num_layers", "num_kv_heads", "head_dim", "dtype", "item_bytes", "tp"))
 
 
 def kv_layout(layout: Layout) -> KVLayout:
@@ -53,52 +48,13 @@ def kv_layout(layout: Layout) -> KVLayout:
     return KVLayout(**msgspec.structs.asdict(layout))
 
 
-def placed_blocks(blocks: list[int], layout: KVLayout, num_tokens: int) -> tuple[int, ...]:
-    """Blocks that a peer named, checked: they exist and have room for the tokens. Raises TransferError."""
-    if len(blocks) * layout.block_size < num_tokens:
-        raise TransferError(f"{len(blocks)} blocks of {layout.block_size} tokens cannot hold {num_tokens} tokens")
-    if blocks and not (min(blocks) >= 0 and max(blocks) < layout.num_blocks):
-        raise TransferError(f"block ids {min(blocks)} to {max(blocks)} where there are {layout.num_blocks} blocks")
-    return tuple(blocks)
-
-
-def _field(layout: KVLayout, name: str) -> object:
-    return msgspec.structs.asdict(layout)[name]
-
-
-class Placement(msgspec.Struct, frozen=True):
-    """Where some tokens of a sequence are: `blocks` hold the tokens from `first_token` on, which begins a block."""
-
-    layout: KVLayout
-    blocks: Sequence[int]
-    first_token: int = 0
-
-
-def move_ranges(local: Placement, remote: Placement, tokens: tuple[int, int], layers: tuple[int, int]) -> Ranges:
+def move_ranges(
+    local: Placement[KVLayout], remote: Placement[KVLayout], tokens: tuple[int, int], layers: tuple[int, int]
+) -> Ranges:
     """The bytes of tokens [start, stop) in layers [first, last), contiguous neighbours joined."""
-    start, stop = tokens
-    if start >= stop or layers[0] >= layers[1]:
+    if tokens[0] >= tokens[1] or layers[0] >= layers[1]:
         return np.empty((0, 3), dtype=np.int64)
-    edges = _edges(start, stop, (local.layout.block_size, remote.layout.block_size))
-    runs, sizes = edges[:-1], np.diff(edges) * local.layout.token_bytes
-    within = np.column_stack((_offsets(local, runs), _offsets(remote, runs), sizes))
-    plane_bytes = (local.layout.plane_bytes, remote.layout.plane_bytes)
+    within = np.column_stack(runs(local, remote, tokens)) * local.layout.token_bytes
     planes = np.arange(layers[0] * 2, layers[1] * 2, dtype=np.int64)
-    shifts = np.column_stack((planes * plane_bytes[0], planes * plane_bytes[1], np.zeros_like(planes)))
+    shifts = np.column_stack((planes * local.layout.plane_bytes, planes * remote.layout.plane_bytes, np.zeros_like(planes)))
     return coalesce((shifts[:, None, :] + within[None, :, :]).reshape(-1, 3))
-
-
-def _edges(start: int, stop: int, block_sizes: tuple[int, int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Start, every block edge in between, stop."""
-    inner = [np.arange(-(-start // size) * size, stop, size, dtype=np.int64) for size in set(block_sizes)]
-    return np.unique(np.concatenate([[start], *inner, [stop]]).astype(np.int64))
-
-
-def _offsets(
-    placement: Placement, tokens: np.ndarray[tuple[int], np.dtype[np.int64]]
-) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    layout = placement.layout
-    blocks = np.asarray(placement.blocks, dtype=np.int64)
-    index, offset = np.divmod(tokens - placement.first_token, layout.block_size)
-    offsets: np.ndarray[tuple[int], np.dtype[np.int64]] = blocks[index] * layout.block_bytes + offset * layout.token_bytes
-    return offsets

@@ -44,17 +44,14 @@ class Steps:
             sending.computed(tokens)
         self._rows = []
 
-    def look(self) -> None:
+    def look(self) -> float:
+        """The pause until the next look is short while a layer of the pass could be moved as soon as it is computed."""
         step, layers = progress = self.progress
         if progress != self._seen and step <= self._step:
             self._seen = progress
             if step == self._step:
                 for sending, tokens in self._rows:
                     sending.computing(tokens, layers)
-
-    @property
-    def pause_s(self) -> float:
-        """Short while a layer of the pass could be moved as soon as it is computed."""
         return _LAYER_S if any(sending.state is ProducerState.SENDING for sending, _ in self._rows) else 1.0
 
 
@@ -74,22 +71,23 @@ class RelayProducer(Front[ProducerTurns[KVLayout, ProducerNews]]):
     def __init__(self, parts: RelayParts[KVLayout], *, listen_host: str = "127.0.0.1", listen_port: int = 0) -> None:
         """Raises TransferError if a transport cannot register the region, ZMQError if the address cannot be bound."""
         self._steps = Steps()
-        self._open: dict[RequestId, bool] = {}  # whether blocks were given
+        self._open: set[RequestId] = set()
+        self._lent: set[RequestId] = set()  # of these, those whose blocks the relay has
         self._aborted: set[RequestId] = set()  # of these, those whose blocks the engine waits for
         self._step = 0
-        super().__init__(ProducerTurns(KV, parts, ProducerNews, (listen_host, listen_port), self._steps))
+        super().__init__(ProducerTurns(KV, parts, ProducerNews, (listen_host, listen_port), self._steps.look))
         self.signal_address = self._turns.socket.address
 
     def expect(self, request_id: RequestId, transfer: TransferInfo, num_tokens: int) -> None:
         """Raises WrongIdError."""
         meta = transfer_meta(request_id, transfer, transfer.consumer, num_tokens)
-        self._open[request_id] = False
-        self._loop.call(lambda: expect(self._turns.machine, meta, clock()))
+        self._open.add(request_id)
+        self._turns.call(lambda: expect(self._turns.machine, meta, clock()))
 
     def start(self, request_id: RequestId, blocks: Sequence[int], num_computed: int) -> None:
         given = tuple(blocks)
         if request_id in self._open:
-            self._open[request_id] = True
+            self._lent.add(request_id)
         self._tell(request_id, lambda sending: sending.start(given, num_computed, clock()))
 
     def begin_step(self, rows: Sequence[tuple[RequestId, int]]) -> None:
@@ -100,13 +98,13 @@ class RelayProducer(Front[ProducerTurns[KVLayout, ProducerNews]]):
             found = ((self._turns.machine.table.named(request_id), tokens) for request_id, tokens in listed)
             self._steps.begin(step, [(sending, tokens) for sending, tokens in found if sending is not None])
 
-        self._loop.call(begin)
+        self._turns.call(begin)
 
     def layer_done(self, layer: int) -> None:
         self._steps.progress = (self._step, layer + 1)
 
     def end_step(self) -> None:
-        self._loop.call(self._steps.end)
+        self._turns.call(self._steps.end)
 
     def finish(self, request_id: RequestId, first_tokens: list[FirstToken]) -> None:
         self._tell(request_id, lambda sending: sending.finish(first_tokens))
@@ -115,17 +113,17 @@ class RelayProducer(Front[ProducerTurns[KVLayout, ProducerNews]]):
         self._tell(request_id, Sending.set_aside)
 
     def abort(self, request_id: RequestId) -> None:
-        if not self._open.get(request_id, True):
-            del self._open[request_id]  # nothing will be said of it
-        elif request_id in self._open:
+        if request_id in self._lent:
             self._aborted.add(request_id)
+        else:
+            self._open.discard(request_id)  # nothing will be said of it
         self._tell(request_id, Sending.abort)
 
     def _tell(self, request_id: RequestId, action: Callable[[Sending], None]) -> None:
-        self._loop.call(lambda: self._turns.machine.tell(request_id, action))
+        self._turns.call(lambda: self._turns.machine.tell(request_id, action))
 
     def poll(self) -> ProducerNews:
-        ended = self._loop.ended  # read first: what the thread said before its end must not be missed
+        ended = self._turns.ended  # read first: what the thread said before its end must not be missed
         news = ProducerNews()
         for each in self._turns.take_news():
             news.released += each.released
@@ -133,7 +131,7 @@ class RelayProducer(Front[ProducerTurns[KVLayout, ProducerNews]]):
             news.restart += each.restart
             news.failed += each.failed
         for request_id in news.set_aside:
-            self._open[request_id] = False
+            self._lent.discard(request_id)
             if request_id in self._aborted:  # the two crossed: nothing more will be said of it
                 self._forget(request_id)
         for request_id in news.released:
@@ -141,15 +139,15 @@ class RelayProducer(Front[ProducerTurns[KVLayout, ProducerNews]]):
         if ended and self._open:
             news.released.extend(self._open)
             news.failed.extend((request_id, ended) for request_id in self._open)
-            self._open.clear()
-            self._aborted.clear()
+            for request_id in list(self._open):
+                self._forget(request_id)
         elif not news.released:
-            self._loop.raise_failure()
+            self._turns.raise_failure()
         return news
 
     def _forget(self, request_id: RequestId) -> None:
-        self._open.pop(request_id, None)
-        self._aborted.discard(request_id)
+        for known in (self._open, self._lent, self._aborted):
+            known.discard(request_id)
 
     def counts(self) -> TransferCounts:
         return transfer_counts(self._turns.machine)

@@ -14,9 +14,10 @@ from typing import Any, assert_never
 
 from kvrelay.engine.movers import Arrival, ConsumerNews
 from kvrelay.states import CONSUMER_EDGES, ConsumerState, EndedBy, ProducerState, advance
+from kvrelay.transfer.blocks import Placement, placed_blocks
 from kvrelay.transfer.engines.base import TransferError
 from kvrelay.transfer.kv.kind import ConsumerDesk
-from kvrelay.transfer.kv.layout import KVLayout, Placement, move_ranges, placed_blocks
+from kvrelay.transfer.kv.layout import KVLayout, move_ranges
 from kvrelay.transfer.kv.plan import Coverage, LayerPlan, Progress, Reservation, TransferMeta
 from kvrelay.transfer.relay.ending import Failure
 from kvrelay.transfer.relay.kind import End, MoveKey
@@ -225,10 +226,7 @@ class Receiving(ReceivingTransfer[ConsumerState, KVLayout, ConsumerNews]):
         layout, engine = self.link.parts()
         here = Placement(self._desk.layout, self._reservation.blocks, self._reservation.skip_tokens)
         ranges = move_ranges(here, Placement(layout, self._remote_blocks), plan.tokens, plan.layers)
-        move = (engine.name, engine.read(self.meta.peer, ranges))
-        self._ending.moves[move] = int(ranges[:, 2].sum())
-        self._desk.counts.num_moves += 1
-        return move
+        return self._begin(self.meta.peer, engine, ranges, writes=False)
 
     def _everything_read(self) -> bool:
         return self._coverage is not None and self._coverage.complete(self.meta.num_tokens)

@@ -18,9 +18,10 @@ from typing import Any, assert_never
 from kvrelay.engine.movers import ProducerNews
 from kvrelay.ids import WorkerId
 from kvrelay.states import PRODUCER_EDGES, ConsumerState, EndedBy, ProducerState, advance
+from kvrelay.transfer.blocks import Placement, placed_blocks
 from kvrelay.transfer.engines.base import TransferError
 from kvrelay.transfer.kv.kind import ProducerDesk
-from kvrelay.transfer.kv.layout import KVLayout, Placement, move_ranges, placed_blocks
+from kvrelay.transfer.kv.layout import KVLayout, move_ranges
 from kvrelay.transfer.kv.plan import Coverage, LayerPlan, Progress, Reservation, TransferMeta
 from kvrelay.transfer.relay.ending import Failure
 from kvrelay.transfer.relay.kind import End, MoveKey
@@ -282,10 +283,7 @@ class Sending(SendingTransfer[ProducerState, KVLayout, ProducerNews]):
         here = Placement(self._desk.layout, self._blocks)
         there = Placement(layout, self._reservation.blocks, self._reservation.skip_tokens)
         ranges = move_ranges(here, there, plan.tokens, plan.layers)
-        move = (engine.name, engine.write(self.meta.peer, ranges))
-        self._ending.moves[move] = int(ranges[:, 2].sum())
-        self._desk.counts.num_moves += 1
-        return move
+        return self._begin(self.meta.peer, engine, ranges, writes=True)
 
     def _finish_if_written(self) -> None:
         if self.state is not ProducerState.SENDING or self._ending.moves or self._first_tokens is None:

@@ -15,7 +15,7 @@ from kvrelay.log import Log
 from kvrelay.states import LinkState
 from kvrelay.transfer.engines.base import TransferError
 from kvrelay.transfer.relay.desk import Desk
-from kvrelay.transfer.relay.kind import FAILED, Layout
+from kvrelay.transfer.relay.kind import DRAINING, FAILED, Layout
 from kvrelay.transfer.relay.link import ProducerLink, check_welcome, use_mapped
 from kvrelay.transfer.relay.machine import Machine
 from kvrelay.transfer.relay.seam import ReceivingTransfer
@@ -186,7 +186,7 @@ class ConsumerMachine(Machine[T, L, N]):
     def _beat(self, link: ProducerLink[L], now: float) -> None:
         live = self.table.live_with(link.peer)
         transfers: list[Any] = list(link.unconfirmed.items())
-        transfers.extend((each.transfer_id, each.state) for each in live if each.is_listed)
+        transfers.extend((each.transfer_id, each.state) for each in live if each.state != DRAINING)  # those say Abort
         self.desk.send(link.peer, Heartbeat(number=link.beats.send(now), transfers=transfers))
         for receiving in live:
             receiving.say_again(now)

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from kvrelay.ids import TransferId, WorkerId
 from kvrelay.states import EndedBy, PeerEnd
-from kvrelay.transfer.engines.base import TransferEngine
+from kvrelay.transfer.engines.base import Ranges, TransferEngine
 from kvrelay.transfer.relay.desk import Desk
 from kvrelay.transfer.relay.ending import Ending, Failure
 from kvrelay.transfer.relay.kind import DRAINING, FAILED, End, Layout, MoveKey, State
@@ -89,6 +89,13 @@ class Transfer(abc.ABC, Generic[S, L, N]):
     @abc.abstractmethod
     def _on_failed(self) -> None:
         """Nothing can touch its blocks any more."""
+
+    def _begin(self, peer: WorkerId, engine: TransferEngine, ranges: Ranges, *, writes: bool) -> MoveKey:
+        """A move. Raises TransferError."""
+        move = (engine.name, engine.write(peer, ranges) if writes else engine.read(peer, ranges))
+        self._endings[peer].moves[move] = int(ranges[:, 2].sum())
+        self._desk.counts.num_moves += 1
+        return move
 
     # How it fails
 
@@ -165,11 +172,6 @@ class ReceivingTransfer(Transfer[S, L, N]):
     @abc.abstractmethod
     def is_begun(self) -> bool:
         """The producer was asked: its silence is not that of one that cannot be reached."""
-
-    @property
-    def is_listed(self) -> bool:
-        """Whether heartbeats list it. One that is ending says Abort instead."""
-        return self.state != DRAINING
 
     @property
     def needs_confirming(self) -> bool:

@@ -1,19 +1,19 @@
 """The transfer thread: what it waits for, how others wake it, and what becomes of its work when it fails.
 
 It sleeps in a ZMQ poll and is woken by messages, by commands of the engine's thread, and by the clock. Transfer engines have
-no way to wake anybody, so while moves are under way it looks at them every fraction of a millisecond, less often the longer
-nothing happens. An exception ends the thread: `ended` then says why, the owner of the loop fails what is open, and then itself:
+no way to wake a thread, so while moves are under way it looks at them every fraction of a millisecond, less often the longer
+nothing happens. An exception ends the thread: `ended` then says why, its owner fails what is open, and then itself:
 a worker that cannot hand over any more had better be replaced.
 """
 
 from __future__ import annotations
 
+import abc
 import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
 
 import zmq
 
@@ -34,27 +34,10 @@ class ThreadFailedError(Exception):
     """The transfer thread ended, though it was not closed."""
 
 
-class Turns(Protocol):
-    """What runs in the thread (`turns.py`)."""
+class TransferThread(abc.ABC):
+    """Owned by the engine's thread, which makes every call but those of the abstract methods."""
 
-    def begin(self, poller: zmq.Poller) -> None: ...
-
-    def turn(self) -> float:
-        """Does everything that is to be done now. Returns after how many seconds it must run again."""
-
-    @property
-    def moving(self) -> bool:
-        """Whether moves are under way."""
-
-    def finish(self, reason: str) -> None:
-        """Ends everything and closes what `begin` opened."""
-
-
-class Loop:
-    """Owned by the engine's thread, which makes every call but those of `Turns`."""
-
-    def __init__(self, name: str, turns: Turns, on_end: Callable[[], None]) -> None:
-        self._turns = turns
+    def __init__(self, name: str, on_end: Callable[[], None]) -> None:
         self._on_end = on_end
         self._commands: deque[Callable[[], object]] = deque()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -67,6 +50,26 @@ class Loop:
         self.ended = ""  # why, once nothing moves any more
         self.failed = False  # whether that was an exception's doing
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
+
+    # What runs in the thread (`turns.py`)
+
+    @abc.abstractmethod
+    def begin(self, poller: zmq.Poller) -> None: ...
+
+    @abc.abstractmethod
+    def turn(self) -> float:
+        """Does everything that is to be done now. Returns after how many seconds it must run again."""
+
+    @property
+    @abc.abstractmethod
+    def moving(self) -> bool:
+        """Whether moves are under way."""
+
+    @abc.abstractmethod
+    def finish(self, reason: str) -> None:
+        """Ends everything and closes what `begin` opened."""
+
+    # What the owner calls
 
     def start(self) -> None:
         """Raises what `begin` raised."""
@@ -119,7 +122,7 @@ class Loop:
         poller.register(self._wake_fd, zmq.POLLIN)
         reason = "the worker closes"
         try:
-            self._turns.begin(poller)
+            self.begin(poller)
         except Exception as error:  # noqa: BLE001  the constructor raises it
             self._failure = error
             self.ended = str(error)
@@ -137,9 +140,9 @@ class Loop:
     def _run(self, poller: zmq.Poller) -> None:
         pause_s = _FIRST_PAUSE_S
         while not self._stopping:
-            within_s = self._turns.turn()
+            within_s = self.turn()
             self.num_turns += 1
-            if self._turns.moving:
+            if self.moving:
                 ready = poller.poll(0)
                 if not ready and not self._commands:
                     time.sleep(pause_s)
@@ -167,7 +170,7 @@ class Loop:
 
     def _finish(self, reason: str) -> None:
         try:
-            self._turns.finish(reason)
+            self.finish(reason)
         except Exception:  # the owner must learn that it is over, however it went
             log.exception("transfer thread did not end cleanly")
         self.ended = reason

@@ -11,10 +11,9 @@ their memory any more; so it stays open if a transport does not close.
 
 from __future__ import annotations
 
-import abc
 import threading
 from collections.abc import Callable, Collection
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import zmq
 
@@ -27,9 +26,10 @@ from kvrelay.transfer.relay.machine import Machine
 from kvrelay.transfer.relay.parts import RelayParts
 from kvrelay.transfer.relay.producer import ProducerMachine
 from kvrelay.transfer.relay.signal import ConsumerSockets, ProducerSocket
-from kvrelay.transfer.relay.thread import Loop, clock
+from kvrelay.transfer.relay.thread import TransferThread, clock
 from kvrelay.wire.codec import encode
 
+_TICK_S = 1.0  # at most
 _PROBE_S = 0.02  # between looks at a connection attempt
 
 L = TypeVar("L", bound=Layout)
@@ -37,30 +37,20 @@ N = TypeVar("N")
 M = TypeVar("M", bound=Machine[Any, Any, Any])
 
 
-class Watch(Protocol):
-    """Something else that a producer looks at in every turn."""
-
-    def look(self) -> None: ...
-
-    @property
-    def pause_s(self) -> float:
-        """The longest pause until the next look."""
-
-
-class _Turns(abc.ABC, Generic[M, L, N]):
+class _Turns(TransferThread, Generic[M, L, N]):
     """What both halves of the thread do."""
 
     machine: M
     sockets: ProducerSocket | ConsumerSockets
 
     def __init__(self, kind: Kind[L], parts: RelayParts[L], no_news: Callable[[], N]) -> None:
+        super().__init__(f"{kind.name}-{parts.worker_id}", on_end=parts.on_news)
         self._kind = kind
         self._parts = parts
         self._no_news = no_news
         self._lock = threading.Lock()
         self._news: list[N] = []
         self.is_unreachable = False  # every transport is closed: no peer can write this worker's memory any more
-        self.loop = Loop(f"{kind.name}-{parts.worker_id}", self, on_end=parts.on_news)
 
     def _open_desk(self) -> Desk[L, N]:
         return Desk(self._parts.register(self._kind), self._parts.settings, self._no_news)
@@ -94,15 +84,6 @@ class _Turns(abc.ABC, Generic[M, L, N]):
                 self._news.append(news)
             self._parts.on_news()
 
-    @abc.abstractmethod
-    def begin(self, poller: zmq.Poller) -> None: ...
-
-    @abc.abstractmethod
-    def turn(self) -> float: ...
-
-    @abc.abstractmethod
-    def finish(self, reason: str) -> None: ...
-
 
 class ProducerTurns(_Turns[ProducerMachine[Any, L, N], L, N]):
     def __init__(
@@ -111,11 +92,12 @@ class ProducerTurns(_Turns[ProducerMachine[Any, L, N], L, N]):
         parts: RelayParts[L],
         no_news: Callable[[], N],
         listen: tuple[str, int],
-        watch: Watch | None = None,
+        look: Callable[[], float] = lambda: _TICK_S,
     ) -> None:
+        """`look` is called at the begin and end of every turn, and returns the longest pause until the next."""
         super().__init__(kind, parts, no_news)
         self._listen = listen
-        self._watches = [] if watch is None else [watch]
+        self._look = look
         self._tick_at = 0.0
 
     def begin(self, poller: zmq.Poller) -> None:
@@ -128,9 +110,8 @@ class ProducerTurns(_Turns[ProducerMachine[Any, L, N], L, N]):
         self.socket.register(poller)
 
     def turn(self) -> float:
-        self.loop.run_commands()
-        for watch in self._watches:
-            watch.look()
+        self.run_commands()
+        self._look()
         now = clock()
         for peer, frame in self.socket.receive():
             try:
@@ -139,11 +120,11 @@ class ProducerTurns(_Turns[ProducerMachine[Any, L, N], L, N]):
                 self.machine.on_malformed(peer, error)
         self._poll_engines()
         if now >= self._tick_at:
-            self._tick_at = now + min(1.0, self._parts.settings.lease_s / 10)
+            self._tick_at = now + min(_TICK_S, self._parts.settings.lease_s / 10)
             self.machine.tick(now)
         self.machine.pump(now)
         self._say()
-        return min([self._tick_at - now, *(watch.pause_s for watch in self._watches)])
+        return min(self._tick_at - now, self._look())  # messages of this turn may have made it urgent
 
     def finish(self, reason: str) -> None:
         try:
@@ -165,7 +146,7 @@ class ConsumerTurns(_Turns[ConsumerMachine[Any, L, N], L, N]):
         self.sockets = self.dealers = ConsumerSockets(self._parts.worker_id)
 
     def turn(self) -> float:
-        self.loop.run_commands()
+        self.run_commands()
         self._connect()
         now = clock()
         for peer, frame in self.dealers.receive():
@@ -218,15 +199,14 @@ class Front(Generic[TU]):
     def __init__(self, turns: TU) -> None:
         """Raises what `begin` raises."""
         self._turns = turns
-        self._loop = turns.loop
-        self._loop.start()
+        turns.start()
 
     def peer_lost(self, worker_id: WorkerId) -> None:
-        self._loop.call(lambda: self._turns.machine.peer_lost(worker_id, "a router considers it gone"))
+        self._turns.call(lambda: self._turns.machine.peer_lost(worker_id, "a router considers it gone"))
 
     @property
     def has_news(self) -> bool:
-        return self._turns.has_news or self._loop.has_ended or bool(self._loop.ended and self._open)
+        return self._turns.has_news or self._turns.has_ended or bool(self._turns.ended and self._open)
 
     @property
     def num_links(self) -> int:
@@ -237,4 +217,4 @@ class Front(Generic[TU]):
         return self._turns.machine.table.num_live
 
     def close(self) -> None:
-        self._loop.close()
+        self._turns.close()
