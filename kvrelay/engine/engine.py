@@ -15,10 +15,11 @@ from itertools import count as counter
 
 from kvrelay.config import EngineOptions
 from kvrelay.engine import invariants
-from kvrelay.engine.core import ModelLimits, build_core
+from kvrelay.engine.core import build_core
 from kvrelay.engine.interfaces import Runner, StepPlan, StepResult
 from kvrelay.engine.movers import Consumer, Producer
 from kvrelay.engine.request import Request, first_sequences
+from kvrelay.engine.requests.admission import ModelLimits
 from kvrelay.engine.requests.beam import Beams
 from kvrelay.engine.requests.commit import Commit
 from kvrelay.engine.requests.endings import Endings
@@ -176,7 +177,7 @@ class Engine:
 
     def peer_lost(self, worker_id: WorkerId) -> None:
         """Another worker is gone, says a router, which may be wrong: transfers with it fail at once."""
-        for part in (self._outgoing, self._incoming, self._images):
+        for part in (*self.core.movers, self._images):
             part.peer_lost(worker_id)
 
     @property
@@ -191,7 +192,7 @@ class Engine:
             return True
         if len(self.scheduler.running) > self.scheduler.num_held_up:
             return True
-        if self._images.has_news or self._outgoing.has_news or self._incoming.has_news:
+        if self._images.has_news or self._outgoing.producer.has_news or self._incoming.consumer.has_news:
             return True
         if self._is_saving_kept or self.scheduler.loading:
             return True
@@ -201,7 +202,7 @@ class Engine:
 
     def load(self) -> WorkerLoad:
         self._expire_kept()
-        relay = self.core.relay
+        mover = self.core.mover
         return WorkerLoad(
             running=len(self.scheduler.running),
             waiting=self._num_waiting,
@@ -209,14 +210,14 @@ class Engine:
             swapped=len(self.scheduler.swapped),
             blocks=self.kv.pool.counts(),
             host=self._swap.counts(),
-            transfers=relay.counts(),
-            mapping=relay.mapping(),
+            transfers=mover.counts(),
+            mapping=mover.mapping(),
             prompt_tokens=self._outbox.num_prompt_tokens,
             cached_tokens=self._outbox.num_cached_tokens,
             output_tokens=self._outbox.num_output_tokens,
             preemptions=self.scheduler.num_preemptions,
             steps=self._num_steps,
-            connections=relay.num_links,
+            connections=mover.num_links,
             kept=len(self._kept),
             inherited_tokens=self._kept.num_inherited_tokens,
             images=self._images.counts() if self._limits.takes_images else None,
@@ -234,7 +235,7 @@ class Engine:
 
     @property
     def _num_waiting(self) -> int:
-        return self.scheduler.queue.num_waiting + self._incoming.num_waiting
+        return self.scheduler.queue.num_waiting + len(self._incoming.waiting)
 
     @property
     def _num_transferring(self) -> int:
@@ -242,7 +243,7 @@ class Engine:
         return len(self.scheduler.loading) + len(self._incoming.transferring)
 
     def close(self) -> None:
-        for part in (self._outgoing, self._incoming, self._images):
+        for part in (*self.core.movers, self._images):
             part.close()
         self._runner.close()
 
@@ -277,14 +278,14 @@ class Engine:
         self._expire_kept()
         idle = self._stalled and (self.requests or self._is_saving_kept)
         self.scheduler.take_copied(_COPY_WAIT_S if idle else 0.0)
-        if self._outgoing.has_news:
+        if self._outgoing.producer.has_news:
             restarts, ended = self._outgoing.poll()
             self._stalled = False
             for submit in restarts:
                 self._enqueue(submit)
             for request_id, reason in ended:
                 self._handed_on(request_id, reason)
-        if self._incoming.has_news:
+        if self._incoming.consumer.has_news:
             self._stalled = False
             for sequence, arrival in self._incoming.poll():
                 self._commit.arrived(sequence, arrival)

@@ -12,6 +12,7 @@ number is the search's, not `params.n`, and which of them will be results is kno
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvrelay.ids import RequestId
@@ -45,21 +46,6 @@ class Search(Protocol):
 class Request:
     """The part that all samples of a request share."""
 
-    __slots__ = (
-        "arrival",
-        "cache_salt",
-        "cut",
-        "external_id",
-        "images",
-        "num_unforked",
-        "params",
-        "priority",
-        "prompt_logprobs",
-        "request_id",
-        "search",
-        "sequences",
-    )
-
     def __init__(self, submit: Submit, arrival: int) -> None:
         self.request_id: RequestId = submit.request_id
         self.external_id = submit.external_id  # what the client knows it by
@@ -80,43 +66,30 @@ class Request:
         return self.num_unforked == 0 and all(s.state is RequestState.FINISHED for s in self.sequences)
 
 
+@dataclass(slots=True, eq=False)
 class Sequence:
     """One sample. Its tokens before `num_computed` have KV in its blocks."""
 
-    __slots__ = (
-        "block_table",
-        "cached_tokens",
-        "finish_reason",
-        "hashes",
-        "key",
-        "kv_state",
-        "num_computed",
-        "num_prompt_tokens",
-        "order",
-        "params",
-        "request",
-        "request_id",
-        "sample",
-        "state",
-        "tokens",
-    )
+    key: int
+    request: Request
+    sample: int
+    tokens: list[int]
+    num_prompt_tokens: int
+    request_id: RequestId = field(init=False)
+    params: SamplingParams = field(init=False)
+    order: tuple[int, int, int] = field(init=False)  # who goes first, and last who is preempted
+    block_table: list[int] = field(default_factory=list)
+    hashes: list[bytes] = field(default_factory=list)  # of the full blocks among `tokens`, as far as they were needed
+    num_computed: int = 0
+    cached_tokens: int = 0  # prompt tokens that the prefix cache gave when the sequence first ran
+    state: RequestState = RequestState.WAITING
+    kv_state: KVState = KVState.FREED
+    finish_reason: FinishReason | None = None
 
-    def __init__(self, key: int, request: Request, sample: int, tokens: list[int], num_prompt_tokens: int) -> None:
-        self.key = key
-        self.request = request
-        self.request_id = request.request_id
-        self.params = request.params
-        self.sample = sample
-        self.tokens = tokens
-        self.num_prompt_tokens = num_prompt_tokens
-        self.order = (request.priority, request.arrival, sample)  # who goes first, and last who is preempted
-        self.block_table: list[int] = []
-        self.hashes: list[bytes] = []  # of the full blocks among `tokens`, as far as they were needed
-        self.num_computed = 0
-        self.cached_tokens = 0  # prompt tokens that the prefix cache gave when the sequence first ran
-        self.state = RequestState.WAITING
-        self.kv_state = KVState.FREED
-        self.finish_reason: FinishReason | None = None
+    def __post_init__(self) -> None:
+        request = self.request
+        self.request_id, self.params = request.request_id, request.params
+        self.order = (request.priority, request.arrival, self.sample)
 
     def become(self, state: RequestState) -> None:
         self.state = advance(REQUEST_EDGES, self.state, state)

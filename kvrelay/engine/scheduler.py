@@ -44,6 +44,7 @@ from kvrelay.engine.requests.images import Images
 from kvrelay.engine.requests.incoming import Incoming
 from kvrelay.engine.requests.outgoing import Outgoing
 from kvrelay.states import FreeReason, RequestState
+from kvrelay.wire.events import FreedForNow
 
 Order = tuple[int, int, int]
 
@@ -144,7 +145,7 @@ class Scheduler:
         self.starved = False
         if self.swapped or self._num_short:
             self._bring_back()
-        elif self._incoming.has_startable:
+        elif self._incoming.startable:
             self._admit_in_order(plan, budget)
         elif self.queue:
             self._schedule_waiting(plan, budget)
@@ -158,7 +159,7 @@ class Scheduler:
             self._schedule_waiting(plan, budget)
             if self.starved or incoming.reserve(self._num_free_rows, self._headroom):
                 return
-        self._kept.blocks.make_room_for([incoming.next_startable], self._headroom)
+        self._kept.blocks.make_room_for([incoming.startable[0][1]], self._headroom)
 
     def _bring_back(self) -> None:
         """Swapped sequences, in order. Not while a running one is short of blocks: it would be sent away again."""
@@ -277,7 +278,7 @@ class Scheduler:
         collected = sequence.request.prompt_logprobs
         if sequence.wants_prompt_logprobs and collected is not None:
             del collected[1:]  # the prompt starts over
-        self._kv.recorder.freed_for_now(sequence.request.external_id, reason)
+        self._kv.recorder.lived(FreedForNow(request=sequence.request.external_id, reason=reason))
         self.queue.add(sequence)
 
     def _schedule_waiting(self, plan: StepPlan, budget: int) -> None:
@@ -320,7 +321,7 @@ class Scheduler:
         """Other prompts left it less than a block of this step's budget: it had better start with the next step's, and its
         blocks are not held until then. It keeps its place."""
         self._kv.free(sequence)
-        self._kv.recorder.freed_for_now(sequence.request.external_id, FreeReason.ROLLED_BACK)
+        self._kv.recorder.lived(FreedForNow(request=sequence.request.external_id, reason=FreeReason.ROLLED_BACK))
 
     def _note_start(self, sequence: Sequence) -> None:
         """How much of its prompt was there already."""

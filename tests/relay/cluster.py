@@ -23,7 +23,7 @@ from kvrelay.config import EngineOptions, ModelOptions, TransferOptions, read_en
 from kvrelay.discovery.base import OnChanged, OnJoined, OnLeft
 from kvrelay.engine import invariants
 from kvrelay.engine.engine import Engine
-from kvrelay.engine.no_relay import NoRelay
+from kvrelay.engine.movers import NoRelay
 from kvrelay.errors import RequestError
 from kvrelay.ids import KeptId, RequestId, WorkerId, new_worker_id
 from kvrelay.metrics import Metrics
@@ -204,14 +204,14 @@ class Worker:
         assert not outgoing._first_tokens
         assert not outgoing._started
         assert not outgoing._being_set_aside
-        if not isinstance(outgoing._producer, NoRelay):
-            assert not outgoing._producer._open  # type: ignore[attr-defined]
-            assert not outgoing._producer._aborted  # type: ignore[attr-defined]
+        if not isinstance(outgoing.producer, NoRelay):
+            assert not outgoing.producer._open  # type: ignore[attr-defined]
+            assert not outgoing.producer._aborted  # type: ignore[attr-defined]
         assert not incoming._expected
         assert not incoming._freed
         assert not incoming.quarantined
-        if not isinstance(incoming._consumer, NoRelay):
-            assert not incoming._consumer._open  # type: ignore[attr-defined]
+        if not isinstance(incoming.consumer, NoRelay):
+            assert not incoming.consumer._open  # type: ignore[attr-defined]
 
     def _main(self) -> None:
         try:

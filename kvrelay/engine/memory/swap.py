@@ -33,6 +33,7 @@ from kvrelay.engine.memory.host_blocks import HostBlocks, Origin
 from kvrelay.engine.memory.kv_cache import KVCache
 from kvrelay.engine.request import Sequence
 from kvrelay.states import FreeReason, KVState
+from kvrelay.wire.events import Restored, Swapped
 from kvrelay.wire.registry import HostCounts
 
 _MOST_SPILLED = 32  # blocks per copy, so that a swap never waits long behind it
@@ -187,7 +188,7 @@ class Swap:
         for index, host_block in enumerate(entry.host_blocks[: sequence.num_computed // self._kv.block_size]):
             self.host.remember(host_block, sequence, index)
         if not entry.is_kept:
-            self._kv.recorder.swapped(sequence.request.external_id, len(entry.host_blocks))
+            self._kv.recorder.lived(Swapped(request=sequence.request.external_id, num_blocks=len(entry.host_blocks)))
 
     # In
 
@@ -267,7 +268,7 @@ class Swap:
             self.host.move(origin, host_block)  # other sequences that share the host block find the block
         self.host.release(entry.host_blocks)
         self._kv.register_computed(sequence)
-        self._kv.recorder.restored(sequence.request.external_id, len(entry.host_blocks))
+        self._kv.recorder.lived(Restored(request=sequence.request.external_id, num_blocks=len(entry.host_blocks)))
 
     # Both
 

@@ -181,26 +181,21 @@ class Beams:
     """What happens to sequences and their blocks when a search begins, goes on and ends."""
 
     def __init__(self, core: Core) -> None:
-        self._kv = core.kv
-        self._scheduler = core.scheduler
-        self._keys = core.keys
-        self._limits = core.limits
+        self._core = core
+        self._model = core.limits.model
 
     def begin(self, request: Request, submit: Submit, *, hands_on: bool) -> None:
         """A worker that hands the prompt on needs no batch rows for the beams."""
         params = submit.params
         assert params.beam is not None
-        ends = ends_of(params, self._limits.eos_token_ids)
+        ends, longest = ends_of(params, self._model.eos_token_ids), most_tokens(submit, self._model.max_model_len)
         # Of one beam no more than `width` can be among the best `width`, nor go on; and there are as many again as can end it.
         count = max(params.beam.width + len(ends), params.logprobs or 0)
         group = request.search = BeamGroup(
-            params,
-            ends=ends,
-            num_candidates=min(count, self._limits.vocab_size),
-            most_tokens=most_tokens(submit, self._limits.max_model_len),
+            params, ends=ends, num_candidates=min(count, self._model.vocab_size), most_tokens=longest
         )
-        group.most_blocks = most_blocks(submit, self._limits.max_model_len, self._kv.block_size)
-        if hands_on or most_tokens(submit, self._limits.max_model_len) == 1:
+        group.most_blocks = most_blocks(submit, self._model.max_model_len, self._core.kv.block_size)
+        if hands_on or longest == 1:
             group.num_batch_rows = 1
         request.num_unforked = group.num_batch_rows - 1
 
@@ -240,7 +235,7 @@ class Beams:
         if len(first_tokens) != 1 or first_tokens[0].logprobs is None:
             return None
         candidates = first_tokens[0].logprobs.top
-        tokens = {token for token, _ in candidates if 0 <= token < self._limits.vocab_size}
+        tokens = {token for token, _ in candidates if 0 <= token < self._model.vocab_size}
         return candidates if len(tokens) == len(candidates) == _group(request).num_candidates else None
 
     def _descend(self, request: Request, group: BeamGroup, extensions: list[Extension]) -> list[Sequence]:
@@ -249,7 +244,7 @@ class Beams:
         continued = {extension.parent for extension in extensions}
         for index, sequence in enumerate(parents):
             if index not in continued:
-                self._scheduler.discard(sequence)
+                self._core.scheduler.discard(sequence)
         taken = {sequence.sample for sequence in request.sequences}
         free_samples = iter([sample for sample in range(len(extensions)) if sample not in taken])
         sequences = []
@@ -259,15 +254,8 @@ class Beams:
                 continued.discard(extension.parent)
                 sequences.append(parent)
             else:
-                sequences.append(self._fork(parent, next(free_samples)))
+                sequences.append(self._core.fork(parent, next(free_samples)))
         return sequences
-
-    def _fork(self, parent: Sequence, sample: int) -> Sequence:
-        child = Sequence(next(self._keys), parent.request, sample, list(parent.tokens), parent.num_prompt_tokens)
-        self._kv.fork(parent, child)
-        self._scheduler.run_at_once(child)
-        parent.request.sequences.append(child)
-        return child
 
 
 def _group(request: Request) -> BeamGroup:
