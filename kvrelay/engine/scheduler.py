@@ -39,7 +39,7 @@ from kvrelay.engine.memory.kept import KeptKV
 from kvrelay.engine.memory.kv_cache import KVCache
 from kvrelay.engine.memory.swap import Swap
 from kvrelay.engine.queue import Queue
-from kvrelay.engine.request import Search, Sequence
+from kvrelay.engine.request import BeamGroup, Sequence
 from kvrelay.engine.requests.images import Images
 from kvrelay.engine.requests.incoming import Incoming
 from kvrelay.engine.requests.outgoing import Outgoing
@@ -196,7 +196,7 @@ class Scheduler:
     def _schedule_running(self, plan: StepPlan, budget: int) -> int:
         rows, grow, copies = plan.rows, self._kv.grow, plan.copies
         size, references = self._kv.block_size, self._kv.pool.references
-        planned: Search | None = None
+        planned: BeamGroup | None = None
         for sequence in self.running:  # it gets shorter when a sequence is preempted, always at its end
             computed = sequence.num_computed
             uncomputed = len(sequence.tokens) - computed

@@ -34,7 +34,7 @@ class Continued(msgspec.Struct, frozen=True, kw_only=True):
 
     of: str
     source: Literal["lease", "prefix_cache", "prefill"]
-    inherited_tokens: int  # from the lease
+    inherited_tokens: int  # of kept KV
     computed_tokens: int
 
 

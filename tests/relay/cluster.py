@@ -17,11 +17,11 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from leaks import check_idle
 from server import is_idle
 
 from kvrelay.config import EngineOptions, ModelOptions, TransferOptions, read_environment
 from kvrelay.discovery.base import OnChanged, OnJoined, OnLeft
-from kvrelay.engine import invariants
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.movers import NoRelay
 from kvrelay.errors import RequestError
@@ -194,7 +194,7 @@ class Worker:
 
     def check_idle(self) -> None:
         """The leak check, with the books that no block count shows."""
-        invariants.check_idle(self.engine.core)
+        check_idle(self.engine.core)
         assert self.loop.num_open == 0
         counts = self.engine.load().transfers
         assert counts.in_flight == 0, f"{self.id}: {counts}"

@@ -17,11 +17,11 @@ from typing import Any
 
 import msgspec
 from cluster import PATIENCE_S, Answer, GatedEngine, Members, collect
+from leaks import check_idle
 from server import is_idle
 from vision_models import Kind, Prompt, tiny_vl
 
 from kvrelay.config import EngineOptions, ModelOptions, TransferOptions, read_environment
-from kvrelay.engine import invariants
 from kvrelay.engine.engine import Engine
 from kvrelay.ids import WorkerId, new_worker_id
 from kvrelay.metrics import Metrics
@@ -158,7 +158,7 @@ class Worker:
             pool = self.engine._producer.pool_counts()
         else:
             assert isinstance(self.engine, Engine)
-            invariants.check_idle(self.engine.core)
+            check_idle(self.engine.core)
             assert not self.engine.core.images._wants
             intake: Any = self.engine.core.images._relay
             assert not intake._by_digest

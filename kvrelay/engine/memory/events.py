@@ -65,10 +65,9 @@ class EventRecorder:
     def _overflow(self) -> None:
         """Changes of the cache can be said anew. Of requests, at least the ends should be told."""
         self._overflowed = True
-        lives: list[LifeEvent] = [life for life in self._pending if not isinstance(life, tuple)]
-        if 2 * len(lives) > self._max_pending:
-            lives = [life for life in lives if isinstance(life, Freed)][-(self._max_pending // 2) :]
-        self._pending = [*lives]
+        lives = [life for life in self._pending if not isinstance(life, tuple)]
+        ends = [life for life in lives if isinstance(life, Freed)][-(self._max_pending // 2) :]
+        self._pending = [*ends] if 2 * len(lives) > self._max_pending else [*lives]
 
 
 class Unheard(EventRecorder):

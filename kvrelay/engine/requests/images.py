@@ -129,17 +129,14 @@ class Images:
         needed = {image.digest for image in request.images if image.start + image.num_tokens > num_cached_tokens}
         for image in request.images if computes_prompt else ():
             transfer = by_digest.pop(image.digest, None)
-            if image.digest in wants.held or image.digest not in needed:
-                if transfer is not None and self._relay is not None:
-                    self._relay.refuse(transfer)
-                continue
-            self._hold(wants, image.digest)
-            if not self._features.is_ready(image.digest):
-                self._fetch(wants, image, transfer)
-            else:
+            if image.digest in needed and image.digest not in wants.held:
+                self._hold(wants, image.digest)
+                if not self._features.is_ready(image.digest):
+                    self._fetch(wants, image, transfer)
+                    continue
                 self._num_hits += 1
-                if transfer is not None and self._relay is not None:
-                    self._relay.refuse(transfer)
+            if transfer is not None and self._relay is not None:
+                self._relay.refuse(transfer)
 
     def limit(self, sequence: Sequence) -> int:
         """How many of the sequence's tokens can be computed with what is here."""
