@@ -199,7 +199,7 @@ class Engine:
         return WorkerLoad(
             running=len(self.scheduler.running),
             waiting=self._num_waiting,
-            transferring=self._num_transferring,
+            transferring=len(self.scheduler.loading) + len(self.core.incoming.transferring),  # from the host, or by a peer
             swapped=len(self.scheduler.swapped),
             blocks=self.kv.pool.counts(),
             host=self.core.swap.counts(),
@@ -229,11 +229,6 @@ class Engine:
     @property
     def _num_waiting(self) -> int:
         return self.scheduler.queue.num_waiting + len(self.core.incoming.waiting)
-
-    @property
-    def _num_transferring(self) -> int:
-        """Sequences whose blocks are being filled, by a peer or from the host."""
-        return len(self.scheduler.loading) + len(self.core.incoming.transferring)
 
     def close(self) -> None:
         for part in (*self.core.movers, self.core.images):

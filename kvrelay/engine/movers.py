@@ -93,8 +93,6 @@ class Mover(Protocol):
 
 
 class Producer(Mover, Protocol):
-    """Hands KV on."""
-
     def start(self, request_id: RequestId, blocks: Sequence[int], num_computed: int) -> None:
         """The prompt has all its blocks; the first `num_computed` tokens are in them already (from the prefix cache)."""
 
@@ -115,8 +113,6 @@ class Producer(Mover, Protocol):
 
 
 class Consumer(Mover, Protocol):
-    """Takes KV over."""
-
     def reserve(self, request_id: RequestId, blocks: Sequence[int], skip_tokens: int) -> None:
         """Blocks for the tokens from `skip_tokens` on, which is a multiple of the block size."""
 

@@ -93,7 +93,6 @@ class Scheduler:
         insort(self.running, sequence, key=self.rank)
 
     def remove(self, sequence: Sequence) -> None:
-        """The sequence ended."""
         self.num_held_up = 0
         match sequence.state:
             case RequestState.RUNNING:
@@ -324,7 +323,6 @@ class Scheduler:
         self._kv.recorder.lived(FreedForNow(request=sequence.request.external_id, reason=FreeReason.ROLLED_BACK))
 
     def _note_start(self, sequence: Sequence) -> None:
-        """How much of its prompt was there already."""
         if sequence.num_output_tokens == 0 and sequence.sample == 0:
             sequence.cached_tokens = sequence.num_computed
         self._kept.started(sequence)

@@ -155,6 +155,6 @@ async def _release(backend: Backend, name: ParentName) -> None:
 def shown_progress(shown: bool) -> Progress:
     if not shown:
         return Silent()
-    from kvrelay.launch.console import ConsoleProgress
+    from kvrelay.launch.console import console_progress
 
-    return ConsoleProgress()
+    return console_progress()

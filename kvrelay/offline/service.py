@@ -18,25 +18,23 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import uvloop
 
 from kvrelay.checkpoint.fetch import resolve
 from kvrelay.config import check_device, read_environment
+from kvrelay.engine.engine import Engine
 from kvrelay.errors import EngineClosedError, InternalError, QueueFullError
 from kvrelay.launch.cluster import WorkerSettings, local_cluster, worker_roles
 from kvrelay.log import Log
-from kvrelay.offline.engine_backend import engine_backend
+from kvrelay.offline.engine_backend import EngineBackend
 from kvrelay.offline.options import OfflineOptions
 from kvrelay.progress import Progress
 from kvrelay.router.backend import Backend, GenerateRequest
 from kvrelay.router.stream import RequestStream
 from kvrelay.text.tokenizer import Tokenizer
-
-if TYPE_CHECKING:  # it loads PyTorch with its runner, for which a process with workers has no use
-    from kvrelay.engine.engine import Engine
 
 log = Log("llm")
 T = TypeVar("T")
@@ -67,9 +65,15 @@ def build_engine(options: OfflineOptions, progress: Progress) -> tuple[Tokenizer
 def open_engine(engine: Engine, options: OfflineOptions) -> Open:
     @contextlib.asynccontextmanager
     async def opened() -> AsyncIterator[Opened]:
-        router = options.router
-        async with engine_backend(engine, router.continuation_cache, router.max_kept_per_key) as (backend, driver):
+        backend = EngineBackend(engine, options.router.continuation_cache, options.router.max_kept_per_key)
+        driver = asyncio.create_task(backend.drive())  # ends only with an error
+        try:
             yield Opened(backend, driver, backend.until_idle)
+        finally:
+            backend.ready = False
+            driver.cancel()
+            await asyncio.wait([driver])
+            engine.close()
 
     return opened
 

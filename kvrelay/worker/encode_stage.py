@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import pathlib
 
-import zmq
-
 from kvrelay.checkpoint.fetch import resolve
 from kvrelay.checkpoint.spec import read_spec
 from kvrelay.config import EngineOptions, Environment, ModelOptions, TransferOptions
@@ -18,16 +16,17 @@ from kvrelay.progress import Progress
 from kvrelay.runner.build import model_fingerprint
 from kvrelay.runner.vision.build import build_encoder
 from kvrelay.runner.vision.encoder import Encoder
-from kvrelay.transfer.embedding.mover import EmbeddingParts, EmbeddingProducer
+from kvrelay.transfer.embedding.mover import EmbeddingProducer
 from kvrelay.worker.encode import EncodeEngine
 from kvrelay.worker.images import Reach, relay_parts
 from kvrelay.worker.stage import BuildStage, Stage, Waker
+from kvrelay.worker.transports import signal_port
 
 _NO_LIMIT = Limits(max_bytes=1 << 40, max_pixels=1 << 40)  # the router has looked
 
 
-def encode_stage(options: TransferOptions, host: str, signal_port: int = 0) -> BuildStage:
-    """How to build an encode worker that listens on `host`. Port 0 is any free one."""
+def encode_stage(options: TransferOptions, host: str, port: int = 0) -> BuildStage:
+    """How to build an encode worker that listens on `host`. Signal port 0 is any free one."""
 
     def build(
         worker_id: WorkerId,
@@ -43,7 +42,9 @@ def encode_stage(options: TransferOptions, host: str, signal_port: int = 0) -> B
         encoder = tower_of(model_options, engine_options, folder, progress)
         fingerprint = model_fingerprint(spec, model_options, folder)
         reach = Reach(options, host, Waker())
-        producer = _producer(relay_parts(worker_id, image_spec, model_options, fingerprint, reach), host, signal_port)
+        parts = relay_parts(worker_id, image_spec, model_options, fingerprint, reach)
+        with signal_port(host, port):
+            producer = EmbeddingProducer(parts, listen_host=host, listen_port=port)
         engine = EncodeEngine(
             worker_id=worker_id,
             encoder=encoder,
@@ -64,11 +65,3 @@ def encode_stage(options: TransferOptions, host: str, signal_port: int = 0) -> B
 
 def tower_of(model_options: ModelOptions, engine_options: EngineOptions, folder: pathlib.Path, progress: Progress) -> Encoder:
     return build_encoder(model_options, engine_options, folder, functools.partial(decode, limits=_NO_LIMIT), progress)
-
-
-def _producer(parts: EmbeddingParts, host: str, port: int) -> EmbeddingProducer:
-    try:
-        return EmbeddingProducer(parts, listen_host=host, listen_port=port)
-    except zmq.ZMQError as error:
-        reason = error.strerror or error
-        raise ConfigError(f"the signal plane cannot listen on {host}:{port} (--signal-port): {reason}") from error

@@ -7,12 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import zmq
-
 from kvrelay.checkpoint.fetch import resolve
 from kvrelay.config import EngineOptions, Environment, ModelOptions, TransferOptions
 from kvrelay.engine.engine import Engine
-from kvrelay.errors import ConfigError
 from kvrelay.ids import WorkerId
 from kvrelay.progress import Progress
 from kvrelay.runner.build import build_runner
@@ -20,18 +17,18 @@ from kvrelay.runner.runner import TorchRunner
 from kvrelay.states import Role
 from kvrelay.transfer.engines.shm import host_identity
 from kvrelay.transfer.kv.consumer import RelayConsumer
-from kvrelay.transfer.kv.layout import KVLayout, kv_layout
+from kvrelay.transfer.kv.layout import kv_layout
 from kvrelay.transfer.kv.producer import RelayProducer
 from kvrelay.transfer.region import Region, shared_region
 from kvrelay.transfer.relay.link import TransferSettings
 from kvrelay.transfer.relay.parts import RelayParts
 from kvrelay.worker.images import Reach, open_images
 from kvrelay.worker.stage import BuildStage, Stage, Waker, publishes_events
-from kvrelay.worker.transports import open_engines
+from kvrelay.worker.transports import open_engines, signal_port
 
 
-def relay_stage(role: Role, options: TransferOptions, host: str, signal_port: int = 0) -> BuildStage:
-    """How to build a prefill or a decode worker that listens on `host`. Port 0 is any free one."""
+def relay_stage(role: Role, options: TransferOptions, host: str, port: int = 0) -> BuildStage:
+    """How to build a prefill or a decode worker that listens on `host`. Signal port 0 is any free one."""
 
     def build(
         worker_id: WorkerId,
@@ -54,7 +51,8 @@ def relay_stage(role: Role, options: TransferOptions, host: str, signal_port: in
             settings=TransferSettings(lease_s=options.transfer_lease_s),
             on_news=waker,
         )
-        producer = _producer(parts, host, signal_port) if role is Role.PREFILL else None
+        with signal_port(host, port):
+            producer = RelayProducer(parts, listen_host=host, listen_port=port) if role is Role.PREFILL else None
         consumer = RelayConsumer(parts) if role is Role.DECODE else None
         reach = Reach(options, host, waker)
         images = open_images(worker_id, model_options, engine_options, folder, runner, reach=reach)
@@ -80,14 +78,6 @@ def relay_stage(role: Role, options: TransferOptions, host: str, signal_port: in
         )
 
     return build
-
-
-def _producer(parts: RelayParts[KVLayout], host: str, port: int) -> RelayProducer:
-    try:
-        return RelayProducer(parts, listen_host=host, listen_port=port)
-    except zmq.ZMQError as error:
-        reason = error.strerror or error
-        raise ConfigError(f"the signal plane cannot listen on {host}:{port} (--signal-port): {reason}") from error
 
 
 class _Memory:

@@ -46,7 +46,7 @@ from kvrelay.wire.serving import (
     Welcome,
 )
 from kvrelay.worker.callers import Caller, Callers
-from kvrelay.worker.checks import check_embeddings, check_submit
+from kvrelay.worker.checks import check_submit, check_transfers
 from kvrelay.worker.recent import Recent
 from kvrelay.worker.serving_engine import ServingEngine
 from kvrelay.worker.status import Status
@@ -201,9 +201,7 @@ class ServingLoop:
 
     def _on_submit(self, router: Caller, submit: Submit) -> None:
         check_submit(submit)
-        if self._callers.knows(submit.request_id) or submit.request_id in self._submitted:
-            raise ProtocolError(f"request {submit.request_id} was submitted before")
-        self._submitted.add(submit.request_id)
+        self._note_id(submit.request_id)
         try:
             submit.params.validate()
         except RequestError as error:
@@ -215,13 +213,16 @@ class ServingLoop:
 
     def _on_encode(self, router: Caller, encode: Encode) -> None:
         as_request_id(encode.request_id)
-        check_embeddings(encode.transfers)
-        if self._callers.knows(encode.request_id) or encode.request_id in self._submitted:
-            raise ProtocolError(f"request {encode.request_id} was submitted before")
-        self._submitted.add(encode.request_id)
+        check_transfers(encode.transfers)
+        self._note_id(encode.request_id)
         self._callers.open_encode(router, encode.request_id)
         self._load_untold = True
         self._engine.encode(encode)
+
+    def _note_id(self, request_id: RequestId) -> None:
+        if self._callers.knows(request_id) or request_id in self._submitted:
+            raise ProtocolError(f"request {request_id} was submitted before")
+        self._submitted.add(request_id)
 
     def _on_finish(self, router: Caller, finish: Finish) -> None:
         samples = router.open.get(finish.request_id)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from kvrelay.config import EngineOptions
 from kvrelay.engine.request import begins_anew
-from kvrelay.engine.requests.beam_limits import ends_of, most_blocks, most_tokens
 from kvrelay.errors import InvalidRequestError, QueueFullError, UnavailableError
 from kvrelay.ids import WorkerId
 from kvrelay.media.placeholders import placeholder_ids
+from kvrelay.sampling import SamplingParams
 from kvrelay.wire.serving import Submit
 
 
@@ -23,11 +23,25 @@ class ModelLimits:
     vocab_size: int
     cache_seed: str
 
+    def ends_of(self, params: SamplingParams) -> frozenset[int]:
+        """The tokens that end a hypothesis of a beam search."""
+        eos = frozenset() if params.ignore_eos else self.eos_token_ids
+        return eos.union(params.stop_token_ids)
+
+    def most_tokens(self, submit: Submit) -> int:
+        """How long an output can become."""
+        return min(submit.params.max_tokens, self.max_model_len - len(submit.prompt))
+
+    def most_blocks(self, submit: Submit, block_size: int) -> int:
+        """What a search holds if its beams share nothing but the full blocks of the prompt."""
+        assert submit.params.beam is not None
+        each = -(-(len(submit.prompt) + self.most_tokens(submit)) // block_size)
+        shared = len(submit.prompt) // block_size
+        return shared + submit.params.beam.width * (each - shared)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """Of one engine."""
-
     worker_id: WorkerId
     options: EngineOptions
     model: ModelLimits
@@ -117,18 +131,18 @@ class Limits:
             raise InvalidRequestError("a beam search always starts anew", param="resume")
         if submit.keep is not None:
             raise InvalidRequestError("keep_kv cannot be combined with beam search", param="keep_kv")
-        others = self.model.vocab_size - len(ends_of(submit.params, self.model.eos_token_ids))
+        others = self.model.vocab_size - len(self.model.ends_of(submit.params))
         if beam.width > others:
             raise InvalidRequestError(
                 f"beam_width must be at most {others}, the tokens that do not end a text", param="beam_width"
             )
-        if (self.hands_on and submit.transfer is not None) or most_tokens(submit, self.model.max_model_len) == 1:
+        if (self.hands_on and submit.transfer is not None) or self.model.most_tokens(submit) == 1:
             return  # nothing but the prompt is computed
         if beam.width > self.options.max_batch:
             raise InvalidRequestError(
                 f"beam_width must be at most {self.options.max_batch}, the size of a batch", param="beam_width"
             )
-        needed = most_blocks(submit, self.model.max_model_len, self.options.block_size)
+        needed = self.model.most_blocks(submit, self.options.block_size)
         available = self.num_blocks - self.num_pinnable_blocks
         if needed > available:
             raise InvalidRequestError(

@@ -29,7 +29,6 @@ from collections.abc import Iterator
 
 from kvrelay.engine.core import Core
 from kvrelay.engine.request import BeamGroup, Extension, Request, Sequence
-from kvrelay.engine.requests.beam_limits import ends_of, most_blocks, most_tokens
 from kvrelay.wire.serving import BeamResult, FirstToken, Logprob, SequenceOutput, Submit, TokenLogprobs
 
 
@@ -44,13 +43,13 @@ class Beams:
         """A worker that hands the prompt on needs no batch rows for the beams."""
         params = submit.params
         assert params.beam is not None
-        ends, longest = ends_of(params, self._model.eos_token_ids), most_tokens(submit, self._model.max_model_len)
+        ends, longest = self._model.ends_of(params), self._model.most_tokens(submit)
         # Of one beam no more than `width` can be among the best `width`, nor go on; and there are as many again as can end it.
         count = max(params.beam.width + len(ends), params.logprobs or 0)
         group = request.search = BeamGroup(
             params, ends=ends, num_candidates=min(count, self._model.vocab_size), most_tokens=longest
         )
-        group.most_blocks = most_blocks(submit, self._model.max_model_len, self._core.kv.block_size)
+        group.most_blocks = self._model.most_blocks(submit, self._core.kv.block_size)
         if hands_on or longest == 1:
             group.num_batch_rows = 1
         request.num_unforked = group.num_batch_rows - 1

@@ -145,27 +145,37 @@ class Commit:
         self._endings.settle(request)
 
     def _append(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
-        position = len(sequence.tokens) - sequence.num_prompt_tokens
-        sequence.tokens.append(token)
-        self._outbox.num_output_tokens += 1
-        reason = self._finish_reason(sequence)
-        first = position == 0 and sequence.sample == 0
-        if first:
+        is_first = sequence.num_output_tokens == 0 and sequence.sample == 0
+        if is_first:
             self._outbox.num_cached_tokens += sequence.cached_tokens
+        sequence.tokens.append(token)
+        reason = self._tell(sequence, sequence.sample, logprobs, sequence.request.prompt_logprobs if is_first else None)
+        if reason is not None:
+            self._endings.end(sequence, reason)
+
+    def _tell(
+        self,
+        sequence: Sequence,
+        sample: int,
+        logprobs: TokenLogprobs | None,
+        prompt_logprobs: list[TokenLogprobs | None] | None,
+    ) -> FinishReason | None:
+        """The sequence's last token is the sample's next."""
+        position, token, reason = sequence.num_output_tokens - 1, sequence.tokens[-1], self._finish_reason(sequence)
+        self._outbox.num_output_tokens += 1
         self._outbox.outputs.append(
             SequenceOutput(
                 sequence.request_id,
-                sequence.sample,
+                sample,
                 position,
                 [token],
                 reason,
                 sequence.cached_tokens,
                 None if logprobs is None else [logprobs],
-                sequence.request.prompt_logprobs if first else None,
+                prompt_logprobs,
             )
         )
-        if reason is not None:
-            self._endings.end(sequence, reason)
+        return reason
 
     def _hand_on(self, sequence: Sequence, first_tokens: list[FirstToken]) -> None:
         """The prompt is computed: its first tokens are told at once (not a search's), and its KV goes to the peer, where the
@@ -173,27 +183,11 @@ class Commit:
         request = sequence.request
         if self._outgoing.finished(sequence, first_tokens):
             self._outbox.num_cached_tokens += sequence.cached_tokens
-            if request.search is None:
-                self._outbox.num_output_tokens += len(first_tokens)
-                self._outbox.outputs.extend(self._first_output(sequence, first) for first in first_tokens)
+            for first in first_tokens if request.search is None else ():
+                sequence.tokens.append(first.token)
+                self._tell(sequence, first.sample, first.logprobs, first.prompt_logprobs)
+                sequence.tokens.pop()
         self._endings.hand_on(sequence)
-
-    def _first_output(self, sequence: Sequence, first: FirstToken) -> SequenceOutput:
-        position = sequence.num_output_tokens
-        sequence.tokens.append(first.token)
-        reason = self._finish_reason(sequence)
-        sequence.tokens.pop()
-        logprobs = None if first.logprobs is None else [first.logprobs]
-        return SequenceOutput(
-            sequence.request_id,
-            first.sample,
-            position,
-            [first.token],
-            reason,
-            first.cached_tokens,
-            logprobs,
-            first.prompt_logprobs,
-        )
 
     def arrived(self, sequence: Sequence, arrival: Arrival) -> None:
         """If it failed, the prompt has to be computed after all: the router decides where."""

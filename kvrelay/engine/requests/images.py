@@ -68,8 +68,6 @@ class ImageSource(Protocol):
 
 @dataclass(slots=True)
 class _Wants:
-    """One request's."""
-
     request: Request
     last_token: int  # where its last image ends
     held: set[str] = field(default_factory=set)
@@ -147,7 +145,6 @@ class Images:
         return len(sequence.tokens)
 
     def computed(self, sequence: Sequence) -> None:
-        """A row of the sequence's prompt was."""
         wants = self._wants[sequence.request_id]
         if wants.held and all(
             each.state is RequestState.FINISHED or each.num_computed >= wants.last_token for each in wants.request.sequences
@@ -184,7 +181,6 @@ class Images:
             source.peer_lost(worker_id)
 
     def counts(self) -> ImageCounts:
-        """Of all sources together."""
         total = dict.fromkeys(ImageCounts.__struct_fields__, 0)
         for source in self._sources:
             for name, count in msgspec.structs.asdict(source.counts()).items():
