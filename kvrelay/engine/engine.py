@@ -37,7 +37,7 @@ _COPY_WAIT_S = 0.002  # how long a step that has nothing to compute waits for a 
 
 
 class Engine:
-    """Joins scheduler, KV cache and runner. One thread calls it."""
+    """Joins scheduler, KV cache and runner, as `worker.serving_engine.ServingEngine` asks of it. One thread calls it."""
 
     def __init__(
         self,
@@ -156,12 +156,10 @@ class Engine:
             self._endings.settle(request)
 
     def release_kept(self, kept_ids: Iterable[KeptId]) -> None:
-        """No client will continue from these any more. Unknown ones are no error: they may have ended."""
         self.core.kept.release(kept_ids)
         self._stalled = False
 
     def find_kept(self, handle: str, owner: str) -> list[KeptInfo]:
-        """By its id, or by the id under which a client knows the parent."""
         self._expire_kept()
         return self.core.kept.find(handle, owner)
 
@@ -169,7 +167,6 @@ class Engine:
         self._draining = True
 
     def peer_lost(self, worker_id: WorkerId) -> None:
-        """Another worker is gone, says a router, which may be wrong: transfers with it fail at once."""
         for part in (*self.core.movers, self.core.images):
             part.peer_lost(worker_id)
 

@@ -55,13 +55,6 @@ class Opened:
 Open = Callable[[], AbstractAsyncContextManager[Opened]]
 
 
-def build_engine(options: OfflineOptions, progress: Progress) -> tuple[Tokenizer, Engine]:
-    """The model in this process."""
-    from kvrelay.worker.whole import build_engine  # loads PyTorch
-
-    return build_engine(options.model, options.engine, read_environment(), progress)
-
-
 def open_engine(engine: Engine, options: OfflineOptions) -> Open:
     @contextlib.asynccontextmanager
     async def opened() -> AsyncIterator[Opened]:
@@ -94,13 +87,9 @@ def open_workers(options: OfflineOptions, progress: Progress, *, shown: bool) ->
     @contextlib.asynccontextmanager
     async def opened() -> AsyncIterator[Opened]:
         async with local_cluster(workers, options.router, options.cluster) as (router, supervisor):
-            yield Opened(router, supervisor.failed, _nothing_here)
+            yield Opened(router, supervisor.failed, lambda: asyncio.sleep(0))  # workers come to rest by themselves
 
     return Tokenizer.load(folder), opened
-
-
-async def _nothing_here() -> None:
-    """Worker processes come to rest by themselves."""
 
 
 class Service:

@@ -48,7 +48,7 @@ from kvrelay.wire.registry import WorkerLoad, WorkerRecord
 from kvrelay.wire.serving import Failure, Finish, KeptInfo, StepOutputs, Submit, TokenLogprobs, of_kind
 from kvrelay.worker.relay import relay_stage
 from kvrelay.worker.serving import EngineFailedError, ServingLoop
-from kvrelay.worker.stage import Stage, Waker
+from kvrelay.worker.stage import Setup, Stage, Waker
 
 VOCAB = 997
 EOS = 0
@@ -344,7 +344,7 @@ class Cluster:
         assert self.shape.transfer != "memory"
         build = relay_stage(role, TransferOptions(transfer=self.shape.transfer), "127.0.0.1")
         model = ModelOptions(model=self.shape.checkpoint, dtype="float32", threads=1)
-        return build(worker_id, model, options, read_environment(), Silent())
+        return build(Setup(worker_id, model, options, read_environment(), Silent()))
 
     def _fake_stage(self, role: Role, worker_id: WorkerId, options: EngineOptions) -> Stage:
         """What `worker/relay.py` does, around the fake runner."""

@@ -39,7 +39,7 @@ from kvrelay.wire.serving import Encode
 from kvrelay.worker.build import stage_of
 from kvrelay.worker.encode import EncodeEngine
 from kvrelay.worker.serving import EngineFailedError, ServingLoop
-from kvrelay.worker.stage import Stage
+from kvrelay.worker.stage import Setup, Stage
 
 ENGINE = EngineOptions(
     block_size=8,
@@ -192,7 +192,7 @@ class Cluster:
         options = msgspec.structs.replace(TRANSFER, **self.shape.transfer)
         engine_options = msgspec.structs.replace(ENGINE, **self.shape.engine)
         model = ModelOptions(model=str(tiny_vl(self.shape.kind)), dtype="float32", threads=1)
-        stage = stage_of(role, options, "127.0.0.1")(worker_id, model, engine_options, read_environment(), Silent())
+        stage = stage_of(role, options, "127.0.0.1")(Setup(worker_id, model, engine_options, read_environment(), Silent()))
         return Worker(role, worker_id, stage)
 
     def of(self, role: Role) -> list[Worker]:

@@ -159,6 +159,9 @@ class KVCache:
         if not self._enabled:
             return None
         self._extend_hashes(sequence, index + 1)
+        return self._content(sequence, index)
+
+    def _content(self, sequence: Sequence, index: int) -> tuple[bytes, list[int], bytes]:
         parent = sequence.hashes[index - 1] if index else self._root(sequence)
         return sequence.hashes[index], self._tokens_of(sequence, index), parent
 
@@ -276,15 +279,12 @@ class KVCache:
         return self.prefixes.match(sequence.hashes[:num_full], sequence.tokens)
 
     def _register(self, sequence: Sequence, first: int, last: int) -> None:
-        size = self.block_size
         self._extend_hashes(sequence, last)
-        hashes = sequence.hashes
         for index in range(first, last):
             block = sequence.block_table[index]
             if block in self.prefixes:
                 continue
-            parent = hashes[index - 1] if index else self._root(sequence)
-            replaced = self.prefixes.add(block, hashes[index], sequence.tokens[index * size : (index + 1) * size], parent)
+            replaced = self.prefixes.add(block, *self._content(sequence, index))
             if replaced is not None:
                 self.pool.forget(replaced)
 
