@@ -22,7 +22,7 @@ from kvrelay.errors import ConfigError, InternalError, ProtocolError, RequestErr
 from kvrelay.ids import RequestId, as_request_id, as_router_id
 from kvrelay.log import Log
 from kvrelay.planes.curve import Socket, listening
-from kvrelay.planes.loop_socket import bound_address
+from kvrelay.planes.loop_socket import bound_address, try_send
 from kvrelay.states import Role, WorkerState
 from kvrelay.wire import PROTOCOL_VERSION, check_version
 from kvrelay.wire.codec import Decoder, encode
@@ -146,7 +146,7 @@ class ServingLoop:
             except ProtocolError as error:
                 self.num_malformed += 1
                 log.seldom("refused on the serving plane", reason=error)
-                self._send(frames[0], encode(Refused(reason=str(error))))
+                try_send(self._socket, (frames[0], encode(Refused(reason=str(error)))))
         return False
 
     def _handle(self, identity: bytes, payload: list[bytes]) -> None:
@@ -181,7 +181,7 @@ class ServingLoop:
                 self._engine.release_kept(message.kept_ids)
             case AskKept():
                 kept = self._engine.find_kept(message.handle, message.owner)
-                self._send(identity, encode(KeptTold(handle=message.handle, owner=message.owner, kept=kept)))
+                try_send(self._socket, (identity, encode(KeptTold(handle=message.handle, owner=message.owner, kept=kept))))
             case _:
                 assert_never(message)
 
@@ -197,7 +197,7 @@ class ServingLoop:
         self._callers.add(Caller(identity, hello.silence_s, time.monotonic()))
         assert self.record is not None
         record = msgspec.structs.replace(self.record, state=self.status.state, load=self._load())
-        self._send(identity, encode(Welcome(version=PROTOCOL_VERSION, worker=record)))
+        try_send(self._socket, (identity, encode(Welcome(version=PROTOCOL_VERSION, worker=record))))
 
     def _on_submit(self, router: Caller, submit: Submit) -> None:
         check_submit(submit)
@@ -274,7 +274,7 @@ class ServingLoop:
 
     def _send_outputs(self, router: Caller, step: int, load: WorkerLoad) -> None:
         assert self.record is not None
-        if not self._send(router.identity, encode(router.take(self.record.id, step, load))):
+        if not try_send(self._socket, (router.identity, encode(router.take(self.record.id, step, load)))):
             log.warning("a router is gone; its requests are aborted", requests=len(router.open))
             self._forget(router)
 
@@ -294,18 +294,6 @@ class ServingLoop:
         self._load_untold = False
         for router in self._callers:
             self._send_outputs(router, load.steps, load)
-
-    def _send(self, identity: bytes, frame: bytes) -> bool:
-        """False: no router of that identity is connected, or it does not keep up."""
-        try:
-            self._socket.send_multipart((identity, frame), zmq.DONTWAIT)
-        except zmq.Again:
-            return False
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
-                raise
-            return False
-        return True
 
     # Endings
 
