@@ -11,26 +11,15 @@ from kvrelay.engine.interfaces import Runner
 from kvrelay.engine.memory.kept import KeptKV
 from kvrelay.engine.memory.kv_cache import KVCache
 from kvrelay.engine.memory.swap import Swap
-from kvrelay.engine.movers import Consumer, Producer
-from kvrelay.engine.no_relay import NoRelay
+from kvrelay.engine.movers import Consumer, Mover, NoRelay, Producer
 from kvrelay.engine.outbox import Outbox
-from kvrelay.engine.request import Request
-from kvrelay.engine.requests.admission import Limits
+from kvrelay.engine.request import Request, Sequence
+from kvrelay.engine.requests.admission import Limits, ModelLimits
 from kvrelay.engine.requests.images import Images, NoFeatures
 from kvrelay.engine.requests.incoming import Incoming
 from kvrelay.engine.requests.outgoing import Outgoing
 from kvrelay.engine.scheduler import Scheduler
 from kvrelay.ids import RequestId, WorkerId
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelLimits:
-    """What an engine has to know of its model."""
-
-    eos_token_ids: frozenset[int]
-    max_model_len: int
-    vocab_size: int
-    cache_seed: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,10 +39,22 @@ class Core:
     keys: Iterator[int]  # of sequences
     requests: dict[RequestId, Request] = field(default_factory=dict)  # those that have not ended
 
+    def fork(self, parent: Sequence, sample: int) -> Sequence:
+        """Another sample of the parent's request, which goes on from the parent's tokens and shares its blocks."""
+        child = Sequence(next(self.keys), parent.request, sample, list(parent.tokens), parent.num_prompt_tokens)
+        self.kv.fork(parent, child)
+        self.scheduler.run_at_once(child)
+        parent.request.sequences.append(child)
+        return child
+
     @property
-    def relay(self) -> Incoming | Outgoing:
-        """The side that this worker has, if it has one."""
-        return self.outgoing if self.limits.hands_on else self.incoming
+    def movers(self) -> tuple[Mover, Mover]:
+        return self.outgoing.producer, self.incoming.consumer
+
+    @property
+    def mover(self) -> Mover:
+        """Of the side that this worker has, if it has one."""
+        return self.outgoing.producer if self.limits.hands_on else self.incoming.consumer
 
 
 def build_core(
@@ -83,13 +84,9 @@ def build_core(
     seen = images or Images(NoFeatures(), timeout_s=0.0, clock=clock)
     limits = Limits(
         worker_id=worker_id,
-        max_queue=options.max_queue,
-        max_batch=options.max_batch,
-        max_model_len=model.max_model_len,
-        vocab_size=model.vocab_size,
-        eos_token_ids=model.eos_token_ids,
+        options=options,
+        model=model,
         num_blocks=runner.num_blocks,
-        block_size=options.block_size,
         hands_on=producer is not None,
         takes_over=consumer is not None,
         takes_images=images is not None,

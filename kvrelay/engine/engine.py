@@ -15,10 +15,11 @@ from itertools import count as counter
 
 from kvrelay.config import EngineOptions
 from kvrelay.engine import invariants
-from kvrelay.engine.core import ModelLimits, build_core
+from kvrelay.engine.core import build_core
 from kvrelay.engine.interfaces import Runner, StepPlan, StepResult
 from kvrelay.engine.movers import Consumer, Producer
 from kvrelay.engine.request import Request, first_sequences
+from kvrelay.engine.requests.admission import ModelLimits
 from kvrelay.engine.requests.beam import Beams
 from kvrelay.engine.requests.commit import Commit
 from kvrelay.engine.requests.endings import Endings
@@ -36,7 +37,7 @@ _COPY_WAIT_S = 0.002  # how long a step that has nothing to compute waits for a 
 
 
 class Engine:
-    """Joins scheduler, KV cache and runner. One thread calls it."""
+    """Joins scheduler, KV cache and runner, as `worker.serving_engine.ServingEngine` asks of it. One thread calls it."""
 
     def __init__(
         self,
@@ -64,13 +65,6 @@ class Engine:
         self.requests = core.requests  # those that have not ended
         self._runner = runner
         self._worker_id = worker_id
-        self._limits = core.limits
-        self._outbox = core.outbox
-        self._kept = core.kept
-        self._swap = core.swap
-        self._incoming = core.incoming
-        self._outgoing = core.outgoing
-        self._images = core.images
         self._beams = Beams(core)
         self._endings = Endings(core)
         self._commit = Commit(core, self._beams, self._endings)
@@ -78,8 +72,8 @@ class Engine:
         self._draining = False
         self._stalled = False  # the last step could do nothing, and nothing has changed since
         self._num_steps = 0
-        if self._limits.hands_on:
-            runner.on_layer(self._outgoing.layer_done)
+        if core.limits.hands_on:
+            runner.on_layer(core.outgoing.layer_done)
 
     # What the worker calls between steps
 
@@ -90,36 +84,36 @@ class Engine:
             return
         self._expire_kept()
         try:
-            self._limits.check(submit, num_waiting=self._num_waiting, draining=self._draining)
-            self._kept.check(submit)
+            self.core.limits.check(submit, num_waiting=self._num_waiting, draining=self._draining)
+            self.core.kept.check(submit)
         except RequestError as error:
-            self._outbox.fail(submit.request_id, error)
+            self.core.outbox.fail(submit.request_id, error)
             return
         request = self._enqueue(submit)
-        if self._limits.hands_on and submit.transfer is not None:
-            self._outgoing.expect(submit, len(request.sequences[0].tokens))
+        if self.core.limits.hands_on and submit.transfer is not None:
+            self.core.outgoing.expect(submit, len(request.sequences[0].tokens))
             return  # the worker that takes it over keeps it
-        self._kept.expect(submit)
-        self._kept.inherit(submit, request.sequences)
-        if self._limits.hands_on:
-            self._kept.refuse(submit.request_id, "a prefill worker keeps no KV")
+        self.core.kept.expect(submit)
+        self.core.kept.inherit(submit, request.sequences)
+        if self.core.limits.hands_on:
+            self.core.kept.refuse(submit.request_id, "a prefill worker keeps no KV")
         elif submit.params.beam is not None:
-            self._kept.refuse(submit.request_id, "the KV of a beam search is not kept")
+            self.core.kept.refuse(submit.request_id, "the KV of a beam search is not kept")
 
     def encode(self, encode: Encode) -> None:
         """A mistake of the router: this worker computes prompts or generates."""
         error = UnavailableError(f"worker {self._worker_id} makes no embeddings for others")
-        self._outbox.fail(encode.request_id, error)
+        self.core.outbox.fail(encode.request_id, error)
 
     def _enqueue(self, submit: Submit) -> Request:
         request = Request(submit, next(self._arrivals))
         request.sequences = first_sequences(submit, request, self.core.keys)
         if submit.params.beam is not None:
-            self._beams.begin(request, submit, hands_on=self._limits.hands_on and submit.transfer is not None)
+            self._beams.begin(request, submit, hands_on=self.core.limits.hands_on and submit.transfer is not None)
         self.requests[submit.request_id] = request
         for sequence in request.sequences:
-            if self._limits.takes_over and submit.transfer is not None:
-                self._incoming.expect(sequence, submit.transfer)
+            if self.core.limits.takes_over and submit.transfer is not None:
+                self.core.incoming.expect(sequence, submit.transfer)
             else:
                 self.scheduler.queue.add(sequence)
         if submit.images:
@@ -128,10 +122,10 @@ class Engine:
         return request
 
     def _expect_images(self, request: Request, submit: Submit) -> None:
-        taken_over = request.request_id in self._incoming
+        taken_over = request.request_id in self.core.incoming
         # Kept KV covers all images of its tokens; should it be gone, they are asked for when they are met.
         num_cached_tokens = len(submit.prompt) if submit.inherit else self.kv.num_cached_tokens(request.sequences[0])
-        self._images.expect(request, submit.embeddings, num_cached_tokens=num_cached_tokens, computes_prompt=not taken_over)
+        self.core.images.expect(request, submit.embeddings, num_cached_tokens=num_cached_tokens, computes_prompt=not taken_over)
 
     def abort(self, request_ids: Iterable[RequestId]) -> None:
         """Ends each sample that still runs. Unknown and finished requests are no error: an abort may come late."""
@@ -140,20 +134,20 @@ class Engine:
             request = self.requests.get(request_id)
             if request is not None:
                 for sample in self._endings.drop(request, FreeReason.ABORTED):
-                    self._outbox.outputs.append(SequenceOutput(request_id, sample, 0, [], FinishReason.ABORT))
+                    self.core.outbox.outputs.append(SequenceOutput(request_id, sample, 0, [], FinishReason.ABORT))
             else:
-                self._outgoing.abort_finished(request_id)
+                self.core.outgoing.abort_finished(request_id)
                 self._endings.handed_on(request_id, FreeReason.ABORTED)
 
     def finish(self, finish: Finish) -> None:
         """The router found the end of a sample. The sequence may have ended or run a few tokens further meanwhile."""
         self._stalled = False
-        self._kept.seen(finish)
+        self.core.kept.seen(finish)
         request = self.requests.get(finish.request_id)
         if request is None:
             return
         request.cut[finish.sample] = finish.reason
-        if finish.request_id in self._incoming and self._kept.is_due(finish.request_id):
+        if finish.request_id in self.core.incoming and self.core.kept.is_due(finish.request_id):
             return  # it ends when its KV is here, since that is to be kept
         if len(request.cut) == request.params.n or request.search is not None:
             self._endings.drop(request, FreeReason.FINISHED)
@@ -162,87 +156,79 @@ class Engine:
             self._endings.settle(request)
 
     def release_kept(self, kept_ids: Iterable[KeptId]) -> None:
-        """No client will continue from these any more. Unknown ones are no error: they may have ended."""
-        self._kept.release(kept_ids)
+        self.core.kept.release(kept_ids)
         self._stalled = False
 
     def find_kept(self, handle: str, owner: str) -> list[KeptInfo]:
-        """By its id, or by the id under which a client knows the parent."""
         self._expire_kept()
-        return self._kept.find(handle, owner)
+        return self.core.kept.find(handle, owner)
 
     def drain(self) -> None:
         self._draining = True
 
     def peer_lost(self, worker_id: WorkerId) -> None:
-        """Another worker is gone, says a router, which may be wrong: transfers with it fail at once."""
-        for part in (self._outgoing, self._incoming, self._images):
+        for part in (*self.core.movers, self.core.images):
             part.peer_lost(worker_id)
 
     @property
     def drained(self) -> bool:
         """Nothing is left to do or to hand over."""
-        return self._draining and not self.requests and not self._outgoing.held and not self.has_work
+        return self._draining and not self.requests and not self.core.outgoing.held and not self.has_work
 
     @property
     def has_work(self) -> bool:
         """Whether `step` would do or say anything."""
-        if self._outbox or self._endings.released:
+        if self.core.outbox or self._endings.released:
             return True
         if len(self.scheduler.running) > self.scheduler.num_held_up:
             return True
-        if self._images.has_news or self._outgoing.has_news or self._incoming.has_news:
+        if self.core.images.has_news or self.core.outgoing.producer.has_news or self.core.incoming.consumer.has_news:
             return True
         if self._is_saving_kept or self.scheduler.loading:
             return True
-        if self._swap.copies and (self.scheduler.swapped or self._num_waiting):
+        if self.core.swap.copies and (self.scheduler.swapped or self._num_waiting):
             return True  # a sequence may wait for the blocks that a copy holds
         return (self.scheduler.queue.num_waiting > 0 or bool(self.scheduler.swapped)) and not self._stalled
 
     def load(self) -> WorkerLoad:
         self._expire_kept()
-        relay = self.core.relay
+        mover = self.core.mover
         return WorkerLoad(
             running=len(self.scheduler.running),
             waiting=self._num_waiting,
-            transferring=self._num_transferring,
+            transferring=len(self.scheduler.loading) + len(self.core.incoming.transferring),  # from the host, or by a peer
             swapped=len(self.scheduler.swapped),
             blocks=self.kv.pool.counts(),
-            host=self._swap.counts(),
-            transfers=relay.counts(),
-            mapping=relay.mapping(),
-            prompt_tokens=self._outbox.num_prompt_tokens,
-            cached_tokens=self._outbox.num_cached_tokens,
-            output_tokens=self._outbox.num_output_tokens,
+            host=self.core.swap.counts(),
+            transfers=mover.counts(),
+            mapping=mover.mapping(),
+            prompt_tokens=self.core.outbox.num_prompt_tokens,
+            cached_tokens=self.core.outbox.num_cached_tokens,
+            output_tokens=self.core.outbox.num_output_tokens,
             preemptions=self.scheduler.num_preemptions,
             steps=self._num_steps,
-            connections=relay.num_links,
-            kept=len(self._kept),
-            inherited_tokens=self._kept.num_inherited_tokens,
-            images=self._images.counts() if self._limits.takes_images else None,
+            connections=mover.num_links,
+            kept=len(self.core.kept),
+            inherited_tokens=self.core.kept.num_inherited_tokens,
+            images=self.core.images.counts() if self.core.limits.takes_images else None,
         )
 
     def _expire_kept(self) -> None:
         """Kept KV whose time is over goes, also when there is nothing to do: every call finds it gone."""
-        if self._kept.expire():
+        if self.core.kept.expire():
             self._stalled = False
 
     @property
     def _is_saving_kept(self) -> bool:
         """Then the blocks come back when a step polls. A worker that is to end does not wait for that."""
-        return self._swap.is_saving_kept and not self._draining
+        return self.core.swap.is_saving_kept and not self._draining
 
     @property
     def _num_waiting(self) -> int:
-        return self.scheduler.queue.num_waiting + self._incoming.num_waiting
-
-    @property
-    def _num_transferring(self) -> int:
-        """Sequences whose blocks are being filled, by a peer or from the host."""
-        return len(self.scheduler.loading) + len(self._incoming.transferring)
+        return self.scheduler.queue.num_waiting + len(self.core.incoming.waiting)
 
     def close(self) -> None:
-        for part in (self._outgoing, self._incoming, self._images):
+        for part in (*self.core.movers, self.core.images):
             part.close()
         self._runner.close()
 
@@ -256,20 +242,20 @@ class Engine:
         if plan.rows or plan.released:
             self._commit.rows(plan, self._run(plan))
             self._num_steps += 1
-        self._kept.end_step()
+        self.core.kept.end_step()
         self._stalled = not plan.rows
-        self._swap.spill()
+        self.core.swap.spill()
         if self._stalled and self.scheduler.starved:
-            self._outgoing.set_one_aside()
+            self.core.outgoing.set_one_aside()
         if self.core.options.check_invariants:
             invariants.check(self.core)
         return self._take_outputs()
 
     def _run(self, plan: StepPlan) -> StepResult:
-        self._outgoing.begin_step(plan)
+        self.core.outgoing.begin_step(plan)
         self._runner.launch(plan)
         result = self._runner.collect()
-        self._outgoing.end_step()
+        self.core.outgoing.end_step()
         return result
 
     def _take_news(self) -> None:
@@ -277,20 +263,20 @@ class Engine:
         self._expire_kept()
         idle = self._stalled and (self.requests or self._is_saving_kept)
         self.scheduler.take_copied(_COPY_WAIT_S if idle else 0.0)
-        if self._outgoing.has_news:
-            restarts, ended = self._outgoing.poll()
+        if self.core.outgoing.producer.has_news:
+            restarts, ended = self.core.outgoing.poll()
             self._stalled = False
             for submit in restarts:
                 self._enqueue(submit)
             for request_id, reason in ended:
                 self._handed_on(request_id, reason)
-        if self._incoming.has_news:
+        if self.core.incoming.consumer.has_news:
             self._stalled = False
-            for sequence, arrival in self._incoming.poll():
+            for sequence, arrival in self.core.incoming.poll():
                 self._commit.arrived(sequence, arrival)
-        if self._images.has_news:
+        if self.core.images.has_news:
             self._stalled = False
-            for request, error in self._images.poll():
+            for request, error in self.core.images.poll():
                 log.warning("an image will not come", request=request.request_id, reason=error)
                 self._endings.fail(request, error)
             self.scheduler.recall()
@@ -299,7 +285,7 @@ class Engine:
         """A hand-over ended. Usually the prompt was finished long ago; if not, it is not wanted any more."""
         request = self.requests.get(request_id)
         if request is None:
-            self._outbox.news.append(HandedOver(request_id))
+            self.core.outbox.news.append(HandedOver(request_id))
             self._endings.handed_on(request_id, FreeReason.FAILED if reason else FreeReason.HANDED_OVER)
             return
         self._endings.fail(
@@ -313,7 +299,7 @@ class Engine:
         return self._take_outputs()
 
     def _take_outputs(self) -> StepOutputs:
-        outbox = self._outbox
+        outbox = self.core.outbox
         message = StepOutputs(
             worker_id=self._worker_id,
             step=self._num_steps,

@@ -1,4 +1,4 @@
-"""What is true between two steps, whatever happened. Tests call `check` after every step and `check_idle` at the end."""
+"""What is true between two steps, whatever happened. An engine that is told to checks it after every step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from kvrelay.engine.core import Core
 from kvrelay.engine.memory.block_pool import Holder
 from kvrelay.engine.memory.swap import Swap
 from kvrelay.engine.request import Request, Sequence
-from kvrelay.engine.requests.beam import BeamGroup
 from kvrelay.states import KeptState, KVState, RequestState
 
 
@@ -33,25 +32,6 @@ def check(core: Core) -> None:
     counts = kv.pool.counts()
     kinds = counts.free + counts.cached + counts.in_use + counts.reserved + counts.sending + counts.pinned + counts.quarantined
     assert kinds == counts.total, f"block kinds sum to {kinds}, not {counts.total}"
-
-
-def check_idle(core: Core) -> None:
-    """The leak check: nothing is going on, and nothing is held."""
-    check(core)
-    counts = core.kv.pool.counts()
-    assert not core.requests, f"requests left behind: {list(core.requests)}"
-    assert counts.in_use == counts.reserved == counts.sending == counts.quarantined == 0, f"leaked blocks: {counts}"
-    assert not core.scheduler.running
-    assert not core.scheduler.swapped
-    assert not core.scheduler.loading
-    entries, copies = core.swap.on_host.values(), core.swap.copies.values()
-    assert all(one.is_kept for one in entries), f"sequences left on the host: {[one.sequence.request_id for one in entries]}"
-    host_blocks = {block for entry in entries for block in entry.host_blocks}
-    host_blocks |= {block for copy in copies for block in copy.host_blocks}
-    assert core.swap.host.pool.counts().in_use == len(host_blocks)
-    assert not core.kept.heirs, "children left behind"
-    assert not core.scheduler.queue.sequences
-    assert core.images.num_held == 0, "images are held for requests that are over"
 
 
 def _check_swap(swap: Swap) -> Counter[int]:
@@ -126,7 +106,6 @@ def _check_search(request: Request) -> None:
     if group is None:
         return
     name = request.request_id
-    assert isinstance(group, BeamGroup)
     if not group.beams:
         assert len(request.sequences) == 1, f"{name} has several sequences before its search has begun"
         return

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from kvrelay.ids import RequestId, WorkerId
 from kvrelay.wire.registry import MappingCounts, TransferCounts
@@ -64,11 +64,35 @@ class ConsumerNews:
     freed: list[RequestId] = field(default_factory=list)  # blocks of an aborted or failed transfer are safe again
 
 
-class Producer(Protocol):
-    """Hands KV on. Called by the engine's thread."""
+class Mover(Protocol):
+    """What both sides have. Called by the engine's thread."""
 
     def expect(self, request_id: RequestId, transfer: TransferInfo, num_tokens: int) -> None: ...
 
+    def abort(self, request_id: RequestId) -> None:
+        """Harmless if over. Blocks that were given or reserved come back through poll: released (or set_aside, where that
+        crossed it), or freed."""
+
+    def peer_lost(self, worker_id: WorkerId) -> None:
+        """The peer is gone, says a router, which may be wrong: every transfer with it fails now. Memory that it might still
+        write is safe only once its death is proven."""
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `poll` would say anything."""
+
+    def counts(self) -> TransferCounts: ...
+
+    def mapping(self) -> MappingCounts: ...
+
+    @property
+    def num_links(self) -> int:
+        """Workers that KV is exchanged with at present."""
+
+    def close(self) -> None: ...
+
+
+class Producer(Mover, Protocol):
     def start(self, request_id: RequestId, blocks: Sequence[int], num_computed: int) -> None:
         """The prompt has all its blocks; the first `num_computed` tokens are in them already (from the prefix cache)."""
 
@@ -85,57 +109,39 @@ class Producer(Protocol):
     def set_aside(self, request_id: RequestId) -> None:
         """Asks for the blocks back. Answered by poll: set_aside, or not at all if the consumer has reserved or pulled."""
 
-    def abort(self, request_id: RequestId) -> None:
-        """Harmless if over. If blocks were given, poll gives them back: released (or set_aside, where that crossed it)."""
-
-    def peer_lost(self, worker_id: WorkerId) -> None:
-        """The peer is gone, says a router, which may be wrong: every transfer with it fails now. Memory that it might still
-        write is safe only once its death is proven."""
-
-    @property
-    def has_news(self) -> bool:
-        """Whether `poll` would say anything."""
-
     def poll(self) -> ProducerNews: ...
 
-    def counts(self) -> TransferCounts: ...
 
-    def mapping(self) -> MappingCounts: ...
-
-    @property
-    def num_links(self) -> int:
-        """Workers that KV is exchanged with at present."""
-
-    def close(self) -> None: ...
-
-
-class Consumer(Protocol):
-    """Takes KV over. Called by the engine's thread."""
-
-    def expect(self, request_id: RequestId, transfer: TransferInfo, num_tokens: int) -> None: ...
-
+class Consumer(Mover, Protocol):
     def reserve(self, request_id: RequestId, blocks: Sequence[int], skip_tokens: int) -> None:
         """Blocks for the tokens from `skip_tokens` on, which is a multiple of the block size."""
 
-    def abort(self, request_id: RequestId) -> None:
-        """Harmless if over. If blocks were reserved, they come back through poll: freed."""
-
-    def peer_lost(self, worker_id: WorkerId) -> None:
-        """The peer is gone, says a router, which may be wrong: every transfer with it fails now. Memory that it might still
-        write is safe only once its death is proven."""
-
-    @property
-    def has_news(self) -> bool:
-        """Whether `poll` would say anything."""
-
     def poll(self) -> ConsumerNews: ...
 
-    def counts(self) -> TransferCounts: ...
 
-    def mapping(self) -> MappingCounts: ...
+class NoRelay:
+    """A `Producer` and a `Consumer` of an engine that neither hands KV on nor takes any over: its admission refuses every
+    hand-over, so that none is ever begun here."""
 
-    @property
-    def num_links(self) -> int:
-        """Workers that KV is exchanged with at present."""
+    has_news = False
+    num_links = 0
 
-    def close(self) -> None: ...
+    def abort(self, request_id: RequestId) -> None:
+        pass
+
+    def peer_lost(self, worker_id: WorkerId) -> None:
+        pass
+
+    def counts(self) -> TransferCounts:
+        return TransferCounts()
+
+    def mapping(self) -> MappingCounts:
+        return MappingCounts()
+
+    def close(self) -> None:
+        pass
+
+    def _never(self, *_: object) -> NoReturn:
+        raise AssertionError("this engine has no relay")
+
+    expect = start = begin_step = layer_done = end_step = finish = set_aside = reserve = poll = _never

@@ -35,12 +35,10 @@ class Queue:
         return self._heap[0][1] if self._heap else None
 
     def pop(self) -> None:
-        """The first one is admitted."""
         heapq.heappop(self._heap)
         self.num_waiting -= 1
 
     def ended(self) -> None:
-        """One that waited did."""
         self.num_waiting -= 1
 
     def set_aside(self, sequence: Sequence) -> None:

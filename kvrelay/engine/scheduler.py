@@ -39,11 +39,12 @@ from kvrelay.engine.memory.kept import KeptKV
 from kvrelay.engine.memory.kv_cache import KVCache
 from kvrelay.engine.memory.swap import Swap
 from kvrelay.engine.queue import Queue
-from kvrelay.engine.request import Search, Sequence
+from kvrelay.engine.request import BeamGroup, Sequence
 from kvrelay.engine.requests.images import Images
 from kvrelay.engine.requests.incoming import Incoming
 from kvrelay.engine.requests.outgoing import Outgoing
 from kvrelay.states import FreeReason, RequestState
+from kvrelay.wire.events import FreedForNow
 
 Order = tuple[int, int, int]
 
@@ -92,7 +93,6 @@ class Scheduler:
         insort(self.running, sequence, key=self.rank)
 
     def remove(self, sequence: Sequence) -> None:
-        """The sequence ended."""
         self.num_held_up = 0
         match sequence.state:
             case RequestState.RUNNING:
@@ -144,7 +144,7 @@ class Scheduler:
         self.starved = False
         if self.swapped or self._num_short:
             self._bring_back()
-        elif self._incoming.has_startable:
+        elif self._incoming.startable:
             self._admit_in_order(plan, budget)
         elif self.queue:
             self._schedule_waiting(plan, budget)
@@ -158,7 +158,7 @@ class Scheduler:
             self._schedule_waiting(plan, budget)
             if self.starved or incoming.reserve(self._num_free_rows, self._headroom):
                 return
-        self._kept.blocks.make_room_for([incoming.next_startable], self._headroom)
+        self._kept.blocks.make_room_for([incoming.startable[0][1]], self._headroom)
 
     def _bring_back(self) -> None:
         """Swapped sequences, in order. Not while a running one is short of blocks: it would be sent away again."""
@@ -195,7 +195,7 @@ class Scheduler:
     def _schedule_running(self, plan: StepPlan, budget: int) -> int:
         rows, grow, copies = plan.rows, self._kv.grow, plan.copies
         size, references = self._kv.block_size, self._kv.pool.references
-        planned: Search | None = None
+        planned: BeamGroup | None = None
         for sequence in self.running:  # it gets shorter when a sequence is preempted, always at its end
             computed = sequence.num_computed
             uncomputed = len(sequence.tokens) - computed
@@ -277,7 +277,7 @@ class Scheduler:
         collected = sequence.request.prompt_logprobs
         if sequence.wants_prompt_logprobs and collected is not None:
             del collected[1:]  # the prompt starts over
-        self._kv.recorder.freed_for_now(sequence.request.external_id, reason)
+        self._kv.recorder.lived(FreedForNow(request=sequence.request.external_id, reason=reason))
         self.queue.add(sequence)
 
     def _schedule_waiting(self, plan: StepPlan, budget: int) -> None:
@@ -320,10 +320,9 @@ class Scheduler:
         """Other prompts left it less than a block of this step's budget: it had better start with the next step's, and its
         blocks are not held until then. It keeps its place."""
         self._kv.free(sequence)
-        self._kv.recorder.freed_for_now(sequence.request.external_id, FreeReason.ROLLED_BACK)
+        self._kv.recorder.lived(FreedForNow(request=sequence.request.external_id, reason=FreeReason.ROLLED_BACK))
 
     def _note_start(self, sequence: Sequence) -> None:
-        """How much of its prompt was there already."""
         if sequence.num_output_tokens == 0 and sequence.sample == 0:
             sequence.cached_tokens = sequence.num_computed
         self._kept.started(sequence)

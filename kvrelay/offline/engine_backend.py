@@ -8,8 +8,6 @@ Everything runs on one event loop's thread. A step blocks it; between two steps 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator
 from typing import Any, assert_never
 
 from kvrelay.engine.engine import Engine
@@ -41,7 +39,7 @@ _HERE = WorkerId("whole-here")
 
 
 class EngineBackend:
-    """Drives the engine while it has work. Made and closed by `engine_backend`."""
+    """Drives the engine while it has work. Made and ended by `service.open_engine`."""
 
     def __init__(self, engine: Engine, continuation_cache: int, max_kept: int) -> None:
         self.ready = True
@@ -179,19 +177,3 @@ class EngineBackend:
                 raise AssertionError("only engines of prefill and encode workers hand requests over")
             case _:
                 assert_never(news)
-
-
-@contextlib.asynccontextmanager
-async def engine_backend(
-    engine: Engine, continuation_cache: int, max_kept: int
-) -> AsyncIterator[tuple[EngineBackend, asyncio.Task[None]]]:
-    """With the task that drives the engine, which ends only with an error. The engine is closed at the end."""
-    backend = EngineBackend(engine, continuation_cache, max_kept)
-    driver = asyncio.create_task(backend.drive())
-    try:
-        yield backend, driver
-    finally:
-        backend.ready = False
-        driver.cancel()
-        await asyncio.wait([driver])
-        engine.close()

@@ -23,19 +23,7 @@ from __future__ import annotations
 import msgspec
 
 from kvrelay.states import EmbeddingState
-from kvrelay.wire.relay import (
-    Abort,
-    AbortAck,
-    Heartbeat,
-    HeartbeatAck,
-    Hello,
-    Map,
-    Mapped,
-    Refused,
-    TransferMessage,
-    Welcome,
-    reader,
-)
+from kvrelay.wire.relay import FromConsumer, FromProducer, Heartbeat, HeartbeatAck, Map, Mapped, TransferMessage, reader
 
 EMBEDDING_VERSION = 2  # of this channel alone
 
@@ -101,8 +89,8 @@ class Done(TransferMessage, frozen=True, kw_only=True):
     blocks: list[int] = []
 
 
-ToProducer = Hello | Map[PoolLayout] | Init | Resume | Received | Heartbeat[EmbeddingState] | Abort | AbortAck
-ToConsumer = Welcome | Refused | Mapped[PoolLayout] | Partial | Done | HeartbeatAck[EmbeddingState] | Abort | AbortAck
+ToProducer = FromConsumer | Map[PoolLayout] | Heartbeat[EmbeddingState] | Init | Resume | Received
+ToConsumer = FromProducer | Mapped[PoolLayout] | HeartbeatAck[EmbeddingState] | Partial | Done
 
 decode_for_producer = reader(ToProducer)
 decode_for_consumer = reader(ToConsumer)

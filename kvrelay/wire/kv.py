@@ -25,19 +25,7 @@ from __future__ import annotations
 import msgspec
 
 from kvrelay.states import ConsumerState, ProducerState
-from kvrelay.wire.relay import (
-    Abort,
-    AbortAck,
-    Heartbeat,
-    HeartbeatAck,
-    Hello,
-    Map,
-    Mapped,
-    Refused,
-    TransferMessage,
-    Welcome,
-    reader,
-)
+from kvrelay.wire.relay import FromConsumer, FromProducer, Heartbeat, HeartbeatAck, Map, Mapped, TransferMessage, reader
 from kvrelay.wire.serving import FirstToken
 
 KV_VERSION = 2  # of this channel alone
@@ -117,20 +105,8 @@ class NotReady(TransferMessage, frozen=True, kw_only=True):
     """The answer to a Pull that came too early: ask again later."""
 
 
-ToProducer = Hello | Map[Layout] | Reserve | Pull | ReadDone | Release | Heartbeat[ConsumerState] | Abort | AbortAck
-ToConsumer = (
-    Welcome
-    | Refused
-    | Mapped[Layout]
-    | Starting
-    | Computed
-    | WriteDone
-    | Ready
-    | NotReady
-    | HeartbeatAck[ProducerState]
-    | Abort
-    | AbortAck
-)
+ToProducer = FromConsumer | Map[Layout] | Heartbeat[ConsumerState] | Reserve | Pull | ReadDone | Release
+ToConsumer = FromProducer | Mapped[Layout] | HeartbeatAck[ProducerState] | Starting | Computed | WriteDone | Ready | NotReady
 
 decode_for_producer = reader(ToProducer)
 decode_for_consumer = reader(ToConsumer)

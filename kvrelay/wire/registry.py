@@ -77,8 +77,6 @@ class MappingCounts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one moment."""
-
     running: int = 0
     waiting: int = 0
     transferring: int = 0

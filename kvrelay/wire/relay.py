@@ -108,6 +108,10 @@ class AbortAck(TransferMessage, frozen=True, kw_only=True):
     """The sender has drained: it will neither read nor write anything of this transfer any more."""
 
 
+FromConsumer = Hello | Abort | AbortAck  # besides Map and Heartbeat, which know what they map
+FromProducer = Welcome | Refused | Abort | AbortAck  # besides Mapped and HeartbeatAck
+
+
 def reader(messages: Any) -> Callable[[bytes], Any]:
     """Decodes the messages of one channel in one direction, given as a union. What it returns raises ProtocolError, also where
     an id is of the wrong kind."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from kvrelay.errors import ProtocolError
 from kvrelay.ids import as_kept_id, as_request_id, as_transfer_id, as_worker_id
-from kvrelay.wire.serving import EmbeddingTransfer, Keep, Submit
+from kvrelay.wire.serving import EmbeddingTransfer, Keep, Submit, TransferInfo
 
 
 def check_submit(submit: Submit) -> None:
@@ -16,13 +16,11 @@ def check_submit(submit: Submit) -> None:
     if submit.keep is not None:
         _check_keep(submit.keep, submit.params.n)
     if submit.transfer is not None:
-        as_transfer_id(submit.transfer.transfer_id)
-        as_worker_id(submit.transfer.producer)
-        as_worker_id(submit.transfer.consumer)
-    check_embeddings(submit.embeddings)
+        check_transfers([submit.transfer])
+    check_transfers(submit.embeddings)
 
 
-def check_embeddings(transfers: Iterable[EmbeddingTransfer]) -> None:
+def check_transfers(transfers: Sequence[TransferInfo | EmbeddingTransfer]) -> None:
     for transfer in transfers:
         as_transfer_id(transfer.transfer_id)
         as_worker_id(transfer.producer)

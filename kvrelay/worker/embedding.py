@@ -48,16 +48,6 @@ def describe(image: Image, merge_size: int) -> Description:
     return Description(np.array(placeholder_ids(image.digest, image.num_tokens), dtype=np.int32), positions, image.grid)
 
 
-def embedding_settings(options: TransferOptions) -> EmbeddingSettings:
-    return EmbeddingSettings(
-        buffer_tokens=options.embedding_buffer_tokens,
-        buffer=options.embedding_buffer,
-        full=options.embedding_full,
-        wait_s=options.embedding_wait_s,
-        transfer=TransferSettings(lease_s=options.transfer_lease_s),
-    )
-
-
 def embedding_layout(options: TransferOptions, *, hidden: int, deepstack: int, dtype: str, item_bytes: int) -> EmbeddingLayout:
     """The pool has at least the tokens that were asked for."""
     return EmbeddingLayout(
@@ -81,6 +71,13 @@ def embedding_parts(
 ) -> EmbeddingParts:
     """For an `EmbeddingProducer` or `EmbeddingConsumer`. The engines must be its own: each serves one region."""
     region = shared_region(layout.size_bytes, "kvrelay-embeddings")
+    settings = EmbeddingSettings(
+        buffer_tokens=options.embedding_buffer_tokens,
+        buffer=options.embedding_buffer,
+        full=options.embedding_full,
+        wait_s=options.embedding_wait_s,
+        transfer=TransferSettings(lease_s=options.transfer_lease_s),
+    )
     return EmbeddingParts(
         worker_id=worker_id,
         pool=EmbeddingPool(layout, region),
@@ -88,6 +85,6 @@ def embedding_parts(
         engines=engines,
         fingerprint=fingerprint,
         host=host_identity(),
-        settings=embedding_settings(options),
+        settings=settings,
         on_news=on_news,
     )

@@ -24,7 +24,6 @@ class LocalEncoder:
 
     @property
     def store(self) -> FeatureStore:
-        """Where embeddings go."""
         return self._encoder.store
 
     def fetch(self, request_id: RequestId, image: Image, transfer: EmbeddingTransfer | None) -> None:

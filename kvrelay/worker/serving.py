@@ -22,7 +22,7 @@ from kvrelay.errors import ConfigError, InternalError, ProtocolError, RequestErr
 from kvrelay.ids import RequestId, as_request_id, as_router_id
 from kvrelay.log import Log
 from kvrelay.planes.curve import Socket, listening
-from kvrelay.planes.loop_socket import bound_address
+from kvrelay.planes.loop_socket import bound_address, try_send
 from kvrelay.states import Role, WorkerState
 from kvrelay.wire import PROTOCOL_VERSION, check_version
 from kvrelay.wire.codec import Decoder, encode
@@ -46,7 +46,7 @@ from kvrelay.wire.serving import (
     Welcome,
 )
 from kvrelay.worker.callers import Caller, Callers
-from kvrelay.worker.checks import check_embeddings, check_submit
+from kvrelay.worker.checks import check_submit, check_transfers
 from kvrelay.worker.recent import Recent
 from kvrelay.worker.serving_engine import ServingEngine
 from kvrelay.worker.status import Status
@@ -146,7 +146,7 @@ class ServingLoop:
             except ProtocolError as error:
                 self.num_malformed += 1
                 log.seldom("refused on the serving plane", reason=error)
-                self._send(frames[0], encode(Refused(reason=str(error))))
+                try_send(self._socket, (frames[0], encode(Refused(reason=str(error)))))
         return False
 
     def _handle(self, identity: bytes, payload: list[bytes]) -> None:
@@ -181,7 +181,7 @@ class ServingLoop:
                 self._engine.release_kept(message.kept_ids)
             case AskKept():
                 kept = self._engine.find_kept(message.handle, message.owner)
-                self._send(identity, encode(KeptTold(handle=message.handle, owner=message.owner, kept=kept)))
+                try_send(self._socket, (identity, encode(KeptTold(handle=message.handle, owner=message.owner, kept=kept))))
             case _:
                 assert_never(message)
 
@@ -197,13 +197,11 @@ class ServingLoop:
         self._callers.add(Caller(identity, hello.silence_s, time.monotonic()))
         assert self.record is not None
         record = msgspec.structs.replace(self.record, state=self.status.state, load=self._load())
-        self._send(identity, encode(Welcome(version=PROTOCOL_VERSION, worker=record)))
+        try_send(self._socket, (identity, encode(Welcome(version=PROTOCOL_VERSION, worker=record))))
 
     def _on_submit(self, router: Caller, submit: Submit) -> None:
         check_submit(submit)
-        if self._callers.knows(submit.request_id) or submit.request_id in self._submitted:
-            raise ProtocolError(f"request {submit.request_id} was submitted before")
-        self._submitted.add(submit.request_id)
+        self._note_id(submit.request_id)
         try:
             submit.params.validate()
         except RequestError as error:
@@ -215,13 +213,16 @@ class ServingLoop:
 
     def _on_encode(self, router: Caller, encode: Encode) -> None:
         as_request_id(encode.request_id)
-        check_embeddings(encode.transfers)
-        if self._callers.knows(encode.request_id) or encode.request_id in self._submitted:
-            raise ProtocolError(f"request {encode.request_id} was submitted before")
-        self._submitted.add(encode.request_id)
+        check_transfers(encode.transfers)
+        self._note_id(encode.request_id)
         self._callers.open_encode(router, encode.request_id)
         self._load_untold = True
         self._engine.encode(encode)
+
+    def _note_id(self, request_id: RequestId) -> None:
+        if self._callers.knows(request_id) or request_id in self._submitted:
+            raise ProtocolError(f"request {request_id} was submitted before")
+        self._submitted.add(request_id)
 
     def _on_finish(self, router: Caller, finish: Finish) -> None:
         samples = router.open.get(finish.request_id)
@@ -273,7 +274,7 @@ class ServingLoop:
 
     def _send_outputs(self, router: Caller, step: int, load: WorkerLoad) -> None:
         assert self.record is not None
-        if not self._send(router.identity, encode(router.take(self.record.id, step, load))):
+        if not try_send(self._socket, (router.identity, encode(router.take(self.record.id, step, load)))):
             log.warning("a router is gone; its requests are aborted", requests=len(router.open))
             self._forget(router)
 
@@ -293,18 +294,6 @@ class ServingLoop:
         self._load_untold = False
         for router in self._callers:
             self._send_outputs(router, load.steps, load)
-
-    def _send(self, identity: bytes, frame: bytes) -> bool:
-        """False: no router of that identity is connected, or it does not keep up."""
-        try:
-            self._socket.send_multipart((identity, frame), zmq.DONTWAIT)
-        except zmq.Again:
-            return False
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
-                raise
-            return False
-        return True
 
     # Endings
 

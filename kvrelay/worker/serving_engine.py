@@ -35,7 +35,7 @@ class ServingEngine(Protocol):
     def drain(self) -> None: ...
 
     def peer_lost(self, worker_id: WorkerId) -> None:
-        """Another worker is gone, says a router: transfers with it fail at once."""
+        """Another worker is gone, says a router, which may be wrong: transfers with it fail at once."""
 
     def release_kept(self, kept_ids: Iterable[KeptId]) -> None:
         """No client will continue from these any more. Unknown ones are no error: they may have ended."""

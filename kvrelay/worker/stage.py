@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import pathlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from kvrelay.checkpoint.fetch import resolve
 from kvrelay.config import EngineOptions, Environment, ModelOptions
 from kvrelay.engine.memory.events import EventRecorder
 from kvrelay.ids import WorkerId
@@ -36,7 +39,23 @@ class Stage:
     waker: Waker = field(default_factory=Waker)
 
 
-BuildStage = Callable[[WorkerId, ModelOptions, EngineOptions, Environment, Progress], Stage]
+@dataclass(frozen=True)
+class Setup:
+    """What a stage is built from."""
+
+    worker_id: WorkerId
+    model: ModelOptions
+    engine: EngineOptions
+    environment: Environment
+    progress: Progress
+
+    @functools.cached_property
+    def folder(self) -> pathlib.Path:
+        """Of the model, which is fetched when it is first asked for."""
+        return resolve(self.model.model, self.environment, self.progress)
+
+
+BuildStage = Callable[[Setup], Stage]
 
 
 def publishes_events(options: EngineOptions) -> bool:

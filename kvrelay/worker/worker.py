@@ -35,7 +35,7 @@ from kvrelay.worker.heartbeat import Heartbeat
 from kvrelay.worker.launcher import LauncherTie
 from kvrelay.worker.restart import execute_again
 from kvrelay.worker.serving import EngineFailedError, ServingLoop
-from kvrelay.worker.stage import BuildStage, Stage
+from kvrelay.worker.stage import BuildStage, Setup, Stage
 from kvrelay.worker.vigil import Vigil
 
 log = Log("worker")
@@ -64,7 +64,7 @@ def run_worker(
     use_key(load_key(key_file(worker_options.cluster_key, environment)))
     warn_if_open("--worker-host", worker_options.worker_host)
     registration = open_registration(worker_options.registry)
-    stage = build_stage(worker_id, model_options, engine_options, environment, progress)
+    stage = build_stage(Setup(worker_id, model_options, engine_options, environment, progress))
     gc.collect()
     gc.freeze()  # what exists now lives as long as the process
     loop = ServingLoop(stage.engine, host=worker_options.worker_host, port=worker_options.worker_port)

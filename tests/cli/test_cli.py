@@ -15,7 +15,7 @@ from kvrelay.cli import main as cli
 from kvrelay.config import ClusterOptions, EngineOptions, Environment, ModelOptions, Options, RouterOptions, WorkerOptions
 from kvrelay.errors import ConfigError
 from kvrelay.launch.cluster import worker_roles
-from kvrelay.launch.console import ConsoleProgress, PlainProgress
+from kvrelay.launch.console import PlainProgress, console_progress
 from kvrelay.options import Parser, add_options, collect, to_flags
 from kvrelay.states import Role
 
@@ -216,7 +216,7 @@ def test_the_doctor_says_in_its_status_whether_anything_fails(monkeypatch: pytes
 
 def test_progress_without_a_terminal_is_lines() -> None:
     stream = io.StringIO()
-    progress = ConsoleProgress(stream=stream)
+    progress = console_progress(stream=stream)
     progress.start("loading weights", 10, unit="tensors")
     progress.advance(10)
     progress.done()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 
+from leaks import check_idle
+
 from kvrelay.config import EngineOptions
-from kvrelay.engine import invariants
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.request import Sequence
 from kvrelay.ids import RequestId
@@ -116,7 +117,7 @@ class SwapEngine:
         self.events += self.recorder.take()
         assert not self.engine.core.swap.copies
         assert self.engine.core.swap.host.pool.counts().in_use == 0
-        invariants.check_idle(self.engine.core)
+        check_idle(self.engine.core)
         assert findable(self.events) == cached(self.engine)
 
     def _note_waits(self) -> None:

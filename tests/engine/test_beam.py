@@ -8,8 +8,8 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from leaks import check_idle
 
-from kvrelay.engine import invariants
 from kvrelay.engine.movers import Arrival
 from kvrelay.errors import HandOverError, InvalidRequestError
 from kvrelay.ids import KeptId, RequestId
@@ -496,7 +496,7 @@ def test_a_search_is_handed_over_with_its_first_candidates(max_tokens: int) -> N
     pair.producer.news.released.append(request.request_id)
     run(pair.prefill, Collected())
     for engine in (pair.prefill, pair.decode):
-        invariants.check_idle(engine.core)
+        check_idle(engine.core)
 
 
 def test_a_prefill_worker_needs_no_places_for_beams() -> None:
@@ -520,7 +520,7 @@ def test_candidates_that_no_search_can_begin_from_are_a_failed_hand_over(top: li
     pair.consumer.news.arrived.append(Arrival(request.request_id, [first]))
     run(pair.decode, seen)
     assert "did not name the candidates" in seen.failures[request.request_id]
-    invariants.check_idle(pair.decode.core)
+    check_idle(pair.decode.core)
 
 
 def test_a_search_that_arrived_and_starts_again_computes_its_prompt_here() -> None:
@@ -536,7 +536,7 @@ def test_a_search_that_arrived_and_starts_again_computes_its_prompt_here() -> No
     assert pair.decode.load().preemptions > 0
     for request in requests:
         assert result_of(seen, request) == alone(request, eos_one_in=0)
-    invariants.check_idle(pair.decode.core)
+    check_idle(pair.decode.core)
     assert sum(isinstance(event, Freed) for event in recorder.take()) == 2
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from leaks import check_idle
 from test_handover import Pair
 from test_handover import run as run_engine
 
-from kvrelay.engine import invariants
 from kvrelay.engine.movers import Arrival
 from kvrelay.ids import RequestId, new_kept_id, new_request_id
 from kvrelay.sampling import SamplingParams
@@ -45,7 +45,7 @@ def assert_continues(pair: Pair, seen: Seen, keep: Keep, text: list[int]) -> Non
     assert pair.decode.load().prompt_tokens - before == len(SUFFIX) + 1
     assert seen.tokens[child.request_id, 0] == solo(text + SUFFIX, max_tokens=5)[0]
     pair.decode.release_kept(keep.kept_ids)
-    invariants.check_idle(pair.decode.core)
+    check_idle(pair.decode.core)
     assert pair.decode.load().blocks.pinned == 0
 
 
@@ -82,7 +82,7 @@ def test_a_parent_whose_kv_does_not_arrive_is_not_kept() -> None:
         pair.consumer.news.freed.append(request_id)
         run_engine(pair.decode, seen)
         assert not seen.kept[request_id, 0].kept
-        invariants.check_idle(pair.decode.core)
+        check_idle(pair.decode.core)
 
 
 def test_samples_that_end_while_their_kv_arrives_are_each_kept() -> None:
@@ -105,4 +105,4 @@ def test_a_prefill_worker_keeps_nothing() -> None:
     run_engine(pair.prefill, seen)
     assert "prefill worker" in seen.kept[request.request_id, 0].reason
     assert seen.ends
-    invariants.check_idle(pair.prefill.core)
+    check_idle(pair.prefill.core)

@@ -13,6 +13,7 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
+from leaks import check_idle
 from numpy.typing import NDArray
 from parity import assert_parity
 from vision_models import (
@@ -31,7 +32,6 @@ from vision_models import (
 
 from kvrelay.checkpoint.spec import read_spec
 from kvrelay.config import EngineOptions, ModelOptions, read_environment
-from kvrelay.engine import invariants
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.requests.images import Images
 from kvrelay.ids import RequestId, new_request_id, new_worker_id
@@ -112,7 +112,7 @@ def generate(engine: Engine, encoder: Encoder, batch: list[Prompt], **changes: A
         assert not of_kind(Failure, step.news)
         for output in step.outputs:
             tokens[output.request_id].extend(output.tokens)
-    invariants.check_idle(engine.core)
+    check_idle(engine.core)
     return [tokens[request_id] for request_id in ids]
 
 

@@ -17,13 +17,13 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from leaks import check_idle
 from server import is_idle
 
 from kvrelay.config import EngineOptions, ModelOptions, TransferOptions, read_environment
 from kvrelay.discovery.base import OnChanged, OnJoined, OnLeft
-from kvrelay.engine import invariants
 from kvrelay.engine.engine import Engine
-from kvrelay.engine.no_relay import NoRelay
+from kvrelay.engine.movers import NoRelay
 from kvrelay.errors import RequestError
 from kvrelay.ids import KeptId, RequestId, WorkerId, new_worker_id
 from kvrelay.metrics import Metrics
@@ -48,7 +48,7 @@ from kvrelay.wire.registry import WorkerLoad, WorkerRecord
 from kvrelay.wire.serving import Failure, Finish, KeptInfo, StepOutputs, Submit, TokenLogprobs, of_kind
 from kvrelay.worker.relay import relay_stage
 from kvrelay.worker.serving import EngineFailedError, ServingLoop
-from kvrelay.worker.stage import Stage, Waker
+from kvrelay.worker.stage import Setup, Stage, Waker
 
 VOCAB = 997
 EOS = 0
@@ -194,7 +194,7 @@ class Worker:
 
     def check_idle(self) -> None:
         """The leak check, with the books that no block count shows."""
-        invariants.check_idle(self.engine.core)
+        check_idle(self.engine.core)
         assert self.loop.num_open == 0
         counts = self.engine.load().transfers
         assert counts.in_flight == 0, f"{self.id}: {counts}"
@@ -204,14 +204,14 @@ class Worker:
         assert not outgoing._first_tokens
         assert not outgoing._started
         assert not outgoing._being_set_aside
-        if not isinstance(outgoing._producer, NoRelay):
-            assert not outgoing._producer._open  # type: ignore[attr-defined]
-            assert not outgoing._producer._aborted  # type: ignore[attr-defined]
+        if not isinstance(outgoing.producer, NoRelay):
+            assert not outgoing.producer._open  # type: ignore[attr-defined]
+            assert not outgoing.producer._aborted  # type: ignore[attr-defined]
         assert not incoming._expected
         assert not incoming._freed
         assert not incoming.quarantined
-        if not isinstance(incoming._consumer, NoRelay):
-            assert not incoming._consumer._open  # type: ignore[attr-defined]
+        if not isinstance(incoming.consumer, NoRelay):
+            assert not incoming.consumer._open  # type: ignore[attr-defined]
 
     def _main(self) -> None:
         try:
@@ -344,7 +344,7 @@ class Cluster:
         assert self.shape.transfer != "memory"
         build = relay_stage(role, TransferOptions(transfer=self.shape.transfer), "127.0.0.1")
         model = ModelOptions(model=self.shape.checkpoint, dtype="float32", threads=1)
-        return build(worker_id, model, options, read_environment(), Silent())
+        return build(Setup(worker_id, model, options, read_environment(), Silent()))
 
     def _fake_stage(self, role: Role, worker_id: WorkerId, options: EngineOptions) -> Stage:
         """What `worker/relay.py` does, around the fake runner."""

@@ -155,7 +155,7 @@ async def test_the_last_byte_crosses_the_abort() -> None:
         decode = cluster.decode[0]
         decode.allow(0)
         stream = cluster.submit(ask(PROMPT, **LONG))
-        await cluster.until(lambda: decode.engine.core.incoming.has_news)
+        await cluster.until(lambda: decode.engine.core.incoming.consumer.has_news)
         decode.allow(1)  # takes the news that it may reserve, and reserves
         await cluster.until(lambda: decode.gate.permits == 0)
         await cluster.until(lambda: decode.engine.load().transfers.done == 1)
@@ -195,7 +195,7 @@ async def test_an_abort_crosses_the_word_that_it_was_set_aside() -> None:
         second = cluster.submit(ask([5, 6, 7], **LONG))
         await cluster.until(lambda: len(prefill.engine.requests) == 1)
         prefill.allow(1)  # finds no place for the second one, and asks for the first to be set aside
-        await cluster.until(lambda: prefill.engine.core.outgoing.has_news)
+        await cluster.until(lambda: prefill.engine.core.outgoing.producer.has_news)
         assert prefill.gate.permits == 0
         first.abort()
         await cluster.until(lambda: prefill.loop.num_open == 1)

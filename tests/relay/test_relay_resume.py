@@ -12,10 +12,10 @@ from typing import Any, Literal
 
 import pytest
 from cluster import VOCAB
+from leaks import check_idle
 from tiny_models import VOCAB_SIZE, tiny_model
 
 from kvrelay.config import EngineOptions, ModelOptions, read_environment
-from kvrelay.engine import invariants
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.interfaces import Runner
 from kvrelay.errors import HandOverError, UnavailableError
@@ -170,7 +170,7 @@ class Pair:
         said, heard = Seen(), Seen()
         self.step_until(lambda: self._holds_nothing(), said, heard)
         for side in (self.prefill, self.decode):
-            invariants.check_idle(side.engine.core)
+            check_idle(side.engine.core)
 
     def _holds_nothing(self) -> bool:
         loads = [side.engine.load() for side in (self.prefill, self.decode)]

@@ -9,10 +9,9 @@ import argparse
 import sys
 from typing import Any
 
-from kvrelay.config import EngineOptions, Environment, ModelOptions, WorkerOptions, read_environment
+from kvrelay.config import EngineOptions, ModelOptions, WorkerOptions, read_environment
 from kvrelay.engine.engine import Engine
-from kvrelay.ids import WorkerId
-from kvrelay.progress import Progress, Silent
+from kvrelay.progress import Silent
 from kvrelay.runner.fake import FakeRunner
 from kvrelay.states import Role
 from kvrelay.transfer.engines.choose import make_engine
@@ -24,7 +23,7 @@ from kvrelay.transfer.region import Region, shared_region
 from kvrelay.transfer.relay.link import TransferSettings
 from kvrelay.transfer.relay.parts import RelayParts
 from kvrelay.worker.launcher import LauncherTie
-from kvrelay.worker.stage import BuildStage, Stage, Waker, publishes_events
+from kvrelay.worker.stage import BuildStage, Setup, Stage, Waker, publishes_events
 from kvrelay.worker.worker import run_worker
 
 VOCAB_SIZE = 1000
@@ -32,9 +31,8 @@ NUM_BLOCKS = 128
 
 
 def stage_of(role: Role, transfer: str, transfer_lease_s: float, step_time_s: float) -> BuildStage:
-    def build(
-        worker_id: WorkerId, model: ModelOptions, options: EngineOptions, environment: Environment, progress: Progress
-    ) -> Stage:
+    def build(setup: Setup) -> Stage:
+        worker_id, options = setup.worker_id, setup.engine
         regions: list[Region] = []
 
         def allocate(size_bytes: int) -> Any:

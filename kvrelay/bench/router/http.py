@@ -28,7 +28,7 @@ from kvrelay.bench.router.load import LoadRequest, LoadResult
 from kvrelay.checkpoint.fetch import resolve
 from kvrelay.config import Positive, read_environment
 from kvrelay.errors import BenchError
-from kvrelay.launch.console import ConsoleProgress
+from kvrelay.launch.console import console_progress
 from kvrelay.text.tokenizer import Tokenizer
 
 TOKENS = 16  # of a short request
@@ -215,7 +215,7 @@ class _Models(msgspec.Struct):
 
 def plain_tokens(model: str) -> list[int]:
     """Tokens that are whole words, so that each one gives exactly one event with text."""
-    tokenizer = Tokenizer.load(resolve(model, read_environment(), ConsoleProgress()))
+    tokenizer = Tokenizer.load(resolve(model, read_environment(), console_progress()))
     tokens = dict.fromkeys(tokenizer.encode(_WORDS, add_special_tokens=False))
     whole = [token for token in tokens if tokenizer.token_text(token).strip().isalpha()]
     if len(whole) < 2:

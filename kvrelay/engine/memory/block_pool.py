@@ -98,7 +98,6 @@ class BlockPool:
                     self._free.append(block)
 
     def hand_over(self, blocks: Iterable[int], before: Holder, after: Holder) -> None:
-        """The reference to each changes its holder."""
         for block in blocks:
             self._count(block, after, 1)
             self._count(block, before, -1)

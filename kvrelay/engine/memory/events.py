@@ -1,7 +1,7 @@
 """What happened to the prefix cache and to the KV of requests since the last `take`, in order.
 
     stored / removed    by the prefix cache, as it happens
-    swapped, restored, freed_for_now, freed    of a request, by the engine
+    lived               of a request, by the engine
     take                by the worker after a step: the events so far, neighbours merged; the recorder is empty again
 
 If `take` is not called for long, more is pending than the cache holds: then the events are forgotten and `take` says it all
@@ -13,8 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from kvrelay.states import FreeReason
-from kvrelay.wire.events import CacheEvent, Cleared, Freed, FreedForNow, LifeEvent, Removed, Restored, Stored, Swapped
+from kvrelay.wire.events import CacheEvent, Cleared, Freed, LifeEvent, Removed, Stored
 
 _MIN_PENDING = 1024  # changes that are kept in any case
 
@@ -32,7 +31,6 @@ class EventRecorder:
         self._max_pending = max(_MIN_PENDING, 2 * max_blocks)
         self._pending: list[Change | LifeEvent] = []
         self._overflowed = False
-        self.num_lost = 0  # events of requests that were not taken in time
 
     def __bool__(self) -> bool:
         """Whether there is anything to take."""
@@ -44,19 +42,8 @@ class EventRecorder:
     def removed(self, digest: bytes) -> None:
         self._add((digest, None))
 
-    def swapped(self, request: str, num_blocks: int) -> None:
-        self._add(Swapped(request=request, num_blocks=num_blocks))
-
-    def restored(self, request: str, num_blocks: int) -> None:
-        self._add(Restored(request=request, num_blocks=num_blocks))
-
-    def freed_for_now(self, request: str, reason: FreeReason) -> None:
-        """Not the end of the request."""
-        self._add(FreedForNow(request=request, reason=reason))
-
-    def freed(self, request: str, reason: FreeReason, hashes: list[bytes]) -> None:
-        """The end of the request."""
-        self._add(Freed(request=request, reason=reason, hashes=hashes))
+    def lived(self, event: LifeEvent) -> None:
+        self._add(event)
 
     def take(self) -> list[CacheEvent]:
         pending, self._pending = self._pending, []
@@ -78,13 +65,9 @@ class EventRecorder:
     def _overflow(self) -> None:
         """Changes of the cache can be said anew. Of requests, at least the ends should be told."""
         self._overflowed = True
-        lives: list[LifeEvent] = [life for life in self._pending if not isinstance(life, tuple)]
-        if 2 * len(lives) > self._max_pending:
-            ends: list[LifeEvent] = []
-            ends += [life for life in lives if isinstance(life, Freed)][-(self._max_pending // 2) :]
-            self.num_lost += len(lives) - len(ends)
-            lives = ends
-        self._pending = [*lives]
+        lives = [life for life in self._pending if not isinstance(life, tuple)]
+        ends = [life for life in lives if isinstance(life, Freed)][-(self._max_pending // 2) :]
+        self._pending = [*ends] if 2 * len(lives) > self._max_pending else [*lives]
 
 
 class Unheard(EventRecorder):

@@ -35,7 +35,6 @@ class HostBlocks:
         self._origin_of: dict[int, Origin] = {}
 
     def origins(self, sequence: Sequence) -> list[Origin]:
-        """Of its blocks that have KV."""
         size, generations = self._kv.block_size, self._kv.pool.generations
         num_full, filled = divmod(sequence.num_computed, size)
         origins = [(block, generations[block], size) for block in sequence.block_table[:num_full]]

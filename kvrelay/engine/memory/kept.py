@@ -102,7 +102,6 @@ class KeptKV:
                 self._outbox.news.append(KeptNews(request_id, sample, due.keep.kept_ids[sample], kept=False, reason=reason))
 
     def forget(self, request_id: RequestId) -> None:
-        """The request is over."""
         self.refuse(request_id, "nothing of it was computed here")
         self._unanswered.discard(request_id)
 
@@ -210,7 +209,6 @@ class KeptKV:
                 self._be_over(kept)
 
     def expire(self) -> bool:
-        """True if the time of any is over."""
         now = self._clock()
         if now < self._next_expiry_s:
             return False

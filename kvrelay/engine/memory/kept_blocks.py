@@ -63,7 +63,6 @@ class KeptBlocks:
         return _num_together(self.pinned, blocks) <= self.most
 
     def release(self, kept: KeptSample) -> None:
-        """The end of it."""
         if kept.state is KeptState.ON_DEVICE:
             _subtract(self.staying, kept.kv.block_table)
         if kept.state is not KeptState.ON_HOST:

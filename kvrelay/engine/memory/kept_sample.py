@@ -17,8 +17,6 @@ GRACE_S = 1.0  # KV is kept so much longer than was said, so that no client's cl
 
 @dataclass(slots=True, eq=False)
 class KeptSample:
-    """The kept KV of one sample."""
-
     kept_id: KeptId
     owner: str
     kv: Sequence  # the sample as its client saw it; while its KV is on the device, it has the pinned blocks

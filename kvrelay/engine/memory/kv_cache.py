@@ -71,13 +71,17 @@ class KVCache:
         num_taken = num_new + sum(map(self.pool.is_cached, found))
         if num_taken + headroom > self.pool.num_available:
             return False
-        self.pool.retain(found)
-        fresh = self.pool.allocate(num_new)
-        assert fresh is not None
-        sequence.block_table = found + fresh
+        sequence.block_table = found + self._take(found, num_new)
         sequence.num_computed = len(found) * self.block_size
         sequence.kv_become(KVState.ALLOCATED)
         return True
+
+    def _take(self, found: list[int], num_new: int) -> list[int]:
+        """Holds what was found, and returns as many new blocks: there are enough."""
+        self.pool.retain(found)
+        fresh = self.pool.allocate(num_new)
+        assert fresh is not None
+        return fresh
 
     def num_cached_tokens(self, sequence: Sequence) -> int:
         """How many `attach` would find now."""
@@ -145,7 +149,6 @@ class KVCache:
             self._register(sequence, 0, sequence.num_computed // self.block_size)
 
     def find(self, cache: PrefixCache, sequence: Sequence, index: int) -> int | None:
-        """Where a cache has the sequence's block of this index."""
         if not self._enabled:
             return None
         self._extend_hashes(sequence, index + 1)
@@ -156,6 +159,9 @@ class KVCache:
         if not self._enabled:
             return None
         self._extend_hashes(sequence, index + 1)
+        return self._content(sequence, index)
+
+    def _content(self, sequence: Sequence, index: int) -> tuple[bytes, list[int], bytes]:
         parent = sequence.hashes[index - 1] if index else self._root(sequence)
         return sequence.hashes[index], self._tokens_of(sequence, index), parent
 
@@ -220,18 +226,15 @@ class KVCache:
         num_taken = num_new + sum(map(self.pool.is_cached, found)) + (is_partial and present[-1] is not None)
         if num_taken + headroom > self.pool.num_available:
             return num_taken + headroom - self.pool.num_available
-        self.pool.retain(found)
-        fresh = self.pool.allocate(num_new)
-        assert fresh is not None
-        fresh.reverse()
-        sequence.block_table = [fresh.pop() if block is None else block for block in present] + fresh[::-1]
+        fresh = iter(self._take(found, num_new))
+        sequence.block_table = [next(fresh) if block is None else block for block in present]
+        sequence.block_table.extend(fresh)
         sequence.hashes = list(kept_kv.hashes)
         sequence.num_computed = kept_kv.num_computed if len(found) == len(present) else 0
         sequence.kv_become(KVState.ALLOCATED)
         return 0
 
     def fresh_hashes(self, sequence: Sequence, num_blocks: int) -> list[bytes]:
-        """Computed anew from its tokens."""
         hashes: list[bytes] = []
         extend_hashes(hashes, self._root(sequence), sequence.tokens, self.block_size, num_blocks)
         return hashes
@@ -276,15 +279,12 @@ class KVCache:
         return self.prefixes.match(sequence.hashes[:num_full], sequence.tokens)
 
     def _register(self, sequence: Sequence, first: int, last: int) -> None:
-        size = self.block_size
         self._extend_hashes(sequence, last)
-        hashes = sequence.hashes
         for index in range(first, last):
             block = sequence.block_table[index]
             if block in self.prefixes:
                 continue
-            parent = hashes[index - 1] if index else self._root(sequence)
-            replaced = self.prefixes.add(block, hashes[index], sequence.tokens[index * size : (index + 1) * size], parent)
+            replaced = self.prefixes.add(block, *self._content(sequence, index))
             if replaced is not None:
                 self.pool.forget(replaced)
 

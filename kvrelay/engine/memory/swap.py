@@ -33,6 +33,7 @@ from kvrelay.engine.memory.host_blocks import HostBlocks, Origin
 from kvrelay.engine.memory.kv_cache import KVCache
 from kvrelay.engine.request import Sequence
 from kvrelay.states import FreeReason, KVState
+from kvrelay.wire.events import Restored, Swapped
 from kvrelay.wire.registry import HostCounts
 
 _MOST_SPILLED = 32  # blocks per copy, so that a swap never waits long behind it
@@ -178,7 +179,7 @@ class Swap:
         blocks, host_blocks = [block for block, _ in saves], [host_block for _, host_block in saves]
         self._kv.pool.retain(blocks, holder)
         self.host.pool.retain(host_blocks)
-        ticket = self._begin(Copy(self._deadline_s(), host_blocks, blocks, holder), saves=saves)
+        ticket = self._begin(Copy(self._deadline_s(), host_blocks, blocks, holder), saves, [])
         self._filling.update(dict.fromkeys(host_blocks, ticket))
 
     def _swapped_out(self, entry: OnHost) -> None:
@@ -187,7 +188,7 @@ class Swap:
         for index, host_block in enumerate(entry.host_blocks[: sequence.num_computed // self._kv.block_size]):
             self.host.remember(host_block, sequence, index)
         if not entry.is_kept:
-            self._kv.recorder.swapped(sequence.request.external_id, len(entry.host_blocks))
+            self._kv.recorder.lived(Swapped(request=sequence.request.external_id, num_blocks=len(entry.host_blocks)))
 
     # In
 
@@ -256,7 +257,7 @@ class Swap:
         host_blocks, blocks = [host_block for host_block, _ in loads], [block for _, block in loads]
         self._kv.pool.retain(blocks, Holder.QUARANTINED)
         self.host.pool.retain(host_blocks)
-        return self._begin(Copy(self._deadline_s(), host_blocks, blocks, Holder.QUARANTINED), loads=loads)
+        return self._begin(Copy(self._deadline_s(), host_blocks, blocks, Holder.QUARANTINED), [], loads)
 
     def _swapped_in(self, entry: OnHost) -> None:
         """All of it is on the device, so the host's copy goes (into the host's cache, where it has a hash)."""
@@ -267,7 +268,7 @@ class Swap:
             self.host.move(origin, host_block)  # other sequences that share the host block find the block
         self.host.release(entry.host_blocks)
         self._kv.register_computed(sequence)
-        self._kv.recorder.restored(sequence.request.external_id, len(entry.host_blocks))
+        self._kv.recorder.lived(Restored(request=sequence.request.external_id, num_blocks=len(entry.host_blocks)))
 
     # Both
 
@@ -287,7 +288,7 @@ class Swap:
             return
         saves = list(zip(wanted, host_blocks, strict=False))
         origins = [(block, self._kv.pool.generations[block], self._kv.block_size) for block in wanted]
-        self._begin(Copy(self._deadline_s(), host_blocks, [], None, spilled=origins), saves=saves)
+        self._begin(Copy(self._deadline_s(), host_blocks, [], None, spilled=origins), saves, [])
 
     def poll(self, wait_s: float = 0.0) -> SwapNews:
         """Waits up to `wait_s` for a copy to end."""
@@ -358,10 +359,8 @@ class Swap:
         if copy.holder is Holder.QUARANTINED:
             self.host.distrust(copy.host_blocks)
 
-    def _begin(
-        self, copy: Copy, *, saves: list[tuple[int, int]] | None = None, loads: list[tuple[int, int]] | None = None
-    ) -> int:
-        ticket = self._runner.begin_copies(saves or [], loads or [])
+    def _begin(self, copy: Copy, saves: list[tuple[int, int]], loads: list[tuple[int, int]]) -> int:
+        ticket = self._runner.begin_copies(saves, loads)
         self.copies[ticket] = copy
         return ticket
 

@@ -5,26 +5,47 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from kvrelay.config import EngineOptions
 from kvrelay.engine.request import begins_anew
-from kvrelay.engine.requests.beam_limits import ends_of, most_blocks, most_tokens
 from kvrelay.errors import InvalidRequestError, QueueFullError, UnavailableError
 from kvrelay.ids import WorkerId
 from kvrelay.media.placeholders import placeholder_ids
+from kvrelay.sampling import SamplingParams
 from kvrelay.wire.serving import Submit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
-    """Of one engine."""
+class ModelLimits:
+    """What an engine has to know of its model."""
 
-    worker_id: WorkerId
-    max_queue: int
-    max_batch: int
+    eos_token_ids: frozenset[int]
     max_model_len: int
     vocab_size: int
-    eos_token_ids: frozenset[int]
+    cache_seed: str
+
+    def ends_of(self, params: SamplingParams) -> frozenset[int]:
+        """The tokens that end a hypothesis of a beam search."""
+        eos = frozenset() if params.ignore_eos else self.eos_token_ids
+        return eos.union(params.stop_token_ids)
+
+    def most_tokens(self, submit: Submit) -> int:
+        """How long an output can become."""
+        return min(submit.params.max_tokens, self.max_model_len - len(submit.prompt))
+
+    def most_blocks(self, submit: Submit, block_size: int) -> int:
+        """What a search holds if its beams share nothing but the full blocks of the prompt."""
+        assert submit.params.beam is not None
+        each = -(-(len(submit.prompt) + self.most_tokens(submit)) // block_size)
+        shared = len(submit.prompt) // block_size
+        return shared + submit.params.beam.width * (each - shared)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    worker_id: WorkerId
+    options: EngineOptions
+    model: ModelLimits
     num_blocks: int
-    block_size: int
     hands_on: bool  # a prefill worker's
     takes_over: bool  # a decode worker's
     num_pinnable_blocks: int = 0  # of kept KV, while a request runs
@@ -34,8 +55,8 @@ class Limits:
         """Raises the RequestError that answers a request which cannot be served."""
         if draining:
             raise UnavailableError("the worker is draining and takes no new requests")
-        if num_waiting >= self.max_queue and submit.attempt == 0:
-            raise QueueFullError(f"the worker's queue is full ({self.max_queue} requests wait)")
+        if num_waiting >= self.options.max_queue and submit.attempt == 0:
+            raise QueueFullError(f"the worker's queue is full ({self.options.max_queue} requests wait)")
         self._check_role(submit)
         submit.params.validate()
         self._check_prompt(submit)
@@ -49,12 +70,12 @@ class Limits:
         if not prompt:
             raise InvalidRequestError("the prompt is empty", param="prompt")
         text = self._without_images(submit) if submit.images else prompt
-        if text and (min(text) < 0 or max(text) >= self.vocab_size):
-            raise InvalidRequestError(f"token ids must be from 0 to {self.vocab_size - 1}", param="prompt")
-        if len(prompt) >= self.max_model_len:
+        if text and (min(text) < 0 or max(text) >= self.model.vocab_size):
+            raise InvalidRequestError(f"token ids must be from 0 to {self.model.vocab_size - 1}", param="prompt")
+        if len(prompt) >= self.model.max_model_len:
             raise InvalidRequestError(
                 f"the prompt has {len(prompt)} tokens; with at least one new token that is more than the limit of"
-                f" {self.max_model_len}",
+                f" {self.model.max_model_len}",
                 param="prompt",
             )
 
@@ -77,12 +98,14 @@ class Limits:
 
     def _check_params(self, submit: Submit) -> None:
         params = submit.params
-        if params.n > self.max_batch:
-            raise InvalidRequestError(f"n must be at most {self.max_batch}, the size of a batch", param="n")
+        if params.n > self.options.max_batch:
+            raise InvalidRequestError(f"n must be at most {self.options.max_batch}, the size of a batch", param="n")
         for name, tokens in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
-            outside = [token for token in tokens if not 0 <= token < self.vocab_size]
+            outside = [token for token in tokens if not 0 <= token < self.model.vocab_size]
             if outside:
-                raise InvalidRequestError(f"token ids must be from 0 to {self.vocab_size - 1}, not {outside[0]}", param=name)
+                raise InvalidRequestError(
+                    f"token ids must be from 0 to {self.model.vocab_size - 1}, not {outside[0]}", param=name
+                )
 
     def _check_resume(self, submit: Submit) -> None:
         params = submit.params
@@ -91,10 +114,10 @@ class Limits:
             raise InvalidRequestError(f"resume must name samples from 0 to {params.n - 1}, each once", param="resume")
         longest = 0
         for resumed in submit.resume:
-            if not all(0 <= token < self.vocab_size for token in resumed.tokens):
-                raise InvalidRequestError(f"token ids must be from 0 to {self.vocab_size - 1}", param="resume")
+            if not all(0 <= token < self.model.vocab_size for token in resumed.tokens):
+                raise InvalidRequestError(f"token ids must be from 0 to {self.model.vocab_size - 1}", param="resume")
             longest = max(longest, len(resumed.tokens))
-        if longest >= params.max_tokens or len(submit.prompt) + longest >= self.max_model_len:
+        if longest >= params.max_tokens or len(submit.prompt) + longest >= self.model.max_model_len:
             raise InvalidRequestError(f"a sample of {longest} tokens has no token to come", param="resume")
         if submit.transfer is not None and len(samples) > 1 and not begins_anew(submit):
             raise UnavailableError("samples that go on at different tokens cannot be handed over together")
@@ -108,16 +131,18 @@ class Limits:
             raise InvalidRequestError("a beam search always starts anew", param="resume")
         if submit.keep is not None:
             raise InvalidRequestError("keep_kv cannot be combined with beam search", param="keep_kv")
-        others = self.vocab_size - len(ends_of(submit.params, self.eos_token_ids))
+        others = self.model.vocab_size - len(self.model.ends_of(submit.params))
         if beam.width > others:
             raise InvalidRequestError(
                 f"beam_width must be at most {others}, the tokens that do not end a text", param="beam_width"
             )
-        if (self.hands_on and submit.transfer is not None) or most_tokens(submit, self.max_model_len) == 1:
+        if (self.hands_on and submit.transfer is not None) or self.model.most_tokens(submit) == 1:
             return  # nothing but the prompt is computed
-        if beam.width > self.max_batch:
-            raise InvalidRequestError(f"beam_width must be at most {self.max_batch}, the size of a batch", param="beam_width")
-        needed = most_blocks(submit, self.max_model_len, self.block_size)
+        if beam.width > self.options.max_batch:
+            raise InvalidRequestError(
+                f"beam_width must be at most {self.options.max_batch}, the size of a batch", param="beam_width"
+            )
+        needed = self.model.most_blocks(submit, self.options.block_size)
         available = self.num_blocks - self.num_pinnable_blocks
         if needed > available:
             raise InvalidRequestError(

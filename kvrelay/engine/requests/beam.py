@@ -25,189 +25,39 @@ is not thrown out by the same neighbour once more.
 
 from __future__ import annotations
 
-import heapq
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from kvrelay.engine.core import Core
-from kvrelay.engine.request import Request, Sequence
-from kvrelay.engine.requests.beam_limits import ends_of, most_blocks, most_tokens
-from kvrelay.sampling import SamplingParams
-from kvrelay.states import FinishReason
+from kvrelay.engine.request import BeamGroup, Extension, Request, Sequence
 from kvrelay.wire.serving import BeamResult, FirstToken, Logprob, SequenceOutput, Submit, TokenLogprobs
-
-
-@dataclass(slots=True)
-class Beam:
-    """A continuation that grows."""
-
-    sequence: Sequence
-    cumulative_logprob: float
-    logprobs: list[TokenLogprobs]  # of its output tokens, where they are asked for
-
-
-@dataclass(frozen=True, slots=True)
-class Extension:
-    """A beam and one more token."""
-
-    parent: int  # among the group's beams
-    token: int
-    rank: int  # of the token among the parent's candidates
-    cumulative_logprob: float
-
-
-@dataclass(frozen=True, slots=True)
-class Hypothesis:
-    """A continuation that has ended. Holds no KV."""
-
-    tokens: list[int]
-    cumulative_logprob: float
-    score: float
-    finish: FinishReason
-    logprobs: list[TokenLogprobs]
-
-
-class BeamGroup:
-    """The search of one request. Knows tokens and scores, nothing of blocks and queues."""
-
-    def __init__(self, params: SamplingParams, *, ends: frozenset[int], num_candidates: int, most_tokens: int) -> None:
-        assert params.beam is not None
-        self.width = params.beam.width
-        self.num_candidates = num_candidates  # asked for each beam
-        self.num_batch_rows = self.width  # once it has begun
-        self.most_blocks = 0  # it could ever hold
-        self.beams: list[Beam] = []  # in falling order; none while the prompt is computed
-        self.finished: list[Hypothesis] = []  # in falling order of score
-        self.has_restarted = False
-        self.cached_tokens: int | None = None  # of the prompt, when it was first computed
-        self._params = params
-        self._search = params.beam
-        self._ends = ends
-        self._most_tokens = most_tokens
-        self._candidates: dict[int, list[Logprob]] = {}  # in this step, by the beam's key
-
-    @property
-    def has_begun(self) -> bool:
-        return bool(self.beams)
-
-    def take(self, sequence: Sequence, candidates: list[Logprob]) -> bool:
-        """True if every beam has its candidates now."""
-        if not self.beams:
-            self.beams = [Beam(sequence, 0.0, [])]
-            if self.cached_tokens is None:
-                self.cached_tokens = sequence.cached_tokens
-        self._candidates[sequence.key] = candidates
-        return len(self._candidates) == len(self.beams)
-
-    def extend(self) -> list[Extension]:
-        """The beams of the next step, best first; none if the search is over."""
-        length = self.beams[0].sequence.num_output_tokens + 1
-        at_end = length >= self._most_tokens
-        going: list[Extension] = []
-        for rank, extension in enumerate(self._ranked(length)):
-            if rank >= self.width and (at_end or len(going) == self.width):
-                break
-            is_end = extension.token in self._ends
-            if not is_end and not at_end:
-                going.append(extension)
-            elif rank < self.width:
-                self._finish(extension, length, FinishReason.STOP if is_end else FinishReason.LENGTH)
-        self.finished.sort(key=lambda one: -one.score)
-        del self.finished[self.width :]
-        return [] if self._is_over(going, length) else going
-
-    def follow(self, extensions: list[Extension], sequences: list[Sequence]) -> None:
-        """The beams are these from now on; their tokens are appended."""
-        beams = []
-        for extension, sequence in zip(extensions, sequences, strict=True):
-            sequence.tokens.append(extension.token)
-            beams.append(Beam(sequence, extension.cumulative_logprob, self._logprobs_of(extension)))
-        self.beams = beams
-        self._candidates.clear()
-
-    def start_again(self, sequence: Sequence, block_size: int) -> None:
-        """From the prompt: the sequence is as it was at first."""
-        del sequence.tokens[sequence.num_prompt_tokens :]
-        del sequence.hashes[sequence.num_prompt_tokens // block_size :]
-        self.beams, self.finished = [], []
-        self._candidates.clear()
-        self.has_restarted = True
-        sequence.request.num_unforked = self.num_batch_rows - 1
-
-    def _ranked(self, length: int) -> Iterator[Extension]:
-        """Best first; of equal ones the earlier beam's, then the likelier, then that with the lower token."""
-        too_short = length <= self._params.min_tokens
-        dropped = self._ends if too_short else frozenset()
-        for total, parent, rank, token in heapq.merge(
-            *(self._extensions(index, beam, dropped) for index, beam in enumerate(self.beams))
-        ):
-            yield Extension(parent, token, rank, -total)
-
-    def _extensions(self, index: int, beam: Beam, dropped: frozenset[int]) -> Iterator[tuple[float, int, int, int]]:
-        for rank, (token, logprob) in enumerate(self._candidates[beam.sequence.key]):
-            if token not in dropped:
-                yield -(beam.cumulative_logprob + logprob), index, rank, token
-
-    def _finish(self, extension: Extension, length: int, reason: FinishReason) -> None:
-        sequence = self.beams[extension.parent].sequence
-        tokens = [*sequence.tokens[sequence.num_prompt_tokens :], extension.token]
-        score = self._score(extension.cumulative_logprob, length)
-        self.finished.append(Hypothesis(tokens, extension.cumulative_logprob, score, reason, self._logprobs_of(extension)))
-
-    def _score(self, cumulative_logprob: float, length: int) -> float:
-        return cumulative_logprob / math.pow(length, self._search.length_penalty)
-
-    def _is_over(self, going: list[Extension], length: int) -> bool:
-        if not going:
-            return True
-        if len(self.finished) < self.width:
-            return False
-        if self._search.early_stopping is True:
-            return True
-        longest = self._search.early_stopping == "never" and self._search.length_penalty > 0.0
-        best = self._score(going[0].cumulative_logprob, self._most_tokens if longest else length)
-        return best <= self.finished[-1].score
-
-    def _logprobs_of(self, extension: Extension) -> list[TokenLogprobs]:
-        if self._params.logprobs is None:
-            return []
-        beam = self.beams[extension.parent]
-        candidates = self._candidates[beam.sequence.key]
-        return [*beam.logprobs, TokenLogprobs(candidates[extension.rank][1], candidates[: self._params.logprobs])]
 
 
 class Beams:
     """What happens to sequences and their blocks when a search begins, goes on and ends."""
 
     def __init__(self, core: Core) -> None:
-        self._kv = core.kv
-        self._scheduler = core.scheduler
-        self._keys = core.keys
-        self._limits = core.limits
+        self._core = core
+        self._model = core.limits.model
 
     def begin(self, request: Request, submit: Submit, *, hands_on: bool) -> None:
         """A worker that hands the prompt on needs no batch rows for the beams."""
         params = submit.params
         assert params.beam is not None
-        ends = ends_of(params, self._limits.eos_token_ids)
+        ends, longest = self._model.ends_of(params), self._model.most_tokens(submit)
         # Of one beam no more than `width` can be among the best `width`, nor go on; and there are as many again as can end it.
         count = max(params.beam.width + len(ends), params.logprobs or 0)
         group = request.search = BeamGroup(
-            params,
-            ends=ends,
-            num_candidates=min(count, self._limits.vocab_size),
-            most_tokens=most_tokens(submit, self._limits.max_model_len),
+            params, ends=ends, num_candidates=min(count, self._model.vocab_size), most_tokens=longest
         )
-        group.most_blocks = most_blocks(submit, self._limits.max_model_len, self._kv.block_size)
-        if hands_on or most_tokens(submit, self._limits.max_model_len) == 1:
+        group.most_blocks = self._model.most_blocks(submit, self._core.kv.block_size)
+        if hands_on or longest == 1:
             group.num_batch_rows = 1
         request.num_unforked = group.num_batch_rows - 1
 
     def take(self, sequence: Sequence, candidates: list[Logprob]) -> bool:
         """What a pass says of a beam, or of the prompt. True if the search is over."""
         request = sequence.request
-        group = _group(request)
+        group = request.group
         if not group.take(sequence, candidates):
             return False
         extensions = group.extend()
@@ -217,7 +67,7 @@ class Beams:
         return not extensions
 
     def results(self, request: Request) -> Iterator[tuple[SequenceOutput, BeamResult]]:
-        group, request_id = _group(request), request.request_id
+        group, request_id = request.group, request.request_id
         for sample, one in enumerate(group.finished[: request.params.n]):
             output = SequenceOutput(
                 request_id,
@@ -240,8 +90,8 @@ class Beams:
         if len(first_tokens) != 1 or first_tokens[0].logprobs is None:
             return None
         candidates = first_tokens[0].logprobs.top
-        tokens = {token for token, _ in candidates if 0 <= token < self._limits.vocab_size}
-        return candidates if len(tokens) == len(candidates) == _group(request).num_candidates else None
+        tokens = {token for token, _ in candidates if 0 <= token < self._model.vocab_size}
+        return candidates if len(tokens) == len(candidates) == request.group.num_candidates else None
 
     def _descend(self, request: Request, group: BeamGroup, extensions: list[Extension]) -> list[Sequence]:
         """A sequence for each extension, still without its token."""
@@ -249,7 +99,7 @@ class Beams:
         continued = {extension.parent for extension in extensions}
         for index, sequence in enumerate(parents):
             if index not in continued:
-                self._scheduler.discard(sequence)
+                self._core.scheduler.discard(sequence)
         taken = {sequence.sample for sequence in request.sequences}
         free_samples = iter([sample for sample in range(len(extensions)) if sample not in taken])
         sequences = []
@@ -259,17 +109,5 @@ class Beams:
                 continued.discard(extension.parent)
                 sequences.append(parent)
             else:
-                sequences.append(self._fork(parent, next(free_samples)))
+                sequences.append(self._core.fork(parent, next(free_samples)))
         return sequences
-
-    def _fork(self, parent: Sequence, sample: int) -> Sequence:
-        child = Sequence(next(self._keys), parent.request, sample, list(parent.tokens), parent.num_prompt_tokens)
-        self._kv.fork(parent, child)
-        self._scheduler.run_at_once(child)
-        parent.request.sequences.append(child)
-        return child
-
-
-def _group(request: Request) -> BeamGroup:
-    assert isinstance(request.search, BeamGroup), "not a beam search"
-    return request.search

@@ -14,7 +14,6 @@ from kvrelay.engine.movers import Arrival
 from kvrelay.engine.request import Sequence
 from kvrelay.engine.requests.beam import Beams
 from kvrelay.engine.requests.endings import Endings
-from kvrelay.engine.requests.finish import finish_reason
 from kvrelay.errors import HandOverError, InternalError, InvalidRequestError, RequestError
 from kvrelay.log import Log
 from kvrelay.states import FinishReason, RequestState
@@ -27,18 +26,15 @@ class Commit:
     """Knows what a token means for its sequence. Decides nothing about who runs."""
 
     def __init__(self, core: Core, beams: Beams, endings: Endings) -> None:
+        self._core = core
         self._kv = core.kv
-        self._scheduler = core.scheduler
         self._beams = beams
         self._endings = endings
         self._outbox = core.outbox
         self._outgoing = core.outgoing
-        self._images = core.images
-        self._keys = core.keys
         self._hands_on = core.limits.hands_on
-        self._eos_token_ids = core.limits.eos_token_ids
-        self._max_model_len = core.limits.max_model_len
-        self._vocab_size = core.limits.vocab_size
+        self._eos_token_ids = core.limits.model.eos_token_ids
+        self._max_model_len = core.limits.model.max_model_len
 
     def rows(self, plan: StepPlan, result: StepResult) -> None:
         decodes = not self._hands_on
@@ -66,7 +62,7 @@ class Commit:
         position = len(tokens) - sequence.num_prompt_tokens
         tokens.append(token)
         self._outbox.num_output_tokens += 1
-        reason = finish_reason(sequence, self._eos_token_ids, self._max_model_len)
+        reason = self._finish_reason(sequence)
         self._outbox.outputs.append(
             SequenceOutput(sequence.request_id, sequence.sample, position, [token], reason, sequence.cached_tokens)
         )
@@ -74,12 +70,25 @@ class Commit:
             self._endings.end(sequence, reason)
             self._endings.settle(sequence.request)
 
+    def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
+        """Whether its last token ends it, as far as a worker can tell. The router, which sees the text, finds stop strings."""
+        params, tokens = sequence.params, sequence.tokens
+        token, count = tokens[-1], len(tokens) - sequence.num_prompt_tokens
+        if count >= params.min_tokens:
+            if token in self._eos_token_ids and not params.ignore_eos:
+                return FinishReason.STOP
+            if params.stop_token_ids and token in params.stop_token_ids:
+                return FinishReason.STOP
+        if count >= params.max_tokens or len(tokens) >= self._max_model_len:
+            return FinishReason.LENGTH
+        return None
+
     def _row(self, row: Row, sequence: Sequence, answer: RowResult) -> None:
         self._kv.computed(sequence, row.count)
         if row.start < sequence.num_prompt_tokens:
             self._outbox.num_prompt_tokens += min(row.start + row.count, sequence.num_prompt_tokens) - row.start
             if sequence.request.images:
-                self._images.computed(sequence)
+                self._core.images.computed(sequence)
         if answer.prompt_logprobs is not None and sequence.request.prompt_logprobs is not None:
             sequence.request.prompt_logprobs.extend(answer.prompt_logprobs)
         if answer.candidates is not None:
@@ -112,15 +121,9 @@ class Commit:
     def _fork(self, parent: Sequence) -> list[Sequence]:
         """The samples that begin where the prompt ends."""
         request = parent.request
-        children: list[Sequence] = []
         if parent.sample != 0:
-            return children
-        for sample in range(1, 1 + request.num_unforked):
-            child = Sequence(next(self._keys), request, sample, list(parent.tokens), parent.num_prompt_tokens)
-            self._kv.fork(parent, child)
-            self._scheduler.run_at_once(child)
-            request.sequences.append(child)
-            children.append(child)
+            return []
+        children = [self._core.fork(parent, sample) for sample in range(1, 1 + request.num_unforked)]
         request.num_unforked = 0
         return children
 
@@ -142,27 +145,37 @@ class Commit:
         self._endings.settle(request)
 
     def _append(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
-        position = len(sequence.tokens) - sequence.num_prompt_tokens
-        sequence.tokens.append(token)
-        self._outbox.num_output_tokens += 1
-        reason = finish_reason(sequence, self._eos_token_ids, self._max_model_len)
-        first = position == 0 and sequence.sample == 0
-        if first:
+        is_first = sequence.num_output_tokens == 0 and sequence.sample == 0
+        if is_first:
             self._outbox.num_cached_tokens += sequence.cached_tokens
+        sequence.tokens.append(token)
+        reason = self._tell(sequence, sequence.sample, logprobs, sequence.request.prompt_logprobs if is_first else None)
+        if reason is not None:
+            self._endings.end(sequence, reason)
+
+    def _tell(
+        self,
+        sequence: Sequence,
+        sample: int,
+        logprobs: TokenLogprobs | None,
+        prompt_logprobs: list[TokenLogprobs | None] | None,
+    ) -> FinishReason | None:
+        """The sequence's last token is the sample's next."""
+        position, token, reason = sequence.num_output_tokens - 1, sequence.tokens[-1], self._finish_reason(sequence)
+        self._outbox.num_output_tokens += 1
         self._outbox.outputs.append(
             SequenceOutput(
                 sequence.request_id,
-                sequence.sample,
+                sample,
                 position,
                 [token],
                 reason,
                 sequence.cached_tokens,
                 None if logprobs is None else [logprobs],
-                sequence.request.prompt_logprobs if first else None,
+                prompt_logprobs,
             )
         )
-        if reason is not None:
-            self._endings.end(sequence, reason)
+        return reason
 
     def _hand_on(self, sequence: Sequence, first_tokens: list[FirstToken]) -> None:
         """The prompt is computed: its first tokens are told at once (not a search's), and its KV goes to the peer, where the
@@ -170,27 +183,11 @@ class Commit:
         request = sequence.request
         if self._outgoing.finished(sequence, first_tokens):
             self._outbox.num_cached_tokens += sequence.cached_tokens
-            if request.search is None:
-                self._outbox.num_output_tokens += len(first_tokens)
-                self._outbox.outputs.extend(self._first_output(sequence, first) for first in first_tokens)
+            for first in first_tokens if request.search is None else ():
+                sequence.tokens.append(first.token)
+                self._tell(sequence, first.sample, first.logprobs, first.prompt_logprobs)
+                sequence.tokens.pop()
         self._endings.hand_on(sequence)
-
-    def _first_output(self, sequence: Sequence, first: FirstToken) -> SequenceOutput:
-        position = sequence.num_output_tokens
-        sequence.tokens.append(first.token)
-        reason = finish_reason(sequence, self._eos_token_ids, self._max_model_len)
-        sequence.tokens.pop()
-        logprobs = None if first.logprobs is None else [first.logprobs]
-        return SequenceOutput(
-            sequence.request_id,
-            first.sample,
-            position,
-            [first.token],
-            reason,
-            first.cached_tokens,
-            logprobs,
-            first.prompt_logprobs,
-        )
 
     def arrived(self, sequence: Sequence, arrival: Arrival) -> None:
         """If it failed, the prompt has to be computed after all: the router decides where."""
@@ -199,11 +196,11 @@ class Commit:
             reason = f"the hand-over from the prefill worker failed: {arrival.error}"
             self._endings.fail(sequence.request, HandOverError(reason, by_producer=arrival.by_producer))
             return
-        self._scheduler.run_at_once(sequence)
+        self._core.scheduler.run_at_once(sequence)
         if sequence.request.search is not None:
             self._search_arrived(sequence, arrival.first_tokens)
             return
-        first_tokens = {one.sample: one for one in arrival.first_tokens if 0 <= one.token < self._vocab_size}
+        first_tokens = {one.sample: one for one in arrival.first_tokens if 0 <= one.token < self._core.limits.model.vocab_size}
         if not all(sequence.sample + index in first_tokens for index in range(sequence.num_batch_rows)):
             self._endings.fail(sequence.request, HandOverError("the prefill worker did not name every sample's first token"))
             return

@@ -68,8 +68,6 @@ class ImageSource(Protocol):
 
 @dataclass(slots=True)
 class _Wants:
-    """One request's."""
-
     request: Request
     last_token: int  # where its last image ends
     held: set[str] = field(default_factory=set)
@@ -129,17 +127,14 @@ class Images:
         needed = {image.digest for image in request.images if image.start + image.num_tokens > num_cached_tokens}
         for image in request.images if computes_prompt else ():
             transfer = by_digest.pop(image.digest, None)
-            if image.digest in wants.held or image.digest not in needed:
-                if transfer is not None and self._relay is not None:
-                    self._relay.refuse(transfer)
-                continue
-            self._hold(wants, image.digest)
-            if not self._features.is_ready(image.digest):
-                self._fetch(wants, image, transfer)
-            else:
+            if image.digest in needed and image.digest not in wants.held:
+                self._hold(wants, image.digest)
+                if not self._features.is_ready(image.digest):
+                    self._fetch(wants, image, transfer)
+                    continue
                 self._num_hits += 1
-                if transfer is not None and self._relay is not None:
-                    self._relay.refuse(transfer)
+            if transfer is not None and self._relay is not None:
+                self._relay.refuse(transfer)
 
     def limit(self, sequence: Sequence) -> int:
         """How many of the sequence's tokens can be computed with what is here."""
@@ -150,7 +145,6 @@ class Images:
         return len(sequence.tokens)
 
     def computed(self, sequence: Sequence) -> None:
-        """A row of the sequence's prompt was."""
         wants = self._wants[sequence.request_id]
         if wants.held and all(
             each.state is RequestState.FINISHED or each.num_computed >= wants.last_token for each in wants.request.sequences
@@ -187,7 +181,6 @@ class Images:
             source.peer_lost(worker_id)
 
     def counts(self) -> ImageCounts:
-        """Of all sources together."""
         total = dict.fromkeys(ImageCounts.__struct_fields__, 0)
         for source in self._sources:
             for name, count in msgspec.structs.asdict(source.counts()).items():

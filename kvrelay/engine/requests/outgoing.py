@@ -14,8 +14,7 @@ from kvrelay.engine.memory.block_pool import Holder
 from kvrelay.engine.memory.kv_cache import KVCache
 from kvrelay.engine.movers import Producer
 from kvrelay.engine.request import Sequence
-from kvrelay.ids import RequestId, WorkerId
-from kvrelay.wire.registry import MappingCounts, TransferCounts
+from kvrelay.ids import RequestId
 from kvrelay.wire.serving import FirstToken, Submit
 
 
@@ -23,7 +22,7 @@ class Outgoing:
     """Which prompts are being handed on, and the blocks kept for their peers."""
 
     def __init__(self, producer: Producer, kv: KVCache) -> None:
-        self._producer = producer
+        self.producer = producer
         self._kv = kv
         self._submits: dict[RequestId, Submit] = {}  # from expect until released or aborted
         self._started: set[RequestId] = set()  # the producer was told of their blocks
@@ -32,10 +31,6 @@ class Outgoing:
         self._in_step = False  # prompts to be handed on are being computed right now
         self.held: dict[RequestId, list[int]] = {}  # blocks of prompts that ended here
 
-    @property
-    def has_news(self) -> bool:
-        return self._producer.has_news
-
     def __contains__(self, request_id: RequestId) -> bool:
         return request_id in self._submits
 
@@ -43,7 +38,7 @@ class Outgoing:
         """`num_tokens` is what there is to compute before the hand-over: the prompt, and what another worker made of it."""
         assert submit.transfer is not None
         self._submits[submit.request_id] = submit
-        self._producer.expect(submit.request_id, submit.transfer, num_tokens)
+        self.producer.expect(submit.request_id, submit.transfer, num_tokens)
 
     def begin_step(self, plan: StepPlan) -> None:
         if not self._submits:
@@ -54,20 +49,20 @@ class Outgoing:
             if request_id in self._submits:
                 if request_id not in self._started:
                     self._started.add(request_id)
-                    self._producer.start(request_id, row.sequence.block_table, row.start)
+                    self.producer.start(request_id, row.sequence.block_table, row.start)
                 rows.append((request_id, row.start + row.count))
         self._in_step = bool(rows)
         if rows:
-            self._producer.begin_step(rows)
+            self.producer.begin_step(rows)
 
     def layer_done(self, layer: int) -> None:
         if self._in_step:
-            self._producer.layer_done(layer)
+            self.producer.layer_done(layer)
 
     def end_step(self) -> None:
         if self._in_step:
             self._in_step = False
-            self._producer.end_step()
+            self.producer.end_step()
 
     def finished(self, sequence: Sequence, first_tokens: list[FirstToken]) -> bool:
         """Takes the blocks over. False if this was a restart, whose first tokens are known and were told."""
@@ -75,7 +70,7 @@ class Outgoing:
         is_new = request_id not in self._first_tokens
         known = self._first_tokens.setdefault(request_id, first_tokens)
         self.held[request_id] = self._kv.send(sequence)
-        self._producer.finish(request_id, known)
+        self.producer.finish(request_id, known)
         return is_new
 
     def abort(self, sequence: Sequence) -> None:
@@ -89,19 +84,19 @@ class Outgoing:
         none were, or they came back when it was set aside, nothing more will be said of it: so it is forgotten here."""
         if self._submits.pop(request_id, None) is not None:
             self._first_tokens.pop(request_id, None)
-            self._producer.abort(request_id)
+            self.producer.abort(request_id)
 
     def set_one_aside(self) -> None:
         """Asks the peer of the oldest finished prompt to do without its blocks for now. An aborted one would not answer."""
         for request_id in self.held:
             if request_id in self._submits and request_id not in self._being_set_aside:
                 self._being_set_aside.add(request_id)
-                self._producer.set_aside(request_id)
+                self.producer.set_aside(request_id)
                 return
 
     def poll(self) -> tuple[list[Submit], list[tuple[RequestId, str]]]:
         """Prompts to compute once more, and hand-overs that ended: why, if they failed."""
-        news = self._producer.poll()
+        news = self.producer.poll()
         for request_id in news.set_aside:
             self._give_back(request_id)
         restarts = [self._submits[request_id] for request_id in news.restart if request_id in self._submits]
@@ -111,22 +106,6 @@ class Outgoing:
             self._submits.pop(request_id, None)
             self._first_tokens.pop(request_id, None)
         return restarts, [(request_id, reasons.get(request_id, "")) for request_id in news.released]
-
-    def peer_lost(self, worker_id: WorkerId) -> None:
-        self._producer.peer_lost(worker_id)
-
-    def counts(self) -> TransferCounts:
-        return self._producer.counts()
-
-    def mapping(self) -> MappingCounts:
-        return self._producer.mapping()
-
-    @property
-    def num_links(self) -> int:
-        return self._producer.num_links
-
-    def close(self) -> None:
-        self._producer.close()
 
     def _give_back(self, request_id: RequestId) -> None:
         self._being_set_aside.discard(request_id)

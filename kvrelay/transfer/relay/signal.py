@@ -20,6 +20,7 @@ from kvrelay.errors import ProtocolError, WrongIdError
 from kvrelay.ids import WorkerId, as_worker_id
 from kvrelay.log import Log
 from kvrelay.planes.curve import Socket, connecting, listening
+from kvrelay.planes.loop_socket import bound_address, try_send
 
 log = Log("transfer.signal")
 
@@ -44,9 +45,7 @@ class ProducerSocket:
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.bind(f"tcp://{host}:{port or '*'}")
-        endpoint = self._socket.getsockopt(zmq.LAST_ENDPOINT)
-        assert isinstance(endpoint, bytes)
-        self.address = endpoint.rstrip(b"\0").decode()
+        self.address = bound_address(self._socket)
         self.unsent = 0
         self.strangers = 0  # messages of peers whose identity is no WorkerId, or of more than one frame
 
@@ -66,7 +65,7 @@ class ProducerSocket:
                 log.seldom("message of a stranger", error=error)
 
     def send(self, peer: WorkerId, frame: bytes) -> None:
-        if not _try_send(self._socket, [peer.encode(), frame]):
+        if not try_send(self._socket, [peer.encode(), frame]):
             self.unsent += 1
 
     def close(self) -> None:
@@ -131,7 +130,7 @@ class ConsumerSockets:
                     break
 
     def send(self, peer: WorkerId, frame: bytes) -> None:
-        if peer not in self._sockets or not _try_send(self._sockets[peer], [frame]):
+        if peer not in self._sockets or not try_send(self._sockets[peer], [frame]):
             self.unsent += 1
 
     def find_dead(self) -> list[WorkerId]:
@@ -198,18 +197,6 @@ def _set_up(socket: Socket) -> Socket:
     socket.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME_BYTES)
     socket.setsockopt(zmq.IPV6, 1)
     return socket
-
-
-def _try_send(socket: Socket, frames: list[bytes]) -> bool:
-    try:
-        socket.send_multipart(frames, zmq.DONTWAIT)
-    except zmq.Again:
-        return False
-    except zmq.ZMQError as error:
-        if error.errno != zmq.EHOSTUNREACH:
-            raise
-        return False
-    return True
 
 
 def _only_frame(frames: list[bytes]) -> bytes:
