@@ -71,17 +71,13 @@ class EmbeddedMembership:
         except zmq.ZMQError as error:
             self._socket.close()
             raise ConfigError(f"the registry cannot listen on {listen}: {error.strerror or error}") from error
-        self._address = bound_address(self._socket)
+        self.address = bound_address(self._socket)
         self._clock = clock
         self._on_malformed = on_malformed
         self._decoder: Decoder[ToRegistry] = Decoder(ToRegistry)
         self._times: dict[WorkerId, _Until] = {}
         self._reader: LoopSocket | None = None
         self._ticker: asyncio.TimerHandle | None = None
-
-    @property
-    def address(self) -> str:
-        return self._address
 
     def start(self, on_joined: OnJoined, on_changed: OnChanged, on_left: OnLeft) -> None:
         assert self._reader is None, "started twice"

@@ -74,7 +74,7 @@ class EtcdMembership:
         on_malformed: Callable[[], None] = lambda: None,
         on_reachable: Callable[[bool], None] = lambda _: None,
     ) -> None:
-        self._address = address
+        self.address = address
         self._endpoints = Endpoints(address)
         self._registration_s = registration_s
         self._timeout_s = timeout_s
@@ -84,10 +84,6 @@ class EtcdMembership:
         self._loss_told = False
         self._task: asyncio.Task[None] | None = None
         self._parts: list[asyncio.Task[None]] = []
-
-    @property
-    def address(self) -> str:
-        return self._address
 
     def start(self, on_joined: OnJoined, on_changed: OnChanged, on_left: OnLeft) -> None:
         assert self._task is None, "started twice"

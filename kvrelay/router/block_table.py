@@ -1,8 +1,8 @@
 """The heart of the prefix index: a table from block hash to the set of those that hold the block, as bits.
 
-Two implementations that give the same answers: `NativeBlockTable`, a hash table in C (block_table.c) that takes about 50 bytes a
-block and looks up a whole prompt in one call, and `PlainBlockTable`, a dict, where there is no compiler (and as the reference
-in tests).
+Two implementations that give the same answers: `NativeBlockTable`, a hash table in C (block_table.c) that takes about 50 bytes
+a block and looks up a whole prompt in one call, and `PlainBlockTable`, a dict, where there is no compiler (and as the
+reference in tests).
 
 Hashes go in and out as one string of bytes, 16 for each. They are hashes already, so the first bytes are the place to look.
 """

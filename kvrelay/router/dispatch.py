@@ -308,8 +308,7 @@ class Dispatcher:
         if entry.deadline is not None:
             entry.deadline.cancel()
         self._keeping.ended(entry)
-        tell = self._sync.on_request_aborted if stream.aborted else self._sync.on_request_finished
-        tell(entry.request.external_id)
+        self._sync.on_request_ended(entry.request.external_id)
         if entry.attempt is None:
             self._stranded.discard(entry)
             return
