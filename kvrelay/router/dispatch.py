@@ -89,7 +89,7 @@ class Dispatcher:
 
     def submit(self, request: GenerateRequest, excuse: str) -> RequestStream:
         """`excuse` says why there is no usable peer, if there is none."""
-        stream = RequestStream(new_request_id(), request.params.n, self, prefill="", decode="")
+        stream = RequestStream(new_request_id(), request.params.n, self)
         entry = OpenRequest(request, stream)
         plan = self._first_plan(entry, excuse)
         self._keeping.begin(entry)

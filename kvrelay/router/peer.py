@@ -87,8 +87,8 @@ class Peer:
             record.serving_address,
             identity=router_id.encode(),
             silence_s=silence_s,
-            on_up=self._on_up,
-            on_down=self._on_down,
+            on_up=self.tick,
+            on_down=lambda: self._break("the connection to the worker broke"),
             on_message=self._on_message,
         )
 
@@ -121,7 +121,7 @@ class Peer:
         return not self._closed_because and self._connection.send(encode(message))
 
     def tick(self) -> None:
-        """Shows the worker that we live, or asks again for a connection. To be called several times in each `silence_s`."""
+        """Shows the worker that we live, or says Hello (again). To be called several times in each `silence_s`."""
         self._connection.send(self._hello if self._closed_because else _PING)
 
     def drain(self) -> None:
@@ -195,12 +195,6 @@ class Peer:
         return described
 
     # What its connection says
-
-    def _on_up(self) -> None:
-        self._connection.send(self._hello)
-
-    def _on_down(self) -> None:
-        self._break("the connection to the worker broke")
 
     def _break(self, reason: str) -> None:
         was_open, self._closed_because = self.is_open, reason
