@@ -12,7 +12,6 @@ import math
 import mmap
 import pathlib
 import struct
-from collections.abc import Callable
 
 import msgspec
 import numpy as np
@@ -25,7 +24,8 @@ Value = bool | int | float | str | list["Value"]
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_SCALARS = {type_id: struct.Struct("<" + code) for type_id, code in _CODES.items()}
 _STRING, _ARRAY = 8, 9
 _MAX_NESTING = 4
 
@@ -100,10 +100,6 @@ class _Reader:
         self._data = data
         self._path = path
         self._at = 0
-        self._readers: dict[int, Callable[[], Value]] = {
-            type_id: self._scalar_reader(code) for type_id, code in _SCALARS.items()
-        }
-        self._readers[_STRING] = self._string
 
     def header(self) -> tuple[int, int]:
         magic = self._take(4)
@@ -159,18 +155,13 @@ class _Reader:
             if count > len(self._data) - self._at:  # an element takes a byte at least
                 raise self._truncated(f"{key} has {count} elements")
             return [self._value(element_type, key, depth + 1) for _ in range(count)]
-        if type_id not in self._readers:
+        if type_id == _STRING:
+            return self._string()
+        if type_id not in _SCALARS:
             raise ModelError(f"{self._path}: metadata {key} has unknown type {type_id}")
-        return self._readers[type_id]()
-
-    def _scalar_reader(self, code: str) -> Callable[[], Value]:
-        form = struct.Struct("<" + code)
-
-        def read() -> Value:
-            value: bool | int | float = form.unpack(self._take(form.size))[0]
-            return value
-
-        return read
+        form = _SCALARS[type_id]
+        value: bool | int | float = form.unpack(self._take(form.size))[0]
+        return value
 
     def _string(self) -> str:
         # Tokens of byte-level vocabularies are valid text; a stray byte must not stop the whole file from loading

@@ -77,7 +77,7 @@ def _vocab_size(file: GGUFFile, metadata: Metadata) -> int:
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise ModelError(f"{file.path} has no tensor token_embd.weight")
-    num_tokens = len(metadata.strings("tokenizer.ggml.tokens"))
+    num_tokens = len(metadata.list_of(str, "tokenizer.ggml.tokens"))
     if num_tokens > embedding.shape[0]:
         raise ModelError(f"{file.path}: {num_tokens} tokens, but token_embd.weight has {embedding.shape[0]} rows")
     return embedding.shape[0]

@@ -36,24 +36,17 @@ class Metadata:
             raise self._wrong(key, value, kind.__name__)
         return value
 
-    def strings(self, key: str) -> list[str]:
-        return [self._element(key, value, str) for value in self._list(key)]
-
-    def integers(self, key: str) -> list[int]:
-        return [self._element(key, value, int) for value in self._list(key)]
-
-    def _list(self, key: str) -> list[Value]:
+    def list_of(self, kind: type[Wanted], key: str) -> list[Wanted]:
         value = self._pairs.get(self._full(key))
         if value is None:
             raise ModelError(f"{self.path} lacks metadata {self._full(key)}")
         if not isinstance(value, list):
             raise self._wrong(key, value, "list")
-        return value
-
-    def _element(self, key: str, value: Value, kind: type[Wanted]) -> Wanted:
-        if not isinstance(value, kind):
-            raise self._wrong(key, value, f"list of {kind.__name__}")
-        return value
+        found = [element for element in value if isinstance(element, kind)]
+        if len(found) < len(value):
+            wrong = next(element for element in value if not isinstance(element, kind))
+            raise self._wrong(key, wrong, f"list of {kind.__name__}")
+        return found
 
     def _full(self, key: str) -> str:
         return self.architecture + key if key.startswith(".") else key

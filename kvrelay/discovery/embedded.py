@@ -64,8 +64,7 @@ class EmbeddedMembership:
         clock: Callable[[], float] = time.monotonic,
         on_malformed: Callable[[], None] = lambda: None,
     ) -> None:
-        self._socket = listening(zmq.ROUTER)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
+        self._socket = listening(zmq.ROUTER, {zmq.MAXMSGSIZE: _MAX_MESSAGE_BYTES})
         try:
             self._socket.bind(listen)
         except zmq.ZMQError as error:
@@ -198,9 +197,7 @@ class EmbeddedRegistration:
         self._socket.close(linger=0)
 
     def _connect(self) -> Socket:
-        socket = connecting(zmq.DEALER)
-        socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        socket = connecting(zmq.DEALER, {zmq.MAXMSGSIZE: _MAX_MESSAGE_BYTES, zmq.RECONNECT_IVL_MAX: 1000})
         try:
             socket.connect(self._address)
         except zmq.ZMQError as error:

@@ -21,7 +21,7 @@ import zmq
 from kvrelay.errors import ProtocolError
 from kvrelay.ids import WorkerId
 from kvrelay.log import Log
-from kvrelay.planes.curve import Socket, connecting
+from kvrelay.planes.curve import Options, Socket, connecting
 from kvrelay.planes.loop_socket import LoopSocket
 from kvrelay.wire import check_version
 from kvrelay.wire.codec import Decoder, encode
@@ -51,9 +51,13 @@ _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 2.0
 _GIVE_UP_S = 10.0
 _MAX_WAITING = 4096  # batches after a gap; those beyond it have to come again too
-_RECONNECT_MS = 100
-_RECONNECT_MAX_MS = 1000
-_SILENCE_MS = 10_000  # a connection on which even ZMQ's own heartbeat stopped is made anew
+_OPTIONS: Options = {
+    zmq.MAXMSGSIZE: MAX_EVENTS_BYTES,
+    zmq.RECONNECT_IVL: 100,
+    zmq.RECONNECT_IVL_MAX: 1000,
+    zmq.HEARTBEAT_IVL: 5000,
+    zmq.HEARTBEAT_TIMEOUT: 10_000,  # a connection on which even ZMQ's own heartbeat stopped is made anew
+}
 
 _decoder: Decoder[ToSubscriber] = Decoder(ToSubscriber)
 
@@ -224,15 +228,7 @@ class EventSubscriber:
 
 
 def _connect(kind: int, address: str) -> Socket:
-    socket = connecting(kind)
-    for option, value in (
-        (zmq.MAXMSGSIZE, MAX_EVENTS_BYTES),
-        (zmq.RECONNECT_IVL, _RECONNECT_MS),
-        (zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS),
-        (zmq.HEARTBEAT_IVL, _SILENCE_MS // 2),
-        (zmq.HEARTBEAT_TIMEOUT, _SILENCE_MS),
-    ):
-        socket.setsockopt(option, value)
+    socket = connecting(kind, _OPTIONS)
     if kind == zmq.SUB:
         socket.setsockopt(zmq.SUBSCRIBE, b"")
     else:

@@ -112,20 +112,16 @@ class Connection:
 
 
 def _dealer(identity: bytes | None, silence_s: float) -> Socket:
-    socket = connecting(zmq.DEALER)
-    if identity is not None:
-        socket.setsockopt(zmq.IDENTITY, identity)
     silence_ms = max(1, round(silence_s * 1000))
-    for option, value in (
-        (zmq.IMMEDIATE, 1),
-        (zmq.SNDHWM, _SEND_QUEUE),
-        (zmq.RCVHWM, 0),
-        (zmq.RECONNECT_IVL, _RECONNECT_MS),
-        (zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS),
-        (zmq.CONNECT_TIMEOUT, _CONNECT_TIMEOUT_MS),
+    options: dict[int, int | bytes] = {
+        zmq.IMMEDIATE: 1,
+        zmq.SNDHWM: _SEND_QUEUE,
+        zmq.RCVHWM: 0,
+        zmq.RECONNECT_IVL: _RECONNECT_MS,
+        zmq.RECONNECT_IVL_MAX: _RECONNECT_MAX_MS,
+        zmq.CONNECT_TIMEOUT: _CONNECT_TIMEOUT_MS,
         # A silence begins right after an answer at worst: it is found out after one interval and one timeout.
-        (zmq.HEARTBEAT_IVL, max(1, silence_ms // 4)),
-        (zmq.HEARTBEAT_TIMEOUT, max(1, silence_ms * 3 // 4)),
-    ):
-        socket.setsockopt(option, value)
-    return socket
+        zmq.HEARTBEAT_IVL: max(1, silence_ms // 4),
+        zmq.HEARTBEAT_TIMEOUT: max(1, silence_ms * 3 // 4),
+    }
+    return connecting(zmq.DEALER, options if identity is None else options | {zmq.IDENTITY: identity})

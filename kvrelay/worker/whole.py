@@ -39,18 +39,6 @@ def whole_stage(options: TransferOptions, host: str) -> BuildStage:
     return build
 
 
-def build_whole(
-    worker_id: WorkerId,
-    model_options: ModelOptions,
-    engine_options: EngineOptions,
-    environment: Environment,
-    progress: Progress,
-) -> Stage:
-    """One that needs no other worker."""
-    folder = resolve(model_options.model, environment, progress)
-    return _join(worker_id, model_options, engine_options, environment, progress, folder)[1]
-
-
 def build_engine(
     model_options: ModelOptions, engine_options: EngineOptions, environment: Environment, progress: Progress
 ) -> tuple[Tokenizer, Engine]:
