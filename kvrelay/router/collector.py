@@ -55,7 +55,7 @@ _GAUGES: dict[str, tuple[str, Callable[[Peer], float]]] = {
     "transfers_in_flight": ("KV hand-overs under way, by worker", lambda peer: peer.load.transfers.in_flight),
     "kept_kv": ("Finished samples whose KV is kept, by worker", lambda peer: peer.load.kept),
     "mapping_size": ("Transfer ids known, by worker", lambda peer: peer.load.mapping.size),
-    "mapping_parked": ("Messages about transfers not yet known, by worker", lambda peer: peer.load.mapping.parked),
+    "mapping_held_back": ("Messages about transfers not yet known, by worker", lambda peer: peer.load.mapping.held_back),
 }
 
 
