@@ -32,15 +32,8 @@ from kvrelay.wire.events import (
     CacheEvent,
     Cleared,
     Events,
-    Freed,
-    FreedForNow,
-    LifeEvent,
-    Removed,
     Replay,
-    Restored,
     Snapshot,
-    Stored,
-    Swapped,
     ToSubscriber,
     read_events,
 )
@@ -65,14 +58,7 @@ _decoder: Decoder[ToSubscriber] = Decoder(ToSubscriber)
 class EventOwner(Protocol):
     """Keeps what a subscriber learns. Called on the event loop's thread; nothing here may raise."""
 
-    def stored(self, worker_id: WorkerId, hashes: Iterable[bytes]) -> None: ...
-
-    def removed(self, worker_id: WorkerId, hashes: Iterable[bytes]) -> None: ...
-
-    def cleared(self, worker_id: WorkerId) -> None: ...
-
-    def lived(self, worker_id: WorkerId, event: LifeEvent) -> None:
-        """Something happened to the KV of one request."""
+    def happened(self, worker_id: WorkerId, event: CacheEvent) -> None: ...
 
     def replaced(self, worker_id: WorkerId, hashes: Iterable[bytes]) -> None:
         """These are in the cache, and nothing else."""
@@ -177,17 +163,7 @@ class EventSubscriber:
     def _apply(self, events: list[CacheEvent]) -> None:
         self.sequence += 1
         for event in events:
-            match event:
-                case Stored():
-                    self._owner.stored(self._worker_id, event.hashes)
-                case Removed():
-                    self._owner.removed(self._worker_id, event.hashes)
-                case Cleared():
-                    self._owner.cleared(self._worker_id)
-                case Swapped() | Restored() | FreedForNow() | Freed():
-                    self._owner.lived(self._worker_id, event)
-                case _:
-                    assert_never(event)
+            self._owner.happened(self._worker_id, event)
 
     # Repair
 
@@ -217,7 +193,7 @@ class EventSubscriber:
             log.warning("a worker does not repeat the events that were lost; what it holds is unknown", worker=self._worker_id)
             self.sequence = self._latest = 0
             self._waiting.clear()
-            self._owner.cleared(self._worker_id)
+            self._owner.happened(self._worker_id, Cleared())
         self._ask()
 
     def _stop_asking(self) -> None:
