@@ -19,10 +19,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvrelay.checkpoint.gguf import GGUFFile
+from kvrelay.checkpoint.gguf import GGUFFile, Metadata
 from kvrelay.checkpoint.gguf_config import ROPE_FACTORS, model_config
 from kvrelay.checkpoint.gguf_tokenizer import build_tokenizer, tokenizer_settings
-from kvrelay.checkpoint.metadata import Metadata
 from kvrelay.checkpoint.spec import CONFIG_NAME, GENERATION_CONFIG_NAME
 from kvrelay.errors import ModelError, UnsupportedModelError
 from kvrelay.progress import Progress

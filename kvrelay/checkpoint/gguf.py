@@ -12,6 +12,7 @@ import math
 import mmap
 import pathlib
 import struct
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -21,6 +22,7 @@ from kvrelay.checkpoint.dequantise import FORMATS, format_name
 from kvrelay.errors import ModelError
 
 Value = bool | int | float | str | list["Value"]
+Wanted = TypeVar("Wanted", int, float, str, bool)
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -79,6 +81,51 @@ class GGUFFile:
         if not isinstance(alignment, int) or not 1 <= alignment <= 1 << 20:
             raise ModelError(f"{self.path}: general.alignment is {alignment!r}")
         return alignment
+
+
+class Metadata:
+    """The key-value pairs of one file, read by type: a missing or mistyped key is an error that names it. A key that begins
+    with a dot belongs to the file's architecture."""
+
+    def __init__(self, file: GGUFFile) -> None:
+        self._pairs = file.metadata
+        self.path: pathlib.Path = file.path
+        self.architecture = ""
+        self.architecture = self.required("general.architecture", str)
+
+    def required(self, key: str, kind: type[Wanted]) -> Wanted:
+        value = self.optional(key, kind)
+        if value is None:
+            raise ModelError(f"{self.path} lacks metadata {self._full(key)}")
+        return value
+
+    def optional(self, key: str, kind: type[Wanted]) -> Wanted | None:
+        value = self._pairs.get(self._full(key))
+        if value is None:
+            return None
+        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+            value = float(value)
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise self._wrong(key, value, kind.__name__)
+        return value
+
+    def list_of(self, kind: type[Wanted], key: str) -> list[Wanted]:
+        value = self._pairs.get(self._full(key))
+        if value is None:
+            raise ModelError(f"{self.path} lacks metadata {self._full(key)}")
+        if not isinstance(value, list):
+            raise self._wrong(key, value, "list")
+        found = [element for element in value if isinstance(element, kind)]
+        if len(found) < len(value):
+            wrong = next(element for element in value if not isinstance(element, kind))
+            raise self._wrong(key, wrong, f"list of {kind.__name__}")
+        return found
+
+    def _full(self, key: str) -> str:
+        return self.architecture + key if key.startswith(".") else key
+
+    def _wrong(self, key: str, value: Value, wanted: str) -> ModelError:
+        return ModelError(f"{self.path}: metadata {self._full(key)} should be {wanted}, is {str(value)[:40]!r}")
 
 
 def _map_file(path: pathlib.Path) -> mmap.mmap:

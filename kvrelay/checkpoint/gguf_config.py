@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from kvrelay.checkpoint.gguf import GGUFFile
-from kvrelay.checkpoint.metadata import Metadata
+from kvrelay.checkpoint.gguf import GGUFFile, Metadata
 from kvrelay.errors import ModelError, UnsupportedModelError
 
 _CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}

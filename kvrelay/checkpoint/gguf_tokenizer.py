@@ -11,7 +11,7 @@ import msgspec
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
-from kvrelay.checkpoint.metadata import Metadata
+from kvrelay.checkpoint.gguf import Metadata
 from kvrelay.errors import ModelError, UnsupportedModelError
 
 _CONTROL, _USER_DEFINED = 3, 4  # token types; all others are ordinary pieces

@@ -222,7 +222,10 @@ class EvictionSyncAdapter(EvictionSync):
         self._num_hashes -= len(followed.hashes) // HASH_BYTES
         self._unsettled.pop(request_id, None)
         if followed.witness is not None:
-            self._unwitness(request_id, followed.witness)
+            witnessed = self._witnessed[followed.witness]
+            witnessed.discard(request_id)
+            if not witnessed:
+                del self._witnessed[followed.witness]
 
     def _bound(self) -> None:
         """Beyond the bounds the oldest are removed although something of them may be cached: the index then knows less than
@@ -260,13 +263,6 @@ class EvictionSyncAdapter(EvictionSync):
             followed = self._followed[request_id]
             followed.witness = None
             self._consider(request_id, followed)
-
-    def _unwitness(self, request_id: str, digest: bytes) -> None:
-        witnessed = self._witnessed.get(digest)
-        if witnessed is not None:
-            witnessed.discard(request_id)
-            if not witnessed:
-                del self._witnessed[digest]
 
     # Words that do not come
 

@@ -67,11 +67,6 @@ class EventFeed(NoFeed):
         for worker_id in list(self._subscribers):
             self.left(worker_id)
 
-    def in_step(self, worker_id: WorkerId) -> bool:
-        """Whether all that the worker has published is in the index."""
-        subscriber = self._subscribers.get(worker_id)
-        return subscriber is not None and subscriber.in_step
-
     # What subscribers say (EventOwner)
 
     def happened(self, worker_id: WorkerId, event: CacheEvent) -> None:

@@ -28,6 +28,8 @@ from kvrelay.wire.serving import Abort, Finish, Hello, KeptTold, Ping, Refused, 
 
 _decoder: Decoder[ToRouter] = Decoder(ToRouter)
 _PING = encode(Ping())
+# What GET /cluster shows of a load as it is
+_SHOWN = ("running", "waiting", "transferring", "swapped", "steps", "preemptions", "connections", "inherited_tokens")
 
 
 @dataclass(slots=True, eq=False)
@@ -172,10 +174,7 @@ class Peer:
             "state": self.state.value,
             "host": record.host,
             "pid": record.pid,
-            "running": load.running,
-            "waiting": load.waiting,
-            "transferring": load.transferring,
-            "swapped": load.swapped,
+            **{name: getattr(load, name) for name in _SHOWN},
             "blocks": msgspec.to_builtins(load.blocks),
             "transfers": msgspec.to_builtins(load.transfers),
             "images": msgspec.to_builtins(load.images or ImageCounts()),
@@ -183,11 +182,7 @@ class Peer:
             "events_address": record.events_address,
             "replay_address": record.replay_address,
             "in_flight": len(self.open),
-            "steps": load.steps,
-            "preemptions": load.preemptions,
-            "connections": load.connections,
             "kept_kv": load.kept,
-            "inherited_tokens": load.inherited_tokens,
             "breaker": self.breaker.state.value,
         }
         if self.problem:

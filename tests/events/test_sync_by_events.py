@@ -63,7 +63,7 @@ class World:
         self.feed.joined(record)
 
     async def in_step(self, worker: EventPublisher) -> None:
-        await until(lambda: self.feed.in_step(worker._worker_id))
+        await until(lambda: self.feed._subscribers[worker._worker_id].in_step)
 
     async def close(self) -> None:
         self.feed.close()
