@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from kvrelay.states import BREAKER_EDGES, BreakerState, advance
 
@@ -19,30 +20,26 @@ FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 30.0
 
 
+@dataclass(slots=True, eq=False)
 class Breaker:
     """Of one service."""
 
-    def __init__(
-        self,
-        clock: Callable[[], float] = time.monotonic,
-        *,
-        max_failures: int = FAILURES,
-        first_pause_s: float = FIRST_PAUSE_S,
-        longest_pause_s: float = LONGEST_PAUSE_S,
-    ) -> None:
-        self._clock = clock
-        self._max_failures = max_failures
-        self._first_pause_s = first_pause_s
-        self._longest_pause_s = longest_pause_s
-        self._state = BreakerState.CLOSED
-        self._failures = 0
-        self._pause_s = first_pause_s
-        self._open_until = 0.0
-        self._probing = False
+    clock: Callable[[], float] = time.monotonic
+    max_failures: int = FAILURES
+    first_pause_s: float = FIRST_PAUSE_S
+    longest_pause_s: float = LONGEST_PAUSE_S
+    _state: BreakerState = field(default=BreakerState.CLOSED, init=False)
+    _failures: int = field(default=0, init=False)
+    _pause_s: float = field(init=False)
+    _open_until: float = field(default=0.0, init=False)
+    _probing: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self._pause_s = self.first_pause_s
 
     @property
     def state(self) -> BreakerState:
-        if self._state is BreakerState.OPEN and self._clock() >= self._open_until:
+        if self._state is BreakerState.OPEN and self.clock() >= self._open_until:
             self._become(BreakerState.HALF_OPEN)
             self._probing = False
         return self._state
@@ -57,7 +54,7 @@ class Breaker:
     @property
     def remaining_s(self) -> float:
         """Until the next request may be sent."""
-        return max(0.0, self._open_until - self._clock())
+        return max(0.0, self._open_until - self.clock())
 
     def sent(self) -> None:
         if self._state is BreakerState.HALF_OPEN:
@@ -67,7 +64,7 @@ class Breaker:
         self._failures = 0
         if self._state is BreakerState.HALF_OPEN:
             self._become(BreakerState.CLOSED)
-            self._pause_s = self._first_pause_s
+            self._pause_s = self.first_pause_s
 
     def abandoned(self) -> None:
         """A request ended without telling whether the service works: it was aborted, or was the client's mistake."""
@@ -75,11 +72,11 @@ class Breaker:
 
     def failed(self) -> None:
         self._failures += 1
-        is_too_many = self._state is BreakerState.CLOSED and self._failures >= self._max_failures
+        is_too_many = self._state is BreakerState.CLOSED and self._failures >= self.max_failures
         if self._state is BreakerState.HALF_OPEN or is_too_many:
             self._become(BreakerState.OPEN)
-            self._open_until = self._clock() + self._pause_s
-            self._pause_s = min(self._longest_pause_s, 2 * self._pause_s)
+            self._open_until = self.clock() + self._pause_s
+            self._pause_s = min(self.longest_pause_s, 2 * self._pause_s)
 
     def _become(self, state: BreakerState) -> None:
         self._state = advance(BREAKER_EDGES, self._state, state)

@@ -64,24 +64,19 @@ class EmbeddedMembership:
         clock: Callable[[], float] = time.monotonic,
         on_malformed: Callable[[], None] = lambda: None,
     ) -> None:
-        self._socket = listening(zmq.ROUTER)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
+        self._socket = listening(zmq.ROUTER, {zmq.MAXMSGSIZE: _MAX_MESSAGE_BYTES})
         try:
             self._socket.bind(listen)
         except zmq.ZMQError as error:
             self._socket.close()
             raise ConfigError(f"the registry cannot listen on {listen}: {error.strerror or error}") from error
-        self._address = bound_address(self._socket)
+        self.address = bound_address(self._socket)
         self._clock = clock
         self._on_malformed = on_malformed
         self._decoder: Decoder[ToRegistry] = Decoder(ToRegistry)
         self._times: dict[WorkerId, _Until] = {}
         self._reader: LoopSocket | None = None
         self._ticker: asyncio.TimerHandle | None = None
-
-    @property
-    def address(self) -> str:
-        return self._address
 
     def start(self, on_joined: OnJoined, on_changed: OnChanged, on_left: OnLeft) -> None:
         assert self._reader is None, "started twice"
@@ -202,9 +197,7 @@ class EmbeddedRegistration:
         self._socket.close(linger=0)
 
     def _connect(self) -> Socket:
-        socket = connecting(zmq.DEALER)
-        socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        socket = connecting(zmq.DEALER, {zmq.MAXMSGSIZE: _MAX_MESSAGE_BYTES, zmq.RECONNECT_IVL_MAX: 1000})
         try:
             socket.connect(self._address)
         except zmq.ZMQError as error:

@@ -18,6 +18,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
 
 import msgspec
 
@@ -61,38 +62,28 @@ _LOAD_EVERY_S = 1.0  # how often a mere change of load is written
 _CHECK_EVERY_S = 10.0  # how often a key is compared with what it should hold
 
 
+@dataclass(eq=False)
 class EtcdMembership:
     """Watches the keys of all workers. `on_reachable` hears whether etcd answers."""
 
-    def __init__(
-        self,
-        address: str,
-        *,
-        registration_s: float,
-        timeout_s: float = 2.0,
-        probe_every_s: float = _PROBE_EVERY_S,
-        on_malformed: Callable[[], None] = lambda: None,
-        on_reachable: Callable[[bool], None] = lambda _: None,
-    ) -> None:
-        self._address = address
-        self._endpoints = Endpoints(address)
-        self._registration_s = registration_s
-        self._timeout_s = timeout_s
-        self._probe_every_s = probe_every_s
-        self._on_malformed = on_malformed
-        self._on_reachable = on_reachable
-        self._loss_told = False
-        self._task: asyncio.Task[None] | None = None
-        self._parts: list[asyncio.Task[None]] = []
+    address: str
+    _: KW_ONLY
+    registration_s: float
+    timeout_s: float = 2.0
+    probe_every_s: float = _PROBE_EVERY_S
+    on_malformed: Callable[[], None] = lambda: None
+    on_reachable: Callable[[bool], None] = lambda _: None
+    _loss_told: bool = field(default=False, init=False)
+    _task: asyncio.Task[None] | None = field(default=None, init=False)
+    _parts: list[asyncio.Task[None]] = field(default_factory=list, init=False)
 
-    @property
-    def address(self) -> str:
-        return self._address
+    def __post_init__(self) -> None:
+        self._endpoints = Endpoints(self.address)
 
     def start(self, on_joined: OnJoined, on_changed: OnChanged, on_left: OnLeft) -> None:
         assert self._task is None, "started twice"
         members = EtcdMembers(
-            on_joined, on_changed, on_left, grace_s=max(self._registration_s, 1.0), on_malformed=self._on_malformed
+            on_joined, on_changed, on_left, grace_s=max(self.registration_s, 1.0), on_malformed=self.on_malformed
         )
         self._task = asyncio.get_running_loop().create_task(self._run(members), name="etcd-watch")
 
@@ -122,8 +113,8 @@ class EtcdMembership:
 
     async def _follow(self, members: EtcdMembers) -> None:
         """One connection's life: a snapshot, then the watch, and beside it the probe. Ends with an error only."""
-        async with new_async_client(self._timeout_s) as client:
-            gateway = AsyncGateway(client, self._endpoints.current, timeout_s=self._timeout_s)
+        async with new_async_client(self.timeout_s) as client:
+            gateway = AsyncGateway(client, self._endpoints.current, timeout_s=self.timeout_s)
             snapshot = await gateway.range(_EVERYTHING)
             members.replace_all(snapshot.kvs, snapshot.header.revision)
             self._found()
@@ -152,7 +143,7 @@ class EtcdMembership:
         news: it has told nothing since the last probe, which missed something already."""
         behind_at: int | None = None
         while True:
-            await asyncio.sleep(self._probe_every_s)
+            await asyncio.sleep(self.probe_every_s)
             answer = await gateway.range(_NEWEST)
             members.expire()  # only while etcd answers: else no worker could have come back
             newest = max((pair.mod_revision for pair in answer.kvs), default=0)
@@ -167,13 +158,13 @@ class EtcdMembership:
         if self._loss_told:
             log.info("etcd answers again", endpoint=self._endpoints.current)
         self._loss_told = False
-        self._on_reachable(True)
+        self.on_reachable(True)
 
     def _lost(self, reason: str) -> None:
         if not self._loss_told:
             log.warning("etcd is out of reach; the workers known so far stay", reason=reason)
         self._loss_told = True
-        self._on_reachable(False)
+        self.on_reachable(False)
 
 
 class EtcdRegistration:

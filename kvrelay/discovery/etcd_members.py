@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import KW_ONLY, InitVar, dataclass
 
 import msgspec
 
@@ -62,23 +63,20 @@ def read_record(pair: KeyValue) -> WorkerRecord:
     return record
 
 
+@dataclass(eq=False)
 class EtcdMembers:
     """Follows one etcd through `replace_all` (a snapshot) and `apply` (the watch). The callbacks are told of differences."""
 
-    def __init__(
-        self,
-        on_joined: OnJoined,
-        on_changed: OnChanged,
-        on_left: OnLeft,
-        *,
-        grace_s: float,
-        on_malformed: Callable[[], None] = lambda: None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    on_joined: InitVar[OnJoined]
+    on_changed: InitVar[OnChanged]
+    on_left: InitVar[OnLeft]
+    _: KW_ONLY
+    grace_s: float
+    on_malformed: Callable[[], None] = lambda: None
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self, on_joined: OnJoined, on_changed: OnChanged, on_left: OnLeft) -> None:
         self.revision = 0  # of etcd's store, up to which everything was told
-        self._on_malformed = on_malformed
-        self._grace_s = grace_s
-        self._clock = clock
         self._members: Members[bytes] = Members(on_joined, on_changed, on_left)
         self._ignored: set[bytes] = set()  # keys in etcd that are no member's
         self._missing: dict[bytes, float] = {}  # members whose keys were not in etcd: until when they may come back
@@ -109,7 +107,7 @@ class EtcdMembers:
 
     def expire(self) -> None:
         """Gives up on missing members whose time is over."""
-        now = self._clock()
+        now = self.clock()
         for key in [key for key, until in self._missing.items() if until <= now]:
             self._leave(key)
 
@@ -124,7 +122,7 @@ class EtcdMembers:
 
     def _refuse(self, key: bytes, error: ProtocolError) -> None:
         """A member whose key now holds nonsense stays what it was."""
-        self._on_malformed()
+        self.on_malformed()
         is_member = key in self._members
         if is_member or key not in self._ignored:
             log.seldom("ignored in etcd", key=key[:120], reason=error)
@@ -142,7 +140,7 @@ class EtcdMembers:
         if record is not None and record.state is WorkerState.DRAINING:
             self._leave(key)
         else:
-            self._missing[key] = self._clock() + self._grace_s
+            self._missing[key] = self.clock() + self.grace_s
 
     def _leave(self, key: bytes) -> None:
         self._missing.pop(key, None)

@@ -74,8 +74,9 @@ def check_record(record: WorkerRecord) -> None:
     check_version("the worker", record.version)
     if not record.serving_address.startswith("tcp://"):
         raise ProtocolError(f"serving address {record.serving_address[:80]!r} is not tcp://HOST:PORT")
-    texts = (record.serving_address, record.signal_address, record.events_address, record.replay_address)
-    if any(len(text) > _MAX_TEXT_CHARACTERS for text in (*texts, record.host, record.model, record.fingerprint)):
+    texts: tuple[str, ...] = (record.serving_address, record.signal_address, record.events_address, record.replay_address)
+    texts += (record.host, record.model, record.fingerprint, record.device)
+    if any(len(text) > _MAX_TEXT_CHARACTERS for text in texts):
         raise ProtocolError(f"a text of more than {_MAX_TEXT_CHARACTERS} characters")
     if record.max_batch < 1 or record.max_queue < 1 or record.max_model_len < 1:
         raise ProtocolError("max_batch, max_queue and max_model_len must be positive")

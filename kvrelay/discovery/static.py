@@ -33,6 +33,8 @@ log = Log("discovery")
 class StaticMembership:
     """Watches a fixed list of tcp://HOST:PORT."""
 
+    address = ""  # workers need not register
+
     def __init__(
         self,
         addresses: Sequence[str],
@@ -49,16 +51,12 @@ class StaticMembership:
             raise ConfigError("a static registry lists the same worker address twice")
         self._addresses = list(addresses)
         self.hello = encode(Hello(version=PROTOCOL_VERSION, router_id=router_id, silence_s=registration_s))
-        self._registration_s = registration_s
+        self.registration_s = registration_s
+        self.on_malformed = on_malformed
         self._silence_s = max(silence_s, registration_s)
         self._clock = clock
-        self._on_malformed = on_malformed
         self._watches: list[_Watch] = []
         self._ticker: asyncio.TimerHandle | None = None
-
-    @property
-    def address(self) -> str:
-        return ""
 
     def start(self, on_joined: OnJoined, on_changed: OnChanged, on_left: OnLeft) -> None:
         assert self._ticker is None, "started twice"
@@ -84,15 +82,8 @@ class StaticMembership:
         self.members.put(watch.address, record)
         watch.heard_at = self._clock()
 
-    def malformed(self) -> None:
-        self._on_malformed()
-
-    @property
-    def registration_s(self) -> float:
-        return self._registration_s
-
     def _schedule_tick(self) -> None:
-        self._ticker = asyncio.get_running_loop().call_later(self._registration_s / 3, self._tick)
+        self._ticker = asyncio.get_running_loop().call_later(self.registration_s / 3, self._tick)
 
     def _tick(self) -> None:
         self.expire()
@@ -113,25 +104,19 @@ class _Watch:
             address,
             identity=None,
             silence_s=membership.registration_s,
-            on_up=self._on_up,
-            on_down=self._on_down,
+            on_up=self.say_hello,
+            on_down=lambda: membership.members.vanished(address),
             on_message=self._on_message,
         )
 
     def say_hello(self) -> None:
         self.connection.send(self._membership.hello)
 
-    def _on_up(self) -> None:
-        self.say_hello()
-
-    def _on_down(self) -> None:
-        self._membership.members.vanished(self.address)
-
     def _on_message(self, frame: bytes) -> None:
         try:
             self._handle(self._decoder.decode(frame))
         except ProtocolError as error:
-            self._membership.malformed()
+            self._membership.on_malformed()
             log.seldom("malformed answer of a worker", address=self.address, reason=error)
 
     def _handle(self, message: ToRouter) -> None:

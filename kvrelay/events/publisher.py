@@ -206,9 +206,7 @@ class EventPublisher:
 
 
 def _bind(kind: int, host: str, port: int, option: str, unread: int) -> Socket:
-    socket = listening(kind)
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_REPLAY_BYTES)
-    socket.setsockopt(zmq.SNDHWM, unread)
+    socket = listening(kind, {zmq.MAXMSGSIZE: MAX_REPLAY_BYTES, zmq.SNDHWM: unread})
     address = f"tcp://{host}:{port or '*'}"
     try:
         socket.bind(address)

@@ -32,7 +32,7 @@ class VisionTower(Protocol):
     spec: VisionSpec
 
     def forward(self, patches: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
-        """float32 [tokens of all images, spec.feature_width]: the main features, then those for each of the first text
+        """float32 [tokens of all images, (1 + deepstack) * width]: the main features, then those for each of the first text
         layers, side by side."""
 
 

@@ -166,7 +166,17 @@ class Attempt:
         for leg, share in zip(legs.encode, plan.encode, strict=True):
             transfers = _embedding_transfers(share, plan.computing)
             embeddings += transfers
-            yield leg, _encode_message(leg, entry, share.images, transfers)
+            yield (
+                leg,
+                Encode(
+                    request_id=leg.request_id,
+                    external_id=request.external_id,
+                    images=share.images,
+                    transfers=transfers,
+                    priority=request.priority,
+                    attempt=entry.num_attempts,
+                ),
+            )
         submit = Submit(
             request_id=legs.decode.request_id,
             external_id=request.external_id,
@@ -230,17 +240,6 @@ def _transfer(plan: Plan, mode: Mode) -> TransferInfo | None:
         producer=plan.prefill.id,
         consumer=plan.decode.id,
         signal_address=plan.prefill.record.signal_address,
-    )
-
-
-def _encode_message(leg: Leg, entry: OpenRequest, images: list[Image], transfers: list[EmbeddingTransfer]) -> Encode:
-    return Encode(
-        request_id=leg.request_id,
-        external_id=entry.request.external_id,
-        images=images,
-        transfers=transfers,
-        priority=entry.request.priority,
-        attempt=entry.num_attempts,
     )
 
 

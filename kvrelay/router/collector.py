@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvrelay.router.peer import Peer
-from kvrelay.wire.registry import ImageCounts, WorkerLoad
+from kvrelay.wire.registry import BlockCounts, ImageCounts, WorkerLoad
 
 _TOTALS = {
     "prompt_tokens": "Prompt tokens computed",
@@ -46,9 +46,17 @@ _MAPPING = {
     "foreign": "Transfer messages from a worker that is not the peer",
     "malformed": "Frames on the signal plane that were no message",
 }
-
-
+_STATES = ("running", "waiting", "transferring", "swapped")
+_HOST_KINDS = ("total", "free", "cached", "in_use")
 _NO_IMAGES = ImageCounts()  # of a worker whose model takes none
+_GAUGES: dict[str, tuple[str, Callable[[Peer], float]]] = {
+    "up": ("Whether the worker takes requests", lambda peer: peer.usable),
+    "images_in_flight": ("Embeddings on their way, by worker", lambda peer: _images(peer.load).in_flight),
+    "transfers_in_flight": ("KV hand-overs under way, by worker", lambda peer: peer.load.transfers.in_flight),
+    "kept_kv": ("Finished samples whose KV is kept, by worker", lambda peer: peer.load.kept),
+    "mapping_size": ("Transfer ids known, by worker", lambda peer: peer.load.mapping.size),
+    "mapping_held_back": ("Messages about transfers not yet known, by worker", lambda peer: peer.load.mapping.held_back),
+}
 
 
 class WorkerCollector(Collector):
@@ -59,47 +67,25 @@ class WorkerCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         peers = list(self._peers())
-        yield _gauge_by(peers, "requests", "Sequences on the worker, by state", "state", _requests)
-        yield _gauge_by(
-            peers, "blocks", "KV blocks, by what holds them", "kind", lambda load: msgspec.structs.asdict(load.blocks)
-        )
-        yield _gauge_by(peers, "host_blocks", "KV blocks on the host, by what holds them", "kind", _host_blocks)
+        yield _gauge_by(peers, "requests", "Sequences on the worker, by state", "state", _STATES, lambda load: load)
+        kinds = BlockCounts.__struct_fields__
+        yield _gauge_by(peers, "blocks", "KV blocks, by what holds them", "kind", kinds, lambda load: load.blocks)
+        help_text = "KV blocks on the host, by what holds them"
+        yield _gauge_by(peers, "host_blocks", help_text, "kind", _HOST_KINDS, lambda load: load.host)
         yield from _counters(peers, "", _TOTALS, lambda load: load)
         yield from _counters(peers, "host_", _HOST, lambda load: load.host)
         yield from _counters(peers, "transfers_", _TRANSFERS, lambda load: load.transfers)
         yield from _counters(peers, "mapping_", _MAPPING, lambda load: load.mapping)
         yield from _counters(peers, "images_", _IMAGES, _images)
-        yield _gauge(peers, "up", "Whether the worker takes requests", lambda peer: peer.usable)
-        yield _gauge(peers, "images_in_flight", "Embeddings on their way, by worker", lambda peer: _images(peer.load).in_flight)
-        yield _gauge(
-            peers, "transfers_in_flight", "KV hand-overs under way, by worker", lambda peer: peer.load.transfers.in_flight
-        )
-        yield _gauge(peers, "kept_kv", "Finished samples whose KV is kept, by worker", lambda peer: peer.load.kept)
-        yield _gauge(peers, "mapping_size", "Transfer ids known, by worker", lambda peer: peer.load.mapping.size)
-        yield _gauge(
-            peers,
-            "mapping_held_back",
-            "Messages about transfers not yet known, by worker",
-            lambda peer: peer.load.mapping.held_back,
-        )
+        for name, (help_text, value) in _GAUGES.items():
+            family = GaugeMetricFamily(f"kvrelay_worker_{name}", help_text, labels=["worker", "role"])
+            for peer in peers:
+                family.add_metric([peer.id, peer.record.role.value], float(value(peer)))
+            yield family
 
 
 def _images(load: WorkerLoad) -> ImageCounts:
     return load.images or _NO_IMAGES
-
-
-def _requests(load: WorkerLoad) -> dict[str, int]:
-    return {
-        "running": load.running,
-        "waiting": load.waiting,
-        "transferring": load.transferring,
-        "swapped": load.swapped,
-    }
-
-
-def _host_blocks(load: WorkerLoad) -> dict[str, int]:
-    host = load.host
-    return {"total": host.total, "free": host.free, "cached": host.cached, "in_use": host.in_use}
 
 
 def _counters(
@@ -112,18 +98,16 @@ def _counters(
         yield family
 
 
-def _gauge(peers: list[Peer], name: str, help_text: str, value: Callable[[Peer], float]) -> Metric:
-    family = GaugeMetricFamily(f"kvrelay_worker_{name}", help_text, labels=["worker", "role"])
-    for peer in peers:
-        family.add_metric([peer.id, peer.record.role.value], float(value(peer)))
-    return family
-
-
 def _gauge_by(
-    peers: list[Peer], name: str, help_text: str, label: str, values: Callable[[WorkerLoad], dict[str, int]]
+    peers: list[Peer],
+    name: str,
+    help_text: str,
+    label: str,
+    kinds: Iterable[str],
+    part: Callable[[WorkerLoad], msgspec.Struct],
 ) -> Metric:
     family = GaugeMetricFamily(f"kvrelay_worker_{name}", help_text, labels=["worker", "role", label])
     for peer in peers:
-        for kind, count in values(peer.load).items():
-            family.add_metric([peer.id, peer.record.role.value, kind], float(count))
+        for kind in kinds:
+            family.add_metric([peer.id, peer.record.role.value, kind], float(getattr(part(peer.load), kind)))
     return family

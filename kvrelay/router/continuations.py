@@ -157,7 +157,8 @@ class Continuations:
                 f"{_shown(handle)} has {len(parents)} choices: name the continuation id of one of them",
                 param="continuation_of",
             )
-        self._touch(parents[0])
+        if parents[0] in self._ended:
+            self._ended.move_to_end(parents[0])
         return parents[0]
 
     def find_all(self, handle: str, owner: str) -> list[Parent]:
@@ -260,10 +261,6 @@ class Continuations:
         while len(self._ended) > self._capacity or self._num_image_bytes > MAX_IMAGE_BYTES:
             self._go(next(iter(self._ended)), "it was forgotten: others have ended since")
 
-    def _touch(self, parent: Parent) -> None:
-        if parent in self._ended:
-            self._ended.move_to_end(parent)
-
     def _go(self, parent: Parent, reason: str) -> None:
         if parent.state is HandleState.GONE:
             return
@@ -316,11 +313,10 @@ class Continuations:
                 self.refused(parent, f"over the quota of {self._max_kept} samples kept at once", "quota")
 
     def _not_held(self, parent: Parent) -> None:
-        held = self._held.get(parent.owner)
-        if held is not None:
-            held.discard(parent)
-            if not held:
-                del self._held[parent.owner]
+        held = self._held.get(parent.owner, set())
+        held.discard(parent)
+        if not held:
+            self._held.pop(parent.owner, None)
 
     def _all_held(self) -> list[Parent]:
         return self._looked_at([parent for held in self._held.values() for parent in held])

@@ -5,7 +5,7 @@
                  +-- a worker was lost, or could not go on: again, --+
                      with the tokens that the client has seen
 
-A request is in `_open`, and the legs of its attempt are in their peers' `open`, from submit to the end, and nowhere afterwards:
+A request is in `open`, and the legs of its attempt are in their peers' `open`, from submit to the end, and nowhere afterwards:
 what a worker still says of it then is dropped. Sending it again (failover.py decides whether) is another attempt with new legs.
 This is the hot path of the router: a peer hands each StepOutputs to `outputs`, which hands each output to its stream; no task,
 future or copy per output.
@@ -64,8 +64,8 @@ class Dispatcher:
         self._rules = rules or RetryRules()
         self._metrics = metrics
         self._keeping = Keeping(continuations)
-        self._open: dict[RequestId, OpenRequest] = {}
-        self._stranded = Stranded(self._rules.wait_s, self._retry, self._give_up)
+        self.open: dict[RequestId, OpenRequest] = {}
+        self.stranded = Stranded(self._rules.wait_s, self._retry, self._give_up)
         self._estranged = Estranged()
         self._rate = CompletionRate()
         self.usable: list[Peer] = []
@@ -73,23 +73,11 @@ class Dispatcher:
     def use(self, peers: list[Peer]) -> None:
         self.usable = peers
         self._planner.use(peers)
-        self._stranded.try_now()
-
-    @property
-    def ready(self) -> bool:
-        return self._planner.ready
-
-    @property
-    def num_open(self) -> int:
-        return len(self._open)
-
-    @property
-    def num_stranded(self) -> int:
-        return len(self._stranded)
+        self.stranded.try_now()
 
     def submit(self, request: GenerateRequest, excuse: str) -> RequestStream:
         """`excuse` says why there is no usable peer, if there is none."""
-        stream = RequestStream(new_request_id(), request.params.n, self, prefill="", decode="")
+        stream = RequestStream(new_request_id(), request.params.n, self)
         entry = OpenRequest(request, stream)
         plan = self._first_plan(entry, excuse)
         self._keeping.begin(entry)
@@ -98,7 +86,7 @@ class Dispatcher:
         except RequestError as error:
             self._keeping.abandon(entry, error)
             raise
-        self._open[stream.request_id] = entry
+        self.open[stream.request_id] = entry
         if request.timeout_s is not None:
             entry.deadline = asyncio.get_running_loop().call_later(request.timeout_s, self._expired, entry)
         self._metrics.dispatched.inc()
@@ -157,11 +145,11 @@ class Dispatcher:
             # Without its prefill worker, the decode worker has everything, or soon says that the hand-over failed.
 
     def fail_all(self, reason: str) -> None:
-        for entry in list(self._open.values()):
+        for entry in list(self.open.values()):
             for leg in entry.legs:
                 leg.abort()
             entry.stream.fail(UnavailableError(reason))
-        self._stranded.close()
+        self.stranded.close()
 
     # Sending
 
@@ -189,8 +177,8 @@ class Dispatcher:
             raise
         except QueueFullError as error:
             self._metrics.rejected.labels("queue_full").inc()
-            retry_after_s = self._rate.retry_after_s(len(self._open), time.monotonic())
-            message = f"{error.message}: {len(self._open)} requests are in flight"
+            retry_after_s = self._rate.retry_after_s(len(self.open), time.monotonic())
+            message = f"{error.message}: {len(self.open)} requests are in flight"
             raise QueueFullError(message, retry_after_s=retry_after_s) from error
 
     def _send_first(self, entry: OpenRequest, plan: Plan, excuse: str) -> None:
@@ -223,7 +211,7 @@ class Dispatcher:
 
     def _attempt_of(self, leg: Leg) -> tuple[OpenRequest, Attempt]:
         """Of a leg that is open: so are its request and its attempt."""
-        entry = self._open[leg.stream.request_id]
+        entry = self.open[leg.stream.request_id]
         assert entry.attempt is not None
         return entry, entry.attempt
 
@@ -268,7 +256,7 @@ class Dispatcher:
                 entry.stream.fail(error)
             else:
                 entry.avoid.clear()  # while it waits, the workers that failed it may recover
-                self._stranded.add(entry, error)
+                self.stranded.add(entry, error)
 
     def _retry(self, entry: OpenRequest) -> bool:
         """False if no worker can take it now that has not failed it before."""
@@ -304,14 +292,13 @@ class Dispatcher:
     # What streams ask for (StreamOwner)
 
     def stream_finished(self, stream: RequestStream) -> None:
-        entry = self._open.pop(stream.request_id)
+        entry = self.open.pop(stream.request_id)
         if entry.deadline is not None:
             entry.deadline.cancel()
         self._keeping.ended(entry)
-        tell = self._sync.on_request_aborted if stream.aborted else self._sync.on_request_finished
-        tell(entry.request.external_id)
+        self._sync.on_request_ended(entry.request.external_id)
         if entry.attempt is None:
-            self._stranded.discard(entry)
+            self.stranded.discard(entry)
             return
         legs = entry.attempt.legs
         if legs.decode.has_output and not stream.aborted and not stream.failed:
@@ -330,11 +317,11 @@ class Dispatcher:
             legs.decode.abort()
 
     def send_finish(self, stream: RequestStream, sample: int, keep_tokens: int, reason: FinishReason) -> None:
-        entry = self._open.get(stream.request_id)
+        entry = self.open.get(stream.request_id)
         if entry is None:
             self._keeping.cut_late(stream.parents[sample], sample, keep_tokens, self.usable)
         elif entry.attempt is not None:
             entry.attempt.legs.decode.finish(sample, keep_tokens, reason)
 
     def send_abort(self, stream: RequestStream) -> None:
-        self._keeping.cut(self._open[stream.request_id])
+        self._keeping.cut(self.open[stream.request_id])

@@ -19,7 +19,7 @@ from kvrelay.log import Log
 from kvrelay.metrics import Metrics
 from kvrelay.router.prefix_index import PrefixIndex
 from kvrelay.states import FreeReason
-from kvrelay.wire.events import Freed, FreedForNow, LifeEvent, Restored, Swapped
+from kvrelay.wire.events import CacheEvent, Cleared, Freed, FreedForNow, Removed, Restored, Stored, Swapped
 from kvrelay.wire.registry import WorkerRecord
 
 log = Log("router")
@@ -67,28 +67,20 @@ class EventFeed(NoFeed):
         for worker_id in list(self._subscribers):
             self.left(worker_id)
 
-    def in_step(self, worker_id: WorkerId) -> bool:
-        """Whether all that the worker has published is in the index."""
-        subscriber = self._subscribers.get(worker_id)
-        return subscriber is not None and subscriber.in_step
-
     # What subscribers say (EventOwner)
 
-    def stored(self, worker_id: WorkerId, hashes: Iterable[bytes]) -> None:
-        self._index.add(worker_id, hashes)
-
-    def removed(self, worker_id: WorkerId, hashes: Iterable[bytes]) -> None:
-        self._index.remove(worker_id, hashes)
-        self._sync.on_blocks_removed(hashes)
-
-    def cleared(self, worker_id: WorkerId) -> None:
-        self._index.clear(worker_id)
-        self._sync.on_cache_lost()
-
-    def lived(self, worker_id: WorkerId, event: LifeEvent) -> None:
-        """What can be found has events of its own, so the prefix index has no use for these."""
+    def happened(self, worker_id: WorkerId, event: CacheEvent) -> None:
+        """The first three say what can be found; the others, which tell of one request, are nothing to the prefix index."""
         sync = self._sync
         match event:
+            case Stored():
+                self._index.add(worker_id, event.hashes)
+            case Removed():
+                self._index.remove(worker_id, event.hashes)
+                sync.on_blocks_removed(event.hashes)
+            case Cleared():
+                self._index.clear(worker_id)
+                sync.on_cache_lost()
             case Freed():
                 handed_over = event.reason is FreeReason.HANDED_OVER
                 sync.on_kv_blocks_freed(worker_id, event.request, terminal=True, handed_over=handed_over, hashes=event.hashes)

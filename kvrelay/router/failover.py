@@ -13,7 +13,7 @@ import asyncio
 import enum
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvrelay.errors import HandOverError, InternalError, MissingEmbeddingError, RequestError, UnavailableError
 from kvrelay.ids import WorkerId
@@ -104,30 +104,25 @@ class Estranged:
         return plan if until <= self._clock() else Plan(plan.decode)
 
 
+@dataclass(slots=True, eq=False)
 class Stranded:
     """Holds requests without a worker. On the loop that made the first of them wait."""
 
-    def __init__(
-        self,
-        wait_s: float,
-        retry: Callable[[OpenRequest], bool],
-        give_up: Callable[[OpenRequest, RequestError], None],
-    ) -> None:
-        self._wait_s = wait_s
-        self._retry = retry
-        self._give_up = give_up
-        self._waiting: dict[str, tuple[OpenRequest, RequestError, float]] = {}
-        self._timer: asyncio.TimerHandle | None = None
+    wait_s: float
+    retry: Callable[[OpenRequest], bool]
+    give_up: Callable[[OpenRequest, RequestError], None]
+    _waiting: dict[str, tuple[OpenRequest, RequestError, float]] = field(default_factory=dict, init=False)
+    _timer: asyncio.TimerHandle | None = field(default=None, init=False)
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def add(self, entry: OpenRequest, error: RequestError) -> None:
-        if self._wait_s <= 0.0:
-            self._give_up(entry, error)
+        if self.wait_s <= 0.0:
+            self.give_up(entry, error)
             return
         loop = asyncio.get_running_loop()
-        self._waiting[entry.stream.request_id] = (entry, error, loop.time() + self._wait_s)
+        self._waiting[entry.stream.request_id] = (entry, error, loop.time() + self.wait_s)
         if self._timer is None:
             self._timer = loop.call_later(_LOOK_EVERY_S, self._look)
 
@@ -137,7 +132,7 @@ class Stranded:
     def try_now(self) -> None:
         """A worker may have come up."""
         for request_id, (entry, _, _) in list(self._waiting.items()):
-            if request_id in self._waiting and self._retry(entry):
+            if request_id in self._waiting and self.retry(entry):
                 self._waiting.pop(request_id, None)
 
     def close(self) -> None:
@@ -153,6 +148,6 @@ class Stranded:
         for entry, error, deadline in list(self._waiting.values()):
             if deadline <= loop.time():
                 self.discard(entry)
-                self._give_up(entry, error)
+                self.give_up(entry, error)
         if self._waiting:
             self._timer = loop.call_later(_LOOK_EVERY_S, self._look)

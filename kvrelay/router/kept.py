@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvrelay.errors import DeadlineError, RequestError
 from kvrelay.ids import WorkerId
@@ -104,21 +104,26 @@ class _Question:
     unanswered: set[WorkerId]
     answered: asyncio.Future[None]
 
+    def answered_by(self, worker_id: WorkerId) -> None:
+        self.unanswered.discard(worker_id)
+        if not self.unanswered and not self.answered.done():
+            self.answered.set_result(None)
 
+
+@dataclass(slots=True, eq=False)
 class KeptSearch:
     """`continuations` adopts what is found."""
 
-    def __init__(self, continuations: Continuations, peers: Callable[[], Iterable[Peer]]) -> None:
-        self._continuations = continuations
-        self._peers = peers
-        self._questions: dict[tuple[str, str], _Question] = {}
+    continuations: Continuations
+    peers: Callable[[], Iterable[Peer]]
+    _questions: dict[tuple[str, str], _Question] = field(default_factory=dict, init=False)
 
     async def ask(self, handle: str, owner: str) -> None:
         """Returns when all workers have answered, or a moment later. Equal questions at the same time are asked once."""
         question = self._questions.get((handle, owner))
         if question is None:
             message = AskKept(handle=handle, owner=owner)
-            holders = [peer for peer in self._peers() if peer.record.role in (Role.DECODE, Role.WHOLE)]
+            holders = [peer for peer in self.peers() if peer.record.role in (Role.DECODE, Role.WHOLE)]
             asked = {peer.id for peer in holders if peer.send(message)}
             if not asked:
                 return
@@ -132,15 +137,9 @@ class KeptSearch:
         if question is None:  # it was not asked, or is not waited for any more
             return
         mine = [kept for kept in told.kept if kept.owner == told.owner]
-        self._continuations.adopt(peer.id, peer.record.fingerprint, mine)
-        self._answered(question, peer.id)
+        self.continuations.adopt(peer.id, peer.record.fingerprint, mine)
+        question.answered_by(peer.id)
 
     def lost(self, peer: Peer) -> None:
         for question in self._questions.values():
-            self._answered(question, peer.id)
-
-    @staticmethod
-    def _answered(question: _Question, worker_id: WorkerId) -> None:
-        question.unanswered.discard(worker_id)
-        if not question.unanswered and not question.answered.done():
-            question.answered.set_result(None)
+            question.answered_by(peer.id)

@@ -28,6 +28,8 @@ from kvrelay.wire.serving import Abort, Finish, Hello, KeptTold, Ping, Refused, 
 
 _decoder: Decoder[ToRouter] = Decoder(ToRouter)
 _PING = encode(Ping())
+# What GET /cluster shows of a load as it is
+_SHOWN = ("running", "waiting", "transferring", "swapped", "steps", "preemptions", "connections", "inherited_tokens")
 
 
 @dataclass(slots=True, eq=False)
@@ -87,8 +89,8 @@ class Peer:
             record.serving_address,
             identity=router_id.encode(),
             silence_s=silence_s,
-            on_up=self._on_up,
-            on_down=self._on_down,
+            on_up=self.tick,
+            on_down=lambda: self._break("the connection to the worker broke"),
             on_message=self._on_message,
         )
 
@@ -121,7 +123,7 @@ class Peer:
         return not self._closed_because and self._connection.send(encode(message))
 
     def tick(self) -> None:
-        """Shows the worker that we live, or asks again for a connection. To be called several times in each `silence_s`."""
+        """Shows the worker that we live, or says Hello (again). To be called several times in each `silence_s`."""
         self._connection.send(self._hello if self._closed_because else _PING)
 
     def drain(self) -> None:
@@ -172,10 +174,7 @@ class Peer:
             "state": self.state.value,
             "host": record.host,
             "pid": record.pid,
-            "running": load.running,
-            "waiting": load.waiting,
-            "transferring": load.transferring,
-            "swapped": load.swapped,
+            **{name: getattr(load, name) for name in _SHOWN},
             "blocks": msgspec.to_builtins(load.blocks),
             "transfers": msgspec.to_builtins(load.transfers),
             "images": msgspec.to_builtins(load.images or ImageCounts()),
@@ -183,11 +182,7 @@ class Peer:
             "events_address": record.events_address,
             "replay_address": record.replay_address,
             "in_flight": len(self.open),
-            "steps": load.steps,
-            "preemptions": load.preemptions,
-            "connections": load.connections,
             "kept_kv": load.kept,
-            "inherited_tokens": load.inherited_tokens,
             "breaker": self.breaker.state.value,
         }
         if self.problem:
@@ -195,12 +190,6 @@ class Peer:
         return described
 
     # What its connection says
-
-    def _on_up(self) -> None:
-        self._connection.send(self._hello)
-
-    def _on_down(self) -> None:
-        self._break("the connection to the worker broke")
 
     def _break(self, reason: str) -> None:
         was_open, self._closed_because = self.is_open, reason

@@ -18,7 +18,7 @@ import functools
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from kvrelay.errors import QueueFullError, UnavailableError
 from kvrelay.ids import WorkerId
@@ -185,21 +185,18 @@ class _Choice:
     avoid: frozenset[str]
 
 
-class _Latest(Generic[K]):
+class _Latest(OrderedDict[K, WorkerId]):
     """The worker that was used last for each key. The key that was unused for longest is forgotten first."""
 
     def __init__(self, max_keys: int) -> None:
+        super().__init__()
         self._max_keys = max_keys
-        self._workers: OrderedDict[K, WorkerId] = OrderedDict()
-
-    def get(self, key: K) -> WorkerId | None:
-        return self._workers.get(key)
 
     def put(self, key: K, worker_id: WorkerId) -> None:
-        self._workers[key] = worker_id
-        self._workers.move_to_end(key)
-        if len(self._workers) > self._max_keys:
-            self._workers.popitem(last=False)
+        self[key] = worker_id
+        self.move_to_end(key)
+        if len(self) > self._max_keys:
+            self.popitem(last=False)
 
 
 def _match(index: PrefixIndex, prompt: Sequence[int], root: bytes, block_size: int, num_blocks: int) -> dict[WorkerId, int]:

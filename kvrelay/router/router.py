@@ -75,9 +75,9 @@ class Router:
         index = PrefixIndex() if policy == "prefix_aware" or sync is not None else None
         self._sync = EvictionSync() if sync is None or index is None else sync(is_held=index.holds)
         self._feed = NoFeed() if index is None else EventFeed(index, metrics, self._sync)
-        planner = Planner(policy, local_prefill_tokens, metrics, index if policy == "prefix_aware" else None)
+        self._planner = Planner(policy, local_prefill_tokens, metrics, index if policy == "prefix_aware" else None)
         self.continuations = Continuations(metrics, capacity=continuation_cache, max_kept_per_owner=max_kept_per_key)
-        self._dispatcher = Dispatcher(planner, metrics, self.continuations, self._sync, mode=mode, rules=rules)
+        self._dispatcher = Dispatcher(self._planner, metrics, self.continuations, self._sync, mode=mode, rules=rules)
         self._search = KeptSearch(self.continuations, lambda: self._dispatcher.usable)
         self._listeners = Listeners(
             opened=self._on_opened,
@@ -111,7 +111,7 @@ class Router:
 
     @property
     def ready(self) -> bool:
-        return self._dispatcher.ready
+        return self._planner.ready
 
     @property
     def max_model_len(self) -> int:
@@ -145,8 +145,8 @@ class Router:
             "router": self.router_id,
             "model": self._model,
             "ready": self.ready,
-            "in_flight": self._dispatcher.num_open,
-            "stranded": self._dispatcher.num_stranded,
+            "in_flight": len(self._dispatcher.open),
+            "stranded": len(self._dispatcher.stranded),
             "workers": [peer.describe() for peer in self._peers.values()],
         }
 

@@ -115,7 +115,8 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     signal_address: str = ""  # where a prefill worker's consumers connect
     events_address: str = ""  # where the worker publishes what its cache holds (wire/events.py); empty: it does not
     replay_address: str = ""  # where events that were missed are asked for
-    block_size: int = 0  # tokens per KV block, for those who hash prompts; 0: not told
+    block_size: int = 0  # tokens per KV block, for routers, which hash prompts; 0: not told
+    device: str = "cpu"  # where its model runs
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):

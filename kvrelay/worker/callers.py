@@ -107,8 +107,7 @@ class Callers:
         samples = caller.open[request_id]
         samples.discard(sample)
         if not samples:
-            del caller.open[request_id]
-            del self._owners[request_id]
+            self.close(caller, (request_id,))
 
     def deal(self, step: StepOutputs) -> list[Caller]:
         """Gives each router what is its own, and returns those that have something to be told. What belongs to no

@@ -87,6 +87,7 @@ def run_worker(
         events_address=events.events_address,
         replay_address=events.replay_address,
         block_size=engine_options.block_size,
+        device=model_options.device,
     )
     loop.after_turn = events.tell
     stage.waker.bind(loop.wake)

@@ -13,18 +13,18 @@ import zmq.asyncio
 from registry_records import make_record
 
 from kvrelay.discovery.base import Loss, OnChanged, OnJoined, OnLeft
-from kvrelay.errors import UnavailableError
+from kvrelay.errors import ConflictError, UnavailableError
 from kvrelay.ids import RequestId, new_request_id, new_worker_id
 from kvrelay.metrics import Metrics
 from kvrelay.router.backend import GenerateRequest
 from kvrelay.router.failover import RetryRules
 from kvrelay.router.router import Router
 from kvrelay.sampling import SamplingParams
-from kvrelay.states import FinishReason
+from kvrelay.states import FinishReason, Role
 from kvrelay.wire import PROTOCOL_VERSION
 from kvrelay.wire.codec import Decoder, encode
 from kvrelay.wire.registry import WorkerLoad, WorkerRecord
-from kvrelay.wire.serving import Hello, Ping, Refused, SequenceOutput, StepOutputs, Submit, ToWorker, Welcome
+from kvrelay.wire.serving import Drain, Hello, Ping, Refused, SequenceOutput, StepOutputs, Submit, ToWorker, Welcome
 
 PATIENCE_S = 10.0
 
@@ -121,6 +121,24 @@ async def test_a_submit_carries_the_whole_request(scripted: Scripted) -> None:
     assert isinstance(submit, Submit)
     assert (submit.request_id, submit.external_id, submit.prompt) == (stream.request_id, "client", [1, 2])
     assert (submit.params.seed, submit.cache_salt) == (9, "s")
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE, Role.ENCODE])
+async def test_a_worker_on_a_gpu_is_not_told_to_take_a_role_that_it_could_not_start_in(scripted: Scripted, role: Role) -> None:
+    scripted.record = msgspec.structs.replace(scripted.record, device="cuda")
+    await scripted.open()
+    with pytest.raises(ConflictError, match=f"runs on cuda, and {role.value} workers run on the CPU only") as refused:
+        scripted.router.drain(scripted.record.id, role)
+    assert (refused.value.param, refused.value.code) == ("role", "wrong_device")
+    assert scripted.router.ready
+    scripted.router.drain(scripted.record.id)
+    assert await scripted.receive_other_than(Ping) == Drain(role=None)
+
+
+async def test_a_worker_on_the_cpu_may_take_any_role(scripted: Scripted) -> None:
+    await scripted.open()
+    scripted.router.drain(scripted.record.id, Role.PREFILL)
+    assert await scripted.receive_other_than(Ping) == Drain(role=Role.PREFILL)
 
 
 async def test_nonsense_of_a_worker_is_counted_and_its_requests_go_on(scripted: Scripted) -> None:

@@ -182,7 +182,7 @@ async def test_a_worker_that_dies_fails_its_requests_long_before_its_registratio
 async def test_a_dead_worker_disappears_when_its_registration_ends(quick_cluster: Cluster) -> None:
     worker = await quick_cluster.add_ready()
     await asyncio.to_thread(worker.crash)
-    worker.heartbeat._registration.leave = lambda: None  # type: ignore[method-assign]
+    worker.heartbeat.registration.leave = lambda: None  # type: ignore[method-assign]
     await asyncio.to_thread(worker.heartbeat.stop)
     await quick_cluster.until(lambda: quick_cluster.workers_shown() == [])
 
