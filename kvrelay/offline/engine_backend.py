@@ -46,7 +46,7 @@ class EngineBackend:
     def __init__(self, engine: Engine, continuation_cache: int, max_kept: int) -> None:
         self.ready = True
         self.max_model_len = engine.core.options.max_model_len  # 0: the model's own limit
-        self.continuations = Continuations(Metrics(), capacity=continuation_cache, max_leases_per_owner=max_kept)
+        self.continuations = Continuations(Metrics(), capacity=continuation_cache, max_kept_per_owner=max_kept)
         self._engine = engine
         self._open: dict[RequestId, tuple[GenerateRequest, RequestStream]] = {}
         self._has_work = asyncio.Event()

@@ -23,8 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrelay.engine.interfaces import Allocate, Row, RowFailure, RowResult, SequenceView, StepPlan, StepResult
+from kvrelay.wire.kv import Layout
 from kvrelay.wire.serving import Logprob, TokenLogprobs
-from kvrelay.wire.transfer import Layout
 
 MAX_LAUNCHED = 2
 _NUM_LAYERS = 2

@@ -22,7 +22,7 @@ from kvrelay.errors import BenchError
 from kvrelay.ids import new_worker_id
 from kvrelay.states import Role
 from kvrelay.transfer.engines.base import Ranges, TransferError
-from kvrelay.transfer.layout import KVLayout, Placement, move_ranges
+from kvrelay.transfer.kv.layout import KVLayout, Placement, move_ranges
 
 BLOCK_SIZE = 16
 ITEM_BYTES = 4  # float32
@@ -79,9 +79,10 @@ class Pair:
         """Bytes per second."""
         return self.mover.ask(Peer.move, how, ranges)
 
-    def rewrite(self, how: How) -> None:
-        """The side that such a move reads."""
+    def rewrite_and_move(self, how: How, ranges: Ranges) -> float:
+        """The side that such a move reads is written anew before."""
         (self.other if how == "read" else self.mover).ask(Peer.rewrite)
+        return self.move(how, ranges)
 
     def check(self, ranges: Ranges) -> None:
         """A rate of wrong bytes is no rate."""
