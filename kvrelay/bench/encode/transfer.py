@@ -18,10 +18,12 @@ import time
 from typing import Literal
 
 import numpy as np
+from rich.console import Console
 
+from kvrelay.bench.encode.model import EncodeBench
 from kvrelay.bench.harness.child import Child
-from kvrelay.bench.harness.report import median_ratio
-from kvrelay.bench.harness.scenario import Results
+from kvrelay.bench.harness.report import Target, median_ratio
+from kvrelay.bench.harness.scenario import Part, Results
 from kvrelay.bench.relay.peer import How
 from kvrelay.bench.relay.transfer import open_pair
 from kvrelay.config import TransferOptions
@@ -130,7 +132,15 @@ class _Consumers:
         self._child.ask(Producer.close)
 
 
-def measure(transport: str) -> Results:
+def measure(options: EncodeBench, console: Console) -> Results:
+    results: Results = {}
+    for transport in options.transports.split(","):
+        with console.status(f"{transport}: {TOKENS} tokens"):
+            results |= _measure(transport)
+    return results
+
+
+def _measure(transport: str) -> Results:
     """Names of the numbers begin with the transport's. Raises BenchError."""
     seconds: dict[Way, list[float]] = {way: [] for way in WAYS}
     raw_rates: list[float] = []
@@ -157,3 +167,11 @@ def measure(transport: str) -> Results:
         f"{transport}_many_over_once": median_ratio(many, once),
         f"{transport}_many_resumes": resumes["many"],
     }
+
+
+TARGETS = {
+    f"{transport}_{name}": target
+    for transport in ("shm", "nixl", "mooncake")
+    for name, target in (("resumed_over_once", Target("<=", 1.15)), ("rate_of_raw", Target(">=", 0.9)))
+}
+PART = Part("the embedding relay alone", measure, TARGETS)
