@@ -11,7 +11,6 @@ from kvrelay.checkpoint.spec import ModelSpec
 from kvrelay.errors import UnsupportedModelError
 from kvrelay.kernels.base import ForwardBatch
 from kvrelay.models.llama import LlamaModel
-from kvrelay.models.qwen3 import Qwen3Model
 
 
 class Model(Protocol):
@@ -28,10 +27,10 @@ _CLASSES: dict[str, type[LlamaModel]] = {
     "LlamaForCausalLM": LlamaModel,
     "MistralForCausalLM": LlamaModel,
     "Qwen2ForCausalLM": LlamaModel,
-    "Qwen3ForCausalLM": Qwen3Model,
+    "Qwen3ForCausalLM": LlamaModel,
     "Qwen2VLForConditionalGeneration": LlamaModel,
     "Qwen2_5_VLForConditionalGeneration": LlamaModel,
-    "Qwen3VLForConditionalGeneration": Qwen3Model,
+    "Qwen3VLForConditionalGeneration": LlamaModel,
 }
 
 

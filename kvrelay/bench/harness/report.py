@@ -6,6 +6,7 @@ import operator
 import os
 import pathlib
 import platform
+import statistics
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -70,6 +71,11 @@ def percentile(values: Sequence[float], share: int) -> float:
     """The smallest value that at least `share` % of all do not exceed."""
     ordered = sorted(values)
     return ordered[max(0, -(-len(ordered) * share // 100) - 1)]
+
+
+def median_ratio(ones: Sequence[float], others: Sequence[float]) -> float:
+    """Of what was measured in the same round: one that was disturbed does not count."""
+    return statistics.median(one / other for one, other in zip(ones, others, strict=True))
 
 
 def write(result: BenchResult, path: pathlib.Path) -> None:
