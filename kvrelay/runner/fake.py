@@ -117,6 +117,10 @@ class FakeRunner:
     def num_host_blocks(self) -> int:
         return self._num_host_blocks
 
+    @property
+    def runs_ahead(self) -> bool:
+        return False
+
     def begin_copies(self, saves: Sequence[tuple[int, int]], loads: Sequence[tuple[int, int]]) -> int:
         self._num_copies += 1
         self._copies[self._num_copies] = _Copies(list(saves), list(loads), self._copy_delay())

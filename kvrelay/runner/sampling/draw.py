@@ -35,6 +35,11 @@ class Filters:
     top_p: NDArray[np.float64]
     min_p: NDArray[np.float32]
 
+    @property
+    def sorts(self) -> NDArray[np.bool_]:
+        """Which rows need their tokens in the order of their logits."""
+        return (self.top_k > 0) | (self.top_p < 1.0)
+
     def __getitem__(self, rows: NDArray[np.int64]) -> Filters:
         return Filters(self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows])
 
@@ -66,9 +71,15 @@ def greedy(logits: torch.Tensor) -> list[int | None]:
     return [token if is_usable else None for token, is_usable in zip(tokens.tolist(), finite.tolist(), strict=True)]
 
 
+def likeliest(logits: torch.Tensor) -> torch.Tensor:
+    """`greedy` without waiting for the device: -1 where no logit is finite."""
+    values, tokens = logits.max(dim=-1)
+    return torch.where(torch.isfinite(values), tokens, -1)
+
+
 def draw(logits: torch.Tensor, filters: Filters, draws: Draws) -> torch.Tensor:
     """One token per draw. Rows without a finite logit give an arbitrary token: the caller checks for them."""
-    sorting = (filters.top_k > 0) | (filters.top_p < 1.0)
+    sorting = filters.sorts
     tokens = torch.empty(len(draws.rows), dtype=torch.int64, device=logits.device)
     for chosen, method in ((~sorting, _draw_plain), (sorting, _draw_filtered)):
         if chosen.all():

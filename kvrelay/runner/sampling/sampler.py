@@ -4,6 +4,9 @@
    happens to a sequence afterwards does not matter.
 2. `finish` turns the logits into results. It reads no sequence.
 
+On a GPU most steps need no `finish`: where every row takes one token from the logits as they are, greedily or by a plain draw,
+`choose` has the device choose it as part of the launch, and `results` reads what it chose.
+
 The random number of an output token is `uniform(seed, sample, position)`, so a request gives the same tokens in any batch and
 on any worker. Rows that sample several tokens (a prompt with n > 1) are computed once and drawn from several times.
 """
@@ -19,7 +22,7 @@ from numpy.typing import NDArray
 from kvrelay.engine.interfaces import Row, RowResult, SequenceView, StepPlan
 from kvrelay.media.placeholders import is_placeholder
 from kvrelay.runner.batch import LogitLayout
-from kvrelay.runner.sampling.draw import Draws, Filters, draw, greedy
+from kvrelay.runner.sampling.draw import Draws, Filters, draw, greedy, likeliest
 from kvrelay.runner.sampling.edits import EditState, LogitEdits
 from kvrelay.runner.sampling.logprobs import best_logprobs, token_logprobs
 from kvrelay.sampling import uniform
@@ -72,6 +75,15 @@ class Prepared:
     filters: Filters | None = None  # of drawn_rows
     draws: Draws | None = None  # from drawn_rows
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether each row that samples takes one token from the logits as they are, unsorted, and reports nothing."""
+        if self.prompts or self.candidates or self.edits or self.failures or not self.wanted:
+            return False
+        if self.filters is not None and self.filters.sorts.any():
+            return False
+        return all(one.samples == 1 and one.num_top is None for one in self.wanted)
+
 
 class Sampler:
     """Holds what must be remembered of sequences between steps (in `EditState`) and nothing else."""
@@ -106,6 +118,40 @@ class Sampler:
             prepared.filters, prepared.draws = _filters(drawn), _draws(drawn)
         prepared.edits, prepared.failures = self._state.prepare(sampled)
         return prepared
+
+    def choose(self, logits: torch.Tensor, prepared: Prepared, best: torch.Tensor | None) -> torch.Tensor:
+        """The token of each entry of `wanted` of a plain step, -1 where the logits allow no choice; on their device, without
+        waiting for it. `best` are the likeliest of all rows of the logits, where they are known already."""
+        assert prepared.is_plain
+        if not prepared.drawn_rows:
+            tokens = likeliest(logits) if best is None else best
+            return tokens if len(prepared.wanted) == len(tokens) else tokens[_logits_rows(prepared, logits.device)]
+        logits = logits.float()
+        if len(prepared.wanted) != logits.shape[0]:
+            logits = logits[_logits_rows(prepared, logits.device)]
+        tokens = likeliest(logits) if best is None or len(best) != len(logits) else best.clone()
+        assert prepared.filters is not None
+        assert prepared.draws is not None
+        if len(prepared.drawn_rows) == len(prepared.wanted):
+            return torch.where(tokens >= 0, draw(logits, prepared.filters, prepared.draws), -1)
+        rows = torch.tensor(prepared.drawn_rows).to(logits.device, non_blocking=True)
+        drawn = draw(logits[rows], prepared.filters, prepared.draws)
+        tokens[rows] = torch.where(tokens[rows] >= 0, drawn, -1)
+        return tokens
+
+    def results(self, tokens: list[int], prepared: Prepared) -> list[RowResult]:
+        """What `choose` chose, once it is known."""
+        if len(tokens) == prepared.num_plan_rows:
+            results = [RowResult(tokens=[token]) for token in tokens]
+        else:
+            results = [RowResult(tokens=[]) for _ in range(prepared.num_plan_rows)]
+            for one, token in zip(prepared.wanted, tokens, strict=True):
+                results[one.plan_row].tokens = [token]
+        if min(tokens) < 0:
+            for result in results:
+                if result.tokens and result.tokens[0] < 0:
+                    result.tokens, result.failure = [], _NO_LOGITS
+        return results
 
     def finish(self, logits: torch.Tensor, prepared: Prepared) -> list[RowResult]:
         """Consumes the logits: they are edited in place."""
@@ -147,6 +193,10 @@ class Sampler:
         return chosen
 
 
+def _logits_rows(prepared: Prepared, device: torch.device) -> torch.Tensor:
+    return torch.tensor([one.logits_row for one in prepared.wanted]).to(device, non_blocking=True)
+
+
 def _rows(logits: torch.Tensor, prepared: Prepared, indexes: list[int]) -> torch.Tensor:
     if len(indexes) == logits.shape[0]:
         return logits
@@ -167,7 +217,7 @@ def _draws(rows: list[Row]) -> Draws:
     uniforms: list[float] = []
     for row in rows:
         sequence = row.sequence
-        position = len(sequence.tokens) - sequence.num_prompt_tokens
+        position = row.start + row.count - sequence.num_prompt_tokens
         seed, sample = sequence.params.seed, sequence.sample
         uniforms.extend(uniform(seed, sample + index, position) for index in range(row.samples))
     places: NDArray[np.int64] = np.repeat(np.arange(len(rows)), [row.samples for row in rows])
