@@ -16,6 +16,8 @@ from msgspec import Meta
 Count = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
 
+_BUDGETS = {"cpu": (64, 512), "cuda": (256, 8192)}  # sequences that run at once, tokens per step
+
 
 class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of all option groups."""
@@ -64,14 +66,23 @@ class EngineOptions(Options, frozen=True, kw_only=True):
     embedding_timeout_s: Annotated[
         float, Meta(gt=0.0, description="a request whose images' embeddings do not come for so long is sent again")
     ] = 120.0
-    max_batch: Annotated[Positive, Meta(description="sequences that run at once")] = 64
-    token_budget: Annotated[Positive, Meta(description="tokens computed per step, prompts and decodes together")] = 512
+    max_batch: Annotated[Count, Meta(description="sequences that run at once; 0 is 64 on cpu, 256 on cuda")] = 0
+    token_budget: Annotated[
+        Count, Meta(description="tokens computed per step, prompts and decodes together; 0 is 512 on cpu, 8192 on cuda")
+    ] = 0
     max_model_len: Annotated[Count, Meta(description="longest prompt plus output; 0 takes the model's own limit")] = 0
     max_queue: Annotated[Positive, Meta(description="requests waiting per worker before new ones get 429")] = 512
     max_running_prefills: Annotated[Count, Meta(description="prompts computed at once; 0 is no limit but the budget")] = 0
     prefix_cache: Annotated[bool, Meta(description="reuse the KV of prompts that begin alike")] = True
     kv_events: Annotated[bool, Meta(description="tell routers what the prefix cache holds, so that they route by it")] = True
     check_invariants: Annotated[bool, Meta(description="verify every block count after every step (slow; for tests)")] = False
+
+    def for_device(self, device: Literal["cpu", "cuda"]) -> EngineOptions:
+        """With the device's values in place of those left open."""
+        max_batch, token_budget = _BUDGETS[device]
+        return msgspec.structs.replace(
+            self, max_batch=self.max_batch or max_batch, token_budget=self.token_budget or token_budget
+        )
 
 
 class RouterOptions(Options, frozen=True, kw_only=True):

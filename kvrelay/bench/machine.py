@@ -63,12 +63,13 @@ def best_seconds(work: Callable[[], object], repeats: int) -> float:
 
 
 def describe() -> str:
-    """One line for the result file: processor, cores, memory, PyTorch, threads."""
+    """One line for the result file: processor, cores, memory, PyTorch, threads, GPU if there is one."""
     cores = len(os.sched_getaffinity(0))
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    card = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
     return (
         f"{_cpu_model()} ({platform.machine()}), {cores} cores, {memory_gib:.0f} GiB, Python {platform.python_version()}, "
-        f"torch {torch.__version__}, {torch.get_num_threads()} threads"
+        f"torch {torch.__version__}, {torch.get_num_threads()} threads{card}"
     )
 
 

@@ -28,6 +28,7 @@ scenarios:
   kv          what KV's life costs: scheduling, preemption, a context index that is stopped
   two-stage   what continuing from a request costs, against asking again; and a beam search against single requests
   encode      what encode workers and the relay of embeddings cost, and what they are good for
+  gpu         the engine on one NVIDIA card: correct against transformers, then decode and prefill of an 8B shape
 
 `kvrelay bench SCENARIO --help` shows a scenario's options. Every figure is compared with something measured in the same
 run, because a shared machine is never the same twice; docs/benchmarks.md tells the method.
@@ -180,6 +181,12 @@ def _encode_options(parser: Parser) -> None:
     )
 
 
+def _gpu_options(parser: Parser) -> None:
+    from kvrelay.bench.gpu import scenario
+
+    scenario.add_options(parser)
+
+
 def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
@@ -256,6 +263,12 @@ def _measure_encode(options: argparse.Namespace, console: Console) -> tuple[Resu
     return bench.measure(console), encode.TARGETS
 
 
+def _measure_gpu(options: argparse.Namespace, console: Console) -> tuple[Results, Targets]:
+    from kvrelay.bench.gpu import scenario
+
+    return scenario.measure(options, console)
+
+
 SCENARIOS = {
     "machine": Scenario("Memory bandwidth and GEMM rate of this machine.", _machine_options, _measure_machine),
     "engine": Scenario("Decode and prefill against this machine's limits.", _engine_options, _measure_engine),
@@ -274,6 +287,7 @@ SCENARIOS = {
         _encode_options,
         _measure_encode,
     ),
+    "gpu": Scenario("The engine on one NVIDIA card, correct and fast.", _gpu_options, _measure_gpu),
 }
 
 

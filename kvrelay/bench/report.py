@@ -78,11 +78,13 @@ def write(result: BenchResult, path: pathlib.Path) -> None:
 
 
 def current_commit() -> str:
-    """Of the source tree this package runs from; "+changes" when files differ from it; "unknown" outside of one."""
+    """Of the source tree this package runs from; "+changes" when files differ from it. An exported tree names its commit in a
+    file COMMIT; "unknown" outside of both."""
     folder = pathlib.Path(__file__).resolve().parent
     head = _git(folder, "rev-parse", "HEAD")
     if head is None:
-        return "unknown"
+        exported = folder.parent.parent / "COMMIT"
+        return exported.read_text(encoding="ascii").strip() if exported.is_file() else "unknown"
     changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
     return head + ("+changes" if changed else "")
 

@@ -67,7 +67,7 @@ class Engine:
         images: Images | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.options = options
+        self.options = options = options.for_device("cpu")  # a card's budgets are chosen before
         self.kv = KVCache(
             num_blocks=runner.num_blocks,
             block_size=options.block_size,

@@ -86,7 +86,7 @@ class DecodeGraphs:
     def run(self, rows: list[Row], sources: Sequence[int]) -> None:
         """`sources`: for each row the place of its token among `tokens`, or -1 if the sequence has it."""
         count, builder = len(rows), self._builder
-        size = next(size for size in self._sizes if size >= count)
+        size = self._size_of(count)
         self._turn = 1 - self._turn
         area = self._areas[self._turn]
         area.wait()
@@ -113,6 +113,13 @@ class DecodeGraphs:
             builder.tables.take_changed(self._changes)
         area.send(_COLUMNS * size, self._flat[: _COLUMNS * size])
         self._replays[size]()
+
+    def replay_again(self, count: int) -> None:
+        """A step of `count` rows with the inputs that the last one left."""
+        self._replays[self._size_of(count)]()
+
+    def _size_of(self, count: int) -> int:
+        return next(size for size in self._sizes if size >= count)
 
     def _pass(self, size: int) -> None:
         columns = self._flat[: _COLUMNS * size].view(_COLUMNS, size)
@@ -142,7 +149,7 @@ class DecodeGraphs:
         if self._kv.device.type != "cuda":
             return {size: _call(self._pass, size) for size in self._sizes}
         replays: dict[int, Callable[[], object]] = {}
-        pool = torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
+        pool = torch.cuda.graph_pool_handle()
         progress.start("capturing decode steps", len(self._sizes), unit="sizes")
         try:
             for size in reversed(self._sizes):

@@ -47,7 +47,7 @@ class _Launched:
 
     rows: list[Row]
     prepared: Prepared
-    logits: torch.Tensor | None = None  # float32; None: there are none, or nobody needs them any more
+    logits: torch.Tensor | None = None  # None where the tokens are chosen, or there is nothing to choose
     chosen: ChosenTokens | None = None
     results: list[RowResult] | None = None
 
@@ -189,7 +189,7 @@ class TorchRunner:
         logits = self._model.forward(batch, self._pool.tensor, self._on_layer)
         prepared = self._sampler.prepare(plan, layout)
         if self._graphs is None or not prepared.is_plain or len(prepared.wanted) > self._graphs.max_rows:
-            return _Launched(plan.rows, prepared, logits.float())
+            return _Launched(plan.rows, prepared, logits)
         tokens = self._sampler.choose(logits, prepared, None)
         self._graphs.tokens[: len(tokens)].copy_(tokens)
         return _Launched(plan.rows, prepared, chosen=ChosenTokens(tokens))
@@ -201,7 +201,7 @@ class TorchRunner:
         prepared = self._sampler.prepare(plan, LogitLayout(sampled=wanted, prompts=[], num_rows=len(rows)))
         logits, best = graphs.logits[: len(rows)], graphs.tokens[: len(rows)]
         if not prepared.is_plain:
-            return _Launched(rows, prepared, logits.to(torch.float32, copy=True))
+            return _Launched(rows, prepared, logits.clone())  # the next replay overwrites them
         tokens = self._sampler.choose(logits, prepared, best)
         if tokens is not best:
             graphs.tokens[: len(tokens)].copy_(tokens)
@@ -237,6 +237,12 @@ class TorchRunner:
             return self._sampler.results(launched.chosen.wait(), launched.prepared)
         assert launched.logits is not None
         return self._sampler.finish(launched.logits, launched.prepared)
+
+    @torch.inference_mode()
+    def replay_again(self, num_rows: int) -> None:
+        """For measuring the device alone: the last decode step of so many rows once more, its tokens for nobody."""
+        assert self._graphs is not None, "there are no graphs"
+        self._graphs.replay_again(num_rows)
 
     def close(self) -> None:
         """Drops what is under way. Weights and KV memory go with the runner."""

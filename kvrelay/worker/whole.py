@@ -57,7 +57,8 @@ def build_engine(
     """The same without a process around it, with the tokenizer that a router would hold."""
     folder = resolve(model_options.model, environment, progress)
     tokenizer = Tokenizer.load(folder)
-    unheard = msgspec.structs.replace(engine_options, kv_events=False)  # there is nobody to tell
+    chosen = engine_options.for_device(model_options.device)
+    unheard = msgspec.structs.replace(chosen, kv_events=False)  # there is nobody to tell
     engine, _ = _join(new_worker_id("whole"), model_options, unheard, environment, progress, folder)
     return tokenizer, engine
 

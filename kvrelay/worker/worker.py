@@ -55,6 +55,7 @@ def run_worker(
 ) -> int:
     """The life of a worker; returns its exit status. With a tie to a launcher, Ctrl-C is for the launcher, not for us."""
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    engine_options = engine_options.for_device(model_options.device)
     role = Role(worker_options.role)
     if worker_options.worker_host in ("0.0.0.0", "*", "::"):
         raise ConfigError("--worker-host must be an address that routers can reach, not every address")

@@ -36,7 +36,7 @@ class _Wanted:
     """One row of the plan that samples."""
 
     plan_row: int
-    logits_row: int
+    place: int  # among `Prepared.sampled`
     samples: int
     num_top: int | None  # logprobs: alternatives beside each token; None reports nothing
 
@@ -56,7 +56,7 @@ class _Candidates:
     """One row of the plan that asks for its most likely next tokens."""
 
     plan_row: int
-    logits_row: int
+    place: int  # among `Prepared.sampled`
     count: int
 
 
@@ -65,11 +65,12 @@ class Prepared:
     """Everything `finish` needs besides the logits."""
 
     num_plan_rows: int
+    sampled: list[int] = field(default_factory=list)  # rows of the logits that tokens are chosen from: places count these
     wanted: list[_Wanted] = field(default_factory=list)
     prompts: list[_PromptTargets] = field(default_factory=list)
     candidates: list[_Candidates] = field(default_factory=list)
     edits: LogitEdits = field(default_factory=LogitEdits)
-    failures: dict[int, str] = field(default_factory=dict)  # by logits row
+    failures: dict[int, str] = field(default_factory=dict)  # by place
     greedy_rows: list[int] = field(default_factory=list)  # indexes of `wanted`
     drawn_rows: list[int] = field(default_factory=list)  # indexes of `wanted`
     filters: Filters | None = None  # of drawn_rows
@@ -104,15 +105,16 @@ class Sampler:
         for plan_row, first, count in layout.prompts:
             prepared.prompts.append(_prompt_targets(rows[plan_row], plan_row, first, count, self._state.image_token_id))
         sampled: list[tuple[int, SequenceView]] = []
-        for plan_row, logits_row in layout.sampled:
+        prepared.sampled = [logits_row for _, logits_row in layout.sampled]
+        for place, (plan_row, _) in enumerate(layout.sampled):
             row = rows[plan_row]
             if row.candidates:
-                prepared.candidates.append(_Candidates(plan_row, logits_row, row.candidates))
+                prepared.candidates.append(_Candidates(plan_row, place, row.candidates))
                 continue
-            sampled.append((logits_row, row.sequence))
+            sampled.append((place, row.sequence))
             group = prepared.greedy_rows if row.sequence.params.greedy else prepared.drawn_rows
             group.append(len(prepared.wanted))
-            prepared.wanted.append(_Wanted(plan_row, logits_row, row.samples, row.sequence.params.logprobs))
+            prepared.wanted.append(_Wanted(plan_row, place, row.samples, row.sequence.params.logprobs))
         if prepared.drawn_rows:
             drawn = [rows[prepared.wanted[index].plan_row] for index in prepared.drawn_rows]
             prepared.filters, prepared.draws = _filters(drawn), _draws(drawn)
@@ -123,21 +125,18 @@ class Sampler:
         """The token of each entry of `wanted` of a plain step, -1 where the logits allow no choice; on their device, without
         waiting for it. `best` are the likeliest of all rows of the logits, where they are known already."""
         assert prepared.is_plain
+        if best is None or len(best) != len(prepared.sampled):
+            logits, best = _of_rows(logits, prepared.sampled), None
+        tokens = likeliest(logits) if best is None else best
         if not prepared.drawn_rows:
-            tokens = likeliest(logits) if best is None else best
-            return tokens if len(prepared.wanted) == len(tokens) else tokens[_logits_rows(prepared, logits.device)]
-        logits = logits.float()
-        if len(prepared.wanted) != logits.shape[0]:
-            logits = logits[_logits_rows(prepared, logits.device)]
-        tokens = likeliest(logits) if best is None or len(best) != len(logits) else best.clone()
+            return tokens
         assert prepared.filters is not None
         assert prepared.draws is not None
-        if len(prepared.drawn_rows) == len(prepared.wanted):
-            return torch.where(tokens >= 0, draw(logits, prepared.filters, prepared.draws), -1)
-        rows = torch.tensor(prepared.drawn_rows).to(logits.device, non_blocking=True)
-        drawn = draw(logits[rows], prepared.filters, prepared.draws)
-        tokens[rows] = torch.where(tokens[rows] >= 0, drawn, -1)
-        return tokens
+        drawn = draw(_rows(logits, prepared, prepared.drawn_rows).float(), prepared.filters, prepared.draws)
+        if len(drawn) < len(tokens):
+            rows = torch.tensor(prepared.drawn_rows).to(logits.device, non_blocking=True)
+            drawn = tokens.index_copy(0, rows, drawn)
+        return torch.where(tokens >= 0, drawn, -1)
 
     def results(self, tokens: list[int], prepared: Prepared) -> list[RowResult]:
         """What `choose` chose, once it is known."""
@@ -154,18 +153,19 @@ class Sampler:
         return results
 
     def finish(self, logits: torch.Tensor, prepared: Prepared) -> list[RowResult]:
-        """Consumes the logits: they are edited in place."""
+        """Consumes the logits: they are edited in place. In float32, whatever their dtype; of a long prompt's, few at once."""
         results = [RowResult(tokens=[]) for _ in range(prepared.num_plan_rows)]
         _report_prompts(logits, prepared.prompts, results)
+        logits = _of_rows(logits, prepared.sampled).float()
         _report_candidates(logits, prepared.candidates, results)
         if not prepared.wanted:
             return results
         reported = [index for index, one in enumerate(prepared.wanted) if one.num_top is not None]
-        original = logits[[prepared.wanted[index].logits_row for index in reported]] if reported else None
+        original = logits[[prepared.wanted[index].place for index in reported]] if reported else None
         prepared.edits.apply(logits)
         tokens = self._choose(logits, prepared)
         for one, chosen in zip(prepared.wanted, tokens, strict=True):
-            failure = prepared.failures.get(one.logits_row) or (None if chosen is not None else _NO_LOGITS)
+            failure = prepared.failures.get(one.place) or (None if chosen is not None else _NO_LOGITS)
             results[one.plan_row].failure = failure
             results[one.plan_row].tokens = [] if failure or chosen is None else chosen
         if original is not None:
@@ -193,14 +193,14 @@ class Sampler:
         return chosen
 
 
-def _logits_rows(prepared: Prepared, device: torch.device) -> torch.Tensor:
-    return torch.tensor([one.logits_row for one in prepared.wanted]).to(device, non_blocking=True)
+def _of_rows(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    if len(rows) == logits.shape[0]:
+        return logits
+    return logits[torch.tensor(rows, dtype=torch.int64).to(logits.device, non_blocking=True)]
 
 
 def _rows(logits: torch.Tensor, prepared: Prepared, indexes: list[int]) -> torch.Tensor:
-    if len(indexes) == logits.shape[0]:
-        return logits
-    return logits[[prepared.wanted[index].logits_row for index in indexes]]
+    return _of_rows(logits, [prepared.wanted[index].place for index in indexes])
 
 
 def _filters(rows: list[Row]) -> Filters:
@@ -241,7 +241,7 @@ def _report_candidates(logits: torch.Tensor, wanted: list[_Candidates], results:
     """Of the model's own distribution: nothing edits the logits of a beam search."""
     if not wanted:
         return
-    rows = logits if len(wanted) == logits.shape[0] else logits[[one.logits_row for one in wanted]]
+    rows = _of_rows(logits, [one.place for one in wanted])
     found = best_logprobs(rows, max(one.count for one in wanted))
     for one, candidates in zip(wanted, found, strict=True):
         if candidates is None:
