@@ -198,7 +198,7 @@ class BatchBuilder:
         if self._images is not None:
             token_ids, positions = buffers.token_ids.array(num_tokens), buffers.positions.array(num_tokens)
             images = self._images.fill(rows, query_start, token_ids, positions)
-        attention = self._attention(buffers, starts + counts, places, int(counts.max()))
+        attention = self._attention(buffers, starts + counts, places, counts)
         layout, wanted = _logit_layout(rows, query_start)
         buffers.logit_rows.array(len(wanted))[:] = wanted
         batch = ForwardBatch(
@@ -243,9 +243,9 @@ class BatchBuilder:
         slots += offsets
 
     def _attention(
-        self, buffers: _Buffers, context_lens: NDArray[np.int64], places: NDArray[np.int64], max_query: int
+        self, buffers: _Buffers, context_lens: NDArray[np.int64], places: NDArray[np.int64], counts: NDArray[np.int64]
     ) -> AttentionBatch:
-        num_rows, max_context = len(places), int(context_lens.max())
+        num_rows, max_context, max_query = len(places), int(context_lens.max()), int(counts.max())
         width = -(-max_context // self._block_size)
         buffers.context_lens.array(num_rows)[:] = context_lens
         table = buffers.block_tables.array(num_rows * width).reshape(num_rows, width)
@@ -256,6 +256,7 @@ class BatchBuilder:
             block_tables=buffers.block_tables.tensor(num_rows, width),
             max_query=max_query,
             max_context=max_context,
+            lengths=tuple(zip(counts.tolist(), context_lens.tolist(), strict=True)) if max_query > 1 else None,
         )
 
 

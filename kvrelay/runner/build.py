@@ -56,7 +56,7 @@ def build_runner(
     model = load_model(
         folder,
         spec,
-        kernels=choose_kernels(device, dtype, environment),
+        kernels=choose_kernels(device, dtype, environment, model_options),
         device=device,
         dtype=dtype,
         load=model_options.load,
