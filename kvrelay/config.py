@@ -38,6 +38,14 @@ class ModelOptions(Options, frozen=True, kw_only=True):
     threads: Annotated[Count, Meta(description="CPU threads per worker; 0 shares the cores among the workers")] = 0
     tp: Annotated[Positive, Meta(description="tensor-parallel degree")] = 1
     gpu_memory: Annotated[float, Meta(gt=0.0, le=1.0, description="share of GPU memory a worker may use")] = 0.9
+    attention: Annotated[
+        Literal["auto", "triton", "torch"],
+        Meta(description="attention on cuda: auto takes the fastest of Triton and cuDNN for each shape; the others force one"),
+    ] = "auto"
+    linears: Annotated[
+        Literal["auto", "triton", "cublas"],
+        Meta(description="linear layers on cuda: auto takes Triton for few rows and cuBLAS for many; the others force one"),
+    ] = "auto"
 
 
 class EngineOptions(Options, frozen=True, kw_only=True):

@@ -90,6 +90,7 @@ class BatchBuilder:
                 block_tables=self.tables.gathered(inputs, len(rows), width),
                 max_query=int(counts.max()),
                 max_context=max_context,
+                lengths=tuple(zip(counts.tolist(), context_lens.tolist(), strict=True)) if num_tokens > len(rows) else None,
             ),
             logit_rows=inputs.tensor("logit_rows", len(wanted)),
             images=images,

@@ -58,7 +58,7 @@ def build_runner(
     dtype = DTYPES[dtype_name]
     num_threads = set_threads(model_options.threads)
     spec = read_spec(folder)
-    kernels = choose_kernels(device, dtype, environment)
+    kernels = choose_kernels(device, dtype, environment, model_options)
     with explained("loading weights", weight_elements(spec) * dtype.itemsize, device):
         model = load_model(
             folder,

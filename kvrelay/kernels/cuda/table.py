@@ -1,0 +1,75 @@
+"""Which variant of a kernel a shape gets: measured on an H200 with `python -m kvrelay.kernels.cuda.tune`, in CUDA graphs.
+
+Shapes are all that is asked here, never lengths on the device, so a choice holds for every replay of a captured graph.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeChoice:
+    splits: int  # a power of 2
+    tile: int  # tokens of KV a step
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillChoice:
+    query_tile: int  # queries x the query heads of a KV head
+    tile: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class LinearChoice:
+    block_out: int  # rows of the weight a program
+    block_in: int  # columns a step
+    num_warps: int
+    num_stages: int
+
+
+MAX_SMALL_ROWS = 16  # from here on cuBLAS is faster
+_MAX_SPLITS = 32
+_PROGRAMS = 1024  # decode programs that keep the card busy
+_WIDE_HEAD_BYTES = 256  # of a head's keys: 128 x bfloat16
+
+
+@functools.lru_cache(maxsize=4096)
+def choose_decode(num_heads: int, max_context: int, head_bytes: int) -> DecodeChoice:
+    """`num_heads` counts the KV heads of all rows."""
+    wide = head_bytes > _WIDE_HEAD_BYTES
+    if num_heads > 1024:
+        return DecodeChoice(1, 32, 4, 2)
+    if num_heads > 256:
+        return DecodeChoice(1, 32, 4, 2) if wide else DecodeChoice(1, 64, 2, 3)
+    tile = 32 if wide else 64
+    splits = 1
+    while splits < _MAX_SPLITS and splits * num_heads < _PROGRAMS and splits * tile < max_context:
+        splits *= 2
+    return DecodeChoice(splits, tile, 4 if wide else 2, 2 if wide else 3)
+
+
+@functools.lru_cache(maxsize=1024)
+def choose_prefill(num_lines: int, head_bytes: int) -> PrefillChoice:
+    """`num_lines`: the most queries of a row, times the query heads of a KV head."""
+    if head_bytes > 2 * _WIDE_HEAD_BYTES:
+        return PrefillChoice(32, 16, 4, 1)
+    if head_bytes > _WIDE_HEAD_BYTES:
+        return PrefillChoice(64, 32, 4, 2)
+    if num_lines <= 32:
+        return PrefillChoice(32, 64, 4, 3)
+    if num_lines <= 64:
+        return PrefillChoice(64, 64, 4, 3)
+    return PrefillChoice(128, 64, 8, 3)
+
+
+@functools.lru_cache(maxsize=1024)
+def choose_linear(num_rows: int, out_features: int, in_features: int) -> LinearChoice:
+    if num_rows == 1:
+        return LinearChoice(4 if out_features <= 8192 else 8, 1024, 4, 3)
+    return LinearChoice(16 if out_features <= 8192 else 32, 256, 4, 4)
