@@ -81,10 +81,12 @@ def current_commit() -> str:
     """Of the source tree this package runs from; "+changes" when files differ from it. An exported tree names its commit in a
     file COMMIT; "unknown" outside of both."""
     folder = pathlib.Path(__file__).resolve().parent
+    exported = folder.parent.parent / "COMMIT"
+    if exported.is_file():
+        return exported.read_text(encoding="ascii").strip()
     head = _git(folder, "rev-parse", "HEAD")
     if head is None:
-        exported = folder.parent.parent / "COMMIT"
-        return exported.read_text(encoding="ascii").strip() if exported.is_file() else "unknown"
+        return "unknown"
     changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
     return head + ("+changes" if changed else "")
 

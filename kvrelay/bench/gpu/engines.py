@@ -14,7 +14,7 @@ from kvrelay.runner.build import build_runner
 from kvrelay.runner.runner import TorchRunner
 from kvrelay.sampling import SamplingParams
 from kvrelay.states import Role
-from kvrelay.wire.serving import Submit
+from kvrelay.wire.serving import StepOutputs, Submit
 
 
 def build_engine(model: ModelOptions, options: EngineOptions, folder: pathlib.Path, progress: Progress) -> Engine:
@@ -38,20 +38,29 @@ def build_engine_and_runner(
     return engine, runner
 
 
-def generate(
-    engine: Engine, prompts: Sequence[list[int]], *, max_tokens: int, params: SamplingParams | None = None
-) -> list[list[int]]:
-    """All at once, greedily unless told otherwise, past every end-of-text token."""
-    params = params or SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=max_tokens)
-    outputs: dict[RequestId, list[int]] = {}
-    for prompt in prompts:
-        request_id = new_request_id()
-        outputs[request_id] = []
+def submit(engine: Engine, prompts: Sequence[list[int]], params: SamplingParams) -> list[RequestId]:
+    request_ids = [new_request_id() for _ in prompts]
+    for request_id, prompt in zip(request_ids, prompts, strict=True):
         engine.submit(Submit(request_id=request_id, external_id=request_id, prompt=prompt, params=params))
+    return request_ids
+
+
+def step(engine: Engine) -> StepOutputs:
+    outputs = engine.step()
+    for failure in outputs.failures:
+        raise BenchError(f"the engine refused a request: {failure.message}")
+    return outputs
+
+
+def greedily(max_tokens: int) -> SamplingParams:
+    """Past every end-of-text token."""
+    return SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=max_tokens)
+
+
+def generate(engine: Engine, prompts: Sequence[list[int]], params: SamplingParams) -> list[list[int]]:
+    """The outputs of all prompts, submitted at once."""
+    outputs: dict[RequestId, list[int]] = {request_id: [] for request_id in submit(engine, prompts, params)}
     while engine.has_work:
-        step = engine.step()
-        for failure in step.failures:
-            raise BenchError(f"the engine refused a request: {failure.message}")
-        for output in step.outputs:
+        for output in step(engine).outputs:
             outputs[output.request_id] += output.tokens
     return list(outputs.values())

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from kvrelay.bench.gpu.engines import build_engine, generate
+from kvrelay.bench.gpu.engines import build_engine, generate, greedily
 from kvrelay.checkpoint.spec import read_spec
 from kvrelay.config import EngineOptions, ModelOptions, read_environment
 from kvrelay.engine.interfaces import Row, StepPlan
@@ -99,7 +99,7 @@ def compare_tokens(folder: pathlib.Path) -> tuple[int, int]:
         folder,
         Silent(),
     )
-    outputs = generate(engine, prompts, max_tokens=_OUTPUT_TOKENS)
+    outputs = generate(engine, prompts, greedily(_OUTPUT_TOKENS))
     engine.close()
     reference = _reference(folder, torch.float32)
     mismatches = ties = 0
@@ -163,6 +163,8 @@ def _reference(folder: pathlib.Path, dtype: torch.dtype) -> Any:
 def _transformers() -> Any:
     try:
         import transformers
+
+        transformers.utils.logging.disable_progress_bar()
     except ImportError as error:
         raise ConfigError("bench gpu compares with transformers, which is not installed: pip install transformers") from error
     return transformers

@@ -49,16 +49,20 @@ class CudaKernels:
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> CudaPacked:
         return CudaPacked(weight.contiguous(), None if bias is None else bias.contiguous())
 
+    def is_small(self, num_rows: int) -> bool:
+        """Whether linears of so many rows are Triton's."""
+        return 0 < num_rows <= self._max_small_rows
+
     def linear(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:
         assert isinstance(packed, CudaPacked)
-        if 0 < x.shape[0] <= self._max_small_rows:
+        if self.is_small(x.shape[0]):
             return small_linear(x, packed)
         return F.linear(x, packed.weight, packed.bias)
 
     def gated_linear(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:
         """silu_mul(linear(x)), in one kernel for few rows."""
         assert isinstance(packed, CudaPacked)
-        if 0 < x.shape[0] <= self._max_small_rows:
+        if self.is_small(x.shape[0]):
             return small_linear(x, packed, gated=True)
         return elementwise.silu_mul(F.linear(x, packed.weight, packed.bias))
 
