@@ -1,7 +1,8 @@
 """The engine of one worker: takes requests, plans steps, has them computed, and says what came of it.
 
     submit / abort / finish      between steps, by the worker
-    step                         take news -> schedule -> launch -> collect -> commit; everything new as one message
+    step                         take news -> schedule -> launch -> collect -> commit; everything new as one message. Where only
+                                 decoding is to be done, the next step is launched before this one is collected (`ahead.py`)
     drain                        takes nothing new; `drained` when the last request has ended
 
 Every submitted request ends in exactly one way: each sample with a finish reason, or the whole with one Failure.
@@ -16,6 +17,7 @@ from itertools import count as counter
 from kvrelay.config import EngineOptions
 from kvrelay.engine import invariants
 from kvrelay.engine.admission import Limits
+from kvrelay.engine.ahead import RunAhead, still_running
 from kvrelay.engine.beam import Beams
 from kvrelay.engine.commit import Commit
 from kvrelay.engine.continuation import Leases
@@ -143,6 +145,7 @@ class Engine:
             max_model_len=max_model_len,
             vocab_size=vocab_size,
         )
+        self._ahead = RunAhead(self.scheduler, self.kv, self.incoming, runner, max_model_len=max_model_len)
         self._draining = False
         self._stalled = False  # the last step could do nothing, and nothing has changed since
         self._num_steps = 0
@@ -262,7 +265,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` would do or say anything."""
-        if self._outbox or self._endings.released:
+        if self._outbox or self._endings.released or self._ahead.plan is not None:
             return True
         if len(self.scheduler.running) > self.scheduler.num_held_up:
             return True
@@ -331,12 +334,15 @@ class Engine:
 
     def step(self) -> StepOutputs:
         self._take_news()
-        plan = self.scheduler.schedule()
-        plan.released, self._endings.released = self._endings.released + self.scheduler.discarded, []
-        self.scheduler.discarded.clear()
-        if plan.rows or plan.released:
-            self._commit.rows(plan, self._run(plan))
-            self._num_steps += 1
+        plan = self._ahead.take()
+        if plan is not None:
+            self._finish_ahead(plan)
+        else:
+            plan = self.scheduler.schedule()
+            plan.released = self._take_released()
+            if plan.rows or plan.released:
+                self._commit.rows(plan, self._run(plan))
+                self._num_steps += 1
         self.leases.end_step()
         self._stalled = not plan.rows
         if self.swap is not None:
@@ -350,12 +356,31 @@ class Engine:
     def _run(self, plan: StepPlan) -> StepResult:
         if self.outgoing is None:
             self._runner.launch(plan)
+            self._run_ahead(plan)
             return self._runner.collect()
         self.outgoing.begin_step(plan)
         self._runner.launch(plan)
         result = self._runner.collect()
         self.outgoing.end_step()
         return result
+
+    def _run_ahead(self, plan: StepPlan) -> None:
+        """The step after `plan` is launched, too, if all that it lacks is the tokens of `plan`."""
+        if self._ahead.launch_after(plan, self._endings.released):
+            self._endings.released = []
+
+    def _finish_ahead(self, plan: StepPlan) -> None:
+        self._run_ahead(plan)
+        result, runs = self._runner.collect(), still_running(plan)
+        plan.rows = [row for row, is_running in zip(plan.rows, runs, strict=True) if is_running]
+        self._commit.rows(plan, StepResult([row for row, is_running in zip(result.rows, runs, strict=True) if is_running]))
+        self._num_steps += 1
+
+    def _take_released(self) -> list[int]:
+        """Keys of sequences that the runner shall forget."""
+        released, self._endings.released = self._endings.released + self.scheduler.discarded, []
+        self.scheduler.discarded.clear()
+        return released
 
     def _take_news(self) -> None:
         """What the transfer layer did since the last step, and which copies ended."""
@@ -394,6 +419,8 @@ class Engine:
 
     def fail_all(self, message: str) -> StepOutputs:
         """After an error that nobody foresaw: every request ends in a Failure, and the blocks come back."""
+        if self._ahead.take() is not None:
+            self._runner.collect()
         for request in list(self.requests.values()):
             self._endings.fail(request, InternalError(message))
         return self._take_outputs()

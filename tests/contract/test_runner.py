@@ -81,6 +81,7 @@ def make_fake_runner() -> Runner:
         eos_one_in=4,
         num_host_blocks=NUM_HOST_BLOCKS,
         copy_delay=lambda: 3,
+        runs_ahead=True,
     )
 
 
