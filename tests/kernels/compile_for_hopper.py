@@ -15,7 +15,7 @@ from triton.runtime.jit import JITFunction
 from kvrelay.kernels.base import AttentionBatch, ForwardBatch, HeadShape
 from kvrelay.kernels.cuda import elementwise, launch
 from kvrelay.kernels.cuda.decode import decode_attention
-from kvrelay.kernels.cuda.linear import CudaPacked, small_linear
+from kvrelay.kernels.cuda.linear import CudaPacked, Norm, small_linear
 from kvrelay.kernels.cuda.prefill import paged_attention
 
 SHAPES = [HeadShape(32, 8, 128), HeadShape(9, 3, 64), HeadShape(32, 4, 256), HeadShape(24, 24, 96)]
@@ -71,7 +71,7 @@ def main() -> None:
             heads = shape.num_heads + 2 * shape.num_kv_heads
             norm = torch.empty(shape.head_dim, dtype=dtype)
             cos_sin = torch.empty(16, shape.head_dim)
-            for num_rows, count in ((1, 1), (8, 1), (64, 1), (256, 1), (2, 300)):
+            for num_rows, count in ((8, 1), (256, 1), (2, 300)):
                 batch = batch_of(num_rows, count)
                 qkv = torch.empty(num_rows * count, heads * shape.head_dim, dtype=dtype)
                 q = elementwise.rope_and_store(qkv, shape, cos_sin, batch, kv, norm, norm, 1e-5, keep=count > 1)
@@ -84,8 +84,8 @@ def main() -> None:
         elementwise.silu_mul(x)
         packed = CudaPacked(torch.empty(28672, 4096, dtype=dtype), None)
         for num_rows in (1, 8):
-            for gated in (False, True):
-                small_linear(x[:num_rows], packed, gated=gated)
+            small_linear(x[:num_rows], packed, gated=True, norm=Norm(x[0], 1e-5))
+            small_linear(x[:num_rows], CudaPacked(packed.weight[:4096], None), add_to=x[:num_rows])
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from kvrelay.kernels.cuda.table import DecodeChoice, choose_decode
 _LOG2_E = 1.4426950408889634
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _decode_kernel(
     q, q_stride, kv, value_offset, tables, table_stride, contexts, query_start, out, partial, lse, scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,

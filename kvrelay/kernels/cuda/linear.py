@@ -105,7 +105,7 @@ def _one_row_kernel(
     tl.store(out + lines, result.to(out.dtype.element_ty), mask=real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _few_rows_kernel(
     x, weight, bias, norm, out, num_rows, num_lines, width, eps,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_OUT: tl.constexpr, EVEN_IN: tl.constexpr,

@@ -21,7 +21,7 @@ from kvrelay.kernels.cuda.table import PrefillChoice, choose_prefill
 _LOG2_E = 1.4426950408889634
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "num_rows"])
 def _paged_kernel(
     q, q_stride, kv, value_offset, tables, table_stride, contexts, query_start, out, num_rows, scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
