@@ -6,8 +6,8 @@ collect   choose tokens from the logits, oldest launch first; results leave as p
 Copies of whole blocks to and from the host run beside the passes (`host_pool.py`).
 
 On a CPU the forward pass is done when `launch` returns, and sampling happens in `collect`. On a GPU `launch` returns while the
-device works; a step that only decodes is one replay of a captured graph (`graphs.py`), and where sampling needs nothing from
-the host (`Prepared.is_plain`) it is part of the launch: `collect` waits for one small copy. At most two plans are under way.
+device works; a step that only decodes is one replay of a captured graph (`graphs.py`), and where each row takes one token and
+reports nothing besides, sampling is part of the launch: `collect` waits for one small copy. At most two plans are under way.
 
 A runner with graphs `runs_ahead`: a row may start where its sequence's tokens end, if the plan launched before it chooses that
 token. The device takes it from there, so nobody waits for it.
@@ -30,6 +30,7 @@ from kvrelay.runner.batch import BatchBuilder, LogitLayout
 from kvrelay.runner.graphs import DecodeGraphs
 from kvrelay.runner.host_pool import HostPool
 from kvrelay.runner.kv_pool import KVPool, blocks_for
+from kvrelay.runner.sampling.draw import NOT_RESOLVED
 from kvrelay.runner.sampling.edits import EditState
 from kvrelay.runner.sampling.grammar import Grammars
 from kvrelay.runner.sampling.sampler import Prepared, Sampler
@@ -47,9 +48,14 @@ class _Launched:
 
     rows: list[Row]
     prepared: Prepared
-    logits: torch.Tensor | None = None  # None where the tokens are chosen, or there is nothing to choose
+    logits: torch.Tensor | None = None  # None where no one will look at them any more
     chosen: ChosenTokens | None = None
     results: list[RowResult] | None = None
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether the device has its tokens, without a second look."""
+        return self.chosen is not None and self.logits is None
 
 
 class ChosenTokens:
@@ -60,14 +66,16 @@ class ChosenTokens:
         self._host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=on_card)
         self._host.copy_(tokens, non_blocking=True)
         self._arrived = torch.cuda.Event() if on_card else None  # type: ignore[no-untyped-call]
+        self._tokens: list[int] | None = None
         if self._arrived is not None:
             self._arrived.record()
 
     def wait(self) -> list[int]:
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        tokens: list[int] = self._host.tolist()
-        return tokens
+        if self._tokens is None:
+            if self._arrived is not None:
+                self._arrived.synchronize()
+            self._tokens = self._host.tolist()
+        return self._tokens
 
 
 class TorchRunner:
@@ -188,24 +196,29 @@ class TorchRunner:
         batch, layout = self._builder.build(plan)
         logits = self._model.forward(batch, self._pool.tensor, self._on_layer)
         prepared = self._sampler.prepare(plan, layout)
-        if self._graphs is None or not prepared.is_plain or len(prepared.wanted) > self._graphs.max_rows:
+        if self._graphs is None or not prepared.takes_one_each or len(prepared.wanted) > self._graphs.max_rows:
             return _Launched(plan.rows, prepared, logits)
-        tokens = self._sampler.choose(logits, prepared, None)
-        self._graphs.tokens[: len(tokens)].copy_(tokens)
-        return _Launched(plan.rows, prepared, chosen=ChosenTokens(tokens))
+        return self._choose(plan, prepared, logits, None, self._graphs)
 
     def _replay(self, plan: StepPlan, graphs: DecodeGraphs) -> _Launched:
         rows = plan.rows
         graphs.run(rows, self._sources(rows))
         wanted = [(index, index) for index, row in enumerate(rows) if row.samples or row.candidates]
         prepared = self._sampler.prepare(plan, LogitLayout(sampled=wanted, prompts=[], num_rows=len(rows)))
-        logits, best = graphs.logits[: len(rows)], graphs.tokens[: len(rows)]
-        if not prepared.is_plain:
-            return _Launched(rows, prepared, logits.clone())  # the next replay overwrites them
+        logits = graphs.logits[: len(rows)]
+        if not prepared.takes_one_each or not prepared.is_certain:
+            logits = logits.clone()  # the next replay overwrites them
+        if not prepared.takes_one_each:
+            return _Launched(rows, prepared, logits)
+        return self._choose(plan, prepared, logits, graphs.tokens[: len(rows)], graphs)
+
+    def _choose(
+        self, plan: StepPlan, prepared: Prepared, logits: torch.Tensor, best: torch.Tensor | None, graphs: DecodeGraphs
+    ) -> _Launched:
         tokens = self._sampler.choose(logits, prepared, best)
         if tokens is not best:
             graphs.tokens[: len(tokens)].copy_(tokens)
-        return _Launched(rows, prepared, chosen=ChosenTokens(tokens))
+        return _Launched(plan.rows, prepared, None if prepared.is_certain else logits, ChosenTokens(tokens))
 
     def _sources(self, rows: list[Row]) -> list[int]:
         """Where each row's token is among those of the plan launched before; -1: the sequence has it."""
@@ -214,14 +227,17 @@ class TorchRunner:
             return [-1] * len(rows)
         before = self._launched[-1]
         assert self._graphs is not None
-        if before.chosen is None:
+        if not before.is_certain:
             self._bring_to_device(before, self._graphs.tokens)
         places = {before.rows[one.plan_row].sequence.key: place for place, one in enumerate(before.prepared.wanted)}
         return [places[row.sequence.key] if is_ahead else -1 for row, is_ahead in zip(rows, ahead, strict=True)]
 
     def _bring_to_device(self, launched: _Launched, tokens: torch.Tensor) -> None:
-        """The host had to choose: it does so now."""
+        """The host has to choose, or to look whether the device could: it does so now."""
+        finished = launched.chosen is not None and NOT_RESOLVED not in launched.chosen.wait()
         launched.results = self._results(launched)
+        if finished:
+            return
         chosen = [(launched.results[one.plan_row].tokens or [0])[0] for one in launched.prepared.wanted]
         tokens[: len(chosen)].copy_(torch.tensor(chosen))
 
@@ -233,7 +249,7 @@ class TorchRunner:
     def _results(self, launched: _Launched) -> list[RowResult]:
         if launched.results is not None:
             return launched.results
-        if launched.chosen is not None:
+        if launched.chosen is not None and NOT_RESOLVED not in launched.chosen.wait():
             return self._sampler.results(launched.chosen.wait(), launched.prepared)
         assert launched.logits is not None
         return self._sampler.finish(launched.logits, launched.prepared)

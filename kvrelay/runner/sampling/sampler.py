@@ -4,8 +4,8 @@
    happens to a sequence afterwards does not matter.
 2. `finish` turns the logits into results. It reads no sequence.
 
-On a GPU most steps need no `finish`: where every row takes one token from the logits as they are, greedily or by a plain draw,
-`choose` has the device choose it as part of the launch, and `results` reads what it chose.
+On a GPU most steps need no `finish`: where every row takes one token and reports nothing besides, `choose` has the device
+choose it as part of the launch, and `results` reads what it chose. `finish` is left for rows that looked at too few candidates.
 
 The random number of an output token is `uniform(seed, sample, position)`, so a request gives the same tokens in any batch and
 on any worker. Rows that sample several tokens (a prompt with n > 1) are computed once and drawn from several times.
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from kvrelay.engine.interfaces import Row, RowResult, SequenceView, StepPlan
 from kvrelay.media.placeholders import is_placeholder
 from kvrelay.runner.batch import LogitLayout
-from kvrelay.runner.sampling.draw import Draws, Filters, draw, greedy, likeliest
+from kvrelay.runner.sampling.draw import NOT_RESOLVED, NOT_USABLE, Draws, Filters, draw, draw_once, greedy, likeliest
 from kvrelay.runner.sampling.edits import EditState, LogitEdits
 from kvrelay.runner.sampling.logprobs import best_logprobs, token_logprobs
 from kvrelay.sampling import uniform
@@ -77,13 +77,16 @@ class Prepared:
     draws: Draws | None = None  # from drawn_rows
 
     @property
-    def is_plain(self) -> bool:
-        """Whether each row that samples takes one token from the logits as they are, unsorted, and reports nothing."""
-        if self.prompts or self.candidates or self.edits or self.failures or not self.wanted:
-            return False
-        if self.filters is not None and self.filters.sorts.any():
+    def takes_one_each(self) -> bool:
+        """Whether each row that samples takes one token and reports nothing besides."""
+        if self.prompts or self.candidates or self.failures or not self.wanted:
             return False
         return all(one.samples == 1 and one.num_top is None for one in self.wanted)
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether `choose` needs no second look at the logits: no row sorts them."""
+        return self.filters is None or not self.filters.sorts.any()
 
 
 class Sampler:
@@ -122,33 +125,38 @@ class Sampler:
         return prepared
 
     def choose(self, logits: torch.Tensor, prepared: Prepared, best: torch.Tensor | None) -> torch.Tensor:
-        """The token of each entry of `wanted` of a plain step, -1 where the logits allow no choice; on their device, without
-        waiting for it. `best` are the likeliest of all rows of the logits, where they are known already."""
-        assert prepared.is_plain
-        if best is None or len(best) != len(prepared.sampled):
+        """The token of each entry of `wanted` where each takes one; on the logits' device, without waiting for it. NOT_USABLE
+        where the logits allow no choice, NOT_RESOLVED where `finish` must look again. `best` are the likeliest of all rows of
+        the logits, where they are known already. The logits stay as they are."""
+        assert prepared.takes_one_each
+        if prepared.edits:
+            logits, best = _of_rows(logits, prepared.sampled).to(torch.float32, copy=True), None
+            prepared.edits.apply(logits)
+        elif best is None or len(best) != len(prepared.sampled):
             logits, best = _of_rows(logits, prepared.sampled), None
         tokens = likeliest(logits) if best is None else best
         if not prepared.drawn_rows:
             return tokens
         assert prepared.filters is not None
         assert prepared.draws is not None
-        drawn = draw(_rows(logits, prepared, prepared.drawn_rows).float(), prepared.filters, prepared.draws)
+        drawn = draw_once(_rows(logits, prepared, prepared.drawn_rows).float(), prepared.filters, prepared.draws)
         if len(drawn) < len(tokens):
             rows = torch.tensor(prepared.drawn_rows).to(logits.device, non_blocking=True)
             drawn = tokens.index_copy(0, rows, drawn)
-        return torch.where(tokens >= 0, drawn, -1)
+        return torch.where(tokens >= 0, drawn, NOT_USABLE)
 
     def results(self, tokens: list[int], prepared: Prepared) -> list[RowResult]:
-        """What `choose` chose, once it is known."""
+        """What `choose` chose, once it is known, and all of it is resolved."""
+        assert NOT_RESOLVED not in tokens
         if len(tokens) == prepared.num_plan_rows:
             results = [RowResult(tokens=[token]) for token in tokens]
         else:
             results = [RowResult(tokens=[]) for _ in range(prepared.num_plan_rows)]
             for one, token in zip(prepared.wanted, tokens, strict=True):
                 results[one.plan_row].tokens = [token]
-        if min(tokens) < 0:
+        if NOT_USABLE in tokens:
             for result in results:
-                if result.tokens and result.tokens[0] < 0:
+                if result.tokens == [NOT_USABLE]:
                     result.tokens, result.failure = [], _NO_LOGITS
         return results
 
