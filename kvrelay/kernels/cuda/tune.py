@@ -55,10 +55,9 @@ PREFILLS = [(512, 512), (2048, 2048), (8192, 8192), (2048, 8192)]  # queries, co
 
 def linear_choices(rows: int) -> list[LinearChoice]:
     if rows == 1:
-        sizes = [(4, 1024), (4, 2048), (8, 1024), (8, 2048), (16, 512), (16, 1024), (2, 2048)]
-        return [
-            LinearChoice(*size, warps, 3, ahead) for size, warps, ahead in itertools.product(sizes, (4, 8), (0, 1024, 2048))
-        ]
+        tiles = [(4, 1024), (4, 2048), (8, 1024), (8, 2048), (16, 512), (16, 1024), (2, 2048)]
+        products = itertools.product(tiles, (4, 8), (0, 1024, 2048))
+        return [LinearChoice(*tile, warps, 3, ahead) for tile, warps, ahead in products]
     sizes = [(64, 128, 4), (64, 256, 4), (64, 128, 8), (128, 128, 4), (128, 64, 4), (128, 128, 8), (32, 256, 4)]
     return [LinearChoice(*size, stages, ahead) for size, stages, ahead in itertools.product(sizes, (3, 5), (0, 512, 1024))]
 
@@ -88,10 +87,10 @@ def graph_us(calls: Iterable[Callable[[], object]], repeats: int = 5) -> float:
     graph.replay()
     best = float("inf")
     for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        start.record()  # type: ignore[no-untyped-call]
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
         graph.replay()
-        end.record()  # type: ignore[no-untyped-call]
+        end.record()
         end.synchronize()
         best = min(best, start.elapsed_time(end))
     return best * 1000 / len(calls)
