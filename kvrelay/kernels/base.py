@@ -111,9 +111,8 @@ class FusedLayer(Protocol):
 
     def __call__(
         self, x: torch.Tensor | None, residual: torch.Tensor, cos_sin: torch.Tensor, batch: ForwardBatch, kv: torch.Tensor
-    ) -> torch.Tensor | None:
-        """`x` is what the layer before adds to the residual, None if that is done. Returns what this one adds, None if it has
-        added it itself, which it may only do where no token is an image's."""
+    ) -> torch.Tensor:
+        """`x` is what the layer before adds to the residual, None for the first. Returns what this one adds."""
 
 
 class Kernels(Protocol):

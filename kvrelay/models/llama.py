@@ -157,6 +157,7 @@ class LlamaModel:
             if index == last and not all_rows:
                 attended, residual = attended[batch.logit_rows], residual[batch.logit_rows]
             x = layer.finish(attended, residual)
+        assert x is not None
         return self._logits(x, residual)
 
     def _with_own_rotation(self, batch: ForwardBatch, images: ImageBatch) -> tuple[ForwardBatch, torch.Tensor]:
@@ -173,9 +174,6 @@ class LlamaModel:
             self._kv, self._kv_layers = kv, kv.unbind(0)
         return self._kv_layers
 
-    def _logits(self, x: torch.Tensor | None, residual: torch.Tensor) -> torch.Tensor:
-        if x is None:
-            x = self._kernels.rms_norm(residual, self._norm, self.spec.rms_norm_eps)
-        else:
-            x = self._kernels.add_rms_norm(x, residual, self._norm, self.spec.rms_norm_eps)
+    def _logits(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        x = self._kernels.add_rms_norm(x, residual, self._norm, self.spec.rms_norm_eps)
         return self._kernels.linear(x, self._head)

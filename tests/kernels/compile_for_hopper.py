@@ -15,7 +15,7 @@ from triton.runtime.jit import JITFunction
 from kvrelay.kernels.base import AttentionBatch, ForwardBatch, HeadShape
 from kvrelay.kernels.cuda import elementwise, launch
 from kvrelay.kernels.cuda.decode import decode_attention
-from kvrelay.kernels.cuda.linear import CudaPacked, Norm, small_linear
+from kvrelay.kernels.cuda.linear import CudaPacked, small_linear
 from kvrelay.kernels.cuda.prefill import paged_attention
 
 SHAPES = [HeadShape(32, 8, 128), HeadShape(9, 3, 64), HeadShape(32, 4, 256), HeadShape(24, 24, 96)]
@@ -84,8 +84,8 @@ def main() -> None:
         elementwise.silu_mul(x)
         packed = CudaPacked(torch.empty(28672, 4096, dtype=dtype), None)
         for num_rows in (1, 8):
-            small_linear(x[:num_rows], packed, gated=True, norm=Norm(x[0], 1e-5))
-            small_linear(x[:num_rows], CudaPacked(packed.weight[:4096], None), add_to=x[:num_rows])
+            small_linear(x[:num_rows], packed, gated=True)
+            small_linear(x[:num_rows], packed)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvrelay.kernels.base import AttentionBatch, HeadShape
-from kvrelay.kernels.cuda.launch import options, power_of_2
+from kvrelay.kernels.cuda.launch import options, power_of_2, prefetch
 from kvrelay.kernels.cuda.table import DecodeChoice, choose_decode
 
 _LOG2_E = 1.4426950408889634
@@ -24,25 +24,32 @@ _LOG2_E = 1.4426950408889634
 def _decode_kernel(
     q, q_stride, kv, value_offset, tables, table_stride, contexts, query_start, out, partial, lse, scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, MIXED: tl.constexpr, PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, MIXED: tl.constexpr, AHEAD: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """With MIXED, rows with more queries than one are left to another kernel."""
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
     row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    context = tl.load(contexts + row)
+    split_size = tl.cdiv(tl.cdiv(context, 16), SPLITS) * 16
+    begin = split * split_size
+    end = tl.minimum(begin + split_size, context)
+    member = tl.arange(0, GROUP_PAD)
+    dim = tl.arange(0, DIM_PAD)
+    if PDL:
+        if AHEAD and begin < end:
+            place = tl.minimum(begin + tl.arange(0, TILE), end - 1)
+            block = tl.load(tables + row.to(tl.int64) * table_stride + place // BLOCK_SIZE)
+            slot = block.to(tl.int64) * BLOCK_SIZE + place % BLOCK_SIZE
+            prefetch(kv + (slot * KV_HEADS + kv_head) * DIM, DIM)
+            prefetch(kv + value_offset + (slot * KV_HEADS + kv_head) * DIM, DIM)
+        gdc_wait()
     token = row
     if MIXED:
         token = tl.load(query_start + row)
         if tl.load(query_start + row + 1) - token != 1:
             return
-    context = tl.load(contexts + row)
-    split_size = tl.cdiv(tl.cdiv(context, TILE), SPLITS) * TILE
-    begin = split * split_size
-    end = tl.minimum(begin + split_size, context)
-    member = tl.arange(0, GROUP_PAD)
-    dim = tl.arange(0, DIM_PAD)
     head = kv_head * GROUP + member
     real = (member < GROUP)[:, None] & (dim < DIM)[None, :]
     query = tl.load(q + token.to(tl.int64) * q_stride + head[:, None] * DIM + dim[None, :], mask=real, other=0.0)
@@ -135,7 +142,7 @@ def decode_attention(
         rows.query_start, out, partial, lse, scale * _LOG2_E,
         KV_HEADS=shape.num_kv_heads, GROUP=group, GROUP_PAD=power_of_2(group, 16), DIM=dim, DIM_PAD=power_of_2(dim, 16),
         BLOCK_SIZE=block_size, TILE=choice.tile, SPLITS=splits, MIXED=mixed,
-        PRECISION="ieee" if q.dtype is torch.float32 else "tf32",
+        AHEAD=choice.ahead and dim == power_of_2(dim, 16), PRECISION="ieee" if q.dtype is torch.float32 else "tf32",
         **options(choice.num_warps, choice.num_stages),
     )  # fmt: skip
     if splits > 1:

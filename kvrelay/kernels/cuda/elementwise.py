@@ -36,6 +36,7 @@ def _norm_kernel(x, residual, weight, out, width, eps, ADD: tl.constexpr, BLOCK:
 
 
 def rms_norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """The one without a residual is a pass's first: it waits for all that was launched before."""
     rows, width = x.shape
     assert x.is_contiguous()
     assert residual is None or residual.is_contiguous()
@@ -44,7 +45,7 @@ def rms_norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tenso
     target = x if residual is None else residual
     _norm_kernel[(rows,)](
         x, target, weight, out, width, eps, ADD=residual is not None, BLOCK=block,
-        **options(num_warps=min(8, max(1, block // 256))),
+        **options(num_warps=min(8, max(1, block // 256)), after_all=residual is None),
     )  # fmt: skip
     return out
 
@@ -82,11 +83,16 @@ def _rope_kernel(
     """Some heads of one token a program. Each half of a head is a tile: a pair to be turned sits at one place of both."""
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK)
     pair = tl.arange(0, HALF)
     half: tl.constexpr = DIM // 2
+    slot = tl.load(slots + token)
+    turn = cos_sin + tl.load(positions + token) * DIM + pair
+    cos = tl.load(turn, mask=pair < half, other=0.0)[None, :]
+    sin = tl.load(turn + half, mask=pair < half, other=0.0)[None, :]
+    if PDL:
+        gdc_wait()
     inside = (head < HEADS + 2 * KV_HEADS)[:, None] & (pair < half)[None, :]
     places = qkv + token * ((HEADS + 2 * KV_HEADS) * DIM) + head[:, None] * DIM + pair[None, :]
     first = tl.load(places, mask=inside, other=0.0)
@@ -102,16 +108,12 @@ def _rope_kernel(
         factor_two = tl.load(q_places + half, mask=is_query, other=0.0) + tl.load(k_places + half, mask=is_key, other=0.0)
         one = ((one * inverse).to(first.dtype) * factor_one).to(tl.float32)
         two = ((two * inverse).to(first.dtype) * factor_two).to(tl.float32)
-    turn = cos_sin + tl.load(positions + token) * DIM + pair
-    cos = tl.load(turn, mask=pair < half, other=0.0)[None, :]
-    sin = tl.load(turn + half, mask=pair < half, other=0.0)[None, :]
     is_value = (head >= HEADS + KV_HEADS)[:, None]
     first = tl.where(is_value, first, (one * cos - two * sin).to(first.dtype))
     second = tl.where(is_value, second, (two * cos + one * sin).to(second.dtype))
     changed = inside & (head < (HEADS + KV_HEADS if KEEP else HEADS))[:, None]
     tl.store(places, first, mask=changed)
     tl.store(places + half, second, mask=changed)
-    slot = tl.load(slots + token)
     kv_head = tl.where(head < HEADS + KV_HEADS, head - HEADS, head - HEADS - KV_HEADS)
     offset = tl.where(is_value, value_offset, 0)
     stored = kv + offset + (slot * KV_HEADS + kv_head[:, None]) * DIM + pair[None, :]

@@ -23,7 +23,7 @@ from kvrelay.kernels.cuda import elementwise
 from kvrelay.kernels.cuda.decode import decode_attention
 from kvrelay.kernels.cuda.layer import CudaLayer
 from kvrelay.kernels.cuda.linear import CudaPacked, small_linear
-from kvrelay.kernels.cuda.prefill import own_attention, paged_attention
+from kvrelay.kernels.cuda.prefill import PLAN_STEP, has_room, own_attention, paged_attention
 from kvrelay.kernels.cuda.table import MAX_SMALL_ROWS
 from kvrelay.kernels.torch_kernels import TorchKernels
 
@@ -32,7 +32,7 @@ Linears = Literal["auto", "triton", "cublas"]
 _MAX_FORCED_ROWS = 128  # Triton's linears keep a pass's rows in one tile
 _MAX_HEAD_DIM = 256
 _MAX_CUDNN_DIM = 128
-_MIN_CUDNN_QUERIES = 256  # shorter rows are computed together by the paged kernel
+_MIN_CUDNN_QUERIES = 512  # shorter rows are computed together by the paged kernel
 
 
 class CudaKernels:
@@ -58,6 +58,20 @@ class CudaKernels:
         if self.is_small(x.shape[0]):
             return small_linear(x, packed)
         return F.linear(x, packed.weight, packed.bias)
+
+    def qkv_linear(self, x: torch.Tensor, packed: Packed, shape: HeadShape, rows: AttentionBatch) -> torch.Tensor:
+        """A linear whose rows have room behind them where cuDNN will attend over them: see `own_attention`."""
+        assert isinstance(packed, CudaPacked)
+        if self._own_rows(rows, shape, x) is None:
+            return self.linear(x, packed)
+        tokens = x.shape[0]
+        roomy = x.new_empty(tokens + PLAN_STEP, packed.out_features)
+        roomy[tokens:].zero_()
+        if packed.bias is None:
+            torch.mm(x, packed.weight.T, out=roomy[:tokens])
+        else:
+            torch.addmm(packed.bias, x, packed.weight.T, out=roomy[:tokens])
+        return roomy[:tokens]
 
     def gated_linear(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:
         """silu_mul(linear(x)), in one kernel for few rows."""
@@ -95,8 +109,8 @@ class CudaKernels:
             return self._reference.attention(q, shape, batch, kv, scale)
         rows = batch.attention
         own_rows = self._own_rows(rows, shape, q)
-        if own_rows is not None and (beside := _beside(q, shape)) is not None:
-            return own_attention(q, *beside, own_rows, scale)
+        if own_rows is not None and has_room(q, shape, own_rows):
+            return own_attention(q, shape, own_rows, scale)
         out = q.new_empty(q.shape[0], shape.num_heads * shape.head_dim)
         if rows.max_query == 1:
             decode_attention(q, shape, rows, kv, scale, out)
@@ -122,14 +136,3 @@ class CudaKernels:
             return None
         counts = [count for count, _ in rows.lengths]
         return counts if min(counts) >= _MIN_CUDNN_QUERIES else None
-
-
-def _beside(q: torch.Tensor, shape: HeadShape) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The keys and values of the tokens themselves, if q is a view of fused rows, as `rope_and_store` returns it."""
-    width = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
-    if q.stride(0) != width or shape.num_kv_heads == 0:
-        return None
-    size, strides = (q.shape[0], shape.num_kv_heads, shape.head_dim), (width, shape.head_dim, 1)
-    keys_at = q.storage_offset() + shape.num_heads * shape.head_dim
-    values_at = keys_at + shape.num_kv_heads * shape.head_dim
-    return q.as_strided(size, strides, keys_at), q.as_strided(size, strides, values_at)

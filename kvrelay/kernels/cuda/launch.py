@@ -2,9 +2,11 @@
 
 A kernel with `PDL` set takes part in programmatic dependent launch: its programs are started while the kernel before still
 runs, load what does not depend on it (weights), and wait for its end in `gdc_wait()`. Every program of such a kernel waits
-before it ends, so a kernel that has ended implies that all kernels before it have.
+before it ends, so a kernel that has ended implies that all kernels before it have. Several kernels may wait in a row.
 
-Nothing but weights may be read before the wait: lengths, block tables and slots are written by kernels as well.
+What may be read before the wait: weights, and the inputs of a pass (positions, slots, lengths, block tables), which are
+written before its first norm; that one is launched in the ordinary way (`after_all`), and all others follow it. Everything
+else may be brought into the L2 cache, which sees later stores: `prefetch` keeps memory busy while small kernels run.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import functools
 
 import torch
 import triton
+import triton.language as tl
 from triton import knobs
 
 INTERPRETED = bool(knobs.runtime.interpret)  # TRITON_INTERPRET=1: kernels run in numpy, on the CPU
@@ -25,10 +28,10 @@ def has_dependent_launch() -> bool:
 
 
 @functools.cache
-def options(num_warps: int = 4, num_stages: int = 3) -> dict[str, object]:
+def options(num_warps: int = 4, num_stages: int = 3, *, after_all: bool = False) -> dict[str, object]:
     """Keywords of a launch. The constexpr `PDL` of the kernel is among them."""
     if has_dependent_launch():
-        return {"num_warps": num_warps, "num_stages": num_stages, "PDL": True, "launch_pdl": True}
+        return {"num_warps": num_warps, "num_stages": num_stages, "PDL": True, "launch_pdl": not after_all}
     return {"num_warps": num_warps, "num_stages": num_stages, "PDL": False}
 
 
@@ -36,3 +39,13 @@ def options(num_warps: int = 4, num_stages: int = 3) -> dict[str, object]:
 def power_of_2(size: int, least: int = 1) -> int:
     """The smallest one that is not below `size`."""
     return int(max(least, triton.next_power_of_2(size)))
+
+
+@triton.jit
+def prefetch(lines, SIZE: tl.constexpr):
+    """SIZE elements from each of the pointers `lines` on, into the L2 cache: an instruction per 32 bytes."""
+    step: tl.constexpr = 256 // lines.dtype.element_ty.primitive_bitwidth
+    places = lines[:, None] + (tl.arange(0, SIZE // step) * step)[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [places.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )

@@ -19,6 +19,7 @@ from kvrelay.kernels.cuda.launch import options, power_of_2
 from kvrelay.kernels.cuda.table import PrefillChoice, choose_prefill
 
 _LOG2_E = 1.4426950408889634
+PLAN_STEP = 256
 
 
 @triton.jit(do_not_specialize=["table_stride", "num_rows"])
@@ -134,22 +135,50 @@ def paged_attention(
     )  # fmt: skip
 
 
-def own_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, queries: list[int], scale: float) -> torch.Tensor:
-    """q [tokens, heads, dim], k and v [tokens, kv_heads, dim]: each row of so many queries attends to itself, causally.
-    Returns [tokens, heads * dim]."""
-    if len(queries) == 1:
-        return _cudnn(q, k, v, scale).flatten(1)
-    out = q.new_empty(q.shape)
+def padded(count: int) -> int:
+    """cuDNN plans every new length anew, which takes 45 ms, so lengths are rounded up to a multiple."""
+    return -(-count // PLAN_STEP) * PLAN_STEP
+
+
+def own_attention(q: torch.Tensor, shape: HeadShape, queries: list[int], scale: float) -> torch.Tensor:
+    """q [tokens, heads, dim] is a view of fused rows, turned keys and values beside it; each row of so many queries attends to
+    itself, causally. Behind the last token there is `PLAN_STEP` of room that holds finite numbers: no query sees them, nor
+    what follows a row. Returns [tokens, heads * dim]."""
+    out: torch.Tensor | None = None
     start = 0
     for count in queries:
-        end = start + count
-        out[start:end] = _cudnn(q[start:end], k[start:end], v[start:end], scale)
-        start = end
+        found = _cudnn(_fused_view(q, shape, start, padded(count)), shape, scale)[:count]
+        if len(queries) == 1:
+            return found.flatten(1)
+        if out is None:
+            out = q.new_empty(q.shape)
+        out[start : start + count] = found
+        start += count
+    assert out is not None
     return out.flatten(1)
 
 
-def _cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    parts = [part.transpose(0, 1)[None] for part in (q, k, v)]
+def has_room(q: torch.Tensor, shape: HeadShape, queries: list[int]) -> bool:
+    """Whether q is a view of fused rows, as `rope_and_store` returns it, with the room that `own_attention` wants."""
+    width = fused_width(shape)
+    rows = q.untyped_storage().nbytes() // q.element_size() // width
+    return q.stride(0) == width and q.storage_offset() == 0 and rows >= sum(queries[:-1]) + padded(queries[-1])
+
+
+def fused_width(shape: HeadShape) -> int:
+    return (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+
+
+def _fused_view(q: torch.Tensor, shape: HeadShape, start: int, count: int) -> torch.Tensor:
+    """[count, q heads | k heads | v heads, dim] from a token on."""
+    width = fused_width(shape)
+    size = (count, width // shape.head_dim, shape.head_dim)
+    return q.as_strided(size, (width, shape.head_dim, 1), start * width)
+
+
+def _cudnn(fused: torch.Tensor, shape: HeadShape, scale: float) -> torch.Tensor:
+    sizes = [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads]
+    parts = [part.transpose(0, 1)[None] for part in fused.split_with_sizes(sizes, dim=1)]
     result = torch.ops.aten._scaled_dot_product_cudnn_attention(
         *parts, None, compute_log_sumexp=False, is_causal=True, scale=scale
     )

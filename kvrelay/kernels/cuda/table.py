@@ -15,6 +15,7 @@ class DecodeChoice:
     tile: int  # tokens of KV a step
     num_warps: int
     num_stages: int
+    ahead: bool = True  # the first tile is prefetched while the kernel before still runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +32,11 @@ class LinearChoice:
     block_in: int  # columns a step
     num_warps: int
     num_stages: int
+    ahead: int = 0  # columns prefetched while the kernel before still runs
 
 
-MAX_SMALL_ROWS = 16  # from here on cuBLAS is faster
-_MAX_SPLITS = 32
+MAX_SMALL_ROWS = 1  # more rows are faster in cuBLAS
+_MAX_SPLITS = 64
 _PROGRAMS = 1024  # decode programs that keep the card busy
 _WIDE_HEAD_BYTES = 256  # of a head's keys: 128 x bfloat16
 
@@ -44,14 +46,14 @@ def choose_decode(num_heads: int, max_context: int, head_bytes: int) -> DecodeCh
     """`num_heads` counts the KV heads of all rows."""
     wide = head_bytes > _WIDE_HEAD_BYTES
     if num_heads > 1024:
-        return DecodeChoice(1, 32, 4, 2)
+        return DecodeChoice(1, 32, 2, 2 if wide else 3)
     if num_heads > 256:
         return DecodeChoice(1, 32, 4, 2) if wide else DecodeChoice(1, 64, 2, 3)
-    tile = 32 if wide else 64
+    tile = 32 if wide or num_heads <= 16 else 64
     splits = 1
     while splits < _MAX_SPLITS and splits * num_heads < _PROGRAMS and splits * tile < max_context:
         splits *= 2
-    return DecodeChoice(splits, tile, 4 if wide else 2, 2 if wide else 3)
+    return DecodeChoice(splits, tile, 4 if tile == 32 else 2, 2)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -65,11 +67,20 @@ def choose_prefill(num_lines: int, head_bytes: int) -> PrefillChoice:
         return PrefillChoice(32, 64, 4, 3)
     if num_lines <= 64:
         return PrefillChoice(64, 64, 4, 3)
-    return PrefillChoice(128, 64, 8, 3)
+    return PrefillChoice(128, 128, 8, 2) if num_lines <= 16384 else PrefillChoice(128, 64, 4, 3)
 
 
 @functools.lru_cache(maxsize=1024)
-def choose_linear(num_rows: int, out_features: int, in_features: int) -> LinearChoice:
+def choose_linear(num_rows: int, num_lines: int, width: int, gated: bool) -> LinearChoice:
+    """`num_lines` counts outputs: with `gated` each has two rows of the weight."""
     if num_rows == 1:
-        return LinearChoice(4 if out_features <= 8192 else 8, 1024, 4, 3)
-    return LinearChoice(16 if out_features <= 8192 else 32, 256, 4, 4)
+        if gated:
+            return LinearChoice(4, 1024, 8, 3, ahead=1024)
+        if num_lines > 4096:
+            return LinearChoice(4, 2048, 8, 3, ahead=2048)
+        return LinearChoice(16, 1024, 8, 3, ahead=2048)
+    if gated:
+        return LinearChoice(64, 128, 4, 3, ahead=512)
+    if num_lines > 32768 or num_rows > 16:
+        return LinearChoice(64, 128, 4, 4, ahead=512)
+    return LinearChoice(64, 256, 4, 4, ahead=1024)

@@ -23,7 +23,7 @@ from kvrelay.kernels.base import AttentionBatch, HeadShape
 from kvrelay.kernels.cuda import elementwise
 from kvrelay.kernels.cuda.decode import decode_attention
 from kvrelay.kernels.cuda.launch import power_of_2
-from kvrelay.kernels.cuda.linear import CudaPacked, Norm, small_linear
+from kvrelay.kernels.cuda.linear import CudaPacked, small_linear
 from kvrelay.kernels.cuda.prefill import own_attention, paged_attention
 from kvrelay.kernels.cuda.table import DecodeChoice, LinearChoice, PrefillChoice, choose_decode, choose_linear
 
@@ -40,17 +40,13 @@ class Linear:
     out_features: int
     in_features: int
     gated: bool = False
-    norm: bool = False
-    add: bool = False
 
 
 LINEARS = [
     Linear("qkv", 6144, 4096),
-    Linear("qkv+norm", 6144, 4096, norm=True),
-    Linear("output+add", 4096, 4096, add=True),
+    Linear("output", 4096, 4096),
     Linear("gate_up+silu", 28672, 4096, gated=True),
-    Linear("gate_up+norm+silu", 28672, 4096, gated=True, norm=True),
-    Linear("down+add", 4096, 14336, add=True),
+    Linear("down", 4096, 14336),
     Linear("head", 128256, 4096),
 ]
 DECODES = [(1, 192), (1, 8192), (8, 1088), (32, 1088), (64, 1088), (256, 576)]  # rows, context
@@ -59,16 +55,11 @@ PREFILLS = [(512, 512), (2048, 2048), (8192, 8192), (2048, 8192)]  # queries, co
 
 def linear_choices(rows: int) -> list[LinearChoice]:
     if rows == 1:
-        sizes = [(4, 1024), (4, 2048), (8, 512), (8, 1024), (8, 2048), (16, 512), (16, 1024), (2, 2048)]
-        return [LinearChoice(*size, warps, 3) for size, warps in itertools.product(sizes, (4, 8))]
-    if rows > 16:
-        return [
-            LinearChoice(*choice)
-            for choice in [(16, 256, 4, 4), (32, 128, 4, 5), (32, 256, 4, 3), (64, 128, 4, 4), (64, 128, 8, 4),
-                           (64, 256, 8, 3), (128, 64, 4, 5), (128, 64, 8, 5)]
-        ]  # fmt: skip
-    sizes = [(16, 256), (16, 512), (32, 128), (32, 256), (64, 128), (64, 256)]
-    return [LinearChoice(*size, warps, stages) for size, warps, stages in itertools.product(sizes, (4, 8), (3, 5))]
+        tiles = [(4, 1024), (4, 2048), (8, 1024), (8, 2048), (16, 512), (16, 1024), (2, 2048)]
+        products = itertools.product(tiles, (4, 8), (0, 1024, 2048))
+        return [LinearChoice(*tile, warps, 3, ahead) for tile, warps, ahead in products]
+    sizes = [(64, 128, 4), (64, 256, 4), (64, 128, 8), (128, 128, 4), (128, 64, 4), (128, 128, 8), (32, 256, 4)]
+    return [LinearChoice(*size, stages, ahead) for size, stages, ahead in itertools.product(sizes, (3, 5), (0, 512, 1024))]
 
 
 def decode_choices(rows: int, context: int) -> list[DecodeChoice]:
@@ -96,10 +87,10 @@ def graph_us(calls: Iterable[Callable[[], object]], repeats: int = 5) -> float:
     graph.replay()
     best = float("inf")
     for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        start.record()  # type: ignore[no-untyped-call]
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
         graph.replay()
-        end.record()  # type: ignore[no-untyped-call]
+        end.record()
         end.synchronize()
         best = min(best, start.elapsed_time(end))
     return best * 1000 / len(calls)
@@ -115,17 +106,12 @@ class LinearBench:
             for _ in range(copies)
         ]
         self.x = torch.randn(rows, linear.in_features, device="cuda", dtype=DTYPE)
-        self.norm = Norm(torch.randn(linear.in_features, device="cuda", dtype=DTYPE), 1e-5) if linear.norm else None
-        self.residual = torch.randn(rows, linear.out_features, device="cuda", dtype=DTYPE) if linear.add else None
 
     def call(self, packed: CudaPacked, choice: LinearChoice) -> torch.Tensor:
-        return small_linear(
-            self.x, packed, gated=self.linear.gated, norm=self.norm, add_to=self.residual, choice=choice
-        )  # fmt: skip
+        return small_linear(self.x, packed, gated=self.linear.gated, choice=choice)
 
     def library(self, packed: CudaPacked) -> torch.Tensor:
-        x = self.x if self.norm is None else elementwise.rms_norm(self.x, None, self.norm.weight, 1e-5)
-        x = F.linear(x, packed.weight)
+        x = F.linear(self.x, packed.weight)
         return elementwise.silu_mul(x) if self.linear.gated else x
 
 
@@ -156,7 +142,7 @@ def compile_all(jobs: list[Job]) -> None:
 
 
 def _compiled_as(linear: Linear) -> Linear:
-    return Linear("", 2048, 4096, linear.gated, linear.norm, linear.add)
+    return Linear("", 2048, 4096, linear.gated)
 
 
 def _row_tile(rows: int) -> int:
@@ -216,7 +202,7 @@ def tune_linear(linear: Linear, rows: int) -> dict[str, object]:
         list(linear_choices(rows)),
         lambda choice: graph_us([lambda packed=packed: bench.call(packed, choice) for packed in bench.weights]),  # type: ignore[misc, arg-type]
     )
-    now = choose_linear(rows, linear.out_features, linear.in_features)
+    now = choose_linear(rows, linear.out_features // (2 if linear.gated else 1), linear.in_features, linear.gated)
     return report(f"{linear.name} x {rows}", size / 1e9, library_us, found, now)
 
 
@@ -239,10 +225,9 @@ def tune_decode(rows: int, context: int) -> dict[str, object]:
 
 def tune_prefill(queries: int, context: int) -> dict[str, object]:
     qkv, batch, kv = kv_batch(1, queries, context, 1)
-    heads = qkv.view(queries, 48, 128)
-    q, k, v = heads[:, :32], heads[:, 32:40], heads[:, 40:]
+    q = qkv.view(queries, 48, 128)[:, :32]
     out = torch.empty(queries, 4096, device="cuda", dtype=DTYPE)
-    library_us = graph_us([lambda: own_attention(q, k, v, [queries], 0.1)] * 4) if queries == context else float("nan")
+    library_us = graph_us([lambda: own_attention(q, SHAPE, [queries], 0.1)] * 4) if queries == context else float("nan")
 
     def time(choice: Choice) -> float:
         assert isinstance(choice, PrefillChoice)
