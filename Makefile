@@ -23,7 +23,7 @@ PYTHON ?=
 CANDIDATES := $(or $(PYTHON),python3 python3.13 python3.12 python3.11 python3.14 python)
 ARGS ?=
 SOAK_MINUTES ?= 30
-SOURCES := kvrelay tests examples
+SOURCES := kvrelay tests examples tools
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)

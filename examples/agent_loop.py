@@ -1,4 +1,4 @@
-"""An agent's tool calls on kept KV: a turn costs what it adds, not the whole conversation. Usage: agent_loop.py [URL]"""
+"""An agent's tool calls on kept KV: each turn computes only what it adds to the conversation. Usage: agent_loop.py [URL]"""
 
 import json
 import sys
@@ -33,6 +33,6 @@ for name, next_turn in (("get_weather", must_call("get_trains")), ("get_trains",
     print(f"the model calls {call.name}({json.loads(call.arguments)})")
     turn = {"messages": None, "continuation_of": choice.continuation["id"], "continuation_suffix": suffix(reply, results[name])}
     reply = client.chat.completions.create(messages=[], **usual, **next_turn, extra_body={**keep, **turn})
-    came = reply.kvrelay["continuation"]
-    print(f"  next turn: {came['inherited_tokens']} tokens of the {came['source']}, {came['computed_tokens']} computed")
+    source = reply.kvrelay["continuation"]
+    print(f"  next turn: {source['inherited_tokens']} tokens inherited, {source['computed_tokens']} computed")
 print(reply.choices[0].message.content)

@@ -1,4 +1,4 @@
-"""Structured output: whatever the model says fits the schema. Usage: json_schema.py [URL]"""
+"""Structured output: the answer always fits the schema. Usage: json_schema.py [URL]"""
 
 import json
 import sys

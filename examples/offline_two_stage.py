@@ -1,4 +1,4 @@
-"""Think, then search from the thought: stage 2 computes its suffix only. Usage: offline_two_stage.py [MODEL]"""
+"""Think, then search from the thought: stage 2 computes only its suffix. Usage: offline_two_stage.py [MODEL]"""
 
 import sys
 

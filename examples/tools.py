@@ -1,4 +1,4 @@
-"""Tool calling: the model is made to call a function, and gets its result. Usage: tools.py [URL]"""
+"""Tool calling: the model has to call a function and receives its result. Usage: tools.py [URL]"""
 
 import json
 import sys

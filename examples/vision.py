@@ -1,4 +1,4 @@
-"""Builds a tiny vision model that talks nonsense, serves it on three workers, asks about two images. Usage: vision.py"""
+"""Makes a tiny vision model that talks nonsense, serves it on three workers, asks about two images. Usage: vision.py"""
 
 import base64
 import io
@@ -10,7 +10,8 @@ import tempfile
 from openai import OpenAI
 from PIL import Image
 
-from kvrelay.checkpoint.tiny_vl import make_tiny_vl
+sys.path.append(str(pathlib.Path(__file__).parents[1] / "tests"))
+from tiny_vl import make_tiny_vl
 
 
 def image(colour: str) -> dict:
@@ -21,11 +22,9 @@ def image(colour: str) -> dict:
 
 def ask(url: str) -> None:
     client = OpenAI(base_url=url + "/v1", api_key="none")
-    question = {"role": "user", "content": [{"type": "text", "text": "Which is red?"}, image("red"), image("blue")]}
+    asked = {"role": "user", "content": [{"type": "text", "text": "Which is red?"}, image("red"), image("blue")]}
     for _ in range(2):  # the second time nothing is encoded
-        answer = client.with_raw_response.chat.completions.create(
-            model="tiny", messages=[question], max_tokens=24, temperature=0
-        )
+        answer = client.with_raw_response.chat.completions.create(model="tiny", messages=[asked], max_tokens=24, temperature=0)
         print(repr(answer.parse().choices[0].message.content), "encoded by", answer.headers["x-kvrelay-encode"])
 
 

@@ -352,10 +352,10 @@ def test_without_its_guard_a_listener_lets_nobody_in() -> None:
 def test_the_guard_ends_with_its_context() -> None:
     """As when a worker ends its sockets in order before it starts itself again."""
     script = (
-        "import zmq; from kvrelay import cluster_key, plane\n"
-        "plane.use_key(cluster_key.derive(bytes(32)))\n"
+        "import zmq; from kvrelay.planes import cluster_key, curve\n"
+        "curve.use_key(cluster_key.derive(bytes(32)))\n"
         "for _ in range(2):\n"
-        "    plane.listening(zmq.ROUTER).close()\n"
+        "    curve.listening(zmq.ROUTER).close()\n"
         "    zmq.Context.instance().term()\n"
         "print('ended')"
     )

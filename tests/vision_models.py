@@ -17,8 +17,8 @@ import tokenizers
 import torch
 import transformers
 from parity import TIE
+from tiny_vl import IMAGE_TOKEN_ID, make_tiny_vl
 
-from kvrelay.checkpoint.tiny_vl import IMAGE_TOKEN_ID, make_tiny_vl
 from kvrelay.media.image_spec import ImageSpec, read_image_spec
 from kvrelay.media.patches import grid_of
 from kvrelay.media.placeholders import placeholder_ids

@@ -1,9 +1,8 @@
 """Measurements: `kvrelay bench SCENARIO`. Every figure is compared with something measured in the same run.
 
-- `main.py`      the command line; `report.py` the result file and the table
-- `machine.py`   what this machine can do at best: memory bandwidth, GEMM rate
-- `work.py`      what a model asks for: bytes and FLOPs of a step, hence its roofline
-- `engine.py`    rounds and figures; `own_engine.py` runs them on our engine, `peer.py` on transformers
-- `router.py`    the real router on a core of its own, between `fake_worker.py` and `load.py` on another (`processes.py`),
-                 with `bare_sse.py` as the reference
+- `main.py`     the command line, and the table of scenarios
+- `harness/`    what scenarios share: options and parts (`scenario.py`), child processes (`child.py`), workers behind a router
+                of this process (`cluster.py`) or behind `kvrelay serve` (`server.py`), an engine without one (`engine.py`),
+                prompts (`workload.py`), the drawing (`plot.py`), the result (`report.py`)
+- the others    a scenario each: `machine.py`, or a folder whose `scenario.py` has its options and parts
 """

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Mapping
+import functools
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
@@ -13,18 +14,20 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from kvrelay.config import RouterOptions
-from kvrelay.frontend.admin import change_role, drain
-from kvrelay.frontend.auth import ApiKeys, KeyRing
-from kvrelay.frontend.chat import chat_completions
-from kvrelay.frontend.completions import completions
-from kvrelay.frontend.continuations import delete_continuation, list_continuations, one_continuation
-from kvrelay.frontend.endpoint import Endpoint, Handler
-from kvrelay.frontend.errors import error_body, unknown_path
-from kvrelay.frontend.http import Receive, Scope, Send
-from kvrelay.frontend.pages import cluster, docs, health, index, metrics_page, models, one_model, openapi_page, version_page
-from kvrelay.frontend.responses import responses
+from kvrelay.frontend.answer.chat import chat_completions
+from kvrelay.frontend.answer.completions import completions
+from kvrelay.frontend.answer.responses import responses
+from kvrelay.frontend.http.auth import ApiKeys, KeyRing
+from kvrelay.frontend.http.call import Call, Receive, Scope, Send
+from kvrelay.frontend.http.endpoint import Endpoint, Handler
+from kvrelay.frontend.http.errors import error_body, unknown_path
+from kvrelay.frontend.pages.admin import change_role, drain
+from kvrelay.frontend.pages.continuations import delete_continuation, list_continuations, one_continuation
+from kvrelay.frontend.pages.info import cluster, health, index, metrics_page, models, one_model, version_page
+from kvrelay.frontend.pages.openapi import docs, openapi_page
+from kvrelay.frontend.pages.tokenize import detokenize, tokenize
+from kvrelay.frontend.prompt.images import Images
 from kvrelay.frontend.service import Service
-from kvrelay.frontend.tokenize import detokenize, tokenize
 from kvrelay.media.image_spec import ImageSpec
 from kvrelay.metrics import Metrics
 from kvrelay.router.backend import Backend
@@ -32,7 +35,7 @@ from kvrelay.text.tokenizer import Tokenizer
 
 Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
 
-_ROUTES: tuple[tuple[str, str, Handler], ...] = (
+ROUTES: tuple[tuple[str, str, Callable[[Service, Call], Awaitable[None]]], ...] = (
     ("/v1/chat/completions", "POST", chat_completions),
     ("/v1/completions", "POST", completions),
     ("/v1/responses", "POST", responses),
@@ -56,8 +59,8 @@ _ROUTES: tuple[tuple[str, str, Handler], ...] = (
 
 
 class FrontEnd(Starlette):
-    """Starlette, except that known paths go straight to their endpoints: a stream is resumed once per token, and every
-    layer in between would be passed through each time."""
+    """Starlette, except that known paths go straight to their endpoints: a stream is resumed once per token, and each time it
+    would pass through every layer in between."""
 
     def __init__(self, endpoints: Mapping[str, Endpoint], keys: KeyRing, lifespan: Lifespan | None) -> None:
         super().__init__(
@@ -90,17 +93,26 @@ def create_app(
     image_spec: ImageSpec | None = None,
     lifespan: Lifespan | None = None,
 ) -> Starlette:
-    """`model` is what the server was started with; clients call it that unless `served_model_name` is set. With an `image_spec`
-    it takes images."""
-    service = Service(backend, tokenizer, metrics, options, model, image_spec)
+    """`model` is the server's argument, and the model's name to clients unless `served_model_name` is set. With an `image_spec`
+    the server takes images."""
+    service = Service(backend, tokenizer, metrics, options, model, _images(image_spec, options))
     handlers: dict[str, dict[str, Handler]] = {}
-    for path, method, handler in _ROUTES:
-        handlers.setdefault(path, {})[method] = handler
-    endpoints = {path: Endpoint(service, path, taken) for path, taken in handlers.items()}
+    for path, method, handler in ROUTES:
+        handlers.setdefault(path, {})[method] = functools.partial(handler, service)
+    log_requests = options.log_requests
+    endpoints = {path: Endpoint(path, taken, metrics, log_requests=log_requests) for path, taken in handlers.items()}
     return FrontEnd(endpoints, KeyRing(options.api_key, options.api_key_file), lifespan)
 
 
+def _images(image_spec: ImageSpec | None, options: RouterOptions) -> Images:
+    if image_spec is None:
+        return Images()
+    from kvrelay.frontend.prompt.media import Media  # loads Pillow, which servers of text models do not need
+
+    return Media(image_spec, options)
+
+
 async def _not_found(request: Request, error: Exception) -> Response:
-    """Endpoints raise no HTTPException: it can only be the router's."""
+    """Endpoints raise no HTTPException: it can only come from Starlette's router."""
     assert isinstance(error, HTTPException)
     return Response(error_body(unknown_path(request.url.path)), status_code=404, media_type="application/json")

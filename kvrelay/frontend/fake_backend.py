@@ -52,7 +52,7 @@ class FakeBackend:
         self.workers: dict[str, Role] = {}  # that can be drained
         self.drained: list[tuple[str, Role | None]] = []
         self.continuations = Continuations(Metrics())
-        self.keeps: bool | None = True  # leases that are asked for; None: nothing is said of them
+        self.keeps: bool | None = True  # whether KV is kept that is to be kept; None: the worker never says
         self.released: list[KeptId] = []
         self._running: dict[RequestStream, _Running] = {}
         self._ticker: asyncio.Task[None] | None = None

@@ -6,23 +6,25 @@ import asyncio
 import functools
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
+
+import msgspec
 
 from kvrelay.config import RouterOptions
 from kvrelay.errors import InvalidRequestError, NotFoundError
-from kvrelay.frontend.tools import Tags
-from kvrelay.media.image_spec import ImageSpec
+from kvrelay.frontend.http.call import Call
+from kvrelay.frontend.prompt.images import Images
+from kvrelay.frontend.prompt.responses_types import ResponsesRequest
+from kvrelay.frontend.prompt.types import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from kvrelay.metrics import Metrics
 from kvrelay.router.backend import Backend
 from kvrelay.sampling import Grammar
 from kvrelay.text.grammar_check import check_grammar
 from kvrelay.text.tokenizer import Tokenizer
 
-if TYPE_CHECKING:
-    from kvrelay.frontend.media import Media
-
 T = TypeVar("T")
-# Tokenising takes about 1 us per character: what is longer than this goes to a thread, so that streams do not stutter.
+R = TypeVar("R", ChatRequest, CompletionRequest, ResponsesRequest, TokenizeRequest, DetokenizeRequest)
+# Tokenising takes about 1 us per character. Longer texts go to a thread, so that streams do not stutter.
 _INLINE_CHARACTERS = 20_000
 _check_grammar = functools.lru_cache(maxsize=512)(check_grammar)
 
@@ -37,7 +39,7 @@ class Service:
         metrics: Metrics,
         options: RouterOptions,
         model: str,
-        image_spec: ImageSpec | None = None,
+        images: Images,
     ) -> None:
         self.backend = backend
         self.tokenizer = tokenizer
@@ -45,10 +47,15 @@ class Service:
         self.options = options
         self.model = options.served_model_name or model
         self.root = model
+        self.images = images
         self.started_at = int(time.time())
-        self.tool_tags = Tags.of(tokenizer)
-        self.media = None if image_spec is None else _open_media(image_spec, options)  # None: the model takes no images
         self.reads_tool_calls = options.tool_parser == "hermes" or (options.tool_parser == "auto" and _speaks_hermes(tokenizer))
+
+    async def read(self, call: Call, decoder: msgspec.json.Decoder[R]) -> R:
+        """The body of a request that may name its model."""
+        request = await call.read(decoder, self.options.max_body_bytes)
+        self.check_model(request.model)
+        return request
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self.model:
@@ -79,7 +86,7 @@ class Service:
             raise InvalidRequestError(f"{param}: {largest} is not a token id of this model (0 to {size - 1})", param=param)
 
     def room_after(self, num_prompt_tokens: int, param: str) -> int:
-        """Tokens that fit behind a prompt; there must be room for one."""
+        """Tokens that fit behind a prompt. At least one must fit."""
         limit = self.backend.max_model_len
         if limit == 0:  # no worker is up: `submit` will say so
             return 1
@@ -91,12 +98,6 @@ class Service:
                 code="context_length_exceeded",
             )
         return limit - num_prompt_tokens
-
-
-def _open_media(image_spec: ImageSpec, options: RouterOptions) -> Media:
-    from kvrelay.frontend.media import Media  # loads Pillow, which servers of text models have no use for
-
-    return Media(image_spec, options)
 
 
 def _speaks_hermes(tokenizer: Tokenizer) -> bool:

@@ -35,7 +35,7 @@ from kvrelay.errors import ConfigError
 from kvrelay.events.eviction_sync import EvictionSyncAdapter
 from kvrelay.events.removals import RemovalQueue
 from kvrelay.frontend.app import create_app
-from kvrelay.frontend.connections import close_slow, limited
+from kvrelay.frontend.http.connections import close_slow, limited
 from kvrelay.launch.cluster import FREE_LOCAL_PORT, WorkerSettings, open_router, until_ready, worker_roles
 from kvrelay.launch.supervise import Supervisor
 from kvrelay.log import Log, take_over

@@ -1,1 +1,1 @@
-"""Images in prompts: how they are read, brought to size and cut into patches, and what stands for them among the tokens."""
+"""Images in prompts: how they are fetched, read, resized and cut into patches, and their placeholders among the tokens."""

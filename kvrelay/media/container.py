@@ -1,9 +1,9 @@
-"""What an image's file holds, read without decoding a pixel: its format, its size, how it is to be turned.
+"""The header of an image file, read without decoding a pixel: format, size and rotation.
 
-Files come from strangers. A library that reads everything in them can be kept busy for hours, or made to take all memory, by a
-small file: thousands of comments, directories whose entries all point at the same megabytes, a size that nobody has memory for.
-So the few bytes that matter are found here, with a limit on everything that is counted, and the library is given only what
-makes the image: no comments, profiles, thumbnails or EXIF. The content decides the format, not what anybody calls it.
+Files come from strangers. A small file can keep a library that reads all of it busy for hours, or make it use up all memory:
+thousands of comments, directories whose entries all point at the same megabytes, a size beyond any memory. So the few bytes
+that matter are found here, with a limit on everything that is counted, and the library gets only what makes up the image: no
+comments, profiles, thumbnails or EXIF. The content decides the format, not a name or a declared type.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _ORIENTATION_TAG = 0x0112
 
 class ImageFile(msgspec.Struct, frozen=True, kw_only=True):
     format: Format
-    width: int  # as stored, before it is turned
+    width: int  # as stored, before rotation
     height: int
     orientation: int = 1  # EXIF's: 1 is upright
     data: bytes  # what a decoder needs of the file
 
 
 def read_container(data: bytes) -> ImageFile:
-    """Raises MediaError for what is none of the four formats, or breaks off in its header."""
+    """Raises MediaError if it is none of the four formats, or ends within its header."""
     try:
         if data.startswith(b"\xff\xd8\xff"):
             return _read_jpeg(data)
@@ -44,7 +44,7 @@ def read_container(data: bytes) -> ImageFile:
         if data.startswith(b"RIFF") and data[8:12] == b"WEBP":
             return _read_webp(data)
     except (struct.error, IndexError) as error:
-        raise MediaError("the file breaks off in its header") from error
+        raise MediaError("the file ends within its header") from error
     raise MediaError("not a JPEG, PNG, WebP or GIF file")
 
 
@@ -63,7 +63,7 @@ def _read_jpeg(data: bytes) -> ImageFile:
     for _ in range(_MAX_PARTS):
         lead, marker = data[at], data[at + 1]
         if lead != 0xFF:
-            raise MediaError("the JPEG file is broken: no marker where one belongs")
+            raise MediaError("the JPEG file is broken: a marker is missing")
         if marker == 0xFF:  # a fill byte
             at += 1
             continue
@@ -88,13 +88,13 @@ def _read_jpeg(data: bytes) -> ImageFile:
     else:
         raise _too_many("JPEG", "segments")
     if size is None:
-        raise MediaError("the JPEG file does not say how large it is")
+        raise MediaError("the JPEG file does not give its size")
     kept.append(data[at : _end_of_scans(data, at)])
     return ImageFile(format="JPEG", width=size[0], height=size[1], orientation=orientation, data=b"".join(kept))
 
 
 def _end_of_scans(data: bytes, at: int) -> int:
-    """Where the image ends: phones put films and further images behind it."""
+    """Where the image ends: phones append videos and further images."""
     num_scans = 0
     for _ in range(_MAX_PARTS):
         found = _MARKER.search(data, at)
@@ -176,7 +176,7 @@ def _read_gif(data: bytes) -> ImageFile:
     )
 
 
-# WebP: chunks of type, length, content, padded to even; the first one says the size, in one of three ways.
+# WebP: chunks of type, length, content, padded to even; the first one has the size, in one of three forms.
 
 
 def _read_webp(data: bytes) -> ImageFile:
@@ -190,7 +190,7 @@ def _read_webp(data: bytes) -> ImageFile:
     elif kind == b"VP8 ":
         width, height = (side & 0x3FFF for side in struct.unpack_from("<HH", data, 26))
     else:
-        raise MediaError("the WebP file does not say how large it is")
+        raise MediaError("the WebP file does not give its size")
     return ImageFile(format="WEBP", width=width, height=height, orientation=_webp_orientation(data), data=data)
 
 
@@ -207,7 +207,7 @@ def _webp_orientation(data: bytes) -> int:
 
 
 def _orientation(exif: bytes) -> int:
-    """Of the first directory. EXIF that cannot be read turns nothing, as in browsers."""
+    """Of the first directory. EXIF that cannot be read is ignored, as in browsers."""
     order = {b"II*\0": "<", b"MM\0*": ">"}.get(exif[:4])
     if order is None:
         return 1
@@ -219,7 +219,7 @@ def _orientation(exif: bytes) -> int:
             if tag == _ORIENTATION_TAG:
                 return value if 1 <= value <= 8 else 1
     except struct.error:
-        pass  # it breaks off
+        return 1  # it is cut off
     return 1
 
 

@@ -1,4 +1,4 @@
-"""Files inside URLs: data:[type][;base64],content. What the URL says of the content's type is not looked at."""
+"""Files inside URLs: data:[type][;base64],content. The declared type is ignored."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _WHITESPACE = str.maketrans("", "", " \t\n\r\f")
 
 
 def read_data_url(url: str, max_bytes: int) -> bytes:
-    """Base64 as browsers read it: white space and missing padding do not matter, everything else must be right."""
+    """Base64 as browsers read it: white space and missing padding are accepted, any other fault is an error."""
     head, comma, content = url.partition(",")
     if not comma:
-        raise MediaError("a data: URL has a comma before its content")
+        raise MediaError("the data: URL has no comma before its content")
     is_base64 = head.lower().endswith(";base64")
     if len(content) > 4 * max_bytes:  # even if every byte were written as %XX, or in lines
         raise _too_large(max_bytes)
@@ -40,4 +40,4 @@ def _from_base64(text: str, max_bytes: int) -> bytes:
 
 
 def _too_large(max_bytes: int) -> MediaError:
-    return MediaError(f"the file is larger than {max_bytes} bytes, the most that are taken")
+    return MediaError(f"the file is larger than {max_bytes} bytes, the limit of this server")

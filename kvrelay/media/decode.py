@@ -1,7 +1,7 @@
 """From a file's bytes to an upright RGB image, within limits that are checked before anything is decoded.
 
-Colours become RGB as in the processors that models were trained with: what is transparent shows white. Of an animation, the
-first frame is the image.
+Colours become RGB as in the processors that models were trained with: transparent areas become white. An animation
+counts as its first frame.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check(data: bytes, limits: Limits) -> tuple[int, int]:
-    """Height and width as they are seen. Decodes all of it, so that what is broken is known now. Raises MediaError."""
+    """Height and width after rotation. Decodes the whole file, so that a broken one is found now. Raises MediaError."""
     file = _within(data, limits)
     _open(file).close()
     return (file.height, file.width) if file.orientation < 5 else (file.width, file.height)
@@ -56,12 +56,12 @@ def _within(data: bytes, limits: Limits) -> ImageFile:
     if not data:
         raise MediaError("the file is empty")
     if len(data) > limits.max_bytes:
-        raise MediaError(f"the file has {len(data)} bytes; at most {limits.max_bytes} are taken")
+        raise MediaError(f"the file has {len(data)} bytes; the limit is {limits.max_bytes}")
     file = read_container(data)
     if file.width < 1 or file.height < 1:
         raise MediaError(f"an image of {file.width}x{file.height} pixels has no content")
     if file.width * file.height > limits.max_pixels:
-        raise MediaError(f"{file.width}x{file.height} are more than {limits.max_pixels} pixels, the most that are taken")
+        raise MediaError(f"{file.width}x{file.height} is more than {limits.max_pixels} pixels, the limit of this server")
     return file
 
 
@@ -75,7 +75,7 @@ def _open(file: ImageFile) -> Image.Image:
         raise
     except UnidentifiedImageError as error:
         raise MediaError(f"the {file.format} file has a broken header") from error
-    except Exception as error:  # whatever Pillow raises on what it cannot read
+    except Exception as error:  # Pillow raises many kinds on files that it cannot read
         raise MediaError(f"the {file.format} file cannot be decoded: {error}") from error
     return image
 

@@ -1,12 +1,12 @@
-"""Fetches an image over HTTP from a host that the operator has named, and from no other place.
+"""Fetches an image over HTTP, only from hosts that the operator has named.
 
-A client chooses the URL, and the server stands inside networks that clients must not reach. So:
+A client chooses the URL, and the server may be inside networks that clients must not reach. So:
 
 - the scheme is http or https, the host one of the allowed ones, the port the scheme's own or one that is named with the host;
-- the host's name is resolved once; every address must be public; the connection goes to that address, whatever the name means
-  a moment later;
-- a redirect is a new URL, to which all of this applies again, and there are few of them;
-- size and time are limited in all, not per read; the content's type is not believed, compressed content not taken.
+- the host's name is resolved once; every address must be public; the connection goes to an address that was checked, even if
+  the name resolves to another one a moment later;
+- a redirect is a new URL, to which all of this applies again, and their number is limited;
+- size and time are limited for the whole fetch, not per read; the declared type is ignored, compressed content refused.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class FetchRules(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Target(msgspec.Struct, frozen=True, kw_only=True):
-    """A URL that may be asked for."""
+    """A URL that may be fetched."""
 
     url: str
     secure: bool
@@ -61,7 +61,7 @@ def allowed_hosts(option: str) -> frozenset[str]:
 
 
 class Fetcher:
-    """Has no state of its own; may fetch any number of images at once."""
+    """Stateless; may fetch any number of images at once."""
 
     def __init__(self, rules: FetchRules, *, resolve: Resolve | None = None, connect: Connect | None = None) -> None:
         self._rules = rules
@@ -114,7 +114,7 @@ class Fetcher:
             writer.write(_request(target))
             return await self._read(reader)
         finally:
-            writer.transport.abort()  # nothing is left to say, and a peer that does not close must not keep it open
+            writer.transport.abort()  # a peer that does not close must not keep it open
 
     async def _read(self, reader: asyncio.StreamReader) -> _Answer:
         answer = _Answer(self._rules.max_bytes)
@@ -134,7 +134,7 @@ class Fetcher:
 
 
 class _Answer:
-    """What a host answers, as httptools reads it to us."""
+    """A host's answer; httptools calls its methods."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -149,7 +149,7 @@ class _Answer:
     def count(self, num_bytes: int) -> None:
         self._num_read += num_bytes
         if not self.headers_done and self._num_read > _MAX_HEADER_BYTES + _READ_BYTES:
-            raise MediaError("the host's answer has too long a header")
+            raise MediaError("the headers of the host's answer are too long")
 
     # Called by httptools
 
@@ -162,7 +162,7 @@ class _Answer:
         if length.isdigit() and int(length) > self._max_bytes:
             raise self._too_large()
         if self._headers.get(b"content-encoding", b"identity").lower() != b"identity":
-            raise MediaError("the host sends the file compressed, though it was asked not to")
+            raise MediaError("the host sends the file compressed, although the request forbids it")
 
     def on_body(self, body: bytes) -> None:
         self._num_bytes += len(body)
@@ -183,9 +183,9 @@ class _Answer:
         return self._headers.get(b"location", b"").decode("latin-1")
 
     def check_end(self) -> None:
-        told = b"content-length" in self._headers or b"transfer-encoding" in self._headers
-        if not self.headers_done or (told and not self.complete and self.location is None):
-            raise MediaError("the host's answer breaks off")
+        has_length = b"content-length" in self._headers or b"transfer-encoding" in self._headers
+        if not self.headers_done or (has_length and not self.complete and self.location is None):
+            raise MediaError("the host's answer is incomplete")
 
     def body(self) -> bytes:
         if self.status != 200:
@@ -193,12 +193,12 @@ class _Answer:
         return b"".join(self._chunks)
 
     def _too_large(self) -> MediaError:
-        return MediaError(f"the file is larger than {self._max_bytes} bytes, the most that are taken")
+        return MediaError(f"the file is larger than {self._max_bytes} bytes, the limit of this server")
 
 
 def is_public(address: str) -> bool:
-    """Not private, loopback, link-local, reserved, multicast or of any other special kind, also where such an address is
-    wrapped in one of version 6."""
+    """Not private, loopback, link-local, reserved, multicast or of any other special kind, also not wrapped in an IPv6
+    address."""
     found = ipaddress.ip_address(address)
     if isinstance(found, ipaddress.IPv6Address):
         inner = found.ipv4_mapped or found.sixtofour

@@ -1,10 +1,10 @@
-"""How a checkpoint wants its images: read from config.json and its image processor's file, checked once.
+"""How a checkpoint expects its images: read from config.json and its image processor's file, checked once.
 
-Two layouts of both files are about. On the hub, Qwen2-VL and Qwen2.5-VL have the text model's fields at the top of config.json
+Both files exist in two layouts. On the hub, Qwen2-VL and Qwen2.5-VL have the text model's fields at the top of config.json
 and `min_pixels` and `max_pixels` in preprocessor_config.json; transformers saves the text model under `text_config`, the bounds
 as `size`, and may nest the whole image processor in processor_config.json. In `size`, the two "edges" are areas in pixels.
 
-Everything of an image processor that would change what the model sees, and that we do not implement, is refused by name.
+Settings of an image processor that would change what the model sees, and that we do not implement, are refused by name.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class ImageSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     family: Family
     patch_size: int
-    temporal_patch_size: int  # frames per patch; an image is so many times the same frame
-    merge_size: int  # patches of a square of so many by so many become one token
+    temporal_patch_size: int  # frames per patch; an image is the same frame this many times
+    merge_size: int  # a square of merge_size by merge_size patches becomes one token
     min_pixels: int
     max_pixels: int
     mean: Colour
@@ -84,7 +84,7 @@ class _Size(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Processor(msgspec.Struct, frozen=True, kw_only=True):
-    """What is left out has the default of Qwen2-VL's image processor, which all three families use."""
+    """Absent settings have the defaults of Qwen2-VL's image processor, which all three families use."""
 
     patch_size: int = 14
     temporal_patch_size: int = 2
@@ -141,7 +141,7 @@ def read_image_spec(folder: pathlib.Path) -> ImageSpec | None:
 
 
 def _read_processor(folder: pathlib.Path) -> tuple[_Processor, pathlib.Path]:
-    """As transformers looks for it: nested in the processor's file, else in its own."""
+    """In the order of transformers: nested in the processor's file, else in its own."""
     nested, own = folder / "processor_config.json", folder / "preprocessor_config.json"
     if nested.is_file():
         processor = _decode(nested, _NestedProcessor).image_processor
@@ -173,7 +173,7 @@ def _bounds(processor: _Processor, path: pathlib.Path) -> tuple[int, int]:
     least = _first(processor.min_pixels, size.shortest_edge, size.min_pixels)
     most = _first(processor.max_pixels, size.longest_edge, size.max_pixels)
     if least is None or most is None:
-        raise ModelError(f"{path} does not say how large an image may be: it has neither size nor min_pixels and max_pixels")
+        raise ModelError(f"{path} has no bounds for the size of images: neither size nor min_pixels and max_pixels")
     return least, most
 
 
@@ -186,7 +186,7 @@ def _num_deepstack(family: Family, vision: _VisionConfig) -> int:
 
 
 def _check_agreement(spec: ImageSpec, vision: _VisionConfig, path: pathlib.Path, processor_path: pathlib.Path) -> None:
-    """The tower's shapes are in config.json, those of the patches it is given in the other file."""
+    """The tower's shapes are in config.json, those of its patches in the other file."""
     pairs = (
         ("patch_size", vision.patch_size, spec.patch_size),
         ("temporal_patch_size", vision.temporal_patch_size, spec.temporal_patch_size),
@@ -203,7 +203,7 @@ def _check_numbers(spec: ImageSpec, path: pathlib.Path) -> None:
         if value < 1:
             raise ModelError(f"{path}: {name} must be positive, is {value}")
     if spec.min_pixels > spec.max_pixels:
-        raise ModelError(f"{path}: min_pixels {spec.min_pixels} are more than max_pixels {spec.max_pixels}")
+        raise ModelError(f"{path}: min_pixels {spec.min_pixels} is above max_pixels {spec.max_pixels}")
     if min(spec.std) <= 0.0:
         raise ModelError(f"{path}: image_std must be positive")
 

@@ -19,14 +19,13 @@ _RESCALE = 1 / 255
 
 
 def grid_of(height: int, width: int, spec: ImageSpec) -> Grid:
-    """Of an image that has been brought to that size."""
+    """Of an image that was resized to this size."""
     assert height % spec.factor == 0 == width % spec.factor, f"{width}x{height} is not made of squares of {spec.factor}"
     return 1, height // spec.patch_size, width // spec.patch_size
 
 
 def patches_of(image: PIL.Image.Image, height: int, width: int, spec: ImageSpec) -> tuple[NDArray[np.float32], Grid]:
-    """[patches, colours * frames * patch_size * patch_size] of the image brought to that size. A still image shows the same
-    in all frames of a patch."""
+    """[patches, colours * frames * patch_size * patch_size] of the resized image. All frames of a patch are the same."""
     assert image.mode == "RGB", f"an image in mode {image.mode} must be converted first"
     grid = grid_of(height, width, spec)
     resized = np.asarray(image.resize((width, height), PIL.Image.Resampling.BICUBIC))

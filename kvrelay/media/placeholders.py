@@ -1,9 +1,9 @@
-"""What stands for an image among a prompt's tokens.
+"""Placeholders of an image among a prompt's tokens.
 
-Checkpoints have one token that all images share; a cache that looked at it alone would take any two images of the same size
-for the same. So on its way from the router to the runner an image of n tokens is n ids that are derived from its digest,
-above every vocabulary. Prefix caches, routing and continuation then need to know nothing of images. The runner never looks
-these ids up: the image's embeddings stand in their places.
+Checkpoints have one token for all images; a cache that only saw this token would mistake any two images of the same size for
+one another. So on its way from the router to the runner an image of n tokens is n ids that are derived from its digest, above
+every vocabulary. Prefix caches, routing and continuation therefore need to know nothing of images. The runner never looks
+these ids up: the image's features take their places.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ FIRST_ID = 1 << 29  # above any vocabulary; ids up to twice this fit one digit o
 
 
 def placeholder_ids(digest: str, num_tokens: int) -> list[int]:
-    """Different for different images, and for different places of one."""
+    """They differ between images, and between the places of one image."""
     drawn = struct.unpack(f"<{num_tokens}I", hashlib.shake_128(digest.encode()).digest(4 * num_tokens))
     return [FIRST_ID | number & (FIRST_ID - 1) for number in drawn]
 

@@ -1,4 +1,4 @@
-"""The size an image is brought to before it is cut into patches: a pure function, so that router and worker agree on it."""
+"""The size of an image before it is cut into patches: a pure function, so that router and worker agree on it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ MAX_ASPECT_RATIO = 200
 def target_size(height: int, width: int, *, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
     """Height and width, both multiples of `factor`, of about the same shape and with an area within the bounds.
 
-    The very arithmetic of the processors that the models were trained with: rounding is half to even, and an image that is
-    long and thin may end above `max_pixels`.
+    The arithmetic of the processors that the models were trained with: rounding is half to even, and a long and thin image may
+    end above `max_pixels`.
     """
     if min(height, width) < 1:
         raise MediaError(f"an image of {width}x{height} pixels has no content")

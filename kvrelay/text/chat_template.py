@@ -1,7 +1,7 @@
 """Renders a conversation to the text a model was trained on, with the Jinja template its checkpoint carries.
 
-The result equals that of `apply_chat_template` in transformers for the same template and messages. Templates come with
-checkpoints, which nobody has read: they run in Jinja's immutable sandbox and see plain JSON data only.
+The result equals that of `apply_chat_template` in transformers for the same template and messages. Templates come
+with checkpoints and are not trusted: they run in Jinja's immutable sandbox and see plain JSON data only.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvrelay.errors import InvalidRequestError, ModelError
 
 Message = dict[str, Any]
 
-# Names the renderer sets itself; `chat_template_kwargs` must not replace them.
+# Names that the renderer sets itself; `chat_template_kwargs` must not replace them.
 RESERVED_VARIABLES = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now", "namespace", "dict"}
 )
@@ -58,7 +58,7 @@ class ChatTemplate:
 
     @property
     def takes_tools(self) -> bool:
-        """Whether the template itself tells the model about tools."""
+        """Whether the template has a variable for tools."""
         return "tools" in self._variables
 
     def render(
@@ -70,7 +70,7 @@ class ChatTemplate:
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt as text. Messages that the template refuses are the client's fault: InvalidRequestError, `messages`."""
+        """The prompt as text. Raises InvalidRequestError for `messages` that the template refuses."""
         prepared = [_with_reasoning_aliases(message) for message in messages]
         if continue_final_message:
             _mark_final_message(prepared)
@@ -135,13 +135,13 @@ def _with_reasoning_aliases(message: Message) -> Message:
 def _mark_final_message(messages: list[Message]) -> None:
     content = messages[-1].get("content")
     if not isinstance(content, str):
-        raise InvalidRequestError("continue_final_message needs a last message with text to continue", param="messages")
+        raise InvalidRequestError("continue_final_message needs a last message whose content is text", param="messages")
     messages[-1] = {**messages[-1], "content": content + _CONTINUE_MARK}
 
 
 def _cut_at_mark(text: str) -> str:
     end = text.rfind(_CONTINUE_MARK.strip())
     if end < 0:
-        raise InvalidRequestError("the chat template drops the message that should be continued", param="messages")
+        raise InvalidRequestError("the chat template drops the message that is to be continued", param="messages")
     kept = text[:end]
     return kept if text.startswith(_CONTINUE_MARK, end) else kept.rstrip()

@@ -1,9 +1,9 @@
 """Tokens in, text out, one piece per token, for one sample.
 
-A piece may be empty: its bytes are the beginning of a character, or its text may be the beginning of a stop string. All
-pieces and the final flush together are exactly the sample's text, that is, what decoding prompt and output together adds to
-decoding the prompt. One exception: where a sentence-piece model writes bytes that are no valid UTF-8, the valid characters
-before them in the same run were shown already and stay.
+A piece is empty if its bytes only begin a character, or its text may begin a stop string. All pieces and the final flush
+together are exactly the sample's text: decoding prompt and output together gives the prompt's text followed by it. One
+exception: if a sentence-piece model writes bytes that are not valid UTF-8, valid characters before them in the same run have
+already been shown and stay.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from kvrelay.text.stop import StopSearch
 from kvrelay.text.tokenizer import Tokenizer
 
 _new_utf8_decoder = codecs.getincrementaldecoder("utf-8")
-_CONTEXT_TOKENS = 6  # of the prompt: enough for any tokenizer to know that its text goes on
+_CONTEXT_TOKENS = 6  # of the prompt: enough for any tokenizer to decode what follows them
 
 
 class _Unfinished(Protocol):
-    """Joins what stands not alone: bytes, and text that follows bytes."""
+    """Joins pieces that are not complete by themselves: bytes, and text that follows bytes."""
 
     pending: bool
 
@@ -76,7 +76,7 @@ class Detokenizer:
         return ""
 
     def flush(self) -> str:
-        """The text ends here: what is still held back."""
+        """The text ends here. Returns what is still held back."""
         if self.stopped is not None:
             return ""
         rest = self._flush_bytes()
@@ -108,7 +108,7 @@ class Detokenizer:
 
 
 class _Utf8Bytes:
-    """Byte-level tokenizers: all tokens' bytes in a row are one UTF-8 text; what is invalid shows as U+FFFD."""
+    """Byte-level tokenizers: the bytes of all tokens in a row are one UTF-8 text; invalid bytes show as U+FFFD."""
 
     __slots__ = ("_decoder", "pending")
 
@@ -127,7 +127,7 @@ class _Utf8Bytes:
 
 
 class _ByteRuns:
-    """Sentence-piece tokenizers: a run of byte tokens is one UTF-8 text, or every byte of it shows as U+FFFD."""
+    """Sentence-piece tokenizers: a run of byte tokens is one UTF-8 text, or else every byte of it shows as U+FFFD."""
 
     __slots__ = ("_run", "pending")
 
@@ -155,7 +155,7 @@ class _ByteRuns:
 
 
 class _ContextDecoder:
-    """Any other tokenizer: decodes the newest tokens together with those before, and takes what the newest add."""
+    """All other tokenizers: decodes the newest tokens together with those before them, and takes the text they add."""
 
     __slots__ = ("_shown", "_skip", "_start", "_tokenizer", "_tokens")
 

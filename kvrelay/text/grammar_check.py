@@ -1,6 +1,6 @@
-"""Grammars as llguidance wants them, and whether one can be compiled at all.
+"""Grammars in llguidance's format, and whether one can be compiled at all.
 
-No model is needed: the front end refuses a bad schema before a worker sees it, and the runner compiles what this translates.
+No model is needed: the front end refuses a bad schema before a worker sees it, and the runner compiles the same definition.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _JSON_WHITE_SPACE = r"\x20|\x0A\x20{0,24}"
 
 
 def check_grammar(grammar: Grammar) -> str | None:
-    """Why no output could follow this grammar, or None."""
+    """Why this grammar cannot be used, or None."""
     try:
         definition = to_definition(grammar)
     except InvalidRequestError as error:
@@ -33,13 +33,13 @@ def check_grammar(grammar: Grammar) -> str | None:
 
 
 def to_definition(grammar: Grammar) -> str:
-    """In llguidance's own format. Raises InvalidRequestError where the source is not even what its kind says."""
+    """In llguidance's own format. Raises InvalidRequestError if the source is not of its kind."""
     if len(grammar.source) > MAX_SOURCE_CHARACTERS:
         raise _refused(grammar, f"it is longer than {MAX_SOURCE_CHARACTERS} characters")
     try:
         grammar.source.encode()
     except UnicodeEncodeError:
-        raise _refused(grammar, "it holds a lone surrogate") from None
+        raise _refused(grammar, "it contains a lone surrogate") from None
     matcher = llguidance.LLMatcher
     match grammar.kind:
         case GrammarKind.JSON_OBJECT:
@@ -47,7 +47,7 @@ def to_definition(grammar: Grammar) -> str:
         case GrammarKind.JSON_SCHEMA:
             return _from_schema(_read_schema(grammar))
         case GrammarKind.REGEX:
-            # Digits are 0 to 9, not those of every script: that is what whoever writes \d means, and what other servers do.
+            # \d means 0 to 9, not the digits of every script: authors expect that, and other servers do it.
             return str(matcher.grammar_from_lark(f"start: /{llguidance.regex_to_lark(grammar.source, 'd')}/"))
         case GrammarKind.CHOICE:
             return str(matcher.grammar_from_lark(_choices(grammar)))
@@ -56,12 +56,12 @@ def to_definition(grammar: Grammar) -> str:
 
 
 def limits() -> llguidance.LLParserLimits:
-    """Tight error texts: the default ones hold the whole parser state."""
+    """Short error texts: the default ones contain the whole parser state."""
     return llguidance.LLParserLimits(verbose_errors=False)
 
 
 def describe(grammar: Grammar, problem: str) -> str:
-    """One line for the client that names the field."""
+    """One line for the client, naming the field."""
     text = " ".join(problem.replace("<non-verbose/>", "").split())
     return f"response_format: this {grammar.kind.value} cannot be used: {text[:500]}"
 
@@ -78,7 +78,7 @@ def _read_schema(grammar: Grammar) -> dict[str, Any]:
     if isinstance(schema, bool):
         schema = {} if schema else {"enum": []}
     if not isinstance(schema, dict):
-        raise _refused(grammar, "a schema is a JSON object")
+        raise _refused(grammar, "a schema must be a JSON object")
     return schema
 
 

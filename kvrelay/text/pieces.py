@@ -1,11 +1,11 @@
-"""What each token stands for: a piece of text, or bytes that make up characters only together with their neighbours.
+"""The piece of each token: text, or bytes that form characters only together with their neighbours.
 
-Two families of tokenizers write text token by token, so that the text of a sequence is its tokens' pieces in a row:
+In two families of tokenizers, the text of a sequence is the pieces of its tokens in a row:
 
 - byte level (GPT-2, Llama 3, Qwen, SmolLM): every character of a token stands for one byte;
 - sentence piece (Llama 2, Mistral): "▁" is a space, "<0x0A>" is a byte, and a text loses its first space.
 
-Others (WordPiece, ...) join tokens by rules that look at more than one; they have no table of pieces.
+Others (WordPiece, ...) join tokens by rules that look at several of them, and have no table of pieces.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-# Markup that parsers of the output must see even where a tokenizer calls it special.
+# Markup that parsers of the output must see even if a tokenizer calls it special.
 _MARKUP = frozenset({"<think>", "</think>", "<tool_call>", "</tool_call>"})
 
 
@@ -27,7 +27,7 @@ class Family(enum.Enum):
 
 
 class AddedToken(Protocol):
-    """What the `tokenizers` library says of a token beside the model's vocabulary."""
+    """A token beside the model's vocabulary, as the `tokenizers` library describes it."""
 
     @property
     def content(self) -> str: ...
@@ -37,7 +37,7 @@ class AddedToken(Protocol):
 
 
 class PieceTable(dict[int, str | bytes]):
-    """Token id -> its piece, worked out when first asked for: a str if it stands alone, else bytes. "" if it is skipped."""
+    """Token id -> its piece, made on first use: a str if it is complete by itself, else bytes; "" if it is skipped."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ def _text_if_whole(raw: bytes) -> str | bytes:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Byte-level tokenizers write printable bytes as themselves and the others as characters from 256 on, in order."""
+    """Byte-level tokenizers write printable bytes as themselves and all others as characters from 256 on, in order."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = [byte for byte in range(256) if byte not in printable]
     alphabet = {chr(byte): byte for byte in printable}

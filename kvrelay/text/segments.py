@@ -1,8 +1,8 @@
 """Tokenises a conversation piece by piece, remembering the pieces.
 
-A tokenizer first cuts a text at its added tokens (such as <|im_end|>) and then treats every piece by itself, so the tokens of
-a text are those of its pieces in a row. A chat sends the same pieces again with every turn, and many chats
-share their system message: what was tokenised once is looked up.
+A tokenizer first cuts a text at its added tokens (such as <|im_end|>) and then tokenises every piece by itself, so the tokens
+of a text are those of its pieces in a row. A chat sends the same pieces again with every turn, and many chats share their
+system message, so pieces that were tokenised before are looked up.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _MAX_PIECE_CHARACTERS = 2048  # so that the memory for all of them stays below a
 
 
 class SegmentEncoder:
-    """`encode_piece` must give the tokens of a text without any that a post-processor would add."""
+    """`encode_piece` gives the tokens of a text without those that a post-processor adds."""
 
     def __init__(self, added_tokens: Iterable[str], encode_piece: Callable[[str], list[int]]) -> None:
         # The longest first: of two added tokens that begin at the same place, the longer one counts.

@@ -1,4 +1,4 @@
-"""Finds stop strings in a text that arrives in pieces, and holds text back only while it may be the start of one."""
+"""Finds stop strings in text that arrives in pieces. Text is held back only while it may begin one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class StopSearch:
-    """Of one sample. Of several matches the one that ends first counts, and of those the longest.
+    """Of one sample. Of several matches, the one that ends first counts, and among those the longest.
 
     `push(piece)` returns the text that is safe to show. Once `stopped`, it returns the last text and nothing follows.
     """
@@ -21,7 +21,7 @@ class StopSearch:
         self.stopped: str | None = None  # the stop string that was found
 
     def push(self, piece: str, *, armed: bool = True) -> str:
-        """`armed` is false while matches that end in this piece must not count (too few tokens yet)."""
+        """`armed` is false while matches that end in this piece do not count, because there are too few tokens yet."""
         held = len(self._held)
         text = self._held + piece
         if armed:
@@ -36,12 +36,12 @@ class StopSearch:
         return text[: len(text) - keep]
 
     def flush(self) -> str:
-        """The text ends here: what was held back is no stop string after all."""
+        """The text ends here. Returns what was held back: it is no stop string after all."""
         held, self._held = self._held, ""
         return held
 
     def _find(self, text: str, held: int) -> tuple[int, int] | None:
-        """Matches that end in the newest piece; those that ended earlier were found then, or did not count."""
+        """The match that ends in the newest piece; earlier ones were found before, or did not count."""
         best: tuple[int, int] | None = None
         for stop in self._stops:
             start = text.find(stop, max(0, held - len(stop) + 1))

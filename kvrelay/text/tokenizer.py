@@ -18,14 +18,14 @@ from kvrelay.text.segments import SegmentEncoder
 
 
 class _TokenizerFile(msgspec.Struct):
-    """The parts of tokenizer.json that the library does not show."""
+    """The parts of tokenizer.json that the library does not expose."""
 
     decoder: Any = None
     pre_tokenizer: Any = None
 
 
 class Tokenizer:
-    """Immutable after loading; may be used from several threads."""
+    """Immutable once loaded; several threads may use it."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Tokenizer:
         )
 
     def _segment_encoder(self, added: Iterable[tokenizers.AddedToken], pre_tokenizer: Any) -> SegmentEncoder | None:
-        """For tokenizers that treat a piece alike wherever it stands, and cut at added tokens without looking around."""
+        """For tokenizers that tokenise a piece the same way everywhere, and cut at added tokens whatever surrounds them."""
         cuts = [entry for entry in added if not entry.normalized]
         looks_around = any(entry.lstrip or entry.rstrip or entry.single_word for entry in cuts)
         if not cuts or looks_around or self.family is not Family.BYTE_LEVEL or "Metaspace" in str(pre_tokenizer):
@@ -82,7 +82,7 @@ class Tokenizer:
         return SegmentEncoder((entry.content for entry in cuts), self._encode_alone)
 
     def encode_chat(self, text: str) -> list[int]:
-        """Of a rendered conversation: the same as `encode` without special tokens, faster where parts of it were seen."""
+        """A rendered conversation, as `encode` without special tokens; faster for parts that were seen before."""
         return self._encode_alone(text) if self._segments is None else self._segments.encode(text)
 
     def _encode_alone(self, text: str) -> list[int]:
@@ -101,18 +101,18 @@ class Tokenizer:
         return text
 
     def token_bytes(self, token: int) -> bytes:
-        """What the token adds to a text, special tokens included. Several tokens may share one character's bytes."""
+        """The bytes that the token adds to a text, also if it is special. Several tokens may share one character's bytes."""
         if self.family is Family.OTHER:
             return self.decode([token]).encode()
         piece = self._pieces[False][token]
         return piece if isinstance(piece, bytes) else piece.encode()
 
     def token_text(self, token: int) -> str:
-        """As `token_bytes`; bytes that are no whole character show as U+FFFD."""
+        """As `token_bytes`, with U+FFFD for bytes that are not a whole character."""
         return self.token_bytes(token).decode(errors="replace")
 
     def pieces(self, *, skip_special_tokens: bool) -> PieceTable | None:
-        """The table of pieces, for tokenizers that have one."""
+        """The table of pieces; None for tokenizers without one."""
         return None if self.family is Family.OTHER else self._pieces[skip_special_tokens]
 
     def token_id(self, text: str) -> int | None:
@@ -120,7 +120,7 @@ class Tokenizer:
         return token
 
     def has_own_token(self, text: str) -> bool:
-        """Whether the text is one token beside the model's vocabulary, which no other tokens can spell."""
+        """Whether the text is an added token, which no other tokens can spell."""
         return text in self._added_texts
 
     @functools.cached_property
@@ -137,7 +137,7 @@ class Tokenizer:
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The conversation as the model's prompt. It holds its special tokens: encode it with add_special_tokens=False."""
+        """The conversation as the model's prompt, special tokens included: encode it with add_special_tokens=False."""
         if self.template is None:
             raise InvalidRequestError("this model has no chat template; use /v1/completions", param="messages")
         template = self._tool_template if tools and self._tool_template is not None else self.template
@@ -151,7 +151,7 @@ class Tokenizer:
 
     @property
     def takes_tools(self) -> bool:
-        """Whether the chat template tells the model about tools."""
+        """Whether the chat template has a variable for tools."""
         return self._tool_template is not None or (self.template is not None and self.template.takes_tools)
 
 
@@ -178,7 +178,7 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _chat_templates(folder: pathlib.Path, config: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    """The default template and, where a checkpoint has one of its own for that, the one for tools."""
+    """The default template and, if the checkpoint has a separate one, the template for tools."""
     path = folder / "chat_template.jinja"
     if path.is_file():
         return path.read_text(encoding="utf-8"), None

@@ -6,10 +6,11 @@ import json
 import pathlib
 
 import pytest
-from tiny_models import tiny_model
 
-from kvrelay.bench import encode, main
-from kvrelay.bench.encode_model import open_model
+from kvrelay.bench import main
+from kvrelay.bench.encode import transfer
+from kvrelay.bench.encode.model import open_model
+from kvrelay.bench.encode.scenario import SCENARIO
 from kvrelay.errors import BenchError
 from kvrelay.media.placeholders import is_placeholder
 
@@ -23,19 +24,22 @@ def test_its_model_has_a_larger_tower_and_its_prompts_never_begin_alike() -> Non
         assert sum(map(is_placeholder, first)) == images[0].num_tokens == 144
 
 
-def test_a_text_model_is_refused() -> None:
-    with pytest.raises(BenchError, match="takes no images"), open_model(str(tiny_model("llama"))):
+def test_a_text_model_is_refused(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}))
+    with pytest.raises(BenchError, match="takes no images"), open_model(str(tmp_path)):
         pass
 
 
 def test_parts_run_in_their_order() -> None:
-    assert encode.parse("cache,transfer") == ("transfer", "cache")
+    assert SCENARIO.chosen_parts("cache,transfer") == ["transfer", "cache"]
 
 
 @pytest.mark.long
-def test_a_whole_run(tmp_path: pathlib.Path) -> None:
+def test_a_whole_run(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "ROUNDS", 1)
     assert main.run(["encode", "--requests", "8", "--json", str(tmp_path / "encode.json")]) == 0
     results = json.loads((tmp_path / "encode.json").read_text())["results"]
     assert results["hit_tower_calls"] == results["hit_bytes"] == 0
-    assert results["shm_resumes"] == 1
+    assert (results["shm_resumes"], results["shm_many_resumes"]) == (1.0, 9.0)  # as their ways are named for
+    assert all(figure > 0 for name, figure in results.items() if name.startswith("shm_"))
     assert results["text_ttft_p99_ms_split"] > 0

@@ -10,8 +10,8 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from kvrelay.bench.fake_worker import FakeWorkerSettings, Ready, SetTick, TakeTimes, Times
-from kvrelay.bench.processes import Child
+from kvrelay.bench.harness.child import Child
+from kvrelay.bench.router.fake_worker import FakeWorkerSettings, Ready, SetTick, Times
 from kvrelay.discovery.embedded import EmbeddedMembership
 from kvrelay.errors import BenchError
 from kvrelay.ids import new_request_id, new_router_id
@@ -50,12 +50,13 @@ class FakeRouter:
         self._socket.close()
 
 
-@pytest.fixture
-async def router() -> AsyncIterator[FakeRouter]:
+@pytest.fixture(scope="module")
+async def shared_router() -> AsyncIterator[FakeRouter]:
+    """One worker for all tests."""
     membership = EmbeddedMembership("tcp://127.0.0.1:*")
     joined: asyncio.Future[WorkerRecord] = asyncio.get_running_loop().create_future()
     membership.start(joined.set_result, lambda record: None, lambda worker, loss: None)
-    with Child(["kvrelay.bench.fake_worker"], CORE) as child:
+    with Child(["kvrelay.bench.router.fake_worker"], CORE) as child:
         child.send(FakeWorkerSettings(registry=membership.address, model="m", max_model_len=64, tokens=[10, 11, 12]))
         record = await asyncio.wait_for(joined, 20)
         assert child.receive(Ready, 20).worker_id == record.id
@@ -65,6 +66,13 @@ async def router() -> AsyncIterator[FakeRouter]:
         yield fake
         fake.close()
     membership.close()
+
+
+@pytest.fixture
+def router(shared_router: FakeRouter) -> FakeRouter:
+    """As a new one: steps take no time, and no times are left from the test before."""
+    shared_router.child.ask(SetTick(tick_s=0.0), Times, 20)
+    return shared_router
 
 
 def submit(max_tokens: int) -> Submit:
@@ -82,22 +90,19 @@ async def test_each_step_gives_each_request_one_token_until_its_limit(router: Fa
 
 
 async def test_requests_of_one_step_share_one_message(router: FakeRouter) -> None:
-    router.child.send(SetTick(tick_s=0.3))
-    router.child.send(TakeTimes())
-    assert router.child.receive(Times, 20).first_token_s == []
+    assert router.child.ask(SetTick(tick_s=0.3), Times, 20).first_token_s == []
     requests = [submit(2), submit(2)]
     for request in requests:
         await router.send(request)
     steps = [await router.step(), await router.step()]
     assert [{output.request_id for output in step.outputs} for step in steps] == [{r.request_id for r in requests}] * 2
-    router.child.send(TakeTimes())
-    times = router.child.receive(Times, 20).first_token_s
+    times = router.child.ask(SetTick(tick_s=0.0), Times, 20).first_token_s
     assert len(times) == 2
     assert all(time_s > 0 for time_s in times)
 
 
 async def test_an_aborted_request_gets_nothing_more(router: FakeRouter) -> None:
-    router.child.send(SetTick(tick_s=0.3))
+    router.child.ask(SetTick(tick_s=0.3), Times, 20)
     kept, dropped = submit(1), submit(1)
     await router.send(dropped)
     await router.send(Abort(request_ids=[dropped.request_id]))
@@ -111,5 +116,5 @@ def test_a_child_that_ends_early_is_an_error() -> None:
 
 
 def test_a_silent_child_is_an_error() -> None:
-    with Child(["kvrelay.bench.fake_worker"], CORE) as child, pytest.raises(BenchError, match="did not answer"):
+    with Child(["kvrelay.bench.router.fake_worker"], CORE) as child, pytest.raises(BenchError, match="did not answer"):
         child.receive(Ready, 0.1)

@@ -7,8 +7,10 @@ import contextlib
 from collections.abc import AsyncIterator
 
 import pytest
+from uvicorn import Config, Server
 
-from kvrelay.bench.load import BareRequest, LoadRequest, LoadResult, generate, time_to_first_byte
+from kvrelay.bench.router.bare_sse import APP
+from kvrelay.bench.router.load import LoadRequest, LoadResult, generate
 
 TOKENS = 4
 
@@ -47,14 +49,16 @@ async def serving(pieces: list[bytes], *, hang_up: bool = False) -> AsyncIterato
         yield server.sockets[0].getsockname()[1]
 
 
-async def load(port: int, *, connections: int = 3, duration_s: float = 0.0, timeout_s: float = 5.0) -> LoadResult:
+async def load(
+    port: int, *, tokens: int = TOKENS, connections: int = 3, duration_s: float = 0.0, timeout_s: float = 5.0
+) -> LoadResult:
     return await generate(
         LoadRequest(
             host="127.0.0.1",
             port=port,
             model="m",
             prompt="p",
-            tokens=TOKENS,
+            tokens=tokens,
             connections=connections,
             duration_s=duration_s,
             timeout_s=timeout_s,
@@ -107,26 +111,21 @@ async def test_an_answer_without_done_never_ends() -> None:
     assert result.problems == {"timed out": 3}
 
 
-async def test_nobody_there() -> None:
+async def test_a_server_that_is_gone_answers_nothing() -> None:
     async with serving(answer()) as port:
         pass
     result = await load(port)
     assert (result.completed, result.lost) == (0, 3)
 
 
-async def test_the_bare_endpoint_is_timed_over_one_connection() -> None:
-    from starlette.applications import Starlette
-    from starlette.routing import Route
-    from uvicorn import Config, Server
-
-    from kvrelay.bench.bare_sse import stream
-
-    server = Server(Config(Starlette(routes=[Route("/stream", stream)]), port=0, log_level="warning", lifespan="off"))
+async def test_the_bare_endpoint_gives_whole_answers_of_one_token() -> None:
+    server = Server(Config(APP, port=0, log_level="warning", lifespan="off"))
     task = asyncio.create_task(server.serve())
     while not server.started:
         await asyncio.sleep(0.01)
     port = server.servers[0].sockets[0].getsockname()[1]
-    times = await time_to_first_byte(BareRequest(host="127.0.0.1", port=port, repeats=5))
+    result = await load(port, tokens=1, connections=1, duration_s=0.05)
     server.should_exit = True
     await task
-    assert len(times) == 5
+    assert (result.lost, result.problems) == (0, {})
+    assert len(result.ttft_s) == result.token_events > 1

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from test_docs import option_table
 
-from kvrelay.bench import machine, main, report
-from kvrelay.bench.report import BenchResult, Target
+from kvrelay.bench import machine, main
+from kvrelay.bench.harness import report
+from kvrelay.bench.harness.report import BenchResult, Target
 from kvrelay.errors import ConfigError
 
 RESULT = BenchResult(
@@ -23,8 +25,8 @@ RESULT = BenchResult(
 
 
 def test_the_file_has_exactly_the_promised_fields(tmp_path: Path) -> None:
-    report.write(RESULT, tmp_path / "result.json")
-    assert json.loads((tmp_path / "result.json").read_text()) == {
+    report.write(RESULT, tmp_path / "new" / "result.json")
+    assert json.loads((tmp_path / "new" / "result.json").read_text()) == {
         "scenario": "router",
         "commit": "abc",
         "hardware": "a machine",
@@ -34,8 +36,9 @@ def test_the_file_has_exactly_the_promised_fields(tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_written_is_an_error_that_names_the_option(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--json: cannot write .*missing"):
-        report.write(RESULT, tmp_path / "missing" / "result.json")
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"--json: cannot write .*file"):
+        report.write(RESULT, tmp_path / "file" / "result.json")
 
 
 def test_the_table_says_which_targets_were_met() -> None:
@@ -56,8 +59,9 @@ def test_figures_are_short(figure: float, text: str) -> None:
     ("argv", "status", "message"),
     [
         (["rooter"], 2, "unknown scenario 'rooter'; did you mean router?"),
+        (["router", "--only", "idle,fail-over"], 2, "--only: unknown part 'fail-over'; did you mean failover?"),
         (["router", "--stream", "5"], 2, "unknown option --stream; did you mean --streams?"),
-        (["engine", "--rounds", "0"], 2, "--rounds: '0' is not a positive whole number"),
+        (["engine", "--rounds", "0"], 2, "--rounds 0: expected int >= 1"),
         (["engine", "--peer", "vllm"], 2, "invalid choice: 'vllm'"),
         (["engine", "--model", "/no/such/folder", "--rounds", "1"], 1, "/no/such/folder"),
     ],
@@ -87,3 +91,26 @@ def test_the_machine_scenario_writes_its_result(
     assert written["command"] == f"kvrelay bench machine --json {path}"
     assert all(figure > 0 for figure in written["results"].values())
     assert "threads" in written["hardware"]
+
+
+@pytest.mark.parametrize("name", main.SCENARIOS)
+def test_every_option_and_part_is_documented_as_it_is(name: str) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    assert f"kvrelay bench {name}" in page
+    section = page.partition(f"\n## `{name}`\n")[2].partition("\n## ")[0]
+    scenario = main.find_scenario(name)
+    unused = [f"| `--{option}` |" for option in main.unused_options(scenario)]
+    rows = [row for row in option_table(scenario.options) if not row.startswith(tuple(unused))]
+    assert [row for row in rows if row not in section.splitlines()] == []
+    parts = scenario.parts if len(scenario.parts) > 1 else {}
+    assert [part for part in parts if f"`{part}`" not in section] == []
+
+
+@pytest.mark.parametrize("name", main.SCENARIOS)
+def test_help_shows_a_scenario_with_its_options_and_parts(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main.run([name, "--help"])
+    text, scenario = capsys.readouterr().out, main.find_scenario(name)
+    assert "--json" in text
+    assert ("--only" in text) == (len(scenario.parts) > 1)
+    assert all(part.title in text for part in scenario.parts.values() if len(scenario.parts) > 1)

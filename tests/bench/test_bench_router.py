@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import shutil
@@ -10,27 +9,23 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.bench import main, router, router_decision, router_failover, router_idle, router_multiturn
-from kvrelay.bench.live_cluster import Answer
-from kvrelay.bench.report import Target
-from kvrelay.bench.router_decision import Times
-from kvrelay.bench.router_failover import Struck
+from kvrelay.bench import main
+from kvrelay.bench.harness.cluster import Answer
+from kvrelay.bench.router import decision, failover, idle, multiturn
+from kvrelay.bench.router.decision import median_of_rounds
+from kvrelay.bench.router.failover import Struck
+from kvrelay.bench.router.scenario import SCENARIO
 from kvrelay.errors import BenchError
 from tests.tiny_models import tiny_model
 
 
 def test_parts_run_in_their_own_order() -> None:
-    assert router.parse("failover, decision") == ("decision", "failover")
-
-
-def test_an_unknown_part_is_refused() -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match="unknown part 'fail-over'; did you mean failover"):
-        router.parse("idle,fail-over")
+    assert SCENARIO.chosen_parts("failover, decision") == ["decision", "failover"]
 
 
 def test_every_part_has_targets_of_its_own() -> None:
-    named = [name for part in router.PARTS.values() for name in part.targets]
-    assert len(named) == len(set(named)) == len(router.TARGETS)
+    named = [name for part in SCENARIO.parts.values() for name in part.targets]
+    assert len(named) == len(set(named)) == len(SCENARIO.targets)
 
 
 # Several turns
@@ -41,7 +36,7 @@ def answered(ttft_s: float, *, cached: int = 0, prompt: int = 100) -> Answer:
 
 
 def test_policies_are_compared_by_medians_and_cached_tokens() -> None:
-    figures = router_multiturn.summarise(
+    figures = multiturn.summarise(
         {
             "prefix_aware": [answered(0.1, cached=90), answered(0.2, cached=50), answered(0.9)],
             "round_robin": [answered(0.4, cached=10), answered(0.6), answered(0.8)],
@@ -56,22 +51,22 @@ def test_policies_are_compared_by_medians_and_cached_tokens() -> None:
 def test_a_request_that_failed_is_no_time() -> None:
     failed = Answer(100, problem="no worker")
     with pytest.raises(BenchError, match="no worker"):
-        router_multiturn.summarise({"prefix_aware": [failed], "round_robin": [answered(0.4)]})
+        multiturn.summarise({"prefix_aware": [failed], "round_robin": [answered(0.4)]})
 
 
 def test_a_conversation_keeps_what_was_said() -> None:
-    conversation = router_multiturn.Conversation([1, 2, 3], random.Random(1), vocab_size=50)
+    conversation = multiturn.Conversation([1, 2, 3], random.Random(1), range(50))
     first = list(conversation.question())
     conversation.answered([7, 8])
     second = list(conversation.question())
     assert first[:3] == [1, 2, 3]
     assert second[: len(first) + 2] == [*first, 7, 8]
-    assert len(second) == len(first) + 2 + router_multiturn.QUESTION_TOKENS
+    assert len(second) == len(first) + 2 + multiturn.QUESTION_TOKENS
 
 
 def test_a_cache_holds_more_than_its_share_of_the_conversations_but_not_all() -> None:
-    all_blocks = router_multiturn.CONVERSATIONS * router_multiturn.longest_tokens() / 16
-    assert all_blocks / 2 < router_multiturn.pool_blocks() < all_blocks
+    all_blocks = multiturn.CONVERSATIONS * multiturn.longest_tokens() / 16
+    assert all_blocks / 2 < multiturn.pool_blocks() < all_blocks
 
 
 # Fail-over
@@ -82,7 +77,7 @@ def struck(detected_s: float, next_token_s: list[float], prefill_s: list[float],
 
 
 def test_failover_is_compared_with_detection_and_one_prefill() -> None:
-    figures = router_failover.summarise([struck(0.1, [0.5, 0.7], [1.0, 1.2]), struck(0.3, [0.6, 2.0], [1.1], num_right=3)])
+    figures = failover.summarise([struck(0.1, [0.5, 0.7], [1.0, 1.2]), struck(0.3, [0.6, 2.0], [1.1], num_right=3)])
     assert figures["failover_next_token_ms_p50"] == pytest.approx(600.0)
     assert figures["failover_next_token_ms_max"] == pytest.approx(2000.0)
     assert figures["failover_over_bound"] == pytest.approx(0.6 / (0.2 + 1.1))
@@ -92,14 +87,14 @@ def test_failover_is_compared_with_detection_and_one_prefill() -> None:
 
 def test_failover_without_another_token_is_no_figure() -> None:
     with pytest.raises(BenchError, match="no stream of a killed worker"):
-        router_failover.summarise([struck(0.1, [], [1.0])])
+        failover.summarise([struck(0.1, [], [1.0])])
 
 
 # Idle
 
 
 def test_idle_time_is_a_share_of_a_core() -> None:
-    figures = router_idle.summarise([1.0, 2.0, 3.0], [1.1, 2.05, 3.02], wall_s=10.0)
+    figures = idle.summarise([1.0, 2.0, 3.0], [1.1, 2.05, 3.02], wall_s=10.0)
     assert figures["idle_cpu_percent"] == pytest.approx(1.7)
     assert figures["idle_cpu_percent_router"] == pytest.approx(1.0)
     assert figures["idle_cpu_percent_worker_max"] == pytest.approx(0.5)
@@ -109,18 +104,18 @@ def test_idle_time_is_a_share_of_a_core() -> None:
 
 
 def test_one_bad_round_does_not_make_the_figure() -> None:
-    times = Times([[1.0, 2.0, 3.0], [1.0, 2.0, 500.0], [1.0, 2.0, 4.0]])
-    assert times.median_of_rounds(99) == 4.0
-    assert times.median_of_rounds(50) == 2.0
+    rounds = [[1.0, 2.0, 3.0], [1.0, 2.0, 500.0], [1.0, 2.0, 4.0]]
+    assert median_of_rounds(rounds, 99) == 4.0
+    assert median_of_rounds(rounds, 50) == 2.0
 
 
 def test_prompts_are_unknown_known_in_part_and_known_as_a_whole() -> None:
-    assert [router_decision.cached_blocks(number) for number in range(5)] == [0, 63, 127, 127, 0]
+    assert [decision.cached_blocks(number) for number in range(5)] == [0, 63, 127, 127, 0]
 
 
 def test_decisions_among_a_few_workers_give_every_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("WORKERS", 6), ("BLOCKS", 3000), ("PROMPTS", 8), ("ROUNDS", 1)):
-        monkeypatch.setattr(router_decision, name, value)
+        monkeypatch.setattr(decision, name, value)
     path = tmp_path / "router.json"
     assert main.run(["router", "--only", "decision", "--json", str(path)]) == 0
     figures = json.loads(path.read_text())["results"]
@@ -139,14 +134,15 @@ def test_a_whole_run_on_a_tiny_model_gives_every_figure(tmp_path: Path, monkeypa
     shutil.copytree(tiny_model("llama"), folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 4096}))
-    monkeypatch.setattr(router_multiturn, "ROUNDS", 1)
-    monkeypatch.setattr(router_failover, "ROUNDS", 1)
-    monkeypatch.setattr(router_idle, "WINDOW_S", 2.0)
+    monkeypatch.setattr(multiturn, "ROUNDS", 1)
+    monkeypatch.setattr(failover, "ROUNDS", 1)
+    monkeypatch.setattr(idle, "SETTLE_S", 0.5)
+    monkeypatch.setattr(idle, "WINDOW_S", 1.0)
     path = tmp_path / "router.json"
     arguments = ["router", "--only", "idle,multiturn,failover", "--model", str(folder), "--json", str(path)]
     assert main.run(arguments) == 0
     figures = json.loads(path.read_text())["results"]
-    targets: dict[str, Target] = {**router_idle.TARGETS, **router_multiturn.TARGETS, **router_failover.TARGETS}
-    assert set(targets) <= set(figures)
+    targets = {*idle.PART.targets, *multiturn.PART.targets, *failover.PART.targets}
+    assert targets <= set(figures)
     assert figures["failover_right_share"] == 1.0
     assert figures["multiturn_cached_share_prefix_aware"] > figures["multiturn_cached_share_round_robin"]

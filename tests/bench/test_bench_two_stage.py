@@ -1,4 +1,4 @@
-"""The two-stage benchmark: its sizes, what it makes of times and answers, its image, and one whole run on a tiny model."""
+"""The two-stage benchmark: its sizes, what it makes of times and answers, its drawing, and one whole run on a tiny model."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from kvrelay.bench import main, two_stage
-from kvrelay.bench.two_stage import WAYS, Outcome, TwoStageBench, Workload, is_same
-from kvrelay.bench.two_stage_plot import draw
-from kvrelay.bench.two_stage_server import Answer, CachedTokens, Choice, TokenCounts
+from kvrelay.bench import main
+from kvrelay.bench.harness.plot import draw
+from kvrelay.bench.two_stage.client import Answer, CachedTokens, Choice, TokenCounts
+from kvrelay.bench.two_stage.scenario import TARGETS, WAYS, Outcome, TwoStageBench, TwoStageRun, is_same, panels
 from tests.tiny_models import tiny_model
 
 
@@ -38,8 +38,8 @@ def test_tied_results_may_change_places() -> None:
     assert is_same(one, answer([([2], -1.0001), ([1], -1.0), ([3], -4.0)]))
 
 
-def bench_with(calm: dict[str, float], pressed: dict[str, float]) -> TwoStageBench:
-    bench = TwoStageBench("", "auto", Workload(requests=1), 100)
+def bench_with(calm: dict[str, float], pressed: dict[str, float]) -> TwoStageRun:
+    bench = TwoStageRun(TwoStageBench(requests=1), 100)
     for outcomes, times in ((bench.calm, calm), (bench.pressed, pressed)):
         for way, seconds in times.items():
             outcomes[way] = Outcome([seconds], 2.0, [705], [705], 7, {0: answer(BEAMS)}, [way == "continuation"] * 2)
@@ -60,7 +60,7 @@ def test_ways_are_compared_within_one_run() -> None:
     assert figures["identical_outputs"] == 1.0
     assert figures["leases_kept"] == 1.0
     assert figures["ttft_ms_continuation_pressure"] == pytest.approx(60.0)
-    assert set(two_stage.TARGETS) <= set(figures)
+    assert set(TARGETS) <= set(figures)
 
 
 def test_one_search_that_differs_is_seen() -> None:
@@ -69,25 +69,25 @@ def test_one_search_that_differs_is_seen() -> None:
     assert bench.summarise()["identical_outputs"] == pytest.approx(6 / 7)
 
 
-def test_a_lease_that_did_not_last_is_seen() -> None:
+def test_kept_kv_that_did_not_last_is_seen() -> None:
     bench = bench_with(TIMES, TIMES)
-    bench.pressed["continuation"].from_lease[1] = False
+    bench.pressed["continuation"].from_kept_kv[1] = False
     assert bench.summarise()["leases_kept"] == pytest.approx(3 / 4)
 
 
-def test_a_pool_holds_the_leases_and_one_search_beside_them() -> None:
-    work = Workload()
-    settings = work.settings()
-    pinned = int(float(settings["lease-share"]) * work.pool_blocks)
-    assert pinned >= work.lease_blocks == 3 * 44
+def test_a_pool_holds_the_kept_kv_and_one_search_beside_it() -> None:
+    work = TwoStageBench()
+    settings = {name: str(value) for name, value in work.settings().items()}
+    pinned = int(float(settings["kept-kv-share"]) * work.pool_blocks)
+    assert pinned >= work.kept_blocks == 3 * 44
     search = 45 + 31 * 2  # the prompt, and for every other beam its output and a copy of the tail
     assert work.pool_blocks - pinned >= search
     assert int(settings["max-model-len"]) >= 500 + 200 + 5 + 3
 
 
-def test_the_image_shows_every_way_twice() -> None:
+def test_the_drawing_shows_every_way_twice() -> None:
     bench = bench_with(TIMES, TIMES)
-    root = ElementTree.fromstring(draw(bench.calm, bench.pressed))
+    root = ElementTree.fromstring(draw(panels(bench.calm, bench.pressed)))
     texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
     assert all(texts.count(way) == 2 for way in WAYS)
     assert texts.count("50") == 2  # milliseconds of the continuation

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvrelay.bench import engine
-from kvrelay.bench.engine import Round, summarise
-from kvrelay.bench.report import percentile
-from kvrelay.bench.work import Limits, decode_work, head_weights, layer_weights, prefill_work
+from kvrelay.bench.engine import scenario as engine
+from kvrelay.bench.engine.scenario import Round, summarise
+from kvrelay.bench.engine.work import Limits, decode_work, head_weights, layer_weights, prefill_work
+from kvrelay.bench.harness.report import percentile
 from kvrelay.checkpoint.rope import RopeSpec
 from kvrelay.checkpoint.spec import ModelSpec
 

@@ -11,7 +11,7 @@ import pytest
 
 from kvrelay.config import RouterOptions
 from kvrelay.errors import ConfigError
-from kvrelay.frontend.auth import KeyRing
+from kvrelay.frontend.http.auth import KeyRing
 from tests.frontend.serving import fake_backend, http_client, make_app
 
 
@@ -122,7 +122,7 @@ def test_a_file_that_cannot_be_used_is_an_error_at_the_start(tmp_path: pathlib.P
 
 
 async def test_a_server_follows_its_key_file(file: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvrelay.frontend.auth._LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr("kvrelay.frontend.http.auth._LOOK_EVERY_S", 0.0)
     async with http_client(make_app(fake_backend(), RouterOptions(api_key="fixed", api_key_file=str(file)))) as client:
 
         async def status(key: str) -> int:

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import uvicorn
 
-from kvrelay.frontend import connections
 from kvrelay.frontend.app import FrontEnd
-from kvrelay.frontend.connections import limited
+from kvrelay.frontend.http import connections
+from kvrelay.frontend.http.connections import limited
 from kvrelay.launch.serve import HttpServer
 from tests.frontend.serving import fake_backend, make_app
 

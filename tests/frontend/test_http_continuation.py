@@ -124,7 +124,7 @@ async def test_what_is_not_kept_is_said_with_the_reason() -> None:
 
 
 async def test_a_worker_that_says_nothing_does_not_hold_the_answer_back_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvrelay.frontend.generation._SETTLE_S", 0.05)
+    monkeypatch.setattr("kvrelay.frontend.answer.generation._SETTLE_S", 0.05)
     backend = fake_backend(ANSWER)
     backend.keeps = None
     async with http_client(make_app(backend)) as client:

@@ -18,12 +18,12 @@ from PIL import Image as PillowImage
 
 from kvrelay.config import RouterOptions
 from kvrelay.errors import InvalidRequestError
-from kvrelay.frontend import media as media_module
 from kvrelay.frontend.app import create_app
 from kvrelay.frontend.fake_backend import FakeBackend
-from kvrelay.frontend.images import Part
-from kvrelay.frontend.media import Media
-from kvrelay.frontend.openai_types import ImagePart, ImageUrl
+from kvrelay.frontend.prompt import media as media_module
+from kvrelay.frontend.prompt.images import Part
+from kvrelay.frontend.prompt.media import Media
+from kvrelay.frontend.prompt.types import ImagePart, ImageUrl
 from kvrelay.media.image_spec import ImageSpec
 from kvrelay.media.placeholders import is_placeholder, placeholder_ids
 from kvrelay.metrics import Metrics
@@ -346,10 +346,10 @@ async def test_the_images_of_a_request_are_limited_together() -> None:
         ("data:image/png;base64,", "the file is empty"),
         (data_url(b"%PDF-1.7"), "not a JPEG, PNG, WebP or GIF file"),
         (data_url(png()[:60]), "the PNG file cannot be decoded"),
-        (data_url(png_of_size(10_000, 10_000)), "10000x10000 are more than"),
+        (data_url(png_of_size(10_000, 10_000)), "10000x10000 is more than"),
         (data_url(png_of_size(0, 10)), "has no content"),
         (data_url(png(402, 2)), "more than 200 times"),
-        (data_url(bytes(100_001)), "at most 100000 are taken|larger than 100000 bytes"),
+        (data_url(bytes(100_001)), "the limit is 100000|larger than 100000 bytes"),
         ("http://example.com/a.png", "fetches no images from 'example.com'"),
         ("http://169.254.169.254/latest/meta-data", "fetches no images from"),
         ("file:///etc/passwd", "file: images come from http:, https: and data: URLs"),

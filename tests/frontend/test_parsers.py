@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrelay.errors import InvalidRequestError
-from kvrelay.frontend.deltas import Collected, Parser
-from kvrelay.frontend.openai_types import FunctionDefinition, FunctionName, FunctionTool, NamedToolChoice
-from kvrelay.frontend.reasoning import ReasoningParser
-from kvrelay.frontend.tool_parser import ToolCallParser
-from kvrelay.frontend.tools import Tags, hermes_messages, plan_tools, tools_for_template
+from kvrelay.frontend.answer.deltas import Collected, Parser
+from kvrelay.frontend.answer.reasoning import ReasoningParser
+from kvrelay.frontend.answer.tool_parser import ToolCallParser
+from kvrelay.frontend.prompt.tools import Tags, hermes_messages, plan_tools, tools_for_template
+from kvrelay.frontend.prompt.types import FunctionDefinition, FunctionName, FunctionTool, NamedToolChoice
 from kvrelay.sampling import Grammar, GrammarKind
 from kvrelay.text.grammar_check import check_grammar, to_definition
 from tests.frontend.serving import TOKENIZER
@@ -36,7 +36,7 @@ def read(parser: Parser, text: str, cuts: list[int]) -> Collected:
 
 
 def calls_of(collected: Collected) -> list[tuple[str, str]]:
-    return [(call.name, call.arguments) for call in collected.calls]
+    return [(call.name, call.arguments) for call in collected.calls.values()]
 
 
 CUTS = st.lists(st.integers(0, 500), max_size=40)
@@ -47,7 +47,7 @@ def test_calls_are_read_whatever_the_cuts(cuts: list[int]) -> None:
     collected = read(ToolCallParser(), f"Let me see. \n{CALL}\n{OTHER} \n", cuts)
     assert "".join(collected.text).rstrip() == "Let me see."
     assert calls_of(collected) == [("f", '{"city": "Paris", "deep": [{"}": "\\"]"}]}'), ("g", '{"b": 1}')]
-    assert len({call.id for call in collected.calls}) == 2
+    assert len({call.id for call in collected.calls.values()}) == 2
 
 
 @given(

@@ -17,8 +17,9 @@ from hypothesis import HealthCheck, Phase, settings
 from schemathesis.checks import not_a_server_error
 
 from kvrelay.config import RouterOptions
-from kvrelay.frontend.http import Call
-from kvrelay.frontend.openai_types import HARMLESS_FIELDS, ChatRequest, StreamOptions
+from kvrelay.errors import UnavailableError
+from kvrelay.frontend.http.call import Call
+from kvrelay.frontend.prompt.types import HARMLESS_FIELDS, ChatRequest, StreamOptions
 from kvrelay.ids import new_transfer_id
 from kvrelay.metrics import Metrics
 from tests.frontend.serving import MODEL, fake_backend, http_client, make_app, running_server, says, wait_until_idle
@@ -193,6 +194,20 @@ async def test_metrics_count_requests_and_tokens() -> None:
     assert f"kvrelay_output_tokens_total {len(says('one two')) + 1}.0" in page
     assert "kvrelay_ttft_seconds_count 1.0" in page
     assert f"kvrelay_inter_token_seconds_count {len(says('one two'))}.0" in page
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [(CHAT, {"messages": [USER]}), ("/v1/completions", {"prompt": "hi"}), ("/v1/responses", {"input": "hi"})]
+)
+async def test_a_stream_that_fails_counts_under_the_status_of_its_error(path: str, body: dict[str, Any]) -> None:
+    backend, metrics = fake_backend("one two three"), Metrics()
+    backend.fail_after = (2, UnavailableError("the worker broke"))
+    async with http_client(make_app(backend, metrics=metrics)) as client:
+        answer = await client.post(path, json={**body, "stream": True})
+        page = (await client.get("/metrics")).text
+    assert answer.status_code == 200, "it was sent with the first token"
+    assert '"error":{"message":"the worker broke"' in answer.text.splitlines()[-2]
+    assert f'kvrelay_requests_total{{endpoint="{path}",status="503"}} 1.0' in page
 
 
 async def test_requests_are_logged_if_asked_for(caplog: pytest.LogCaptureFixture) -> None:

@@ -110,8 +110,8 @@ def test_a_processor_that_does_something_else_is_refused(
     ("config", "processor", "complaint"),
     [
         (NESTED, {**PROCESSOR_3, "patch_size": 14}, "has patch_size 16, but .* has 14"),
-        (NESTED, {**PROCESSOR_3, "size": {"shortest_edge": 9, "longest_edge": 8}}, "are more than max_pixels"),
-        (NESTED, {**PROCESSOR_3, "size": {"height": 9}}, "does not say how large"),
+        (NESTED, {**PROCESSOR_3, "size": {"shortest_edge": 9, "longest_edge": 8}}, "is above max_pixels"),
+        (NESTED, {**PROCESSOR_3, "size": {"height": 9}}, "has no bounds for the size"),
         (NESTED, {**PROCESSOR_3, "image_std": [0.5, 0.0, 0.5]}, "image_std must be positive"),
         (NESTED, {**PROCESSOR_3, "merge_size": "2"}, "merge_size"),
         ({**NESTED, "image_token_id": None}, PROCESSOR_3, "lacks image_token_id"),

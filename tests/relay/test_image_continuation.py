@@ -34,7 +34,7 @@ async def test_a_child_of_a_request_with_images_encodes_nothing() -> None:
         async with asyncio.timeout(20.0):
             await cluster.router.continuations.until_ended(parent, "", 20.0)
         assert parent.state is HandleState.HELD, parent.reason
-        whole = Prompt([*prompt.tokens, *said, *SUFFIX], list(parent.images), prompt.images)
+        whole = Prompt([*prompt.tokens, *said, *SUFFIX], list(parent.images), prompt.pixels)
         expected = reference_output("qwen3_vl", whole, 6)[0]
         before = cluster.decode.engine.load()
         child = msgspec.structs.replace(ask(whole), parent=parent, external_id="child")

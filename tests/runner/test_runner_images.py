@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from tiny_vl import IMAGE_TOKEN_ID
 from vision_models import KINDS, Kind, Prompt, image_spec, make_prompt, read_drawn, reference_vl, tiny_vl
 
 from kvrelay.checkpoint.spec import read_spec
-from kvrelay.checkpoint.tiny_vl import IMAGE_TOKEN_ID
 from kvrelay.config import EngineOptions, ModelOptions
 from kvrelay.engine.interfaces import Row
 from kvrelay.errors import ConfigError, MediaError

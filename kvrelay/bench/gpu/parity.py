@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from kvrelay.bench.gpu.engines import build_engine, generate, greedily
+from kvrelay.bench.gpu.requests import generate, greedily
+from kvrelay.bench.harness.engine import build_engine
 from kvrelay.checkpoint.spec import read_spec
 from kvrelay.config import EngineOptions, ModelOptions, read_environment
 from kvrelay.engine.interfaces import Row, StepPlan
@@ -93,11 +94,9 @@ def make_checkpoint(family: str, folder: pathlib.Path) -> None:
 def compare_tokens(folder: pathlib.Path) -> tuple[int, int]:
     """Tokens that are not the reference's, and ties among those that are."""
     prompts = [_prompt(length, length) for length in _PROMPT_LENGTHS]
-    engine = build_engine(
+    engine, _ = build_engine(
         ModelOptions(model=str(folder), device="cuda", dtype="float32"),
         EngineOptions(kv_blocks=512, block_size=_BLOCK_SIZE, max_batch=32, token_budget=128),
-        folder,
-        Silent(),
     )
     outputs = generate(engine, prompts, greedily(_OUTPUT_TOKENS))
     engine.close()

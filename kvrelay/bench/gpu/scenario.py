@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Annotated
 
 import torch
+from msgspec import Meta
 from rich.console import Console
 from rich.table import Table
 
-from kvrelay.bench.report import Target, format_figure
+from kvrelay.bench.gpu.parity import check_families
+from kvrelay.bench.gpu.speed import measure_speed
+from kvrelay.bench.harness.report import Target, format_figure
+from kvrelay.bench.harness.scenario import BenchOptions, Part, Results, Scenario
+from kvrelay.config import Positive
 from kvrelay.errors import BenchError, ConfigError
 
-if TYPE_CHECKING:
-    import argparse
-
-    from kvrelay.options import Parser
-
-TARGETS = {
+_CORRECT = {"parity_mismatches": Target("<=", 0.0), "bf16_error_over_transformers": Target("<=", 2.0)}
+_FAST = {
     "b1_in128_itl_ms": Target("<=", 3.9),
     "b8_in1024_itl_ms": Target("<=", 4.5),
     "b64_in1024_itl_ms": Target("<=", 6.9),
@@ -27,8 +28,6 @@ TARGETS = {
     "prefill_16x2048_tok_s": Target(">=", 44500.0),
     "gpu_idle_share_b64": Target("<=", 0.03),
     "start_to_first_token_s": Target("<=", 30.0),
-    "parity_mismatches": Target("<=", 0.0),
-    "bf16_error_over_transformers": Target("<=", 2.0),
 }
 # One H200, the same shapes: vLLM 0.26, and what its memory and arithmetic allow.
 ANCHORS = {
@@ -43,28 +42,31 @@ ANCHORS = {
 }
 
 
-def add_options(parser: Parser) -> None:
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="figures are the best of so many (default 3)")
-    parser.add_argument("--only", choices=["all", "parity", "speed"], default="all", help="one half of it (default all)")
+class GpuBench(BenchOptions, frozen=True, kw_only=True):
+    """How often it is measured."""
+
+    rounds: Annotated[Positive, Meta(description="rounds; figures are the best of them")] = 3
 
 
-def measure(options: argparse.Namespace, console: Console) -> tuple[dict[str, float], dict[str, Target]]:
+def check(options: GpuBench, console: Console) -> Results:
+    _need_card()
+    results = check_families(console)
+    missed = [name for name, target in _CORRECT.items() if not target.met(results[name])]
+    if missed:
+        raise BenchError(f"not correct, so not measured: {', '.join(f'{name} {results[name]:g}' for name in missed)}")
+    return results
+
+
+def measure(options: GpuBench, console: Console) -> Results:
+    _need_card()
+    results = measure_speed(options.rounds, console)
+    _show_anchors(results, console)
+    return results
+
+
+def _need_card() -> None:
     if not torch.cuda.is_available():
         raise ConfigError("bench gpu needs an NVIDIA card, and PyTorch finds none")
-    results: dict[str, float] = {}
-    if options.only in ("all", "parity"):
-        from kvrelay.bench.gpu.parity import check_families
-
-        results |= check_families(console)
-        missed = [name for name in results if name in TARGETS and not TARGETS[name].met(results[name])]
-        if missed:
-            raise BenchError(f"not correct, so not measured: {', '.join(f'{name} {results[name]:g}' for name in missed)}")
-    if options.only in ("all", "speed"):
-        from kvrelay.bench.gpu.speed import measure_speed
-
-        results |= measure_speed(options.rounds, console)
-        _show_anchors(results, console)
-    return results, TARGETS
 
 
 def _show_anchors(results: dict[str, float], console: Console) -> None:
@@ -75,3 +77,12 @@ def _show_anchors(results: dict[str, float], console: Console) -> None:
         if name in results:
             table.add_row(name, *(format_figure(figure) for figure in (results[name], vllm, limit)))
     console.print(table)
+
+
+SCENARIO = Scenario(
+    GpuBench,
+    {
+        "parity": Part("the tokens and logits of transformers", check, _CORRECT),
+        "speed": Part("decode and prefill of a Llama-3.1-8B shape", measure, _FAST),
+    },
+)

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 import torch
 from rich.console import Console
 
-from kvrelay.bench.gpu.engines import build_engine_and_runner, generate, greedily, step, submit
-from kvrelay.bench.work import decode_work
+from kvrelay.bench.engine.work import decode_work
+from kvrelay.bench.gpu.requests import generate, greedily, submit
+from kvrelay.bench.harness.engine import build_engine, run_dry, step
 from kvrelay.config import EngineOptions, ModelOptions
 from kvrelay.engine.engine import Engine
 from kvrelay.launch.console import ConsoleProgress
@@ -107,8 +108,7 @@ class Bench:
             num_full += len(step(self.engine).outputs) == work.batch
         milliseconds = time_replays(self.runner, work.batch)
         self.engine.abort(requests)
-        while self.engine.has_work:
-            step(self.engine)
+        run_dry(self.engine)
         return milliseconds
 
     def _prompt(self, length: int) -> list[int]:
@@ -123,7 +123,7 @@ def measure_speed(rounds: int, console: Console) -> dict[str, float]:
         folder = pathlib.Path(base)
         (folder / "config.json").write_text(json.dumps(LLAMA_8B), encoding="utf-8")
         model = ModelOptions(model=str(folder), load="dummy", device="cuda")
-        engine, runner = build_engine_and_runner(model, EngineOptions(), folder, ConsoleProgress())
+        engine, runner = build_engine(model, EngineOptions().for_device("cuda"), ConsoleProgress())
         bench = Bench(engine, runner, rounds)
         bench.seconds(1, 16, 1)
         results = {"start_to_first_token_s": time.perf_counter() - start}

@@ -1,0 +1,191 @@
+"""How long it takes to choose the workers of one request: `Planner.plan`, as the dispatcher calls it, in this process.
+
+    32 prefill and 32 decode workers, each with requests in flight; 1,000,000 blocks in the prefix index
+    prompts of 2048 tokens: hashed, looked up, scored; nothing is sent
+
+A quarter of the prompts is unknown, a quarter is cached for a part, and half is cached as a whole, which takes longest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+import statistics
+import time
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import TypeAlias
+
+import msgspec
+import zmq
+from rich.console import Console
+
+from kvrelay.bench.harness.report import Target, percentile
+from kvrelay.bench.harness.scenario import BenchOptions, Part, Results
+from kvrelay.bench.harness.workload import draw
+from kvrelay.bench.router.fake_worker import FINGERPRINT, fake_record
+from kvrelay.errors import BenchError
+from kvrelay.ids import WorkerId, new_router_id
+from kvrelay.launch.serve import COLLECTOR_THRESHOLDS
+from kvrelay.metrics import Metrics
+from kvrelay.native import hashing
+from kvrelay.planes.curve import listening
+from kvrelay.planes.loop_socket import bound_address
+from kvrelay.router.backend import GenerateRequest
+from kvrelay.router.peer import Peer
+from kvrelay.router.plan import Planner
+from kvrelay.router.policy import PolicyName
+from kvrelay.router.prefix_index import PrefixIndex
+from kvrelay.sampling import SamplingParams
+from kvrelay.states import Role
+from kvrelay.wire.registry import WorkerLoad
+from kvrelay.wire.serving import KeptTold, StepOutputs
+
+WORKERS = 64
+BLOCKS = 1_000_000
+PROMPT_TOKENS = 2048
+PROMPTS = 512
+ROUNDS = 9
+HOLDERS = 4  # workers of each role that hold a prompt which is cached
+POLICIES: tuple[PolicyName, ...] = ("prefix_aware", "least_loaded", "round_robin")
+_BLOCK_SIZE = 16
+_VOCAB_SIZE = 50_000
+_PARAMS = SamplingParams(max_tokens=256)
+_PAUSE_S = 0.001
+
+Prompt: TypeAlias = "array[int]"
+
+
+class _Owner:
+    """Of peers that never answer."""
+
+    def peer_opened(self, peer: Peer) -> None: ...
+
+    def peer_broken(self, peer: Peer, reason: str) -> None: ...
+
+    def peer_outputs(self, peer: Peer, outputs: StepOutputs) -> None: ...
+
+    def peer_told(self, peer: Peer, told: KeptTold) -> None: ...
+
+    def peer_malformed(self, peer: Peer, reason: str) -> None: ...
+
+
+Rounds: TypeAlias = list[list[float]]  # microseconds of each decision
+
+
+def median_of_rounds(rounds: Rounds, share: int) -> float:
+    """A process that takes the processor away spoils a round, not the figure."""
+    return statistics.median(percentile(times, share) for times in rounds)
+
+
+def measure(options: BenchOptions, console: Console) -> Results:
+    with console.status(f"decisions among {WORKERS} workers with {BLOCKS:,} blocks"):
+        return asyncio.run(_measure())
+
+
+async def _measure() -> Results:
+    source = random.Random("decision")
+    door = listening(zmq.ROUTER)  # takes connections and says nothing
+    door.bind("tcp://127.0.0.1:*")
+    peers = [_peer(number, bound_address(door), source) for number in range(WORKERS)]
+    try:
+        prompts = [array("i", draw(source, PROMPT_TOKENS, range(_VOCAB_SIZE))) for _ in range(PROMPTS)]
+        index = _fill_index(peers, prompts, source)
+        planners = {policy: _planner(policy, peers, index) for policy in POLICIES}
+        return summarise(_time_all(planners, prompts))
+    finally:
+        for peer in peers:
+            peer.close()
+        door.close()
+
+
+def _peer(number: int, address: str, source: random.Random) -> Peer:
+    role = Role.PREFILL if number % 2 else Role.DECODE
+    record = msgspec.structs.replace(
+        fake_record(role, address, "bench", max_model_len=8192),
+        load=WorkerLoad(running=source.randrange(32)),
+        events_address=address,
+        replay_address=address,
+        block_size=_BLOCK_SIZE,
+        max_batch=64,
+        max_queue=512,
+    )
+    peer = Peer(record, _Owner(), router_id=new_router_id(), lease_s=600.0)
+    peer.update(record)  # as the registry's news would: now the peer has that load
+    return peer
+
+
+def _fill_index(peers: list[Peer], prompts: Sequence[Prompt], source: random.Random) -> PrefixIndex:
+    index = PrefixIndex()
+    root = hashing.root_hash(FINGERPRINT, "")
+    for number, prompt in enumerate(prompts):
+        hashes: list[bytes] = []
+        hashing.extend_hashes(hashes, root, prompt, _BLOCK_SIZE, cached_blocks(number))
+        for worker_id in _holders(peers, source) if hashes else ():
+            index.add(worker_id, hashes)
+    for peer, count in zip(peers, _shares(BLOCKS - len(index)), strict=True):
+        index.add(peer.id, (source.randbytes(hashing.HASH_BYTES) for _ in range(count)))
+    if len(index) != BLOCKS:
+        raise BenchError(f"the index has {len(index)} blocks, not {BLOCKS}")
+    return index
+
+
+def cached_blocks(number: int) -> int:
+    """Of the prompt with this number: none, a part, or all of them."""
+    all_blocks = (PROMPT_TOKENS - 1) // _BLOCK_SIZE
+    return (0, all_blocks // 2, all_blocks, all_blocks)[number % 4]
+
+
+def _holders(peers: list[Peer], source: random.Random) -> Iterator[WorkerId]:
+    for role in (Role.PREFILL, Role.DECODE):
+        able = [peer.id for peer in peers if peer.record.role is role]
+        yield from source.sample(able, min(HOLDERS, len(able)))
+
+
+def _shares(total: int) -> list[int]:
+    return [total // WORKERS + (number < total % WORKERS) for number in range(WORKERS)]
+
+
+def _planner(policy: PolicyName, peers: list[Peer], index: PrefixIndex) -> Planner:
+    """As the router makes it."""
+    planner = Planner(policy, 64, Metrics(), index if policy == "prefix_aware" else None)
+    planner.use(peers)
+    return planner
+
+
+def _time_all(planners: dict[PolicyName, Planner], prompts: Sequence[Prompt]) -> dict[PolicyName, Rounds]:
+    """The policies in turns, after a round that does not count. A server, too, keeps what it has away from the collector."""
+    gc.collect()
+    gc.freeze()
+    usual = gc.get_threshold()
+    gc.set_threshold(*COLLECTOR_THRESHOLDS)
+    try:
+        rounds = [{policy: _time(planner, prompts) for policy, planner in planners.items()} for _ in range(ROUNDS + 1)][1:]
+    finally:
+        gc.set_threshold(*usual)
+        gc.unfreeze()
+    return {policy: [each[policy] for each in rounds] for policy in planners}
+
+
+def _time(planner: Planner, prompts: Sequence[Prompt]) -> list[float]:
+    """A router's prompt comes from the tokenizer that moment: its numbers are new, and near."""
+    times = []
+    for prompt in prompts:
+        request = GenerateRequest(external_id="bench", prompt=prompt.tolist(), params=_PARAMS)
+        began_at = time.perf_counter_ns()
+        planner.plan(request)
+        times.append((time.perf_counter_ns() - began_at) / 1e3)
+    time.sleep(_PAUSE_S)
+    return times
+
+
+def summarise(times: dict[PolicyName, Rounds]) -> Results:
+    return {
+        f"decision_us_p{share}{'' if policy == 'prefix_aware' else f'_{policy}'}": median_of_rounds(each, share)
+        for policy, each in times.items()
+        for share in (50, 99)
+    }
+
+
+PART = Part("choosing workers for a prompt", measure, {"decision_us_p99": Target("<=", 100.0)})

@@ -1,0 +1,163 @@
+"""What a client notices when a decode worker is killed: streams on 2 prefill and 2 decode workers, and one kill -9 a round.
+
+    streams run -> kill -9 of the busiest decode worker -> the router finds out -> its streams go on elsewhere
+                   |<------ detection ------------------->|                         |
+                   |<------ next token of each of its streams --------------------->|
+
+Afterwards, on the quiet cluster: the time of a prompt of that length that no cache has, and every stream again, undisturbed, to
+compare all its tokens with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pathlib
+import random
+import signal
+import statistics
+from dataclasses import dataclass
+
+from rich.console import Console
+
+from kvrelay.bench.harness.cluster import Answer, LiveCluster, ask, finish, live_cluster, start, wait_until
+from kvrelay.bench.harness.report import Target, percentile
+from kvrelay.bench.harness.scenario import ModelBench, Part, Results
+from kvrelay.bench.harness.workload import draw, greedy
+from kvrelay.checkpoint.spec import read_spec
+from kvrelay.config import ClusterOptions, EngineOptions, ModelOptions
+from kvrelay.errors import BenchError
+from kvrelay.router.router import Router
+from kvrelay.sampling import SamplingParams
+
+ROUNDS = 2
+STREAMS = 8
+PROMPT_TOKENS = 256
+OUTPUT_TOKENS = 96
+TOKENS_BEFORE = 8  # every stream has so many when the worker is killed
+PREFILLS = 2  # per round
+_START_S = 60.0  # for all streams to run
+_DETECT_S = 60.0
+# Room for all streams on one decode worker.
+_ENGINE = EngineOptions(kv_blocks=512, max_model_len=2048)
+
+
+@dataclass(frozen=True)
+class Struck:
+    """One round, in seconds."""
+
+    detected_s: float  # from the kill to the moment the router did not count on the worker any more
+    next_token_s: list[float]  # from the kill, for each stream of the killed worker
+    prefill_s: list[float]  # prompts of that length
+    num_right: int  # streams with the tokens of the undisturbed run
+    num_streams: int
+    problems: list[str]
+
+
+def measure(options: ModelBench, console: Console) -> Results:
+    model = options.local_model()
+    return asyncio.run(_measure(model, range(read_spec(pathlib.Path(model.model)).vocab_size), console))
+
+
+async def _measure(model: ModelOptions, vocabulary: range, console: Console) -> Results:
+    source = random.Random("failover")
+    rounds: list[Struck] = []
+    with console.status("starting 2 prefill and 2 decode workers") as status:
+        async with live_cluster(model, _ENGINE, ClusterOptions(prefill=2, decode=2)) as cluster:
+            for number in range(ROUNDS):
+                status.update(f"round {number + 1} of {ROUNDS}: kill -9 under {STREAMS} streams")
+                rounds.append(await _round(cluster, source, vocabulary))
+    for problem in sorted({problem for each in rounds for problem in each.problems}):
+        console.print(f"[yellow]a stream failed:[/] {problem}", highlight=False, soft_wrap=True)
+    return summarise(rounds)
+
+
+async def _round(cluster: LiveCluster, source: random.Random, vocabulary: range) -> Struck:
+    await cluster.until_whole()
+    prompts = [draw(source, PROMPT_TOKENS, vocabulary) for _ in range(STREAMS)]
+    await _prefill(cluster.router, prompts)
+    answers = [start(cluster.router, prompt, _params(index)) for index, prompt in enumerate(prompts)]
+    await wait_until(lambda: all(_under_way(answer) for answer in answers), "all streams run", _START_S)
+    struck = await _strike(cluster, answers)
+    await asyncio.gather(*(finish(answer) for answer in answers))
+    await cluster.until_whole()
+    num_tokens = PROMPT_TOKENS + round(statistics.median(tokens for _, tokens in struck.streams))
+    prefills = [(await ask(cluster.router, draw(source, num_tokens, vocabulary), greedy(2))).ttft_s for _ in range(PREFILLS)]
+    again = await asyncio.gather(*(ask(cluster.router, prompt, _params(index)) for index, prompt in enumerate(prompts)))
+    return Struck(
+        detected_s=struck.detected_at - struck.killed_at,
+        next_token_s=[
+            answer.tokens_at[tokens] - struck.killed_at for answer, tokens in struck.streams if tokens < len(answer.tokens)
+        ],
+        prefill_s=prefills,
+        num_right=sum(not one.problem and one.tokens == other.tokens for one, other in zip(answers, again, strict=True)),
+        num_streams=STREAMS,
+        problems=[answer.problem for answer in [*answers, *again] if answer.problem],
+    )
+
+
+async def _prefill(router: Router, prompts: list[list[int]]) -> None:
+    """So that all streams begin together, not one prefill after the other. Where a prompt is computed, it is cached anyway."""
+    for answer in await asyncio.gather(*(ask(router, prompt, greedy(1)) for prompt in prompts)):
+        _ = answer.ttft_s  # raises if it failed
+
+
+@dataclass(frozen=True)
+class _Strike:
+    """The streams of the killed worker, each with the number of tokens it had of it."""
+
+    killed_at: float
+    detected_at: float
+    streams: list[tuple[Answer, int]]
+
+
+async def _strike(cluster: LiveCluster, answers: list[Answer]) -> _Strike:
+    victim = max((worker for worker in cluster.workers() if worker["role"] == "decode"), key=lambda worker: worker["in_flight"])
+    on_victim = [answer for answer in answers if answer.decode == victim["id"]]
+    if not on_victim:
+        raise BenchError("no stream runs on the busiest decode worker")
+    killed_at = await wait_until(lambda: True, "", 0.0)
+    os.kill(victim["pid"], signal.SIGKILL)
+    router, usable = cluster.router, cluster.num_workers
+    detected_at = await wait_until(lambda: router.num_usable < usable, "the router notices a killed worker", _DETECT_S)
+    await asyncio.sleep(0)  # what the worker had said before is read now, by the streams that wait for it
+    await asyncio.sleep(0)
+    return _Strike(killed_at, detected_at, [(answer, len(answer.tokens)) for answer in on_victim])
+
+
+def _under_way(answer: Answer) -> bool:
+    if answer.problem or len(answer.tokens) >= OUTPUT_TOKENS:
+        raise BenchError(f"a stream ended too early: {answer.problem or 'it had all its tokens'}")
+    return len(answer.tokens) >= TOKENS_BEFORE
+
+
+def _params(index: int) -> SamplingParams:
+    """Every other stream is sampled: its random numbers must go on where they were, too."""
+    if index % 2:
+        return SamplingParams(temperature=0.8, seed=index, ignore_eos=True, max_tokens=OUTPUT_TOKENS)
+    return greedy(OUTPUT_TOKENS)
+
+
+def summarise(rounds: list[Struck]) -> Results:
+    next_token_s = [time_s for each in rounds for time_s in each.next_token_s]
+    if not next_token_s:
+        raise BenchError("no stream of a killed worker got another token")
+    detected_s = statistics.median(each.detected_s for each in rounds)
+    prefill_s = statistics.median(time_s for each in rounds for time_s in each.prefill_s)
+    p50 = percentile(next_token_s, 50)
+    return {
+        "failover_over_bound": p50 / (detected_s + prefill_s),
+        "failover_next_token_ms_p50": p50 * 1e3,
+        "failover_next_token_ms_max": max(next_token_s) * 1e3,
+        "failover_detect_ms_p50": detected_s * 1e3,
+        "failover_prefill_ms_p50": prefill_s * 1e3,
+        "failover_struck_streams": float(len(next_token_s)),
+        "failover_right_share": sum(each.num_right for each in rounds) / sum(each.num_streams for each in rounds),
+    }
+
+
+PART = Part(
+    "kill -9 of a decode worker",
+    measure,
+    {"failover_over_bound": Target("<=", 1.0), "failover_right_share": Target(">=", 1.0)},
+)

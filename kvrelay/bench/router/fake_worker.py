@@ -1,0 +1,233 @@
+"""A worker that computes nothing: it speaks the serving plane and gives every request one token a step.
+
+The router benchmark puts it on the load generator's core. It is leaner than a real worker (no engine, no blocks), because
+the router is what is measured: one StepOutputs a step with a token for each open request, as fast as it can or once a tick.
+
+    parent -> worker    FakeWorkerSettings first, then SetTick(tick_s) (0: the next step follows at once)
+    worker -> parent    Ready once it is registered, then one Times for each SetTick
+It ends when the parent closes the pipe (`harness/child.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from dataclasses import dataclass
+from typing import assert_never
+
+import msgspec
+import zmq
+
+from kvrelay.bench.harness.child import LineReader, say
+from kvrelay.config import read_environment
+from kvrelay.discovery.embedded import EmbeddedRegistration
+from kvrelay.ids import RequestId, WorkerId, new_worker_id
+from kvrelay.planes.cluster_key import key_file, load_key
+from kvrelay.planes.curve import listening, use_key
+from kvrelay.states import FinishReason, Role, WorkerState
+from kvrelay.wire import PROTOCOL_VERSION
+from kvrelay.wire.codec import Decoder, encode
+from kvrelay.wire.registry import BlockCounts, WorkerLoad, WorkerRecord
+from kvrelay.wire.serving import (
+    Abort,
+    AskKept,
+    Drain,
+    Encode,
+    Finish,
+    Hello,
+    PeerLost,
+    Ping,
+    ReleaseKept,
+    SequenceOutput,
+    StepOutputs,
+    Submit,
+    ToWorker,
+    Welcome,
+)
+
+FINGERPRINT = "fake"
+_LEASE_S = 60.0
+_RENEW_S = 10.0
+_MAX_REQUESTS = 4096
+
+
+class FakeWorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    registry: str
+    model: str
+    max_model_len: int
+    tokens: list[int]  # given out in turn
+
+
+class SetTick(msgspec.Struct, frozen=True, kw_only=True):
+    tick_s: float
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True):
+    worker_id: WorkerId
+
+
+class Times(msgspec.Struct, frozen=True, kw_only=True):
+    """For each request since the last SetTick: seconds from receiving it to having sent its first token."""
+
+    first_token_s: list[float]
+
+
+@dataclass(slots=True)
+class _OpenRequest:
+    """What is left to say to one request."""
+
+    request_id: RequestId
+    received_at: float
+    max_tokens: int
+    position: int = 0
+
+
+class FakeWorker:
+    """The step loop. One thread."""
+
+    def __init__(self, settings: FakeWorkerSettings, commands: LineReader) -> None:
+        self._settings = settings
+        self._commands = commands
+        self._decoder: Decoder[ToWorker] = Decoder(ToWorker)
+        self._open: dict[bytes, dict[RequestId, _OpenRequest]] = {}  # by the router's socket identity
+        self._times: list[float] = []
+        self._tick_s = 0.0
+        self._step = 0
+        self._next_step = 0.0
+        self._next_renewal = 0.0
+        self._socket = listening(zmq.ROUTER)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        port: int = self._socket.bind_to_random_port("tcp://127.0.0.1")
+        self._record = fake_record(Role.WHOLE, f"tcp://127.0.0.1:{port}", settings.model, settings.max_model_len)
+        self._registration = EmbeddedRegistration(settings.registry)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(commands.fd, zmq.POLLIN)
+
+    def run(self) -> None:
+        while not self._registration.register(self._record, _LEASE_S):
+            pass
+        say(Ready(worker_id=self._record.id))
+        while self._receive(self._poller.poll(self._wait_ms())):
+            now = time.perf_counter()
+            if now >= self._next_step and any(self._open.values()):
+                self._next_step = self._following_step(now)
+                self._emit_step()
+            if now >= self._next_renewal:
+                self._next_renewal = now + _RENEW_S
+                self._registration.renew(WorkerState.READY, self._load())
+        self._registration.leave()
+
+    def _wait_ms(self) -> int:
+        now = time.perf_counter()
+        if any(self._open.values()):
+            return max(0, round((self._next_step - now) * 1000))
+        return max(0, round((self._next_renewal - now) * 1000))
+
+    def _following_step(self, now: float) -> float:
+        """Ticks keep their beat: a late step does not delay the next one, unless a whole tick was lost."""
+        if not self._tick_s:
+            return now
+        following = self._next_step + self._tick_s
+        return following if following > now else now + self._tick_s
+
+    def _receive(self, ready: list[tuple[object, int]]) -> bool:
+        """False when the parent has closed the pipe."""
+        for source, _ in ready:
+            if source is self._socket:
+                self._receive_all()
+            elif not self._commands.fill():
+                return False
+        while (line := self._commands.next_line()) is not None:
+            self._set_tick(msgspec.json.decode(line, type=SetTick))
+        return True
+
+    def _receive_all(self) -> None:
+        while True:
+            try:
+                identity, frame = self._socket.recv_multipart(zmq.DONTWAIT)
+            except zmq.Again:
+                return
+            self._handle(identity, self._decoder.decode(frame))
+
+    def _handle(self, identity: bytes, message: ToWorker) -> None:
+        requests = self._open.setdefault(identity, {})
+        match message:
+            case Hello():
+                self._send(identity, Welcome(version=PROTOCOL_VERSION, worker=self._record))
+            case Submit():
+                opened = _OpenRequest(message.request_id, time.perf_counter(), message.params.max_tokens)
+                requests[message.request_id] = opened
+            case Abort():
+                for request_id in message.request_ids:
+                    requests.pop(request_id, None)
+            case Finish():
+                requests.pop(message.request_id, None)
+            case Ping() | PeerLost() | Drain() | ReleaseKept() | AskKept() | Encode():
+                pass
+            case _:
+                assert_never(message)
+
+    def _set_tick(self, command: SetTick) -> None:
+        self._tick_s = command.tick_s
+        self._next_step = time.perf_counter() + command.tick_s
+        times, self._times = self._times, []
+        say(Times(first_token_s=times))
+
+    def _emit_step(self) -> None:
+        self._step += 1
+        for identity, requests in self._open.items():
+            if not requests:
+                continue
+            outputs = [self._next_token(request) for request in requests.values()]
+            self._send(identity, StepOutputs(worker_id=self._record.id, step=self._step, load=self._load(), outputs=outputs))
+            now = time.perf_counter()
+            self._times.extend(now - request.received_at for request in requests.values() if request.position == 1)
+            for output in outputs:
+                if output.finish is not None:
+                    del requests[output.request_id]
+
+    def _next_token(self, request: _OpenRequest) -> SequenceOutput:
+        position = request.position
+        request.position += 1
+        token = self._settings.tokens[position % len(self._settings.tokens)]
+        finish = FinishReason.LENGTH if request.position >= request.max_tokens else None
+        return SequenceOutput(request.request_id, 0, position, [token], finish)
+
+    def _load(self) -> WorkerLoad:
+        running = sum(len(requests) for requests in self._open.values())
+        return WorkerLoad(running=running, steps=self._step, blocks=BlockCounts(total=1, free=1))
+
+    def _send(self, identity: bytes, message: Welcome | StepOutputs) -> None:
+        self._socket.send_multipart([identity, encode(message)])
+
+
+def fake_record(role: Role, address: str, model: str, max_model_len: int) -> WorkerRecord:
+    return WorkerRecord(
+        id=new_worker_id(role.value),
+        role=role,
+        state=WorkerState.READY,
+        host="127.0.0.1",
+        pid=os.getpid(),
+        serving_address=address,
+        model=model,
+        fingerprint=FINGERPRINT,
+        max_model_len=max_model_len,
+        max_batch=_MAX_REQUESTS,
+        max_queue=_MAX_REQUESTS,
+        version=PROTOCOL_VERSION,
+    )
+
+
+def main() -> None:
+    use_key(load_key(key_file("", read_environment())))
+    commands = LineReader(sys.stdin.fileno())
+    while (line := commands.next_line()) is None:
+        if not commands.fill():
+            return
+    FakeWorker(msgspec.json.decode(line, type=FakeWorkerSettings), commands).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,17 @@
+"""`kvrelay bench router`: what the router costs, and what its choices are worth. In parts, a file each."""
+
+from __future__ import annotations
+
+from kvrelay.bench.harness.scenario import Scenario
+from kvrelay.bench.router import decision, failover, http, idle, multiturn
+
+SCENARIO = Scenario(
+    http.RouterBench,
+    {
+        "http": http.PART,
+        "decision": decision.PART,
+        "idle": idle.PART,
+        "multiturn": multiturn.PART,
+        "failover": failover.PART,
+    },
+)

@@ -1,0 +1,143 @@
+"""POST /v1/responses: text (and function calls) in, text (and function calls) out. Nothing is stored."""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import Any
+
+import msgspec
+
+from kvrelay.errors import InvalidRequestError, RequestError
+from kvrelay.frontend.answer.generation import Generation, Step
+from kvrelay.frontend.answer.items import OutputItems
+from kvrelay.frontend.answer.logprobs import chat_logprobs
+from kvrelay.frontend.answer.loop import answer, delivery_of
+from kvrelay.frontend.answer.reader import AnswerReader
+from kvrelay.frontend.answer.types import TokenLogprob
+from kvrelay.frontend.http.call import Call
+from kvrelay.frontend.http.errors import error_fields
+from kvrelay.frontend.prompt.conversation import Conversation, prepare_conversation
+from kvrelay.frontend.prompt.responses_input import chat_request, own_names
+from kvrelay.frontend.prompt.responses_types import ResponsesRequest
+from kvrelay.frontend.service import Service
+from kvrelay.states import FinishReason
+
+_decoder = msgspec.json.Decoder(ResponsesRequest)
+_encode = msgspec.json.Encoder().encode
+
+
+async def responses(service: Service, call: Call) -> None:
+    request = await service.read(call, _decoder)
+    call.name("resp_", None)
+    try:
+        conversation = await prepare_conversation(service, call, chat_request(request))
+    except InvalidRequestError as error:
+        raise own_names(error, request) from error
+    shape = functools.partial(_Response, service, call, request, conversation)
+    await answer(service, call, conversation.work, delivery_of(request.stream), shape)
+
+
+class _Response:
+    """A `Shape`: one response in the making. Its events pile up in `_events` until the next `take` or `end`."""
+
+    shows_kept = False
+
+    def __init__(
+        self, service: Service, call: Call, request: ResponsesRequest, conversation: Conversation, generation: Generation
+    ) -> None:
+        self._service = service
+        self._conversation = conversation
+        self._generation = generation
+        self._streams = bool(request.stream)
+        self._events: list[bytes] = []
+        self._num_events = 0
+        self._items = OutputItems(self._emit)
+        self._reader = AnswerReader(conversation, generation.samples[0])
+        self._logprobs: list[TokenLogprob] = []  # of tokens whose text is held back
+        self._response = _empty_response(service, call, request)
+        self._emit("response.created", response=self._response)
+        self._emit("response.in_progress", response=self._response)
+        if self._streams:
+            call.error_event = self._error_event
+
+    def take(self, step: Step) -> bytes:
+        self._logprobs += chat_logprobs(self._service.tokenizer, step, self._conversation.num_top_logprobs)
+        deltas = self._reader.push(step.text, last=step.finish is not None)
+        if deltas:
+            self._items.add(deltas, self._logprobs)
+            self._logprobs = []
+        return self._pending()
+
+    def end(self) -> bytes:
+        cut = self._reader.sample.finish is FinishReason.LENGTH
+        status = "incomplete" if cut else "completed"
+        self._items.finish(status)
+        self._response |= {
+            "status": status,
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "completed_at": None if cut else int(time.time()),
+            "output": self._items.items,
+            "usage": self._usage(),
+        }
+        self._emit(f"response.{status}", response=self._response)
+        return self._pending() if self._streams else _encode(self._response)
+
+    def _usage(self) -> dict[str, Any]:
+        generation = self._generation
+        return {
+            "input_tokens": generation.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": sum(generation.cached_tokens), "cache_write_tokens": 0},
+            "output_tokens": generation.output_tokens,
+            "output_tokens_details": {"reasoning_tokens": self._reader.reasoning_tokens},
+            "total_tokens": generation.prompt_tokens + generation.output_tokens,
+        }
+
+    def _emit(self, name: str, /, **fields: Any) -> None:
+        """Encodes at once: what the fields hold may grow on."""
+        if self._streams:
+            body = {"type": name, "sequence_number": self._num_events, **fields}
+            self._num_events += 1
+            self._events.append(b"event: " + name.encode() + b"\ndata: " + _encode(body) + b"\n\n")
+
+    def _pending(self) -> bytes:
+        events = b"".join(self._events)
+        self._events.clear()
+        return events
+
+    def _error_event(self, error: RequestError) -> bytes:
+        """OpenAI's `error` event. The official SDK raises APIError because of its field `error`."""
+        self._emit("error", message=error.message, code=error.code, param=error.param, error=error_fields(error))
+        return self._pending()
+
+
+def _empty_response(service: Service, call: Call, request: ResponsesRequest) -> dict[str, Any]:
+    """The response before its output, repeating what was requested."""
+    wanted = None if request.text is None else request.text.format
+    return {
+        "id": call.id,
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": "in_progress",
+        "background": False,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": request.instructions,
+        "max_output_tokens": request.max_output_tokens,
+        "metadata": request.metadata or {},
+        "model": service.model,
+        "output": [],
+        "parallel_tool_calls": request.parallel_tool_calls is not False,
+        "previous_response_id": None,
+        "reasoning": {"effort": None, "summary": None},
+        "store": False,
+        "temperature": 1.0 if request.temperature is None else request.temperature,
+        "text": {"format": {"type": "text"} if wanted is None else msgspec.to_builtins(wanted)},
+        "tool_choice": "auto" if request.tool_choice is None else msgspec.to_builtins(request.tool_choice),
+        "tools": [] if request.tools is None else msgspec.to_builtins(request.tools),
+        "top_logprobs": request.top_logprobs or 0,
+        "top_p": 1.0 if request.top_p is None else request.top_p,
+        "truncation": "disabled",
+        "usage": None,
+        "user": request.user,
+    }

@@ -1,0 +1,132 @@
+"""API keys. They are checked before any endpoint sees the request; `/health` and `/metrics` need none.
+
+    --api-key a,b          fixed for the life of the process
+    --api-key-file FILE    one key a line, `#` begins a comment line; read again when the file has changed
+
+The file is checked when a request comes, at most once a second. If it can no longer be read, or holds no key, the keys read
+before stay valid and the log says so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+import time
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any
+
+from kvrelay.config import RouterOptions
+from kvrelay.errors import ConfigError, UnauthorizedError
+from kvrelay.frontend.http.call import Call, Receive, Scope, Send
+from kvrelay.frontend.http.endpoint import send_error
+from kvrelay.log import Log
+from kvrelay.planes.secret_file import read_secret_lines
+
+AsgiApp = Callable[[Scope, Receive, Send], Coroutine[Any, Any, None]]
+
+_log = Log("frontend")
+OPEN_PATHS = frozenset({"/health", "/metrics"})  # probes and scrapers have no key
+_LOOK_EVERY_S = 1.0
+_MAX_FILE_BYTES = 16 << 20
+
+_Signature = tuple[int, int, int, int]
+
+
+class KeyRing:
+    """The keys that are valid now. There are none, and then every request passes, only if the server was started without keys.
+
+    A key is stored and looked up as its digest under a secret of this process, so that the time it takes reveals nothing.
+    """
+
+    def __init__(self, keys: str, file: str, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._secret = secrets.token_bytes(32)
+        self._clock = clock
+        self._file = file
+        self._fixed = self._digests(keys.split(","))
+        if keys and not self._fixed:
+            raise ConfigError("--api-key holds no key, only commas or spaces")
+        self._seen: _Signature | None = None  # of the file when it was last read, or could not be
+        self._look_at = 0.0
+        self._from_file: dict[bytes, bytes] = self._read() if file else {}
+
+    @property
+    def asks(self) -> bool:
+        """Whether a key is needed."""
+        return bool(self._fixed or self._file)
+
+    def holds(self, key: bytes) -> bool:
+        if self._file:
+            self._look_again()
+        digest = self._digest(key)
+        known = self._fixed.get(digest) or self._from_file.get(digest, b"")
+        return hmac.compare_digest(known, digest)
+
+    def _look_again(self) -> None:
+        now = self._clock()
+        if now < self._look_at:
+            return
+        self._look_at = now + _LOOK_EVERY_S
+        if self._seen == _signature(self._file):
+            return
+        try:
+            self._from_file = self._read()
+            _log.info("API keys read again", file=self._file, keys=len(self._from_file))
+        except ConfigError as error:
+            _log.warning("API keys not read again; the last ones stay valid", reason=error)
+
+    def _read(self) -> dict[bytes, bytes]:
+        """Raises ConfigError."""
+        self._seen = _signature(self._file)
+        keys = self._digests(read_secret_lines("--api-key-file", self._file, _MAX_FILE_BYTES))
+        if not keys:
+            raise ConfigError(f"--api-key-file {self._file} holds no key")
+        return keys
+
+    def _digests(self, keys: Iterable[str]) -> dict[bytes, bytes]:
+        digests = [self._digest(key.strip().encode()) for key in keys if key.strip()]
+        return {digest: digest for digest in digests}
+
+    def _digest(self, key: bytes) -> bytes:
+        return hashlib.blake2b(key, key=self._secret, digest_size=32).digest()
+
+
+def owner_of(call: Call, options: RouterOptions) -> str:
+    """Digest of the request's API key, the same in every process; empty where the server needs no keys."""
+    if not (options.api_key or options.api_key_file):
+        return ""
+    return hashlib.blake2b(_key(call), digest_size=16, person=b"kvrelay-owner").hexdigest()
+
+
+def _key(call: Call) -> bytes:
+    """Empty if the request has none."""
+    kind, _, key = (call.header(b"authorization") or b"").partition(b" ")
+    return key.strip() if kind.lower() == b"bearer" else b""
+
+
+def _signature(path: str) -> _Signature | None:
+    """Another one for every change of the file, also for one that kept its size, or that replaced the file."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino
+
+
+class ApiKeys:
+    """ASGI middleware. Lets a request pass if it carries a valid key."""
+
+    def __init__(self, app: AsgiApp, ring: KeyRing) -> None:
+        self._app = app
+        self._ring = ring
+
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Coroutine[Any, Any, None]:
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or not self._ring.asks:
+            return self._app(scope, receive, send)
+        call = Call(scope, receive, send)
+        key = _key(call)
+        if key and self._ring.holds(key):
+            return self._app(scope, receive, send)
+        reason = "wrong API key" if key else "no API key: send the header 'Authorization: Bearer KEY'"
+        return send_error(call, UnauthorizedError(reason, code="invalid_api_key"))

@@ -1,0 +1,1 @@
+"""Endpoints that generate nothing: models, health, cluster, metrics, administration, continuations, tokenising, OpenAPI."""

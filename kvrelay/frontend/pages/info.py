@@ -1,0 +1,76 @@
+"""Pages about the server: models, health, cluster, metrics and version."""
+
+from __future__ import annotations
+
+import platform
+from typing import Any, Literal
+
+import msgspec
+
+from kvrelay.errors import NotFoundError, UnavailableError
+from kvrelay.frontend.http.call import Call
+from kvrelay.frontend.service import Service
+from kvrelay.metrics import CONTENT_TYPE
+from kvrelay.version import version
+
+
+class Model(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    created: int
+    root: str
+    max_model_len: int
+    object: Literal["model"] = "model"
+    owned_by: Literal["kvrelay"] = "kvrelay"
+
+
+class ModelList(msgspec.Struct, frozen=True, kw_only=True):
+    data: list[Model]
+    object: Literal["list"] = "list"
+
+
+async def models(service: Service, call: Call) -> None:
+    await call.answer_json(ModelList(data=[_model(service)]))
+
+
+async def one_model(service: Service, call: Call) -> None:
+    name: str = call.scope["path_params"]["model"]
+    if name != service.model:
+        raise NotFoundError(f"the model {name[:200]!r} does not exist", param="model", code="model_not_found")
+    await call.answer_json(_model(service))
+
+
+def _model(service: Service) -> Model:
+    return Model(id=service.model, created=service.started_at, root=service.root, max_model_len=service.backend.max_model_len)
+
+
+async def health(service: Service, call: Call) -> None:
+    if not service.backend.ready:
+        raise UnavailableError("no worker is ready", code="not_ready")
+    await call.answer_json({"status": "ok"})
+
+
+async def cluster(service: Service, call: Call) -> None:
+    await call.answer_json(service.backend.cluster())
+
+
+async def metrics_page(service: Service, call: Call) -> None:
+    await call.answer(200, service.metrics.render(), [(b"content-type", CONTENT_TYPE.encode())])
+
+
+async def version_page(service: Service, call: Call) -> None:
+    await call.answer_json({"version": version(), "python": platform.python_version()})
+
+
+async def index(service: Service, call: Call) -> None:
+    links: dict[str, Any] = {
+        "name": "kvrelay",
+        "version": version(),
+        "model": service.model,
+        "docs": "/docs",
+        "openapi": "/openapi.json",
+        "api": "/v1",
+        "health": "/health",
+        "cluster": "/cluster",
+        "metrics": "/metrics",
+    }
+    await call.answer_json(links)

@@ -1,0 +1,122 @@
+"""A chat request made ready: its prompt as tokens, its parameters, and how its answers are read. Responses use it too."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from kvrelay.errors import InvalidRequestError
+from kvrelay.frontend.http.call import Call
+from kvrelay.frontend.http.errors import missing
+from kvrelay.frontend.prompt.beams import check_chat
+from kvrelay.frontend.prompt.continuation import keep_s, origin_of
+from kvrelay.frontend.prompt.images import image_parts, shifted
+from kvrelay.frontend.prompt.params import check_stream, output_tokens, sampling_params, shape_of
+from kvrelay.frontend.prompt.template import render
+from kvrelay.frontend.prompt.tools import CLOSE, Tags, ToolPlan, plan_tools
+from kvrelay.frontend.prompt.types import ChatRequest
+from kvrelay.frontend.prompt.work import Work
+from kvrelay.frontend.service import Service
+from kvrelay.sampling import Grammar, SamplingParams
+from kvrelay.wire.serving import Image
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Conversation:
+    """Ready to be generated."""
+
+    work: Work
+    tools: ToolPlan
+    reasons: bool  # reasoning is split off
+    opened: bool  # the prompt already opened the reasoning
+    num_top_logprobs: int | None  # None: no logprobs are shown
+
+    @property
+    def plain(self) -> bool:
+        """Whether answers are text and nothing else."""
+        return not self.reasons and not self.tools.parse
+
+
+async def prepare_conversation(service: Service, call: Call, request: ChatRequest) -> Conversation:
+    """Refuses all that can be refused, before a worker sees the request."""
+    field, shape = shape_of(request) or (None, None)
+    tools = plan_tools(
+        request.tools,
+        request.tool_choice,
+        request.parallel_tool_calls,
+        shape,
+        reads_calls=service.reads_tool_calls,
+        tags=Tags.of(service.tokenizer),
+    )
+    if tools.grammar is not None:
+        field, shape = "tools", tools.grammar
+    check_chat(request, tools, field)
+    if field is not None and shape is not None:
+        await service.check_grammar(shape, field)
+    seconds = keep_s(service, request, obstacle="use_beam_search" if request.use_beam_search else "")
+    origin = await origin_of(service, call, request)
+    reasons = service.options.reasoning_parser == "think"
+    if origin is None:
+        text, tokens, images = await _prompt(service, request, tools)
+        opened = reasons and text.rstrip().endswith("<think>")
+    else:
+        tokens, images = origin.prompt, list(origin.parent.images)
+        opened = reasons and _left_open(service, tokens)
+    params = _params(service, request, tokens, shape, tools)
+    return Conversation(
+        work=Work(request, [tokens], [params], seconds, origin, images),
+        tools=tools,
+        reasons=reasons,
+        opened=opened,
+        num_top_logprobs=_num_top_logprobs(request),
+    )
+
+
+async def _prompt(service: Service, request: ChatRequest, tools: ToolPlan) -> tuple[str, list[int], list[Image]]:
+    """As text, and as tokens with placeholders for images."""
+    if request.messages is None:
+        raise missing("messages")
+    parts = image_parts(service.images, request)
+    text = await render(service, request, request.messages, tools.tools)
+    if request.add_special_tokens:
+        tokens = await service.encode(text, add_special_tokens=True)
+    else:
+        tokens = await service.encode_chat(text)
+    tokens, images = await service.images.place(parts, request.mm_processor_kwargs, tokens)
+    if request.truncate_prompt_tokens is not None:
+        images = shifted(images, len(tokens) - request.truncate_prompt_tokens)
+        tokens = tokens[-request.truncate_prompt_tokens :]
+    if not tokens:
+        raise InvalidRequestError("the prompt made of the messages is empty", param="messages", code="empty_prompt")
+    return text, tokens, images
+
+
+def _left_open(service: Service, tokens: list[int]) -> bool:
+    """Whether reasoning was begun and not ended. Placeholders of images are not in the vocabulary and have no text."""
+    known = [token for token in tokens if token < service.tokenizer.vocab_size]
+    text = service.tokenizer.decode(known, skip_special_tokens=False)
+    return text.rfind("<think>") > text.rfind("</think>")
+
+
+def _params(
+    service: Service, request: ChatRequest, tokens: list[int], grammar: Grammar | None, tools: ToolPlan
+) -> SamplingParams:
+    field = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
+    requested = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    check_stream(request)
+    prompt_field = "messages" if request.continuation_of is None else "continuation_of"
+    return sampling_params(
+        service,
+        request,
+        samples=request.n or 1,
+        max_tokens=output_tokens(service, requested, None, len(tokens), field=field, prompt_field=prompt_field),
+        logprobs=_num_top_logprobs(request),
+        prompt_logprobs=request.prompt_logprobs,
+        grammar=grammar,
+        extra_stop=(CLOSE,) if tools.parse and tools.one_call and not tools.forced else (),
+    )
+
+
+def _num_top_logprobs(request: ChatRequest) -> int | None:
+    if request.top_logprobs is not None and not request.logprobs:
+        raise InvalidRequestError("top_logprobs needs logprobs", param="top_logprobs")
+    return (request.top_logprobs or 0) if request.logprobs else None
