@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import os
 import pathlib
+from collections.abc import Iterable
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
+
+from kvrelay.errors import ConfigError
+from kvrelay.states import Role
 
 Count = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
@@ -64,9 +68,9 @@ class EngineOptions(Options, frozen=True, kw_only=True):
         Literal["latest", "oldest"],
         Meta(description="who makes room when KV blocks run out: of those with the lowest priority, who came last or first"),
     ] = "latest"
-    kept_kv_share: Annotated[
-        float, Meta(ge=0.0, le=1.0, description="largest share of the KV blocks that continuation leases may pin")
-    ] = 0.5
+    kept_kv_share: Annotated[float, Meta(ge=0.0, le=1.0, description="largest share of the KV blocks that kept KV may pin")] = (
+        0.5
+    )
     feature_cache_mib: Annotated[
         Count,
         Meta(description="memory for what vision towers made of images, in MiB; what running requests need may take more"),
@@ -182,7 +186,14 @@ class ClusterOptions(Options, frozen=True, kw_only=True):
         str,
         Meta(description="where workers of other hosts register (tcp://HOST:PORT); default is a free local port"),
     ] = ""
-    lease_s: Annotated[float, Meta(gt=0.0, le=600.0, description="a worker silent for so long is taken for dead")] = 4.0
+    registration_s: Annotated[
+        float,
+        Meta(
+            gt=0.0,
+            le=600.0,
+            description="a worker that has not renewed its registration for this many seconds is considered dead",
+        ),
+    ] = 4.0
     cluster_key: Annotated[
         str, Meta(description="file with the key that routers and workers share; without it their planes are open")
     ] = ""
@@ -243,7 +254,14 @@ class WorkerOptions(Options, frozen=True, kw_only=True):
     replay_port: Annotated[
         int, Meta(ge=0, le=65535, description="port on which missed events are asked for; 0 picks a free one")
     ] = 0
-    lease_s: Annotated[float, Meta(gt=0.0, le=600.0, description="a worker silent for so long is taken for dead")] = 4.0
+    registration_s: Annotated[
+        float,
+        Meta(
+            gt=0.0,
+            le=600.0,
+            description="a worker that has not renewed its registration for this many seconds is considered dead",
+        ),
+    ] = 4.0
     cluster_key: Annotated[
         str, Meta(description="file with the key that routers and workers share; without it their planes are open")
     ] = ""
@@ -261,6 +279,17 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     native_kernels: bool  # compile and use the C kernels where a compiler is found
     cluster_key: str = ""  # file of the cluster key, where no option names one
     context_index: str = ""  # URL of the context index, where no option names one
+
+
+def check_device(model: ModelOptions, roles: Iterable[Role]) -> None:
+    """Refuses roles that would hand over memory of a GPU: a layer's listener is told when its kernels are enqueued, not when
+    they have ended, so bytes could leave before they are computed."""
+    relaying = [role.value for role in dict.fromkeys(roles) if role is not Role.WHOLE]
+    if model.device != "cpu" and relaying:
+        raise ConfigError(
+            f"--device {model.device}: {' and '.join(relaying)} workers run on the CPU only, since nothing is handed over"
+            " between GPUs yet; on a GPU, use workers that do everything: --whole 1 (serve) or --role whole (worker)"
+        )
 
 
 def read_environment() -> Environment:

@@ -105,16 +105,24 @@ class UnavailableError(RequestError):
 
 class HandOverError(UnavailableError):
     """The KV that a decode worker was waiting for will not come. The router sends the request again; no client sees this
-    unless every attempt ended so. `param` is "producer" where the prefill worker ended it, and says itself why."""
+    unless every attempt ended so. `by_producer`: the prefill worker ended it, and says itself why."""
 
     kind = "hand_over_error"
+
+    def __init__(self, message: str, *, by_producer: bool = False) -> None:
+        super().__init__(message)
+        self.by_producer = by_producer
 
 
 class MissingEmbeddingError(UnavailableError):
     """The embeddings of an image that a worker has to compute will not come, or are gone. The router sends the request again,
-    with an encode worker. `param` is the image's digest if it was to come from one, whose fault it then is."""
+    with an encode worker. `digest` is the image's if it was to come from one, whose fault it then is."""
 
     kind = "missing_embedding_error"
+
+    def __init__(self, message: str, *, digest: str | None = None) -> None:
+        super().__init__(message)
+        self.digest = digest
 
 
 class DeadlineError(RequestError):
@@ -184,18 +192,3 @@ class EngineClosedError(KVRelayError):
 
 class BenchError(KVRelayError):
     """A benchmark that could not be carried out."""
-
-
-def request_error(kind: str, message: str, param: str | None = None) -> RequestError:
-    """The error that a worker named over the wire."""
-    classes: tuple[type[RequestError], ...] = (
-        InvalidRequestError,
-        UnavailableError,
-        HandOverError,
-        MissingEmbeddingError,
-        InternalError,
-    )
-    if kind == QueueFullError.kind:
-        return QueueFullError(message)
-    chosen = next((cls for cls in classes if cls.kind == kind), InternalError)
-    return chosen(message, param=param)

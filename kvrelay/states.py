@@ -102,7 +102,7 @@ class FreeReason(enum.StrEnum):
 
 
 class KeptState(enum.StrEnum):
-    """Of the kept KV of a finished sample, on its worker (engine/continuation.py)."""
+    """Of the kept KV of a finished sample, on its worker (engine/memory/kept.py)."""
 
     ON_DEVICE = "on_device"  # its blocks are pinned
     LEAVING = "leaving"  # they are being copied to the host, since others need the room
@@ -120,7 +120,7 @@ class HandleState(enum.StrEnum):
 
 
 class BreakerState(enum.StrEnum):
-    """Whether a router sends requests to a worker that has failed (router/breaker.py)."""
+    """Whether requests are sent to a service that has failed (discovery/breaker.py)."""
 
     CLOSED = "closed"  # requests pass
     OPEN = "open"  # none do, for a while

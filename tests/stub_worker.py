@@ -14,7 +14,18 @@ from kvrelay.ids import KeptId, RequestId, WorkerId, new_worker_id
 from kvrelay.states import FinishReason, Role, WorkerState
 from kvrelay.wire import PROTOCOL_VERSION
 from kvrelay.wire.registry import BlockCounts, WorkerLoad, WorkerRecord
-from kvrelay.wire.serving import Failure, Finish, Inherited, KeptInfo, KeptNews, SequenceOutput, StepOutputs, Submit
+from kvrelay.wire.serving import (
+    Failure,
+    Finish,
+    Inherited,
+    KeptInfo,
+    KeptNews,
+    News,
+    SequenceOutput,
+    StepOutputs,
+    Submit,
+    of_kind,
+)
 from kvrelay.worker.heartbeat import Heartbeat
 from kvrelay.worker.serving import EngineFailedError, ServingLoop
 from kvrelay.worker.vigil import Vigil
@@ -42,26 +53,24 @@ class StubEngine:
         self.submitted: list[Submit] = []
         self.closed = False
         self._open: dict[RequestId, tuple[Submit, dict[int, int]]] = {}
-        self._failures: list[Failure] = []
         self._steps = 0
         self._draining = False
         self.lost_peers: list[WorkerId] = []
         self.keeps = True
         self.leases: dict[KeptId, KeptInfo] = {}
-        self._news: list[KeptNews] = []
-        self._inherited: list[Inherited] = []
+        self._news: list[News] = []
 
     @property
     def has_work(self) -> bool:
-        return bool(self._failures or self._news or self._inherited) or (bool(self._open) and self.gate.is_set())
+        return bool(self._news) or (bool(self._open) and self.gate.is_set())
 
     @property
     def drained(self) -> bool:
-        return self._draining and not self._open and not self._failures
+        return self._draining and not self._open and not of_kind(Failure, self._news)
 
     def submit(self, submit: Submit) -> None:
         if self._draining:
-            self._failures.append(Failure(submit.request_id, "service_unavailable_error", "draining"))
+            self._news.append(Failure(submit.request_id, "service_unavailable_error", "draining"))
             return
         self.submitted.append(submit)
         samples = dict.fromkeys(range(submit.params.n), 0)
@@ -74,7 +83,7 @@ class StubEngine:
         if submit.inherit is not None:
             lease = self.leases.get(submit.inherit)
             assert lease is None or submit.prompt[: len(lease.tokens)] == lease.tokens
-            self._inherited.append(Inherited(submit.request_id, 0 if lease is None else len(lease.tokens) - 1))
+            self._news.append(Inherited(submit.request_id, 0 if lease is None else len(lease.tokens) - 1))
 
     def _keep(self, submit: Submit, sample: int, count: int) -> None:
         if submit.keep is None:
@@ -106,11 +115,11 @@ class StubEngine:
             tokens = lease.tokens[: lease.num_prompt_tokens + finish.keep_tokens]
             self.leases[kept_id] = msgspec.structs.replace(lease, tokens=tokens)
 
-    def release_leases(self, kept_ids: Iterable[KeptId]) -> None:
+    def release_kept(self, kept_ids: Iterable[KeptId]) -> None:
         for kept_id in kept_ids:
             self.leases.pop(kept_id, None)
 
-    def find_leases(self, handle: str, owner: str) -> list[KeptInfo]:
+    def find_kept(self, handle: str, owner: str) -> list[KeptInfo]:
         return [one for one in self.leases.values() if handle in (one.kept_id, one.external_id) and one.owner == owner]
 
     def abort(self, request_ids: Iterable[RequestId]) -> None:
@@ -121,10 +130,10 @@ class StubEngine:
                 if submit is not None:
                     self._keep(submit, sample, count)
 
-    def fail_all(self, kind: str, param: str | None = None) -> None:
+    def fail_all(self, kind: str, *, by_producer: bool = False) -> None:
         """Every request fails, and none of them is kept."""
         for request_id, (submit, samples) in self._open.items():
-            self._failures.append(Failure(request_id, kind, "the stub was told to", param))
+            self._news.append(Failure(request_id, kind, "the stub was told to", by_producer=by_producer))
             for sample in samples if submit.keep is not None else ():
                 self._news.append(KeptNews(request_id, sample, submit.keep.kept_ids[sample], False, reason="it failed"))
         self._open.clear()
@@ -149,18 +158,8 @@ class StubEngine:
         outputs = []
         if self.gate.is_set():
             outputs = [output for submit, samples in list(self._open.values()) for output in self._advance(submit, samples)]
-        failures, self._failures = self._failures, []
         news, self._news = self._news, []
-        inherited, self._inherited = self._inherited, []
-        return StepOutputs(
-            worker_id=self.worker_id,
-            step=self._steps,
-            load=self.load(),
-            outputs=outputs,
-            failures=failures,
-            leases=news,
-            inherited=inherited,
-        )
+        return StepOutputs(worker_id=self.worker_id, step=self._steps, load=self.load(), outputs=outputs, news=news)
 
     def _advance(self, submit: Submit, samples: dict[int, int]) -> list[SequenceOutput]:
         outputs = []
@@ -180,7 +179,7 @@ class StubEngine:
     def load(self) -> WorkerLoad:
         in_use = sum(len(samples) for _, samples in self._open.values())
         blocks = BlockCounts(total=NUM_BLOCKS, free=NUM_BLOCKS - in_use, in_use=in_use)
-        return WorkerLoad(running=in_use, blocks=blocks, steps=self._steps, leases=len(self.leases))
+        return WorkerLoad(running=in_use, blocks=blocks, steps=self._steps, kept=len(self.leases))
 
     def drain(self) -> None:
         self._draining = True
@@ -199,12 +198,11 @@ class StubWorker:
         self,
         registry: str,
         *,
-        lease_s: float = 4.0,
+        registration_s: float = 4.0,
         watchdog_s: float = 120.0,
         max_batch: int = 4,
         max_queue: int = 4,
         fingerprint: str = "stub",
-        version: int = PROTOCOL_VERSION,
         step_s: float = 0.0,
         role: Role = Role.WHOLE,
     ) -> None:
@@ -224,15 +222,15 @@ class StubWorker:
             max_model_len=128,
             max_batch=max_batch,
             max_queue=max_queue,
-            version=version,
+            version=PROTOCOL_VERSION,
             load=self.engine.load(),
         )
-        self.vigil = Vigil(lease_s)
+        self.vigil = Vigil(registration_s)
         self.heartbeat = Heartbeat(
             open_registration(registry or "static"),
             self.record,
             self.loop.status,
-            lease_s=lease_s,
+            registration_s=registration_s,
             watchdog_s=watchdog_s,
             vigil=self.vigil,
             on_refused=lambda error: None,

@@ -22,7 +22,7 @@ from kvrelay.engine.engine import Engine
 from kvrelay.ids import new_request_id
 from kvrelay.sampling import BeamSearch, SamplingParams
 from kvrelay.states import FinishReason
-from kvrelay.wire.serving import BeamResult, SequenceOutput, Submit
+from kvrelay.wire.serving import BeamResult, Failure, SequenceOutput, Submit, of_kind
 
 NUM_TOKENS = 9
 WIDTHS = tuple(range(1, 9))
@@ -96,12 +96,12 @@ def search(engine: Engine, cases: list[Case]) -> list[list[tuple[SequenceOutput,
     found: dict[tuple[str, int], tuple[SequenceOutput, BeamResult]] = {}
     while engine.has_work:
         step = engine.step()
-        assert not step.failures, step.failures
-        for output, result in zip(step.outputs, step.beams, strict=True):
+        assert not of_kind(Failure, step.news), of_kind(Failure, step.news)
+        for output, result in zip(step.outputs, of_kind(BeamResult, step.news), strict=True):
             assert (output.request_id, output.sample) == (result.request_id, result.sample)
             assert (output.request_id, output.sample) not in found
             found[output.request_id, output.sample] = output, result
-    invariants.check_idle(engine)
+    invariants.check_idle(engine.core)
     return [
         [found[request.request_id, sample] for sample in range(case.n)] for request, case in zip(requests, cases, strict=True)
     ]

@@ -13,7 +13,7 @@ from tiny_models import VOCAB_SIZE, reference_model
 from kvrelay.engine.engine import Engine
 from kvrelay.ids import KeptId, new_kept_id, new_request_id
 from kvrelay.sampling import SamplingParams
-from kvrelay.wire.serving import Keep, Submit
+from kvrelay.wire.serving import Failure, Keep, KeptNews, Submit, of_kind
 
 BLOCK = 16
 LENGTHS = (32, 33, 34)  # parents whose KV ends one token before, on, and behind the edge of a block
@@ -32,8 +32,8 @@ def generate(engine: Engine, prompt: list[int], count: int, *, keep: KeptId | No
     tokens: list[int] = []
     while engine.has_work:
         step = engine.step()
-        assert not step.failures
-        assert all(news.kept for news in step.leases)
+        assert not of_kind(Failure, step.news)
+        assert all(news.kept for news in of_kind(KeptNews, step.news))
         tokens += [token for output in step.outputs for token in output.tokens]
     return tokens
 
@@ -56,7 +56,7 @@ def test_a_child_gives_the_tokens_of_the_whole_text(name: str, tier: str, chunk:
             assert engine.load().prompt_tokens - computed == 3 + 1
             text += tokens
             leave(engine, tier)
-        engine.release_leases([parent, child])
+        engine.release_kept([parent, child])
     assert engine.load().blocks.pinned == 0
     assert engine.load().inherited_tokens > 0
     engine.close()
@@ -65,7 +65,7 @@ def test_a_child_gives_the_tokens_of_the_whole_text(name: str, tier: str, chunk:
 def leave(engine: Engine, tier: str) -> None:
     """To the host, and out of the device's cache."""
     if tier == "host":
-        engine.leases.make_room(engine.kv.pool.num_blocks)
+        engine.core.kept.blocks.make_room(engine.kv.pool.num_blocks)
         while engine.has_work:
             engine.step()
         assert engine.load().blocks.pinned == 0

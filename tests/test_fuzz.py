@@ -66,7 +66,7 @@ class Target:
     def _record(self, role: str) -> WorkerRecord:
         """As a router gets it: with the addresses that /cluster does not show."""
         with dealer(self.workers[role]["address"], new_router_id()) as link:
-            link.send(encode(serving_plane.Hello(version=PROTOCOL_VERSION, router_id=new_router_id(), lease_s=1.0)))
+            link.send(encode(serving_plane.Hello(version=PROTOCOL_VERSION, router_id=new_router_id(), silence_s=1.0)))
             assert link.poll(PATIENCE_MS)
             welcome = to_router.decode(link.recv())
         assert isinstance(welcome, serving_plane.Welcome)
@@ -97,7 +97,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
     folder = tmp_path_factory.mktemp("fuzz")
     router = ("--local-prefill-tokens", "0")
     model = str(tiny_model("llama"))
-    with ProcessCluster(model, folder, lease_s=4.0, router_flags=router, worker_flags=flags) as cluster:
+    with ProcessCluster(model, folder, registration_s=4.0, router_flags=router, worker_flags=flags) as cluster:
         cluster.add("prefill")
         cluster.add("decode")
         cluster.until_ready(2)
@@ -284,7 +284,7 @@ def serving_messages(target: WorkerRecord) -> list[bytes]:
 def test_a_worker_lives(target: Target, role: str) -> None:
     """Of its routers one has said Hello, and gets through to the engine; the other has not."""
     router = new_router_id()
-    hello = encode(serving_plane.Hello(version=PROTOCOL_VERSION, router_id=router, lease_s=5.0))
+    hello = encode(serving_plane.Hello(version=PROTOCOL_VERSION, router_id=router, silence_s=5.0))
     welcomed = is_message(to_router, serving_plane.Welcome)
     address = target.workers[role]["address"]
     valid = serving_messages(target.records[role])
@@ -457,7 +457,7 @@ def _worker_messages(fake: WorkerRecord) -> list[msgspec.Struct]:
     return [
         serving_plane.Welcome(version=PROTOCOL_VERSION, worker=fake),
         serving_plane.Refused(reason="because"),
-        serving_plane.StepOutputs(worker_id=fake.id, step=1, load=WorkerLoad(), outputs=[output], failures=[failure]),
+        serving_plane.StepOutputs(worker_id=fake.id, step=1, load=WorkerLoad(), outputs=[output], news=[failure]),
         events_plane.Events(worker_id=fake.id, sequence=1, events=batch),
         events_plane.Events(worker_id=fake.id, sequence=9, events=batch),
         events_plane.Beat(worker_id=fake.id, sequence=3),
@@ -472,7 +472,7 @@ def test_a_hostile_producer_does_not_hurt_its_consumer(target: Target) -> None:
         transfer = serving_plane.TransferInfo(
             transfer_id=new_transfer_id(), mode="write", producer=producer, consumer=decode.id, signal_address=address
         )
-        serving.send(encode(serving_plane.Hello(version=PROTOCOL_VERSION, router_id=router, lease_s=9.0)))
+        serving.send(encode(serving_plane.Hello(version=PROTOCOL_VERSION, router_id=router, silence_s=9.0)))
         serving.send(encode(submit(transfer=transfer, prompt=PROMPT)))
         assert link.poll(PATIENCE_MS), "the consumer does not come"
         identity = link.recv_multipart()[0]

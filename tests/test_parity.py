@@ -18,7 +18,7 @@ from kvrelay.ids import RequestId, new_request_id, new_worker_id
 from kvrelay.progress import Silent
 from kvrelay.runner.build import build_runner
 from kvrelay.sampling import SamplingParams
-from kvrelay.wire.serving import Submit
+from kvrelay.wire.serving import Failure, Submit, of_kind
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 LENGTHS = (1, 2, 15, 16, 17, 31, 40, 64, 90)
@@ -64,10 +64,10 @@ def generate(engine: Engine, batch: list[list[int]], num_tokens: int = NUM_TOKEN
         engine.submit(Submit(request_id=request_id, external_id="", prompt=prompt, params=params))
     while engine.has_work:
         step = engine.step()
-        assert not step.failures
+        assert not of_kind(Failure, step.news)
         for output in step.outputs:
             tokens[output.request_id].extend(output.tokens)
-    invariants.check_idle(engine)
+    invariants.check_idle(engine.core)
     assert all(len(tokens[request_id]) == num_tokens for request_id in ids)
     return [tokens[request_id] for request_id in ids]
 

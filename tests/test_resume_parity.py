@@ -19,7 +19,7 @@ from kvrelay.progress import Silent
 from kvrelay.runner.build import build_runner
 from kvrelay.sampling import Grammar, GrammarKind, SamplingParams
 from kvrelay.states import FinishReason
-from kvrelay.wire.serving import Resumed, Submit, TokenLogprobs
+from kvrelay.wire.serving import Failure, Resumed, Submit, TokenLogprobs, of_kind
 
 NUM_TOKENS = 14
 SCHEMA = {
@@ -79,7 +79,7 @@ def run_all(engine: Engine, requests: list[Submit]) -> list[Run]:
         engine.submit(request)
     while engine.has_work:
         step = engine.step()
-        assert not step.failures, step.failures
+        assert not of_kind(Failure, step.news), of_kind(Failure, step.news)
         for output in step.outputs:
             found = runs[output.request_id]
             known = found.tokens.setdefault(output.sample, [])
@@ -88,7 +88,7 @@ def run_all(engine: Engine, requests: list[Submit]) -> list[Run]:
             found.logprobs.setdefault(output.sample, []).extend(output.logprobs or [])
             if output.finish is not None:
                 found.ends[output.sample] = output.finish
-    invariants.check_idle(engine)
+    invariants.check_idle(engine.core)
     return list(runs.values())
 
 

@@ -66,7 +66,7 @@ async def registry_plane() -> AsyncIterator[Spoken]:
 @contextlib.asynccontextmanager
 async def serving_plane() -> AsyncIterator[Spoken]:
     worker = StubWorker("")
-    hello = Hello(version=PROTOCOL_VERSION, router_id=new_router_id(), lease_s=60.0)
+    hello = Hello(version=PROTOCOL_VERSION, router_id=new_router_id(), silence_s=60.0)
     yield Spoken(worker.address, zmq.DEALER, encode(hello))
     worker.stop()
 
@@ -239,7 +239,9 @@ async def test_a_router_takes_up_a_worker_whose_key_was_put_right() -> None:
     impostor = open_socket(zmq.ROUTER, no_key)
     port = impostor.bind_to_random_port("tcp://127.0.0.1")
     address = f"tcp://127.0.0.1:{port}"
-    connection = Connection(address, identity=None, lease_s=1.0, on_up=up.set, on_down=lambda: None, on_message=lambda _: None)
+    connection = Connection(
+        address, identity=None, silence_s=1.0, on_up=up.set, on_down=lambda: None, on_message=lambda _: None
+    )
     await asyncio.to_thread(_until_refused, impostor)
     impostor.close()
     worker = plane.listening(zmq.ROUTER)

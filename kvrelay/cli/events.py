@@ -39,7 +39,7 @@ examples:
   kvrelay events --registry etcd://10.0.0.9:2379   of every worker that etcd knows
 """
 _LOOK_EVERY_S = 1.0
-_LEASE_S = 4.0
+_REGISTRATION_S = 4.0
 _SHOWN_HASHES = 4
 
 
@@ -95,14 +95,14 @@ async def _follow(arguments: argparse.Namespace) -> None:
 
 def _membership(registry: str, workers: list[str]) -> Membership:
     if workers:
-        return StaticMembership(workers, router_id=new_router_id(), lease_s=_LEASE_S)
+        return StaticMembership(workers, router_id=new_router_id(), registration_s=_REGISTRATION_S)
     if not registry.startswith("etcd://"):
         raise ConfigError(
             f"--registry {registry!r}: only etcd://HOST:PORT can be asked; where the router keeps the registry, use --url"
         )
     from kvrelay.discovery.etcd import EtcdMembership
 
-    return EtcdMembership(registry, lease_s=_LEASE_S)
+    return EtcdMembership(registry, registration_s=_REGISTRATION_S)
 
 
 async def _follow_server(url: str, api_key: str, listener: Listener) -> None:

@@ -14,11 +14,9 @@ While requests wait, a plan is made at least every few steps, so that they get t
 
 from __future__ import annotations
 
-from kvrelay.engine.incoming import Incoming
-from kvrelay.engine.interfaces import Row, Runner, StepPlan
-from kvrelay.engine.kv_cache import KVCache
+from kvrelay.engine.core import Core
+from kvrelay.engine.interfaces import Row, Runner, SequenceView, StepPlan, StepResult
 from kvrelay.engine.request import Sequence
-from kvrelay.engine.scheduler import Scheduler
 from kvrelay.states import RequestState
 
 _MOST_WHILE_WAITING = 8
@@ -27,14 +25,13 @@ _MOST_WHILE_WAITING = 8
 class RunAhead:
     """Holds the plan that runs ahead, if there is one."""
 
-    def __init__(
-        self, scheduler: Scheduler, kv: KVCache, incoming: Incoming | None, runner: Runner, *, max_model_len: int
-    ) -> None:
-        self._scheduler = scheduler
-        self._kv = kv
-        self._incoming = incoming
+    def __init__(self, core: Core, runner: Runner) -> None:
+        self._scheduler = core.scheduler
+        self._pool = core.kv.pool
+        self._block_size = core.kv.block_size
+        self._incoming = core.incoming
+        self._max_model_len = core.limits.max_model_len
         self._runner = runner
-        self._max_model_len = max_model_len
         self._num_in_turn = 0  # steps since the last plan that the scheduler made
         self.plan: StepPlan | None = None
 
@@ -59,7 +56,7 @@ class RunAhead:
 
     @property
     def _num_waiting(self) -> int:
-        return self._scheduler.num_waiting + (0 if self._incoming is None else self._incoming.num_waiting)
+        return self._scheduler.queue.num_waiting + self._incoming.num_waiting
 
     def _nothing_else(self, plan: StepPlan) -> bool:
         scheduler = self._scheduler
@@ -67,9 +64,9 @@ class RunAhead:
             return False
         if self._num_waiting and (not scheduler.starved or self._num_in_turn >= _MOST_WHILE_WAITING):
             return False
-        return all(still_running(plan))
+        return all(_is_running(row) for row in plan.rows)
 
-    def _reaches_its_length(self, sequence: Sequence) -> bool:
+    def _reaches_its_length(self, sequence: SequenceView) -> bool:
         """With the token that is being computed."""
         length = len(sequence.tokens) + 1
         return length - sequence.num_prompt_tokens >= sequence.params.max_tokens or length >= self._max_model_len
@@ -77,21 +74,28 @@ class RunAhead:
     def _grow(self, rows: list[Row]) -> bool:
         """Room for one token more than the step under way writes. That one made sure that the last block is the sequence's
         own, so nothing is copied."""
-        kv, wanting = self._kv, []
+        wanting = []
         for row in rows:
             assert isinstance(row.sequence, Sequence)
-            if row.start + row.count >= len(row.sequence.block_table) * kv.block_size:
+            if row.start + row.count >= len(row.sequence.block_table) * self._block_size:
                 wanting.append(row.sequence)
-        if len(wanting) > kv.pool.num_available:
-            return False
-        for sequence in wanting:
-            sequence.block_table += kv.pool.allocate(1) or []
-        return True
+        blocks = self._pool.allocate(len(wanting))
+        for sequence, block in zip(wanting, blocks or [], strict=blocks is not None):
+            sequence.block_table.append(block)
+        return blocks is not None
 
 
-def still_running(plan: StepPlan) -> list[bool]:
-    """Which rows belong to sequences that have not ended since they were planned."""
-    return [isinstance(row.sequence, Sequence) and row.sequence.state is RequestState.RUNNING for row in plan.rows]
+def without_ended(plan: StepPlan, result: StepResult) -> tuple[StepPlan, StepResult]:
+    """Without the rows of sequences that have ended since they were planned."""
+    if all(_is_running(row) for row in plan.rows):
+        return plan, result
+    left = [(row, answer) for row, answer in zip(plan.rows, result.rows, strict=True) if _is_running(row)]
+    return StepPlan(rows=[row for row, _ in left]), StepResult(rows=[answer for _, answer in left])
+
+
+def _is_running(row: Row) -> bool:
+    assert isinstance(row.sequence, Sequence)
+    return row.sequence.state is RequestState.RUNNING
 
 
 def _is_plain(row: Row) -> bool:
@@ -99,7 +103,7 @@ def _is_plain(row: Row) -> bool:
     sequence = row.sequence
     assert isinstance(sequence, Sequence)
     params = sequence.params
-    if row.samples != 1 or row.prompt_logprobs or sequence.request.num_unforked or sequence.request.group is not None:
+    if row.samples != 1 or row.prompt_logprobs or sequence.request.num_unforked or sequence.request.search is not None:
         return False
     if params.penalised or params.grammar is not None:
         return False

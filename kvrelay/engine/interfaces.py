@@ -116,7 +116,7 @@ class Runner(Protocol):
     def begin_copies(self, saves: List[tuple[int, int]], loads: List[tuple[int, int]]) -> int:
         """Starts to copy whole blocks: `saves` are (block, host block), `loads` (host block, block). Returns a ticket at once.
 
-        The copy sees what plans collected before have computed. It runs beside later plans, so nobody may write what it reads,
+        The copy sees what plans collected before have computed. It runs beside later plans, so nothing may write what it reads,
         or touch what it writes, before it ended."""
 
     def finished_copies(self, wait_s: float = 0.0) -> list[int]:

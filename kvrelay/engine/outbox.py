@@ -4,27 +4,25 @@ from __future__ import annotations
 
 from kvrelay.errors import RequestError
 from kvrelay.ids import RequestId
-from kvrelay.wire.serving import BeamResult, Failure, SequenceOutput
+from kvrelay.wire.serving import Failure, News, SequenceOutput
 
 
 class Outbox:
-    """Filled by whoever ends or advances a request; emptied into one message per step."""
+    """Filled in order by what ends or advances a request; emptied into one message per step."""
 
     def __init__(self) -> None:
         self.outputs: list[SequenceOutput] = []
-        self.beams: list[BeamResult] = []
-        self.failures: list[Failure] = []
-        self.handed_over: list[RequestId] = []
+        self.news: list[News] = []
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.num_output_tokens = 0
 
     def __bool__(self) -> bool:
-        return bool(self.outputs or self.failures or self.handed_over)
+        return bool(self.outputs or self.news)
 
     def fail(self, request_id: RequestId, error: RequestError) -> None:
-        self.failures.append(Failure(request_id, error.kind, error.message, error.param))
+        self.news.append(Failure.of(request_id, error))
 
     def clear(self) -> None:
-        """Its lists were sent: they are nobody's to change any more."""
-        self.outputs, self.beams, self.failures, self.handed_over = [], [], [], []
+        """Its lists were sent, and belong to the message."""
+        self.outputs, self.news = [], []

@@ -5,22 +5,41 @@ growing output. A request begins as one sequence; when its prompt is computed th
 blocks. A request that another worker began goes on as one sequence per sample that has not ended, each with its output so far:
 as if all of them had been preempted here.
 
-A beam search (`engine/beam.py`) begins as one sequence, too. Its other sequences are the beams that are alive: their number is
-the search's, not `params.n`, and which of them will be results, nobody knows before the end.
+A beam search (`engine/requests/beam.py`) begins as one sequence, too. Its other sequences are the beams that are alive: their
+number is the search's, not `params.n`, and which of them will be results is known only at the end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from kvrelay.ids import RequestId
 from kvrelay.sampling import SamplingParams
 from kvrelay.states import KV_EDGES, REQUEST_EDGES, FinishReason, KVState, RequestState, advance
 from kvrelay.wire.serving import Image, Resumed, Submit, TokenLogprobs
 
-if TYPE_CHECKING:
-    from kvrelay.engine.beam import BeamGroup
+
+class Search(Protocol):
+    """What the scheduler needs to know of a beam search."""
+
+    @property
+    def has_begun(self) -> bool:
+        """Its prompt is computed: the request's sequences are its beams."""
+
+    @property
+    def num_candidates(self) -> int:
+        """That a pass names for each beam."""
+
+    @property
+    def most_blocks(self) -> int:
+        """That it could ever hold."""
+
+    @property
+    def has_restarted(self) -> bool: ...
+
+    def start_again(self, sequence: Sequence, block_size: int) -> None:
+        """From the prompt: the sequence is as it was at first."""
 
 
 class Request:
@@ -31,13 +50,13 @@ class Request:
         "cache_salt",
         "cut",
         "external_id",
-        "group",
         "images",
         "num_unforked",
         "params",
         "priority",
         "prompt_logprobs",
         "request_id",
+        "search",
         "sequences",
     )
 
@@ -54,7 +73,7 @@ class Request:
         self.prompt_logprobs: list[TokenLogprobs | None] | None = [None] if tells_prompt else None  # as far as computed
         self.cut: dict[int, FinishReason] = {}  # samples that the router ended, perhaps before they were forked
         self.sequences: list[Sequence] = []
-        self.group: BeamGroup | None = None  # of a beam search
+        self.search: Search | None = None  # of a beam search
 
     @property
     def finished(self) -> bool:
@@ -120,12 +139,12 @@ class Sequence:
     @property
     def together(self) -> list[Sequence]:
         """Those that run, are swapped and come back as one: the beams of a search that has begun; else itself alone."""
-        group = self.request.group
-        return [self] if group is None or not group.beams else self.request.sequences
+        search = self.request.search
+        return [self] if search is None or not search.has_begun else self.request.sequences
 
     @property
-    def num_slots(self) -> int:
-        """Places in the batch this sequence takes or will take: itself and the samples to be forked from it."""
+    def num_batch_rows(self) -> int:
+        """That this sequence takes or will take: itself and the samples to be forked from it."""
         return 1 + (self.request.num_unforked if self.sample == 0 else 0)
 
     @property

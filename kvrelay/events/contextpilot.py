@@ -1,7 +1,7 @@
 """ContextPilot's index server as a `ContextIndex`: `POST /evict {"request_ids": [...]}`.
 
     200    {"evicted_request_ids": [...], "not_found": [...], ...}   an id that only its proxy has seen counts as evicted
-    503    no index yet: nobody has called /reorder since it started
+    503    no index yet: /reorder has not been called since it started
     422    a body that it will never take
 
 The server has one thread, and building an index keeps it busy for seconds: until then it does not answer, which is no reason

@@ -8,7 +8,7 @@
     on_blocks_removed, on_cache_lost   by a worker: blocks are gone, one by one or all at once
 
 A request is over when it is not open and every worker that had it has said its last word; one that dies has said it. A word
-that does not come (events are lost, another router's request moved) is waited for `settle_s`, not for ever. Then, by mode:
+that does not come (events are lost, another router's request moved) is waited for at most `settle_s`. Then, by mode:
 
     terminal    it is removed
     evicted     it is removed as soon as no worker holds any of its blocks. Until then one block that is held is its witness:
@@ -41,6 +41,33 @@ class Removals(Protocol):
     def cancel(self, request_id: str) -> None: ...
 
 
+class EvictionSync:
+    """What a sync is told, by the ids that clients know. This one does nothing, for routers beside which there is no index."""
+
+    def on_request_started(self, request_id: str, workers: Iterable[WorkerId]) -> None: ...
+
+    def on_request_sent_again(self, request_id: str, workers: Iterable[WorkerId]) -> None: ...
+
+    def on_request_finished(self, request_id: str) -> None: ...
+
+    def on_request_aborted(self, request_id: str) -> None: ...
+
+    def on_kv_blocks_freed(
+        self, worker_id: WorkerId, request_id: str, *, terminal: bool, handed_over: bool = False, hashes: Iterable[bytes] = ()
+    ) -> None: ...
+
+    def on_kv_blocks_swapped(self, worker_id: WorkerId, request_id: str) -> None:
+        """Recoverable: the request goes on, and so does its id."""
+
+    def on_blocks_removed(self, hashes: Iterable[bytes]) -> None: ...
+
+    def on_cache_lost(self) -> None: ...
+
+    def on_worker_left(self, worker_id: WorkerId) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class SyncSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Times and bounds; tests shorten them."""
 
@@ -67,7 +94,7 @@ class _Followed:
         return not self.legs and not self.deferred and not self.expects_more
 
 
-class EvictionSyncAdapter:
+class EvictionSyncAdapter(EvictionSync):
     """One per cluster, beside a router, on its loop's thread. Nothing here waits or raises."""
 
     def __init__(
@@ -152,9 +179,6 @@ class EvictionSyncAdapter:
             self._add_hashes(followed, hashes)
         self._consider(request_id, followed)
         self._bound()
-
-    def on_kv_blocks_swapped(self, worker_id: WorkerId, request_id: str) -> None:
-        """Recoverable: the request goes on, and so does its id."""
 
     def on_blocks_removed(self, hashes: Iterable[bytes]) -> None:
         """These left a worker's cache."""

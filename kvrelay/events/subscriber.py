@@ -23,6 +23,7 @@ from kvrelay.ids import WorkerId
 from kvrelay.log import Log
 from kvrelay.planes.curve import Socket, connecting
 from kvrelay.planes.loop_socket import LoopSocket
+from kvrelay.wire import check_version
 from kvrelay.wire.codec import Decoder, encode
 from kvrelay.wire.events import (
     EVENTS_VERSION,
@@ -125,8 +126,7 @@ class EventSubscriber:
 
     def _handle(self, frame: bytes) -> None:
         message = _decoder.decode(frame)
-        if message.version != EVENTS_VERSION:
-            raise ProtocolError(f"worker speaks version {message.version} of the event plane, this process {EVENTS_VERSION}")
+        check_version("the worker", message.version, EVENTS_VERSION, "event")
         if message.worker_id != self._worker_id:
             raise ProtocolError(f"events of {message.worker_id[:80]!r} where {self._worker_id} was")
         if message.sequence < 0:
@@ -236,7 +236,7 @@ def _connect(kind: int, address: str) -> Socket:
     if kind == zmq.SUB:
         socket.setsockopt(zmq.SUBSCRIBE, b"")
     else:
-        socket.setsockopt(zmq.IMMEDIATE, 1)  # what nobody is there to answer is asked again, not piled up
+        socket.setsockopt(zmq.IMMEDIATE, 1)  # what no worker is there to answer is asked again, not piled up
     try:
         socket.connect(address)
     except zmq.ZMQError as error:

@@ -30,6 +30,7 @@ from kvrelay.config import (
     RouterOptions,
     TransferOptions,
     WorkerOptions,
+    check_device,
     read_environment,
 )
 from kvrelay.discovery.choose import open_membership, registry_kind
@@ -48,7 +49,7 @@ from kvrelay.router.parent import Parent
 from kvrelay.router.router import OpenSync, Router
 from kvrelay.router.stream import RequestStream
 from kvrelay.states import FinishReason, Role
-from kvrelay.wire.serving import Abort, Failure, Finish, KeptNews, ReleaseKept, SequenceOutput, Submit
+from kvrelay.wire.serving import Abort, Failure, Finish, KeptNews, News, ReleaseKept, SequenceOutput, Submit
 
 log = Log("cluster")
 
@@ -86,7 +87,7 @@ class WorkerSettings:
     model: ModelOptions
     engine: EngineOptions
     transfer: TransferOptions
-    lease_s: float
+    registration_s: float
     cluster_key: str = ""  # its file
     flags: Sequence[str] = ()  # how they show themselves, such as --progress=plain
 
@@ -95,7 +96,9 @@ class WorkerSettings:
         model = msgspec.structs.replace(self.model, threads=threads)
         common = [*to_flags(model), *to_flags(self.engine), *to_flags(self.transfer), *self.flags]
         places = [
-            WorkerOptions(role=role.value, registry=registry_address, lease_s=self.lease_s, cluster_key=self.cluster_key)
+            WorkerOptions(
+                role=role.value, registry=registry_address, registration_s=self.registration_s, cluster_key=self.cluster_key
+            )
             for role in roles
         ]
         return [worker_command([*common, *to_flags(place)]) for place in places]
@@ -119,7 +122,7 @@ def open_router(
         policy=options.policy,
         mode=options.mode,
         local_prefill_tokens=options.local_prefill_tokens,
-        lease_s=cluster.lease_s,
+        registration_s=cluster.registration_s,
         model=served_name,
         router_id=router_id,
         rules=RetryRules(max_retries=options.max_retries, wait_s=options.failover_wait_s),
@@ -161,6 +164,7 @@ class LocalCluster:
         self._cluster = cluster
         self._on_answers = on_answers
         self._roles = worker_roles(cluster)
+        check_device(workers.model, self._roles)
         self._key = load_key(key_file(workers.cluster_key, read_environment()))
         self._ready: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._requests: dict[RequestId, _Served] = {}
@@ -285,7 +289,7 @@ class LocalCluster:
                 served.stream.abort()
             if submit.keep is not None:
                 await self._router.continuations.until_settled(served.stream.parents, _NEWS_S)
-                self._on_answers(Answers(leases=self._news(submit, served.stream.parents)))
+                self._on_answers(Answers(news=self._news(submit, served.stream.parents)))
 
     async def _parent(self, kept_id: KeptId) -> Parent | None:
         """None: the router knows nothing of it any more, but the prompt has all of its tokens."""
@@ -294,7 +298,7 @@ class LocalCluster:
         except (NotFoundError, ConflictError):
             return None
 
-    def _news(self, submit: Submit, parents: Sequence[Parent]) -> list[KeptNews]:
+    def _news(self, submit: Submit, parents: Sequence[Parent]) -> list[News]:
         assert submit.keep is not None
         remaining_s = self._router.continuations.remaining_s
         return [
@@ -323,7 +327,7 @@ class LocalCluster:
         self._fail(served.submit.request_id, error)
 
     def _fail(self, request_id: RequestId, error: RequestError) -> None:
-        self._on_answers(Answers(failures=[Failure(request_id, error.kind, error.message, error.param)]))
+        self._on_answers(Answers(news=[Failure.of(request_id, error)]))
 
     def _abort(self, request_id: RequestId) -> None:
         """Harmless if the request is over."""
@@ -336,7 +340,7 @@ class LocalCluster:
             served.task.cancel()
         samples = range(served.submit.params.n)
         ends = [SequenceOutput(request_id, sample, 0, [], FinishReason.ABORT) for sample in samples]
-        self._on_answers(Answers(outputs=ends, leases=_never_kept(served)))
+        self._on_answers(Answers(outputs=ends, news=_never_kept(served)))
 
     async def _fail_all(self, reason: str) -> None:
         for served in list(self._requests.values()):
@@ -358,14 +362,12 @@ class _Served:
 def _answers(request_id: RequestId, stream: RequestStream, outputs: list[SequenceOutput]) -> Answers:
     """Under the id that the request has outside."""
     replace = msgspec.structs.replace
-    return Answers(
-        outputs=[replace(output, request_id=request_id) for output in outputs],
-        inherited=[] if stream.inherited is None else [replace(stream.inherited, request_id=request_id)],
-        beams=[replace(stream.beams[each.sample], request_id=request_id) for each in outputs if each.sample in stream.beams],
-    )
+    news: list[News] = [] if stream.inherited is None else [replace(stream.inherited, request_id=request_id)]
+    news += [replace(stream.beams[each.sample], request_id=request_id) for each in outputs if each.sample in stream.beams]
+    return Answers(outputs=[replace(output, request_id=request_id) for output in outputs], news=news)
 
 
-def _never_kept(served: _Served) -> list[KeptNews]:
+def _never_kept(served: _Served) -> list[News]:
     """Of a request that never came to a worker."""
     if served.submit.keep is None or served.stream is not None:
         return []

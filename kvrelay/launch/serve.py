@@ -30,6 +30,7 @@ from kvrelay.config import (
     ModelOptions,
     RouterOptions,
     TransferOptions,
+    check_device,
 )
 from kvrelay.errors import ConfigError
 from kvrelay.events.eviction_sync import EvictionSyncAdapter
@@ -73,6 +74,7 @@ def serve(
 ) -> int:
     """Runs until a signal; returns the exit status."""
     roles = worker_roles(cluster)
+    check_device(model, roles)
     router = _with_index(router, environment)
     _prepare(router, cluster, environment)
     with _listening(router.host, router.port) as listener:
@@ -85,7 +87,7 @@ def serve(
             model=msgspec.structs.replace(model, model=str(folder)),
             engine=engine,
             transfer=transfer,
-            lease_s=cluster.lease_s,
+            registration_s=cluster.registration_s,
             cluster_key=cluster.cluster_key,
             flags=["--progress=plain"] if len(roles) > 1 else [],
         )

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from typing import Any
 
-from kvrelay.errors import ConfigError, EngineClosedError, InternalError, RequestError, request_error
+from kvrelay.errors import ConfigError, EngineClosedError, InternalError, RequestError
 from kvrelay.ids import RequestId, new_request_id
 from kvrelay.launch.cluster import LocalCluster
 from kvrelay.offline.backends import EngineThread, Message, open_cluster, open_engine, split_options
@@ -18,7 +18,7 @@ from kvrelay.offline.parents import OfflineParent, ParentName
 from kvrelay.router.stream import RequestStream
 from kvrelay.sampling import SamplingParams
 from kvrelay.states import FinishReason
-from kvrelay.wire.serving import Abort, Finish, ReleaseKept
+from kvrelay.wire.serving import Abort, Failure, Finish, KeptNews, ReleaseKept, of_kind
 
 
 class AsyncLLM(Base):
@@ -192,18 +192,19 @@ class AsyncLLM(Base):
 
     def _deliver(self, answers: Answers) -> None:
         take_words(self._assemblies, answers)
-        unwanted = [news.kept_id for news in answers.leases if not self._parents.told(news) and news.kept]
+        kept = of_kind(KeptNews, answers.news)
+        unwanted = [news.kept_id for news in kept if not self._parents.told(news) and news.kept]
         if unwanted:
             self._tell(ReleaseKept(kept_ids=unwanted))
         for output in answers.outputs:
             stream = self._streams.get(output.request_id)
             if stream is not None:
                 stream.deliver(output)
-        for failure in answers.failures:
+        for failure in of_kind(Failure, answers.news):
             stream = self._streams.get(failure.request_id)
             if stream is not None:
-                stream.fail(request_error(failure.kind, failure.message, failure.param))
-        for request_id in {news.request_id for news in answers.leases if news.request_id in self._heard}:
+                stream.fail(failure.error())
+        for request_id in {news.request_id for news in kept if news.request_id in self._heard}:
             if self._assemblies[request_id].heard_all:
                 self._heard[request_id].set()
                 if request_id not in self._streams:

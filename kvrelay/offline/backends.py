@@ -45,7 +45,7 @@ O = TypeVar("O", bound=Options)
 _COUNTS = ("prefill", "decode", "whole")
 _RELAY_NAMES = (
     *_COUNTS,
-    "lease_s",
+    "registration_s",
     "cluster_key",
     "mode",
     "local_prefill_tokens",
@@ -113,7 +113,7 @@ def open_cluster(
         model=msgspec.structs.replace(options.model, model=str(folder)),
         engine=options.engine,
         transfer=options.transfer,
-        lease_s=options.cluster.lease_s,
+        registration_s=options.cluster.registration_s,
         cluster_key=options.cluster.cluster_key,
         flags=["--quiet", "--progress=plain" if shown else "--progress=none"],
     )
@@ -146,7 +146,7 @@ class EngineHere:
 
     @property
     def has_room(self) -> bool:
-        return self._engine.scheduler.num_waiting < self._engine.options.max_queue
+        return self._engine.scheduler.queue.num_waiting < self._engine.core.options.max_queue
 
     def send(self, message: Message) -> None:
         tell(self._engine, message)
@@ -239,6 +239,6 @@ def tell(engine: Engine, message: Message) -> None:
         case Finish():
             engine.finish(message)
         case ReleaseKept():
-            engine.release_leases(message.kept_ids)
+            engine.release_kept(message.kept_ids)
         case _:
             assert_never(message)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import assert_never
 
 from kvrelay.engine.engine import Engine
 from kvrelay.errors import ConfigError, EngineClosedError, InvalidRequestError
@@ -14,7 +15,7 @@ from kvrelay.offline.parents import OfflineParent, OfflineParents
 from kvrelay.progress import Progress, Silent
 from kvrelay.sampling import SamplingParams
 from kvrelay.text.tokenizer import Tokenizer
-from kvrelay.wire.serving import Submit
+from kvrelay.wire.serving import BeamResult, Failure, HandedOver, Inherited, KeptNews, Submit
 
 Prompt = str | list[int]
 KeepKV = bool | float | None  # True: for the usual time; or for so many seconds
@@ -63,15 +64,21 @@ class Base:
 
 def take_words(assemblies: Mapping[RequestId, Assembly], answers: Answers) -> None:
     """All that is said of requests besides their tokens."""
-    for beam in answers.beams:
-        if beam.request_id in assemblies:
-            assemblies[beam.request_id].take_beam(beam)
-    for inherited in answers.inherited:
-        if inherited.request_id in assemblies:
-            assemblies[inherited.request_id].take_inherited(inherited)
-    for news in answers.leases:
-        if news.request_id in assemblies:
-            assemblies[news.request_id].take_news(news)
+    for news in answers.news:
+        assembly = assemblies.get(news.request_id)
+        if assembly is None:
+            continue
+        match news:
+            case BeamResult():
+                assembly.take_beam(news)
+            case Inherited():
+                assembly.take_inherited(news)
+            case KeptNews():
+                assembly.take_news(news)
+            case Failure() | HandedOver():  # ends the request: not for its assembly to know
+                pass
+            case _:
+                assert_never(news)
 
 
 def origin_of(found: OfflineParent | Origin) -> Origin:

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self, overload
 
-from kvrelay.errors import ConfigError, EngineClosedError, request_error
+from kvrelay.errors import ConfigError, EngineClosedError
 from kvrelay.ids import RequestId, new_request_id
 from kvrelay.offline.async_llm import AsyncLLM
 from kvrelay.offline.backends import ClusterQueue, EngineHere, Turns, open_cluster, open_engine, split_options
@@ -28,7 +28,7 @@ from kvrelay.offline.outputs import Answers, Assembly, CompletionOutput, Job, Re
 from kvrelay.offline.parents import ParentName
 from kvrelay.progress import Progress
 from kvrelay.sampling import BeamSearch, SamplingParams
-from kvrelay.wire.serving import Abort, ReleaseKept
+from kvrelay.wire.serving import Abort, Failure, ReleaseKept, of_kind
 
 __all__ = ["LLM", "AsyncLLM"]
 
@@ -210,9 +210,9 @@ class LLM(Base):
             progress.advance(len(ended))
 
     def _take(self, assemblies: Mapping[RequestId, Assembly], answers: Answers) -> None:
-        for failure in answers.failures:
+        for failure in of_kind(Failure, answers.news):
             if failure.request_id in assemblies:
-                raise request_error(failure.kind, failure.message, failure.param)
+                raise failure.error()
         take_words(assemblies, answers)
         for output in answers.outputs:
             assembly = assemblies.get(output.request_id)

@@ -16,11 +16,11 @@ from kvrelay.text.detokenizer import Detokenizer
 from kvrelay.text.tokenizer import Tokenizer
 from kvrelay.wire.serving import (
     BeamResult,
-    Failure,
     Finish,
     Inherited,
     Keep,
     KeptNews,
+    News,
     SequenceOutput,
     StepOutputs,
     TokenLogprobs,
@@ -31,17 +31,14 @@ class Answers(msgspec.Struct, frozen=True, kw_only=True):
     """What whoever serves requests has to say of them, in the engine's words."""
 
     outputs: list[SequenceOutput] = []
-    failures: list[Failure] = []
-    leases: list[KeptNews] = []
-    inherited: list[Inherited] = []
-    beams: list[BeamResult] = []
+    news: list[News] = []
 
     @classmethod
     def of(cls, step: StepOutputs) -> Answers:
-        return cls(outputs=step.outputs, failures=step.failures, leases=step.leases, inherited=step.inherited, beams=step.beams)
+        return cls(outputs=step.outputs, news=step.news)
 
     def __bool__(self) -> bool:
-        return bool(self.outputs or self.failures or self.leases or self.inherited or self.beams)
+        return bool(self.outputs or self.news)
 
 
 class Continuation(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,8 +1,8 @@
 """A router's DEALER connection to one worker's serving socket: it knows whether it is up, and nothing about messages.
 
-    on_up()              connected (again): whatever the worker knew of us before is lost, so the caller says Hello
+    on_up()              connected (again): what the worker knew of us before is lost, so the caller says Hello
     on_message(frame)    one message of the worker
-    on_down()            the process ended, the host is unreachable for `lease_s`, or the network broke
+    on_down()            the process ended, the host is unreachable for `silence_s`, or the network broke
 
 `send` works only while up: nothing is queued for a worker that may come back as another one. A peer with another cluster key,
 or none, is never up; it is asked again now and then, because ZMQ itself gives such a peer up for ever.
@@ -40,7 +40,7 @@ class Connection:
         address: str,
         *,
         identity: bytes | None,
-        lease_s: float,
+        silence_s: float,
         on_up: Callable[[], None],
         on_down: Callable[[], None],
         on_message: Callable[[bytes], None],
@@ -52,7 +52,7 @@ class Connection:
         self._on_up = on_up
         self._on_down = on_down
         self._on_message = on_message
-        socket = _dealer(identity, lease_s)
+        socket = _dealer(identity, silence_s)
         try:
             monitor = socket.get_monitor_socket(_WATCHED)
             socket.connect(address)
@@ -101,7 +101,7 @@ class Connection:
     def _on_stranger(self, event: int) -> None:
         if not self._strange:
             self._strange = True
-            log.warning("no handshake with whoever listens there: do both hold the same cluster key?", address=self._address)
+            log.warning("no handshake with the process there: do both hold the same cluster key?", address=self._address)
         if event & _GIVEN_UP and self._asking_again is None:
             self._asking_again = asyncio.get_running_loop().call_later(_ASK_AGAIN_S, self._ask_again)
 
@@ -111,11 +111,11 @@ class Connection:
         self._data.socket.connect(self._address)
 
 
-def _dealer(identity: bytes | None, lease_s: float) -> Socket:
+def _dealer(identity: bytes | None, silence_s: float) -> Socket:
     socket = connecting(zmq.DEALER)
     if identity is not None:
         socket.setsockopt(zmq.IDENTITY, identity)
-    lease_ms = max(1, round(lease_s * 1000))
+    silence_ms = max(1, round(silence_s * 1000))
     for option, value in (
         (zmq.IMMEDIATE, 1),
         (zmq.SNDHWM, _SEND_QUEUE),
@@ -124,8 +124,8 @@ def _dealer(identity: bytes | None, lease_s: float) -> Socket:
         (zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS),
         (zmq.CONNECT_TIMEOUT, _CONNECT_TIMEOUT_MS),
         # A silence begins right after an answer at worst: it is found out after one interval and one timeout.
-        (zmq.HEARTBEAT_IVL, max(1, lease_ms // 4)),
-        (zmq.HEARTBEAT_TIMEOUT, max(1, lease_ms * 3 // 4)),
+        (zmq.HEARTBEAT_IVL, max(1, silence_ms // 4)),
+        (zmq.HEARTBEAT_TIMEOUT, max(1, silence_ms * 3 // 4)),
     ):
         socket.setsockopt(option, value)
     return socket

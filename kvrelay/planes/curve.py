@@ -6,7 +6,7 @@
 
 With a key every connection is encrypted and both ends have proven themselves (CURVE) before a byte of a message is read. The
 listening end asks a second time: a thread, the guard, answers ZMQ's question (ZAP) whether a client's public key is the one
-made from the cluster key. Without a guard nobody is let in.
+made from the cluster key. Without a guard no peer is let in.
 
 A process belongs to one cluster. A `LocalCluster` may live inside a process of another one: what its thread does is done with
 its own key (`keyed`). Without a key the planes are open, and belong on loopback.
@@ -76,7 +76,7 @@ def listening(kind: int) -> Socket:
         _guard(socket.context)
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_SECRETKEY, key.server_secret)
-        socket.setsockopt(zmq.ZAP_DOMAIN, key.client_public)  # the guard lets in whoever has this key
+        socket.setsockopt(zmq.ZAP_DOMAIN, key.client_public)  # the guard lets in peers with this key
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
     return socket
 
@@ -92,7 +92,7 @@ def connecting(kind: int) -> Socket:
 
 def _new_socket(kind: int) -> Socket:
     """Of this process's one ZMQ context. Drops what is unsent when it closes, unless told otherwise. Raises ProtocolError when
-    there can be no more: strangers may have caused that, so nobody dies of it."""
+    there can be no more: strangers may have caused that, so no process ends because of it."""
     context: Context = zmq.Context.instance()
     context.max_sockets = _MAX_SOCKETS  # counts from the first socket on
     try:
@@ -119,7 +119,7 @@ def warn_if_open(option: str, host: str) -> None:
     """For an address that ZMQ sockets are about to listen on."""
     if current_key() is None and not is_loopback(host):
         log.warning(
-            "whoever reaches this address can join the cluster and read prompts; protect it with --cluster-key",
+            "any program that reaches this address can join the cluster and read prompts; protect it with --cluster-key",
             option=option,
             address=host,
         )

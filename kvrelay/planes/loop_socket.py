@@ -43,7 +43,7 @@ class LoopSocket:
         self._schedule_drain()
 
     def send(self, frames: Sequence[bytes]) -> bool:
-        """Without blocking. False: nobody is connected, or the peer does not keep up."""
+        """Without blocking. False: no peer is connected, or it does not keep up."""
         if self._closed:
             return False
         try:

@@ -27,7 +27,7 @@ def order_drain(peers: Mapping[WorkerId, Peer], worker_id: str, role: Role | Non
         raise ConflictError(f"worker {peer.id} is draining already", param="worker", code="already_draining")
     if role is peer.record.role:
         raise ConflictError(f"worker {peer.id} is a {role.value} worker already", param="role", code="same_role")
-    if not peer.link.send(Drain(role=role)):
+    if not peer.send(Drain(role=role)):
         raise UnavailableError(f"worker {peer.id} cannot be reached: {peer.problem}", param="worker", code="unreachable")
     # The registry will say so too, but not before the next requests are planned.
     peer.update(msgspec.structs.replace(peer.record, state=WorkerState.DRAINING))

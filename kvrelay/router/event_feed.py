@@ -3,7 +3,7 @@
 joined(record)    subscribe; the index fills
 left(worker)      the subscription ends, and the index forgets the worker
 
-Where a context index is to be told what is gone, the eviction sync hears the same, each time after the prefix index.
+The eviction sync hears the same, each time after the prefix index.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import assert_never
 
 from kvrelay.errors import ProtocolError
-from kvrelay.events.eviction_sync import EvictionSyncAdapter
+from kvrelay.events.eviction_sync import EvictionSync
 from kvrelay.events.subscriber import EventSubscriber
 from kvrelay.ids import WorkerId
 from kvrelay.log import Log
@@ -25,12 +25,22 @@ from kvrelay.wire.registry import WorkerRecord
 log = Log("router")
 
 
-class EventFeed:
+class NoFeed:
+    """Of a router that has no use for events."""
+
+    def joined(self, record: WorkerRecord) -> None: ...
+
+    def left(self, worker_id: WorkerId) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class EventFeed(NoFeed):
     """Owns the subscriptions. Everything runs on the event loop's thread."""
 
-    def __init__(self, index: PrefixIndex, metrics: Metrics, sync: EvictionSyncAdapter | None = None) -> None:
+    def __init__(self, index: PrefixIndex, metrics: Metrics, sync: EvictionSync | None = None) -> None:
         self._index = index
-        self._sync = sync
+        self._sync = EvictionSync() if sync is None else sync
         self._metrics = metrics
         self._subscribers: dict[WorkerId, EventSubscriber] = {}
         metrics.prefix_index_blocks.set_function(lambda: len(index))
@@ -49,12 +59,11 @@ class EventFeed:
         if subscriber is not None:
             subscriber.close()
             self._index.drop(worker_id)
-            if self._sync is not None:
-                self._sync.on_worker_left(worker_id)
+            self._sync.on_worker_left(worker_id)
 
     def close(self) -> None:
         """The workers live on: nothing is gone but our knowledge of it."""
-        self._sync = None
+        self._sync = EvictionSync()
         for worker_id in list(self._subscribers):
             self.left(worker_id)
 
@@ -70,19 +79,15 @@ class EventFeed:
 
     def removed(self, worker_id: WorkerId, hashes: Iterable[bytes]) -> None:
         self._index.remove(worker_id, hashes)
-        if self._sync is not None:
-            self._sync.on_blocks_removed(hashes)
+        self._sync.on_blocks_removed(hashes)
 
     def cleared(self, worker_id: WorkerId) -> None:
         self._index.clear(worker_id)
-        if self._sync is not None:
-            self._sync.on_cache_lost()
+        self._sync.on_cache_lost()
 
     def lived(self, worker_id: WorkerId, event: LifeEvent) -> None:
         """What can be found has events of its own, so the prefix index has no use for these."""
         sync = self._sync
-        if sync is None:
-            return
         match event:
             case Freed():
                 handed_over = event.reason is FreeReason.HANDED_OVER
@@ -98,8 +103,7 @@ class EventFeed:
 
     def replaced(self, worker_id: WorkerId, hashes: Iterable[bytes]) -> None:
         self._index.replace(worker_id, hashes)
-        if self._sync is not None:
-            self._sync.on_cache_lost()
+        self._sync.on_cache_lost()
 
     def gap(self, worker_id: WorkerId) -> None:
         self._metrics.event_gaps.inc()

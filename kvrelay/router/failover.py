@@ -1,6 +1,6 @@
 """What becomes of a request whose worker is gone or could not go on.
 
-    judge      whose fault is an error that a worker reports: the client's, nobody's any more, or the worker's
+    judge      whose fault is an error that a worker reports: the client's, the worker's, or of no concern any more
     Stranded   requests that lost their worker when no other was up: tried again as soon as one is, for a while
     Estranged  pairs of workers between which a hand-over has failed: not tried again for a while
 
@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 from kvrelay.errors import HandOverError, InternalError, MissingEmbeddingError, RequestError, UnavailableError
 from kvrelay.ids import WorkerId
-from kvrelay.router.peer import OpenRequest, Peer
-from kvrelay.router.plan import Plan
+from kvrelay.router.attempt import OpenRequest, Plan
+from kvrelay.router.peer import Peer
 
 _ESTRANGED_S = 15.0  # then one request finds out whether they have come together
 _LOOK_EVERY_S = 0.2  # room in a queue comes without any word
@@ -39,8 +39,9 @@ class Verdict(enum.Enum):
     IGNORE = enum.auto()  # the leg is not needed any more
 
 
-def judge(error: RequestError, *, is_last: bool, generating: bool, num_internal_errors: int) -> Verdict:
-    if not is_last and generating:
+def judge(error: RequestError, *, is_decode: bool, is_generating: bool, num_internal_errors: int) -> Verdict:
+    """`is_decode`: the decode leg failed. `is_generating`: it has given an output, so it needs no other leg."""
+    if not is_decode and is_generating:
         return Verdict.IGNORE
     if isinstance(error, UnavailableError):
         return Verdict.RETRY
@@ -54,11 +55,11 @@ def is_setback(entry: OpenRequest, error: RequestError) -> bool:
     images it cannot compute again, if the request has got on since the last time."""
     num_tokens = sum(len(entry.stream.tokens(sample)) for sample in range(entry.request.params.n))
     got_on, entry.num_tokens_then = num_tokens > entry.num_tokens_then, num_tokens
-    return not (got_on and isinstance(error, MissingEmbeddingError) and not error.param)
+    return not (got_on and isinstance(error, MissingEmbeddingError) and not error.digest)
 
 
 def as_told(error: RequestError) -> RequestError:
-    """What a client hears at the end: `param` is a field of its request there, and nothing else."""
+    """What a client hears at the end, which knows of no workers."""
     is_internal = isinstance(error, MissingEmbeddingError | HandOverError)
     return UnavailableError(error.message, code=error.code) if is_internal else error
 
@@ -70,6 +71,22 @@ class Estranged:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._until: dict[tuple[WorkerId, WorkerId], float] = {}
+
+    def blame(self, entry: OpenRequest, plan: Plan, peer: Peer, error: RequestError) -> None:
+        """The leg on `peer` failed. A hand-over that failed is put down to its producer, and so is an embedding that did not
+        come; one that is gone from where it was is put down to no worker."""
+        blamed = [peer]
+        if isinstance(error, MissingEmbeddingError):
+            blamed = [share.peer for share in plan.encode if share.has(error.digest)]
+        elif plan.prefill is not None and isinstance(error, HandOverError):
+            if error.by_producer:  # the two do reach each other; what ailed the producer, it says itself
+                entry.avoid.add(plan.prefill.id)
+                return
+            blamed = [plan.prefill]
+            self.add(plan.prefill, peer)
+        for each in blamed:
+            each.breaker.failed()
+            entry.avoid.add(each.id)
 
     def add(self, prefill: Peer, decode: Peer) -> None:
         now = self._clock()
@@ -118,7 +135,7 @@ class Stranded:
         self._waiting.pop(entry.stream.request_id, None)
 
     def try_now(self) -> None:
-        """Somebody may have come up."""
+        """A worker may have come up."""
         for request_id, (entry, _, _) in list(self._waiting.items()):
             if request_id in self._waiting and self._retry(entry):
                 self._waiting.pop(request_id, None)

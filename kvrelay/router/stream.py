@@ -4,7 +4,7 @@
     await next()                   called by the front end: everything new since the last call, merged
     finish(sample, ...), abort()   called by the front end: a stop string was found; the client left
 
-Outputs are ordered by (sample, position). What was already seen is dropped; what comes early is parked until the gap closes.
+Outputs are ordered by (sample, position). What was already seen is dropped; what comes early is held back until the gap closes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvrelay.router.parent import Parent
 from kvrelay.states import FinishReason
 from kvrelay.wire.serving import BeamResult, Inherited, Resumed, SequenceOutput
 
-_MAX_EARLY = 1024  # outputs parked behind a gap; so many mean that what is missing will never come
+_MAX_EARLY = 1024  # outputs held back behind a gap; more mean that what is missing will never come
 
 
 class StreamOwner(Protocol):
@@ -114,22 +114,22 @@ class RequestStream:
             return
         expected = len(self._tokens[sample])
         if position > expected:
-            self._park(output)
+            self._hold_back(output)
             return
         if position < expected:
             output = _without_first(output, expected - position)
             if not output.tokens and output.finish is None:
                 return
         self._accept(output)
-        while self._early and sample in self._running and (follower := self._unpark(sample)) is not None:
+        while self._early and sample in self._running and (follower := self._take_held(sample)) is not None:
             self._accept(follower)
         if not self._running:
             self._owner.stream_finished(self)
         self._wake()
 
     def resume(self) -> list[Resumed]:
-        """What another worker must know to go on: the tokens so far of the samples that have not ended. What was parked came
-        of a worker that is gone, and is forgotten."""
+        """What another worker must know to go on: the tokens so far of the samples that have not ended. What was held
+        back came of a worker that is gone, and is forgotten."""
         self._early.clear()
         return [Resumed(sample, list(self._tokens[sample])) for sample in sorted(self._running)]
 
@@ -166,7 +166,7 @@ class RequestStream:
             self._wake()
 
     def abort(self) -> None:
-        """Nobody wants the rest, nor what was not taken yet. Harmless when the request is over."""
+        """The client wants neither the rest nor what was not taken yet. Harmless when the request is over."""
         if self.done:
             return
         self.aborted = True
@@ -179,17 +179,17 @@ class RequestStream:
         self._owner.stream_finished(self)
         self._wake()
 
-    def _park(self, output: SequenceOutput) -> None:
-        parked = self._early.get((output.sample, output.position))
-        if parked is not None and len(parked.tokens) >= len(output.tokens):
+    def _hold_back(self, output: SequenceOutput) -> None:
+        held = self._early.get((output.sample, output.position))
+        if held is not None and len(held.tokens) >= len(output.tokens):
             return
         if len(self._early) >= _MAX_EARLY:
             self.fail(InternalError("outputs of this request were lost between the worker and the router"))
         else:
             self._early[output.sample, output.position] = output
 
-    def _unpark(self, sample: int) -> SequenceOutput | None:
-        """A parked output that goes on where the sample is now; those that say nothing new are dropped."""
+    def _take_held(self, sample: int) -> SequenceOutput | None:
+        """An output that was held back and goes on where the sample is now; those that say nothing new are dropped."""
         expected = len(self._tokens[sample])
         for key in [key for key in self._early if key[0] == sample and key[1] <= expected]:
             output = _without_first(self._early.pop(key), expected - key[1])

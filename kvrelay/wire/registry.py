@@ -3,7 +3,7 @@
 worker                                     registry
   | Register(record, ttl_s) ----------------> |
   | <------------ Registered | RegistryRefused |
-  | Renew(worker_id, state, load) every ttl/3 > |   silent for ttl_s: the worker is taken for dead
+  | Renew(worker_id, state, load) every ttl/3 > |   not renewed for ttl_s: the worker is considered dead
   | <--------------- Registered | Unknown      |   Unknown: register again (the registry restarted)
   | Leave(worker_id) -----------------------> |
 """
@@ -25,7 +25,7 @@ class BlockCounts(msgspec.Struct, frozen=True, kw_only=True):
     in_use: int = 0  # of live sequences
     reserved: int = 0  # waiting for a transfer to land
     sending: int = 0  # held for a peer
-    pinned: int = 0  # continuation leases
+    pinned: int = 0  # kept for continuations
     quarantined: int = 0  # a writer may still touch them
 
 
@@ -72,7 +72,7 @@ class MappingCounts(msgspec.Struct, frozen=True, kw_only=True):
     lookups: int = 0
     lookup_s: float = 0.0
     duplicates: int = 0  # messages about what was said before
-    unknown: int = 0  # messages about transfers nobody here has heard of
+    unknown: int = 0  # messages about unknown transfers
     foreign: int = 0  # messages from a worker that is not the transfer's peer: another attempt or incarnation
     malformed: int = 0  # frames that were no message
 
@@ -94,8 +94,8 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     preemptions: int = 0  # since the start
     steps: int = 0  # since the start
     connections: int = 0  # routers that are connected, and workers that KV is exchanged with
-    leases: int = 0  # finished samples whose KV is kept for a continuation
-    inherited_tokens: int = 0  # since the start: prompt tokens whose KV was taken from a lease
+    kept: int = 0  # finished samples whose KV is kept for a continuation
+    inherited_tokens: int = 0  # since the start: prompt tokens whose KV was inherited
     images: ImageCounts | None = None  # of a worker whose model takes none
 
 

@@ -9,17 +9,27 @@ router                                   worker
   | Ping ---------------------------------> |   keeps an idle connection's requests alive
   | PeerLost -----------------------------> |   another worker is gone: transfers with it fail at once
   | Drain --------------------------------> |   finish what you have, then leave (or come back in another role)
-  | ReleaseKept ------------------------> |   nobody will continue from these any more
-  | AskKept -----------------------------> |   a router that did not serve the parent looks for its lease
+  | ReleaseKept --------------------------> |   no client will continue from these any more
+  | AskKept ------------------------------> |   a router that did not serve the parent looks for its kept KV
   | <----------------------------- KeptTold |
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterable
+from typing import Literal, TypeVar
 
 import msgspec
 
+from kvrelay.errors import (
+    HandOverError,
+    InternalError,
+    InvalidRequestError,
+    MissingEmbeddingError,
+    QueueFullError,
+    RequestError,
+    UnavailableError,
+)
 from kvrelay.ids import KeptId, RequestId, RouterId, TransferId, WorkerId
 from kvrelay.sampling import SamplingParams
 from kvrelay.states import FinishReason, Role
@@ -45,7 +55,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults
 class Hello(Message, frozen=True, kw_only=True):
     version: int
     router_id: RouterId
-    lease_s: float = 4.0  # a router silent for so long is taken for dead, and its requests are aborted
+    silence_s: float = 4.0  # a router not heard for this many seconds is considered dead: its requests are aborted
 
 
 class TransferInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,7 +76,7 @@ class Resumed(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Keep(msgspec.Struct, frozen=True, array_like=True):
-    """Asks for a lease on each sample's KV when the sample ends, whatever ends it. Answered by one KeptNews per sample."""
+    """Asks to keep each sample's KV when the sample ends, whatever ends it. Answered by one KeptNews per sample."""
 
     kept_ids: list[KeptId]  # one per sample
     ttl_s: float
@@ -103,7 +113,7 @@ class Submit(Message, frozen=True, kw_only=True):
     """
 
     request_id: RequestId
-    external_id: str  # what the client sees; for logs and later for continuation
+    external_id: str  # what the client sees; for logs and continuations
     prompt: list[int]
     params: SamplingParams
     priority: int = 0  # lower runs first
@@ -113,14 +123,14 @@ class Submit(Message, frozen=True, kw_only=True):
     resume: list[Resumed] = []  # empty: all samples begin at the beginning
     attempt: int = 0  # how often it was sent before; a request that was accepted once is not turned away by a full queue
     keep: Keep | None = None
-    inherit: KeptId | None = None  # the prompt begins with the tokens of this lease: their KV is taken from it, if it is there
+    inherit: KeptId | None = None  # the prompt begins with the tokens of this kept KV, which is taken if it is there
     images: list[Image] = []
     embeddings: list[EmbeddingTransfer] = []  # how those of images without data come, if this worker computes the prompt
 
 
 class Encode(Message, frozen=True, kw_only=True):
-    """Asks an encode worker for the embeddings of some images of a request. Answered by `handed_over` once nobody waits for
-    them any more, or by one Failure."""
+    """Asks an encode worker for the embeddings of some images of a request. Answered by HandedOver once no worker waits
+    for them any more, or by one Failure."""
 
     request_id: RequestId
     external_id: str
@@ -148,7 +158,7 @@ class Ping(Message, frozen=True, kw_only=True):
 
 
 class PeerLost(Message, frozen=True, kw_only=True):
-    """The router takes this worker for gone. That is no proof of death: memory it may still write stays in quarantine."""
+    """The router considers this worker dead. That is no proof: memory it may still write stays in quarantine."""
 
     worker_id: WorkerId
 
@@ -164,7 +174,7 @@ class ReleaseKept(Message, frozen=True, kw_only=True):
 
 
 class AskKept(Message, frozen=True, kw_only=True):
-    """`handle` is a lease's id, or the parent's id as its client knows it."""
+    """`handle` is the kept KV's id, or the parent's id as its client knows it."""
 
     handle: str
     owner: str
@@ -206,16 +216,56 @@ class FirstToken(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # as in SequenceOutput
 
 
-class Failure(msgspec.Struct, frozen=True, array_like=True):
+# What a step tells of requests beside their tokens
+
+
+class StepNews(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Base of `News`."""
+
+
+class Failure(StepNews, frozen=True, array_like=True):
     """The one terminal answer to a request that could not be served. `kind` is the error's kind in `errors.py`."""
 
     request_id: RequestId
     kind: str
     message: str
-    param: str | None = None
+    param: str | None = None  # the client's field that is wrong
+    digest: str | None = None  # of a MissingEmbeddingError
+    by_producer: bool = False  # of a HandOverError
+
+    @classmethod
+    def of(cls, request_id: RequestId, error: RequestError) -> Failure:
+        match error:
+            case MissingEmbeddingError():
+                return cls(request_id, error.kind, error.message, digest=error.digest)
+            case HandOverError():
+                return cls(request_id, error.kind, error.message, by_producer=error.by_producer)
+            case _:
+                return cls(request_id, error.kind, error.message, error.param)
+
+    def error(self) -> RequestError:
+        match self.kind:
+            case MissingEmbeddingError.kind:
+                return MissingEmbeddingError(self.message, digest=self.digest)
+            case HandOverError.kind:
+                return HandOverError(self.message, by_producer=self.by_producer)
+            case QueueFullError.kind:
+                return QueueFullError(self.message)
+            case InvalidRequestError.kind:
+                return InvalidRequestError(self.message, param=self.param)
+            case UnavailableError.kind:
+                return UnavailableError(self.message, param=self.param)
+            case _:
+                return InternalError(self.message, param=self.param)
 
 
-class KeptNews(msgspec.Struct, frozen=True, array_like=True):
+class HandedOver(StepNews, frozen=True, array_like=True):
+    """A prefill or encode worker's terminal answer: the next worker has all it wanted."""
+
+    request_id: RequestId
+
+
+class KeptNews(StepNews, frozen=True, array_like=True):
     """Once for each sample whose KV was to be kept: it is, for `ttl_s` from now, or it is not, and why."""
 
     request_id: RequestId
@@ -228,16 +278,16 @@ class KeptNews(msgspec.Struct, frozen=True, array_like=True):
     reason: str = ""
 
 
-class Inherited(msgspec.Struct, frozen=True, array_like=True):
-    """Once for each request that named a lease, before its first token: how many tokens' KV it took from it. None, if the lease
-    was gone: then the prefix cache was asked, and what that did not have was computed."""
+class Inherited(StepNews, frozen=True, array_like=True):
+    """Once for each request that was to inherit kept KV, before its first token: of how many tokens it did. None, if that was
+    gone: then the prefix cache was asked, and what that did not have was computed."""
 
     request_id: RequestId
     num_tokens: int
-    num_cached: int = 0  # without the lease: tokens that the prefix cache had
+    num_cached: int = 0  # if it was gone: tokens that the prefix cache had
 
 
-class BeamResult(msgspec.Struct, frozen=True, array_like=True):
+class BeamResult(StepNews, frozen=True, array_like=True):
     """Once for each sample of a beam search, in the message that brings the sample's tokens, which all come at once."""
 
     request_id: RequestId
@@ -246,8 +296,17 @@ class BeamResult(msgspec.Struct, frozen=True, array_like=True):
     score: float
 
 
+News = Failure | HandedOver | KeptNews | Inherited | BeamResult
+AnyNews = TypeVar("AnyNews", bound=StepNews)
+COMES_FIRST = (Inherited, BeamResult)  # to be heard before the tokens of the same message, with which a request may end
+
+
+def of_kind(kind: type[AnyNews], news: Iterable[News]) -> list[AnyNews]:
+    return [one for one in news if isinstance(one, kind)]
+
+
 class KeptInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A lease as its worker sees it."""
+    """The kept KV of one sample, as its worker sees it."""
 
     kept_id: KeptId
     external_id: str
@@ -262,11 +321,11 @@ class KeptInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KeptTold(Message, frozen=True, kw_only=True):
-    """Answers AskKept. A parent with several samples may have several leases; none: not here."""
+    """Answers AskKept. A parent with several samples may have several; none: not here."""
 
     handle: str
     owner: str
-    leases: list[KeptInfo] = []
+    kept: list[KeptInfo] = []
 
 
 class StepOutputs(Message, frozen=True, kw_only=True):
@@ -274,27 +333,8 @@ class StepOutputs(Message, frozen=True, kw_only=True):
     step: int
     load: WorkerLoad
     outputs: list[SequenceOutput] = []
-    failures: list[Failure] = []
-    handed_over: list[RequestId] = []  # a prefill or encode worker's terminal word: the next one has all it wanted
-    leases: list[KeptNews] = []
-    inherited: list[Inherited] = []
-    beams: list[BeamResult] = []
+    news: list[News] = []
 
 
 ToWorker = Hello | Submit | Encode | Abort | Finish | Ping | PeerLost | Drain | ReleaseKept | AskKept
 ToRouter = Welcome | Refused | StepOutputs | KeptTold
-
-
-def since(message: ToWorker) -> int:
-    """The protocol version from which on a worker understands this message. What older ones may ignore does not count."""
-    match message:
-        case ReleaseKept() | AskKept() | Encode():
-            return 3
-        case PeerLost() | Drain():
-            return 2
-        case Submit():
-            if message.keep or message.inherit or message.images or message.params.beam:
-                return 3
-            return 2 if message.resume else 1
-        case _:
-            return 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvrelay.config import WorkerOptions
-from kvrelay.engine.events import EventRecorder
+from kvrelay.engine.memory.events import EventRecorder
 from kvrelay.events.publisher import EventPublisher
 from kvrelay.ids import WorkerId
 

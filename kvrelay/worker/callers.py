@@ -8,10 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import assert_never
 
 from kvrelay.ids import RequestId, WorkerId
 from kvrelay.wire.registry import WorkerLoad
-from kvrelay.wire.serving import BeamResult, Failure, Inherited, KeptNews, SequenceOutput, StepOutputs, Submit
+from kvrelay.wire.serving import (
+    BeamResult,
+    Failure,
+    HandedOver,
+    Inherited,
+    KeptNews,
+    News,
+    SequenceOutput,
+    StepOutputs,
+    Submit,
+)
 from kvrelay.worker.recent import Recent
 
 _REMEMBERED_KEPT = 4096
@@ -22,32 +33,16 @@ class Caller:
     """A router that said Hello. `open` maps its requests to the samples that have not ended."""
 
     identity: bytes
-    lease_s: float
+    silence_s: float
     heard_at: float
     open: dict[RequestId, set[int]] = field(default_factory=dict)
     outputs: list[SequenceOutput] = field(default_factory=list)
-    failures: list[Failure] = field(default_factory=list)
-    handed_over: list[RequestId] = field(default_factory=list)
-    leases: list[KeptNews] = field(default_factory=list)
-    inherited: list[Inherited] = field(default_factory=list)
-    beams: list[BeamResult] = field(default_factory=list)
+    news: list[News] = field(default_factory=list)
 
     def take(self, worker_id: WorkerId, step: int, load: WorkerLoad) -> StepOutputs:
         """All that it has not been told."""
-        message = StepOutputs(
-            worker_id=worker_id,
-            step=step,
-            load=load,
-            outputs=self.outputs,
-            failures=self.failures,
-            handed_over=self.handed_over,
-            leases=self.leases,
-            inherited=self.inherited,
-            beams=self.beams,
-        )
-        self.outputs, self.failures, self.handed_over = [], [], []
-        if self.leases or self.inherited or self.beams:
-            self.leases, self.inherited, self.beams = [], [], []
+        message = StepOutputs(worker_id=worker_id, step=step, load=load, outputs=self.outputs, news=self.news)
+        self.outputs, self.news = [], []
         return message
 
 
@@ -58,7 +53,7 @@ class Callers:
         self._routers: dict[bytes, Caller] = {}
         self._owners: dict[RequestId, Caller] = {}
         self._kept: Recent[RequestId] = Recent(_REMEMBERED_KEPT)
-        self._awaited: dict[RequestId, tuple[Caller, set[int]]] = {}  # samples of which the lease's news is to come
+        self._awaited: dict[RequestId, tuple[Caller, set[int]]] = {}  # samples of which it is to be told whether they are kept
 
     def __len__(self) -> int:
         return len(self._routers)
@@ -116,10 +111,17 @@ class Callers:
             del self._owners[request_id]
 
     def deal(self, step: StepOutputs) -> list[Caller]:
-        """Gives each router what is its own, and returns those that have something to be told. What belongs to nobody any more
-        was aborted meanwhile."""
+        """Gives each router what is its own, and returns those that have something to be told. What belongs to no
+        router any more was aborted meanwhile."""
         touched: dict[bytes, Caller] = {}
-        self._deal_news(step, touched)
+        ended: list[tuple[Caller, RequestId]] = []
+        for news in step.news:  # whose it is, is known until the outputs, with which a request may end
+            caller = self._whose(news)
+            if caller is not None:
+                touched[caller.identity] = caller
+                caller.news.append(news)
+                if isinstance(news, Failure | HandedOver):
+                    ended.append((caller, news.request_id))
         for output in step.outputs:
             caller = self._owners.get(output.request_id)
             if caller is not None:
@@ -127,38 +129,23 @@ class Callers:
                 caller.outputs.append(output)
                 if output.finish is not None:
                     self.close_sample(caller, output.request_id, output.sample)
-        for failure in step.failures:
-            caller = self._owners.get(failure.request_id)
-            self._awaited.pop(failure.request_id, None)
-            if caller is not None:
-                touched[caller.identity] = caller
-                caller.failures.append(failure)
-                self.close(caller, (failure.request_id,))
-        for request_id in step.handed_over:
-            caller = self._owners.get(request_id)
-            if caller is not None:
-                touched[caller.identity] = caller
-                caller.handed_over.append(request_id)
+        for caller, request_id in ended:
+            if request_id in caller.open:
                 self.close(caller, (request_id,))
         return list(touched.values())
 
-    def _deal_news(self, step: StepOutputs, touched: dict[bytes, Caller]) -> None:
-        """Before the outputs, with which a request may end."""
-        for inherited in step.inherited:
-            caller = self._owners.get(inherited.request_id)
-            if caller is not None:
-                touched[caller.identity] = caller
-                caller.inherited.append(inherited)
-        for beam in step.beams:
-            caller = self._owners.get(beam.request_id)
-            if caller is not None:
-                touched[caller.identity] = caller
-                caller.beams.append(beam)
-        for news in step.leases:
-            caller, samples = self._awaited.get(news.request_id, (None, set()))
-            if caller is not None:
-                touched[caller.identity] = caller
-                caller.leases.append(news)
+    def _whose(self, news: News) -> Caller | None:
+        match news:
+            case Inherited() | BeamResult() | HandedOver():
+                return self._owners.get(news.request_id)
+            case Failure():
+                self._awaited.pop(news.request_id, None)
+                return self._owners.get(news.request_id)
+            case KeptNews():
+                caller, samples = self._awaited.get(news.request_id, (None, set()))
                 samples.discard(news.sample)
                 if not samples:
-                    del self._awaited[news.request_id]
+                    self._awaited.pop(news.request_id, None)
+                return caller
+            case _:
+                assert_never(news)

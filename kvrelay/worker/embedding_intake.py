@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from kvrelay.engine.images import ImageFailure
+from kvrelay.engine.requests.images import ImageFailure
 from kvrelay.errors import MissingEmbeddingError
 from kvrelay.ids import RequestId, TransferId, WorkerId
 from kvrelay.media.placeholders import placeholder_ids
@@ -37,7 +37,8 @@ class _Coming:
 
 
 class EmbeddingIntake:
-    """Implements `engine.images.ImageSource`. Requests that want an image at the same time share one transfer of it."""
+    """Implements `engine.requests.images.ImageSource`. Requests that want an image at the same time share one transfer of
+    it."""
 
     def __init__(self, consumer: EmbeddingConsumer, store: FeatureStore, dtype: torch.dtype) -> None:
         self._consumer = consumer
@@ -125,7 +126,7 @@ class EmbeddingIntake:
         self._num_failed += 1
         digest = coming.image.digest
         blamed = digest if coming.owner in coming.waiters else None
-        error = MissingEmbeddingError(f"the embeddings of image {digest} did not arrive: {reason}", param=blamed)
+        error = MissingEmbeddingError(f"the embeddings of image {digest} did not arrive: {reason}", digest=blamed)
         return [ImageFailure(request_id, digest, error) for request_id in coming.waiters]
 
     def _forget(self, coming: _Coming) -> None:

@@ -1,9 +1,9 @@
 """A worker that turns images into embeddings for those that compute prompts. It has the vision tower and no text model.
 
-    encode    the router's word: images, and a transfer for each; the relay is told to expect whoever will ask for them
+    encode    the router's word: images, and a transfer for each; the relay is told which workers will ask for them
     step      waiting images go through the tower together, up to a number of patches; what was made before is taken from the
               cache; the embeddings are put into the relay's pool, as far as there is room, and the others when there is
-    poll      an embedding was taken, or nobody wants it: with the last one of a request the router is told that it is over
+    poll      an embedding was taken, or is not wanted: with the last one of a request the router is told that it is over
 
 Every request ends in exactly one way: handed over, or with one Failure. Whether the consumers got what they wanted, they say
 themselves.
@@ -31,8 +31,10 @@ from kvrelay.wire.serving import (
     Encode,
     Failure,
     Finish,
+    HandedOver,
     Image,
     KeptInfo,
+    News,
     StepOutputs,
     Submit,
 )
@@ -53,7 +55,7 @@ class _Job:
 
 
 class EncodeEngine:
-    """Implements `worker.serving.ServingEngine`. One thread calls it."""
+    """Implements `worker.serving_engine.ServingEngine`. One thread calls it."""
 
     def __init__(
         self,
@@ -70,15 +72,14 @@ class EncodeEngine:
         self._producer = producer
         self._merge_size = merge_size
         self._max_queue = max_queue
-        self._open: dict[RequestId, set[TransferId]] = {}  # what nobody has taken or refused yet
+        self._open: dict[RequestId, set[TransferId]] = {}  # what was neither taken nor refused yet
         self._owners: dict[TransferId, RequestId] = {}
         self._waiting: deque[_Job] = deque()  # for the tower
         self._made: deque[_Job] = deque()  # for room in the relay's pool
-        self._failures: list[Failure] = []
-        self._handed_over: list[RequestId] = []
+        self._news: list[News] = []
         self._pool_full = False
         self._num_steps = 0
-        self._num_failed = 0  # images that somebody waited for
+        self._num_failed = 0  # images that a consumer waited for
         self._draining = False
 
     # What the worker calls between steps
@@ -87,7 +88,7 @@ class EncodeEngine:
         try:
             self._check(encode)
         except RequestError as error:
-            self._failures.append(Failure(encode.request_id, error.kind, error.message, error.param))
+            self._news.append(Failure.of(encode.request_id, error))
             return
         self._open[encode.request_id] = {transfer.transfer_id for transfer in encode.transfers}
         for image, transfer in zip(encode.images, encode.transfers, strict=True):
@@ -97,9 +98,9 @@ class EncodeEngine:
             self._waiting.append(_Job(encode.request_id, image, transfer))
 
     def submit(self, submit: Submit) -> None:
-        """Only a router that is confused asks for this."""
+        """A mistake of the router."""
         error = UnavailableError(f"worker {self._worker_id} encodes images and computes no prompts")
-        self._failures.append(Failure(submit.request_id, error.kind, error.message))
+        self._news.append(Failure.of(submit.request_id, error))
 
     def abort(self, request_ids: Iterable[RequestId]) -> None:
         for request_id in request_ids:
@@ -108,10 +109,10 @@ class EncodeEngine:
     def finish(self, finish: Finish) -> None:
         """Nothing here has samples."""
 
-    def release_leases(self, kept_ids: Iterable[KeptId]) -> None:
+    def release_kept(self, kept_ids: Iterable[KeptId]) -> None:
         """Nothing here has KV."""
 
-    def find_leases(self, handle: str, owner: str) -> list[KeptInfo]:
+    def find_kept(self, handle: str, owner: str) -> list[KeptInfo]:
         return []
 
     def drain(self) -> None:
@@ -126,7 +127,7 @@ class EncodeEngine:
 
     @property
     def has_work(self) -> bool:
-        if self._failures or self._handed_over or self._waiting or self._producer.has_news:
+        if self._news or self._waiting or self._producer.has_news:
             return True
         return bool(self._made) and not self._pool_full
 
@@ -159,14 +160,11 @@ class EncodeEngine:
         self._encode(self._next_batch())
         self._offer_made()
         self._num_steps += 1
-        failures, self._failures = self._failures, []
-        handed_over, self._handed_over = self._handed_over, []
-        return StepOutputs(
-            worker_id=self._worker_id, step=self._num_steps, load=self.load(), failures=failures, handed_over=handed_over
-        )
+        news, self._news = self._news, []
+        return StepOutputs(worker_id=self._worker_id, step=self._num_steps, load=self.load(), news=news)
 
     def _take_news(self) -> None:
-        """Whoever stops waiting for an image before it was encoded saves the tower the work."""
+        """A consumer that stops waiting for an image before it was encoded saves the tower the work."""
         for sent in self._producer.poll():
             self._pool_full = False
             request_id = self._owners.pop(sent.transfer_id, None)
@@ -178,7 +176,7 @@ class EncodeEngine:
             left.discard(sent.transfer_id)
             if not left:
                 del self._open[request_id]
-                self._handed_over.append(request_id)
+                self._news.append(HandedOver(request_id))
 
     def _next_batch(self) -> list[_Job]:
         batch: list[_Job] = []
@@ -241,7 +239,7 @@ class EncodeEngine:
     def _fail(self, request_id: RequestId, error: RequestError) -> None:
         if self._drop(request_id):
             self._num_failed += 1
-            self._failures.append(Failure(request_id, error.kind, error.message, error.param))
+            self._news.append(Failure.of(request_id, error))
 
     def _drop(self, request_id: RequestId) -> bool:
         """Whether it was there. Its consumers learn of it from the relay."""

@@ -1,8 +1,8 @@
 """The thread that keeps a worker registered.
 
 It runs beside the engine, so a long step does not look like death; and it watches the engine, so a stuck one does: while a
-step takes longer than `watchdog_s` nothing is renewed, the lease runs out, and routers send their requests elsewhere. A process
-that stood still renews nothing either (worker/vigil.py): it comes back as another worker.
+step takes longer than `watchdog_s` nothing is renewed, the registration runs out, and routers send their requests elsewhere. A
+process that stood still renews nothing either (worker/vigil.py): it comes back as another worker.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ log = Log("worker")
 
 
 class Heartbeat:
-    """Registers, renews every third of a lease, and leaves. Only its own thread touches the registration."""
+    """Registers, renews every third of its time, and leaves. Only its own thread touches the registration."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class Heartbeat:
         record: WorkerRecord,
         status: Status,
         *,
-        lease_s: float,
+        registration_s: float,
         watchdog_s: float,
         vigil: Vigil,
         on_refused: Callable[[ProtocolError], None],
@@ -37,7 +37,7 @@ class Heartbeat:
         self._registration = registration
         self._record = record
         self._status = status
-        self._lease_s = lease_s
+        self._registration_s = registration_s
         self._watchdog_s = watchdog_s
         self._vigil = vigil
         self._on_refused = on_refused
@@ -49,7 +49,7 @@ class Heartbeat:
         self._thread.start()
 
     def soon(self) -> None:
-        """The state changed: renew now, not in a third of a lease."""
+        """The state changed: renew now, not at the next turn."""
         self._wake.set()
 
     def stop(self) -> None:
@@ -77,7 +77,7 @@ class Heartbeat:
 
     def _register(self) -> None:
         told = False
-        while self._goes_on() and not self._registration.register(self._record, self._lease_s):
+        while self._goes_on() and not self._registration.register(self._record, self._registration_s):
             if not told:
                 log.warning("no registry answers; trying until one does (it must hold the same cluster key, or none)")
                 told = True
@@ -86,10 +86,10 @@ class Heartbeat:
     def _renew(self) -> None:
         stuck_for_s = self._status.stuck_for_s()
         if stuck_for_s > self._watchdog_s:
-            log.error("the engine is stuck; not renewing the lease", seconds=round(stuck_for_s))
+            log.error("the engine is stuck; not renewing the registration", seconds=round(stuck_for_s))
         elif not self._registration.renew(self._status.state, self._status.load):
             log.warning("the registry did not answer; trying again")
 
     def _pause(self) -> None:
-        self._wake.wait(self._lease_s / 3)
+        self._wake.wait(self._registration_s / 3)
         self._wake.clear()

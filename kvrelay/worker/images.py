@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 
 from kvrelay.config import EngineOptions, ModelOptions, TransferOptions
-from kvrelay.engine.images import Images, ImageSource
+from kvrelay.engine.requests.images import Images, ImageSource
 from kvrelay.ids import WorkerId
 from kvrelay.media.image_spec import ImageSpec, read_image_spec
 from kvrelay.runner.build import DTYPES, choose_dtype, cpu_flags

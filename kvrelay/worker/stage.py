@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvrelay.config import EngineOptions, Environment, ModelOptions
-from kvrelay.engine.events import EventRecorder
+from kvrelay.engine.memory.events import EventRecorder
 from kvrelay.ids import WorkerId
 from kvrelay.progress import Progress
-from kvrelay.worker.serving import ServingEngine
+from kvrelay.worker.serving_engine import ServingEngine
 
 
 class Waker:
@@ -32,7 +32,7 @@ class Stage:
     fingerprint: str  # equal for workers that can replace each other
     max_model_len: int
     signal_address: str = ""  # where a prefill worker's consumers connect
-    recorder: EventRecorder | None = None  # what the engine's cache does, if anybody is to be told
+    recorder: EventRecorder | None = None  # what the engine's cache does, if routers are to be told
     waker: Waker = field(default_factory=Waker)
 
 

@@ -46,7 +46,7 @@ def build_whole(
     environment: Environment,
     progress: Progress,
 ) -> Stage:
-    """One that needs nobody."""
+    """One that needs no other worker."""
     folder = resolve(model_options.model, environment, progress)
     return _join(worker_id, model_options, engine_options, environment, progress, folder)[1]
 
@@ -58,7 +58,7 @@ def build_engine(
     folder = resolve(model_options.model, environment, progress)
     tokenizer = Tokenizer.load(folder)
     chosen = engine_options.for_device(model_options.device)
-    unheard = msgspec.structs.replace(chosen, kv_events=False)  # there is nobody to tell
+    unheard = msgspec.structs.replace(chosen, kv_events=False)  # no router follows them
     engine, _ = _join(new_worker_id("whole"), model_options, unheard, environment, progress, folder)
     return tokenizer, engine
 

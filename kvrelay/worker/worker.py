@@ -3,10 +3,10 @@
 SIGTERM          drains: takes nothing new, finishes what it has, leaves the registry, ends with status 0
 a second one     stops at once: open requests fail with 503
 Drain            the same by message; with a role, the process then starts again in it, as a new worker
-standing still   (SIGSTOP ... SIGCONT) for most of a lease: drops everything without a word and starts again as a new worker;
-                 who was told to leave just ends
+standing still   (SIGSTOP ... SIGCONT) for most of its registration's time: drops everything in silence and starts again as a
+                 new worker; one that was told to leave just ends
 an engine error  every open request fails with 500, then the process ends with status 1: what a step left behind
-                 cannot be trusted, and whoever supervises the worker starts a fresh one
+                 cannot be trusted, and its supervisor starts a fresh worker
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import socket
 import sys
 from types import FrameType
 
-from kvrelay.config import EngineOptions, Environment, ModelOptions, WorkerOptions
+from kvrelay.config import EngineOptions, Environment, ModelOptions, WorkerOptions, check_device
 from kvrelay.discovery.base import Registration
 from kvrelay.discovery.choose import open_registration
 from kvrelay.errors import ConfigError, ProtocolError
@@ -54,9 +54,10 @@ def run_worker(
     tie: LauncherTie | None = None,
 ) -> int:
     """The life of a worker; returns its exit status. With a tie to a launcher, Ctrl-C is for the launcher, not for us."""
-    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     engine_options = engine_options.for_device(model_options.device)
     role = Role(worker_options.role)
+    check_device(model_options, [role])
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     if worker_options.worker_host in ("0.0.0.0", "*", "::"):
         raise ConfigError("--worker-host must be an address that routers can reach, not every address")
     worker_id = new_worker_id(role.value)
@@ -91,7 +92,7 @@ def run_worker(
     loop.after_turn = events.tell
     stage.waker.bind(loop.wake)
     _handle_signals(loop, launched=tie is not None)
-    vigil = Vigil(worker_options.lease_s)
+    vigil = Vigil(worker_options.registration_s)
     status = _serve(loop, stage, registration, worker_options, vigil)
     events.close()
     if status == 0 and (loop.next_role is not None or (vigil.over and not loop.drain_asked)):
@@ -113,7 +114,7 @@ def _serve(loop: ServingLoop, stage: Stage, registration: Registration, options:
         registration,
         loop.record,
         loop.status,
-        lease_s=options.lease_s,
+        registration_s=options.registration_s,
         watchdog_s=options.watchdog_s,
         vigil=vigil,
         on_refused=refused,

@@ -65,7 +65,7 @@ def finish(engine: Engine, collected: Collected) -> Collected:
             break
         collected.take(engine.step())
     assert not engine.has_work
-    invariants.check_idle(engine)
+    invariants.check_idle(engine.core)
     assert isinstance(engine._runner, CountingRunner)
     assert engine._runner.num_known_sequences == 0
     return collected
@@ -81,7 +81,7 @@ def test_decoding_runs_ahead_and_every_step_still_tells_one_token_of_each() -> N
         collected.take(step)
     assert num_ahead(engine) == 19  # all but the one that computes the prompts
     assert [len(tokens) for tokens in collected.tokens.values()] == [20, 20, 20]
-    invariants.check_idle(engine)
+    invariants.check_idle(engine.core)
 
 
 @pytest.mark.parametrize(
@@ -116,6 +116,17 @@ def test_who_waits_for_blocks_gets_those_that_another_leaves() -> None:
         engine.submit(submit([seed, seed, 7], max_tokens=12 + 3 * seed))
     finish(engine, collected)
     assert [len(tokens) for tokens in collected.tokens.values()] == [12 + 3 * seed for seed in range(6)]
+    assert num_ahead(engine) > 0
+
+
+def test_who_waits_runs_when_all_others_ended_while_a_step_ran_ahead() -> None:
+    engine, collected = make(True, max_batch=2, eos_one_in=1), Collected()  # every first token is the last
+    requests = [submit([seed, 7], max_tokens=9) for seed in range(1, 6)]
+    for request in requests:
+        engine.submit(request)
+    finish(engine, collected)
+    assert set(collected.ends.values()) == {FinishReason.STOP}
+    assert len(collected.ends) == 5
     assert num_ahead(engine) > 0
 
 

@@ -15,7 +15,7 @@ from kvrelay.ids import RequestId, WorkerId, new_request_id
 from kvrelay.runner.fake import FakeRunner
 from kvrelay.sampling import SamplingParams
 from kvrelay.states import FinishReason
-from kvrelay.wire.serving import BeamResult, Finish, SequenceOutput, StepOutputs, Submit
+from kvrelay.wire.serving import BeamResult, Failure, Finish, SequenceOutput, StepOutputs, Submit, of_kind
 
 VOCAB = 97
 WORKER = WorkerId("whole-0123456789ab")
@@ -65,10 +65,10 @@ class Collected:
             known.extend(output.tokens)
             if output.finish is not None:
                 self.ends[key] = output.finish
-        for result in step.beams:
+        for result in of_kind(BeamResult, step.news):
             assert (result.request_id, result.sample) not in self.beams
             self.beams[result.request_id, result.sample] = result
-        for failure in step.failures:
+        for failure in of_kind(Failure, step.news):
             assert failure.request_id not in self.failures
             self.failures[failure.request_id] = failure.message
 
@@ -80,7 +80,7 @@ def run(engine: Engine, collected: Collected | None = None, *, max_steps: int = 
             break
         collected.take(engine.step())
     assert not engine.has_work, "the engine did not come to an end"
-    invariants.check_idle(engine)
+    invariants.check_idle(engine.core)
     return collected
 
 
@@ -175,7 +175,7 @@ def test_a_prompt_is_computed_in_chunks_within_the_budget_beside_running_decodes
         outputs = engine.step().outputs
         widths.append((engine.load().prompt_tokens - before, len(outputs)))
     assert widths[:5] == [(5, 1), (5, 1), (5, 1), (5, 2), (0, 2)]  # the decode never waits
-    invariants.check_idle(engine)
+    invariants.check_idle(engine.core)
 
 
 def test_the_second_of_two_equal_prompts_computes_only_what_is_not_cached() -> None:
@@ -308,7 +308,7 @@ def test_a_step_that_breaks_fails_every_request_and_leaks_nothing() -> None:
     seen = Collected()
     seen.take(engine.fail_all("the device is gone"))
     assert set(seen.failures) == {request.request_id for request in requests}
-    invariants.check_idle(engine)
+    invariants.check_idle(engine.core)
 
 
 @settings(max_examples=60, deadline=None)

@@ -7,15 +7,15 @@ import pytest
 from kvrelay.config import EngineOptions
 from kvrelay.engine import invariants
 from kvrelay.engine.engine import Engine
-from kvrelay.engine.images import ImageFailure, Images
 from kvrelay.engine.interfaces import StepPlan
+from kvrelay.engine.requests.images import ImageFailure, Images
 from kvrelay.errors import MissingEmbeddingError
 from kvrelay.ids import RequestId, TransferId, WorkerId, new_request_id
 from kvrelay.media.placeholders import placeholder_ids
 from kvrelay.runner.fake import FakeRunner
 from kvrelay.sampling import SamplingParams
 from kvrelay.wire.registry import ImageCounts
-from kvrelay.wire.serving import EmbeddingTransfer, Failure, Image, StepOutputs, Submit
+from kvrelay.wire.serving import EmbeddingTransfer, Failure, Image, StepOutputs, Submit, of_kind
 
 WORKER = WorkerId("whole-0123456789ab")
 TIMEOUT_S = 30.0
@@ -154,13 +154,13 @@ class World:
         raise AssertionError("it goes on for ever")
 
     def take(self, outputs: StepOutputs) -> None:
-        self.failures += outputs.failures
+        self.failures += of_kind(Failure, outputs.news)
         for output in outputs.outputs:
             self.tokens.setdefault(output.request_id, []).extend(output.tokens)
 
     def end(self) -> None:
         self.run()
-        invariants.check_idle(self.engine)
+        invariants.check_idle(self.engine.core)
         assert self.store.holds == []
         assert self.source.asked == {}
 

@@ -18,7 +18,7 @@ from kvrelay.sampling import SamplingParams
 from kvrelay.states import FinishReason, RequestState
 from kvrelay.wire.events import Freed
 from kvrelay.wire.registry import MappingCounts, TransferCounts
-from kvrelay.wire.serving import FirstToken, Keep, Resumed, Submit, TransferInfo
+from kvrelay.wire.serving import Failure, FirstToken, Keep, Resumed, Submit, TransferInfo, of_kind
 
 PREFILL = WorkerId("prefill-0123456789ab")
 DECODE = WorkerId("decode-0123456789ab")
@@ -229,7 +229,7 @@ def test_a_request_runs_through_both_and_computes_nothing_twice() -> None:
     pair.producer.news.released.append(request_id)
     run(pair.prefill, first)
     for engine in (pair.prefill, pair.decode):
-        invariants.check_idle(engine)
+        invariants.check_idle(engine.core)
 
 
 def test_the_producer_hears_of_blocks_cached_prefix_chunks_and_the_end_in_order() -> None:
@@ -325,7 +325,7 @@ def test_a_prefill_worker_counts_what_it_sends_as_part_of_its_batch_and_parks_wh
     assert len(seen.tokens[ids[0], 0]) == 1  # its first token was told once
     pair.producer.news.released.extend([ids[0], ids[2]])
     run(pair.prefill, seen)
-    invariants.check_idle(pair.prefill)
+    invariants.check_idle(pair.prefill.core)
 
 
 def test_who_was_aborted_is_not_asked_to_park_since_it_would_not_answer() -> None:
@@ -379,7 +379,7 @@ def test_a_failed_transfer_ends_the_request_here_and_its_blocks_wait_in_quaranti
         pair.consumer.news.started.append(request_id)
         run(pair.decode, seen)
     pair.consumer.news.arrived.append(Arrival(request_id, [], "the peer died"))
-    failures = [failure for _ in range(2) if pair.decode.has_work for failure in pair.decode.step().failures]
+    failures = [failure for _ in range(2) if pair.decode.has_work for failure in of_kind(Failure, pair.decode.step().news)]
     assert [(one.request_id, one.kind) for one in failures] == [(request_id, HandOverError.kind)]
     assert "the peer died" in failures[0].message
     assert not pair.decode.has_work
@@ -390,7 +390,7 @@ def test_a_failed_transfer_ends_the_request_here_and_its_blocks_wait_in_quaranti
     pair.decode.abort([other])
     run(pair.decode, seen)
     assert not seen.tokens[other, 0]
-    invariants.check_idle(pair.decode)
+    invariants.check_idle(pair.decode.core)
 
 
 @pytest.mark.parametrize("told", [[], [FirstToken(0, 5)], [FirstToken(0, 5), FirstToken(1, VOCAB)]])
@@ -406,7 +406,7 @@ def test_first_tokens_that_are_missing_or_no_tokens_are_a_failed_hand_over(told:
     run(pair.decode, seen)
     assert "first token" in seen.failures[request_id]
     assert not seen.tokens
-    invariants.check_idle(pair.decode)
+    invariants.check_idle(pair.decode.core)
 
 
 @pytest.mark.parametrize("sample", [0, 2])
@@ -436,7 +436,7 @@ def test_one_sample_that_another_worker_began_is_handed_over_with_its_tokens(sam
         pair.producer.news.released.append(request_id)
         run(pair.prefill, first)
         for engine in (pair.prefill, pair.decode):
-            invariants.check_idle(engine)
+            invariants.check_idle(engine.core)
 
 
 def test_what_was_parked_is_computed_again_with_the_tokens_of_the_worker_before() -> None:
@@ -458,7 +458,7 @@ def test_what_was_parked_is_computed_again_with_the_tokens_of_the_worker_before(
     assert [one.token for one in pair.producer.first_tokens[first]] == expected[3:4]
     pair.producer.news.released.append(first)
     run(pair.prefill, seen)
-    invariants.check_idle(pair.prefill)
+    invariants.check_idle(pair.prefill.core)
 
 
 def test_abort_at_every_point_returns_every_block_when_the_peer_is_done_with_it() -> None:
@@ -490,7 +490,7 @@ def test_abort_at_every_point_returns_every_block_when_the_peer_is_done_with_it(
         run(pair.prefill, seen)
         run(pair.decode, rest)
         for engine in (pair.prefill, pair.decode):
-            invariants.check_idle(engine)
+            invariants.check_idle(engine.core)
 
 
 def test_a_consumer_that_failed_ends_the_prompt_that_is_computed_for_it() -> None:
@@ -504,7 +504,7 @@ def test_a_consumer_that_failed_ends_the_prompt_that_is_computed_for_it() -> Non
     assert "the decode worker died" in seen.failures[request_id]
     pair.producer.news.released.append(request_id)  # the abort that followed was answered
     run(pair.prefill, seen)
-    invariants.check_idle(pair.prefill)
+    invariants.check_idle(pair.prefill.core)
 
 
 @pytest.mark.parametrize("host_blocks", [0, 32])
@@ -525,7 +525,7 @@ def test_who_makes_room_after_a_hand_over_goes_on_here_without_a_second_transfer
     assert not pair.consumer.reserved
     for request_id, prompt in zip(ids, prompts, strict=True):
         assert seen.tokens[request_id, 0] == solo(prompt, max_tokens=30)[0]
-    invariants.check_idle(pair.decode)
+    invariants.check_idle(pair.decode.core)
 
 
 def test_the_end_of_a_hand_over_is_told_once_and_is_not_the_end_of_the_prompt() -> None:

@@ -14,7 +14,7 @@ from test_engine import VOCAB, Collected, make_engine, run, submit
 from kvrelay.engine.engine import Engine
 from kvrelay.errors import InvalidRequestError, QueueFullError
 from kvrelay.states import FinishReason
-from kvrelay.wire.serving import Finish, Resumed, SequenceOutput, Submit
+from kvrelay.wire.serving import Failure, Finish, Resumed, SequenceOutput, Submit, of_kind
 
 PROMPT = list(range(11))
 
@@ -208,7 +208,7 @@ def test_what_cannot_be_resumed_is_refused(listed: list[Resumed], says: str) -> 
     engine = make_engine(max_model_len=18)
     max_tokens = 6 if len(listed) == 1 else 60
     engine.submit(msgspec.structs.replace(submit(PROMPT, n=2, max_tokens=max_tokens), resume=listed))
-    (failure,) = engine.step().failures
+    (failure,) = of_kind(Failure, engine.step().news)
     assert (failure.kind, failure.param) == (InvalidRequestError.kind, "resume")
     assert says in failure.message
     run(engine)
@@ -223,12 +223,14 @@ def test_a_request_that_was_accepted_once_is_not_turned_away_by_a_full_queue() -
     engine.submit(fresh)
     send(engine, again, seen)
     step = engine.step()
-    assert [(failure.request_id, failure.kind) for failure in step.failures] == [(fresh.request_id, QueueFullError.kind)]
+    assert [(failure.request_id, failure.kind) for failure in of_kind(Failure, step.news)] == [
+        (fresh.request_id, QueueFullError.kind)
+    ]
     seen.take(step)
     whole.check(again, run(engine, seen))
     engine.drain()
     engine.submit(whole.cut({0: 2}))
-    assert "draining" in engine.step().failures[0].message
+    assert "draining" in of_kind(Failure, engine.step().news)[0].message
 
 
 @settings(max_examples=80, deadline=None)

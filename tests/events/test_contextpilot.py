@@ -160,7 +160,7 @@ class Caches:
 async def caches_of(server: Server) -> AsyncIterator[Caches]:
     addresses = [worker["address"] for worker in server.get("/cluster")["workers"]]
     caches = Caches()
-    membership = StaticMembership(addresses, router_id=new_router_id(), lease_s=10.0)
+    membership = StaticMembership(addresses, router_id=new_router_id(), registration_s=10.0)
     membership.start(caches.joined, lambda record: None, lambda worker_id, loss: None)
     try:
         await until(lambda: caches.in_step)

@@ -33,7 +33,7 @@ from kvrelay.checkpoint.spec import read_spec
 from kvrelay.config import EngineOptions, ModelOptions, read_environment
 from kvrelay.engine import invariants
 from kvrelay.engine.engine import Engine
-from kvrelay.engine.images import Images
+from kvrelay.engine.requests.images import Images
 from kvrelay.ids import RequestId, new_request_id, new_worker_id
 from kvrelay.media.patches import patches_of
 from kvrelay.media.placeholders import FIRST_ID
@@ -48,7 +48,7 @@ from kvrelay.runner.vision.encoder import Encoder
 from kvrelay.runner.vision.features import FeatureStore
 from kvrelay.runner.vision.images import ImageRows, Span, spans_of
 from kvrelay.sampling import SamplingParams
-from kvrelay.wire.serving import Submit
+from kvrelay.wire.serving import Failure, Submit, of_kind
 
 CPU = torch.device("cpu")
 NUM_TOKENS = 16
@@ -109,10 +109,10 @@ def generate(engine: Engine, encoder: Encoder, batch: list[Prompt], **changes: A
         engine.submit(submit)
     while engine.has_work:
         step = engine.step()
-        assert not step.failures
+        assert not of_kind(Failure, step.news)
         for output in step.outputs:
             tokens[output.request_id].extend(output.tokens)
-    invariants.check_idle(engine)
+    invariants.check_idle(engine.core)
     return [tokens[request_id] for request_id in ids]
 
 

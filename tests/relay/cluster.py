@@ -23,6 +23,7 @@ from kvrelay.config import EngineOptions, ModelOptions, TransferOptions, read_en
 from kvrelay.discovery.base import OnChanged, OnJoined, OnLeft
 from kvrelay.engine import invariants
 from kvrelay.engine.engine import Engine
+from kvrelay.engine.no_relay import NoRelay
 from kvrelay.errors import RequestError
 from kvrelay.ids import KeptId, RequestId, WorkerId, new_worker_id
 from kvrelay.metrics import Metrics
@@ -42,7 +43,7 @@ from kvrelay.transfer.region import Region, shared_region
 from kvrelay.transfer.session import TransferSettings
 from kvrelay.wire import PROTOCOL_VERSION
 from kvrelay.wire.registry import WorkerLoad, WorkerRecord
-from kvrelay.wire.serving import Finish, KeptInfo, StepOutputs, Submit, TokenLogprobs
+from kvrelay.wire.serving import Failure, Finish, KeptInfo, StepOutputs, Submit, TokenLogprobs, of_kind
 from kvrelay.worker.relay import relay_stage
 from kvrelay.worker.serving import EngineFailedError, ServingLoop
 from kvrelay.worker.stage import Stage, Waker
@@ -129,11 +130,11 @@ class GatedEngine:
     def peer_lost(self, worker_id: WorkerId) -> None:
         self.engine.peer_lost(worker_id)
 
-    def release_leases(self, kept_ids: Iterable[KeptId]) -> None:
-        self.engine.release_leases(kept_ids)
+    def release_kept(self, kept_ids: Iterable[KeptId]) -> None:
+        self.engine.release_kept(kept_ids)
 
-    def find_leases(self, handle: str, owner: str) -> list[KeptInfo]:
-        return self.engine.find_leases(handle, owner)
+    def find_kept(self, handle: str, owner: str) -> list[KeptInfo]:
+        return self.engine.find_kept(handle, owner)
 
     def close(self) -> None:
         self.engine.close()
@@ -191,23 +192,23 @@ class Worker:
 
     def check_idle(self) -> None:
         """The leak check, with the books that no block count shows."""
-        invariants.check_idle(self.engine)
+        invariants.check_idle(self.engine.core)
         assert self.loop.num_open == 0
         counts = self.engine.load().transfers
         assert counts.in_flight == 0, f"{self.id}: {counts}"
-        outgoing, incoming = self.engine.outgoing, self.engine.incoming
-        if outgoing is not None:
-            assert not outgoing.held
-            assert not outgoing._submits
-            assert not outgoing._first_tokens
-            assert not outgoing._started
-            assert not outgoing._parking
+        outgoing, incoming = self.engine.core.outgoing, self.engine.core.incoming
+        assert not outgoing.held
+        assert not outgoing._submits
+        assert not outgoing._first_tokens
+        assert not outgoing._started
+        assert not outgoing._being_set_aside
+        if not isinstance(outgoing._producer, NoRelay):
             assert not outgoing._producer._open  # type: ignore[attr-defined]
             assert not outgoing._producer._aborted  # type: ignore[attr-defined]
-        if incoming is not None:
-            assert not incoming._expected
-            assert not incoming._freed
-            assert not incoming.quarantined
+        assert not incoming._expected
+        assert not incoming._freed
+        assert not incoming.quarantined
+        if not isinstance(incoming._consumer, NoRelay):
             assert not incoming._consumer._open  # type: ignore[attr-defined]
 
     def _main(self) -> None:
@@ -278,7 +279,7 @@ class Cluster:
             mode=shape.mode,
             policy="round_robin",
             local_prefill_tokens=shape.local_prefill_tokens,
-            lease_s=60.0,
+            registration_s=60.0,
         )
 
     async def start(self) -> None:
@@ -453,7 +454,7 @@ def run_alone(engine: Engine, requests: Iterable[GenerateRequest]) -> list[Answe
         engine.submit(Submit(request_id=request_id, external_id="", prompt=list(request.prompt), params=request.params))
     while engine.has_work:
         step = engine.step()
-        assert not step.failures, step.failures
+        assert not of_kind(Failure, step.news), of_kind(Failure, step.news)
         for output in step.outputs:
             answers[output.request_id].take([output])
     engine.close()

@@ -158,10 +158,10 @@ class Worker:
             pool = self.engine._producer.pool_counts()
         else:
             assert isinstance(self.engine, Engine)
-            invariants.check_idle(self.engine)
-            assert self.engine.images is not None
-            assert not self.engine.images._wants
-            intake: Any = self.engine.images._relay
+            invariants.check_idle(self.engine.core)
+            assert self.engine.core.images is not None
+            assert not self.engine.core.images._wants
+            intake: Any = self.engine.core.images._relay
             assert not intake._by_digest
             assert not intake._by_transfer
             pool = intake._consumer.pool_counts()
@@ -184,7 +184,7 @@ class Cluster:
             metrics=Metrics(),
             policy=shape.policy,
             local_prefill_tokens=shape.local_prefill_tokens,
-            lease_s=60.0,
+            registration_s=60.0,
             rules=RetryRules(wait_s=0.0),
         )
 

@@ -32,7 +32,7 @@ from kvrelay.transfer.layout import kv_layout
 from kvrelay.transfer.mover import RelayConsumer, RelayParts, RelayProducer
 from kvrelay.transfer.region import Region, shared_region
 from kvrelay.transfer.session import TransferSettings
-from kvrelay.wire.serving import Failure, Resumed, StepOutputs, Submit, TokenLogprobs, TransferInfo
+from kvrelay.wire.serving import Failure, Resumed, StepOutputs, Submit, TokenLogprobs, TransferInfo, of_kind
 from kvrelay.wire.transfer import Layout
 
 PATIENCE_S = 30.0
@@ -168,7 +168,7 @@ class Pair:
         said, heard = Seen(), Seen()
         self.step_until(lambda: self._holds_nothing(), said, heard)
         for side in (self.prefill, self.decode):
-            invariants.check_idle(side.engine)
+            invariants.check_idle(side.engine.core)
 
     def _holds_nothing(self) -> bool:
         loads = [side.engine.load() for side in (self.prefill, self.decode)]
@@ -192,7 +192,7 @@ class Seen:
         self.failures: list[Failure] = []
 
     def take(self, step: StepOutputs) -> None:
-        self.failures += step.failures
+        self.failures += of_kind(Failure, step.news)
         for output in step.outputs:
             known = self.tokens.setdefault(output.sample, [])
             assert output.position == len(known)

@@ -90,7 +90,7 @@ def main() -> int:
     parser.add_argument("--registry", required=True)
     parser.add_argument("--role", default="whole")
     parser.add_argument("--launcher-fd", type=int)
-    parser.add_argument("--lease-s", type=float, default=1.0)
+    parser.add_argument("--registration-s", type=float, default=1.0)
     parser.add_argument("--worker-port", type=int, default=0)
     parser.add_argument("--transfer", default="shm")
     parser.add_argument("--transfer-lease-s", type=float, default=30.0)
@@ -100,7 +100,9 @@ def main() -> int:
     return run_worker(
         ModelOptions(),
         EngineOptions(check_invariants=True, token_budget=given.token_budget),
-        WorkerOptions(registry=given.registry, role=given.role, lease_s=given.lease_s, worker_port=given.worker_port),
+        WorkerOptions(
+            registry=given.registry, role=given.role, registration_s=given.registration_s, worker_port=given.worker_port
+        ),
         read_environment(),
         Silent(),
         stage_of(Role(given.role), given.transfer, given.transfer_lease_s, given.step_time_s),

@@ -25,8 +25,8 @@ TEXT_TARGETS = {"text_ttft_p99_split_over_whole": Target("<=", 1.0)}
 CACHE_TARGETS = {"hit_tower_calls": Target("<=", 0), "hit_bytes": Target("<=", 0), "bytes_over_embeddings": Target("<=", 1.02)}
 
 _ENGINE = EngineOptions(kv_blocks=1024, max_model_len=2048)
-_SPLIT = ClusterOptions(encode=1, prefill=1, decode=1, lease_s=30.0)
-_WHOLE = ClusterOptions(whole=1, lease_s=30.0)
+_SPLIT = ClusterOptions(encode=1, prefill=1, decode=1, registration_s=30.0)
+_WHOLE = ClusterOptions(whole=1, registration_s=30.0)
 _TEXT_TOKENS = 96  # more than a decode worker computes itself
 _TEXT_EVERY_S = 0.15
 _IMAGES_AT_ONCE = 2

@@ -144,7 +144,7 @@ class LiveCluster:
     async def add_router(self, policy: PolicyName) -> Router:
         """It is told the addresses that the workers have now."""
         addresses = ",".join(worker["address"] for worker in self.workers())
-        registry = ClusterOptions(registry=f"static:{addresses}", lease_s=self._options.lease_s)
+        registry = ClusterOptions(registry=f"static:{addresses}", registration_s=self._options.registration_s)
         router, _ = open_router(RouterOptions(policy=policy), registry, Metrics(), "bench", default_listen=FREE_LOCAL_PORT)
         router.start()
         self._others.append(router)
@@ -169,7 +169,9 @@ async def live_cluster(
     """`model.model` is a folder."""
     roles = worker_roles(options)
     flags = ["--quiet", "--progress=none"]
-    workers = WorkerSettings(model=model, engine=engine, transfer=TransferOptions(), lease_s=options.lease_s, flags=flags)
+    workers = WorkerSettings(
+        model=model, engine=engine, transfer=TransferOptions(), registration_s=options.registration_s, flags=flags
+    )
     with keyed(load_key(key_file("", read_environment()))):
         router, address = open_router(RouterOptions(policy=policy), options, Metrics(), "bench", default_listen=FREE_LOCAL_PORT)
         cluster = LiveCluster(router, options, len(roles))

@@ -13,7 +13,7 @@ from kvrelay.runner.build import build_runner
 from kvrelay.runner.fake import FakeRunner
 from kvrelay.runner.runner import TorchRunner
 from kvrelay.states import Role
-from kvrelay.wire.serving import StepOutputs
+from kvrelay.wire.serving import Failure, StepOutputs, of_kind
 
 
 def build_engine(model: ModelOptions, options: EngineOptions, progress: Progress | None = None) -> tuple[Engine, TorchRunner]:
@@ -37,7 +37,7 @@ def engine_over(runner: TorchRunner | FakeRunner, options: EngineOptions, vocab_
 def step(engine: Engine) -> StepOutputs:
     """Raises BenchError if a request was refused."""
     outputs = engine.step()
-    for failure in outputs.failures:
+    for failure in of_kind(Failure, outputs.news):
         raise BenchError(f"the engine refused a request: {failure.message}")
     return outputs
 
