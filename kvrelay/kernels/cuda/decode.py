@@ -78,31 +78,32 @@ def _decode_kernel(
     places = token.to(tl.int64) * (KV_HEADS * GROUP * DIM) + head[:, None] * DIM + dim[None, :]
     if SPLITS == 1:
         tl.store(out + places, sums.to(query.dtype), mask=real)
-        return
-    first = (row.to(tl.int64) * KV_HEADS + kv_head) * SPLITS
-    piece = member[:, None] * DIM + dim[None, :]
-    tl.store(partial + (first + split) * (GROUP * DIM) + piece, sums, mask=real)
-    log = tl.where(seen, top + tl.log2(tl.where(seen, total, 1.0)), float("-inf"))
-    tl.store(lse + (first + split) * GROUP_PAD + member, log)
-    tl.debug_barrier()  # all threads have stored before one of them counts
-    num_splits = tl.maximum(1, tl.cdiv(context, tl.maximum(1, split_size)))
-    count = counts + row * KV_HEADS + kv_head
-    if tl.atomic_add(count, 1, sem="acq_rel") == num_splits - 1:
-        top = tl.full([GROUP_PAD], float("-inf"), tl.float32)
-        total = tl.zeros([GROUP_PAD], tl.float32)
-        sums = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
-        for other in range(num_splits):
-            log = tl.load(lse + (first + other) * GROUP_PAD + member, cache_modifier=".cg")
-            sums_there = tl.load(partial + (first + other) * (GROUP * DIM) + piece, mask=real, other=0.0, cache_modifier=".cg")
-            peak = tl.maximum(top, log)
-            safe = tl.where(peak > float("-inf"), peak, 0.0)
-            ratio, weight = tl.exp2(top - safe), tl.exp2(log - safe)
-            sums = sums * ratio[:, None] + sums_there * weight[:, None]
-            total = total * ratio + weight
-            top = peak
-        sums = sums / tl.where(total > 0.0, total, 1.0)[:, None]
-        tl.store(out + places, sums.to(query.dtype), mask=real)
-        tl.store(count, 0)
+    else:
+        first = (row.to(tl.int64) * KV_HEADS + kv_head) * SPLITS
+        piece = member[:, None] * DIM + dim[None, :]
+        tl.store(partial + (first + split) * (GROUP * DIM) + piece, sums, mask=real)
+        log = tl.where(seen, top + tl.log2(tl.where(seen, total, 1.0)), float("-inf"))
+        tl.store(lse + (first + split) * GROUP_PAD + member, log)
+        tl.debug_barrier()  # all threads have stored before one of them counts
+        num_splits = tl.maximum(1, tl.cdiv(context, tl.maximum(1, split_size)))
+        count = counts + row * KV_HEADS + kv_head
+        if tl.atomic_add(count, 1, sem="acq_rel") == num_splits - 1:
+            top = tl.full([GROUP_PAD], float("-inf"), tl.float32)
+            total = tl.zeros([GROUP_PAD], tl.float32)
+            sums = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
+            for other in range(num_splits):
+                log = tl.load(lse + (first + other) * GROUP_PAD + member, cache_modifier=".cg")
+                there = partial + (first + other) * (GROUP * DIM) + piece
+                sums_there = tl.load(there, mask=real, other=0.0, cache_modifier=".cg")
+                peak = tl.maximum(top, log)
+                safe = tl.where(peak > float("-inf"), peak, 0.0)
+                ratio, weight = tl.exp2(top - safe), tl.exp2(log - safe)
+                sums = sums * ratio[:, None] + sums_there * weight[:, None]
+                total = total * ratio + weight
+                top = peak
+            sums = sums / tl.where(total > 0.0, total, 1.0)[:, None]
+            tl.store(out + places, sums.to(query.dtype), mask=real)
+            tl.store(count, 0)
 
 
 class SplitCounts:
