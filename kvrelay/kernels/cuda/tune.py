@@ -244,7 +244,7 @@ def main() -> None:
     parser.add_argument("--rows", default="1,8,16", help="rows of linears")
     parser.add_argument("--json", type=pathlib.Path)
     options = parser.parse_args()
-    rows_of_linears = [int(rows) for rows in options.rows.split(",")]
+    rows_of_linears = [int(rows) for rows in options.rows.split(",") if rows]
     linears = list(itertools.product(LINEARS, rows_of_linears))
     compile_all(
         [
