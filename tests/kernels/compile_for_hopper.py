@@ -14,7 +14,7 @@ from triton.runtime.jit import JITFunction
 
 from kvrelay.kernels.base import AttentionBatch, ForwardBatch, HeadShape
 from kvrelay.kernels.cuda import elementwise, launch
-from kvrelay.kernels.cuda.decode import SplitCounts, decode_attention
+from kvrelay.kernels.cuda.decode import decode_attention
 from kvrelay.kernels.cuda.linear import CudaPacked, small_linear
 from kvrelay.kernels.cuda.prefill import paged_attention
 
@@ -78,12 +78,12 @@ def main() -> None:
                 out = torch.empty(q.shape[0], shape.num_heads * shape.head_dim, dtype=dtype)
                 if count > 1:
                     paged_attention(q, shape, batch.attention, kv, 0.1, out, mixed=True)
-                decode_attention(q, shape, batch.attention, kv, 0.1, out, SplitCounts(), mixed=count > 1)
-        x = torch.empty(8, 4096, dtype=dtype)
+                decode_attention(q, shape, batch.attention, kv, 0.1, out, mixed=count > 1)
+        x = torch.empty(32, 4096, dtype=dtype)
         elementwise.rms_norm(x, x, x[0], 1e-5)
         elementwise.silu_mul(x)
         packed = CudaPacked(torch.empty(28672, 4096, dtype=dtype), None)
-        for num_rows in (1, 8):
+        for num_rows in (1, 8, 32):
             small_linear(x[:num_rows], packed, gated=True)
             small_linear(x[:num_rows], packed)
 

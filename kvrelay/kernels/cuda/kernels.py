@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 from kvrelay.kernels.base import AttentionBatch, ForwardBatch, FusedLayer, HeadShape, LayerWeights, Packed
 from kvrelay.kernels.cuda import elementwise
-from kvrelay.kernels.cuda.decode import SplitCounts, decode_attention
+from kvrelay.kernels.cuda.decode import decode_attention
 from kvrelay.kernels.cuda.layer import CudaLayer
 from kvrelay.kernels.cuda.linear import CudaPacked, small_linear
 from kvrelay.kernels.cuda.prefill import PLAN_STEP, has_room, own_attention, paged_attention
@@ -29,26 +29,24 @@ from kvrelay.kernels.torch_kernels import TorchKernels
 
 Attention = Literal["auto", "triton", "torch"]
 Linears = Literal["auto", "triton", "cublas"]
-_MAX_FORCED_ROWS = 128  # Triton's linears keep a pass's rows in one tile
+_MAX_FORCED_ROWS = 64  # Triton's linears keep the rows of a pass in one tile
 _MAX_HEAD_DIM = 256
 _MAX_CUDNN_DIM = 128
 _MIN_CUDNN_QUERIES = 512  # shorter rows are computed together by the paged kernel
 
 
 class CudaKernels:
-    """Implements `Kernels`. One instance serves one stream of passes: attention's splits are counted in memory of its own."""
+    """Implements `Kernels`. Stateless, so one instance may serve any number of models."""
 
     def __init__(self, attention: Attention = "auto", linears: Linears = "auto") -> None:
         self._attention = attention
         self._reference = TorchKernels()
-        self._counts = SplitCounts()
         self._max_small_rows = {"auto": MAX_SMALL_ROWS, "triton": _MAX_FORCED_ROWS, "cublas": 0}[linears]
 
     def fuse(self, weights: LayerWeights) -> FusedLayer | None:
         return CudaLayer(weights, self)
 
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> CudaPacked:
-        self._counts.on(weight.device, 0)  # now, not while a graph is captured
         return CudaPacked(weight.contiguous(), None if bias is None else bias.contiguous())
 
     def is_small(self, num_rows: int) -> bool:
@@ -115,12 +113,12 @@ class CudaKernels:
             return own_attention(q, shape, own_rows, scale)
         out = q.new_empty(q.shape[0], shape.num_heads * shape.head_dim)
         if rows.max_query == 1:
-            decode_attention(q, shape, rows, kv, scale, out, self._counts)
+            decode_attention(q, shape, rows, kv, scale, out)
             return out
         mixed = rows.num_rows > 1
         paged_attention(q, shape, rows, kv, scale, out, mixed=mixed)
         if mixed:
-            decode_attention(q, shape, rows, kv, scale, out, self._counts, mixed=True)
+            decode_attention(q, shape, rows, kv, scale, out, mixed=True)
         return out
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:

@@ -33,7 +33,7 @@ class LinearChoice:
     num_stages: int
 
 
-MAX_SMALL_ROWS = 16  # more rows are faster in cuBLAS
+MAX_SMALL_ROWS = 32  # more rows are faster in cuBLAS
 _MAX_SPLITS = 64
 _PROGRAMS = 512  # decode programs that keep the card busy
 _WIDE_HEAD_BYTES = 256  # of a head's keys: 128 x bfloat16
@@ -48,9 +48,9 @@ def choose_decode(num_heads: int, max_context: int, head_bytes: int) -> DecodeCh
     splits, tile = 1, 32 if wide or max_context <= 512 else 64
     while splits < _MAX_SPLITS and splits * num_heads < _PROGRAMS and splits * tile < max_context:
         splits *= 2
-    if wide:
+    if wide or tile == 32:
         return DecodeChoice(splits, tile, 4, 2)
-    return DecodeChoice(splits, tile, 4, 3)
+    return DecodeChoice(splits, tile, 2, 2) if num_heads > 64 and splits > 1 else DecodeChoice(splits, tile, 4, 3)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -72,8 +72,8 @@ def choose_linear(num_rows: int, num_lines: int, width: int, gated: bool) -> Lin
     """`num_lines` counts outputs: with `gated` each has two rows of the weight."""
     if num_rows == 1:
         return LinearChoice(4, 1024, 8, 3) if gated else LinearChoice(4, 2048, 8, 3)
+    if num_rows > 32 or num_lines > 32768:
+        return LinearChoice(64, 128, 4, 3)
     if gated:
         return LinearChoice(64, 128, 4, 5)
-    if num_lines > 32768:
-        return LinearChoice(64, 128, 4, 3)
-    return LinearChoice(64, 256, 4, 3 if num_lines > 4096 else 5) if num_rows <= 16 else LinearChoice(64, 128, 8, 5)
+    return LinearChoice(64, 128, 8, 5) if num_rows > 16 else LinearChoice(64, 256, 4, 3 if num_lines > 4096 else 5)

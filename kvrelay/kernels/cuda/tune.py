@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 from kvrelay.kernels.base import AttentionBatch, HeadShape
 from kvrelay.kernels.cuda import elementwise
-from kvrelay.kernels.cuda.decode import SplitCounts, decode_attention
+from kvrelay.kernels.cuda.decode import decode_attention
 from kvrelay.kernels.cuda.launch import power_of_2
 from kvrelay.kernels.cuda.linear import CudaPacked, small_linear
 from kvrelay.kernels.cuda.prefill import own_attention, paged_attention
@@ -161,7 +161,7 @@ def _compile(job: Job) -> None:
             qkv, batch, kv = kv_batch(1, queries, 64, 1)
             q, out = qkv.view(queries, 48, 128)[:, :32], torch.empty(queries, 4096, device="cuda", dtype=DTYPE)
             if isinstance(choice, DecodeChoice):
-                decode_attention(q, SHAPE, batch, kv[0], 0.1, out, SplitCounts(), choice=choice)
+                decode_attention(q, SHAPE, batch, kv[0], 0.1, out, choice=choice)
             else:
                 paged_attention(q, SHAPE, batch, kv[0], 0.1, out, choice=choice)
         torch.cuda.synchronize()
@@ -212,11 +212,9 @@ def tune_decode(rows: int, context: int) -> dict[str, object]:
     qkv, batch, kv = kv_batch(rows, 1, context, layers)
     q, out = qkv.view(rows, 48, 128)[:, :32], torch.empty(rows, 4096, device="cuda", dtype=DTYPE)
 
-    counts = SplitCounts()
-
     def time(choice: Choice) -> float:
         assert isinstance(choice, DecodeChoice)
-        one = functools.partial(decode_attention, q, SHAPE, batch, scale=0.1, out=out, counts=counts, choice=choice)
+        one = functools.partial(decode_attention, q, SHAPE, batch, scale=0.1, out=out, choice=choice)
         return graph_us([functools.partial(one, kv=layer) for layer in kv.unbind(0)])
 
     found = measured(list(decode_choices(rows, context)), time)
