@@ -79,11 +79,11 @@ def main() -> None:
                 if count > 1:
                     paged_attention(q, shape, batch.attention, kv, 0.1, out, mixed=True)
                 decode_attention(q, shape, batch.attention, kv, 0.1, out, mixed=count > 1)
-        x = torch.empty(8, 4096, dtype=dtype)
+        x = torch.empty(32, 4096, dtype=dtype)
         elementwise.rms_norm(x, x, x[0], 1e-5)
         elementwise.silu_mul(x)
         packed = CudaPacked(torch.empty(28672, 4096, dtype=dtype), None)
-        for num_rows in (1, 8):
+        for num_rows in (1, 8, 32):
             small_linear(x[:num_rows], packed, gated=True)
             small_linear(x[:num_rows], packed)
 

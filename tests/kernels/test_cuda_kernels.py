@@ -64,7 +64,7 @@ def test_prefill_in_tiles(choice: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows", [1, 2, 7, 16])
+@pytest.mark.parametrize("rows", [1, 2, 16, 27, 64])
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("size", [(48, 96), (38, 1100), *([(4096, 4096), (6144, 14336)] if ON_CARD else [])])
 def test_linears_of_few_rows(dtype: torch.dtype, rows: int, with_bias: bool, size: tuple[int, int]) -> None:

@@ -3,7 +3,8 @@
 A program takes one row, one KV head and one split of the row's context. The query heads that share the KV head are one tile
 (at least 16 rows, as tensor cores want), so keys and values are read once. The grid depends on shapes alone; lengths are read
 on the device, where a row's own context is cut into splits: those of a short row may be empty. A second kernel merges splits
-by their log-sum-exp, where an empty one weighs nothing.
+by their log-sum-exp, where an empty one weighs nothing. (A merge by the split that ends last is slower on an H200, and so is
+prefetching KV into the L2 cache before the wait.)
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvrelay.kernels.base import AttentionBatch, HeadShape
-from kvrelay.kernels.cuda.launch import options, power_of_2, prefetch
+from kvrelay.kernels.cuda.launch import options, power_of_2
 from kvrelay.kernels.cuda.table import DecodeChoice, choose_decode
 
 _LOG2_E = 1.4426950408889634
@@ -24,7 +25,7 @@ _LOG2_E = 1.4426950408889634
 def _decode_kernel(
     q, q_stride, kv, value_offset, tables, table_stride, contexts, query_start, out, partial, lse, scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, MIXED: tl.constexpr, AHEAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, MIXED: tl.constexpr,
     PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """With MIXED, rows with more queries than one are left to another kernel."""
@@ -38,12 +39,6 @@ def _decode_kernel(
     member = tl.arange(0, GROUP_PAD)
     dim = tl.arange(0, DIM_PAD)
     if PDL:
-        if AHEAD and begin < end:
-            place = tl.minimum(begin + tl.arange(0, TILE), end - 1)
-            block = tl.load(tables + row.to(tl.int64) * table_stride + place // BLOCK_SIZE)
-            slot = block.to(tl.int64) * BLOCK_SIZE + place % BLOCK_SIZE
-            prefetch(kv + (slot * KV_HEADS + kv_head) * DIM, DIM)
-            prefetch(kv + value_offset + (slot * KV_HEADS + kv_head) * DIM, DIM)
         gdc_wait()
     token = row
     if MIXED:
@@ -142,7 +137,7 @@ def decode_attention(
         rows.query_start, out, partial, lse, scale * _LOG2_E,
         KV_HEADS=shape.num_kv_heads, GROUP=group, GROUP_PAD=power_of_2(group, 16), DIM=dim, DIM_PAD=power_of_2(dim, 16),
         BLOCK_SIZE=block_size, TILE=choice.tile, SPLITS=splits, MIXED=mixed,
-        AHEAD=choice.ahead and dim == power_of_2(dim, 16), PRECISION="ieee" if q.dtype is torch.float32 else "tf32",
+        PRECISION="ieee" if q.dtype is torch.float32 else "tf32",
         **options(choice.num_warps, choice.num_stages),
     )  # fmt: skip
     if splits > 1:

@@ -29,7 +29,7 @@ from kvrelay.kernels.torch_kernels import TorchKernels
 
 Attention = Literal["auto", "triton", "torch"]
 Linears = Literal["auto", "triton", "cublas"]
-_MAX_FORCED_ROWS = 128  # Triton's linears keep a pass's rows in one tile
+_MAX_FORCED_ROWS = 64  # Triton's linears keep the rows of a pass in one tile
 _MAX_HEAD_DIM = 256
 _MAX_CUDNN_DIM = 128
 _MIN_CUDNN_QUERIES = 512  # shorter rows are computed together by the paged kernel

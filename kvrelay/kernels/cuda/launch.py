@@ -5,8 +5,7 @@ runs, load what does not depend on it (weights), and wait for its end in `gdc_wa
 before it ends, so a kernel that has ended implies that all kernels before it have. Several kernels may wait in a row.
 
 What may be read before the wait: weights, and the inputs of a pass (positions, slots, lengths, block tables), which are
-written before its first norm; that one is launched in the ordinary way (`after_all`), and all others follow it. Everything
-else may be brought into the L2 cache, which sees later stores: `prefetch` keeps memory busy while small kernels run.
+written before its first norm; that one is launched in the ordinary way (`after_all`), and all others follow it.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import functools
 
 import torch
 import triton
-import triton.language as tl
 from triton import knobs
 
 INTERPRETED = bool(knobs.runtime.interpret)  # TRITON_INTERPRET=1: kernels run in numpy, on the CPU
@@ -39,13 +37,3 @@ def options(num_warps: int = 4, num_stages: int = 3, *, after_all: bool = False)
 def power_of_2(size: int, least: int = 1) -> int:
     """The smallest one that is not below `size`."""
     return int(max(least, triton.next_power_of_2(size)))
-
-
-@triton.jit
-def prefetch(lines, SIZE: tl.constexpr):
-    """SIZE elements from each of the pointers `lines` on, into the L2 cache: an instruction per 32 bytes."""
-    step: tl.constexpr = 256 // lines.dtype.element_ty.primitive_bitwidth
-    places = lines[:, None] + (tl.arange(0, SIZE // step) * step)[None, :]
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [places.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-    )

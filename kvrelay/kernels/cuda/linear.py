@@ -1,8 +1,11 @@
 """Linear layers of few rows, whose time is that of reading the weights once.
 
-One row: a program takes a few rows of the weight and sums products in float32, without tensor cores. Several rows: the rows
-of x are padded to a tile of tensor cores. Weights are loaded or prefetched before the kernel waits for the one before it, and
-GATED does silu(gate) * up in the same pass, for a weight that stacks gate over up.
+One row: a program takes a few rows of the weight and sums products in float32, without tensor cores; its first tile is loaded
+before the kernel waits for the one before it. Several rows: the rows of x are padded to a tile of tensor cores. GATED does
+silu(gate) * up in the same pass, for a weight that stacks gate over up.
+
+What was tried and is slower on an H200: the norm before or the sum with the residual after in the same kernel, and
+prefetching more of the weight into the L2 cache before the wait.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kvrelay.kernels.cuda.launch import options, power_of_2, prefetch
+from kvrelay.kernels.cuda.launch import options, power_of_2
 from kvrelay.kernels.cuda.table import LinearChoice, choose_linear
 
 
@@ -47,7 +50,7 @@ def _tile(weight, lines, columns, num_lines, width, EVEN_OUT: tl.constexpr, EVEN
 def _one_row_kernel(
     x, weight, bias, out, num_lines, width,
     BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_OUT: tl.constexpr, EVEN_IN: tl.constexpr,
-    AHEAD: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
+    GATED: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -58,10 +61,6 @@ def _one_row_kernel(
     if GATED:
         up_tile = _tile(upper, lines, columns, num_lines, width, EVEN_OUT, EVEN_IN)
     if PDL:
-        if AHEAD > 0:
-            prefetch(weight + lines.to(tl.int64) * width + BLOCK_IN, AHEAD)
-            if GATED:
-                prefetch(upper + lines.to(tl.int64) * width + BLOCK_IN, AHEAD)
         gdc_wait()
     values = tl.load(x + columns, mask=columns < width, other=0.0).to(tl.float32)[None, :]
     sums = tile.to(tl.float32) * values
@@ -91,7 +90,7 @@ def _one_row_kernel(
 def _few_rows_kernel(
     x, weight, bias, out, num_rows, num_lines, width,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_OUT: tl.constexpr, EVEN_IN: tl.constexpr,
-    AHEAD: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    GATED: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The weight is the left factor, whose tile has the 64 rows that Hopper's instructions want; x is the right one."""
     if PDL:
@@ -100,10 +99,6 @@ def _few_rows_kernel(
     rows = tl.arange(0, BLOCK_ROWS)
     upper = weight + tl.cast(num_lines, tl.int64) * width
     if PDL:
-        if AHEAD > 0:
-            prefetch(weight + lines.to(tl.int64) * width, AHEAD)
-            if GATED:
-                prefetch(upper + lines.to(tl.int64) * width, AHEAD)
         gdc_wait()
     sums = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
     up_sums = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
@@ -137,10 +132,8 @@ def small_linear(
     choice = choice or choose_linear(rows, lines, width, gated)
     out = x.new_empty(rows, lines)
     block_out, block_in = choice.block_out, min(choice.block_in * 2 // x.element_size(), power_of_2(width, 16))
-    even_out = lines % block_out == 0
-    ahead = choice.ahead if even_out and choice.ahead + (block_in if rows == 1 else 0) <= width else 0
     arguments = {
-        "BLOCK_OUT": block_out, "BLOCK_IN": block_in, "EVEN_OUT": even_out, "EVEN_IN": width % block_in == 0, "AHEAD": ahead,
+        "BLOCK_OUT": block_out, "BLOCK_IN": block_in, "EVEN_OUT": lines % block_out == 0, "EVEN_IN": width % block_in == 0,
         "GATED": gated, "BIAS": packed.bias is not None, **options(choice.num_warps, choice.num_stages),
     }  # fmt: skip
     grid = (triton.cdiv(lines, block_out),)

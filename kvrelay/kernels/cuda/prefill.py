@@ -144,17 +144,15 @@ def own_attention(q: torch.Tensor, shape: HeadShape, queries: list[int], scale: 
     """q [tokens, heads, dim] is a view of fused rows, turned keys and values beside it; each row of so many queries attends to
     itself, causally. Behind the last token there is `PLAN_STEP` of room that holds finite numbers: no query sees them, nor
     what follows a row. Returns [tokens, heads * dim]."""
-    out: torch.Tensor | None = None
+    first = queries[0]
+    if len(queries) == 1 or (first % PLAN_STEP == 0 and all(count == first for count in queries)):
+        found = _cudnn(_fused_view(q, shape, 0, len(queries), first), shape, scale)  # all in one call
+        return found[:, :first].flatten(0, 1).flatten(1)
+    out = q.new_empty(q.shape)
     start = 0
     for count in queries:
-        found = _cudnn(_fused_view(q, shape, start, padded(count)), shape, scale)[:count]
-        if len(queries) == 1:
-            return found.flatten(1)
-        if out is None:
-            out = q.new_empty(q.shape)
-        out[start : start + count] = found
+        out[start : start + count] = _cudnn(_fused_view(q, shape, start, 1, count), shape, scale)[0, :count]
         start += count
-    assert out is not None
     return out.flatten(1)
 
 
@@ -169,18 +167,18 @@ def fused_width(shape: HeadShape) -> int:
     return (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
 
 
-def _fused_view(q: torch.Tensor, shape: HeadShape, start: int, count: int) -> torch.Tensor:
-    """[count, q heads | k heads | v heads, dim] from a token on."""
-    width = fused_width(shape)
-    size = (count, width // shape.head_dim, shape.head_dim)
-    return q.as_strided(size, (width, shape.head_dim, 1), start * width)
+def _fused_view(q: torch.Tensor, shape: HeadShape, start: int, num_rows: int, count: int) -> torch.Tensor:
+    """[rows, padded count, q heads | k heads | v heads, dim] from a token on."""
+    width, dim = fused_width(shape), shape.head_dim
+    return q.as_strided((num_rows, padded(count), width // dim, dim), (count * width, width, dim, 1), start * width)
 
 
 def _cudnn(fused: torch.Tensor, shape: HeadShape, scale: float) -> torch.Tensor:
+    """[rows, tokens, heads, dim]."""
     sizes = [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads]
-    parts = [part.transpose(0, 1)[None] for part in fused.split_with_sizes(sizes, dim=1)]
+    parts = [part.transpose(1, 2) for part in fused.split_with_sizes(sizes, dim=2)]
     result = torch.ops.aten._scaled_dot_product_cudnn_attention(
         *parts, None, compute_log_sumexp=False, is_causal=True, scale=scale
     )
     found: torch.Tensor = result[0]
-    return found[0].transpose(0, 1)
+    return found.transpose(1, 2)

@@ -15,7 +15,6 @@ class DecodeChoice:
     tile: int  # tokens of KV a step
     num_warps: int
     num_stages: int
-    ahead: bool = True  # the first tile is prefetched while the kernel before still runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +31,11 @@ class LinearChoice:
     block_in: int  # columns a step
     num_warps: int
     num_stages: int
-    ahead: int = 0  # columns prefetched while the kernel before still runs
 
 
-MAX_SMALL_ROWS = 1  # more rows are faster in cuBLAS
+MAX_SMALL_ROWS = 32  # more rows are faster in cuBLAS
 _MAX_SPLITS = 64
-_PROGRAMS = 1024  # decode programs that keep the card busy
+_PROGRAMS = 512  # decode programs that keep the card busy
 _WIDE_HEAD_BYTES = 256  # of a head's keys: 128 x bfloat16
 
 
@@ -47,13 +45,12 @@ def choose_decode(num_heads: int, max_context: int, head_bytes: int) -> DecodeCh
     wide = head_bytes > _WIDE_HEAD_BYTES
     if num_heads > 1024:
         return DecodeChoice(1, 32, 2, 2 if wide else 3)
-    if num_heads > 256:
-        return DecodeChoice(1, 32, 4, 2) if wide else DecodeChoice(1, 64, 2, 3)
-    tile = 32 if wide or num_heads <= 16 else 64
-    splits = 1
+    splits, tile = 1, 32 if wide or max_context <= 512 else 64
     while splits < _MAX_SPLITS and splits * num_heads < _PROGRAMS and splits * tile < max_context:
         splits *= 2
-    return DecodeChoice(splits, tile, 4 if tile == 32 else 2, 2)
+    if wide or tile == 32:
+        return DecodeChoice(splits, tile, 4, 2)
+    return DecodeChoice(splits, tile, 2, 2) if num_heads > 64 and splits > 1 else DecodeChoice(splits, tile, 4, 3)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -74,13 +71,9 @@ def choose_prefill(num_lines: int, head_bytes: int) -> PrefillChoice:
 def choose_linear(num_rows: int, num_lines: int, width: int, gated: bool) -> LinearChoice:
     """`num_lines` counts outputs: with `gated` each has two rows of the weight."""
     if num_rows == 1:
-        if gated:
-            return LinearChoice(4, 1024, 8, 3, ahead=1024)
-        if num_lines > 4096:
-            return LinearChoice(4, 2048, 8, 3, ahead=2048)
-        return LinearChoice(16, 1024, 8, 3, ahead=2048)
+        return LinearChoice(4, 1024, 8, 3) if gated else LinearChoice(4, 2048, 8, 3)
+    if num_rows > 32 or num_lines > 32768:
+        return LinearChoice(64, 128, 4, 3)
     if gated:
-        return LinearChoice(64, 128, 4, 3, ahead=512)
-    if num_lines > 32768 or num_rows > 16:
-        return LinearChoice(64, 128, 4, 4, ahead=512)
-    return LinearChoice(64, 256, 4, 4, ahead=1024)
+        return LinearChoice(64, 128, 4, 5)
+    return LinearChoice(64, 128, 8, 5) if num_rows > 16 else LinearChoice(64, 256, 4, 3 if num_lines > 4096 else 5)

@@ -8,6 +8,7 @@ Shapes are those of Llama-3.1-8B. Variants are compiled by many processes first,
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import multiprocessing
@@ -56,10 +57,9 @@ PREFILLS = [(512, 512), (2048, 2048), (8192, 8192), (2048, 8192)]  # queries, co
 def linear_choices(rows: int) -> list[LinearChoice]:
     if rows == 1:
         tiles = [(4, 1024), (4, 2048), (8, 1024), (8, 2048), (16, 512), (16, 1024), (2, 2048)]
-        products = itertools.product(tiles, (4, 8), (0, 1024, 2048))
-        return [LinearChoice(*tile, warps, 3, ahead) for tile, warps, ahead in products]
+        return [LinearChoice(*tile, warps, 3) for tile, warps in itertools.product(tiles, (4, 8))]
     sizes = [(64, 128, 4), (64, 256, 4), (64, 128, 8), (128, 128, 4), (128, 64, 4), (128, 128, 8), (32, 256, 4)]
-    return [LinearChoice(*size, stages, ahead) for size, stages, ahead in itertools.product(sizes, (3, 5), (0, 512, 1024))]
+    return [LinearChoice(*size, stages) for size, stages in itertools.product(sizes, (3, 4, 5))]
 
 
 def decode_choices(rows: int, context: int) -> list[DecodeChoice]:
@@ -214,9 +214,8 @@ def tune_decode(rows: int, context: int) -> dict[str, object]:
 
     def time(choice: Choice) -> float:
         assert isinstance(choice, DecodeChoice)
-        return graph_us(
-            [lambda layer=layer: decode_attention(q, SHAPE, batch, layer, 0.1, out, choice=choice) for layer in kv.unbind(0)]  # type: ignore[misc]
-        )
+        one = functools.partial(decode_attention, q, SHAPE, batch, scale=0.1, out=out, choice=choice)
+        return graph_us([functools.partial(one, kv=layer) for layer in kv.unbind(0)])
 
     found = measured(list(decode_choices(rows, context)), time)
     now = choose_decode(rows * SHAPE.num_kv_heads, context, 256)
@@ -243,7 +242,7 @@ def main() -> None:
     parser.add_argument("--rows", default="1,8,16", help="rows of linears")
     parser.add_argument("--json", type=pathlib.Path)
     options = parser.parse_args()
-    rows_of_linears = [int(rows) for rows in options.rows.split(",")]
+    rows_of_linears = [int(rows) for rows in options.rows.split(",") if rows]
     linears = list(itertools.product(LINEARS, rows_of_linears))
     compile_all(
         [
