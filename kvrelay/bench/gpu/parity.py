@@ -163,7 +163,7 @@ def _transformers() -> Any:
     try:
         import transformers
 
-        transformers.utils.logging.disable_progress_bar()
+        transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     except ImportError as error:
         raise ConfigError("bench gpu compares with transformers, which is not installed: pip install transformers") from error
     return transformers
