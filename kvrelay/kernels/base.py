@@ -35,7 +35,7 @@ class AttentionBatch:
 
     query_start: torch.Tensor  # [rows + 1] int32
     context_lens: torch.Tensor  # [rows] int32
-    block_tables: torch.Tensor  # [rows, max_blocks] int32; entries past the context are 0 and never read
+    block_tables: torch.Tensor  # [rows, max_blocks] int32; entries past the context mean nothing and are never read
     max_query: int
     max_context: int
     lengths: tuple[tuple[int, int], ...] | None = None  # (queries, context) of each row, where the host knows them
