@@ -1,6 +1,6 @@
 """Every option, once: its name, type, limits and help. The command line and the YAML config file are made from this.
 
-Options come in groups, one frozen struct each; a command takes the groups it needs (`cli.py`). An unknown option is an
+Options come in groups, one frozen struct each; a command takes the groups it needs (`cli/`). An unknown option is an
 error. This is the only file that reads the environment.
 """
 
@@ -33,7 +33,7 @@ class ModelOptions(Options, frozen=True, kw_only=True):
     model: Annotated[str, Meta(description="smollm2, a folder, a .gguf file or a hub id")] = "smollm2"
     load: Annotated[
         Literal["auto", "dummy"],
-        Meta(description="where weights come from: the checkpoint, or random (dummy) for benchmarks"),
+        Meta(description="where the weights come from: the checkpoint, or random numbers (dummy) for benchmarks"),
     ] = "auto"
     device: Annotated[Literal["cpu", "cuda"], Meta(description="where the model runs")] = "cpu"
     dtype: Annotated[
@@ -59,34 +59,34 @@ class EngineOptions(Options, frozen=True, kw_only=True):
     kv_blocks: Annotated[Count, Meta(description="KV blocks per worker; 0 sizes the pool from memory")] = 0
     swap_blocks: Annotated[
         Count,
-        Meta(description="host KV blocks, for requests that make room and for blocks evicted on the device; 0 computes anew"),
+        Meta(description="KV blocks in host memory, for preempted requests and evicted blocks; 0 recomputes their KV"),
     ] = 0
     swap_timeout_s: Annotated[
-        float, Meta(gt=0.0, description="a copy to or from the host that takes longer is given up, and the KV computed anew")
+        float, Meta(gt=0.0, description="seconds after which a copy to or from host memory is given up and the KV recomputed")
     ] = 5.0
     preempt: Annotated[
         Literal["latest", "oldest"],
-        Meta(description="who makes room when KV blocks run out: of those with the lowest priority, who came last or first"),
+        Meta(description="which request of the lowest priority is preempted when KV blocks run out: the latest or the oldest"),
     ] = "latest"
-    kept_kv_share: Annotated[float, Meta(ge=0.0, le=1.0, description="largest share of the KV blocks that kept KV may pin")] = (
-        0.5
-    )
+    kept_kv_share: Annotated[
+        float, Meta(ge=0.0, le=1.0, description="largest share of the KV blocks that kept KV may occupy")
+    ] = 0.5
     feature_cache_mib: Annotated[
         Count,
-        Meta(description="memory for what vision towers made of images, in MiB; what running requests need may take more"),
+        Meta(description="MiB of memory for image features that are cached; features of running requests may exceed it"),
     ] = 512
     embedding_timeout_s: Annotated[
-        float, Meta(gt=0.0, description="a request whose images' embeddings do not come for so long is sent again")
+        float, Meta(gt=0.0, description="seconds after which a request whose image embeddings have not arrived is sent again")
     ] = 120.0
     max_batch: Annotated[Count, Meta(description="sequences that run at once; 0 is 64 on cpu, 256 on cuda")] = 0
     token_budget: Annotated[
         Count, Meta(description="tokens computed per step, prompts and decodes together; 0 is 512 on cpu, 8192 on cuda")
     ] = 0
     max_model_len: Annotated[Count, Meta(description="longest prompt plus output; 0 takes the model's own limit")] = 0
-    max_queue: Annotated[Positive, Meta(description="requests waiting per worker before new ones get 429")] = 512
-    max_running_prefills: Annotated[Count, Meta(description="prompts computed at once; 0 is no limit but the budget")] = 0
-    prefix_cache: Annotated[bool, Meta(description="reuse the KV of prompts that begin alike")] = True
-    kv_events: Annotated[bool, Meta(description="tell routers what the prefix cache holds, so that they route by it")] = True
+    max_queue: Annotated[Positive, Meta(description="requests that may wait per worker; further ones are answered 429")] = 512
+    max_running_prefills: Annotated[Count, Meta(description="prompts computed at once; 0 leaves it to the token budget")] = 0
+    prefix_cache: Annotated[bool, Meta(description="reuse the KV of prompts with a common prefix")] = True
+    kv_events: Annotated[bool, Meta(description="publish what the prefix cache holds, so that routers can route by it")] = True
     check_invariants: Annotated[bool, Meta(description="verify every block count after every step (slow; for tests)")] = False
 
     def for_device(self, device: Literal["cpu", "cuda"]) -> EngineOptions:
@@ -102,24 +102,27 @@ class RouterOptions(Options, frozen=True, kw_only=True):
 
     host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="HTTP port; 0 picks a free one")] = 8000
-    api_key: Annotated[str, Meta(description="key that clients must send; several are separated by commas")] = ""
-    api_key_file: Annotated[str, Meta(description="file of keys, one a line, read again whenever it changes")] = ""
-    max_connections: Annotated[Positive, Meta(description="HTTP connections open at once; more are answered 503")] = 16384
+    api_key: Annotated[str, Meta(description="key that clients must send; separate several keys by commas")] = ""
+    api_key_file: Annotated[str, Meta(description="file of API keys, one per line; it is read again when it changes")] = ""
+    max_connections: Annotated[Positive, Meta(description="HTTP connections open at once; further ones are answered 503")] = (
+        16384
+    )
     request_timeout_s: Annotated[
-        float, Meta(ge=0.0, description="a request that takes longer ends with 504, unless it says another time; 0 is no limit")
+        float,
+        Meta(
+            ge=0.0, description="seconds after which a request ends with 504, unless it sets a limit of its own; 0 is no limit"
+        ),
     ] = 0.0
-    max_retries: Annotated[Count, Meta(description="how often a request whose worker was lost is sent again")] = 5
+    max_retries: Annotated[Count, Meta(description="how often a request is sent again after its worker was lost")] = 5
     failover_wait_s: Annotated[
-        float, Meta(ge=0.0, description="how long a request that lost its worker waits for another to come up")
+        float, Meta(ge=0.0, description="seconds that a request whose worker was lost waits for another worker")
     ] = 10.0
-    shutdown_wait_s: Annotated[
-        Count, Meta(description="after SIGTERM, running responses may end by themselves for so many seconds")
-    ] = 5
-    served_model_name: Annotated[str, Meta(description="name clients use for the model; default is MODEL")] = ""
-    max_body_bytes: Annotated[Positive, Meta(description="largest request body")] = 32 * 1024 * 1024
+    shutdown_wait_s: Annotated[Count, Meta(description="seconds that running responses have to end after SIGTERM")] = 5
+    served_model_name: Annotated[str, Meta(description="model name that clients use; default is MODEL")] = ""
+    max_body_bytes: Annotated[Positive, Meta(description="largest request body in bytes")] = 32 * 1024 * 1024
     policy: Annotated[
         Literal["round_robin", "least_loaded", "prefix_aware"],
-        Meta(description="how a worker is chosen: in turn, by tokens in flight, or by what its cache holds against its load"),
+        Meta(description="how a worker is chosen: in turn, by its tokens in flight, or by its cached prefix and its load"),
     ] = "prefix_aware"
     tool_parser: Annotated[Literal["auto", "hermes", "none"], Meta(description="how tool calls are read from the output")] = (
         "auto"
@@ -134,57 +137,61 @@ class RouterOptions(Options, frozen=True, kw_only=True):
         ),
     ] = "write"
     local_prefill_tokens: Annotated[
-        Count, Meta(description="a prompt of which the decode worker lacks at most so many tokens is computed by it alone")
+        Count, Meta(description="a decode worker computes a prompt itself if it lacks at most this many of the prompt's tokens")
     ] = 64
     keep_kv_s: Annotated[
-        float, Meta(ge=0.0, description="keep the KV of every request for so long, unless it says otherwise; 0 keeps none")
+        float,
+        Meta(
+            ge=0.0,
+            description="seconds for which the KV of every request is kept, unless the request says otherwise; 0 keeps none",
+        ),
     ] = 0.0
-    keep_kv_default_s: Annotated[float, Meta(gt=0.0, description="how long `keep_kv: true` keeps KV")] = 60.0
-    max_keep_kv_s: Annotated[float, Meta(gt=0.0, description="longest time that a request may ask to keep its KV")] = 3600.0
-    max_kept_per_key: Annotated[Count, Meta(description="leases that the holder of one API key may have at once")] = 64
+    keep_kv_default_s: Annotated[float, Meta(gt=0.0, description="seconds for which `keep_kv: true` keeps KV")] = 60.0
+    max_keep_kv_s: Annotated[float, Meta(gt=0.0, description="most seconds for which a request may ask to keep its KV")] = (
+        3600.0
+    )
+    max_kept_per_key: Annotated[Count, Meta(description="samples whose KV may be kept at once per API key")] = 64
     continuation_cache: Annotated[
-        Count, Meta(description="finished requests whose tokens are remembered, to be continued from")
+        Count, Meta(description="finished requests whose tokens are remembered, so that they can be continued from")
     ] = 1024
     context_index: Annotated[
         str,
         Meta(
-            description="URL of a ContextPilot server, which is told when a request's KV is gone; of several routers, only one"
-            " needs it"
+            description="URL of a ContextPilot server to be told when a request's KV is gone; of several routers, one needs it"
         ),
     ] = ""
     eviction_sync: Annotated[
         Literal["evicted", "terminal", "off"],
-        Meta(description="when it is told: once no worker has a block of the request cached, as soon as it ends, or never"),
+        Meta(description="when it is told: once no worker caches a block of the request, when the request ends, or never"),
     ] = "evicted"
     log_requests: Annotated[bool, Meta(description="log one line per request")] = False
     allowed_media_hosts: Annotated[
-        str, Meta(description="hosts that images are fetched from, NAME or NAME:PORT, separated by commas; default is none")
+        str, Meta(description="hosts from which images may be fetched, NAME or NAME:PORT, separated by commas; default is none")
     ] = ""
-    max_images: Annotated[Count, Meta(description="images that one request may have")] = 32
-    max_image_bytes: Annotated[Positive, Meta(description="largest file of an image")] = 20 * 1024 * 1024
+    max_images: Annotated[Count, Meta(description="images per request")] = 32
+    max_image_bytes: Annotated[Positive, Meta(description="largest image file in bytes")] = 20 * 1024 * 1024
     max_image_pixels: Annotated[
-        int, Meta(ge=1, le=80_000_000, description="largest image that is decoded, width times height")
+        int, Meta(ge=1, le=80_000_000, description="largest image that is decoded, width times height in pixels")
     ] = 40_000_000
-    media_timeout_s: Annotated[float, Meta(gt=0.0, description="longest time that fetching an image may take")] = 10.0
+    media_timeout_s: Annotated[float, Meta(gt=0.0, description="seconds that fetching an image may take")] = 10.0
 
 
 class ClusterOptions(Options, frozen=True, kw_only=True):
     """Which workers there are and how they find each other."""
 
-    whole: Annotated[Count, Meta(description="workers that prefill and decode")] = 0
-    prefill: Annotated[Count, Meta(description="prefill workers")] = 0
-    decode: Annotated[Count, Meta(description="decode workers")] = 0
-    encode: Annotated[Count, Meta(description="encode workers")] = 0
+    whole: Annotated[Count, Meta(description="workers to start that both prefill and decode")] = 0
+    prefill: Annotated[Count, Meta(description="prefill workers to start")] = 0
+    decode: Annotated[Count, Meta(description="decode workers to start")] = 0
+    encode: Annotated[Count, Meta(description="encode workers to start")] = 0
     registry: Annotated[
         str,
         Meta(
-            description="embedded, etcd://HOST:PORT (needed for several routers), or static:tcp://HOST:PORT,... to name workers"
-            " that are already there"
+            description="embedded, etcd://HOST:PORT (for several routers), or static:tcp://HOST:PORT,... (addresses of workers)"
         ),
     ] = "embedded"
     registry_listen: Annotated[
         str,
-        Meta(description="where workers of other hosts register (tcp://HOST:PORT); default is a free local port"),
+        Meta(description="address at which workers of other hosts register (tcp://HOST:PORT); default is a free local port"),
     ] = ""
     registration_s: Annotated[
         float,
@@ -195,7 +202,7 @@ class ClusterOptions(Options, frozen=True, kw_only=True):
         ),
     ] = 4.0
     cluster_key: Annotated[
-        str, Meta(description="file with the key that routers and workers share; without it their planes are open")
+        str, Meta(description="file with the key that routers and workers share; without it any process can connect to them")
     ] = ""
 
 
@@ -204,31 +211,35 @@ class TransferOptions(Options, frozen=True, kw_only=True):
 
     transfer: Annotated[
         Literal["auto", "shm", "nixl", "mooncake"],
-        Meta(description="transport; auto is shared memory on one host, else the best that both workers have"),
+        Meta(description="transport; auto is shared memory on one host, otherwise the best that both workers have"),
     ] = "auto"
     transfer_lease_s: Annotated[
-        float, Meta(gt=0.0, le=600.0, description="KV kept for a peer that has been silent for so long is given up")
+        float,
+        Meta(
+            gt=0.0,
+            le=600.0,
+            description="seconds without a message from a decode worker after which the KV that it may still read is freed",
+        ),
     ] = 30.0
     embedding_buffer_tokens: Annotated[
-        Positive, Meta(description="room that is made for an embedding before its length is known; longer ones are resumed")
+        Positive,
+        Meta(description="tokens reserved for an embedding before its length is known; a longer one is sent in several rounds"),
     ] = 8192
     embedding_buffer: Annotated[
         Literal["fixed", "adaptive"],
-        Meta(description="whether that room stays as it is, or follows the lengths of recent embeddings"),
+        Meta(description="whether this reservation is fixed or follows the lengths of recent embeddings"),
     ] = "fixed"
     embedding_pool_tokens: Annotated[
-        Positive, Meta(description="embedding tokens that a worker has room for, of all requests together")
+        Positive, Meta(description="embedding tokens that a worker can hold at once, of all requests together")
     ] = 32768
-    embedding_block_size: Annotated[int, Meta(ge=1, le=8192, description="tokens per block of that room")] = 128
+    embedding_block_size: Annotated[int, Meta(ge=1, le=8192, description="tokens per block of the embedding pool")] = 128
     embedding_full: Annotated[
         Literal["wait", "shrink", "fail"],
-        Meta(
-            description="when there is no room for an embedding: wait, then take what there is; take what there is at once; or"
-            " fail at once"
-        ),
+        Meta(description="when the embedding pool is full: wait, then take what is free; take what is free at once; or fail"),
     ] = "wait"
     embedding_wait_s: Annotated[
-        float, Meta(ge=0.0, le=600.0, description="how long an embedding waits for room; without any it fails then")
+        float,
+        Meta(ge=0.0, le=600.0, description="seconds that an embedding waits for space; if there is none by then, it fails"),
     ] = 10.0
 
 
@@ -238,21 +249,23 @@ class WorkerOptions(Options, frozen=True, kw_only=True):
     role: Annotated[Literal["whole", "prefill", "decode", "encode"], Meta(description="what the worker does")] = "whole"
     registry: Annotated[
         str,
-        Meta(
-            description="registry address, such as tcp://127.0.0.1:5600 or etcd://127.0.0.1:2379; static where routers name"
-            " this worker themselves"
-        ),
+        Meta(description="registry, such as tcp://127.0.0.1:5600 or etcd://127.0.0.1:2379; static if routers know this worker"),
     ] = "tcp://127.0.0.1:5600"
     worker_host: Annotated[str, Meta(description="address on which the worker listens for routers")] = "127.0.0.1"
-    worker_port: Annotated[int, Meta(ge=0, le=65535, description="port on which it listens; 0 picks a free one")] = 0
+    worker_port: Annotated[
+        int, Meta(ge=0, le=65535, description="port on which the worker listens for routers; 0 picks a free one")
+    ] = 0
     signal_port: Annotated[
-        int, Meta(ge=0, le=65535, description="port on which a prefill or encode worker hands on; 0 picks a free one")
+        int,
+        Meta(
+            ge=0, le=65535, description="port on which a prefill or encode worker listens for other workers; 0 picks a free one"
+        ),
     ] = 0
     events_port: Annotated[
-        int, Meta(ge=0, le=65535, description="port on which it publishes what its cache holds; 0 picks a free one")
+        int, Meta(ge=0, le=65535, description="port on which the worker publishes what its cache holds; 0 picks a free one")
     ] = 0
     replay_port: Annotated[
-        int, Meta(ge=0, le=65535, description="port on which missed events are asked for; 0 picks a free one")
+        int, Meta(ge=0, le=65535, description="port on which missed events are requested again; 0 picks a free one")
     ] = 0
     registration_s: Annotated[
         float,
@@ -263,15 +276,15 @@ class WorkerOptions(Options, frozen=True, kw_only=True):
         ),
     ] = 4.0
     cluster_key: Annotated[
-        str, Meta(description="file with the key that routers and workers share; without it their planes are open")
+        str, Meta(description="file with the key that routers and workers share; without it any process can connect to them")
     ] = ""
     watchdog_s: Annotated[
-        float, Meta(gt=0.0, description="a worker whose engine is inside one step for so long is taken for stuck")
+        float, Meta(gt=0.0, description="seconds inside one engine step after which a worker is considered stuck")
     ] = 120.0
 
 
 class Environment(msgspec.Struct, frozen=True, kw_only=True):
-    """What the surroundings say."""
+    """What the environment variables say."""
 
     cache_dir: pathlib.Path  # fetched and converted models, compiled kernels
     log_level: str

@@ -20,7 +20,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from kvrelay.cli import admin, doctor, probe
+from kvrelay.cli import client, doctor, probe
 from kvrelay.cli import main as cli
 from kvrelay.config import RouterOptions
 from kvrelay.launch import serve as launch
@@ -57,7 +57,7 @@ def dry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "ask", lambda address, timeout_s: WorkerState.READY)
     monkeypatch.setattr(doctor, "examine", lambda environment, port: {})
     monkeypatch.setattr(doctor, "examine_cluster", lambda cluster: {})
-    monkeypatch.setattr(admin, "_client", _reach)
+    monkeypatch.setattr(client, "connect", _reach)
 
 
 class ReachedError(Exception):

@@ -42,7 +42,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     ),
     "frontend": frozenset({"wire", "media", "text", "checkpoint", "planes", "router"}),
     "launch": frozenset(
-        {"wire", "planes", "checkpoint", "text", "discovery", "events", "native", "media", "router", "frontend", "offline"}
+        {"wire", "planes", "checkpoint", "text", "discovery", "events", "native", "media", "router", "frontend"}
     ),
     "offline": frozenset({"wire", "engine", "checkpoint", "text", "worker", "router", "launch"}),
 }

@@ -24,7 +24,7 @@ from kvrelay.ids import new_router_id, new_worker_id
 from kvrelay.planes import curve as plane
 from kvrelay.planes.cluster_key import ClusterKey, derive
 from kvrelay.planes.connection import Connection
-from kvrelay.wire import PROTOCOL_VERSION, transfer
+from kvrelay.wire import PROTOCOL_VERSION, kv, relay
 from kvrelay.wire.codec import encode
 from kvrelay.wire.events import Replay
 from kvrelay.wire.registry import Register
@@ -74,7 +74,7 @@ async def serving_plane() -> AsyncIterator[Spoken]:
 @contextlib.asynccontextmanager
 async def signal_plane() -> AsyncIterator[Spoken]:
     producer, worker = Producer(), new_worker_id("decode")
-    hello = transfer.Hello(version=1, worker_id=worker, fingerprint="tiny/float32")
+    hello = relay.Hello(version=kv.KV_VERSION, worker_id=worker, fingerprint="tiny/float32")
     yield Spoken(producer.relay.signal_address, zmq.DEALER, encode(hello), worker.encode())
     producer.close()
 

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import msgspec
 
+from kvrelay.cli.client import add_api_key, add_url, ask, connect, error_text
 from kvrelay.errors import ConfigError, KVRelayError, UnavailableError
 from kvrelay.options import Parser
 
@@ -30,8 +31,7 @@ examples:
 
 def run(argv: list[str]) -> int:
     arguments = build_parser().parse_strictly(argv)
-    headers = {"authorization": f"Bearer {arguments.api_key}"} if arguments.api_key else {}
-    with httpx.Client(base_url=arguments.url.rstrip("/"), headers=headers, timeout=httpx.Timeout(30.0, read=None)) as client:
+    with connect(arguments.url, arguments.api_key, read_timeout_s=None) as client:
         model = arguments.model or _first_model(client)
         settings = {"max_tokens": arguments.max_tokens, "temperature": arguments.temperature}
         chat = Chat(client, model, arguments.system, {k: v for k, v in settings.items() if v is not None})
@@ -40,9 +40,9 @@ def run(argv: list[str]) -> int:
 
 def build_parser() -> Parser:
     parser = Parser(prog="kvrelay chat", description="Talks to a running server in the terminal.", epilog=_EPILOG)
-    parser.add_argument("--url", default="http://127.0.0.1:8000", metavar="URL", help="server (default http://127.0.0.1:8000)")
+    add_url(parser)
     parser.add_argument("--model", default="", metavar="NAME", help="model to ask; default is the server's first")
-    parser.add_argument("--api-key", default="", metavar="KEY", help="key the server wants")
+    add_api_key(parser)
     parser.add_argument("--system", default="", metavar="TEXT", help="instructions that begin every conversation")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="longest answer")
     parser.add_argument("--temperature", type=float, metavar="X", help="0 is always the same answer; default is the server's")
@@ -82,7 +82,7 @@ class Chat:
         try:
             with self._client.stream("POST", "/v1/chat/completions", json=body) as response:
                 if response.status_code != 200:
-                    raise UnavailableError(_error_text(response.status_code, response.read()))
+                    raise UnavailableError(error_text(response.status_code, response.read()))
                 for line in response.iter_lines():
                     if line.startswith("data:") and line[5:].strip() != "[DONE]":
                         yield _piece(line[5:].strip())
@@ -129,17 +129,19 @@ def _answer(chat: Chat, text: str) -> int:
     return 0
 
 
+class _Model(msgspec.Struct, frozen=True):
+    id: str
+
+
+class _Models(msgspec.Struct, frozen=True):
+    data: list[_Model]
+
+
 def _first_model(client: httpx.Client) -> str:
-    try:
-        response = client.get("/v1/models")
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise ConfigError(f"no server answers at {client.base_url}: {error} (start one with kvrelay serve)") from error
-    if response.status_code != 200:
-        raise ConfigError(f"{client.base_url}: {_error_text(response.status_code, response.content)}")
-    try:
-        return str(msgspec.json.decode(response.content)["data"][0]["id"])
-    except (msgspec.DecodeError, KeyError, IndexError, TypeError) as error:
-        raise ConfigError(f"{client.base_url} is no OpenAI-compatible server") from error
+    models = ask(client, "GET", "/v1/models", _Models, server="OpenAI-compatible").data
+    if not models:
+        raise ConfigError(f"{client.base_url} serves no model")
+    return models[0].id
 
 
 def _piece(data: str) -> str:
@@ -149,10 +151,3 @@ def _piece(data: str) -> str:
         raise UnavailableError(str(event["error"].get("message", event["error"])))
     choices = event.get("choices") or []
     return str((choices[0].get("delta") or {}).get("content") or "") if choices else ""
-
-
-def _error_text(status: int, body: bytes) -> str:
-    try:
-        return str(msgspec.json.decode(body)["error"]["message"])
-    except (msgspec.DecodeError, KeyError, TypeError):
-        return f"the server answered with status {status}"

@@ -16,9 +16,9 @@ import time
 from collections.abc import Iterable
 from typing import Any, Protocol, assert_never
 
-import httpx
 import msgspec
 
+from kvrelay.cli.client import add_api_key, add_url, ask, connect
 from kvrelay.config import read_environment
 from kvrelay.discovery.base import Loss, Membership
 from kvrelay.discovery.static import StaticMembership
@@ -58,12 +58,12 @@ class _Cluster(msgspec.Struct, frozen=True):
 def build_parser() -> Parser:
     parser = Parser(prog="kvrelay events", description="Shows live what the workers' KV caches do.", epilog=_EPILOG)
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--url", default="http://127.0.0.1:8000", metavar="URL", help="server (default http://127.0.0.1:8000)")
+    add_url(source)
     source.add_argument("--registry", default="", metavar="ADDRESS", help="etcd://HOST:PORT, where the workers register")
     source.add_argument(
         "--worker", action="append", default=[], metavar="ADDRESS", help="tcp://HOST:PORT of a worker; again for more"
     )
-    parser.add_argument("--api-key", default="", metavar="KEY", help="key the server wants")
+    add_api_key(parser)
     parser.add_argument("--cluster-key", default="", metavar="FILE", help="the cluster's key file, if it has one")
     parser.add_argument("--json", action="store_true", help="one JSON object a line, with every hash")
     return parser
@@ -106,26 +106,12 @@ def _membership(registry: str, workers: list[str]) -> Membership:
 
 
 async def _follow_server(url: str, api_key: str, listener: Listener) -> None:
-    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-    async with httpx.AsyncClient(base_url=url.rstrip("/"), headers=headers, timeout=30.0) as client:
-        listener.update(await _workers(client))
+    with connect(url, api_key) as client:
+        listener.update((await asyncio.to_thread(ask, client, "GET", "/cluster", _Cluster)).workers)
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
             with contextlib.suppress(ConfigError):  # the router may come back; its workers go on
-                listener.update(await _workers(client))
-
-
-async def _workers(client: httpx.AsyncClient) -> list[EventWorker]:
-    try:
-        response = await client.get("/cluster")
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise ConfigError(f"no server answers at {client.base_url}: {error}") from error
-    if response.status_code != 200:
-        raise ConfigError(f"{client.base_url} answered GET /cluster with status {response.status_code}")
-    try:
-        return msgspec.json.decode(response.content, type=_Cluster).workers
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"{client.base_url} is no kvrelay server") from error
+                listener.update((await asyncio.to_thread(ask, client, "GET", "/cluster", _Cluster)).workers)
 
 
 class Lines(Protocol):
@@ -159,7 +145,7 @@ class Listener:
         self._subscribers: dict[WorkerId, EventSubscriber] = {}
 
     def update(self, workers: Iterable[EventWorker]) -> None:
-        """These are there, and nobody else."""
+        """These are the workers that there are."""
         listed = {WorkerId(worker.id): worker for worker in workers}
         for worker_id in [known for known in self._subscribers if known not in listed]:
             self.left(worker_id, Loss.LEFT.value)

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import sys
 import time
-import urllib.error
 import urllib.parse
-import urllib.request
 
 import zmq
 
@@ -44,7 +42,7 @@ def build_parser() -> Parser:
     parser.add_argument("address", metavar="ADDRESS", help="tcp://HOST:PORT of a worker, or http://HOST:PORT of a router")
     parser.add_argument("--alive", action="store_true", help="any answer will do: it may be draining, or lack workers")
     parser.add_argument("--state", action="store_true", help="print the state that was answered")
-    parser.add_argument("--timeout-s", type=float, default=5.0, metavar="X", help="how long to wait (default 5)")
+    parser.add_argument("--timeout-s", type=float, default=5.0, metavar="X", help="seconds to wait for an answer (default 5)")
     parser.add_argument("--cluster-key", default="", metavar="FILE", help="the cluster's key file, if it has one")
     return parser
 
@@ -65,7 +63,7 @@ def run(argv: list[str]) -> int:
 
 
 def ask(address: str, timeout_s: float) -> str:
-    """The state of whoever listens there. Raises UnavailableError if there is no answer."""
+    """The state of the worker or router at that address. Raises UnavailableError if there is no answer."""
     kind = urllib.parse.urlsplit(address).scheme
     if kind == "tcp":
         return worker_state(address, timeout_s)
@@ -96,12 +94,17 @@ def worker_state(address: str, timeout_s: float) -> str:
 
 
 def _router_state(url: str, timeout_s: float) -> str:
+    import httpx  # a probe of a worker, which runs every few seconds, has no use for it
+
+    from kvrelay.cli.client import connect
+
     try:
-        with urllib.request.urlopen(url.rstrip("/") + "/health", timeout=timeout_s):
-            return WorkerState.READY.value
-    except urllib.error.HTTPError as error:
-        if error.code == 503:
-            return _NOT_READY
-        raise UnavailableError(f"/health answered {error.code}") from error
-    except (OSError, ValueError) as error:  # ValueError: a URL that is none
+        with connect(url) as client:
+            answer = client.get("/health", follow_redirects=True, timeout=timeout_s)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise UnavailableError(str(error)) from error
+    if answer.status_code == 503:
+        return _NOT_READY
+    if answer.is_error:
+        raise UnavailableError(f"/health answered {answer.status_code}")
+    return WorkerState.READY.value

@@ -81,6 +81,14 @@ class StepPlan:
         return sum(row.count for row in self.rows)
 
 
+@dataclass(frozen=True, slots=True)
+class RowFailure:
+    """Why one sequence could not go on. `param` names the client's field that is wrong; None: the computation went wrong."""
+
+    message: str
+    param: str | None = None
+
+
 @dataclass(slots=True)
 class RowResult:
     """Answer to one row: `tokens` has `row.samples` entries; `logprobs` as many, when asked for.
@@ -92,7 +100,7 @@ class RowResult:
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     candidates: list[Logprob] | None = None  # in falling order; of equal ones the lower token id comes first
-    failure: str | None = None
+    failure: RowFailure | None = None
 
 
 @dataclass(slots=True)

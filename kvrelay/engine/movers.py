@@ -4,9 +4,9 @@ bytes, in a thread of its own; the engine learns what happened by polling once p
 A prefill worker's engine drives a `Producer`:
 
     expect -> start(blocks) -> begin_step / layer_done / end_step ... -> finish(first tokens) -> poll: released
-    park asks for the blocks of a prompt that the consumer has not reserved for (poll: parked; no answer: the consumer was
-    quicker, and the transfer goes on). Should it reserve later, poll says restart, and the prompt is computed again from the
-    cache: start(blocks), steps, finish.
+    set_aside asks for the blocks of a prompt that the consumer has not reserved for (poll: set_aside; no answer: the consumer
+    was quicker, and the transfer goes on). Should it reserve later, poll says restart, and the prompt is computed again from
+    the cache: start(blocks), steps, finish.
     released may come at any time, also while the prompt waits or is being computed: the consumer does not want it, or failed.
     It is said once, and afterwards every call about the request is harmless.
 
@@ -39,9 +39,9 @@ from kvrelay.wire.serving import FirstToken, TransferInfo
 class ProducerNews:
     """Since the last poll."""
 
-    released: list[RequestId] = field(default_factory=list)  # for good: nobody reads these requests' blocks any more
-    parked: list[RequestId] = field(default_factory=list)  # park was granted: nobody reads the blocks, the transfer goes on
-    restart: list[RequestId] = field(default_factory=list)  # parked, and now wanted: compute again
+    released: list[RequestId] = field(default_factory=list)  # for good: these requests' blocks are not read any more
+    set_aside: list[RequestId] = field(default_factory=list)  # granted: the blocks are not read, the transfer goes on
+    restart: list[RequestId] = field(default_factory=list)  # set aside, and now wanted: compute again
     failed: list[tuple[RequestId, str]] = field(default_factory=list)  # the consumer is gone or refused; also in `released`
 
 
@@ -61,7 +61,7 @@ class ConsumerNews:
 
     started: list[RequestId] = field(default_factory=list)  # blocks may be reserved now
     arrived: list[Arrival] = field(default_factory=list)
-    freed: list[RequestId] = field(default_factory=list)  # blocks of an aborted, failed or unreserved transfer are safe again
+    freed: list[RequestId] = field(default_factory=list)  # blocks of an aborted or failed transfer are safe again
 
 
 class Producer(Protocol):
@@ -82,15 +82,15 @@ class Producer(Protocol):
 
     def finish(self, request_id: RequestId, first_tokens: list[FirstToken]) -> None: ...
 
-    def park(self, request_id: RequestId) -> None:
-        """Asks for the blocks back. Answered by poll: parked, or not at all if the consumer has reserved or pulled."""
+    def set_aside(self, request_id: RequestId) -> None:
+        """Asks for the blocks back. Answered by poll: set_aside, or not at all if the consumer has reserved or pulled."""
 
     def abort(self, request_id: RequestId) -> None:
-        """Harmless if over. If blocks were given, they come back through poll: released (or parked, where that crossed it)."""
+        """Harmless if over. If blocks were given, poll gives them back: released (or set_aside, where that crossed it)."""
 
     def peer_lost(self, worker_id: WorkerId) -> None:
-        """The peer is gone, says somebody who may be wrong: every transfer with it fails now. Memory that it might still write
-        is safe only once its death is proven."""
+        """The peer is gone, says a router, which may be wrong: every transfer with it fails now. Memory that it might still
+        write is safe only once its death is proven."""
 
     @property
     def has_news(self) -> bool:
@@ -117,15 +117,12 @@ class Consumer(Protocol):
     def reserve(self, request_id: RequestId, blocks: Sequence[int], skip_tokens: int) -> None:
         """Blocks for the tokens from `skip_tokens` on, which is a multiple of the block size."""
 
-    def unreserve(self, request_id: RequestId) -> None:
-        """Takes the blocks back (poll: freed, then started again when the producer still has it), or it arrives first."""
-
     def abort(self, request_id: RequestId) -> None:
         """Harmless if over. If blocks were reserved, they come back through poll: freed."""
 
     def peer_lost(self, worker_id: WorkerId) -> None:
-        """The peer is gone, says somebody who may be wrong: every transfer with it fails now. Memory that it might still write
-        is safe only once its death is proven."""
+        """The peer is gone, says a router, which may be wrong: every transfer with it fails now. Memory that it might still
+        write is safe only once its death is proven."""
 
     @property
     def has_news(self) -> bool:

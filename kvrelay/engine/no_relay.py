@@ -32,4 +32,4 @@ class NoRelay:
     def _never(self, *_: object) -> NoReturn:
         raise AssertionError("this engine has no relay")
 
-    expect = start = begin_step = layer_done = end_step = finish = park = reserve = unreserve = poll = _never
+    expect = start = begin_step = layer_done = end_step = finish = set_aside = reserve = poll = _never

@@ -94,7 +94,7 @@ def serve(
 
         async def main() -> int:
             front = Front(router, cluster, served_name, tokenizer, image_spec, default_listen=FREE_LOCAL_PORT)
-            return await _run(front, listener, Supervisor(workers.commands(roles, front.registry_address)), roles)
+            return await _run(front, listener, workers.commands(roles, front.registry_address), roles)
 
         return _run_loop(main)
 
@@ -112,7 +112,7 @@ def route(
 
         async def main() -> int:
             front = Front(router, cluster, served_name, tokenizer, image_spec, default_listen=_DEFAULT_LISTEN)
-            return await _run(front, listener, None, [])
+            return await _run(front, listener, [], [])
 
         return _run_loop(main)
 
@@ -184,7 +184,7 @@ def _open_removals(options: RouterOptions, metrics: Metrics) -> RemovalQueue | N
     """On the running loop. None where there is no context index, or nothing to tell it."""
     if not options.context_index or options.eviction_sync == "off":
         return None
-    from kvrelay.events.contextpilot import ContextPilotIndex  # loads an HTTP client that nobody else here needs
+    from kvrelay.events.contextpilot import ContextPilotIndex  # loads an HTTP client, which nothing else here needs
 
     return RemovalQueue(ContextPilotIndex(options.context_index), metrics)
 
@@ -194,41 +194,42 @@ def _open_sync(options: RouterOptions, removals: RemovalQueue, metrics: Metrics)
     return functools.partial(EvictionSyncAdapter, removals, mode=options.eviction_sync, metrics=metrics)
 
 
-async def _run(front: Front, listener: socket.socket, supervisor: Supervisor | None, roles: list[Role]) -> int:
+async def _run(front: Front, listener: socket.socket, commands: list[list[str]], roles: list[Role]) -> int:
+    """`commands` start the workers of this machine. What was opened last is closed first."""
     stop = asyncio.Event()
     _on_signals(front.server, stop)
-    front.router.start()
-    ready_line = _ready_line(front, listener, roles)
-    listeners = [listener.dup() for _ in range(_ACCEPTS_PER_TURN)]
-    listener.close()
-    http = asyncio.create_task(front.server.serve(sockets=listeners))
-    stopped = asyncio.create_task(stop.wait())
-    try:
-        if supervisor is not None:
-            supervisor.start()
-            await until_ready(front.router, supervisor, len(roles), stopped)
+    async with contextlib.AsyncExitStack() as ends:
+        front.router.start()
+        ends.callback(front.router.close)
+        if front.removals is not None:
+            ends.push_async_callback(front.removals.close, _LAST_REMOVALS_S)
+        supervisor = Supervisor(commands)
+        ends.push_async_callback(supervisor.stop)  # before the router: a worker that leaves wants an answer of the registry
+        ready_line = _ready_line(front, listener, roles)
+        listeners = [listener.dup() for _ in range(_ACCEPTS_PER_TURN)]
+        listener.close()
+        http = asyncio.create_task(front.server.serve(sockets=listeners))
+        ends.push_async_callback(_end_http, front.server, http)
+        stopped = asyncio.create_task(stop.wait())
+        ends.callback(stopped.cancel)
+        supervisor.start()
+        await until_ready(front.router, supervisor, len(roles), stopped)
         if not stop.is_set():
             _spare_the_collector()
             print(ready_line, flush=True)
             await _until_stopped(http, stopped, supervisor)
-    finally:
-        stopped.cancel()
-        front.server.should_exit = True
-        await asyncio.wait([http])
-        if supervisor is not None:
-            await supervisor.stop()  # before the router: a worker that leaves wants an answer of the registry
-        if front.removals is not None:
-            await front.removals.close(_LAST_REMOVALS_S)
-        front.router.close()
     return 0
 
 
-async def _until_stopped(http: asyncio.Task[None], stopped: asyncio.Task[bool], supervisor: Supervisor | None) -> None:
-    waits: list[asyncio.Future[Any]] = [http, stopped]
-    if supervisor is not None:
-        waits.append(supervisor.failed)
+async def _end_http(server: HttpServer, http: asyncio.Task[None]) -> None:
+    server.should_exit = True
+    await asyncio.wait([http])
+
+
+async def _until_stopped(http: asyncio.Task[None], stopped: asyncio.Task[bool], supervisor: Supervisor) -> None:
+    waits: list[asyncio.Future[Any]] = [http, stopped, supervisor.failed]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    if supervisor is not None and supervisor.failed.done():
+    if supervisor.failed.done():
         raise supervisor.failed.result()
     if http.done():
         http.result()  # it ends by itself only with an error
@@ -256,7 +257,7 @@ def _prepare(router: RouterOptions, cluster: ClusterOptions, environment: Enviro
     use_key(load_key(key_file(cluster.cluster_key, environment)))
     if not is_loopback(router.host) and not router.api_key and not router.api_key_file:
         log.warning(
-            "whoever reaches this address can use the server; protect it with --api-key-file",
+            "every client that reaches this address can use the server; protect it with --api-key-file",
             option="--host",
             address=router.host,
         )

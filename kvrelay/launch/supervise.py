@@ -1,6 +1,6 @@
-"""The worker processes of `kvrelay serve`: started, watched, restarted, and stopped without leaving one behind.
+"""Worker processes of this machine: started, watched, restarted, and stopped without leaving one behind.
 
-    start -> each worker runs -> ends before `all_ready`  -> `failed` gets the reason, serve gives up
+    start -> each worker runs -> ends before `all_ready`  -> `failed` gets the reason, the start is given up
                               -> ends as it was told      -> not restarted: it was drained, here or by a SIGTERM from elsewhere
                               -> ends otherwise           -> restarted after a pause that doubles (1 s to 30 s)
                               -> ends 5 times in a minute -> given up; when none is left, `failed` gets the reason
@@ -34,7 +34,7 @@ log = Log("serve")
 STOP_PATIENCE_S = 8.0
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 30.0
-_HEALTHY_AFTER_S = 60.0  # a worker that ran so long begins with a clean record
+_HEALTHY_AFTER_S = 60.0  # a worker that ran for this time begins with a clean record
 _MAX_QUICK_DEATHS = 5
 _MAX_WORDS_BYTES = 64 * 1024
 
@@ -93,7 +93,7 @@ class Child:
         try:
             loop.call_soon_threadsafe(self._ended, status)
         except RuntimeError:
-            return  # the loop is closed: nobody asks any more
+            return  # the loop is closed, and with it the supervisor
 
     def _ended(self, status: int) -> None:
         if not self.exited.done():
@@ -101,7 +101,7 @@ class Child:
 
 
 @dataclass(slots=True)
-class _Slot:
+class _Supervised:
     """One worker, through all its restarts."""
 
     index: int
@@ -117,14 +117,14 @@ class Supervisor:
     """Keeps one process per command running. Used on one event loop."""
 
     def __init__(self, commands: Sequence[Sequence[str]]) -> None:
-        self._slots = [_Slot(index, command) for index, command in enumerate(commands)]
+        self._workers = [_Supervised(index, command) for index, command in enumerate(commands)]
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = False
         self._all_ready = False
         self.failed: asyncio.Future[WorkerDiedError] = asyncio.get_running_loop().create_future()
 
     def start(self) -> None:
-        self._tasks = [asyncio.create_task(self._keep(slot)) for slot in self._slots]
+        self._tasks = [asyncio.create_task(self._keep(worker)) for worker in self._workers]
 
     def all_ready(self) -> None:
         """From now on a worker that ends is restarted."""
@@ -132,7 +132,7 @@ class Supervisor:
 
     @property
     def pids(self) -> list[int]:
-        return [slot.child.pid for slot in self._slots if slot.child is not None and not slot.child.exited.done()]
+        return [worker.child.pid for worker in self._workers if worker.child is not None and not worker.child.exited.done()]
 
     async def stop(self, patience_s: float = STOP_PATIENCE_S) -> None:
         """Asks kindly, waits, then kills. Nothing runs afterwards."""
@@ -140,7 +140,7 @@ class Supervisor:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        children = [slot.child for slot in self._slots if slot.child is not None]
+        children = [worker.child for worker in self._workers if worker.child is not None]
         for number, wait_s in ((signal.SIGTERM, patience_s), (signal.SIGKILL, 5.0)):
             running = [child for child in children if not child.exited.done()]
             for child in running:
@@ -150,35 +150,35 @@ class Supervisor:
         for child in children:
             child.close()
 
-    async def _keep(self, slot: _Slot) -> None:
-        while not slot.given_up:
+    async def _keep(self, worker: _Supervised) -> None:
+        while not worker.given_up:
             began_at = time.monotonic()
-            slot.child = child = Child(slot.command)
+            worker.child = child = Child(worker.command)
             await asyncio.shield(child.exited)
             reason, role = child.last_words()
             child.close()
-            slot.child = None
+            worker.child = None
             if not self._all_ready:
-                self._fail(f"worker {slot.index} could not start: {reason}")
+                self._fail(f"worker {worker.index} could not start: {reason}")
                 return
             if child.ended_as_told:
-                slot.left = True
-                log.info("a worker left as it was told; no other takes its place", worker=slot.index)
+                worker.left = True
+                log.info("a worker left as it was told; no other takes its place", worker=worker.index)
                 return
             if role is not None:
-                slot.command = with_role(slot.command, role)
-            await self._pause(slot, reason, time.monotonic() - began_at)
+                worker.command = with_role(worker.command, role)
+            await self._pause(worker, reason, time.monotonic() - began_at)
 
-    async def _pause(self, slot: _Slot, reason: str, ran_s: float) -> None:
-        slot.quick_deaths = 1 if ran_s >= _HEALTHY_AFTER_S else slot.quick_deaths + 1
-        if slot.quick_deaths >= _MAX_QUICK_DEATHS:
-            slot.given_up = True
-            log.error("a worker ended too often; giving it up", worker=slot.index, reason=reason)
-            if all(other.given_up or other.left for other in self._slots):
+    async def _pause(self, worker: _Supervised, reason: str, ran_s: float) -> None:
+        worker.quick_deaths = 1 if ran_s >= _HEALTHY_AFTER_S else worker.quick_deaths + 1
+        if worker.quick_deaths >= _MAX_QUICK_DEATHS:
+            worker.given_up = True
+            log.error("a worker ended too often; giving it up", worker=worker.index, reason=reason)
+            if all(other.given_up or other.left for other in self._workers):
                 self._fail(f"every worker ended too often; the last one: {reason}")
             return
-        pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (slot.quick_deaths - 1))
-        log.warning("a worker ended; starting another", worker=slot.index, reason=reason, pause_s=pause_s)
+        pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (worker.quick_deaths - 1))
+        log.warning("a worker ended; starting another", worker=worker.index, reason=reason, pause_s=pause_s)
         await asyncio.sleep(pause_s)
 
     def _fail(self, reason: str) -> None:

@@ -1,38 +1,51 @@
-"""What `LLM` and `AsyncLLM` have in common."""
+"""What `LLM` and `AsyncLLM` have in common: the options, the service behind them, and what a request can be continued from."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import assert_never
+import contextlib
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from kvrelay.engine.engine import Engine
-from kvrelay.errors import ConfigError, EngineClosedError, InvalidRequestError
-from kvrelay.ids import RequestId
-from kvrelay.launch.cluster import LocalCluster
-from kvrelay.offline.backends import OfflineOptions
-from kvrelay.offline.outputs import Answers, Assembly, Job, Origin, prepare
-from kvrelay.offline.parents import OfflineParent, OfflineParents
+from kvrelay.errors import ConfigError, ConflictError, EngineClosedError, InvalidRequestError, NotFoundError
+from kvrelay.offline.options import split_options
+from kvrelay.offline.outputs import CompletionOutput, Job, Origin, RequestOutput, prepare
+from kvrelay.offline.service import Service, build_engine, open_engine, open_workers
 from kvrelay.progress import Progress, Silent
+from kvrelay.router.backend import Backend
+from kvrelay.router.parent import Parent
 from kvrelay.sampling import SamplingParams
 from kvrelay.text.tokenizer import Tokenizer
-from kvrelay.wire.serving import BeamResult, Failure, HandedOver, Inherited, KeptNews, Submit
 
 Prompt = str | list[int]
 KeepKV = bool | float | None  # True: for the usual time; or for so many seconds
+ParentName = str | CompletionOutput | RequestOutput
+
+_PARENT_WAIT_S = 24 * 3600.0  # a child waits for its parent's end
 
 
 class Base:
     """Options are those of `kvrelay serve`, with underscores: LLM("smollm2", max_model_len=1024)."""
 
     tokenizer: Tokenizer
-    relay: LocalCluster | None = None  # the worker processes, if there are any
-    _engine: Engine | None = None
-    _closed = False
+    relay: Service | None = None  # with worker processes
 
-    def __init__(self, options: OfflineOptions) -> None:
-        self._keep_default_s = options.router.keep_kv_default_s
-        self._max_keep_kv_s = options.router.max_keep_kv_s
-        self._parents = OfflineParents(options.router.continuation_cache)
+    def __init__(self, model: str, options: dict[str, Any], *, progress: bool) -> None:
+        """Returns when the model is loaded. With worker processes it raises WorkerDiedError if one of them cannot start."""
+        chosen = split_options(model, options)
+        self._progress = shown_progress(progress)
+        self._keep_default_s = chosen.router.keep_kv_default_s
+        self._max_keep_kv_s = chosen.router.max_keep_kv_s
+        self._engine: Engine | None = None
+        self._closed = False
+        if chosen.relay:
+            self.tokenizer, opened = open_workers(chosen, self._progress, shown=progress)
+            self.relay = self._service = Service(opened, chosen.engine.max_queue)
+        else:
+            self.tokenizer, self._engine = build_engine(chosen, self._progress)
+            self._service = Service(open_engine(self._engine, chosen), chosen.engine.max_queue)
+        weakref.finalize(self, self._service.close)  # one that is dropped, or left at the interpreter's end, leaves no process
 
     @property
     def engine(self) -> Engine:
@@ -40,6 +53,16 @@ class Base:
         if self._engine is None:
             raise ConfigError("the engines of this model are in worker processes")
         return self._engine
+
+    def release(self, parent: ParentName) -> None:
+        """No request will continue from it: its KV need not be kept. Raises NotFoundError if it is not."""
+        self._check_open()
+        self._service.run(_release(self._service.backend, parent))
+
+    def close(self) -> None:
+        """Ends what still runs with an error, then the engine or the worker processes. May be called twice."""
+        self._closed = True
+        self._service.close()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -62,40 +85,71 @@ class Base:
         return prepare(self.tokenizer, [*origin.tokens, *added], params, None, keep_ttl_s, origin)
 
 
-def take_words(assemblies: Mapping[RequestId, Assembly], answers: Answers) -> None:
-    """All that is said of requests besides their tokens."""
-    for news in answers.news:
-        assembly = assemblies.get(news.request_id)
-        if assembly is None:
-            continue
-        match news:
-            case BeamResult():
-                assembly.take_beam(news)
-            case Inherited():
-                assembly.take_inherited(news)
-            case KeptNews():
-                assembly.take_news(news)
-            case Failure() | HandedOver():  # ends the request: not for its assembly to know
-                pass
-            case _:
-                assert_never(news)
+async def find_origin(backend: Backend, name: ParentName) -> Origin:
+    """A parent that still runs is waited for. Raises NotFoundError, InvalidRequestError."""
+    if isinstance(name, RequestOutput) and name.finished:
+        return await _given_back(backend, name)
+    found = await _find(backend, _handle_of(name))
+    return Origin(of=found.name, tokens=list(found.tokens), parent=found)
 
 
-def origin_of(found: OfflineParent | Origin) -> Origin:
-    return found.origin if isinstance(found, OfflineParent) else found
+async def _given_back(backend: Backend, output: RequestOutput) -> Origin:
+    """It brings all its tokens along; if its KV is gone, that does no harm."""
+    if len(output.outputs) != 1:
+        raise InvalidRequestError(
+            f"{output.request_id!r} has {len(output.outputs)} outputs: continue from one of them", param="parent"
+        )
+    sample = output.outputs[0]
+    tokens = [*output.prompt_token_ids, *sample.token_ids]
+    if sample.continuation is None:
+        return Origin(of=output.request_id, tokens=tokens, parent=None)
+    try:
+        parent = await _find(backend, sample.continuation.handle)
+    except NotFoundError:
+        parent = None
+    return Origin(of=sample.continuation.handle, tokens=tokens, parent=parent)
 
 
-def submit_of(request_id: RequestId, external_id: str, assembly: Assembly, priority: int, trace: dict[str, str]) -> Submit:
-    return Submit(
-        request_id=request_id,
-        external_id=external_id,
-        prompt=assembly.job.tokens,
-        params=assembly.job.params,
-        priority=priority,
-        trace=trace,
-        keep=assembly.job.keep,
-        inherit=None if assembly.job.origin is None else assembly.job.origin.kept_id,
-    )
+async def _find(backend: Backend, handle: str) -> Parent:
+    with _argument():
+        return await backend.find_parent(handle, "", wait_s=_PARENT_WAIT_S)
+
+
+@contextlib.contextmanager
+def _argument() -> Iterator[None]:
+    """What an HTTP client calls `continuation_of` is the argument `parent` here."""
+    try:
+        yield
+    except (NotFoundError, InvalidRequestError, ConflictError) as error:
+        error.param = "parent"
+        raise
+
+
+def _handle_of(name: ParentName) -> str:
+    match name:
+        case str():
+            return name
+        case RequestOutput():
+            return name.request_id
+        case CompletionOutput(continuation=None):
+            raise InvalidRequestError(
+                "its KV was not to be kept: generate with keep_kv, or continue from the RequestOutput", param="parent"
+            )
+        case CompletionOutput():
+            assert name.continuation is not None
+            return name.continuation.handle
+
+
+async def _release(backend: Backend, name: ParentName) -> None:
+    if isinstance(name, RequestOutput) and name.finished:
+        kept = [sample for sample in name.outputs if sample.continuation is not None]
+        if len(kept) != 1:
+            raise NotFoundError("its KV is not kept", param="parent", code="continuation_not_found")
+        name = kept[0]
+    handle = _handle_of(name)
+    with _argument():
+        backend.continuations.find(handle, "")  # one sample, not several
+        await backend.delete_parents(handle, "")
 
 
 def shown_progress(shown: bool) -> Progress:

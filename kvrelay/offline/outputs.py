@@ -1,44 +1,23 @@
-"""What the offline API gives back, and how it is put together from an engine's outputs."""
+"""What the offline API gives back, and how it is put together from the outputs of a stream."""
 
 from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import msgspec
 
 from kvrelay.errors import InvalidRequestError
-from kvrelay.ids import KeptId, RequestId, new_kept_id
+from kvrelay.ids import new_kept_id
+from kvrelay.router.parent import Parent
+from kvrelay.router.stream import RequestStream
 from kvrelay.sampling import SamplingParams
 from kvrelay.states import FinishReason
 from kvrelay.text.detokenizer import Detokenizer
 from kvrelay.text.tokenizer import Tokenizer
-from kvrelay.wire.serving import (
-    BeamResult,
-    Finish,
-    Inherited,
-    Keep,
-    KeptNews,
-    News,
-    SequenceOutput,
-    StepOutputs,
-    TokenLogprobs,
-)
-
-
-class Answers(msgspec.Struct, frozen=True, kw_only=True):
-    """What whoever serves requests has to say of them, in the engine's words."""
-
-    outputs: list[SequenceOutput] = []
-    news: list[News] = []
-
-    @classmethod
-    def of(cls, step: StepOutputs) -> Answers:
-        return cls(outputs=step.outputs, news=step.news)
-
-    def __bool__(self) -> bool:
-        return bool(self.outputs or self.news)
+from kvrelay.wire.serving import BeamResult, Keep, SequenceOutput, TokenLogprobs
 
 
 class Continuation(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,7 +43,7 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
 
     of: str
     tokens: list[int]
-    kept_id: KeptId | None  # where their KV is, perhaps
+    parent: Parent | None  # None: all that is known of it are these tokens
 
 
 class CompletionOutput(msgspec.Struct, frozen=True, kw_only=True):
@@ -169,11 +148,12 @@ class _Sample:
                 self.finish = FinishReason.STOP
                 return not (last and output.finish is not None)
         if output.finish is not None:
-            self.finish = output.finish
-            self.pieces.append(self.detokenizer.flush())
-            if self.detokenizer.stopped is not None:
-                self.finish = FinishReason.STOP
+            self.end(output.finish)
         return False
+
+    def end(self, finish: FinishReason) -> None:
+        self.pieces.append(self.detokenizer.flush())
+        self.finish = finish if self.detokenizer.stopped is None else FinishReason.STOP
 
     @property
     def mean_logprob(self) -> float:
@@ -183,92 +163,73 @@ class _Sample:
 class Assembly:
     """Puts a request's outputs together."""
 
-    def __init__(self, tokenizer: Tokenizer, external_id: str, request_id: RequestId, job: Job) -> None:
-        self.job = job
-        self._external_id = external_id
-        self._request_id = request_id
+    def __init__(self, tokenizer: Tokenizer, shown_id: str, job: Job) -> None:
+        self._job = job
+        self._shown_id = shown_id
         self._samples = [_Sample(tokenizer, job) for _ in range(job.params.n)]
         self._cached_tokens = 0
+        self._inherited_tokens = 0
         self._prompt_logprobs: list[TokenLogprobs | None] | None = None
-        self._inherited = 0
-        self.news: list[KeptNews] = []
+        self._settled = job.keep is None
 
     @property
     def ended(self) -> bool:
         """There will be no more tokens."""
         return all(sample.finish is not None for sample in self._samples)
 
-    @property
-    def heard_all(self) -> bool:
-        """Of every sample that was to be kept, whether it is."""
-        return self.job.keep is None or all(sample.continuation is not None for sample in self._samples)
-
-    @property
-    def finished(self) -> bool:
-        return self.ended and self.heard_all
-
-    def open_samples(self) -> list[tuple[int, int]]:
-        """Those without an end, and how many tokens each has."""
-        return [(place, len(sample.tokens)) for place, sample in enumerate(self._samples) if sample.finish is None]
-
-    def kept_tokens(self) -> list[tuple[KeptId, list[int]]]:
-        """Of each sample that was to be kept: prompt and output."""
-        kept_ids = [] if self.job.keep is None else self.job.keep.kept_ids
-        return [(kept_id, [*self.job.tokens, *sample.tokens]) for kept_id, sample in zip(kept_ids, self._samples, strict=False)]
-
-    def take_beam(self, beam: BeamResult) -> None:
-        self._samples[beam.sample].beam = beam
-
-    def take_inherited(self, inherited: Inherited) -> None:
-        self._inherited = inherited.num_tokens
-
-    def take_news(self, news: KeptNews) -> None:
-        self.news.append(news)
-        self._samples[news.sample].continuation = Continuation(
-            handle=news.kept_id,
-            kept=news.kept,
-            expires_at=time.time() + news.ttl_s if news.kept else None,
-            reason=news.reason,
-        )
-
-    def take(self, output: SequenceOutput) -> Finish | None:
-        """Returns what to tell the engine when a stop string ended the sample."""
+    def take(self, output: SequenceOutput, stream: RequestStream) -> int | None:
+        """How many tokens the sample keeps, if a stop string ended it before its worker knew."""
         sample = self._samples[output.sample]
         if sample.finish is not None:
             return None
         self._cached_tokens = max(self._cached_tokens, output.cached_tokens)
         self._prompt_logprobs = output.prompt_logprobs or self._prompt_logprobs
-        if not sample.take(output):
-            return None
-        return Finish(
-            request_id=self._request_id,
-            sample=output.sample,
-            keep_tokens=sample.detokenizer.num_tokens,
-            reason=FinishReason.STOP,
-        )
+        self._inherited_tokens = 0 if stream.inherited is None else stream.inherited.num_tokens
+        sample.beam = stream.beams.get(output.sample)
+        return sample.detokenizer.num_tokens if sample.take(output) else None
+
+    def abort(self) -> None:
+        """What has no end yet ends here."""
+        for sample in self._samples:
+            if sample.finish is None:
+                sample.end(FinishReason.ABORT)
+
+    def settle(self, parents: Sequence[Parent], remaining_s: Callable[[Parent], float]) -> None:
+        """It is known which samples' KV is kept. Without parents, the request never came to a worker."""
+        self._settled = True
+        for place, kept_id in enumerate([] if self._job.keep is None else self._job.keep.kept_ids):
+            kept, reason = False, "it was aborted before it began"
+            if parents:
+                kept, reason = parents[place].kept, parents[place].reason
+            self._samples[place].continuation = Continuation(
+                handle=kept_id,
+                kept=kept,
+                expires_at=time.time() + remaining_s(parents[place]) if kept else None,
+                reason="" if kept else reason or "its worker does not say so",
+            )
 
     def output(self) -> RequestOutput:
         samples = self._samples
-        if len(samples) > self.job.num_returned:
-            samples = sorted(samples, key=lambda sample: sample.mean_logprob, reverse=True)[: self.job.num_returned]
+        if len(samples) > self._job.num_returned:
+            samples = sorted(samples, key=lambda sample: sample.mean_logprob, reverse=True)[: self._job.num_returned]
         return RequestOutput(
-            request_id=self._external_id,
-            prompt=self.job.prompt,
-            prompt_token_ids=self.job.tokens,
+            request_id=self._shown_id,
+            prompt=self._job.prompt,
+            prompt_token_ids=self._job.tokens,
             outputs=[self._completion(index, sample) for index, sample in enumerate(samples)],
-            finished=self.finished,
+            finished=self.ended and self._settled,
             cached_tokens=self._cached_tokens,
             prompt_logprobs=self._prompt_logprobs,
-            continued=None if self.job.origin is None else self._continued(self.job.origin),
+            continued=None if self._job.origin is None else self._continued(self._job.origin),
         )
 
     def _continued(self, origin: Origin) -> Continued:
-        known = max(self._inherited, self._cached_tokens)
+        known = max(self._inherited_tokens, self._cached_tokens)
         return Continued(
             of=origin.of,
-            source="lease" if self._inherited else "prefix_cache" if known else "prefill",
-            inherited_tokens=self._inherited,
-            computed_tokens=len(self.job.tokens) - known,
+            source="lease" if self._inherited_tokens else "prefix_cache" if known else "prefill",
+            inherited_tokens=self._inherited_tokens,
+            computed_tokens=len(self._job.tokens) - known,
         )
 
     def _completion(self, index: int, sample: _Sample) -> CompletionOutput:
@@ -278,7 +239,7 @@ class Assembly:
             token_ids=list(sample.tokens),
             finish_reason=sample.finish,
             stop=sample.detokenizer.stopped,
-            logprobs=list(sample.logprobs) if self.job.keep_logprobs else None,
+            logprobs=list(sample.logprobs) if self._job.keep_logprobs else None,
             cumulative_logprob=None if sample.beam is None else sample.beam.cumulative_logprob,
             score=None if sample.beam is None else sample.beam.score,
             continuation=sample.continuation,

@@ -8,8 +8,8 @@ With a key every connection is encrypted and both ends have proven themselves (C
 listening end asks a second time: a thread, the guard, answers ZMQ's question (ZAP) whether a client's public key is the one
 made from the cluster key. Without a guard no peer is let in.
 
-A process belongs to one cluster. A `LocalCluster` may live inside a process of another one: what its thread does is done with
-its own key (`keyed`). Without a key the planes are open, and belong on loopback.
+A process belongs to one cluster. A local cluster (launch/cluster.py) may live inside a process of another one: what its
+thread does is done with its own key (`keyed`). Without a key the planes are open, and belong on loopback.
 """
 
 from __future__ import annotations

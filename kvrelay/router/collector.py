@@ -77,7 +77,10 @@ class WorkerCollector(Collector):
         yield _gauge(peers, "kept_kv", "Finished samples whose KV is kept, by worker", lambda peer: peer.load.kept)
         yield _gauge(peers, "mapping_size", "Transfer ids known, by worker", lambda peer: peer.load.mapping.size)
         yield _gauge(
-            peers, "mapping_parked", "Messages about transfers not yet known, by worker", lambda peer: peer.load.mapping.parked
+            peers,
+            "mapping_held_back",
+            "Messages about transfers not yet known, by worker",
+            lambda peer: peer.load.mapping.held_back,
         )
 
 

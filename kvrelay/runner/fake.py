@@ -22,13 +22,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrelay.engine.interfaces import Allocate, Row, RowResult, SequenceView, StepPlan, StepResult
+from kvrelay.engine.interfaces import Allocate, Row, RowFailure, RowResult, SequenceView, StepPlan, StepResult
+from kvrelay.wire.kv import Layout
 from kvrelay.wire.serving import Logprob, TokenLogprobs
-from kvrelay.wire.transfer import Layout
 
 MAX_LAUNCHED = 2
 _NUM_LAYERS = 2
-_NO_GRAMMAR = "response_format: the fake runner cannot follow a grammar"
+_NO_GRAMMAR = RowFailure("response_format: the fake runner cannot follow a grammar", param="response_format")
 _NOTHING_WRITTEN = np.uint64(0)
 
 Hashes = NDArray[np.uint64]

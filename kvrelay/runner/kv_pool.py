@@ -23,7 +23,7 @@ from kvrelay.config import EngineOptions
 from kvrelay.engine.interfaces import Allocate
 from kvrelay.errors import ConfigError
 from kvrelay.log import Log
-from kvrelay.wire.transfer import Layout
+from kvrelay.wire.kv import Layout
 
 CPU_SHARE = 0.15  # of the memory that is free
 CPU_MOST_BYTES = 4 * 2**30

@@ -36,7 +36,7 @@ from kvrelay.runner.sampling.grammar import Grammars
 from kvrelay.runner.sampling.sampler import Prepared, Sampler
 from kvrelay.runner.vision.features import FeatureStore
 from kvrelay.runner.vision.images import ImageRows
-from kvrelay.wire.transfer import Layout
+from kvrelay.wire.kv import Layout
 
 MAX_LAUNCHED = 2
 TOKENIZER_NAME = "tokenizer.json"

@@ -64,13 +64,12 @@ class ImageCounts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MappingCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the table that translates transfer ids and request ids. `size` and `parked` are of this moment, the rest since the
-    start."""
+    """Of the table that translates transfer ids and request ids. `size` and `held_back` are of this moment, the rest since
+    the start."""
 
     size: int = 0
-    parked: int = 0  # messages about transfers that are not known yet
+    held_back: int = 0  # messages about transfers that are not known yet
     lookups: int = 0
-    lookup_s: float = 0.0
     duplicates: int = 0  # messages about what was said before
     unknown: int = 0  # messages about unknown transfers
     foreign: int = 0  # messages from a worker that is not the transfer's peer: another attempt or incarnation

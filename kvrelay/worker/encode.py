@@ -15,16 +15,13 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import numpy as np
-
 from kvrelay.errors import InternalError, InvalidRequestError, QueueFullError, RequestError, UnavailableError
 from kvrelay.ids import KeptId, RequestId, TransferId, WorkerId
 from kvrelay.log import Log
-from kvrelay.media.placeholders import placeholder_ids
 from kvrelay.runner.vision.encoder import Encoder
 from kvrelay.runner.vision.feature_rows import to_rows
-from kvrelay.transfer.embedding_mover import EmbeddingProducer, EmbeddingTooLargeError
-from kvrelay.transfer.embedding_pool import Embedding
+from kvrelay.transfer.embedding.mover import EmbeddingProducer, EmbeddingTooLargeError
+from kvrelay.transfer.embedding.pool import Embedding
 from kvrelay.wire.registry import ImageCounts, TransferCounts, WorkerLoad
 from kvrelay.wire.serving import (
     EmbeddingTransfer,
@@ -38,6 +35,7 @@ from kvrelay.wire.serving import (
     StepOutputs,
     Submit,
 )
+from kvrelay.worker.embedding import describe
 from kvrelay.worker.local_encoder import patches_in
 
 log = Log("encode")
@@ -193,7 +191,7 @@ class EncodeEngine:
     def _encode(self, batch: list[_Job]) -> None:
         if not batch:
             return
-        self._made.extend(batch)  # from here on they are let go as such, whatever becomes of them
+        self._made.extend(batch)  # from here on they are let go as such, also if they fail
         errors = self._encoder.encode([job.image for job in batch])
         for job in batch:
             error = errors.get(job.image.digest)
@@ -213,14 +211,8 @@ class EncodeEngine:
                 self._store.release(job.image.digest)
 
     def _embedding(self, image: Image) -> Embedding:
-        _, num_rows, num_columns = image.grid
-        down, right = np.divmod(np.arange(image.num_tokens, dtype=np.int32), num_columns // self._merge_size)
-        return Embedding(
-            rows=to_rows(self._store.get(image.digest)),
-            fill_ids=np.array(placeholder_ids(image.digest, image.num_tokens), dtype=np.int32),
-            positions=np.stack((np.zeros_like(down), down, right), axis=1).astype(np.int32),
-            aux=(1, num_rows, num_columns),
-        )
+        fill_ids, positions, aux = describe(image, self._merge_size)
+        return Embedding(rows=to_rows(self._store.get(image.digest)), fill_ids=fill_ids, positions=positions, aux=aux)
 
     # Endings
 

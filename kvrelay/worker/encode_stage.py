@@ -18,7 +18,7 @@ from kvrelay.progress import Progress
 from kvrelay.runner.build import model_fingerprint
 from kvrelay.runner.vision.build import build_encoder
 from kvrelay.runner.vision.encoder import Encoder
-from kvrelay.transfer.embedding_mover import EmbeddingParts, EmbeddingProducer
+from kvrelay.transfer.embedding.mover import EmbeddingParts, EmbeddingProducer
 from kvrelay.worker.encode import EncodeEngine
 from kvrelay.worker.images import Reach, relay_parts
 from kvrelay.worker.stage import BuildStage, Stage, Waker

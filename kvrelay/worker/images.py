@@ -12,7 +12,7 @@ from kvrelay.ids import WorkerId
 from kvrelay.media.image_spec import ImageSpec, read_image_spec
 from kvrelay.runner.build import DTYPES, choose_dtype, cpu_flags
 from kvrelay.runner.runner import TorchRunner
-from kvrelay.transfer.embedding_mover import EmbeddingConsumer, EmbeddingParts
+from kvrelay.transfer.embedding.mover import EmbeddingConsumer, EmbeddingParts
 from kvrelay.worker.embedding import embedding_layout, embedding_parts
 from kvrelay.worker.embedding_intake import EmbeddingIntake
 from kvrelay.worker.stage import Waker
@@ -45,7 +45,7 @@ def open_images(
     relay = None
     if reach is not None:
         consumer = EmbeddingConsumer(relay_parts(worker_id, image_spec, model_options, runner.fingerprint, reach))
-        relay = EmbeddingIntake(consumer, store, DTYPES[choose_dtype(model_options, cpu_flags())])
+        relay = EmbeddingIntake(consumer, store, DTYPES[choose_dtype(model_options, cpu_flags())], image_spec.merge_size)
     return Images(store, relay=relay, encoder=encoder, timeout_s=engine_options.embedding_timeout_s, clock=time.monotonic)
 
 

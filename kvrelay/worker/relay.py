@@ -19,10 +19,12 @@ from kvrelay.runner.build import build_runner
 from kvrelay.runner.runner import TorchRunner
 from kvrelay.states import Role
 from kvrelay.transfer.engines.shm import host_identity
-from kvrelay.transfer.layout import kv_layout
-from kvrelay.transfer.mover import RelayConsumer, RelayParts, RelayProducer
+from kvrelay.transfer.kv.consumer import RelayConsumer
+from kvrelay.transfer.kv.layout import KVLayout, kv_layout
+from kvrelay.transfer.kv.producer import RelayProducer
 from kvrelay.transfer.region import Region, shared_region
-from kvrelay.transfer.session import TransferSettings
+from kvrelay.transfer.relay.link import TransferSettings
+from kvrelay.transfer.relay.parts import RelayParts
 from kvrelay.worker.images import Reach, open_images
 from kvrelay.worker.stage import BuildStage, Stage, Waker, publishes_events
 from kvrelay.worker.transports import open_engines
@@ -80,7 +82,7 @@ def relay_stage(role: Role, options: TransferOptions, host: str, signal_port: in
     return build
 
 
-def _producer(parts: RelayParts, host: str, port: int) -> RelayProducer:
+def _producer(parts: RelayParts[KVLayout], host: str, port: int) -> RelayProducer:
     try:
         return RelayProducer(parts, listen_host=host, listen_port=port)
     except zmq.ZMQError as error:

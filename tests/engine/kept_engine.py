@@ -40,7 +40,7 @@ class Seen(Collected):
 
 
 class KeptEngine(SwapEngine):
-    """By default a pool of which leases may pin all but what the longest request needs."""
+    """By default a pool of which kept KV may pin all but what the longest request needs."""
 
     def __init__(self, *, num_blocks: int = 24, max_model_len: int = 40, **options: object) -> None:
         super().__init__(num_blocks=num_blocks, max_model_len=max_model_len, **{"kept_kv_share": 1.0, **options})  # type: ignore[arg-type]
@@ -128,7 +128,7 @@ class KeptEngine(SwapEngine):
         return self.engine.load().blocks.pinned
 
     def end(self) -> None:
-        """Everything ends, then every lease; nothing is left, on either side."""
+        """Everything ends, then all kept KV; nothing is left, on either side."""
         self.run_until(lambda: not self.engine.has_work)
         self.now += 10 * TTL_S
         assert self.engine.load().kept == 0

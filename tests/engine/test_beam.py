@@ -429,7 +429,7 @@ def test_what_changes_nothing_is_allowed() -> None:
     ],
 )
 def test_a_search_that_could_not_reach_its_end_is_refused(width: int, length: int, max_tokens: int, is_refused: bool) -> None:
-    engine = make_engine(num_blocks=64, kept_kv_share=0.0)  # what leases may pin would not be its own
+    engine = make_engine(num_blocks=64, kept_kv_share=0.0)  # what kept KV may pin would not be its own
     request = submit([1] * length, beam=beam(width), max_tokens=max_tokens)
     engine.submit(request)
     step = engine.step()

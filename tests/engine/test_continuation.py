@@ -25,7 +25,7 @@ def finish(request: Submit, keep_tokens: int, sample: int = 0, reason: FinishRea
 
 
 def press(engine: KeptEngine, *, num_requests: int = 6) -> list[Submit]:
-    """Other traffic, of which each request takes half of what leases leave."""
+    """Other traffic, of which each request takes half of what kept KV leaves."""
     return [engine.ask([60 + number] * 17, keep=False, max_tokens=15) for number in range(num_requests)]
 
 
@@ -45,7 +45,7 @@ def test_blocks_are_pinned_when_the_parent_finishes() -> None:
     assert engine.engine.core.kept.samples[kept_id(parent)].kv.block_table == table
     assert engine.engine.load().kept == 1
     engine.step()
-    assert not engine.engine.has_work  # a lease is no work
+    assert not engine.engine.has_work  # kept KV is no work
     engine.end()
 
 
@@ -67,7 +67,7 @@ def test_a_child_shares_full_blocks_and_copies_the_last_one() -> None:
     engine.end()
 
 
-def test_a_lease_outlives_its_parent_and_traffic_that_would_have_evicted_it() -> None:
+def test_kept_kv_outlives_its_parent_and_traffic_that_would_have_evicted_it() -> None:
     engine = KeptEngine(num_blocks=16, host_blocks=0)
     parent = engine.parent(list(range(9)), max_tokens=6)
     for number in range(20):
@@ -79,7 +79,7 @@ def test_a_lease_outlives_its_parent_and_traffic_that_would_have_evicted_it() ->
     engine.end()
 
 
-def test_a_child_that_ends_leaves_the_lease_as_it_was() -> None:
+def test_a_child_that_ends_leaves_the_kept_kv_as_it_was() -> None:
     engine = KeptEngine()
     parent = engine.parent(list(range(9)), max_tokens=6)
     for _ in range(3):
@@ -91,7 +91,7 @@ def test_a_child_that_ends_leaves_the_lease_as_it_was() -> None:
     engine.end()
 
 
-def test_a_lease_ends_when_its_time_is_over_without_any_step() -> None:
+def test_kept_kv_ends_when_its_time_is_over_without_any_step() -> None:
     engine = KeptEngine()
     parent = engine.parent(list(range(9)), ttl_s=5.0)
     begin = engine.now
@@ -279,7 +279,7 @@ def test_a_release_or_the_end_of_its_time_takes_nothing_from_a_waiting_child() -
         engine.end()
 
 
-# The pool is full of leases
+# The pool is full of kept KV
 
 
 def to_host(engine: KeptEngine, *parents: Submit) -> None:
@@ -295,7 +295,7 @@ def evict(engine: KeptEngine) -> None:
     pool.release(blocks)
 
 
-def test_a_pool_full_of_leases_still_serves_and_no_promise_is_broken() -> None:
+def test_a_pool_full_of_kept_kv_still_serves_and_no_promise_is_broken() -> None:
     for host_blocks in (64, 9, 0):
         engine = KeptEngine(host_blocks=host_blocks)
         parents = [engine.parent([number, *range(16)], max_tokens=7) for number in range(6)]
@@ -317,7 +317,7 @@ def test_a_pool_full_of_leases_still_serves_and_no_promise_is_broken() -> None:
         engine.end()
 
 
-def test_leases_make_room_before_anybody_who_runs_has_to() -> None:
+def test_kept_kv_makes_room_before_anybody_who_runs_has_to() -> None:
     engine = KeptEngine()
     parents = [engine.parent([number] * 17, max_tokens=8) for number in range(2)]
     grown = [engine.ask([30 + number], keep=False, max_tokens=30) for number in range(2)]
@@ -328,7 +328,7 @@ def test_leases_make_room_before_anybody_who_runs_has_to() -> None:
     engine.end()
 
 
-def test_leases_make_room_for_who_waits_too() -> None:
+def test_kept_kv_makes_room_for_who_waits_too() -> None:
     engine = KeptEngine()
     for number in range(2):
         engine.parent([number] * 17, max_tokens=8)
@@ -364,7 +364,7 @@ def test_blocks_that_live_sequences_hold_are_not_copied_for_nothing() -> None:
     engine.end()
 
 
-def test_leases_that_share_blocks_are_copied_once() -> None:
+def test_kept_kv_that_shares_blocks_is_copied_once() -> None:
     engine = KeptEngine(num_blocks=30)
     first = engine.parent(list(range(16)), max_tokens=5)
     second = engine.child(first, SUFFIX, keep=True, max_tokens=5)
@@ -383,7 +383,7 @@ def test_leases_that_share_blocks_are_copied_once() -> None:
     engine.end()
 
 
-def test_a_copy_to_the_host_that_takes_too_long_leaves_the_lease_on_the_device() -> None:
+def test_a_copy_to_the_host_that_takes_too_long_leaves_the_kept_kv_on_the_device() -> None:
     engine = KeptEngine(delays=[NEVER])
     parents = [engine.parent([number] * 17, max_tokens=8) for number in range(2)]
     others = press(engine)
@@ -416,7 +416,7 @@ def test_a_copy_from_the_host_that_takes_too_long_is_computed_instead(prefix_cac
     engine.end()
 
 
-def test_a_lease_that_ends_while_it_leaves_leaks_nothing() -> None:
+def test_kept_kv_that_ends_while_it_leaves_leaks_nothing() -> None:
     for delay in (3, 9):
         engine = KeptEngine(delays=[delay])
         parent = engine.parent([1] * 17, max_tokens=8)
@@ -435,7 +435,7 @@ def test_a_lease_that_ends_while_it_leaves_leaks_nothing() -> None:
 
 @pytest.mark.parametrize("when", ["before", "while it runs", "after"])
 @pytest.mark.parametrize("keep_tokens", range(1, 8))
-def test_a_lease_holds_exactly_what_the_client_saw(when: str, keep_tokens: int) -> None:
+def test_kept_kv_holds_exactly_what_the_client_saw(when: str, keep_tokens: int) -> None:
     """The router finds a stop string; the sequence has run further, or has even ended."""
     engine = KeptEngine(token_budget=4)
     parent = engine.ask(list(range(6)), max_tokens=8)
@@ -461,7 +461,7 @@ def test_a_lease_holds_exactly_what_the_client_saw(when: str, keep_tokens: int) 
     engine.end()
 
 
-def test_a_lease_that_is_cut_when_it_is_on_the_host() -> None:
+def test_kept_kv_that_is_cut_when_it_is_on_the_host() -> None:
     engine = KeptEngine()
     parent = engine.parent(list(range(6)), max_tokens=8)
     to_host(engine, parent)
@@ -476,7 +476,7 @@ def test_a_lease_that_is_cut_when_it_is_on_the_host() -> None:
 
 
 def test_a_child_does_not_write_what_others_can_find_though_nobody_else_holds_it() -> None:
-    """The last block of a lease that was cut is full, and in the prefix cache."""
+    """The last block of kept KV that was cut is full, and in the prefix cache."""
     engine = KeptEngine()
     parent = engine.parent(list(range(6)), max_tokens=8)
     engine.engine.finish(finish(parent, 1))
@@ -493,7 +493,7 @@ def test_a_child_does_not_write_what_others_can_find_though_nobody_else_holds_it
 # Families
 
 
-def test_every_sample_of_a_parent_has_its_lease_and_every_sample_of_a_child_inherits() -> None:
+def test_every_sample_of_a_parent_is_kept_and_every_sample_of_a_child_inherits() -> None:
     engine = KeptEngine(num_blocks=40)
     parent = engine.parent(list(range(9)), n=3, max_tokens=5, temperature=1.0, seed=3)
     children = [engine.child(parent, SUFFIX, sample=index, n=2, temperature=1.0, seed=index) for index in range(3)]
@@ -620,7 +620,7 @@ def test_a_keep_that_makes_no_sense_is_refused(keep: Keep) -> None:
     engine.end()
 
 
-def test_a_lease_is_found_by_its_owner_alone() -> None:
+def test_kept_kv_is_found_by_its_owner_alone() -> None:
     engine = KeptEngine()
     parent = engine.parent(list(range(9)), n=2, temperature=1.0, seed=1, max_tokens=4, owner="key")
     assert parent.keep is not None
@@ -642,7 +642,7 @@ def test_a_request_that_fails_is_not_kept() -> None:
     engine.end()
 
 
-def test_a_drain_does_not_wait_for_leases() -> None:
+def test_a_drain_does_not_wait_for_kept_kv() -> None:
     engine = KeptEngine(delays=[NEVER])
     engine.parent([1] * 17)
     engine.step()
@@ -653,7 +653,7 @@ def test_a_drain_does_not_wait_for_leases() -> None:
     engine.end()
 
 
-def test_nothing_that_is_leased_is_said_to_be_removed() -> None:
+def test_nothing_that_is_kept_is_said_to_be_removed() -> None:
     engine = KeptEngine()
     twins = [engine.ask(list(range(17)), max_tokens=6) for _ in range(2)]  # both compute it; only one's blocks can be found
     engine.until_ended(*twins)

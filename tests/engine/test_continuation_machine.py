@@ -18,7 +18,7 @@ TTLS_S = (5.0, 60.0, 500.0)
 
 
 class KeptTraffic:
-    """What the rules do. Knows which leases were promised until when."""
+    """What the rules do. Knows what was promised to be kept until when."""
 
     def __init__(self, **options: object) -> None:
         self.engine = KeptEngine(max_batch=6, **options)  # type: ignore[arg-type]
@@ -102,7 +102,7 @@ class KeptTraffic:
 
 
 class LeaseMachine(RuleBasedStateMachine):
-    """Prompts are alike, so that blocks are shared by the cache, by forks and by leases."""
+    """Prompts are alike, so that blocks are shared by the cache, by forks and by kept KV."""
 
     @initialize(
         num_blocks=st.integers(14, 26),

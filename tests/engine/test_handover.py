@@ -54,15 +54,15 @@ class ScriptedProducer:
         self.calls.append(("finish", request_id))
         self.first_tokens[request_id] = first_tokens
 
-    def park(self, request_id: RequestId) -> None:
-        self.calls.append(("park", request_id))
+    def set_aside(self, request_id: RequestId) -> None:
+        self.calls.append(("set_aside", request_id))
 
     def abort(self, request_id: RequestId) -> None:
         self.calls.append(("abort", request_id))
 
     @property
     def has_news(self) -> bool:
-        return bool(self.news.released or self.news.parked or self.news.restart)
+        return bool(self.news.released or self.news.set_aside or self.news.restart)
 
     def poll(self) -> ProducerNews:
         news, self.news = self.news, ProducerNews()
@@ -99,9 +99,6 @@ class ScriptedConsumer:
 
     def reserve(self, request_id: RequestId, blocks: Sequence[int], skip_tokens: int) -> None:
         self.reserved[request_id] = (list(blocks), skip_tokens)
-
-    def unreserve(self, request_id: RequestId) -> None:
-        raise AssertionError("nobody asked for that")
 
     def abort(self, request_id: RequestId) -> None:
         self.aborted.append(request_id)
@@ -314,8 +311,8 @@ def test_a_prefill_worker_counts_what_it_sends_as_part_of_its_batch_and_parks_wh
     seen = Collected()
     run(pair.prefill, seen)
     assert set(seen.first) == set(ids[:2])  # the third waits for a place
-    assert ("park", ids[0]) in pair.producer.calls
-    pair.producer.news.parked.append(ids[0])
+    assert ("set_aside", ids[0]) in pair.producer.calls
+    pair.producer.news.set_aside.append(ids[0])
     run(pair.prefill, seen)
     assert set(seen.first) == set(ids)
     pair.producer.news.restart.append(ids[0])  # the consumer wants the parked one after all
@@ -336,8 +333,8 @@ def test_who_was_aborted_is_not_asked_to_park_since_it_would_not_answer() -> Non
     pair.prefill.abort([ids[0]])  # its reader may hold the blocks for a whole lease
     ids.append(pair.submit([7, 8, 9]))
     run(pair.prefill, seen)
-    assert [call for call in pair.producer.calls if call[0] == "park"] == [("park", ids[1])]
-    pair.producer.news.parked.append(ids[1])
+    assert [call for call in pair.producer.calls if call[0] == "set_aside"] == [("set_aside", ids[1])]
+    pair.producer.news.set_aside.append(ids[1])
     run(pair.prefill, seen)
     assert ids[2] in seen.first
 
@@ -449,7 +446,7 @@ def test_what_was_parked_is_computed_again_with_the_tokens_of_the_worker_before(
     run(pair.prefill, seen)
     second = pair.submit([7, 8])
     run(pair.prefill, seen)
-    pair.producer.news.parked.append(first)
+    pair.producer.news.set_aside.append(first)
     run(pair.prefill, seen)
     pair.producer.news.released.append(second)
     pair.producer.news.restart.append(first)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvrelay.cli import admin
+from kvrelay.cli import drain
 from kvrelay.cli import main as cli
 from kvrelay.config import RouterOptions
 from kvrelay.errors import ConfigError, ConflictError, UnavailableError
@@ -58,7 +58,7 @@ class Draining(FakeBackend):
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admin, "_LOOK_EVERY_S", 0.001)
+    monkeypatch.setattr(drain, "_LOOK_EVERY_S", 0.001)
 
 
 # HTTP
@@ -165,7 +165,7 @@ def test_a_worker_that_does_not_leave_in_time_is_an_error() -> None:
     backend = Draining()
     backend._go_on = lambda worker_id, role: None  # type: ignore[method-assign]
     with running_server(make_app(backend)) as url, pytest.raises(UnavailableError, match="it goes on draining"):
-        admin.drain([FIRST, "--url", url, "--timeout", "0.01"])
+        drain.run([FIRST, "--url", url, "--timeout", "0.01"])
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_a_worker_that_does_not_leave_in_time_is_an_error() -> None:
 def test_a_name_that_fits_none_or_several_is_refused(name: str, complaint: str) -> None:
     backend = Draining()
     with running_server(make_app(backend)) as url, pytest.raises(ConfigError) as raised:
-        admin.drain([name, "--url", url])
+        drain.run([name, "--url", url])
     assert complaint in str(raised.value)
     assert backend.drained == []
 

@@ -37,10 +37,12 @@ from kvrelay.states import FinishReason, Role, WorkerState
 from kvrelay.transfer.engines.base import TransferEngine
 from kvrelay.transfer.engines.choose import make_engine
 from kvrelay.transfer.engines.memory import MemoryEngine, MemoryNetwork
-from kvrelay.transfer.layout import kv_layout
-from kvrelay.transfer.mover import RelayConsumer, RelayParts, RelayProducer
+from kvrelay.transfer.kv.consumer import RelayConsumer
+from kvrelay.transfer.kv.layout import kv_layout
+from kvrelay.transfer.kv.producer import RelayProducer
 from kvrelay.transfer.region import Region, shared_region
-from kvrelay.transfer.session import TransferSettings
+from kvrelay.transfer.relay.link import TransferSettings
+from kvrelay.transfer.relay.parts import RelayParts
 from kvrelay.wire import PROTOCOL_VERSION
 from kvrelay.wire.registry import WorkerLoad, WorkerRecord
 from kvrelay.wire.serving import Failure, Finish, KeptInfo, StepOutputs, Submit, TokenLogprobs, of_kind

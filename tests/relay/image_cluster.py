@@ -159,7 +159,6 @@ class Worker:
         else:
             assert isinstance(self.engine, Engine)
             invariants.check_idle(self.engine.core)
-            assert self.engine.core.images is not None
             assert not self.engine.core.images._wants
             intake: Any = self.engine.core.images._relay
             assert not intake._by_digest

@@ -28,12 +28,14 @@ from kvrelay.states import FinishReason, Role
 from kvrelay.transfer.engines.base import TransferEngine
 from kvrelay.transfer.engines.choose import make_engine
 from kvrelay.transfer.engines.memory import MemoryEngine, MemoryNetwork
-from kvrelay.transfer.layout import kv_layout
-from kvrelay.transfer.mover import RelayConsumer, RelayParts, RelayProducer
+from kvrelay.transfer.kv.consumer import RelayConsumer
+from kvrelay.transfer.kv.layout import kv_layout
+from kvrelay.transfer.kv.producer import RelayProducer
 from kvrelay.transfer.region import Region, shared_region
-from kvrelay.transfer.session import TransferSettings
+from kvrelay.transfer.relay.link import TransferSettings
+from kvrelay.transfer.relay.parts import RelayParts
+from kvrelay.wire.kv import Layout
 from kvrelay.wire.serving import Failure, Resumed, StepOutputs, Submit, TokenLogprobs, TransferInfo, of_kind
-from kvrelay.wire.transfer import Layout
 
 PATIENCE_S = 30.0
 PROMPT = [7 * number % 300 + 3 for number in range(37)]

@@ -12,10 +12,12 @@ from kvrelay.engine.movers import Arrival
 from kvrelay.ids import RequestId, new_transfer_id, new_worker_id
 from kvrelay.transfer.engines.base import Mover, TransferEngine
 from kvrelay.transfer.engines.memory import FaultPolicy, MemoryEngine, MemoryNetwork
-from kvrelay.transfer.layout import KVLayout
-from kvrelay.transfer.mover import RelayConsumer, RelayParts, RelayProducer
+from kvrelay.transfer.kv.consumer import RelayConsumer
+from kvrelay.transfer.kv.layout import KVLayout
+from kvrelay.transfer.kv.producer import RelayProducer
 from kvrelay.transfer.region import shared_region
-from kvrelay.transfer.session import TransferSettings
+from kvrelay.transfer.relay.link import TransferSettings
+from kvrelay.transfer.relay.parts import RelayParts
 from kvrelay.wire.serving import FirstToken, TransferInfo
 
 TINY = KVLayout(num_layers=2, num_blocks=32, block_size=4, num_kv_heads=1, head_dim=2, dtype="float32", item_bytes=4)
@@ -68,14 +70,14 @@ class Producer(Side):
         super().__init__("prefill", network, **options)  # type: ignore[arg-type]
         self.relay = RelayProducer(self.parts)
         self.released: list[RequestId] = []
-        self.parked: list[RequestId] = []
+        self.set_aside: list[RequestId] = []
         self.restart: list[RequestId] = []
         self._failures: dict[RequestId, str] = {}
 
     def poll(self) -> None:
         news = self.relay.poll()
         self.released += news.released
-        self.parked += news.parked
+        self.set_aside += news.set_aside
         self.restart += news.restart
         self._failures.update(news.failed)
 

@@ -10,14 +10,14 @@ from embedding_world import AUX_ITEMS, embedding, layout
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.transfer.embedding_layout import (
+from kvrelay.transfer.embedding.layout import (
     EmbeddingLayout,
     TokenPlacement,
     check_source,
     embedding_layout,
     embedding_ranges,
 )
-from kvrelay.transfer.embedding_pool import Embedding, EmbeddingPool, Rows, joined
+from kvrelay.transfer.embedding.pool import Embedding, EmbeddingPool, Rows, joined
 from kvrelay.transfer.engines.base import TransferError
 from kvrelay.transfer.region import shared_region
 from kvrelay.wire.embedding import PoolLayout

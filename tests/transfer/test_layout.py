@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.transfer.layout import KVLayout, Placement, move_ranges
+from kvrelay.transfer.kv.layout import KVLayout, Placement, move_ranges
 
 
 def layout(block_size: int, num_blocks: int) -> KVLayout:

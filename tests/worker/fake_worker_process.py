@@ -17,10 +17,12 @@ from kvrelay.runner.fake import FakeRunner
 from kvrelay.states import Role
 from kvrelay.transfer.engines.choose import make_engine
 from kvrelay.transfer.engines.shm import host_identity
-from kvrelay.transfer.layout import kv_layout
-from kvrelay.transfer.mover import RelayConsumer, RelayParts, RelayProducer
+from kvrelay.transfer.kv.consumer import RelayConsumer
+from kvrelay.transfer.kv.layout import kv_layout
+from kvrelay.transfer.kv.producer import RelayProducer
 from kvrelay.transfer.region import Region, shared_region
-from kvrelay.transfer.session import TransferSettings
+from kvrelay.transfer.relay.link import TransferSettings
+from kvrelay.transfer.relay.parts import RelayParts
 from kvrelay.worker.launcher import LauncherTie
 from kvrelay.worker.stage import BuildStage, Stage, Waker, publishes_events
 from kvrelay.worker.worker import run_worker

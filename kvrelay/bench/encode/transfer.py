@@ -25,11 +25,11 @@ from kvrelay.bench.relay.transfer import open_pair
 from kvrelay.config import TransferOptions
 from kvrelay.errors import BenchError
 from kvrelay.ids import TransferId, WorkerId, new_transfer_id, new_worker_id
-from kvrelay.transfer.embedding_layout import EmbeddingLayout
-from kvrelay.transfer.embedding_mover import EmbeddingConsumer, EmbeddingParts, EmbeddingProducer
-from kvrelay.transfer.embedding_pool import Embedding
+from kvrelay.transfer.embedding.layout import EmbeddingLayout
+from kvrelay.transfer.embedding.mover import EmbeddingConsumer, EmbeddingParts, EmbeddingProducer
+from kvrelay.transfer.embedding.pool import Embedding
 from kvrelay.transfer.engines.choose import make_engine
-from kvrelay.transfer.layout import KVLayout
+from kvrelay.transfer.kv.layout import KVLayout
 from kvrelay.worker.embedding import embedding_layout, embedding_parts
 
 TOKENS = 10_000

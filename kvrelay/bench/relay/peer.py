@@ -24,9 +24,9 @@ from kvrelay.errors import BenchError
 from kvrelay.ids import WorkerId
 from kvrelay.transfer.engines.base import MoveId, Ranges, TransferError
 from kvrelay.transfer.engines.choose import make_engine
-from kvrelay.transfer.layout import KVLayout, Placement, kv_layout, move_ranges
+from kvrelay.transfer.kv.layout import KVLayout, Placement, kv_layout, move_ranges
 from kvrelay.transfer.region import shared_region
-from kvrelay.wire.transfer import Layout
+from kvrelay.wire.kv import Layout
 
 How = Literal["read", "write", "raw", "memcpy"]
 _POLL_S = 0.00005

@@ -18,7 +18,7 @@ from kvrelay.checkpoint.spec import ModelSpec
 from kvrelay.errors import BenchError
 from kvrelay.ids import new_worker_id
 from kvrelay.states import Role
-from kvrelay.transfer.layout import KVLayout
+from kvrelay.transfer.kv.layout import KVLayout
 
 BLOCK_SIZE = 16
 ITEM_BYTES = 4  # float32

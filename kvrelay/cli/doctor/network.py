@@ -144,7 +144,7 @@ def check_free(host: str, port: int) -> Finding:
 
 def check_key(path: str) -> Finding:
     if not path:
-        return warn("none", "make one with `kvrelay keygen`: without it whoever reaches a worker can use it")
+        return warn("none", "make one with `kvrelay keygen`: without it any process that reaches a worker can use it")
     try:
         load_key(path)
     except ConfigError as error:
@@ -185,7 +185,7 @@ def check_registry(address: str, key: ClusterKey | None) -> Finding:
         return reached
     try:
         with keyed(key):
-            answer = _renew_nobody(address)
+            answer = _renew_unknown(address)
     except KVRelayError as error:
         return fail(f"{address}: {error}", "is it a router's --registry-listen address?")
     if answer is None:
@@ -196,13 +196,13 @@ def check_registry(address: str, key: ClusterKey | None) -> Finding:
     return ok(f"{address} answers{' with this key' if key else ''}")
 
 
-def _renew_nobody(address: str) -> FromRegistry | None:
+def _renew_unknown(address: str) -> FromRegistry | None:
     """A registry has never heard of this worker, and says so: harmless, and it needs the key like any other message."""
     decoder: Decoder[FromRegistry] = Decoder(FromRegistry)
-    nobody = Renew(worker_id=new_worker_id(Role.WHOLE.value), state=WorkerState.STARTING, load=WorkerLoad())
+    unknown = Renew(worker_id=new_worker_id(Role.WHOLE.value), state=WorkerState.STARTING, load=WorkerLoad())
     with connecting(zmq.DEALER) as socket_:
         socket_.connect(address)
-        socket_.send(encode(nobody))
+        socket_.send(encode(unknown))
         return decoder.decode(socket_.recv()) if socket_.poll(round(_PATIENCE_S * 1000)) else None
 
 
@@ -261,7 +261,7 @@ def check_reach(address: str) -> Finding:
     if failure is None:
         return ok(f"{address} takes connections")
     if failure.errno == errno.ECONNREFUSED:
-        return fail(f"{host} answers, but nobody listens on port {port}", "start it there, or open the port in the firewall")
+        return fail(f"{host} answers, but nothing listens on port {port}", "start it there, or open the port in the firewall")
     reason = failure.strerror or "no answer"
     return fail(f"{address}: {reason}", "check the name, the route and firewalls (docs/deploy.md lists the ports)")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence as List
 
 from kvrelay.engine.core import Core
-from kvrelay.engine.interfaces import Row, RowResult, StepPlan, StepResult
+from kvrelay.engine.interfaces import Row, RowFailure, RowResult, StepPlan, StepResult
 from kvrelay.engine.movers import Arrival
 from kvrelay.engine.request import Sequence
 from kvrelay.engine.requests.beam import Beams
@@ -46,7 +46,7 @@ class Commit:
             sequence = row.sequence
             assert isinstance(sequence, Sequence)
             if answer.failure is not None:
-                self._endings.fail(sequence.request, _failure(answer.failure))
+                self._endings.fail(sequence.request, _error_of(answer.failure))
             elif sequence.state is not RequestState.RUNNING:  # a sibling's failure ended it
                 continue
             elif (
@@ -225,8 +225,7 @@ class Commit:
         self._take_candidates(sequence, candidates)
 
 
-def _failure(message: str) -> RequestError:
-    """What a runner says of one row: a grammar that is the client's mistake, or a computation that went wrong."""
-    if message.startswith("response_format"):
-        return InvalidRequestError(message, param="response_format")
-    return InternalError(message)
+def _error_of(failure: RowFailure) -> RequestError:
+    if failure.param is not None:
+        return InvalidRequestError(failure.message, param=failure.param)
+    return InternalError(failure.message)

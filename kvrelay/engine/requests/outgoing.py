@@ -4,7 +4,7 @@ expect      the request is known
 begin_step  its prompt has blocks (what the prefix cache gave can be sent at once), and is being computed
 finished    the prompt is computed and its first tokens are sampled: the blocks stay for the peer
 set_aside   under pressure: a finished prompt that its peer has no room for yet goes back into the prefix cache
-poll        released: the blocks come back; parked: they come back for now (set aside); restart: compute it again
+poll        released: the blocks come back; set aside: they come back for now; restart: compute it again
 """
 
 from __future__ import annotations
@@ -96,13 +96,13 @@ class Outgoing:
         for request_id in self.held:
             if request_id in self._submits and request_id not in self._being_set_aside:
                 self._being_set_aside.add(request_id)
-                self._producer.park(request_id)
+                self._producer.set_aside(request_id)
                 return
 
     def poll(self) -> tuple[list[Submit], list[tuple[RequestId, str]]]:
         """Prompts to compute once more, and hand-overs that ended: why, if they failed."""
         news = self._producer.poll()
-        for request_id in news.parked:
+        for request_id in news.set_aside:
             self._give_back(request_id)
         restarts = [self._submits[request_id] for request_id in news.restart if request_id in self._submits]
         reasons = dict(news.failed)

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvrelay.engine.interfaces import Row, RowResult, SequenceView, StepPlan
+from kvrelay.engine.interfaces import Row, RowFailure, RowResult, SequenceView, StepPlan
 from kvrelay.media.placeholders import is_placeholder
 from kvrelay.runner.batch import LogitLayout
 from kvrelay.runner.sampling.draw import NOT_RESOLVED, NOT_USABLE, Draws, Filters, draw, draw_once, greedy, likeliest
@@ -28,7 +28,7 @@ from kvrelay.runner.sampling.logprobs import best_logprobs, token_logprobs
 from kvrelay.sampling import uniform
 from kvrelay.wire.serving import TokenLogprobs
 
-_NO_LOGITS = "the model gave no usable logits: every token is impossible, or a number is not finite"
+_NO_LOGITS = RowFailure("the model gave no usable logits: every token is impossible, or a number is not finite")
 
 
 @dataclass(slots=True)
@@ -70,7 +70,7 @@ class Prepared:
     prompts: list[_PromptTargets] = field(default_factory=list)
     candidates: list[_Candidates] = field(default_factory=list)
     edits: LogitEdits = field(default_factory=LogitEdits)
-    failures: dict[int, str] = field(default_factory=dict)  # by place
+    failures: dict[int, RowFailure] = field(default_factory=dict)  # by place
     greedy_rows: list[int] = field(default_factory=list)  # indexes of `wanted`
     drawn_rows: list[int] = field(default_factory=list)  # indexes of `wanted`
     filters: Filters | None = None  # of drawn_rows

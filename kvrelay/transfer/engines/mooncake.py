@@ -166,7 +166,7 @@ def _silence(library: ModuleType) -> None:
     except (OSError, ValueError):  # another build of the logger
         _log.debug("mooncake's log cannot be silenced")
         return
-    if os.environ["MC_LOG_LEVEL"] == _SETTINGS["MC_LOG_LEVEL"]:  # else somebody wants to see it
+    if os.environ["MC_LOG_LEVEL"] == _SETTINGS["MC_LOG_LEVEL"]:  # else the user wants to see it
         level.value = _LOG_NOTHING
 
 
@@ -235,7 +235,7 @@ class _Segment:
         flight.add(start(self._peer, [ctypes.addressof(self._scratch)], [self._info.address], [1]))
         flight.wait_until(0, threading.Event())
         if flight.has_failed:
-            raise TransferError(f"mooncake: nobody at {self._peer} serves the region that was told")
+            raise TransferError(f"mooncake: no process at {self._peer} serves the region that was told")
 
     def move(self, move: Move, abandon: threading.Event) -> None:
         flight = self._send(move, abandon)

@@ -42,7 +42,7 @@ _PACKAGES = ("nixl_cu12", "nixl_cu13")
 _PROGRESS_DELAY_US = 10_000  # how long the progress thread sleeps without traffic: idle costs 0.4 % of a core
 _POLL_S = 0.0002
 _POST_BYTES = 64 << 20  # posted at once: what a cancel may have to wait for
-# NIXL and UCX print what we report as a move's error. Whoever wants to see it sets these variables.
+# NIXL and UCX print what we report as a move's error. To see it, set these variables.
 _QUIET = {"NIXL_LOG_LEVEL": "FATAL", "UCX_LOG_LEVEL": "fatal"}
 
 
@@ -152,7 +152,7 @@ class _Agent:
             self._memory = self.nixl.nixlRegDList(*self._registration())
             self.agent.registerMem(self._memory, [self.backend])
             metadata = bytes(self.agent.getLocalMD())
-        except Exception as error:  # whatever the library raises
+        except Exception as error:  # the library may raise anything
             raise TransferError(f"nixl: could not register {region.size_bytes} bytes on {region.device}: {error}") from error
         info = NixlInfo(name, metadata, region.address, region.size_bytes, region.device)
         self.info = msgspec.structs.replace(info, digest=_digest(info))
@@ -183,7 +183,7 @@ class _Agent:
     def _load(self, info: NixlInfo) -> None:
         try:
             name = bytes(self.agent.loadRemoteMD(info.metadata)).decode()
-        except Exception as error:  # whatever the library raises
+        except Exception as error:  # the library may raise anything
             raise TransferError(f"nixl: no way to {info.agent}: {error}") from error
         if name != info.agent:
             if self._num_links[name] == 0:
@@ -204,7 +204,7 @@ class _Agent:
         with self._lock:
             try:
                 self.agent.deregisterMem(self._memory, [self.backend])
-            except Exception as error:  # whatever the library raises
+            except Exception as error:  # the library may raise anything
                 raise TransferError(f"nixl: could not deregister memory: {error}") from error
             finally:
                 self.agent = None  # the last reference: ends its threads and connections
@@ -241,14 +241,14 @@ class _RemoteAgent:
         operation = nixl.NIXL_WRITE if writes else nixl.NIXL_READ
         try:
             handle = local.agent.createXferReq(operation, here, there, info.agent, b"", [local.backend])
-        except Exception as error:  # whatever the library raises
+        except Exception as error:  # the library may raise anything
             raise TransferError(f"nixl: {info.agent} is out of reach: {error}") from error
         try:
             status = local.agent.postXferReq(handle, b"")
             while status == nixl.NIXL_IN_PROG and not abandon.is_set():
                 time.sleep(_POLL_S)
                 status = local.agent.getXferStatus(handle)
-        except Exception as error:  # whatever the library raises
+        except Exception as error:  # the library may raise anything
             raise TransferError(f"nixl: the connection to {info.agent} failed: {error}") from error
         finally:
             local.agent.releaseXferReq(handle)

@@ -3,7 +3,7 @@
 1. The producer's region is a memfd. A thread of its engine waits on an abstract Unix socket.
 2. `local_info` tells the socket's name, a token, and which host this is. A consumer elsewhere is refused in `add_peer`.
 3. The consumer's link connects, shows the token, receives the file descriptor and maps it, read-only.
-4. `read` copies on the link's thread, one native call per batch; `write` does not exist, so nobody can write memory that
+4. `read` copies on the link's thread, one native call per batch; `write` does not exist, so no peer can write memory that
    its owner has reused. When the producer dies, its memory stays mapped: a copy that runs ends normally, and whether the
    bytes may be used is decided by leases, not here.
 """
@@ -36,7 +36,7 @@ from kvrelay.transfer.engines.moves import Move
 from kvrelay.transfer.region import MAX_BYTES, SIZE_IS_FIXED, Region
 
 _log = Log("transfer.shm")
-_CONNECT_TIMEOUT_S = 5.0  # on the link's thread; a producer that does not answer for so long is stuck
+_CONNECT_TIMEOUT_S = 5.0  # on the link's thread; a producer that does not answer within it is stuck
 _TOKEN_TIMEOUT_S = 1.0
 _TOKEN_CHARACTERS = 32
 
@@ -120,7 +120,7 @@ class ShmEngine:
 
 
 class _Door:
-    """The producer's side: hands the region's file descriptor to whoever shows the token."""
+    """The producer's side: hands the region's file descriptor to a peer that shows the token."""
 
     def __init__(self, worker: WorkerId, fd: int) -> None:
         self.socket_name = f"kvrelay/{worker}/{secrets.token_hex(8)}"

@@ -1,0 +1,48 @@
+"""What `serve`, `router` and `worker` have in common: MODEL, --config, and the groups of options of `config.py`."""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from kvrelay.config import Environment, Options, read_environment
+from kvrelay.errors import ConfigError
+from kvrelay.options import Parser, add_options, collect
+
+O = TypeVar("O", bound=Options)
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The options of one run."""
+
+    values: dict[type[Options], Options]
+    namespace: argparse.Namespace
+    environment: Environment
+
+    def of(self, group: type[O]) -> O:
+        value = self.values[group]
+        assert isinstance(value, group)
+        return value
+
+
+def add_model_options(parser: Parser, groups: Sequence[type[Options]], skip: frozenset[str] = frozenset()) -> Parser:
+    """MODEL, --config, and the options of the groups, less those in `skip`."""
+    parser.add_argument(
+        "positional_model", nargs="?", metavar="MODEL", help="smollm2 (default), a folder, a .gguf file, a hub id"
+    )
+    parser.add_argument("--config", type=pathlib.Path, metavar="FILE.yaml", help="a file of options; flags win over it")
+    add_options(parser, groups, skip=skip)
+    return parser
+
+
+def parse(parser: Parser, argv: Sequence[str], groups: Sequence[type[Options]]) -> Chosen:
+    namespace = parser.parse_strictly(argv)
+    if namespace.positional_model is not None:
+        if "model" in namespace:
+            raise ConfigError("the model is given twice: as MODEL and with --model")
+        namespace.model = namespace.positional_model
+    return Chosen(collect(namespace, groups, namespace.config), namespace, read_environment())
