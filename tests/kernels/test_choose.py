@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 
 import pytest
@@ -38,14 +39,26 @@ def test_triton_that_is_forced_and_missing_is_an_error(options: dict[str, str], 
         chosen(CARD, **options)
 
 
-def test_without_a_card_pytorch_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+def triton_is(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+
+
+def test_an_old_triton_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    triton_is("3.2.0", monkeypatch)
+    assert isinstance(chosen(CARD), TorchKernels)
+    with pytest.raises(ConfigError, match=r"Triton 3\.2\.0 is older than 3\.4"):
+        chosen(CARD, linears="triton")
+
+
+def test_without_a_card_pytorch_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    triton_is("3.6.0", monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert isinstance(chosen(CARD), TorchKernels)
 
 
 def test_an_old_card_gets_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    triton_is("3.6.0", monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert isinstance(chosen(CARD), TorchKernels)
