@@ -20,6 +20,7 @@ _BESIDE = (
     "contract/test_runner.py",
     "engine/",
     "frontend/",
+    "kernels/",
     "media/",
     "models/",
     "runner/",

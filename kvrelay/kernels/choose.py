@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 
 import torch
@@ -14,6 +15,7 @@ from kvrelay.kernels.native.kernels import NativeKernels
 from kvrelay.kernels.torch_kernels import TorchKernels
 from kvrelay.log import Log
 
+_MIN_TRITON = (3, 4)  # dependent launch
 _MIN_CAPABILITY = (8, 0)  # bfloat16 in tensor cores, asynchronous copies
 _DEFAULT = ModelOptions()
 
@@ -54,6 +56,9 @@ def _missing(device: torch.device) -> str | None:
     """What the Triton kernels lack here."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed (pip install 'kvrelay[cuda]')"
+    version = importlib.metadata.version("triton")
+    if tuple(int(part) for part in version.split(".")[:2]) < _MIN_TRITON:
+        return f"Triton {version} is older than {_MIN_TRITON[0]}.{_MIN_TRITON[1]}"
     if not torch.cuda.is_available():
         return "PyTorch finds no NVIDIA card"
     if torch.cuda.get_device_capability(device) < _MIN_CAPABILITY:

@@ -86,6 +86,7 @@ def main() -> None:
         for num_rows in (1, 8, 32):
             small_linear(x[:num_rows], packed, gated=True)
             small_linear(x[:num_rows], packed)
+            small_linear(x[:num_rows], CudaPacked(packed.weight[:4096], None))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ if HAS_TRITON:
     from kvrelay.kernels.cuda.decode import decode_attention
     from kvrelay.kernels.cuda.kernels import CudaKernels
     from kvrelay.kernels.cuda.linear import CudaPacked, small_linear
-    from kvrelay.kernels.cuda.prefill import paged_attention
+    from kvrelay.kernels.cuda.prefill import has_room, own_attention, paged_attention
     from kvrelay.kernels.cuda.table import DecodeChoice, PrefillChoice
 
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if ON_CARD else [])]  # interpreted, bfloat16 is taken for an integer
@@ -117,7 +117,7 @@ def test_layer_is_what_the_reference_computes(dtype: torch.dtype, linears: str, 
 
 
 @pytest.mark.skipif(not ON_CARD, reason="cuDNN's attention needs an NVIDIA card")
-@pytest.mark.parametrize("rows", [(700,), (512, 900, 1024)], ids=str)
+@pytest.mark.parametrize("rows", [(700,), (512, 900, 1024), (768, 768, 768)], ids=str)
 def test_prompts_without_prefix_go_to_cudnn(rows: tuple[int, ...]) -> None:
     """Through the layer's own path: fused rows with room behind them, which the result must not depend on."""
     case = Case(HeadShape(8, 2, 128), 16, tuple((count, count) for count in rows), torch.bfloat16)
@@ -135,6 +135,30 @@ def test_prompts_without_prefix_go_to_cudnn(rows: tuple[int, ...]) -> None:
         expected = attention64(case, q, batch, kv, 0.1)
     assert not torch.equal(*results)  # two kernels indeed
     assert all(error(result, expected) < TOLERANCE[torch.bfloat16] for result in results)
+
+
+@pytest.mark.parametrize("rows", [(13,), (16, 16, 16), (13, 13), (8, 21, 16)], ids=str)
+def test_rows_attend_to_themselves_whatever_follows_them(rows: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The views that cuDNN gets, with PyTorch's attention in its place."""
+
+    def by_pytorch(fused: torch.Tensor, shape: HeadShape, scale: float) -> torch.Tensor:
+        sizes = [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads]
+        q, k, v = (part.transpose(1, 2) for part in fused.split_with_sizes(sizes, dim=2))
+        found = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+        return found.transpose(1, 2)
+
+    monkeypatch.setattr("kvrelay.kernels.cuda.prefill._cudnn", by_pytorch)
+    monkeypatch.setattr("kvrelay.kernels.cuda.prefill.PLAN_STEP", 8)
+    shape, tokens = HeadShape(4, 2, 16), sum(rows)
+    roomy = torch.randn(tokens + 8, 8 * 16, generator=torch.Generator().manual_seed(1))
+    q = roomy[:tokens].view(tokens, 8, 16)[:, :4]
+    assert has_room(q, shape, list(rows))
+    assert not has_room(roomy[:tokens].clone().view(tokens, 8, 16)[:, :4], shape, [*rows[:-1], rows[-1] + 1])
+    assert not has_room(q.contiguous(), shape, list(rows))
+    got = own_attention(q, shape, list(rows), 0.2)
+    heads = [row.view(1, -1, 8, 16) for row in roomy[:tokens].split(list(rows))]
+    expected = torch.cat([by_pytorch(row.double(), shape, 0.2)[0].flatten(1) for row in heads])
+    assert error(got, expected) < TOLERANCE[torch.float32]
 
 
 def reference_layer(

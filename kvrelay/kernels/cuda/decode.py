@@ -3,8 +3,8 @@
 A program takes one row, one KV head and one split of the row's context. The query heads that share the KV head are one tile
 (at least 16 rows, as tensor cores want), so keys and values are read once. The grid depends on shapes alone; lengths are read
 on the device, where a row's own context is cut into splits: those of a short row may be empty. A second kernel merges splits
-by their log-sum-exp, where an empty one weighs nothing. (A merge by the split that ends last is slower on an H200, and so is
-prefetching KV into the L2 cache before the wait.)
+by their log-sum-exp, where an empty one weighs nothing. Tried on an H200 and not faster: a merge by the split that ends last,
+and prefetching KV into the L2 cache before the wait.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ One row: a program takes a few rows of the weight and sums products in float32, 
 before the kernel waits for the one before it. Several rows: the rows of x are padded to a tile of tensor cores. GATED does
 silu(gate) * up in the same pass, for a weight that stacks gate over up.
 
-What was tried and is slower on an H200: the norm before or the sum with the residual after in the same kernel, and
-prefetching more of the weight into the L2 cache before the wait.
+Tried on an H200 and not faster: the norm before and the sum with the residual after in the same kernel, and prefetching more
+of the weight into the L2 cache before the wait.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def small_linear(
     assert x.is_contiguous()
     assert width == packed.in_features
     lines = packed.out_features // 2 if gated else packed.out_features
-    choice = choice or choose_linear(rows, lines, width, gated)
+    choice = choice or choose_linear(rows, lines, gated)
     out = x.new_empty(rows, lines)
     block_out, block_in = choice.block_out, min(choice.block_in * 2 // x.element_size(), power_of_2(width, 16))
     arguments = {

@@ -68,7 +68,7 @@ def choose_prefill(num_lines: int, head_bytes: int) -> PrefillChoice:
 
 
 @functools.lru_cache(maxsize=1024)
-def choose_linear(num_rows: int, num_lines: int, width: int, gated: bool) -> LinearChoice:
+def choose_linear(num_rows: int, num_lines: int, gated: bool) -> LinearChoice:
     """`num_lines` counts outputs: with `gated` each has two rows of the weight."""
     if num_rows == 1:
         return LinearChoice(4, 1024, 8, 3) if gated else LinearChoice(4, 2048, 8, 3)

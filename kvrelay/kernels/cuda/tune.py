@@ -202,7 +202,7 @@ def tune_linear(linear: Linear, rows: int) -> dict[str, object]:
         list(linear_choices(rows)),
         lambda choice: graph_us([lambda packed=packed: bench.call(packed, choice) for packed in bench.weights]),  # type: ignore[misc, arg-type]
     )
-    now = choose_linear(rows, linear.out_features // (2 if linear.gated else 1), linear.in_features, linear.gated)
+    now = choose_linear(rows, linear.out_features // (2 if linear.gated else 1), linear.gated)
     return report(f"{linear.name} x {rows}", size / 1e9, library_us, found, now)
 
 
