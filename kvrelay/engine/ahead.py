@@ -41,18 +41,19 @@ class RunAhead:
         self._num_in_turn = 0 if plan is None else self._num_in_turn + 1
         return plan
 
-    def launch_after(self, plan: StepPlan, released: list[int]) -> bool:
-        """Plans and launches the step after `plan`, which is under way. False where that cannot be."""
+    def launch_after(self, plan: StepPlan, released: list[int]) -> None:
+        """Plans and launches the step after `plan`, which is under way, where all that it lacks are the tokens of that one. The
+        runner then forgets those `released`, too."""
         if not self._runner.runs_ahead or not self._nothing_else(plan):
-            return False
+            return
         rows = [row for row in plan.rows if not self._reaches_its_length(row.sequence)]
         if not rows or (len(rows) < len(plan.rows) and self._num_waiting):
-            return False
-        if not all(map(_is_plain, rows)) or not self._grow(rows):
-            return False
-        self.plan = StepPlan(rows=[Row(row.sequence, row.start + row.count, 1, 1) for row in rows], released=released)
-        self._runner.launch(self.plan)
-        return True
+            return
+        if all(map(_is_plain, rows)) and self._grow(rows):
+            ahead = [Row(row.sequence, row.start + row.count, 1, 1) for row in rows]
+            self.plan = StepPlan(rows=ahead, released=released.copy())
+            released.clear()
+            self._runner.launch(self.plan)
 
     @property
     def _num_waiting(self) -> int:

@@ -277,10 +277,8 @@ class Engine:
         return plan
 
     def _collect(self, plan: StepPlan) -> tuple[StepPlan, StepResult]:
-        """What is to be committed of a plan under way. First the step after it is launched, if all that it lacks are the tokens
-        of this one."""
-        if self._ahead.launch_after(plan, self._endings.released):
-            self._endings.released = []
+        """What is to be committed of a plan under way. First, the step after it is launched where that can be."""
+        self._ahead.launch_after(plan, self._endings.released)
         result = self._runner.collect()
         self._outgoing.end_step()
         return without_ended(plan, result)
