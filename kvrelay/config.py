@@ -20,6 +20,8 @@ from kvrelay.states import Role
 Count = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
 
+_BUDGETS = {"cpu": (64, 512), "cuda": (256, 8192)}  # sequences that run at once, tokens per step
+
 
 class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of all option groups."""
@@ -40,6 +42,14 @@ class ModelOptions(Options, frozen=True, kw_only=True):
     threads: Annotated[Count, Meta(description="CPU threads per worker; 0 shares the cores among the workers")] = 0
     tp: Annotated[Positive, Meta(description="tensor-parallel degree")] = 1
     gpu_memory: Annotated[float, Meta(gt=0.0, le=1.0, description="share of GPU memory a worker may use")] = 0.9
+    attention: Annotated[
+        Literal["auto", "triton", "torch"],
+        Meta(description="attention on cuda: auto takes the fastest of Triton and cuDNN for each shape; the others force one"),
+    ] = "auto"
+    linears: Annotated[
+        Literal["auto", "triton", "cublas"],
+        Meta(description="linear layers on cuda: auto takes Triton for few rows and cuBLAS for many; the others force one"),
+    ] = "auto"
 
 
 class EngineOptions(Options, frozen=True, kw_only=True):
@@ -68,14 +78,23 @@ class EngineOptions(Options, frozen=True, kw_only=True):
     embedding_timeout_s: Annotated[
         float, Meta(gt=0.0, description="seconds after which a request whose image embeddings have not arrived is sent again")
     ] = 120.0
-    max_batch: Annotated[Positive, Meta(description="sequences that run at once")] = 64
-    token_budget: Annotated[Positive, Meta(description="tokens computed per step, prompts and decodes together")] = 512
+    max_batch: Annotated[Count, Meta(description="sequences that run at once; 0 is 64 on cpu, 256 on cuda")] = 0
+    token_budget: Annotated[
+        Count, Meta(description="tokens computed per step, prompts and decodes together; 0 is 512 on cpu, 8192 on cuda")
+    ] = 0
     max_model_len: Annotated[Count, Meta(description="longest prompt plus output; 0 takes the model's own limit")] = 0
     max_queue: Annotated[Positive, Meta(description="requests that may wait per worker; further ones are answered 429")] = 512
     max_running_prefills: Annotated[Count, Meta(description="prompts computed at once; 0 leaves it to the token budget")] = 0
     prefix_cache: Annotated[bool, Meta(description="reuse the KV of prompts with a common prefix")] = True
     kv_events: Annotated[bool, Meta(description="publish what the prefix cache holds, so that routers can route by it")] = True
     check_invariants: Annotated[bool, Meta(description="verify every block count after every step (slow; for tests)")] = False
+
+    def for_device(self, device: Literal["cpu", "cuda"]) -> EngineOptions:
+        """With the device's values in place of those left open."""
+        max_batch, token_budget = _BUDGETS[device]
+        return msgspec.structs.replace(
+            self, max_batch=self.max_batch or max_batch, token_budget=self.token_budget or token_budget
+        )
 
 
 class RouterOptions(Options, frozen=True, kw_only=True):

@@ -1,7 +1,8 @@
 """The engine of one worker: takes requests, plans steps, has them computed, and tells what came of it.
 
     submit / abort / finish      between steps, by the worker
-    step                         take news -> schedule -> launch -> collect -> commit; everything new as one message
+    step                         take news -> schedule -> launch -> collect -> commit; everything new as one message. Where only
+                                 decoding is to be done, the next step is launched before this one is collected (`ahead.py`)
     drain                        takes nothing new; `drained` when the last request has ended
 
 Every submitted request ends in exactly one way: each sample with a finish reason, or the whole with one Failure.
@@ -15,6 +16,7 @@ from itertools import count as counter
 
 from kvrelay.config import EngineOptions
 from kvrelay.engine import invariants
+from kvrelay.engine.ahead import RunAhead, without_ended
 from kvrelay.engine.core import build_core
 from kvrelay.engine.interfaces import Runner, StepPlan, StepResult
 from kvrelay.engine.movers import Consumer, Producer
@@ -54,6 +56,7 @@ class Engine:
         images: Images | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        options = options.for_device("cpu")  # a card's budgets are chosen before
         model = ModelLimits(
             eos_token_ids=eos_token_ids, max_model_len=max_model_len, vocab_size=vocab_size, cache_seed=cache_seed
         )
@@ -68,6 +71,7 @@ class Engine:
         self._beams = Beams(core)
         self._endings = Endings(core)
         self._commit = Commit(core, self._beams, self._endings)
+        self._ahead = RunAhead(core, runner)
         self._arrivals = counter()
         self._draining = False
         self._stalled = False  # the last step could do nothing, and nothing has changed since
@@ -178,7 +182,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` would do or say anything."""
-        if self.core.outbox or self._endings.released:
+        if self.core.outbox or self._endings.released or self._ahead.plan is not None:
             return True
         if len(self.scheduler.running) > self.scheduler.num_held_up:
             return True
@@ -236,11 +240,9 @@ class Engine:
 
     def step(self) -> StepOutputs:
         self._take_news()
-        plan = self.scheduler.schedule()
-        plan.released, self._endings.released = self._endings.released + self.scheduler.discarded, []
-        self.scheduler.discarded.clear()
+        plan = self._ahead.take() or self._schedule()
         if plan.rows or plan.released:
-            self._commit.rows(plan, self._run(plan))
+            self._commit.rows(*self._collect(plan))
             self._num_steps += 1
         self.core.kept.end_step()
         self._stalled = not plan.rows
@@ -251,12 +253,21 @@ class Engine:
             invariants.check(self.core)
         return self._take_outputs()
 
-    def _run(self, plan: StepPlan) -> StepResult:
-        self.core.outgoing.begin_step(plan)
-        self._runner.launch(plan)
+    def _schedule(self) -> StepPlan:
+        plan = self.scheduler.schedule()
+        plan.released, self._endings.released = self._endings.released + self.scheduler.discarded, []
+        self.scheduler.discarded.clear()
+        if plan.rows or plan.released:
+            self.core.outgoing.begin_step(plan)
+            self._runner.launch(plan)
+        return plan
+
+    def _collect(self, plan: StepPlan) -> tuple[StepPlan, StepResult]:
+        """What is to be committed of a plan under way. First, the step after it is launched where that can be."""
+        self._ahead.launch_after(plan, self._endings.released)
         result = self._runner.collect()
         self.core.outgoing.end_step()
-        return result
+        return without_ended(plan, result)
 
     def _take_news(self) -> None:
         """What the transfer layer did since the last step, and which copies ended."""
@@ -294,6 +305,8 @@ class Engine:
 
     def fail_all(self, message: str) -> StepOutputs:
         """After an unforeseen error: every request ends in a Failure, and the blocks come back."""
+        if self._ahead.take() is not None:
+            self._runner.collect()
         for request in list(self.requests.values()):
             self._endings.fail(request, InternalError(message))
         return self._take_outputs()

@@ -134,6 +134,12 @@ class Runner(Protocol):
         """The listener is told in the middle of a pass, from the thread that launched it, each time a layer's KV of all rows
         is stored: layer 0, 1, ..."""
 
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a plan may be launched before the one before it is collected whose rows start where their sequence's tokens
+        end: the token is the one that the plan before chooses. Such a row has `count` and `samples` 1, its sequence one row
+        with `samples` 1 in the plan before, and nothing in its parameters that looks at the tokens so far."""
+
     def launch(self, plan: StepPlan) -> None: ...
 
     def collect(self) -> StepResult: ...

@@ -99,8 +99,8 @@ class LlamaModel:
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: torch.Tensor, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
-        """kv is [layers, 2, blocks, block_size, kv_heads, head_dim]; returns float32 logits [len(logit_rows), vocabulary].
-        `on_layer` is told of each layer whose KV is stored."""
+        """kv is [layers, 2, blocks, block_size, kv_heads, head_dim]; returns logits [len(logit_rows), vocabulary] in the
+        model's dtype. `on_layer` is told of each layer whose KV is stored."""
         residual = self._kernels.embed(batch.token_ids, self._embedding)
         cos_sin, images = self._cos_sin, batch.images
         if images is not None:
@@ -122,7 +122,7 @@ class LlamaModel:
             if on_layer is not None:
                 on_layer(index)
             if index == last and batch.logit_rows.shape[0] == 0:
-                return query.new_empty((0, self.spec.vocab_size), dtype=torch.float32)
+                return query.new_empty((0, self.spec.vocab_size))
             attended = layer.attend(query, batch, layer_kv)
             if index == last and not all_rows:
                 attended, residual = attended[batch.logit_rows], residual[batch.logit_rows]
@@ -146,4 +146,4 @@ class LlamaModel:
 
     def _logits(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         x = self._kernels.add_rms_norm(x, residual, self._norm, self.spec.rms_norm_eps)
-        return self._kernels.linear(x, self._head).float()
+        return self._kernels.linear(x, self._head)

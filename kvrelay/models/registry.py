@@ -19,8 +19,8 @@ class Model(Protocol):
     spec: ModelSpec
 
     def forward(self, batch: ForwardBatch, kv: torch.Tensor, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
-        """Stores the tokens' KV, telling `on_layer` after each layer's; returns float32 logits [len(batch.logit_rows),
-        vocabulary]."""
+        """Stores the tokens' KV, telling `on_layer` after each layer's; returns logits [len(batch.logit_rows), vocabulary] in
+        the model's dtype."""
 
 
 _CLASSES: dict[str, type[LlamaModel]] = {

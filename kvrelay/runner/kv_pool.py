@@ -89,6 +89,7 @@ def choose_pool_size(
     spec: ModelSpec, options: EngineOptions, *, dtype: torch.dtype, free_bytes: int, device: torch.device
 ) -> PoolSize:
     """`free_bytes` is what the pool may use on a GPU, and what is free on a CPU."""
+    options = options.for_device("cuda" if device.type == "cuda" else "cpu")
     longest = min(options.max_model_len or spec.max_position_embeddings, spec.max_position_embeddings)
     if options.max_model_len > spec.max_position_embeddings:
         raise ConfigError(

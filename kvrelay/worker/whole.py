@@ -29,7 +29,9 @@ def build_engine(
     model_options: ModelOptions, engine_options: EngineOptions, environment: Environment, progress: Progress
 ) -> tuple[Tokenizer, Engine]:
     """The same without a process around it, with the tokenizer that a router would hold."""
-    unheard = msgspec.structs.replace(engine_options, kv_events=False)  # no router follows them
+    unheard = msgspec.structs.replace(
+        engine_options.for_device(model_options.device), kv_events=False
+    )  # no router follows them
     setup = Setup(new_worker_id("whole"), model_options, unheard, environment, progress)
     return Tokenizer.load(setup.folder), _join(setup)[0]
 

@@ -54,6 +54,7 @@ def run_worker(
     tie: LauncherTie | None = None,
 ) -> int:
     """The life of a worker; returns its exit status. With a tie to a launcher, Ctrl-C is for the launcher, not for us."""
+    engine_options = engine_options.for_device(model_options.device)
     role = Role(worker_options.role)
     check_device(model_options, [role])
     sys.setswitchinterval(_SWITCH_INTERVAL_S)

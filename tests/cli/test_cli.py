@@ -84,7 +84,7 @@ def test_bool_options_have_both_spellings() -> None:
     [
         (["--max-modle-len", "5"], "unknown option --max-modle-len; did you mean --max-model-len?"),
         (["--kv-block=5"], "unknown option --kv-block; did you mean --kv-blocks?"),
-        (["--max-batch", "0"], "--max-batch 0: expected int >= 1"),
+        (["--max-batch=-1"], "--max-batch -1: expected int >= 0"),
         (["--max-batch", "many"], "--max-batch many: expected int"),
         (["--max-batch"], "--max-batch: expected one argument"),
         (["--port", "70000"], "--port 70000: expected int <= 65535"),
@@ -110,7 +110,7 @@ def test_a_config_file_sets_options_and_flags_win(tmp_path: pathlib.Path) -> Non
     ("text", "complaint"),
     [
         ("max_bach: 7", "unknown option 'max_bach'; did you mean max_batch?"),
-        ("max_batch: 0", "--max-batch 0: expected int >= 1"),
+        ("max_batch: -1", "--max-batch -1: expected int >= 0"),
         ("max_batch: [1]", "--max-batch [1]: expected int, got array"),
         ("- max_batch", "`name: value` lines"),
         ("max_batch: 1\nmax-batch: 2", "max_batch is given twice"),

@@ -29,7 +29,8 @@ from kvrelay.bench.relay.transfer import open_pair
 from kvrelay.config import TransferOptions
 from kvrelay.errors import BenchError
 from kvrelay.ids import TransferId, WorkerId, new_transfer_id, new_worker_id
-from kvrelay.transfer.embedding.layout import EmbeddingLayout, TokenPlacement, embedding_ranges
+from kvrelay.transfer.blocks import Placement
+from kvrelay.transfer.embedding.layout import EmbeddingLayout, embedding_ranges
 from kvrelay.transfer.embedding.mover import EmbeddingConsumer, EmbeddingParts, EmbeddingProducer
 from kvrelay.transfer.embedding.pool import Embedding
 from kvrelay.transfer.engines.base import Ranges
@@ -61,7 +62,7 @@ def _layout(pool_tokens: int) -> EmbeddingLayout:
 def _ranges() -> Ranges:
     """All that the relay moves, where there is room for it at once."""
     layout = _layout(_ROOM_TOKENS)
-    placement = TokenPlacement(layout, range(layout.num_blocks))
+    placement = Placement(layout, range(layout.num_blocks))
     return embedding_ranges(placement, placement, (0, TOKENS))
 
 

@@ -21,8 +21,9 @@ from kvrelay.checkpoint.spec import ModelSpec
 from kvrelay.errors import BenchError
 from kvrelay.ids import new_worker_id
 from kvrelay.states import Role
+from kvrelay.transfer.blocks import Placement
 from kvrelay.transfer.engines.base import Ranges, TransferError
-from kvrelay.transfer.kv.layout import KVLayout, Placement, move_ranges
+from kvrelay.transfer.kv.layout import KVLayout, move_ranges
 
 BLOCK_SIZE = 16
 ITEM_BYTES = 4  # float32

@@ -82,6 +82,9 @@ class LogitEdits:
     banned: list[tuple[int, list[int]]] = field(default_factory=list)
     allowed: list[tuple[int, NDArray[np.bool_]]] = field(default_factory=list)
 
+    def __bool__(self) -> bool:
+        return bool(self.bias or self.penalties or self.banned or self.allowed)
+
     def apply(self, logits: torch.Tensor) -> None:
         """In place."""
         if self.bias:
