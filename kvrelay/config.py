@@ -8,13 +8,19 @@ from __future__ import annotations
 
 import os
 import pathlib
+from collections.abc import Iterable
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
+from kvrelay.errors import ConfigError
+from kvrelay.states import Role
+
 Count = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
+
+_BUDGETS = {"cpu": (64, 512), "cuda": (256, 8192)}  # sequences that run at once, tokens per step
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -36,6 +42,14 @@ class ModelOptions(Options, frozen=True, kw_only=True):
     threads: Annotated[Count, Meta(description="CPU threads per worker; 0 shares the cores among the workers")] = 0
     tp: Annotated[Positive, Meta(description="tensor-parallel degree")] = 1
     gpu_memory: Annotated[float, Meta(gt=0.0, le=1.0, description="share of GPU memory a worker may use")] = 0.9
+    attention: Annotated[
+        Literal["auto", "triton", "torch"],
+        Meta(description="attention on cuda: auto takes the fastest of Triton and cuDNN for each shape; the others force one"),
+    ] = "auto"
+    linears: Annotated[
+        Literal["auto", "triton", "cublas"],
+        Meta(description="linear layers on cuda: auto takes Triton for few rows and cuBLAS for many; the others force one"),
+    ] = "auto"
 
 
 class EngineOptions(Options, frozen=True, kw_only=True):
@@ -64,14 +78,23 @@ class EngineOptions(Options, frozen=True, kw_only=True):
     embedding_timeout_s: Annotated[
         float, Meta(gt=0.0, description="seconds after which a request whose image embeddings have not arrived is sent again")
     ] = 120.0
-    max_batch: Annotated[Positive, Meta(description="sequences that run at once")] = 64
-    token_budget: Annotated[Positive, Meta(description="tokens computed per step, prompts and decodes together")] = 512
+    max_batch: Annotated[Count, Meta(description="sequences that run at once; 0 is 64 on cpu, 256 on cuda")] = 0
+    token_budget: Annotated[
+        Count, Meta(description="tokens computed per step, prompts and decodes together; 0 is 512 on cpu, 8192 on cuda")
+    ] = 0
     max_model_len: Annotated[Count, Meta(description="longest prompt plus output; 0 takes the model's own limit")] = 0
     max_queue: Annotated[Positive, Meta(description="requests that may wait per worker; further ones are answered 429")] = 512
     max_running_prefills: Annotated[Count, Meta(description="prompts computed at once; 0 leaves it to the token budget")] = 0
     prefix_cache: Annotated[bool, Meta(description="reuse the KV of prompts with a common prefix")] = True
     kv_events: Annotated[bool, Meta(description="publish what the prefix cache holds, so that routers can route by it")] = True
     check_invariants: Annotated[bool, Meta(description="verify every block count after every step (slow; for tests)")] = False
+
+    def for_device(self, device: Literal["cpu", "cuda"]) -> EngineOptions:
+        """With the device's values in place of those left open."""
+        max_batch, token_budget = _BUDGETS[device]
+        return msgspec.structs.replace(
+            self, max_batch=self.max_batch or max_batch, token_budget=self.token_budget or token_budget
+        )
 
 
 class RouterOptions(Options, frozen=True, kw_only=True):
@@ -180,7 +203,14 @@ class ClusterOptions(Options, frozen=True, kw_only=True):
         str,
         Meta(description="address at which workers of other hosts register (tcp://HOST:PORT); default is a free local port"),
     ] = ""
-    lease_s: Annotated[float, Meta(gt=0.0, le=600.0, description="a worker silent for so long is taken for dead")] = 4.0
+    registration_s: Annotated[
+        float,
+        Meta(
+            gt=0.0,
+            le=600.0,
+            description="a worker that has not renewed its registration for this many seconds is considered dead",
+        ),
+    ] = 4.0
     cluster_key: Annotated[
         str, Meta(description="file with the key that routers and workers share; without it any process can connect to them")
     ] = ""
@@ -247,7 +277,14 @@ class WorkerOptions(Options, frozen=True, kw_only=True):
     replay_port: Annotated[
         int, Meta(ge=0, le=65535, description="port on which missed events are requested again; 0 picks a free one")
     ] = 0
-    lease_s: Annotated[float, Meta(gt=0.0, le=600.0, description="a worker silent for so long is taken for dead")] = 4.0
+    registration_s: Annotated[
+        float,
+        Meta(
+            gt=0.0,
+            le=600.0,
+            description="a worker that has not renewed its registration for this many seconds is considered dead",
+        ),
+    ] = 4.0
     cluster_key: Annotated[
         str, Meta(description="file with the key that routers and workers share; without it any process can connect to them")
     ] = ""
@@ -265,6 +302,17 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     native_kernels: bool  # compile and use the C kernels where a compiler is found
     cluster_key: str = ""  # file of the cluster key, where no option names one
     context_index: str = ""  # URL of the context index, where no option names one
+
+
+def check_device(model: ModelOptions, roles: Iterable[Role]) -> None:
+    """Refuses roles that would hand over memory of a GPU: a layer's listener is told when its kernels are enqueued, not when
+    they have ended, so bytes could leave before they are computed."""
+    relaying = [role.value for role in dict.fromkeys(roles) if role is not Role.WHOLE]
+    if model.device != "cpu" and relaying:
+        raise ConfigError(
+            f"--device {model.device}: {' and '.join(relaying)} workers run on the CPU only, since nothing is handed over"
+            " between GPUs yet; on a GPU, use workers that do everything: --whole 1 (serve) or --role whole (worker)"
+        )
 
 
 def read_environment() -> Environment:

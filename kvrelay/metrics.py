@@ -46,9 +46,7 @@ class Metrics:
             ["source"],
             registry=registry,
         )  # source: lease, prefix_cache, prefill
-        self.inherited_tokens = Counter(
-            "kvrelay_inherited_tokens", "Prompt tokens whose KV was taken from a lease", registry=registry
-        )
+        self.inherited_tokens = Counter("kvrelay_inherited_tokens", "Prompt tokens whose KV was inherited", registry=registry)
         self.output_tokens = Counter("kvrelay_output_tokens", "Tokens generated for clients", registry=registry)
         self.ttft_seconds = Histogram(
             "kvrelay_ttft_seconds", "From a request's arrival to its first token", buckets=_LATENCY_BUCKETS, registry=registry
@@ -106,10 +104,10 @@ class Metrics:
             "kvrelay_eviction_sync_waiting", "Request ids that the context index is yet to be told", registry=registry
         )
         self.eviction_sync_up = Gauge("kvrelay_eviction_sync_up", "Whether the context index answers", registry=registry)
-        self.leases_held = Gauge("kvrelay_leases_held", "Leases that this router knows to be held", registry=registry)
-        self.lease_refusals = Counter(
-            "kvrelay_lease_refusals", "Samples whose KV was to be kept and is not", ["reason"], registry=registry
-        )  # reason: quota, worker, worker_lost, old_worker, abort, no_answer
+        self.kept_kv = Gauge("kvrelay_kept_kv", "Finished samples whose KV is known to be kept", registry=registry)
+        self.kept_kv_refusals = Counter(
+            "kvrelay_kept_kv_refusals", "Samples whose KV was to be kept and is not", ["reason"], registry=registry
+        )  # reason: quota, worker, worker_lost, abort, no_answer
         self.rejected = Counter(
             "kvrelay_rejected", "Requests that no worker could take", ["reason"], registry=registry
         )  # reason: queue_full, unavailable

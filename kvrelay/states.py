@@ -45,25 +45,25 @@ class FinishReason(enum.StrEnum):
 
 
 class ProducerState(enum.StrEnum):
-    """Of a transfer, on the side that has the KV."""
+    """Of a transfer of KV, on the side that has it."""
 
-    UNKNOWN = "unknown"  # never heard of it here, or long over
     QUEUED = "queued"  # the request waits; nothing is computed
-    STARTED = "started"  # being computed, or computed, or parked in the cache; the consumer has no blocks for it yet
+    STARTED = "started"  # being computed, or computed; the consumer has no blocks for it yet
+    SET_ASIDE = "set_aside"  # computed, and its blocks given back to the cache until the consumer has room
     SENDING = "sending"  # the consumer's blocks are known; bytes move as they are computed
     OFFERED = "offered"  # everything is computed; the consumer reads, and says when it is done
-    DRAINING = "draining"  # aborted; moves under way must end, or the reader must let go, before anything is reused
+    DRAINING = "draining"  # ending: moves under way must end, or the reader must let go, before anything is reused
     DONE = "done"  # the consumer has everything, or does not want it
     FAILED = "failed"  # over without success; nothing is held
 
 
 class ConsumerState(enum.StrEnum):
-    """Of a transfer, on the side that needs the KV."""
+    """Of a transfer of KV, on the side that needs it."""
 
     QUEUED = "queued"  # known; holds no blocks
     STARTING = "starting"  # the producer computes, or has computed: blocks may be reserved
     RESERVED = "reserved"  # holds blocks that are being filled
-    DRAINING = "draining"  # aborted; its blocks are quarantined until nobody can write them
+    DRAINING = "draining"  # ending: its blocks are quarantined until neither the producer nor a read of ours can write them
     DONE = "done"  # every byte is here, or is not wanted any more
     FAILED = "failed"  # over without success; nothing is held
 
@@ -74,8 +74,52 @@ class EmbeddingState(enum.StrEnum):
     BOOTSTRAPPING = "bootstrapping"  # not every destination has said where there is room
     WAITING_FOR_INPUT = "waiting_for_input"  # they have; nothing of it has been reported sent
     TRANSFERRING = "transferring"  # a part has arrived; the rest waits for a resume, or is on its way
+    DRAINING = "draining"  # ending: memory that a peer or a move of ours may touch is kept until neither can
     SUCCESS = "success"  # every token has arrived everywhere
-    FAILED = "failed"  # over without success; memory that a peer may touch is kept until it cannot
+    FAILED = "failed"  # over without success; nothing is held
+
+
+class RoundState(enum.StrEnum):
+    """Of one round of an embedding, for one destination, on either side."""
+
+    OPEN = "open"  # the consumer has not said where there is room
+    ASKED = "asked"  # it has; nothing was sent
+    ANNOUNCED = "announced"  # consumer: the producer's notice came
+    MOVING = "moving"  # the side that moves is moving
+    PARTIAL = "partial"  # producer: answered, and more is to come: waits for a resume
+    DONE = "done"  # producer: answered, and that was all: the consumer has not said that it has it
+    COMPLETE = "complete"  # the consumer has everything
+
+
+class LinkState(enum.StrEnum):
+    """Of a consumer's connection to a producer."""
+
+    HELLO = "hello"  # hello was said, or will be
+    MAPPING = "mapping"  # the producer has let us in; it was told where our memory is
+    READY = "ready"  # both know the other's memory: messages about transfers may be sent
+
+
+class PeerAccess(enum.StrEnum):
+    """Whether a peer may touch this side's blocks of a transfer: read a producer's, write a consumer's."""
+
+    NONE = "none"  # it was not told of them, or has let go
+    GRANTED = "granted"  # it was told of them
+
+
+class PeerEnd(enum.StrEnum):
+    """What a peer knows of the end of a transfer that failed on this side."""
+
+    UNAWARE = "unaware"  # nothing, as far as is known here
+    WAITING = "waiting"  # it ended the transfer itself, and waits until this side says that it has drained
+    AWARE = "aware"  # it was told, has drained, or is dead
+
+
+class EndedBy(enum.StrEnum):
+    """Who ended a transfer that did not succeed."""
+
+    OWNER = "owner"  # the engine that expected it: it is told nothing more
+    PEER = "peer"  # the other side
+    FAULT = "fault"  # a move that failed, silence, a worker that is gone
 
 
 class WorkerState(enum.StrEnum):
@@ -102,7 +146,7 @@ class FreeReason(enum.StrEnum):
 
 
 class KeptState(enum.StrEnum):
-    """Of the kept KV of a finished sample, on its worker (engine/continuation.py)."""
+    """Of the kept KV of a finished sample, on its worker (engine/memory/kept.py)."""
 
     ON_DEVICE = "on_device"  # its blocks are pinned
     LEAVING = "leaving"  # they are being copied to the host, since others need the room
@@ -120,7 +164,7 @@ class HandleState(enum.StrEnum):
 
 
 class BreakerState(enum.StrEnum):
-    """Whether a router sends requests to a worker that has failed (router/breaker.py)."""
+    """Whether requests are sent to a service that has failed (discovery/breaker.py)."""
 
     CLOSED = "closed"  # requests pass
     OPEN = "open"  # none do, for a while
@@ -143,33 +187,61 @@ KV_EDGES: Mapping[KVState, frozenset[KVState]] = {
 }
 
 PRODUCER_EDGES: Mapping[ProducerState, frozenset[ProducerState]] = {
-    ProducerState.UNKNOWN: frozenset({ProducerState.QUEUED}),
-    ProducerState.QUEUED: frozenset({ProducerState.STARTED, ProducerState.FAILED, ProducerState.DONE}),
-    ProducerState.STARTED: frozenset({ProducerState.SENDING, ProducerState.OFFERED, ProducerState.FAILED, ProducerState.DONE}),
-    ProducerState.SENDING: frozenset(
-        {ProducerState.STARTED, ProducerState.OFFERED, ProducerState.DONE, ProducerState.DRAINING, ProducerState.FAILED}
+    ProducerState.QUEUED: frozenset({ProducerState.STARTED, ProducerState.DRAINING, ProducerState.DONE}),
+    ProducerState.STARTED: frozenset(
+        {ProducerState.SET_ASIDE, ProducerState.SENDING, ProducerState.OFFERED, ProducerState.DRAINING, ProducerState.DONE}
     ),
-    ProducerState.OFFERED: frozenset({ProducerState.STARTED, ProducerState.DONE, ProducerState.DRAINING, ProducerState.FAILED}),
+    ProducerState.SET_ASIDE: frozenset({ProducerState.STARTED, ProducerState.DRAINING, ProducerState.DONE}),
+    ProducerState.SENDING: frozenset({ProducerState.OFFERED, ProducerState.DONE, ProducerState.DRAINING}),
+    ProducerState.OFFERED: frozenset({ProducerState.SET_ASIDE, ProducerState.DONE, ProducerState.DRAINING}),
     ProducerState.DRAINING: frozenset({ProducerState.FAILED}),
     ProducerState.DONE: frozenset(),
     ProducerState.FAILED: frozenset(),
 }
 
 CONSUMER_EDGES: Mapping[ConsumerState, frozenset[ConsumerState]] = {
-    ConsumerState.QUEUED: frozenset({ConsumerState.STARTING, ConsumerState.DONE, ConsumerState.FAILED}),
-    ConsumerState.STARTING: frozenset({ConsumerState.RESERVED, ConsumerState.DONE, ConsumerState.FAILED}),
-    ConsumerState.RESERVED: frozenset({ConsumerState.STARTING, ConsumerState.DONE, ConsumerState.DRAINING}),
+    ConsumerState.QUEUED: frozenset({ConsumerState.STARTING, ConsumerState.DONE, ConsumerState.DRAINING}),
+    ConsumerState.STARTING: frozenset({ConsumerState.RESERVED, ConsumerState.DONE, ConsumerState.DRAINING}),
+    ConsumerState.RESERVED: frozenset({ConsumerState.DONE, ConsumerState.DRAINING}),
     ConsumerState.DRAINING: frozenset({ConsumerState.FAILED}),
     ConsumerState.DONE: frozenset(),
     ConsumerState.FAILED: frozenset(),
 }
 
 EMBEDDING_EDGES: Mapping[EmbeddingState, frozenset[EmbeddingState]] = {
-    EmbeddingState.BOOTSTRAPPING: frozenset({EmbeddingState.WAITING_FOR_INPUT, EmbeddingState.FAILED}),
-    EmbeddingState.WAITING_FOR_INPUT: frozenset({EmbeddingState.SUCCESS, EmbeddingState.TRANSFERRING, EmbeddingState.FAILED}),
-    EmbeddingState.TRANSFERRING: frozenset({EmbeddingState.SUCCESS, EmbeddingState.FAILED}),
+    EmbeddingState.BOOTSTRAPPING: frozenset({EmbeddingState.WAITING_FOR_INPUT, EmbeddingState.DRAINING}),
+    EmbeddingState.WAITING_FOR_INPUT: frozenset({EmbeddingState.SUCCESS, EmbeddingState.TRANSFERRING, EmbeddingState.DRAINING}),
+    EmbeddingState.TRANSFERRING: frozenset({EmbeddingState.SUCCESS, EmbeddingState.DRAINING}),
+    EmbeddingState.DRAINING: frozenset({EmbeddingState.FAILED}),
     EmbeddingState.SUCCESS: frozenset(),
     EmbeddingState.FAILED: frozenset(),
+}
+
+ROUND_EDGES: Mapping[RoundState, frozenset[RoundState]] = {
+    RoundState.OPEN: frozenset({RoundState.ASKED}),
+    RoundState.ASKED: frozenset({RoundState.ANNOUNCED, RoundState.MOVING, RoundState.PARTIAL, RoundState.DONE}),
+    RoundState.ANNOUNCED: frozenset({RoundState.MOVING, RoundState.ASKED, RoundState.COMPLETE}),
+    RoundState.MOVING: frozenset({RoundState.ASKED, RoundState.PARTIAL, RoundState.DONE, RoundState.COMPLETE}),
+    RoundState.PARTIAL: frozenset({RoundState.ASKED}),
+    RoundState.DONE: frozenset({RoundState.COMPLETE}),
+    RoundState.COMPLETE: frozenset(),
+}
+
+LINK_EDGES: Mapping[LinkState, frozenset[LinkState]] = {
+    LinkState.HELLO: frozenset({LinkState.MAPPING}),
+    LinkState.MAPPING: frozenset({LinkState.READY, LinkState.HELLO}),
+    LinkState.READY: frozenset({LinkState.HELLO}),
+}
+
+PEER_ACCESS_EDGES: Mapping[PeerAccess, frozenset[PeerAccess]] = {
+    PeerAccess.NONE: frozenset({PeerAccess.GRANTED}),
+    PeerAccess.GRANTED: frozenset({PeerAccess.NONE}),
+}
+
+PEER_END_EDGES: Mapping[PeerEnd, frozenset[PeerEnd]] = {
+    PeerEnd.UNAWARE: frozenset({PeerEnd.WAITING, PeerEnd.AWARE}),
+    PeerEnd.WAITING: frozenset({PeerEnd.AWARE}),
+    PeerEnd.AWARE: frozenset({PeerEnd.WAITING}),
 }
 
 WORKER_EDGES: Mapping[WorkerState, frozenset[WorkerState]] = {
@@ -206,6 +278,10 @@ S = TypeVar(
     ProducerState,
     ConsumerState,
     EmbeddingState,
+    RoundState,
+    LinkState,
+    PeerAccess,
+    PeerEnd,
     WorkerState,
     BreakerState,
     KeptState,

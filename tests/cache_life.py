@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import assert_never
 
-from kvrelay.engine.kv_cache import KVCache
+from kvrelay.engine.memory.kv_cache import KVCache
 from kvrelay.engine.request import Request, Sequence
 from kvrelay.ids import new_request_id
 from kvrelay.sampling import SamplingParams

@@ -297,7 +297,7 @@ def run_chaos(
     """A whole run, on a cluster of its own."""
     model = tiny_model("llama")
     flags = ("--local-prefill-tokens", "16", "--mode", mode)
-    with ProcessCluster(str(model), folder, lease_s=LEASE_S, router_flags=flags, worker_flags=_WORKER_FLAGS) as cluster:
+    with ProcessCluster(str(model), folder, registration_s=LEASE_S, router_flags=flags, worker_flags=_WORKER_FLAGS) as cluster:
         for role, count in POPULATION.items():
             for _ in range(count):
                 cluster.add(role)

@@ -13,31 +13,34 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("KVRELAY_OFFLINE", "0")  # the default model may be fetched
 
 
-# Tests of these start no processes that others could slow down, and wait for no clock.
-_BESIDE = (
-    "checkpoint/",
-    "contract/test_kernels.py",
-    "contract/test_runner.py",
-    "engine/",
-    "frontend/",
-    "media/",
-    "models/",
-    "runner/",
-    "text/",
-    "test_beam_parity.py",
-    "test_continuation_parity.py",
-    "test_docs.py",
-    "test_hashing.py",
-    "test_parity.py",
-    "test_resume_parity.py",
+# Files that wait for processes and clocks, the longest first: beside them the rest, which only computes, fills the cores.
+_FIRST = (
+    "e2e/test_smollm2.py",
+    "e2e/test_chaos.py",
+    "contract/test_context_index.py",
+    "e2e/",
+    "launch/",
+    "offline/",
+    "worker/",
+    "test_fuzz.py",
+    "events/",
+    "transfer/",
+    "relay/",
+    "router/",
+    "cli/",
+    "bench/",
+    "discovery/",
 )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     folder = pathlib.Path(__file__).parent
-    for item in items:
-        if item.path.is_relative_to(folder) and item.path.relative_to(folder).as_posix().startswith(_BESIDE):
-            item.add_marker(pytest.mark.beside)
+
+    def turn(item: pytest.Item) -> int:
+        name = item.path.relative_to(folder).as_posix() if item.path.is_relative_to(folder) else ""
+        return next((index for index, prefix in enumerate(_FIRST) if name.startswith(prefix)), len(_FIRST))
+
+    items.sort(key=turn)
 
 
 @pytest.fixture(scope="session")

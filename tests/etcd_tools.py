@@ -36,7 +36,7 @@ class View:
         self.reachable: list[bool] = []
         self.membership = EtcdMembership(
             address,
-            **{"lease_s": LEASE_S, "timeout_s": 5.0, "probe_every_s": 0.2, **settings},
+            **{"registration_s": LEASE_S, "timeout_s": 5.0, "probe_every_s": 0.2, **settings},
             on_malformed=self._malformed,
             on_reachable=self.reachable.append,
         )

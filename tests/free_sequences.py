@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from kvrelay.engine.interfaces import Row, StepPlan
 from kvrelay.ids import RequestId, new_request_id
 from kvrelay.sampling import SamplingParams
+from kvrelay.wire.serving import Image
 
 _keys = itertools.count(1)
 
@@ -23,6 +24,7 @@ class FreeSequence:
     sample: int = 0
     key: int = field(default_factory=lambda: next(_keys))
     request_id: RequestId = field(default_factory=new_request_id)
+    images: tuple[Image, ...] = ()
 
     def __post_init__(self) -> None:
         if self.num_prompt_tokens < 0:

@@ -55,7 +55,7 @@ class PagedRun:
             ),
             logit_rows=self._tensor(wanted),
         )
-        logits = self.model.forward(batch, self.kv).cpu()
+        logits = self.model.forward(batch, self.kv).float().cpu()
         return {row: logits[starts[i] : starts[i + 1]] for i, row in enumerate(counts)}
 
     def _tensor(self, values: list[int] | list[list[int]]) -> torch.Tensor:

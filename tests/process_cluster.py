@@ -68,13 +68,13 @@ class ProcessCluster:
         model: str,
         folder: pathlib.Path,
         *,
-        lease_s: float = 1.0,
+        registration_s: float = 1.0,
         router_flags: Sequence[str] = (),
         worker_flags: Sequence[str] = (),
     ) -> None:
         self._model = model
         self._folder = folder
-        self._lease = ("--lease-s", str(lease_s))
+        self._lease = ("--registration-s", str(registration_s))
         self._worker_flags = worker_flags
         self.workers: list[WorkerProcess] = []
         self._count = 0

@@ -115,11 +115,11 @@ class StubEngine:
             tokens = lease.tokens[: lease.num_prompt_tokens + finish.keep_tokens]
             self.leases[kept_id] = msgspec.structs.replace(lease, tokens=tokens)
 
-    def release_leases(self, kept_ids: Iterable[KeptId]) -> None:
+    def release_kept(self, kept_ids: Iterable[KeptId]) -> None:
         for kept_id in kept_ids:
             self.leases.pop(kept_id, None)
 
-    def find_leases(self, handle: str, owner: str) -> list[KeptInfo]:
+    def find_kept(self, handle: str, owner: str) -> list[KeptInfo]:
         return [one for one in self.leases.values() if handle in (one.kept_id, one.external_id) and one.owner == owner]
 
     def abort(self, request_ids: Iterable[RequestId]) -> None:
@@ -179,7 +179,7 @@ class StubEngine:
     def load(self) -> WorkerLoad:
         in_use = sum(len(samples) for _, samples in self._open.values())
         blocks = BlockCounts(total=NUM_BLOCKS, free=NUM_BLOCKS - in_use, in_use=in_use)
-        return WorkerLoad(running=in_use, blocks=blocks, steps=self._steps, leases=len(self.leases))
+        return WorkerLoad(running=in_use, blocks=blocks, steps=self._steps, kept=len(self.leases))
 
     def drain(self) -> None:
         self._draining = True
@@ -198,12 +198,11 @@ class StubWorker:
         self,
         registry: str,
         *,
-        lease_s: float = 4.0,
+        registration_s: float = 4.0,
         watchdog_s: float = 120.0,
         max_batch: int = 4,
         max_queue: int = 4,
         fingerprint: str = "stub",
-        version: int = PROTOCOL_VERSION,
         step_s: float = 0.0,
         role: Role = Role.WHOLE,
     ) -> None:
@@ -223,15 +222,15 @@ class StubWorker:
             max_model_len=128,
             max_batch=max_batch,
             max_queue=max_queue,
-            version=version,
+            version=PROTOCOL_VERSION,
             load=self.engine.load(),
         )
-        self.vigil = Vigil(lease_s)
+        self.vigil = Vigil(registration_s)
         self.heartbeat = Heartbeat(
             open_registration(registry or "static"),
             self.record,
             self.loop.status,
-            lease_s=lease_s,
+            registration_s=registration_s,
             watchdog_s=watchdog_s,
             vigil=self.vigil,
             on_refused=lambda error: None,

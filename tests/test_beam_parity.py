@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from leaks import check_idle
 from parity import reference_tokens
 from test_parity import DEVICES, prompts
 from test_parity import make_engine as make_parity_engine
 from tiny_models import reference_model
 from transformers.generation import GenerationMode
 
-from kvrelay.engine import invariants
 from kvrelay.engine.engine import Engine
 from kvrelay.ids import new_request_id
 from kvrelay.sampling import BeamSearch, SamplingParams
@@ -101,7 +101,7 @@ def search(engine: Engine, cases: list[Case]) -> list[list[tuple[SequenceOutput,
             assert (output.request_id, output.sample) == (result.request_id, result.sample)
             assert (output.request_id, output.sample) not in found
             found[output.request_id, output.sample] = output, result
-    invariants.check_idle(engine)
+    check_idle(engine.core)
     return [
         [found[request.request_id, sample] for sample in range(case.n)] for request, case in zip(requests, cases, strict=True)
     ]

@@ -56,7 +56,7 @@ def test_a_child_gives_the_tokens_of_the_whole_text(name: str, tier: str, chunk:
             assert engine.load().prompt_tokens - computed == 3 + 1
             text += tokens
             leave(engine, tier)
-        engine.release_leases([parent, child])
+        engine.release_kept([parent, child])
     assert engine.load().blocks.pinned == 0
     assert engine.load().inherited_tokens > 0
     engine.close()
@@ -65,7 +65,7 @@ def test_a_child_gives_the_tokens_of_the_whole_text(name: str, tier: str, chunk:
 def leave(engine: Engine, tier: str) -> None:
     """To the host, and out of the device's cache."""
     if tier == "host":
-        engine.leases.make_room(engine.kv.pool.num_blocks)
+        engine.core.kept.blocks.make_room(engine.kv.pool.num_blocks)
         while engine.has_work:
             engine.step()
         assert engine.load().blocks.pinned == 0

@@ -1,5 +1,4 @@
-"""The documentation says what is true: every option, metric and state is in it, and its links lead somewhere. (The API:
-test_docs_api.py)"""
+"""The documentation says what is true: every option, metric and state is in it, and its links lead somewhere."""
 
 from __future__ import annotations
 
@@ -91,7 +90,7 @@ def test_every_metric_that_a_page_names_exists(path: Path) -> None:
         assert any(each.startswith(name[:-1]) for each in known) if name.endswith("*") else name in known, name
 
 
-# States and pages
+# States, links and examples (the API: test_docs_api.py)
 
 
 @pytest.mark.parametrize("machine", [states.RequestState, states.KVState, states.WorkerState])

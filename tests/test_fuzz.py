@@ -27,11 +27,11 @@ from tiny_models import tiny_model
 
 from kvrelay.ids import TransferId, new_request_id, new_router_id, new_transfer_id, new_worker_id
 from kvrelay.sampling import Grammar, GrammarKind, SamplingParams
-from kvrelay.states import ConsumerState, FinishReason, ProducerState, Role, WorkerState
-from kvrelay.wire import PROTOCOL_VERSION
+from kvrelay.states import ConsumerState, FinishReason, Role, WorkerState
+from kvrelay.wire import PROTOCOL_VERSION, relay
 from kvrelay.wire import events as events_plane
+from kvrelay.wire import kv as signal_plane
 from kvrelay.wire import serving as serving_plane
-from kvrelay.wire import transfer as signal_plane
 from kvrelay.wire.codec import Decoder, encode
 from kvrelay.wire.registry import Leave, Register, Renew, WorkerLoad, WorkerRecord
 
@@ -66,7 +66,7 @@ class Target:
     def _record(self, role: str) -> WorkerRecord:
         """As a router gets it: with the addresses that /cluster does not show."""
         with dealer(self.workers[role]["address"], new_router_id()) as link:
-            link.send(encode(serving_plane.Hello(version=PROTOCOL_VERSION, router_id=new_router_id(), lease_s=1.0)))
+            link.send(encode(serving_plane.Hello(version=PROTOCOL_VERSION, router_id=new_router_id(), silence_s=1.0)))
             assert link.poll(PATIENCE_MS)
             welcome = to_router.decode(link.recv())
         assert isinstance(welcome, serving_plane.Welcome)
@@ -97,7 +97,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
     folder = tmp_path_factory.mktemp("fuzz")
     router = ("--local-prefill-tokens", "0")
     model = str(tiny_model("llama"))
-    with ProcessCluster(model, folder, lease_s=4.0, router_flags=router, worker_flags=flags) as cluster:
+    with ProcessCluster(model, folder, registration_s=4.0, router_flags=router, worker_flags=flags) as cluster:
         cluster.add("prefill")
         cluster.add("decode")
         cluster.until_ready(2)
@@ -284,7 +284,7 @@ def serving_messages(target: WorkerRecord) -> list[bytes]:
 def test_a_worker_lives(target: Target, role: str) -> None:
     """Of its routers one has said Hello, and gets through to the engine; the other has not."""
     router = new_router_id()
-    hello = encode(serving_plane.Hello(version=PROTOCOL_VERSION, router_id=router, lease_s=5.0))
+    hello = encode(serving_plane.Hello(version=PROTOCOL_VERSION, router_id=router, silence_s=5.0))
     welcomed = is_message(to_router, serving_plane.Welcome)
     address = target.workers[role]["address"]
     valid = serving_messages(target.records[role])
@@ -299,19 +299,18 @@ def signal_messages(target: WorkerRecord, consumer: str) -> list[bytes]:
     layout = signal_plane.Layout(
         num_layers=3, num_blocks=128, block_size=16, num_kv_heads=2, head_dim=8, dtype="float32", item_bytes=4
     )
-    engines = [signal_plane.EngineInfo(name=name, info=b"\x01" * 40) for name in ("shm", "memory", "nixl")]
+    engines = [relay.EngineInfo(name=name, info=b"\x01" * 40) for name in ("shm", "memory", "nixl")]
     made: list[msgspec.Struct] = [
-        signal_plane.Hello(version=signal_plane.SIGNAL_VERSION, worker_id=consumer, fingerprint=target.fingerprint),  # type: ignore[arg-type]
-        signal_plane.MapRegion(layout=layout, host="there", engines=engines),
-        signal_plane.Reserve(transfer_id=transfer, reservation=1, blocks=[0, 1, 2], skip_tokens=0),
-        signal_plane.Reserve(transfer_id=new_transfer_id(), reservation=1, blocks=[0, 1, 2], skip_tokens=0),
-        signal_plane.Unreserve(transfer_id=transfer, reservation=1),
-        signal_plane.Pull(transfer_id=transfer, reservation=1, skip_tokens=0),
+        relay.Hello(version=signal_plane.KV_VERSION, worker_id=consumer, fingerprint=target.fingerprint),  # type: ignore[arg-type]
+        relay.Map(layout=layout, host="there", engines=engines),
+        signal_plane.Reserve(transfer_id=transfer, blocks=[0, 1, 2], skip_tokens=0),
+        signal_plane.Reserve(transfer_id=new_transfer_id(), blocks=[0, 1, 2], skip_tokens=0),
+        signal_plane.Pull(transfer_id=transfer, skip_tokens=0),
         signal_plane.ReadDone(transfer_id=transfer),
         signal_plane.Release(transfer_id=transfer),
-        signal_plane.Heartbeat(number=1, transfers=[(transfer, ConsumerState.RESERVED)]),
-        signal_plane.Abort(transfer_id=transfer, reason="because"),
-        signal_plane.AbortAck(transfer_id=transfer),
+        relay.Heartbeat(number=1, transfers=[(transfer, ConsumerState.RESERVED)]),
+        relay.Abort(transfer_id=transfer, reason="because"),
+        relay.AbortAck(transfer_id=transfer),
     ]
     return [encode(each) for each in made]
 
@@ -319,7 +318,7 @@ def signal_messages(target: WorkerRecord, consumer: str) -> list[bytes]:
 def test_a_producer_lives(target: Target) -> None:
     consumer, prefill = new_worker_id("decode"), target.records["prefill"]
     valid = signal_messages(prefill, consumer)
-    answered = lambda frame: isinstance(signal_plane.decode_for_consumer(frame), signal_plane.Welcome)  # noqa: E731
+    answered = lambda frame: isinstance(signal_plane.decode_for_consumer(frame), relay.Welcome)  # noqa: E731
     throw(prefill.signal_address, [], valid[0], answered, consumer)
     attack(target, prefill.signal_address, valid, valid[0], answered, identities=[consumer])
     with dealer(prefill.signal_address, "a stranger") as link:
@@ -472,7 +471,7 @@ def test_a_hostile_producer_does_not_hurt_its_consumer(target: Target) -> None:
         transfer = serving_plane.TransferInfo(
             transfer_id=new_transfer_id(), mode="write", producer=producer, consumer=decode.id, signal_address=address
         )
-        serving.send(encode(serving_plane.Hello(version=PROTOCOL_VERSION, router_id=router, lease_s=9.0)))
+        serving.send(encode(serving_plane.Hello(version=PROTOCOL_VERSION, router_id=router, silence_s=9.0)))
         serving.send(encode(submit(transfer=transfer, prompt=PROMPT)))
         assert link.poll(PATIENCE_MS), "the consumer does not come"
         identity = link.recv_multipart()[0]
@@ -490,17 +489,16 @@ def _producer_messages(producer: str, transfer: TransferId) -> list[msgspec.Stru
     )
     first = serving_plane.FirstToken(0, 5)
     return [
-        signal_plane.Welcome(version=signal_plane.SIGNAL_VERSION, worker_id=producer),  # type: ignore[arg-type]
-        signal_plane.RegionMapped(layout=layout, engine=signal_plane.EngineInfo(name="shm", info=b"\x01" * 40)),
-        signal_plane.Refused(reason="because", about="sender"),
+        relay.Welcome(version=signal_plane.KV_VERSION, worker_id=producer),  # type: ignore[arg-type]
+        relay.Mapped(layout=layout, engine=relay.EngineInfo(name="shm", info=b"\x01" * 40)),
+        relay.Refused(reason="because", about="sender"),
         signal_plane.Starting(transfer_id=transfer, num_tokens=len(PROMPT)),
-        signal_plane.Computed(transfer_id=transfer, reservation=1, blocks=[0, 1, 2], num_tokens=32, next_tokens=40, layers=2),
-        signal_plane.WriteDone(transfer_id=transfer, reservation=1, first_tokens=[first], blocks=[0, 1, 2]),
-        signal_plane.Ready(transfer_id=transfer, reservation=1, blocks=[0, 1, 2], num_tokens=40, first_tokens=[first]),
-        signal_plane.NotReady(transfer_id=transfer, reservation=1),
-        signal_plane.Unreserved(transfer_id=transfer, reservation=1),
-        signal_plane.HeartbeatAck(number=1, transfers=[(transfer, ProducerState.UNKNOWN)]),
-        signal_plane.AbortAck(transfer_id=transfer),
+        signal_plane.Computed(transfer_id=transfer, blocks=[0, 1, 2], num_tokens=32, next_tokens=40, layers=2),
+        signal_plane.WriteDone(transfer_id=transfer, first_tokens=[first], blocks=[0, 1, 2]),
+        signal_plane.Ready(transfer_id=transfer, blocks=[0, 1, 2], num_tokens=40, first_tokens=[first]),
+        signal_plane.NotReady(transfer_id=transfer),
+        relay.HeartbeatAck(number=1, transfers=[(transfer, None)]),
+        relay.AbortAck(transfer_id=transfer),
     ]
 
 

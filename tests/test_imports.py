@@ -200,3 +200,55 @@ def test_importing_a_part_does_not_load_torch(part: str) -> None:
     script = f"import sys\nfor name in {modules!r}:\n    __import__(name)\nprint('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=False)
     assert (result.stdout.strip(), result.returncode) == ("False", 0), result.stderr
+
+
+# The shape of the house
+
+
+def imports_between_modules() -> dict[str, set[str]]:
+    """Module -> our modules that it imports, wherever the statement stands: one inside a function hides a circle, no more."""
+    graph: dict[str, set[str]] = {}
+    for path in sources():
+        importer = module_of(path)
+        ours = {name for _, name in imports_of(path) if name.split(".")[0] == "kvrelay"}
+        graph[importer] = ours - {importer, "kvrelay"}
+    return graph
+
+
+def circle_in(graph: dict[str, set[str]]) -> list[str]:
+    """Modules that import each other in a ring, or none."""
+    done: set[str] = set()
+
+    def visit(module: str, way: list[str]) -> list[str]:
+        if module in way:
+            return way[way.index(module) :]
+        if module in done:
+            return []
+        for imported in sorted(graph.get(module, ())):
+            if ring := visit(imported, [*way, module]):
+                return ring
+        done.add(module)
+        return []
+
+    return next((ring for module in sorted(graph) if (ring := visit(module, []))), [])
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    assert circle_in(imports_between_modules()) == []
+
+
+def test_a_circle_is_found() -> None:
+    assert circle_in({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["b", "c"]
+
+
+def test_the_top_level_has_at_most_twelve_files() -> None:
+    assert len(list(PACKAGE.glob("*.py"))) <= 12
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_files_and_classes_stay_readable(path: Path) -> None:
+    """A file of at most 400 lines, a class of at most 300."""
+    text = path.read_text(encoding="utf-8")
+    assert text.count("\n") <= 400
+    classes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)]
+    assert [node.name for node in classes if (node.end_lineno or 0) - node.lineno + 1 > 300] == []

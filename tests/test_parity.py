@@ -8,11 +8,11 @@ import random
 
 import pytest
 import torch
+from leaks import check_idle
 from parity import assert_parity, reference_tokens
 from tiny_models import NAMES, VOCAB_SIZE, reference_model, tiny_model
 
 from kvrelay.config import EngineOptions, ModelOptions, read_environment
-from kvrelay.engine import invariants
 from kvrelay.engine.engine import Engine
 from kvrelay.ids import RequestId, new_request_id, new_worker_id
 from kvrelay.progress import Silent
@@ -67,7 +67,7 @@ def generate(engine: Engine, batch: list[list[int]], num_tokens: int = NUM_TOKEN
         assert not of_kind(Failure, step.news)
         for output in step.outputs:
             tokens[output.request_id].extend(output.tokens)
-    invariants.check_idle(engine)
+    check_idle(engine.core)
     assert all(len(tokens[request_id]) == num_tokens for request_id in ids)
     return [tokens[request_id] for request_id in ids]
 

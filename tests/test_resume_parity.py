@@ -7,12 +7,12 @@ import json
 
 import msgspec
 import pytest
+from leaks import check_idle
 from parity import assert_parity, reference_tokens
 from test_parity import prompts
 from tiny_models import reference_model, tiny_model
 
 from kvrelay.config import EngineOptions, ModelOptions, read_environment
-from kvrelay.engine import invariants
 from kvrelay.engine.engine import Engine
 from kvrelay.ids import RequestId, new_request_id, new_worker_id
 from kvrelay.progress import Silent
@@ -88,7 +88,7 @@ def run_all(engine: Engine, requests: list[Submit]) -> list[Run]:
             found.logprobs.setdefault(output.sample, []).extend(output.logprobs or [])
             if output.finish is not None:
                 found.ends[output.sample] = output.finish
-    invariants.check_idle(engine)
+    check_idle(engine.core)
     return list(runs.values())
 
 

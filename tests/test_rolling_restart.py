@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 
-import pytest
 from stub_worker import StubWorker, stub_token
 
 from kvrelay.discovery.embedded import EmbeddedMembership
@@ -35,13 +34,12 @@ async def ask(router: Router, number: int) -> None:
     assert tokens == expected
 
 
-@pytest.mark.parametrize("version", [2, 3], ids=["from version 2", "same version"])
-async def test_a_rolling_restart_fails_no_request(version: int) -> None:
+async def test_a_rolling_restart_fails_no_request() -> None:
     membership = EmbeddedMembership("tcp://127.0.0.1:*")
-    router = Router(membership=membership, metrics=Metrics(), lease_s=4.0, model="stub")
+    router = Router(membership=membership, metrics=Metrics(), registration_s=4.0, model="stub")
     router.start()
     room = {"max_batch": NUM_CLIENTS, "max_queue": NUM_CLIENTS}
-    workers = [StubWorker(membership.address, version=version, **room) for _ in range(NUM_WORKERS)]
+    workers = [StubWorker(membership.address, **room) for _ in range(NUM_WORKERS)]
     over, numbers, served = asyncio.Event(), itertools.count(), itertools.count()
     try:
         async with asyncio.timeout(PATIENCE_S):

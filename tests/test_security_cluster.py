@@ -46,7 +46,7 @@ async def router(key: str) -> AsyncIterator[tuple[Router, str]]:
     """In this process, with the key, and the address of its registry."""
     plane.use_key(load_key(key))
     membership = EmbeddedMembership("tcp://127.0.0.1:*")
-    router = Router(membership=membership, metrics=Metrics(), lease_s=2.0, local_prefill_tokens=0)
+    router = Router(membership=membership, metrics=Metrics(), registration_s=2.0, local_prefill_tokens=0)
     router.start()
     yield router, membership.address
     router.close()

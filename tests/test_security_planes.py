@@ -24,7 +24,7 @@ from kvrelay.ids import new_router_id, new_worker_id
 from kvrelay.planes import curve as plane
 from kvrelay.planes.cluster_key import ClusterKey, derive
 from kvrelay.planes.connection import Connection
-from kvrelay.wire import PROTOCOL_VERSION, transfer
+from kvrelay.wire import PROTOCOL_VERSION, kv, relay
 from kvrelay.wire.codec import encode
 from kvrelay.wire.events import Replay
 from kvrelay.wire.registry import Register
@@ -66,7 +66,7 @@ async def registry_plane() -> AsyncIterator[Spoken]:
 @contextlib.asynccontextmanager
 async def serving_plane() -> AsyncIterator[Spoken]:
     worker = StubWorker("")
-    hello = Hello(version=PROTOCOL_VERSION, router_id=new_router_id(), lease_s=60.0)
+    hello = Hello(version=PROTOCOL_VERSION, router_id=new_router_id(), silence_s=60.0)
     yield Spoken(worker.address, zmq.DEALER, encode(hello))
     worker.stop()
 
@@ -74,7 +74,7 @@ async def serving_plane() -> AsyncIterator[Spoken]:
 @contextlib.asynccontextmanager
 async def signal_plane() -> AsyncIterator[Spoken]:
     producer, worker = Producer(), new_worker_id("decode")
-    hello = transfer.Hello(version=1, worker_id=worker, fingerprint="tiny/float32")
+    hello = relay.Hello(version=kv.KV_VERSION, worker_id=worker, fingerprint="tiny/float32")
     yield Spoken(producer.relay.signal_address, zmq.DEALER, encode(hello), worker.encode())
     producer.close()
 
@@ -239,7 +239,9 @@ async def test_a_router_takes_up_a_worker_whose_key_was_put_right() -> None:
     impostor = open_socket(zmq.ROUTER, no_key)
     port = impostor.bind_to_random_port("tcp://127.0.0.1")
     address = f"tcp://127.0.0.1:{port}"
-    connection = Connection(address, identity=None, lease_s=1.0, on_up=up.set, on_down=lambda: None, on_message=lambda _: None)
+    connection = Connection(
+        address, identity=None, silence_s=1.0, on_up=up.set, on_down=lambda: None, on_message=lambda _: None
+    )
     await asyncio.to_thread(_until_refused, impostor)
     impostor.close()
     worker = plane.listening(zmq.ROUTER)

@@ -19,7 +19,7 @@ import tokenizers
 from numpy.typing import NDArray
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from kvrelay.checkpoint.safetensors_writer import write_float32
+from kvrelay.checkpoint.convert import write_float32
 from kvrelay.checkpoint.vision_spec import VisionKind
 
 Layout = Literal["hub", "transformers"]

@@ -24,6 +24,7 @@ SCENARIOS = {
     "kv": ("kv.scenario", "what the life of a request's KV costs: scheduling, preemption, a context index that is stopped"),
     "two-stage": ("two_stage.scenario", "what continuing from a request costs, against asking again; beams against requests"),
     "encode": ("encode.scenario", "what encode workers and the relay of embeddings cost, and what they are good for"),
+    "gpu": ("gpu.scenario", "the engine on an NVIDIA card: against transformers, then decode and prefill of an 8B shape"),
 }
 _HELP = f"""\
 usage: kvrelay bench SCENARIO [--json FILE] [options]

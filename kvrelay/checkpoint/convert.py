@@ -8,20 +8,20 @@ name. `convert` fills a folder; `fetch.py` makes that atomic and caches it.
 from __future__ import annotations
 
 import json
+import math
 import pathlib
 import re
 import shutil
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvrelay.checkpoint.gguf import GGUFFile
+from kvrelay.checkpoint.gguf import GGUFFile, Metadata
 from kvrelay.checkpoint.gguf_config import ROPE_FACTORS, model_config
 from kvrelay.checkpoint.gguf_tokenizer import build_tokenizer, tokenizer_settings
-from kvrelay.checkpoint.metadata import Metadata
-from kvrelay.checkpoint.safetensors_writer import write_float32
 from kvrelay.checkpoint.spec import CONFIG_NAME, GENERATION_CONFIG_NAME
 from kvrelay.errors import ModelError, UnsupportedModelError
 from kvrelay.progress import Progress
@@ -97,6 +97,34 @@ def _write_weights(file: GGUFFile, config: dict[str, Any], path: pathlib.Path, p
         write_float32(path, shapes, read, progress.advance)
     finally:
         progress.done()
+
+
+def write_float32(
+    path: pathlib.Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    read: Callable[[str], npt.NDArray[np.float32]],
+    written: Callable[[int], None],
+) -> None:
+    """A safetensors file, tensor by tensor, so that a model far larger than memory could be converted:
+
+    header size u64 | header JSON {name: {dtype, shape, data_offsets}} padded to 8 bytes | tensors, back to back
+
+    `read` is asked for each tensor in the order of `shapes`; `written` is told of every tensor's bytes."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, shape in shapes.items():
+        end = offset + 4 * math.prod(shape)
+        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    with path.open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        for name, shape in shapes.items():
+            values = np.ascontiguousarray(read(name), dtype="<f4")
+            assert values.shape == shape, f"{name} is {values.shape}, announced as {shape}"
+            file.write(values.data)
+            written(values.nbytes)
 
 
 def _sources(file: GGUFFile, config: dict[str, Any]) -> dict[str, _Source]:

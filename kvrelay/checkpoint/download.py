@@ -6,6 +6,7 @@ import html.parser
 import pathlib
 import ssl
 import urllib.parse
+from dataclasses import dataclass
 from typing import IO
 
 import httpx
@@ -79,17 +80,19 @@ def download(url: str, part: pathlib.Path, *, size_bytes: int, title: str, acces
         progress.done()
 
 
+@dataclass(slots=True)
 class _Transfer:
     """One file on its way. `resume` may be called again after it failed."""
 
-    def __init__(self, client: httpx.Client, url: str, file: IO[bytes], size_bytes: int, progress: Progress) -> None:
-        self._client = client
-        self._url = url
-        self._file = file
-        self._size_bytes = size_bytes
-        self._progress = progress
-        self._reported = 0
-        if file.tell() > size_bytes:
+    _client: httpx.Client
+    _url: str
+    _file: IO[bytes]
+    _size_bytes: int
+    _progress: Progress
+    _reported: int = 0
+
+    def __post_init__(self) -> None:
+        if self._file.tell() > self._size_bytes:
             self._begin_again()
         self._report()
 

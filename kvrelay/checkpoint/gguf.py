@@ -12,7 +12,7 @@ import math
 import mmap
 import pathlib
 import struct
-from collections.abc import Callable
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -22,10 +22,12 @@ from kvrelay.checkpoint.dequantise import FORMATS, format_name
 from kvrelay.errors import ModelError
 
 Value = bool | int | float | str | list["Value"]
+Wanted = TypeVar("Wanted", int, float, str, bool)
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_SCALARS = {type_id: struct.Struct("<" + code) for type_id, code in _CODES.items()}
 _STRING, _ARRAY = 8, 9
 _MAX_NESTING = 4
 
@@ -81,6 +83,51 @@ class GGUFFile:
         return alignment
 
 
+class Metadata:
+    """The key-value pairs of one file, read by type: a missing or mistyped key is an error that names it. A key that begins
+    with a dot belongs to the file's architecture."""
+
+    def __init__(self, file: GGUFFile) -> None:
+        self._pairs = file.metadata
+        self.path: pathlib.Path = file.path
+        self.architecture = ""
+        self.architecture = self.required("general.architecture", str)
+
+    def required(self, key: str, kind: type[Wanted]) -> Wanted:
+        value = self.optional(key, kind)
+        if value is None:
+            raise ModelError(f"{self.path} lacks metadata {self._full(key)}")
+        return value
+
+    def optional(self, key: str, kind: type[Wanted]) -> Wanted | None:
+        value = self._pairs.get(self._full(key))
+        if value is None:
+            return None
+        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+            value = float(value)
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise self._wrong(key, value, kind.__name__)
+        return value
+
+    def list_of(self, kind: type[Wanted], key: str) -> list[Wanted]:
+        value = self._pairs.get(self._full(key))
+        if value is None:
+            raise ModelError(f"{self.path} lacks metadata {self._full(key)}")
+        if not isinstance(value, list):
+            raise self._wrong(key, value, "list")
+        found = [element for element in value if isinstance(element, kind)]
+        if len(found) < len(value):
+            wrong = next(element for element in value if not isinstance(element, kind))
+            raise self._wrong(key, wrong, f"list of {kind.__name__}")
+        return found
+
+    def _full(self, key: str) -> str:
+        return self.architecture + key if key.startswith(".") else key
+
+    def _wrong(self, key: str, value: Value, wanted: str) -> ModelError:
+        return ModelError(f"{self.path}: metadata {self._full(key)} should be {wanted}, is {str(value)[:40]!r}")
+
+
 def _map_file(path: pathlib.Path) -> mmap.mmap:
     try:
         with path.open("rb") as file:
@@ -100,10 +147,6 @@ class _Reader:
         self._data = data
         self._path = path
         self._at = 0
-        self._readers: dict[int, Callable[[], Value]] = {
-            type_id: self._scalar_reader(code) for type_id, code in _SCALARS.items()
-        }
-        self._readers[_STRING] = self._string
 
     def header(self) -> tuple[int, int]:
         magic = self._take(4)
@@ -159,18 +202,13 @@ class _Reader:
             if count > len(self._data) - self._at:  # an element takes a byte at least
                 raise self._truncated(f"{key} has {count} elements")
             return [self._value(element_type, key, depth + 1) for _ in range(count)]
-        if type_id not in self._readers:
+        if type_id == _STRING:
+            return self._string()
+        if type_id not in _SCALARS:
             raise ModelError(f"{self._path}: metadata {key} has unknown type {type_id}")
-        return self._readers[type_id]()
-
-    def _scalar_reader(self, code: str) -> Callable[[], Value]:
-        form = struct.Struct("<" + code)
-
-        def read() -> Value:
-            value: bool | int | float = form.unpack(self._take(form.size))[0]
-            return value
-
-        return read
+        form = _SCALARS[type_id]
+        value: bool | int | float = form.unpack(self._take(form.size))[0]
+        return value
 
     def _string(self) -> str:
         # Tokens of byte-level vocabularies are valid text; a stray byte must not stop the whole file from loading

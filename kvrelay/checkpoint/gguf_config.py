@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from kvrelay.checkpoint.gguf import GGUFFile
-from kvrelay.checkpoint.metadata import Metadata
+from kvrelay.checkpoint.gguf import GGUFFile, Metadata
 from kvrelay.errors import ModelError, UnsupportedModelError
 
 _CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -77,7 +76,7 @@ def _vocab_size(file: GGUFFile, metadata: Metadata) -> int:
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise ModelError(f"{file.path} has no tensor token_embd.weight")
-    num_tokens = len(metadata.strings("tokenizer.ggml.tokens"))
+    num_tokens = len(metadata.list_of(str, "tokenizer.ggml.tokens"))
     if num_tokens > embedding.shape[0]:
         raise ModelError(f"{file.path}: {num_tokens} tokens, but token_embd.weight has {embedding.shape[0]} rows")
     return embedding.shape[0]

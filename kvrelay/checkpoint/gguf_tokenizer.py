@@ -11,7 +11,7 @@ import msgspec
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
-from kvrelay.checkpoint.metadata import Metadata
+from kvrelay.checkpoint.gguf import Metadata
 from kvrelay.errors import ModelError, UnsupportedModelError
 
 _CONTROL, _USER_DEFINED = 3, 4  # token types; all others are ordinary pieces
@@ -48,7 +48,7 @@ def build_tokenizer(metadata: Metadata) -> tokenizers.Tokenizer:
             f"{metadata.path}: tokenizer.ggml.model {kind!r} is not supported; supported: gpt2 (byte-level BPE)"
         )
     cutting = _cutting(metadata)
-    tokens = metadata.strings("tokenizer.ggml.tokens")
+    tokens = metadata.list_of(str, "tokenizer.ggml.tokens")
     tokenizer = tokenizers.Tokenizer(_bpe(metadata, tokens, cutting))
     if cutting.normalise:
         tokenizer.normalizer = normalizers.NFC()
@@ -65,7 +65,7 @@ def build_tokenizer(metadata: Metadata) -> tokenizers.Tokenizer:
 
 def tokenizer_settings(metadata: Metadata) -> dict[str, Any]:
     """What tokenizer_config.json says."""
-    tokens = metadata.strings("tokenizer.ggml.tokens")
+    tokens = metadata.list_of(str, "tokenizer.ggml.tokens")
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         token_id = metadata.optional(f"tokenizer.ggml.{key}_token_id", int)
@@ -94,7 +94,7 @@ def _cutting(metadata: Metadata) -> _Cutting:
 
 def _bpe(metadata: Metadata, tokens: list[str], cutting: _Cutting) -> models.BPE:
     vocabulary = {token: token_id for token_id, token in reversed(list(enumerate(tokens)))}  # of equal tokens the first wins
-    merges = [merge.partition(" ") for merge in metadata.strings("tokenizer.ggml.merges")]
+    merges = [merge.partition(" ") for merge in metadata.list_of(str, "tokenizer.ggml.merges")]
     try:
         return models.BPE(
             vocab=vocabulary, merges=[(left, right) for left, _, right in merges], ignore_merges=cutting.ignore_merges
@@ -113,7 +113,7 @@ def _pre_tokenizers(cutting: _Cutting) -> list[pre_tokenizers.PreTokenizer]:
 
 
 def _add_special_tokens(tokenizer: tokenizers.Tokenizer, metadata: Metadata, tokens: list[str]) -> None:
-    types = metadata.integers("tokenizer.ggml.token_type")
+    types = metadata.list_of(int, "tokenizer.ggml.token_type")
     if len(types) != len(tokens):
         raise ModelError(f"{metadata.path}: {len(tokens)} tokens, but {len(types)} entries in tokenizer.ggml.token_type")
     pairs = list(zip(tokens, types, strict=True))

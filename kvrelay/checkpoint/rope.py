@@ -6,14 +6,13 @@ Old: `rope_theta` and `rope_scaling: {"rope_type" | "type", ...}`. New: `rope_pa
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 
 from kvrelay.errors import ModelError, UnsupportedModelError
 
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
-SUPPORTED_ROPE_KINDS: tuple[RopeKind, ...] = ("default", "linear", "llama3", "yarn")
 _DEFAULT_THETA = 10000.0
 
 RawRope = dict[str, Any]
@@ -53,7 +52,7 @@ def read_rope(raw: RawRope | None, theta: float | None, max_position_embeddings:
         case "yarn":
             return _read_yarn(raw, base, max_position_embeddings)
         case _:
-            supported = ", ".join(SUPPORTED_ROPE_KINDS)
+            supported = ", ".join(get_args(RopeKind))
             raise UnsupportedModelError(f"rope type {kind!r} is not supported; supported: {supported}")
 
 

@@ -44,15 +44,6 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
     def num_deepstack(self) -> int:
         return len(self.deepstack_blocks)
 
-    @property
-    def patch_width(self) -> int:
-        return _NUM_COLOURS * self.temporal_patch_size * self.patch_size**2
-
-    @property
-    def feature_width(self) -> int:
-        """Of a token: the main features, then those for each of the first text layers."""
-        return (1 + self.num_deepstack) * self.out_hidden_size
-
 
 class RawVision(msgspec.Struct, frozen=True, kw_only=True):
     """The fields of vision_config we read."""

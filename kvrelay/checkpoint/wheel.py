@@ -4,7 +4,7 @@
 2. Our own download from pip's indexes: shows bytes, resumes where an earlier attempt was cut off.
 3. `pip download`, which knows every odd configuration that we do not.
 
-Whatever comes, it counts only with the pinned checksum. The caller holds a lock, so nobody else writes to the folder.
+Whatever comes, it counts only with the pinned checksum. The caller holds a lock, so no other process writes to the folder.
 """
 
 from __future__ import annotations

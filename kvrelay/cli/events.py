@@ -14,7 +14,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Iterable
-from typing import Any, Protocol, assert_never
+from typing import Any, Protocol
 
 import msgspec
 
@@ -28,7 +28,7 @@ from kvrelay.ids import WorkerId, new_router_id
 from kvrelay.options import Parser
 from kvrelay.planes.cluster_key import key_file, load_key
 from kvrelay.planes.curve import keyed
-from kvrelay.wire.events import Freed, FreedForNow, LifeEvent, Restored, Swapped
+from kvrelay.wire.events import CacheEvent
 from kvrelay.wire.registry import WorkerRecord
 
 _EPILOG = """\
@@ -39,7 +39,7 @@ examples:
   kvrelay events --registry etcd://10.0.0.9:2379   of every worker that etcd knows
 """
 _LOOK_EVERY_S = 1.0
-_LEASE_S = 4.0
+_REGISTRATION_S = 4.0
 _SHOWN_HASHES = 4
 
 
@@ -95,14 +95,14 @@ async def _follow(arguments: argparse.Namespace) -> None:
 
 def _membership(registry: str, workers: list[str]) -> Membership:
     if workers:
-        return StaticMembership(workers, router_id=new_router_id(), lease_s=_LEASE_S)
+        return StaticMembership(workers, router_id=new_router_id(), registration_s=_REGISTRATION_S)
     if not registry.startswith("etcd://"):
         raise ConfigError(
             f"--registry {registry!r}: only etcd://HOST:PORT can be asked; where the router keeps the registry, use --url"
         )
     from kvrelay.discovery.etcd import EtcdMembership
 
-    return EtcdMembership(registry, lease_s=_LEASE_S)
+    return EtcdMembership(registry, registration_s=_REGISTRATION_S)
 
 
 async def _follow_server(url: str, api_key: str, listener: Listener) -> None:
@@ -182,25 +182,10 @@ class Listener:
             return
         self._show(worker_id, "Joined", address=events_address)
 
-    def stored(self, worker_id: WorkerId, hashes: Iterable[bytes]) -> None:
-        self._show(worker_id, "Stored", hashes=list(hashes))
-
-    def removed(self, worker_id: WorkerId, hashes: Iterable[bytes]) -> None:
-        self._show(worker_id, "Removed", hashes=list(hashes))
-
-    def cleared(self, worker_id: WorkerId) -> None:
-        self._show(worker_id, "Cleared")
-
-    def lived(self, worker_id: WorkerId, event: LifeEvent) -> None:
-        match event:
-            case Freed():
-                self._show(worker_id, "Freed", request=event.request, reason=event.reason.value, hashes=list(event.hashes))
-            case FreedForNow():
-                self._show(worker_id, "FreedForNow", request=event.request, reason=event.reason.value)
-            case Swapped() | Restored():
-                self._show(worker_id, type(event).__name__, request=event.request, num_blocks=event.num_blocks)
-            case _:
-                assert_never(event)
+    def happened(self, worker_id: WorkerId, event: CacheEvent) -> None:
+        fields = msgspec.structs.asdict(event)
+        fields.pop("parent", None)  # its own event told of it
+        self._show(worker_id, type(event).__name__, **fields)
 
     def replaced(self, worker_id: WorkerId, hashes: Iterable[bytes]) -> None:
         self._show(worker_id, "Snapshot", hashes=list(hashes))

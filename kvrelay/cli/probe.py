@@ -81,7 +81,7 @@ def worker_state(address: str, timeout_s: float) -> str:
             socket.connect(address)
         except zmq.ZMQError as error:
             raise ConfigError(f"{address!r} is no address to connect to: {error.strerror or error}") from error
-        socket.send(encode(Hello(version=PROTOCOL_VERSION, router_id=new_router_id(), lease_s=_FORGET_S)))
+        socket.send(encode(Hello(version=PROTOCOL_VERSION, router_id=new_router_id(), silence_s=_FORGET_S)))
         while (left_ms := round((deadline - time.monotonic()) * 1000)) > 0 and socket.poll(left_ms):
             match decoder.decode(socket.recv()):
                 case Welcome(worker=worker):

@@ -28,8 +28,8 @@ def run(argv: list[str]) -> int:
     chosen = parse(build_parser(), argv, GROUPS)
     configure(chosen.environment.log_level, "router")
     from kvrelay.launch import serve as launch
-    from kvrelay.launch.console import ConsoleProgress
+    from kvrelay.launch.console import console_progress
 
     return launch.route(
-        chosen.of(ModelOptions), chosen.of(RouterOptions), chosen.of(ClusterOptions), chosen.environment, ConsoleProgress()
+        chosen.of(ModelOptions), chosen.of(RouterOptions), chosen.of(ClusterOptions), chosen.environment, console_progress()
     )

@@ -30,7 +30,7 @@ def run(argv: list[str]) -> int:
     chosen = parse(build_parser(), argv, GROUPS)
     configure(chosen.environment.log_level, "router")
     from kvrelay.launch import serve as launch
-    from kvrelay.launch.console import ConsoleProgress
+    from kvrelay.launch.console import console_progress
 
     return launch.serve(
         chosen.of(ModelOptions),
@@ -39,5 +39,5 @@ def run(argv: list[str]) -> int:
         chosen.of(ClusterOptions),
         chosen.of(TransferOptions),
         chosen.environment,
-        ConsoleProgress(),
+        console_progress(),
     )

@@ -54,7 +54,7 @@ def run(argv: list[str]) -> int:
 
 
 def _run_worker(chosen: Chosen, tie: LauncherTie | None) -> int:
-    from kvrelay.launch.console import ConsoleProgress
+    from kvrelay.launch.console import console_progress
     from kvrelay.progress import Silent
     from kvrelay.worker.build import stage_of
     from kvrelay.worker.worker import run_worker
@@ -65,7 +65,7 @@ def _run_worker(chosen: Chosen, tie: LauncherTie | None) -> int:
         chosen.of(EngineOptions),
         place,
         chosen.environment,
-        Silent() if shown == "none" else ConsoleProgress(plain=shown == "plain"),
+        Silent() if shown == "none" else console_progress(plain=shown == "plain"),
         stage_of(Role(place.role), chosen.of(TransferOptions), place.worker_host, place.signal_port),
         tie=tie,
     )

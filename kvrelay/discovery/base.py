@@ -25,7 +25,7 @@ class Loss(enum.StrEnum):
     """Why a worker is no longer a member."""
 
     LEFT = "left"  # it said so
-    EXPIRED = "expired"  # it was silent for longer than its lease
+    EXPIRED = "expired"  # it did not renew its registration in time
 
 
 OnJoined = Callable[[WorkerRecord], None]
@@ -36,8 +36,8 @@ OnLeft = Callable[[WorkerId, Loss], None]
 class Registration(Protocol):
     """The worker's side. Not thread-safe: one thread drives it. No call blocks for longer than about `timeout_s`.
 
-    False means that nobody answered: the caller tries again. A registry that refuses the worker raises ProtocolError
-    (VersionMismatchError if it speaks another version): trying again would not help.
+    False means that the registry did not answer: the caller tries again. A registry that refuses the worker raises
+    ProtocolError (VersionMismatchError if it speaks another version): trying again would not help.
     """
 
     def register(self, record: WorkerRecord, ttl_s: float) -> bool: ...

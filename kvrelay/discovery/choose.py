@@ -46,7 +46,10 @@ def open_membership(cluster: ClusterOptions, router_id: RouterId, metrics: Metri
         from kvrelay.discovery.etcd import EtcdMembership  # it loads an HTTP client, which the others do not need
 
         return EtcdMembership(
-            cluster.registry, lease_s=cluster.lease_s, on_malformed=malformed, on_reachable=metrics.registry_up.set
+            cluster.registry,
+            registration_s=cluster.registration_s,
+            on_malformed=malformed,
+            on_reachable=metrics.registry_up.set,
         )
     metrics.registry_up.set(1)  # it is in this process
     if kind == "embedded":
@@ -54,7 +57,7 @@ def open_membership(cluster: ClusterOptions, router_id: RouterId, metrics: Metri
         warn_if_open("--registry-listen", listen.removeprefix("tcp://").rpartition(":")[0])
         return EmbeddedMembership(listen, on_malformed=malformed)
     addresses = cluster.registry.removeprefix("static:").split(",")
-    return StaticMembership(addresses, router_id=router_id, lease_s=cluster.lease_s, on_malformed=malformed)
+    return StaticMembership(addresses, router_id=router_id, registration_s=cluster.registration_s, on_malformed=malformed)
 
 
 def open_registration(address: str) -> Registration:

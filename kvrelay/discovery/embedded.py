@@ -16,14 +16,14 @@ import msgspec
 import zmq
 
 from kvrelay.discovery.base import Loss, OnChanged, OnJoined, OnLeft
-from kvrelay.discovery.records import MAX_WORKERS, check_record, check_ttl
-from kvrelay.errors import ConfigError, ProtocolError, VersionMismatchError
+from kvrelay.discovery.members import Members, check_ttl
+from kvrelay.errors import ConfigError, ProtocolError
 from kvrelay.ids import WorkerId
 from kvrelay.log import Log
 from kvrelay.planes.curve import Socket, connecting, listening
 from kvrelay.planes.loop_socket import LoopSocket, bound_address
 from kvrelay.states import WorkerState
-from kvrelay.wire import PROTOCOL_VERSION, agreed, speaks
+from kvrelay.wire import PROTOCOL_VERSION, check_version
 from kvrelay.wire.codec import Decoder, encode
 from kvrelay.wire.registry import (
     FromRegistry,
@@ -42,12 +42,14 @@ log = Log("discovery")
 
 _MAX_MESSAGE_BYTES = 1 << 20
 _TICK_S = 0.2
-_STALL_S = 0.5  # a tick that comes so late shows that we were stopped, not that the workers were silent
+_REGISTERED = Registered(version=PROTOCOL_VERSION)
+_STALL_S = 0.5  # a tick later than this shows that this process was stopped, not that the workers were silent
 
 
 @dataclass(slots=True)
-class _Lease:
-    record: WorkerRecord
+class _Until:
+    """Until when a registration counts."""
+
     ttl_s: float
     deadline: float
 
@@ -62,28 +64,23 @@ class EmbeddedMembership:
         clock: Callable[[], float] = time.monotonic,
         on_malformed: Callable[[], None] = lambda: None,
     ) -> None:
-        self._socket = listening(zmq.ROUTER)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
+        self._socket = listening(zmq.ROUTER, {zmq.MAXMSGSIZE: _MAX_MESSAGE_BYTES})
         try:
             self._socket.bind(listen)
         except zmq.ZMQError as error:
             self._socket.close()
             raise ConfigError(f"the registry cannot listen on {listen}: {error.strerror or error}") from error
-        self._address = bound_address(self._socket)
+        self.address = bound_address(self._socket)
         self._clock = clock
         self._on_malformed = on_malformed
         self._decoder: Decoder[ToRegistry] = Decoder(ToRegistry)
-        self._leases: dict[WorkerId, _Lease] = {}
+        self._times: dict[WorkerId, _Until] = {}
         self._reader: LoopSocket | None = None
         self._ticker: asyncio.TimerHandle | None = None
 
-    @property
-    def address(self) -> str:
-        return self._address
-
     def start(self, on_joined: OnJoined, on_changed: OnChanged, on_left: OnLeft) -> None:
         assert self._reader is None, "started twice"
-        self._on_joined, self._on_changed, self._on_left = on_joined, on_changed, on_left
+        self._members: Members[WorkerId] = Members(on_joined, on_changed, on_left)
         self._reader = LoopSocket(self._socket, self._receive)
         self._schedule_tick()
 
@@ -96,9 +93,9 @@ class EmbeddedMembership:
             self._socket.close(linger=0)
 
     def expire(self) -> None:
-        """Takes out whoever was silent for longer than its lease."""
+        """Takes out workers that have not renewed their registration in time."""
         now = self._clock()
-        for worker_id in [worker_id for worker_id, lease in self._leases.items() if lease.deadline <= now]:
+        for worker_id in [worker_id for worker_id, until in self._times.items() if until.deadline <= now]:
             self._remove(worker_id, Loss.EXPIRED)
 
     def _receive(self, frames: list[bytes]) -> None:
@@ -123,58 +120,42 @@ class EmbeddedMembership:
             case Renew():
                 return self._renew(message)
             case Leave():
-                lease = self._leases.get(message.worker_id)
-                if lease is None:
-                    return Registered(version=PROTOCOL_VERSION)
                 self._remove(message.worker_id, Loss.LEFT)
-                return _registered(lease.record)
+                return _REGISTERED
             case _:
                 assert_never(message)
 
     def _register(self, message: Register) -> FromRegistry:
-        record = message.record
-        check_record(record)
         check_ttl(message.ttl_s)
-        known = record.id in self._leases
-        if not known and len(self._leases) >= MAX_WORKERS:
-            raise ProtocolError(f"there are already {MAX_WORKERS} workers")
-        self._leases[record.id] = _Lease(record, message.ttl_s, self._clock() + message.ttl_s)
-        if known:
-            self._on_changed(record)
-        else:
-            self._on_joined(record)
-        return _registered(record)
+        self._members.put(message.record.id, message.record)
+        self._times[message.record.id] = _Until(message.ttl_s, self._clock() + message.ttl_s)
+        return _REGISTERED
 
     def _renew(self, message: Renew) -> FromRegistry:
-        lease = self._leases.get(message.worker_id)
-        if lease is None:
+        record = self._members.get(message.worker_id)
+        if record is None:
             return Unknown(worker_id=message.worker_id)
-        lease.deadline = self._clock() + lease.ttl_s
-        if message.state != lease.record.state or message.load != lease.record.load:
-            lease.record = msgspec.structs.replace(lease.record, state=message.state, load=message.load)
-            self._on_changed(lease.record)
-        return _registered(lease.record)
+        until = self._times[message.worker_id]
+        until.deadline = self._clock() + until.ttl_s
+        self._members.put(record.id, msgspec.structs.replace(record, state=message.state, load=message.load))
+        return _REGISTERED
 
     def _remove(self, worker_id: WorkerId, loss: Loss) -> None:
-        del self._leases[worker_id]
-        self._on_left(worker_id, loss)
+        self._times.pop(worker_id, None)
+        self._members.leave(worker_id, loss)
 
     def _schedule_tick(self) -> None:
         self._tick_due = self._clock() + _TICK_S
         self._ticker = asyncio.get_running_loop().call_later(_TICK_S, self._tick)
 
     def _tick(self) -> None:
-        """If this process itself stood still, the renewals of that time are still on their way: leases grow by it."""
+        """If this process itself stood still, the renewals of that time are still on their way: registrations grow by it."""
         late_s = self._clock() - self._tick_due
         if late_s > _STALL_S:
-            for lease in self._leases.values():
-                lease.deadline += late_s
+            for until in self._times.values():
+                until.deadline += late_s
         self.expire()
         self._schedule_tick()
-
-
-def _registered(record: WorkerRecord) -> Registered:
-    return Registered(version=agreed(record.version))
 
 
 class EmbeddedRegistration:
@@ -216,9 +197,7 @@ class EmbeddedRegistration:
         self._socket.close(linger=0)
 
     def _connect(self) -> Socket:
-        socket = connecting(zmq.DEALER)
-        socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        socket = connecting(zmq.DEALER, {zmq.MAXMSGSIZE: _MAX_MESSAGE_BYTES, zmq.RECONNECT_IVL_MAX: 1000})
         try:
             socket.connect(self._address)
         except zmq.ZMQError as error:
@@ -242,8 +221,7 @@ class EmbeddedRegistration:
 def _check_answer(answer: FromRegistry) -> None:
     match answer:
         case Registered():
-            if not speaks(answer.version):
-                raise VersionMismatchError(f"registry speaks protocol {answer.version}, this worker {PROTOCOL_VERSION}")
+            check_version("the registry", answer.version)
         case RegistryRefused():
             raise ProtocolError(f"the registry refused this worker: {answer.reason}")
         case Unknown():

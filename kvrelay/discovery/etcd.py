@@ -1,4 +1,4 @@
-"""The registry in etcd: workers keep a key under a lease, any number of routers watch the keys (etcd_members.py).
+"""The registry in etcd: workers keep a key under a lease of etcd, any number of routers watch the keys (etcd_members.py).
 
     worker                                               etcd                      router
       lease/grant, put key under the lease  ------------> |                          | range: all keys, at revision r
@@ -18,6 +18,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
 
 import msgspec
 
@@ -43,7 +44,7 @@ from kvrelay.discovery.etcd_gateway import (
     new_async_client,
 )
 from kvrelay.discovery.etcd_members import PREFIX, PREFIX_END, EtcdMembers, key_of, value_of
-from kvrelay.discovery.records import check_record, check_ttl
+from kvrelay.discovery.members import check_record, check_ttl
 from kvrelay.errors import ProtocolError
 from kvrelay.log import Log
 from kvrelay.states import WorkerState
@@ -56,46 +57,38 @@ _NEWEST = Range(key=PREFIX, range_end=PREFIX_END, limit=1, sort_order="DESCEND",
 _PROBE_EVERY_S = 2.0
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 1.0
-_HEALTHY_AFTER_S = 10.0  # a connection that lasted so long is made anew without much of a pause
+_HEALTHY_AFTER_S = 10.0  # a connection that lasted longer is made anew without much of a pause
 _LOAD_EVERY_S = 1.0  # how often a mere change of load is written
 _CHECK_EVERY_S = 10.0  # how often a key is compared with what it should hold
 
 
+@dataclass(eq=False)
 class EtcdMembership:
     """Watches the keys of all workers. `on_reachable` hears whether etcd answers."""
 
-    def __init__(
-        self,
-        address: str,
-        *,
-        lease_s: float,
-        timeout_s: float = 2.0,
-        probe_every_s: float = _PROBE_EVERY_S,
-        on_malformed: Callable[[], None] = lambda: None,
-        on_reachable: Callable[[bool], None] = lambda _: None,
-    ) -> None:
-        self._address = address
-        self._endpoints = Endpoints(address)
-        self._lease_s = lease_s
-        self._timeout_s = timeout_s
-        self._probe_every_s = probe_every_s
-        self._on_malformed = on_malformed
-        self._on_reachable = on_reachable
-        self._loss_told = False
-        self._task: asyncio.Task[None] | None = None
-        self._parts: list[asyncio.Task[None]] = []
+    address: str
+    _: KW_ONLY
+    registration_s: float
+    timeout_s: float = 2.0
+    probe_every_s: float = _PROBE_EVERY_S
+    on_malformed: Callable[[], None] = lambda: None
+    on_reachable: Callable[[bool], None] = lambda _: None
+    _loss_told: bool = field(default=False, init=False)
+    _task: asyncio.Task[None] | None = field(default=None, init=False)
+    _parts: list[asyncio.Task[None]] = field(default_factory=list, init=False)
 
-    @property
-    def address(self) -> str:
-        return self._address
+    def __post_init__(self) -> None:
+        self._endpoints = Endpoints(self.address)
 
     def start(self, on_joined: OnJoined, on_changed: OnChanged, on_left: OnLeft) -> None:
         assert self._task is None, "started twice"
-        members = EtcdMembers(on_joined, on_changed, on_left, grace_s=max(self._lease_s, 1.0), on_malformed=self._on_malformed)
+        members = EtcdMembers(
+            on_joined, on_changed, on_left, grace_s=max(self.registration_s, 1.0), on_malformed=self.on_malformed
+        )
         self._task = asyncio.get_running_loop().create_task(self._run(members), name="etcd-watch")
 
     def close(self) -> None:
-        """Whatever runs ends at its next turn, in which it only puts its connections away."""
+        """Tasks end at their next turn, in which they only close their connections."""
         for part in self._parts:
             part.cancel()
         if self._task is not None:
@@ -120,8 +113,8 @@ class EtcdMembership:
 
     async def _follow(self, members: EtcdMembers) -> None:
         """One connection's life: a snapshot, then the watch, and beside it the probe. Ends with an error only."""
-        async with new_async_client(self._timeout_s) as client:
-            gateway = AsyncGateway(client, self._endpoints.current, timeout_s=self._timeout_s)
+        async with new_async_client(self.timeout_s) as client:
+            gateway = AsyncGateway(client, self._endpoints.current, timeout_s=self.timeout_s)
             snapshot = await gateway.range(_EVERYTHING)
             members.replace_all(snapshot.kvs, snapshot.header.revision)
             self._found()
@@ -150,9 +143,9 @@ class EtcdMembership:
         news: it has told nothing since the last probe, which missed something already."""
         behind_at: int | None = None
         while True:
-            await asyncio.sleep(self._probe_every_s)
+            await asyncio.sleep(self.probe_every_s)
             answer = await gateway.range(_NEWEST)
-            members.expire()  # only while etcd answers: else nobody could have come back
+            members.expire()  # only while etcd answers: else no worker could have come back
             newest = max((pair.mod_revision for pair in answer.kvs), default=0)
             if members.agrees(answer.count, newest):
                 behind_at = None
@@ -165,13 +158,13 @@ class EtcdMembership:
         if self._loss_told:
             log.info("etcd answers again", endpoint=self._endpoints.current)
         self._loss_told = False
-        self._on_reachable(True)
+        self.on_reachable(True)
 
     def _lost(self, reason: str) -> None:
         if not self._loss_told:
             log.warning("etcd is out of reach; the workers known so far stay", reason=reason)
         self._loss_told = True
-        self._on_reachable(False)
+        self.on_reachable(False)
 
 
 class EtcdRegistration:
@@ -202,7 +195,7 @@ class EtcdRegistration:
         return True
 
     def renew(self, state: WorkerState, load: WorkerLoad) -> bool:
-        """Once registered, a worker is not stopped by an etcd that refuses: somebody may be changing its settings."""
+        """Once registered, a worker is not stopped by an etcd that refuses: an operator may be changing its settings."""
         assert self._record is not None, "renew before register"
         self._record = msgspec.structs.replace(self._record, state=state, load=load)
         try:
@@ -240,7 +233,7 @@ class EtcdRegistration:
     def _grant(self) -> int:
         granted = self._gateway.ask("/v3/lease/grant", GrantLease(ttl_s=self._ttl_s), LeaseGranted)
         if granted.ttl_s > self._ttl_s:
-            log.warning("etcd's shortest lease is longer than --lease-s", ttl_s=granted.ttl_s)
+            log.warning("etcd's shortest lease is longer than --registration-s", ttl_s=granted.ttl_s)
         self._lease, self._told = granted.lease, None
         return granted.lease
 
@@ -252,7 +245,7 @@ class EtcdRegistration:
         return age_s >= _CHECK_EVERY_S or (record.load != told.load and age_s >= _LOAD_EVERY_S)
 
     def _put(self, record: WorkerRecord, lease: int) -> None:
-        """Unless it is there already: so a put whose answer was lost, or somebody's `etcdctl del`, is found and mended."""
+        """Unless it is there already: so a put whose answer was lost, or an operator's `etcdctl del`, is found and mended."""
         self._told = None
         key, value = key_of(record), value_of(record)
         same = [

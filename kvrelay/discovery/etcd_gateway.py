@@ -13,6 +13,7 @@ import asyncio
 import re
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass
 from typing import TypeVar
 
 import httpx
@@ -31,7 +32,7 @@ A = TypeVar("A")
 
 
 class NoAnswerError(Exception):
-    """Nobody answered, or not what was asked: another try, or another endpoint, may do better."""
+    """No endpoint answered, or not what was asked: another try, or another endpoint, may do better."""
 
 
 class RefusedError(Exception):
@@ -173,16 +174,12 @@ class _Error(_Part, frozen=True, kw_only=True):
 # Where etcd is
 
 
-def is_etcd_address(address: str) -> bool:
-    return address.startswith(_SCHEME)
-
-
 class Endpoints:
     """The members of one etcd, from etcd://HOST:PORT[,HOST:PORT...]. One is used until it fails, then the next."""
 
     def __init__(self, address: str) -> None:
         listed = address.removeprefix(_SCHEME).split(",")
-        if not is_etcd_address(address) or not all(_is_endpoint(endpoint) for endpoint in listed):
+        if not address.startswith(_SCHEME) or not all(_is_endpoint(endpoint) for endpoint in listed):
             raise ConfigError(f"--registry {address[:200]!r} is not etcd://HOST:PORT[,HOST:PORT...]")
         if len(set(listed)) != len(listed):
             raise ConfigError(f"--registry {address[:200]!r} lists the same endpoint twice")
@@ -267,19 +264,19 @@ class Gateway:
         self._client.close()
 
 
+@dataclass(frozen=True, slots=True)
 class AsyncGateway:
     """One endpoint, asked from an event loop. Its client belongs to the caller."""
 
-    def __init__(self, client: httpx.AsyncClient, url: str, *, timeout_s: float) -> None:
-        self._client = client
-        self._url = url
-        self._timeout_s = timeout_s
+    client: httpx.AsyncClient
+    url: str
+    timeout_s: float
 
     async def range(self, request: Range) -> RangeAnswer:
         """Raises NoAnswerError and RefusedError. etcd answers only while it is in touch with the majority of its members."""
         try:
-            async with asyncio.timeout(self._timeout_s):
-                response = await self._client.post(f"{self._url}/v3/kv/range", content=msgspec.json.encode(request))
+            async with asyncio.timeout(self.timeout_s):
+                response = await self.client.post(f"{self.url}/v3/kv/range", content=msgspec.json.encode(request))
         except (httpx.HTTPError, TimeoutError) as error:
             raise self._no_answer(error) from error
         return read_answer(response, RangeAnswer)
@@ -288,7 +285,7 @@ class AsyncGateway:
         """Ends with NoAnswerError or RefusedError only. Silence is no error here: the caller finds out what it means."""
         try:
             body = msgspec.json.encode(request)
-            async with self._client.stream("POST", f"{self._url}/v3/watch", content=body) as response:
+            async with self.client.stream("POST", f"{self.url}/v3/watch", content=body) as response:
                 if response.status_code != 200:
                     await response.aread()
                     raise _error_of(response)
@@ -296,10 +293,10 @@ class AsyncGateway:
                     yield _read_line(line)
         except httpx.HTTPError as error:
             raise self._no_answer(error) from error
-        raise NoAnswerError(f"{self._url} ended the watch")
+        raise NoAnswerError(f"{self.url} ended the watch")
 
     def _no_answer(self, error: Exception) -> NoAnswerError:
-        return NoAnswerError(f"{self._url}: {str(error) or type(error).__name__}")
+        return NoAnswerError(f"{self.url}: {str(error) or type(error).__name__}")
 
 
 def new_async_client(timeout_s: float) -> httpx.AsyncClient:

@@ -1,23 +1,24 @@
 """The workers that etcd listed last, and what has changed since: told as joined, changed and left. No sockets here.
 
-    key    /kvrelay/workers/{role}/{worker_id}, under the worker's lease
+    key    /kvrelay/workers/{role}/{worker_id}, under the worker's etcd lease
     value  its WorkerRecord as JSON; in a cluster with a key, the signature and a space before it
 
 Keys and values of strangers are counted and ignored. A worker whose key is missing after a time in which etcd was not heard
 stays a member for `grace_s`: if etcd lost its data, the workers register again within that time, and their requests go on.
-Whoever really died meanwhile is noticed by the link to it.
+A worker that really died meanwhile is noticed by the connection to it.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import KW_ONLY, InitVar, dataclass
 
 import msgspec
 
-from kvrelay.discovery.base import Loss, OnChanged, OnJoined, OnLeft
+from kvrelay.discovery.base import OnChanged, OnJoined, OnLeft
 from kvrelay.discovery.etcd_gateway import Event, KeyValue
-from kvrelay.discovery.records import MAX_WORKERS, check_record
+from kvrelay.discovery.members import Members, check_record
 from kvrelay.errors import ProtocolError
 from kvrelay.log import Log
 from kvrelay.planes.curve import current_key
@@ -40,7 +41,7 @@ def value_of(record: WorkerRecord) -> bytes:
 
 
 def _unsealed(value: bytes) -> bytes:
-    """Whoever can write to etcd is not thereby a worker of this cluster."""
+    """A program that can write to etcd is not thereby a worker of this cluster."""
     key = current_key()
     if key is None:
         return value
@@ -62,25 +63,21 @@ def read_record(pair: KeyValue) -> WorkerRecord:
     return record
 
 
+@dataclass(eq=False)
 class EtcdMembers:
     """Follows one etcd through `replace_all` (a snapshot) and `apply` (the watch). The callbacks are told of differences."""
 
-    def __init__(
-        self,
-        on_joined: OnJoined,
-        on_changed: OnChanged,
-        on_left: OnLeft,
-        *,
-        grace_s: float,
-        on_malformed: Callable[[], None] = lambda: None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    on_joined: InitVar[OnJoined]
+    on_changed: InitVar[OnChanged]
+    on_left: InitVar[OnLeft]
+    _: KW_ONLY
+    grace_s: float
+    on_malformed: Callable[[], None] = lambda: None
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self, on_joined: OnJoined, on_changed: OnChanged, on_left: OnLeft) -> None:
         self.revision = 0  # of etcd's store, up to which everything was told
-        self._on_joined, self._on_changed, self._on_left = on_joined, on_changed, on_left
-        self._on_malformed = on_malformed
-        self._grace_s = grace_s
-        self._clock = clock
-        self._members: dict[bytes, WorkerRecord] = {}
+        self._members: Members[bytes] = Members(on_joined, on_changed, on_left)
         self._ignored: set[bytes] = set()  # keys in etcd that are no member's
         self._missing: dict[bytes, float] = {}  # members whose keys were not in etcd: until when they may come back
 
@@ -88,9 +85,9 @@ class EtcdMembers:
         """etcd holds exactly these."""
         found = {pair.key: pair for pair in pairs}
         self._ignored &= found.keys()
-        for key, record in list(self._members.items()):
+        for key in self._members:
             if key not in found:
-                self._miss(key, record)  # also those missed before: etcd was away again, and they could not come back
+                self._miss(key)  # also those missed before: etcd was away again, and they could not come back
         for pair in found.values():
             self._put(pair)
         self.revision = revision
@@ -110,50 +107,41 @@ class EtcdMembers:
 
     def expire(self) -> None:
         """Gives up on missing members whose time is over."""
-        now = self._clock()
+        now = self.clock()
         for key in [key for key, until in self._missing.items() if until <= now]:
             self._leave(key)
 
     def _put(self, pair: KeyValue) -> None:
-        known = self._members.get(pair.key)
         try:
-            record = read_record(pair)
-            if known is None and len(self._members) >= MAX_WORKERS:
-                raise ProtocolError(f"there are already {MAX_WORKERS} workers")
+            self._members.put(pair.key, read_record(pair))
         except ProtocolError as error:
-            self._refuse(pair.key, error, known)
+            self._refuse(pair.key, error)
             return
         self._missing.pop(pair.key, None)
         self._ignored.discard(pair.key)
-        self._members[pair.key] = record
-        if known is None:
-            self._on_joined(record)
-        elif known != record:
-            self._on_changed(record)
 
-    def _refuse(self, key: bytes, error: ProtocolError, known: WorkerRecord | None) -> None:
+    def _refuse(self, key: bytes, error: ProtocolError) -> None:
         """A member whose key now holds nonsense stays what it was."""
-        self._on_malformed()
-        if known is not None:
-            self._missing.pop(key, None)
-        if known is not None or key not in self._ignored:
+        self.on_malformed()
+        is_member = key in self._members
+        if is_member or key not in self._ignored:
             log.seldom("ignored in etcd", key=key[:120], reason=error)
-        if known is None:
+        if is_member:
+            self._missing.pop(key, None)
+        else:
             self._ignored.add(key)
 
     def _delete(self, key: bytes) -> None:
         self._ignored.discard(key)
-        if key in self._members:
-            self._leave(key)
+        self._leave(key)
 
-    def _miss(self, key: bytes, record: WorkerRecord) -> None:
-        if record.state is WorkerState.DRAINING:
+    def _miss(self, key: bytes) -> None:
+        record = self._members.get(key)
+        if record is not None and record.state is WorkerState.DRAINING:
             self._leave(key)
         else:
-            self._missing[key] = self._clock() + self._grace_s
+            self._missing[key] = self.clock() + self.grace_s
 
     def _leave(self, key: bytes) -> None:
-        """A worker that goes in order is DRAINING before its key goes; a lease that ended looks the same but for that."""
-        record = self._members.pop(key)
         self._missing.pop(key, None)
-        self._on_left(record.id, Loss.LEFT if record.state is WorkerState.DRAINING else Loss.EXPIRED)
+        self._members.vanished(key)

@@ -1,10 +1,9 @@
 """No registry: the workers' serving addresses are fixed, and membership is what answers there.
 
-The router says Hello to each address every `lease_s` / 3, on a connection of its own that carries nothing else; Welcome brings
-the worker's record with its state and load. A worker is lost as soon as its connection breaks (a dead process closes it; ZMQ's
-own heartbeats, answered by its I/O thread even during a long step, find a dead host within `lease_s`), or when nothing was
-answered for `silence_s`: a stuck engine. Whoever answers there has not told its version yet; one that is older by one takes our
-Hello all the same, and answers in its own.
+The router says Hello to each address every `registration_s` / 3, on a connection of its own that carries nothing else; Welcome
+brings the worker's record with its state and load. A worker is lost as soon as its connection breaks (a dead process closes it;
+ZMQ's own heartbeats, answered by its I/O thread even during a long step, find a dead host within `registration_s`), or when
+nothing was answered for `silence_s`: a stuck engine.
 """
 
 from __future__ import annotations
@@ -12,10 +11,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from typing import assert_never
 
 import msgspec
 
-from kvrelay.discovery.base import Loss, OnChanged, OnJoined, OnLeft
+from kvrelay.discovery.base import OnChanged, OnJoined, OnLeft
+from kvrelay.discovery.members import Members
 from kvrelay.errors import ConfigError, ProtocolError
 from kvrelay.ids import RouterId
 from kvrelay.log import Log
@@ -24,7 +25,7 @@ from kvrelay.states import WorkerState
 from kvrelay.wire import PROTOCOL_VERSION
 from kvrelay.wire.codec import Decoder, encode
 from kvrelay.wire.registry import WorkerLoad, WorkerRecord
-from kvrelay.wire.serving import Hello, Refused, StepOutputs, ToRouter, Welcome
+from kvrelay.wire.serving import Hello, KeptTold, Refused, StepOutputs, ToRouter, Welcome
 
 log = Log("discovery")
 
@@ -32,12 +33,14 @@ log = Log("discovery")
 class StaticMembership:
     """Watches a fixed list of tcp://HOST:PORT."""
 
+    address = ""  # workers need not register
+
     def __init__(
         self,
         addresses: Sequence[str],
         *,
         router_id: RouterId,
-        lease_s: float,
+        registration_s: float,
         silence_s: float = 120.0,
         clock: Callable[[], float] = time.monotonic,
         on_malformed: Callable[[], None] = lambda: None,
@@ -47,21 +50,17 @@ class StaticMembership:
         if len(set(addresses)) != len(addresses):
             raise ConfigError("a static registry lists the same worker address twice")
         self._addresses = list(addresses)
-        self.hello = encode(Hello(version=PROTOCOL_VERSION, router_id=router_id, lease_s=lease_s))
-        self._lease_s = lease_s
-        self._silence_s = max(silence_s, lease_s)
+        self.hello = encode(Hello(version=PROTOCOL_VERSION, router_id=router_id, silence_s=registration_s))
+        self.registration_s = registration_s
+        self.on_malformed = on_malformed
+        self._silence_s = max(silence_s, registration_s)
         self._clock = clock
-        self._on_malformed = on_malformed
         self._watches: list[_Watch] = []
         self._ticker: asyncio.TimerHandle | None = None
 
-    @property
-    def address(self) -> str:
-        return ""
-
     def start(self, on_joined: OnJoined, on_changed: OnChanged, on_left: OnLeft) -> None:
         assert self._ticker is None, "started twice"
-        self._on_joined, self._on_changed, self._on_left = on_joined, on_changed, on_left
+        self.members: Members[str] = Members(on_joined, on_changed, on_left)
         self._watches = [_Watch(self, address) for address in self._addresses]
         self._schedule_tick()
 
@@ -72,40 +71,19 @@ class StaticMembership:
             watch.connection.close()
 
     def expire(self) -> None:
-        """Takes out whoever is connected but has not answered for too long."""
+        """Takes out workers that are connected but have not answered for `silence_s`."""
         now = self._clock()
         for watch in self._watches:
-            if watch.record is not None and watch.heard_at + self._silence_s <= now:
-                self.lost(watch, Loss.EXPIRED)
+            if watch.heard_at + self._silence_s <= now:
+                self.members.vanished(watch.address)
 
     def heard(self, watch: _Watch, record: WorkerRecord) -> None:
-        """A Welcome came. Another id means that another process answers at this address now."""
+        """Raises ProtocolError. Another id means that another process answers at this address now."""
+        self.members.put(watch.address, record)
         watch.heard_at = self._clock()
-        known = watch.record
-        if known is not None and known.id != record.id:
-            self.lost(watch, Loss.EXPIRED)
-            known = None
-        watch.record = record
-        if known is None:
-            self._on_joined(record)
-        elif known != record:
-            self._on_changed(record)
-
-    def lost(self, watch: _Watch, loss: Loss) -> None:
-        record, watch.record = watch.record, None
-        if record is not None:
-            left = Loss.LEFT if record.state == WorkerState.DRAINING else loss
-            self._on_left(record.id, left)
-
-    def malformed(self) -> None:
-        self._on_malformed()
-
-    @property
-    def lease_s(self) -> float:
-        return self._lease_s
 
     def _schedule_tick(self) -> None:
-        self._ticker = asyncio.get_running_loop().call_later(self._lease_s / 3, self._tick)
+        self._ticker = asyncio.get_running_loop().call_later(self.registration_s / 3, self._tick)
 
     def _tick(self) -> None:
         self.expire()
@@ -121,45 +99,44 @@ class _Watch:
         self._membership = membership
         self._decoder: Decoder[ToRouter] = Decoder(ToRouter)
         self.address = address
-        self.record: WorkerRecord | None = None
         self.heard_at = 0.0
         self.connection = Connection(
             address,
             identity=None,
-            lease_s=membership.lease_s,
-            on_up=self._on_up,
-            on_down=self._on_down,
+            silence_s=membership.registration_s,
+            on_up=self.say_hello,
+            on_down=lambda: membership.members.vanished(address),
             on_message=self._on_message,
         )
 
     def say_hello(self) -> None:
         self.connection.send(self._membership.hello)
 
-    def _on_up(self) -> None:
-        self.say_hello()
-
-    def _on_down(self) -> None:
-        self._membership.lost(self, Loss.EXPIRED)
-
     def _on_message(self, frame: bytes) -> None:
         try:
-            message = self._decoder.decode(frame)
+            self._handle(self._decoder.decode(frame))
         except ProtocolError as error:
-            self._membership.malformed()
+            self._membership.on_malformed()
             log.seldom("malformed answer of a worker", address=self.address, reason=error)
-            return
+
+    def _handle(self, message: ToRouter) -> None:
         match message:
             case Welcome():
                 self._membership.heard(self, message.worker)
             case Refused():
                 log.warning("worker refused", address=self.address, reason=message.reason)
             case StepOutputs():
-                if self.record is not None and self.record.id == message.worker_id:
-                    self._membership.heard(self, msgspec.structs.replace(self.record, load=message.load))
+                record = self._membership.members.get(self.address)
+                if record is not None and record.id == message.worker_id:
+                    self._membership.heard(self, msgspec.structs.replace(record, load=message.load))
+            case KeptTold():
+                pass  # not asked on this connection
+            case _:
+                assert_never(message)
 
 
 class StaticRegistration:
-    """A worker's end: routers know its address already, so there is nobody to tell."""
+    """A worker's end: routers know its address already."""
 
     def register(self, record: WorkerRecord, ttl_s: float) -> bool:
         return True

@@ -81,6 +81,14 @@ class StepPlan:
         return sum(row.count for row in self.rows)
 
 
+@dataclass(frozen=True, slots=True)
+class RowFailure:
+    """Why one sequence could not go on. `param` names the client's field that is wrong; None: the computation went wrong."""
+
+    message: str
+    param: str | None = None
+
+
 @dataclass(slots=True)
 class RowResult:
     """Answer to one row: `tokens` has `row.samples` entries; `logprobs` as many, when asked for.
@@ -92,7 +100,7 @@ class RowResult:
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     candidates: list[Logprob] | None = None  # in falling order; of equal ones the lower token id comes first
-    failure: str | None = None
+    failure: RowFailure | None = None
 
 
 @dataclass(slots=True)
@@ -116,7 +124,7 @@ class Runner(Protocol):
     def begin_copies(self, saves: List[tuple[int, int]], loads: List[tuple[int, int]]) -> int:
         """Starts to copy whole blocks: `saves` are (block, host block), `loads` (host block, block). Returns a ticket at once.
 
-        The copy sees what plans collected before have computed. It runs beside later plans, so nobody may write what it reads,
+        The copy sees what plans collected before have computed. It runs beside later plans, so nothing may write what it reads,
         or touch what it writes, before it ended."""
 
     def finished_copies(self, wait_s: float = 0.0) -> list[int]:
@@ -125,6 +133,12 @@ class Runner(Protocol):
     def on_layer(self, listener: Callable[[int], None]) -> None:
         """The listener is told in the middle of a pass, from the thread that launched it, each time a layer's KV of all rows
         is stored: layer 0, 1, ..."""
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a plan may be launched before the one before it is collected whose rows start where their sequence's tokens
+        end: the token is the one that the plan before chooses. Such a row has `count` and `samples` 1, its sequence one row
+        with `samples` 1 in the plan before, and nothing in its parameters that looks at the tokens so far."""
 
     def launch(self, plan: StepPlan) -> None: ...
 

@@ -1,110 +1,83 @@
-"""What is true between two steps, whatever happened. Tests call `check` after every step and `check_idle` at the end."""
+"""What is true between two steps, whatever happened. An engine that is told to checks it after every step."""
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
 
-from kvrelay.engine.block_pool import Holder
+from kvrelay.engine.core import Core
+from kvrelay.engine.memory.block_pool import Holder
+from kvrelay.engine.memory.swap import Swap
 from kvrelay.engine.request import Request, Sequence
-from kvrelay.engine.swap import Swap
 from kvrelay.states import KeptState, KVState, RequestState
 
-if TYPE_CHECKING:
-    from kvrelay.engine.engine import Engine
 
-
-def check(engine: Engine) -> None:
+def check(core: Core) -> None:
     """Fails on the first thing that is wrong."""
-    kv = engine.kv
+    kv = core.kv
     kv.pool.check()
     references: Counter[int] = Counter()
-    for request in engine.requests.values():
+    for request in core.requests.values():
         assert not request.finished, f"{request.request_id} is finished but still known"
         for sequence in request.sequences:
             _check_sequence(sequence, kv.block_size)
             references.update(sequence.block_table)
         _check_search(request)
-    if engine.outgoing is not None:
-        for blocks in engine.outgoing.held.values():
-            references.update(blocks)
-    if engine.incoming is not None:
-        for blocks in engine.incoming.quarantined.values():
-            references.update(blocks)
-    if engine.swap is not None:
-        references.update(_check_swap(engine.swap))
-    references.update(_check_leases(engine))
+    for blocks in (*core.outgoing.held.values(), *core.incoming.quarantined.values()):
+        references.update(blocks)
+    references.update(_check_swap(core.swap))
+    references.update(_check_kept(core))
     held = {block: count for block, count in enumerate(kv.pool.references) if count}
     assert dict(references) == held, f"references of sequences {dict(references)} differ from the pool's {held}"
-    _check_queues(engine)
+    _check_queues(core)
     counts = kv.pool.counts()
     kinds = counts.free + counts.cached + counts.in_use + counts.reserved + counts.sending + counts.pinned + counts.quarantined
     assert kinds == counts.total, f"block kinds sum to {kinds}, not {counts.total}"
 
 
-def check_idle(engine: Engine) -> None:
-    """The leak check: nothing is going on, and nothing is held."""
-    check(engine)
-    counts = engine.kv.pool.counts()
-    assert not engine.requests, f"requests left behind: {list(engine.requests)}"
-    assert counts.in_use == counts.reserved == counts.sending == counts.quarantined == 0, f"leaked blocks: {counts}"
-    assert not engine.scheduler.running
-    assert not engine.scheduler.swapped
-    assert not engine.scheduler.loading
-    if engine.swap is not None:
-        kept = engine.swap.kept.values()
-        assert all(one.leased for one in kept), f"sequences left on the host: {[one.sequence.request_id for one in kept]}"
-        slots = {slot for one in kept for slot in one.slots} | {s for copy in engine.swap.copies.values() for s in copy.slots}
-        assert engine.swap.slots.counts().in_use == len(slots)
-    assert not engine.leases.heirs, "children left behind"
-    assert not engine.scheduler.waiting
-    assert engine.images is None or engine.images.num_held == 0, "images are held for requests that are over"
-
-
 def _check_swap(swap: Swap) -> Counter[int]:
-    """The slots; returns the references of copies and of sequences on their way back to blocks."""
-    swap.slots.check()
-    slots: Counter[int] = Counter()
+    """The host blocks; returns the references of copies and of sequences on their way back to blocks."""
+    swap.host.pool.check()
+    host_blocks: Counter[int] = Counter()
     blocks: Counter[int] = Counter()
     for copy in swap.copies.values():
-        slots.update(copy.slots)
+        host_blocks.update(copy.host_blocks)
         if copy.holder is Holder.QUARANTINED or not copy.expired:
             blocks.update(copy.blocks)
-    for kept in swap.kept.values():
-        slots.update(kept.slots)
-        blocks.update(kept.table)
-        assert kept.tickets <= swap.copies.keys(), "a sequence waits for a copy that is over"
-    held = {slot: count for slot, count in enumerate(swap.slots.references) if count}
-    assert dict(slots) == held, f"references to slots {dict(slots)} differ from the pool's {held}"
+    for entry in swap.on_host.values():
+        host_blocks.update(entry.host_blocks)
+        blocks.update(entry.table)
+        assert entry.tickets <= swap.copies.keys(), "a sequence waits for a copy that is over"
+    held = {block: count for block, count in enumerate(swap.host.pool.references) if count}
+    assert dict(host_blocks) == held, f"references to host blocks {dict(host_blocks)} differ from the pool's {held}"
     return blocks
 
 
-def _check_leases(engine: Engine) -> Counter[int]:
-    """Every pin is a lease's or that of a copy for one; returns the leases'."""
-    leases, pool, swap = engine.leases, engine.kv.pool, engine.swap
+def _check_kept(core: Core) -> Counter[int]:
+    """Every pin is of kept KV or of a copy for it; returns the former."""
+    kept, pool, swap = core.kept, core.kv.pool, core.swap
     blocks: Counter[int] = Counter()
     staying: Counter[int] = Counter()
-    holds = Counter(heir.lease.kept_id for heir in leases.heirs.values())
-    holds.update(lease.kept_id for lease in leases.let_go_after_step)
-    for lease in leases.leases.values():
-        on_host = lease.state in (KeptState.LEAVING, KeptState.ON_HOST)
-        assert on_host == (swap is not None and lease.kv.key in swap.kept), f"{lease.kept_id} is {lease.state}"
-        assert bool(lease.kv.block_table) == (lease.state is not KeptState.ON_HOST), f"{lease.kept_id} is {lease.state}"
-        assert lease.num_holds == holds[lease.kept_id], f"{lease.kept_id} is held {lease.num_holds} times"
-        assert lease.num_holds or not lease.is_over, f"{lease.kept_id} is over and nobody needs it"
-        assert lease.kv.num_computed < len(lease.kv.tokens), f"{lease.kept_id} has KV of its last token"
-        blocks.update(lease.kv.block_table)
-        if lease.state is KeptState.ON_DEVICE:
-            staying.update(lease.kv.block_table)
-    assert len(leases) == sum(not lease.is_over for lease in leases.leases.values()), "leases are counted wrongly"
-    assert blocks == leases.pinned, "blocks of leases are counted wrongly"
-    assert staying == leases.staying, "blocks of leases that stay are counted wrongly"
-    assert len(blocks) <= leases.most, f"leases pin {len(blocks)} blocks, which leaves too few for one request"
+    holds = Counter(heir.kept.kept_id for heir in kept.heirs.values())
+    holds.update(one.kept_id for one in kept.let_go_after_step)
+    for one in kept.samples.values():
+        on_host = one.state in (KeptState.LEAVING, KeptState.ON_HOST)
+        assert on_host == (one.kv.key in swap.on_host), f"{one.kept_id} is {one.state}"
+        assert bool(one.kv.block_table) == (one.state is not KeptState.ON_HOST), f"{one.kept_id} is {one.state}"
+        assert one.num_holds == holds[one.kept_id], f"{one.kept_id} is held {one.num_holds} times"
+        assert one.num_holds or not one.is_over, f"{one.kept_id} is over and no child needs it"
+        assert one.kv.num_computed < len(one.kv.tokens), f"{one.kept_id} has KV of its last token"
+        blocks.update(one.kv.block_table)
+        if one.state is KeptState.ON_DEVICE:
+            staying.update(one.kv.block_table)
+    assert len(kept) == sum(not one.is_over for one in kept.samples.values()), "kept samples are counted wrongly"
+    assert blocks == kept.blocks.pinned, "blocks of kept KV are counted wrongly"
+    assert staying == kept.blocks.staying, "blocks of kept KV that stays are counted wrongly"
+    assert len(blocks) <= kept.blocks.most, f"kept KV pins {len(blocks)} blocks, which leaves too few for one request"
     pins = Counter(blocks)
-    for copy in [] if swap is None else swap.copies.values():
+    for copy in swap.copies.values():
         if copy.holder is Holder.PINNED and not copy.expired:
             pins.update(copy.blocks)
-    assert pins == pool.pins(), f"pins of leases {pins} differ from the pool's {pool.pins()}"
+    assert pins == pool.pins(), f"pins of kept KV {pins} differ from the pool's {pool.pins()}"
     return blocks
 
 
@@ -129,7 +102,7 @@ def _check_sequence(sequence: Sequence, block_size: int) -> None:
 
 def _check_search(request: Request) -> None:
     """The beams of a search are all in the same state, at the same length, and none of them is forgotten."""
-    group = request.group
+    group = request.search
     if group is None:
         return
     name = request.request_id
@@ -139,12 +112,12 @@ def _check_search(request: Request) -> None:
     assert {beam.sequence.key for beam in group.beams} == {sequence.key for sequence in request.sequences}
     assert sorted(sequence.sample for sequence in request.sequences) == list(range(group.width)), f"{name} lost a beam"
     assert len({(s.state, s.num_computed, len(s.tokens)) for s in request.sequences}) == 1, f"{name}: its beams are apart"
-    assert request.num_unforked == 0, f"{name} keeps places for beams that exist"
+    assert request.num_unforked == 0, f"{name} keeps batch rows for beams that exist"
 
 
-def _check_queues(engine: Engine) -> None:
-    scheduler = engine.scheduler
-    live = [s for request in engine.requests.values() for s in request.sequences if s.state is not RequestState.FINISHED]
+def _check_queues(core: Core) -> None:
+    scheduler = core.scheduler
+    live = [s for request in core.requests.values() for s in request.sequences if s.state is not RequestState.FINISHED]
     running = [s for s in live if s.state is RequestState.RUNNING]
     assert sorted(running, key=lambda s: s.key) == sorted(scheduler.running, key=lambda s: s.key)
     assert scheduler.running == sorted(scheduler.running, key=scheduler.rank), "the batch is out of order"
@@ -153,9 +126,8 @@ def _check_queues(engine: Engine) -> None:
     coming = [s for s in scheduler.loading if s.state is RequestState.SWAPPED]
     assert sorted(swapped, key=lambda s: s.key) == sorted([*scheduler.swapped, *coming], key=lambda s: s.key)
     waiting = [s for s in live if s.state is RequestState.WAITING]
-    expected = [] if engine.incoming is None else engine.incoming.waiting
-    transferring = [] if engine.incoming is None else engine.incoming.transferring
-    assert sorted(waiting, key=lambda s: s.key) == sorted([*scheduler.waiting, *expected], key=lambda s: s.key)
-    assert scheduler.num_waiting == len(scheduler.waiting)
-    slots = sum(s.num_slots for s in [*scheduler.running, *transferring, *scheduler.loading])
-    assert slots <= engine.options.max_batch, "more sequences run and arrive than the batch holds"
+    queued = [*scheduler.queue.sequences, *core.incoming.waiting]
+    assert sorted(waiting, key=lambda s: s.key) == sorted(queued, key=lambda s: s.key)
+    assert scheduler.queue.num_waiting == len(scheduler.queue.sequences)
+    num_rows = sum(s.num_batch_rows for s in [*scheduler.running, *core.incoming.transferring, *scheduler.loading])
+    assert num_rows <= core.options.max_batch, "more sequences run and arrive than the batch holds"

@@ -4,9 +4,9 @@ bytes, in a thread of its own; the engine learns what happened by polling once p
 A prefill worker's engine drives a `Producer`:
 
     expect -> start(blocks) -> begin_step / layer_done / end_step ... -> finish(first tokens) -> poll: released
-    park asks for the blocks of a prompt that the consumer has not reserved for (poll: parked; no answer: the consumer was
-    quicker, and the transfer goes on). Should it reserve later, poll says restart, and the prompt is computed again from the
-    cache: start(blocks), steps, finish.
+    set_aside asks for the blocks of a prompt that the consumer has not reserved for (poll: set_aside; no answer: the consumer
+    was quicker, and the transfer goes on). Should it reserve later, poll says restart, and the prompt is computed again from
+    the cache: start(blocks), steps, finish.
     released may come at any time, also while the prompt waits or is being computed: the consumer does not want it, or failed.
     It is said once, and afterwards every call about the request is harmless.
 
@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from kvrelay.ids import RequestId, WorkerId
 from kvrelay.wire.registry import MappingCounts, TransferCounts
@@ -39,9 +39,9 @@ from kvrelay.wire.serving import FirstToken, TransferInfo
 class ProducerNews:
     """Since the last poll."""
 
-    released: list[RequestId] = field(default_factory=list)  # for good: nobody reads these requests' blocks any more
-    parked: list[RequestId] = field(default_factory=list)  # park was granted: nobody reads the blocks, the transfer goes on
-    restart: list[RequestId] = field(default_factory=list)  # parked, and now wanted: compute again
+    released: list[RequestId] = field(default_factory=list)  # for good: these requests' blocks are not read any more
+    set_aside: list[RequestId] = field(default_factory=list)  # granted: the blocks are not read, the transfer goes on
+    restart: list[RequestId] = field(default_factory=list)  # set aside, and now wanted: compute again
     failed: list[tuple[RequestId, str]] = field(default_factory=list)  # the consumer is gone or refused; also in `released`
 
 
@@ -61,14 +61,38 @@ class ConsumerNews:
 
     started: list[RequestId] = field(default_factory=list)  # blocks may be reserved now
     arrived: list[Arrival] = field(default_factory=list)
-    freed: list[RequestId] = field(default_factory=list)  # blocks of an aborted, failed or unreserved transfer are safe again
+    freed: list[RequestId] = field(default_factory=list)  # blocks of an aborted or failed transfer are safe again
 
 
-class Producer(Protocol):
-    """Hands KV on. Called by the engine's thread."""
+class Mover(Protocol):
+    """What both sides have. Called by the engine's thread."""
 
     def expect(self, request_id: RequestId, transfer: TransferInfo, num_tokens: int) -> None: ...
 
+    def abort(self, request_id: RequestId) -> None:
+        """Harmless if over. Blocks that were given or reserved come back through poll: released (or set_aside, where that
+        crossed it), or freed."""
+
+    def peer_lost(self, worker_id: WorkerId) -> None:
+        """The peer is gone, says a router, which may be wrong: every transfer with it fails now. Memory that it might still
+        write is safe only once its death is proven."""
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `poll` would say anything."""
+
+    def counts(self) -> TransferCounts: ...
+
+    def mapping(self) -> MappingCounts: ...
+
+    @property
+    def num_links(self) -> int:
+        """Workers that KV is exchanged with at present."""
+
+    def close(self) -> None: ...
+
+
+class Producer(Mover, Protocol):
     def start(self, request_id: RequestId, blocks: Sequence[int], num_computed: int) -> None:
         """The prompt has all its blocks; the first `num_computed` tokens are in them already (from the prefix cache)."""
 
@@ -82,63 +106,42 @@ class Producer(Protocol):
 
     def finish(self, request_id: RequestId, first_tokens: list[FirstToken]) -> None: ...
 
-    def park(self, request_id: RequestId) -> None:
-        """Asks for the blocks back. Answered by poll: parked, or not at all if the consumer has reserved or pulled."""
-
-    def abort(self, request_id: RequestId) -> None:
-        """Harmless if over. If blocks were given, they come back through poll: released (or parked, where that crossed it)."""
-
-    def peer_lost(self, worker_id: WorkerId) -> None:
-        """The peer is gone, says somebody who may be wrong: every transfer with it fails now. Memory that it might still write
-        is safe only once its death is proven."""
-
-    @property
-    def has_news(self) -> bool:
-        """Whether `poll` would say anything."""
+    def set_aside(self, request_id: RequestId) -> None:
+        """Asks for the blocks back. Answered by poll: set_aside, or not at all if the consumer has reserved or pulled."""
 
     def poll(self) -> ProducerNews: ...
 
-    def counts(self) -> TransferCounts: ...
 
-    def mapping(self) -> MappingCounts: ...
-
-    @property
-    def num_links(self) -> int:
-        """Workers that KV is exchanged with at present."""
-
-    def close(self) -> None: ...
-
-
-class Consumer(Protocol):
-    """Takes KV over. Called by the engine's thread."""
-
-    def expect(self, request_id: RequestId, transfer: TransferInfo, num_tokens: int) -> None: ...
-
+class Consumer(Mover, Protocol):
     def reserve(self, request_id: RequestId, blocks: Sequence[int], skip_tokens: int) -> None:
         """Blocks for the tokens from `skip_tokens` on, which is a multiple of the block size."""
 
-    def unreserve(self, request_id: RequestId) -> None:
-        """Takes the blocks back (poll: freed, then started again when the producer still has it), or it arrives first."""
-
-    def abort(self, request_id: RequestId) -> None:
-        """Harmless if over. If blocks were reserved, they come back through poll: freed."""
-
-    def peer_lost(self, worker_id: WorkerId) -> None:
-        """The peer is gone, says somebody who may be wrong: every transfer with it fails now. Memory that it might still write
-        is safe only once its death is proven."""
-
-    @property
-    def has_news(self) -> bool:
-        """Whether `poll` would say anything."""
-
     def poll(self) -> ConsumerNews: ...
 
-    def counts(self) -> TransferCounts: ...
 
-    def mapping(self) -> MappingCounts: ...
+class NoRelay:
+    """A `Producer` and a `Consumer` of an engine that neither hands KV on nor takes any over: its admission refuses every
+    hand-over, so that none is ever begun here."""
 
-    @property
-    def num_links(self) -> int:
-        """Workers that KV is exchanged with at present."""
+    has_news = False
+    num_links = 0
 
-    def close(self) -> None: ...
+    def abort(self, request_id: RequestId) -> None:
+        pass
+
+    def peer_lost(self, worker_id: WorkerId) -> None:
+        pass
+
+    def counts(self) -> TransferCounts:
+        return TransferCounts()
+
+    def mapping(self) -> MappingCounts:
+        return MappingCounts()
+
+    def close(self) -> None:
+        pass
+
+    def _never(self, *_: object) -> NoReturn:
+        raise AssertionError("this engine has no relay")
+
+    expect = start = begin_step = layer_done = end_step = finish = set_aside = reserve = poll = _never

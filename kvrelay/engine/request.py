@@ -5,41 +5,25 @@ growing output. A request begins as one sequence; when its prompt is computed th
 blocks. A request that another worker began goes on as one sequence per sample that has not ended, each with its output so far:
 as if all of them had been preempted here.
 
-A beam search (`engine/beam.py`) begins as one sequence, too. Its other sequences are the beams that are alive: their number is
-the search's, not `params.n`, and which of them will be results, nobody knows before the end.
+A beam search (`engine/requests/beam.py`) begins as one sequence, too. Its other sequences are the beams that are alive: their
+number is the search's, not `params.n`, and which of them will be results is known only at the end.
 """
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
 
 from kvrelay.ids import RequestId
 from kvrelay.sampling import SamplingParams
 from kvrelay.states import KV_EDGES, REQUEST_EDGES, FinishReason, KVState, RequestState, advance
-from kvrelay.wire.serving import Image, Resumed, Submit, TokenLogprobs
-
-if TYPE_CHECKING:
-    from kvrelay.engine.beam import BeamGroup
+from kvrelay.wire.serving import Image, Logprob, Resumed, Submit, TokenLogprobs
 
 
 class Request:
     """The part that all samples of a request share."""
-
-    __slots__ = (
-        "arrival",
-        "cache_salt",
-        "cut",
-        "external_id",
-        "group",
-        "images",
-        "num_unforked",
-        "params",
-        "priority",
-        "prompt_logprobs",
-        "request_id",
-        "sequences",
-    )
 
     def __init__(self, submit: Submit, arrival: int) -> None:
         self.request_id: RequestId = submit.request_id
@@ -54,50 +38,42 @@ class Request:
         self.prompt_logprobs: list[TokenLogprobs | None] | None = [None] if tells_prompt else None  # as far as computed
         self.cut: dict[int, FinishReason] = {}  # samples that the router ended, perhaps before they were forked
         self.sequences: list[Sequence] = []
-        self.group: BeamGroup | None = None  # of a beam search
+        self.search: BeamGroup | None = None  # of a beam search
+
+    @property
+    def group(self) -> BeamGroup:
+        assert self.search is not None, "not a beam search"
+        return self.search
 
     @property
     def finished(self) -> bool:
         return self.num_unforked == 0 and all(s.state is RequestState.FINISHED for s in self.sequences)
 
 
+@dataclass(slots=True, eq=False)
 class Sequence:
     """One sample. Its tokens before `num_computed` have KV in its blocks."""
 
-    __slots__ = (
-        "block_table",
-        "cached_tokens",
-        "finish_reason",
-        "hashes",
-        "key",
-        "kv_state",
-        "num_computed",
-        "num_prompt_tokens",
-        "order",
-        "params",
-        "request",
-        "request_id",
-        "sample",
-        "state",
-        "tokens",
-    )
+    key: int
+    request: Request
+    sample: int
+    tokens: list[int]
+    num_prompt_tokens: int
+    request_id: RequestId = field(init=False)
+    params: SamplingParams = field(init=False)
+    order: tuple[int, int, int] = field(init=False)  # who goes first, and last who is preempted
+    block_table: list[int] = field(default_factory=list)
+    hashes: list[bytes] = field(default_factory=list)  # of the full blocks among `tokens`, as far as they were needed
+    num_computed: int = 0
+    cached_tokens: int = 0  # prompt tokens that the prefix cache gave when the sequence first ran
+    state: RequestState = RequestState.WAITING
+    kv_state: KVState = KVState.FREED
+    finish_reason: FinishReason | None = None
 
-    def __init__(self, key: int, request: Request, sample: int, tokens: list[int], num_prompt_tokens: int) -> None:
-        self.key = key
-        self.request = request
-        self.request_id = request.request_id
-        self.params = request.params
-        self.sample = sample
-        self.tokens = tokens
-        self.num_prompt_tokens = num_prompt_tokens
-        self.order = (request.priority, request.arrival, sample)  # who goes first, and last who is preempted
-        self.block_table: list[int] = []
-        self.hashes: list[bytes] = []  # of the full blocks among `tokens`, as far as they were needed
-        self.num_computed = 0
-        self.cached_tokens = 0  # prompt tokens that the prefix cache gave when the sequence first ran
-        self.state = RequestState.WAITING
-        self.kv_state = KVState.FREED
-        self.finish_reason: FinishReason | None = None
+    def __post_init__(self) -> None:
+        request = self.request
+        self.request_id, self.params = request.request_id, request.params
+        self.order = (request.priority, request.arrival, self.sample)
 
     def become(self, state: RequestState) -> None:
         self.state = advance(REQUEST_EDGES, self.state, state)
@@ -120,18 +96,157 @@ class Sequence:
     @property
     def together(self) -> list[Sequence]:
         """Those that run, are swapped and come back as one: the beams of a search that has begun; else itself alone."""
-        group = self.request.group
-        return [self] if group is None or not group.beams else self.request.sequences
+        search = self.request.search
+        return [self] if search is None or not search.has_begun else self.request.sequences
 
     @property
-    def num_slots(self) -> int:
-        """Places in the batch this sequence takes or will take: itself and the samples to be forked from it."""
+    def num_batch_rows(self) -> int:
+        """That this sequence takes or will take: itself and the samples to be forked from it."""
         return 1 + (self.request.num_unforked if self.sample == 0 else 0)
 
     @property
     def wants_prompt_logprobs(self) -> bool:
         collected = self.request.prompt_logprobs
         return collected is not None and self.sample == 0 and len(collected) < self.num_prompt_tokens
+
+
+@dataclass(slots=True)
+class Beam:
+    """A continuation that grows."""
+
+    sequence: Sequence
+    cumulative_logprob: float
+    logprobs: list[TokenLogprobs]  # of its output tokens, where they are asked for
+
+
+@dataclass(frozen=True, slots=True)
+class Extension:
+    """A beam and one more token."""
+
+    parent: int  # among the group's beams
+    token: int
+    rank: int  # of the token among the parent's candidates
+    cumulative_logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class Hypothesis:
+    """A continuation that has ended. Holds no KV."""
+
+    tokens: list[int]
+    cumulative_logprob: float
+    score: float
+    finish: FinishReason
+    logprobs: list[TokenLogprobs]
+
+
+class BeamGroup:
+    """The search of one request. Knows tokens and scores, nothing of blocks and queues."""
+
+    def __init__(self, params: SamplingParams, *, ends: frozenset[int], num_candidates: int, most_tokens: int) -> None:
+        assert params.beam is not None
+        self.width = params.beam.width
+        self.num_candidates = num_candidates  # asked for each beam
+        self.num_batch_rows = self.width  # once it has begun
+        self.most_blocks = 0  # it could ever hold
+        self.beams: list[Beam] = []  # in falling order; none while the prompt is computed
+        self.finished: list[Hypothesis] = []  # in falling order of score
+        self.has_restarted = False
+        self.cached_tokens: int | None = None  # of the prompt, when it was first computed
+        self._params = params
+        self._search = params.beam
+        self._ends = ends
+        self._most_tokens = most_tokens
+        self._candidates: dict[int, list[Logprob]] = {}  # in this step, by the beam's key
+
+    @property
+    def has_begun(self) -> bool:
+        return bool(self.beams)
+
+    def take(self, sequence: Sequence, candidates: list[Logprob]) -> bool:
+        """True if every beam has its candidates now."""
+        if not self.beams:
+            self.beams = [Beam(sequence, 0.0, [])]
+            if self.cached_tokens is None:
+                self.cached_tokens = sequence.cached_tokens
+        self._candidates[sequence.key] = candidates
+        return len(self._candidates) == len(self.beams)
+
+    def extend(self) -> list[Extension]:
+        """The beams of the next step, best first; none if the search is over."""
+        length = self.beams[0].sequence.num_output_tokens + 1
+        at_end = length >= self._most_tokens
+        going: list[Extension] = []
+        for rank, extension in enumerate(self._ranked(length)):
+            if rank >= self.width and (at_end or len(going) == self.width):
+                break
+            is_end = extension.token in self._ends
+            if not is_end and not at_end:
+                going.append(extension)
+            elif rank < self.width:
+                self._finish(extension, length, FinishReason.STOP if is_end else FinishReason.LENGTH)
+        self.finished.sort(key=lambda one: -one.score)
+        del self.finished[self.width :]
+        return [] if self._is_over(going, length) else going
+
+    def follow(self, extensions: list[Extension], sequences: list[Sequence]) -> None:
+        """The beams are these from now on; their tokens are appended."""
+        beams = []
+        for extension, sequence in zip(extensions, sequences, strict=True):
+            sequence.tokens.append(extension.token)
+            beams.append(Beam(sequence, extension.cumulative_logprob, self._logprobs_of(extension)))
+        self.beams = beams
+        self._candidates.clear()
+
+    def start_again(self, sequence: Sequence, block_size: int) -> None:
+        """From the prompt: the sequence is as it was at first."""
+        del sequence.tokens[sequence.num_prompt_tokens :]
+        del sequence.hashes[sequence.num_prompt_tokens // block_size :]
+        self.beams, self.finished = [], []
+        self._candidates.clear()
+        self.has_restarted = True
+        sequence.request.num_unforked = self.num_batch_rows - 1
+
+    def _ranked(self, length: int) -> Iterator[Extension]:
+        """Best first; of equal ones the earlier beam's, then the likelier, then that with the lower token."""
+        too_short = length <= self._params.min_tokens
+        dropped = self._ends if too_short else frozenset()
+        for total, parent, rank, token in heapq.merge(
+            *(self._extensions(index, beam, dropped) for index, beam in enumerate(self.beams))
+        ):
+            yield Extension(parent, token, rank, -total)
+
+    def _extensions(self, index: int, beam: Beam, dropped: frozenset[int]) -> Iterator[tuple[float, int, int, int]]:
+        for rank, (token, logprob) in enumerate(self._candidates[beam.sequence.key]):
+            if token not in dropped:
+                yield -(beam.cumulative_logprob + logprob), index, rank, token
+
+    def _finish(self, extension: Extension, length: int, reason: FinishReason) -> None:
+        sequence = self.beams[extension.parent].sequence
+        tokens = [*sequence.tokens[sequence.num_prompt_tokens :], extension.token]
+        score = self._score(extension.cumulative_logprob, length)
+        self.finished.append(Hypothesis(tokens, extension.cumulative_logprob, score, reason, self._logprobs_of(extension)))
+
+    def _score(self, cumulative_logprob: float, length: int) -> float:
+        return cumulative_logprob / math.pow(length, self._search.length_penalty)
+
+    def _is_over(self, going: list[Extension], length: int) -> bool:
+        if not going:
+            return True
+        if len(self.finished) < self.width:
+            return False
+        if self._search.early_stopping is True:
+            return True
+        longest = self._search.early_stopping == "never" and self._search.length_penalty > 0.0
+        best = self._score(going[0].cumulative_logprob, self._most_tokens if longest else length)
+        return best <= self.finished[-1].score
+
+    def _logprobs_of(self, extension: Extension) -> list[TokenLogprobs]:
+        if self._params.logprobs is None:
+            return []
+        beam = self.beams[extension.parent]
+        candidates = self._candidates[beam.sequence.key]
+        return [*beam.logprobs, TokenLogprobs(candidates[extension.rank][1], candidates[: self._params.logprobs])]
 
 
 def begins_anew(submit: Submit) -> bool:

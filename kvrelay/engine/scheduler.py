@@ -8,20 +8,20 @@ Running sequences come first, by priority and by who would be the last to make r
 came first); then swapped ones; then waiting ones, while there is room. A sequence that is decoding always gets its one token;
 prompts share what is left of the token budget, in chunks.
 
-When the pool is empty, the running sequence that is last makes room; since a step is planned in that same order, nobody who
-is already part of the step is ever chosen. Its KV goes to the host if there is room (`engine/swap.py`), and until it is
-there, whoever needed the blocks sits out. Else its KV is given up and computed again later. Its tokens are kept either way.
-Before anybody who runs has to, continuation leases make room in the same way (`engine/continuation.py`), as far as they can.
+When the pool is empty, the running sequence that is last makes room; since a step is planned in that same order, no sequence
+that is already part of the step is ever chosen. Its KV goes to the host if there is room (`engine/memory/swap.py`), and until
+it is there, the sequence that needed the blocks sits out. Else its KV is given up and computed again later. Its tokens are kept
+either way. Before any running sequence has to, kept KV makes room in the same way (`engine/memory/kept.py`), as far as it can.
 
-Nobody stays swapped for ever. Swapped sequences come back by priority and arrival, the first one first, whenever those that
-run leave enough blocks; as long as one of them has to wait, nobody is admitted. So those that run get fewer: each step brings
-at least one of them a token nearer to its end, and when the last has ended, the first swapped one has the pool to itself. It
-waits at most as many steps as the requests that were admitted before still have tokens to compute, and for copies.
+No sequence stays swapped for ever. Swapped sequences come back by priority and arrival, the first one first, whenever those
+that run leave enough blocks; as long as one of them has to wait, no new one is admitted. So those that run get fewer: each step
+brings at least one of them a token nearer to its end, and when the last has ended, the first swapped one has the pool to
+itself. It waits at most as many steps as the requests that were admitted before still have tokens to compute, and for copies.
 
-The beams of a search count as one here: they are planned, make room, are swapped and come back together (`engine/beam.py`).
+The beams of a search count as one here: they are planned, make room, are swapped and come back together.
 
-A prompt is computed up to its first image whose embeddings are not here (`engine/images.py`). One that runs sits out until
-they are; one that waits and has nothing before them is set aside, so that others go first.
+A prompt is computed up to its first image whose embeddings are not here (`engine/requests/images.py`). One that runs sits out
+until they are; one that waits and has nothing before them is set aside, so that others go first.
 
 Samples of one request that are computed anew (preempted, or resumed here) share their prompt through the prefix cache: one
 computes it, the others wait that long.
@@ -29,25 +29,22 @@ computes it, the others wait that long.
 
 from __future__ import annotations
 
-import heapq
 from bisect import insort
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 from kvrelay.config import EngineOptions
-from kvrelay.engine.continuation import Leases
-from kvrelay.engine.images import Images
-from kvrelay.engine.incoming import Incoming
 from kvrelay.engine.interfaces import Row, StepPlan
-from kvrelay.engine.kv_cache import KVCache
-from kvrelay.engine.outgoing import Outgoing
-from kvrelay.engine.request import Sequence
-from kvrelay.engine.swap import Swap
+from kvrelay.engine.memory.kept import KeptKV
+from kvrelay.engine.memory.kv_cache import KVCache
+from kvrelay.engine.memory.swap import Swap
+from kvrelay.engine.queue import Queue
+from kvrelay.engine.request import BeamGroup, Sequence
+from kvrelay.engine.requests.images import Images
+from kvrelay.engine.requests.incoming import Incoming
+from kvrelay.engine.requests.outgoing import Outgoing
 from kvrelay.states import FreeReason, RequestState
-
-if TYPE_CHECKING:
-    from kvrelay.engine.beam import BeamGroup
+from kvrelay.wire.events import FreedForNow
 
 Order = tuple[int, int, int]
 
@@ -59,61 +56,50 @@ class Scheduler:
         self,
         options: EngineOptions,
         kv: KVCache,
-        leases: Leases,
-        incoming: Incoming | None = None,
-        outgoing: Outgoing | None = None,
-        swap: Swap | None = None,
-        images: Images | None = None,
+        kept: KeptKV,
+        swap: Swap,
+        incoming: Incoming,
+        outgoing: Outgoing,
+        images: Images,
     ) -> None:
         self._options = options
         self._kv = kv
-        self._leases = leases
+        self._kept = kept
         self._incoming = incoming
         self._outgoing = outgoing
         self._swap = swap
         self._images = images
         self.rank: Callable[[Sequence], Order] = _latest_last if options.preempt == "latest" else _oldest_last
         self._watermark = max(1, kv.pool.num_blocks // 100)
-        self._waiting: list[tuple[tuple[int, int, int], Sequence]] = []  # a heap; those that ended are skipped when met
+        self.queue = Queue()
         self.running: list[Sequence] = []  # sorted by rank: the last one makes room first
         self.swapped: list[Sequence] = []  # sorted by order
         self.loading: list[Sequence] = []  # have blocks, into which their KV is copied from the host
-        self._aside: list[Sequence] = []  # waiting ones that can do nothing until their images come
         self.num_held_up = 0  # running ones that sat out the last step for their images
-        self.num_waiting = 0
         self.num_preemptions = 0
         self.discarded: list[int] = []  # keys of beams that a search gave up; the engine takes them
-        self.starved = False  # the last plan left somebody waiting for a place or for blocks
+        self.starved = False  # the last plan left a sequence waiting for a row of the batch or for blocks
         self._num_short = 0  # blocks that sequences which sit out this step need
         self._full_budget = 0  # for the prompts of this step
 
-    def add(self, sequence: Sequence) -> None:
-        heapq.heappush(self._waiting, (sequence.order, sequence))
-        self.num_waiting += 1
-
     def recall(self) -> None:
         """Images have come, or will not."""
-        aside, self._aside = self._aside, []
-        for sequence in aside:
-            if sequence.state is RequestState.WAITING:
-                heapq.heappush(self._waiting, (sequence.order, sequence))
+        self.queue.recall()
         self.num_held_up = 0
 
     def run_at_once(self, sequence: Sequence) -> None:
-        """Its KV is there already: it was forked, or handed over. Its place in the batch was kept for it."""
+        """Its KV is there already: it was forked, or handed over. Its row of the batch was kept for it."""
         sequence.become(RequestState.RUNNING)
         insort(self.running, sequence, key=self.rank)
 
     def remove(self, sequence: Sequence) -> None:
-        """The sequence ended."""
         self.num_held_up = 0
         match sequence.state:
             case RequestState.RUNNING:
                 self.running.remove(sequence)
             case RequestState.WAITING:
-                self.num_waiting -= 1
+                self.queue.ended()
             case RequestState.SWAPPED | RequestState.TRANSFERRING:
-                assert self._swap is not None
                 (self.loading if sequence in self.loading else self.swapped).remove(sequence)
                 self._swap.drop(sequence)
             case RequestState.FINISHED:
@@ -132,9 +118,10 @@ class Scheduler:
 
     def take_copied(self, wait_s: float) -> None:
         """What came of copies to and from the host. If none ended, waits up to `wait_s` for one."""
-        assert self._swap is not None
+        if self._swap.is_idle:
+            return
         news = self._swap.poll(wait_s)
-        self._leases.copied(news.stayed)
+        self._kept.blocks.copied(news.stayed)
         for sequence in news.restored + news.fetched:
             self.loading.remove(sequence)
             self.run_at_once(sequence)
@@ -145,13 +132,8 @@ class Scheduler:
             self._recompute(sequence, FreeReason.SWAP_OUT_TIMEOUT)
         for sequence in news.lost_in:
             self.loading.remove(sequence)
-            self._leases.let_go(sequence)
+            self._kept.let_go(sequence)
             self._recompute(sequence, FreeReason.SWAP_IN_TIMEOUT)
-
-    @property
-    def waiting(self) -> list[Sequence]:
-        queued = [sequence for _, sequence in self._waiting] + self._aside
-        return [sequence for sequence in queued if sequence.state is RequestState.WAITING]
 
     def schedule(self) -> StepPlan:
         plan = StepPlan()
@@ -162,50 +144,41 @@ class Scheduler:
         self.starved = False
         if self.swapped or self._num_short:
             self._bring_back()
-        elif self._incoming is not None and self._incoming.has_startable:
-            self._admit_in_order(plan, budget, self._incoming)
-        elif self._waiting:
+        elif self._incoming.startable:
+            self._admit_in_order(plan, budget)
+        elif self.queue:
             self._schedule_waiting(plan, budget)
         return plan
 
-    def _admit_in_order(self, plan: StepPlan, budget: int, incoming: Incoming) -> None:
-        """Transfers and prompts computed here take the same places and blocks, so who came later must not take what an earlier
-        one of the other kind waits for: under steady load that one would wait for ever."""
-        waiting = self._first_waiting()
-        if incoming.reserve(self._num_free_slots, self._headroom, None if waiting is None else waiting.order):
+    def _admit_in_order(self, plan: StepPlan, budget: int) -> None:
+        """Transfers and prompts computed here take the same rows and blocks, so a later one must not take what an earlier one
+        of the other kind waits for: under steady load that one would wait for ever."""
+        incoming, waiting = self._incoming, self.queue.first()
+        if incoming.reserve(self._num_free_rows, self._headroom, None if waiting is None else waiting.order):
             self._schedule_waiting(plan, budget)
-            if self.starved or incoming.reserve(self._num_free_slots, self._headroom):
+            if self.starved or incoming.reserve(self._num_free_rows, self._headroom):
                 return
-        self._leases.make_room_for([incoming.next_startable], self._headroom)
-
-    def _first_waiting(self) -> Sequence | None:
-        while self._waiting and self._waiting[0][1].state is not RequestState.WAITING:
-            heapq.heappop(self._waiting)  # it ended meanwhile
-        return self._waiting[0][1] if self._waiting else None
+        self._kept.blocks.make_room_for([incoming.startable[0][1]], self._headroom)
 
     def _bring_back(self) -> None:
-        """Swapped sequences, in order. Not while somebody who runs is short of blocks: it would be sent away again."""
-        assert self._swap is not None
+        """Swapped sequences, in order. Not while a running one is short of blocks: it would be sent away again."""
         while self.swapped and not self._num_short:
             sequence = self.swapped[0]
             together = sequence.together
-            if not self._swap.is_saved(sequence) or sum(one.num_slots for one in together) > self._num_free_slots:
+            if not self._swap.is_saved(sequence) or sum(one.num_batch_rows for one in together) > self._num_free_rows:
                 return
             if not self._swap.swap_in(together, headroom=self._headroom):
-                self._leases.make_room_for(together, self._headroom)
+                self._kept.blocks.make_room_for(together, self._headroom)
                 return
             self.loading += self.swapped[: len(together)]
             del self.swapped[: len(together)]
 
     @property
-    def _num_free_slots(self) -> int:
-        taken = sum([sequence.num_slots for sequence in self.running])
-        taken += sum([sequence.num_slots for sequence in self.loading])
-        if self._incoming is not None:
-            taken += sum(sequence.num_slots for sequence in self._incoming.transferring)
-        if self._outgoing is not None:
-            taken += len(self._outgoing.held)
-        return self._options.max_batch - taken
+    def _num_free_rows(self) -> int:
+        taken = sum([sequence.num_batch_rows for sequence in self.running])
+        taken += sum([sequence.num_batch_rows for sequence in self.loading])
+        taken += sum(sequence.num_batch_rows for sequence in self._incoming.transferring)
+        return self._options.max_batch - taken - len(self._outgoing.held)
 
     @property
     def _headroom(self) -> int:
@@ -214,26 +187,26 @@ class Scheduler:
 
     def _headroom_for(self, sequence: Sequence) -> int:
         """A search that was thrown out once comes in where it can stay."""
-        group = sequence.request.group
-        if group is None or not group.has_restarted or not (self.running or self.loading):
+        search = sequence.request.search
+        if search is None or not search.has_restarted or not (self.running or self.loading):
             return self._headroom
-        return self._headroom + group.most_blocks - self._kv.blocks_for(len(sequence.tokens))
+        return self._headroom + search.most_blocks - self._kv.blocks_for(len(sequence.tokens))
 
     def _schedule_running(self, plan: StepPlan, budget: int) -> int:
         rows, grow, copies = plan.rows, self._kv.grow, plan.copies
         size, references = self._kv.block_size, self._kv.pool.references
         planned: BeamGroup | None = None
-        for sequence in self.running:  # it gets shorter when somebody is preempted, always at its end
+        for sequence in self.running:  # it gets shorter when a sequence is preempted, always at its end
             computed = sequence.num_computed
             uncomputed = len(sequence.tokens) - computed
             request = sequence.request
-            group = request.group
-            if group is not None and group.beams:
-                if group is not planned:  # they stand next to each other
-                    planned = group
-                    self._schedule_beams(sequence.together, group.num_candidates, plan)
+            search = request.search
+            if search is not None and search.has_begun:
+                if search is not planned:  # they stand next to each other
+                    planned = search
+                    self._schedule_beams(sequence.together, search.num_candidates, plan)
                 continue
-            if uncomputed == 1 and group is None:
+            if uncomputed == 1 and search is None:
                 # The usual case, without a call: it decodes, and its last block has room and is its own.
                 table = sequence.block_table
                 place = computed // size
@@ -266,10 +239,10 @@ class Scheduler:
         """Until it can grow, which takes `missing` blocks at most. False if the sequence is no part of this step: its room is
         still being made, or it was last and made room itself."""
         while not grow():
-            if self._swap is not None and self._swap.num_releasing >= self._num_short + missing:
+            if self._swap.num_releasing >= self._num_short + missing:
                 self._num_short += missing
                 return False
-            if self._leases.make_room(self._num_short + missing):
+            if self._kept.blocks.make_room(self._num_short + missing):
                 continue
             self._preempt_last()
             if sequence.state is not RequestState.RUNNING:
@@ -280,47 +253,43 @@ class Scheduler:
         together = list(self.running[-1].together)
         del self.running[-len(together) :]
         self.num_preemptions += 1
-        if self._swap is not None and self._swap.swap_out(together):
+        if self._swap.swap_out(together):
             for sequence in together:
                 sequence.become(RequestState.SWAPPED)
                 insort(self.swapped, sequence, key=lambda s: s.order)
             return
         for sequence in together:
-            self._recompute(sequence, FreeReason.PREEMPTED if self._swap is None else FreeReason.NO_SWAP_ROOM)
+            self._recompute(sequence, self._swap.gives_up_because)
 
     def _recompute(self, sequence: Sequence, reason: FreeReason) -> None:
         """The KV is given up, and the sequence waits again: a free that is not the end of it. Of a search, one sequence waits:
         it starts again from the prompt, and the others are forgotten."""
         self._kv.free(sequence)
-        group = sequence.request.group
-        if group is not None:
+        search = sequence.request.search
+        if search is not None:
             if sequence.sample != 0:
                 sequence.become(RequestState.FINISHED)
                 self._forget_beam(sequence)
                 return
-            if group.beams:
-                group.start_again(sequence, self._kv.block_size)
+            if search.has_begun:
+                search.start_again(sequence, self._kv.block_size)
         sequence.become(RequestState.WAITING)
         collected = sequence.request.prompt_logprobs
         if sequence.wants_prompt_logprobs and collected is not None:
             del collected[1:]  # the prompt starts over
-        if self._kv.recorder is not None:
-            self._kv.recorder.freed_for_now(sequence.request.external_id, reason)
-        self.add(sequence)
+        self._kv.recorder.lived(FreedForNow(request=sequence.request.external_id, reason=reason))
+        self.queue.add(sequence)
 
     def _schedule_waiting(self, plan: StepPlan, budget: int) -> None:
-        slots = self._num_free_slots
+        num_rows = self._num_free_rows
         limit = self._options.max_running_prefills
         full_budget = self._full_budget
         num_prefills = sum(1 for row in plan.rows if row.sequence.num_prompt_tokens > row.start)
-        while self._waiting and budget > 0 and (limit == 0 or num_prefills < limit):
-            sequence = self._waiting[0][1]
-            if sequence.state is not RequestState.WAITING:
-                heapq.heappop(self._waiting)
-                continue
-            if self._waits_for_sibling(sequence):
+        while budget > 0 and (limit == 0 or num_prefills < limit):
+            sequence = self.queue.first()
+            if sequence is None or self._waits_for_sibling(sequence):
                 return
-            if sequence.num_slots > slots or not self._leases.attach(sequence, headroom=self._headroom_for(sequence)):
+            if sequence.num_batch_rows > num_rows or not self._kept.attach(sequence, headroom=self._headroom_for(sequence)):
                 self.starved = True
                 return
             reachable = self._reachable(sequence) if sequence.request.images else sequence.num_uncomputed
@@ -328,21 +297,21 @@ class Scheduler:
             if budget < full_budget and count < min(reachable, self._options.block_size):
                 self._roll_back(sequence)
                 return
-            heapq.heappop(self._waiting)
-            self.num_waiting -= 1
-            slots -= sequence.num_slots
-            if self._leases.fetch(sequence):
+            self.queue.pop()
+            num_rows -= sequence.num_batch_rows
+            if self._kept.fetch(sequence):
                 sequence.become(RequestState.TRANSFERRING)
                 self.loading.append(sequence)
                 continue
             if not reachable:
-                slots += sequence.num_slots
-                self._set_aside(sequence)
+                num_rows += sequence.num_batch_rows
+                self._roll_back(sequence)
+                self.queue.set_aside(sequence)
                 continue
             self.run_at_once(sequence)
             self._note_start(sequence)
             has_room = self._kv.grow(sequence, sequence.num_computed + count, plan.copies)
-            assert has_room, "no block is left to copy a lease's last one to"
+            assert has_room, "no block is left to copy the last one of kept KV to"
             budget -= count
             num_prefills += 1
             plan.rows.append(_row(sequence, count))
@@ -351,24 +320,16 @@ class Scheduler:
         """Other prompts left it less than a block of this step's budget: it had better start with the next step's, and its
         blocks are not held until then. It keeps its place."""
         self._kv.free(sequence)
-        if self._kv.recorder is not None:
-            self._kv.recorder.freed_for_now(sequence.request.external_id, FreeReason.ROLLED_BACK)
+        self._kv.recorder.lived(FreedForNow(request=sequence.request.external_id, reason=FreeReason.ROLLED_BACK))
 
     def _note_start(self, sequence: Sequence) -> None:
-        """How much of its prompt was there already."""
         if sequence.num_output_tokens == 0 and sequence.sample == 0:
             sequence.cached_tokens = sequence.num_computed
-        self._leases.started(sequence)
+        self._kept.started(sequence)
 
     def _reachable(self, sequence: Sequence) -> int:
         """Tokens that can be computed before an image whose embeddings are not here."""
-        assert self._images is not None
         return max(0, self._images.limit(sequence) - sequence.num_computed)
-
-    def _set_aside(self, sequence: Sequence) -> None:
-        self._roll_back(sequence)
-        self.num_waiting += 1
-        self._aside.append(sequence)
 
     def _waits_for_sibling(self, sequence: Sequence) -> bool:
         siblings = sequence.request.sequences
@@ -389,10 +350,10 @@ def _oldest_last(sequence: Sequence) -> Order:
 
 def _row(sequence: Sequence, count: int) -> Row:
     start = sequence.num_computed
-    group = sequence.request.group
-    if group is not None:
+    search = sequence.request.search
+    if search is not None:
         is_last = start + count == len(sequence.tokens)
-        return Row(sequence, start, count, 0, candidates=group.num_candidates if is_last else 0)
+        return Row(sequence, start, count, 0, candidates=search.num_candidates if is_last else 0)
     samples = 0
     if start + count == len(sequence.tokens):
         samples = 1 + sequence.request.num_unforked if sequence.sample == 0 else 1

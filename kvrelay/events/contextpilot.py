@@ -1,7 +1,7 @@
 """ContextPilot's index server as a `ContextIndex`: `POST /evict {"request_ids": [...]}`.
 
     200    {"evicted_request_ids": [...], "not_found": [...], ...}   an id that only its proxy has seen counts as evicted
-    503    no index yet: nobody has called /reorder since it started
+    503    no index yet: /reorder has not been called since it started
     422    a body that it will never take
 
 The server has one thread, and building an index keeps it busy for seconds: until then it does not answer, which is no reason
@@ -35,10 +35,6 @@ class _Evicted(msgspec.Struct, frozen=True):
     not_found: list[str]
 
 
-_encoder = msgspec.json.Encoder()
-_decoder = msgspec.json.Decoder(_Evicted)
-
-
 class ContextPilotIndex:
     """One connection, made when it is needed and kept. The index is a neighbour: proxies of the environment are not asked."""
 
@@ -54,7 +50,7 @@ class ContextPilotIndex:
         self._client = httpx.AsyncClient(base_url=base, timeout=timeout, trust_env=False)
 
     async def remove_requests(self, request_ids: Sequence[str]) -> Removal:
-        body = _encoder.encode(_EvictRequest(list(request_ids)))
+        body = msgspec.json.encode(_EvictRequest(list(request_ids)))
         try:
             response = await self._client.post("/evict", content=body, headers=_JSON)
         except (httpx.HTTPError, httpx.StreamError) as error:
@@ -75,7 +71,7 @@ class ContextPilotIndex:
 
 def _read(body: bytes) -> Removal:
     try:
-        answer = _decoder.decode(body)
+        answer = msgspec.json.decode(body, type=_Evicted)
     except msgspec.MsgspecError as error:
         raise ContextIndexError(f"an answer that is none of ContextPilot's: {error}") from error
     return Removal(num_removed=len(answer.evicted_request_ids), num_not_found=len(answer.not_found))

@@ -1,14 +1,14 @@
 """Decides when a context index must forget a request: never while the request, or KV of it, may still be used.
 
     on_request_started, _sent_again    by the router: the request is open, and these workers have it
-    on_request_finished, _aborted      by the router: the client has its last word
+    on_request_ended                   by the router: the client has its last word, or left
     on_kv_blocks_freed                 by a worker. Terminal: its part is over, and these blocks of it stay in its cache.
                                        Not terminal: it lost its blocks and goes on, so whatever follows is deferred
     on_kv_blocks_swapped               by a worker: the KV is on the host; nothing follows
     on_blocks_removed, on_cache_lost   by a worker: blocks are gone, one by one or all at once
 
 A request is over when it is not open and every worker that had it has said its last word; one that dies has said it. A word
-that does not come (events are lost, another router's request moved) is waited for `settle_s`, not for ever. Then, by mode:
+that does not come (events are lost, another router's request moved) is waited for at most `settle_s`. Then, by mode:
 
     terminal    it is removed
     evicted     it is removed as soon as no worker holds any of its blocks. Until then one block that is held is its witness:
@@ -21,7 +21,9 @@ new life: a removal that has not been sent is taken back. Ids that we made up ar
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import msgspec
@@ -41,6 +43,31 @@ class Removals(Protocol):
     def cancel(self, request_id: str) -> None: ...
 
 
+class EvictionSync:
+    """What a sync is told, by the ids that clients know. This one does nothing, for routers beside which there is no index."""
+
+    def on_request_started(self, request_id: str, workers: Iterable[WorkerId]) -> None: ...
+
+    def on_request_sent_again(self, request_id: str, workers: Iterable[WorkerId]) -> None: ...
+
+    def on_request_ended(self, request_id: str) -> None: ...
+
+    def on_kv_blocks_freed(
+        self, worker_id: WorkerId, request_id: str, *, terminal: bool, handed_over: bool = False, hashes: Iterable[bytes] = ()
+    ) -> None: ...
+
+    def on_kv_blocks_swapped(self, worker_id: WorkerId, request_id: str) -> None:
+        """Recoverable: the request goes on, and so does its id."""
+
+    def on_blocks_removed(self, hashes: Iterable[bytes]) -> None: ...
+
+    def on_cache_lost(self) -> None: ...
+
+    def on_worker_left(self, worker_id: WorkerId) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class SyncSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Times and bounds; tests shorten them."""
 
@@ -49,25 +76,26 @@ class SyncSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_hashes: int = 4_000_000  # of all of them together; 64 MB
 
 
+@dataclass(slots=True)
 class _Followed:
     """One request id that the index may know."""
 
-    __slots__ = ("deferred", "expects_more", "hashes", "legs", "num_open", "witness")
-
-    def __init__(self) -> None:
-        self.num_open = 0  # streams of this router: one per prompt of the request
-        self.legs: dict[WorkerId, int] = {}  # how often it was sent there without a last word since
-        self.deferred: set[WorkerId] = set()  # lost its blocks there and goes on
-        self.expects_more = False  # handed over by a worker; we do not know to whom
-        self.hashes = b""  # of its blocks that stayed in a cache, joined
-        self.witness: bytes | None = None  # one of them that a worker holds
+    num_open: int = 0  # streams of this router: one per prompt of the request
+    legs: Counter[WorkerId] = field(default_factory=Counter)  # how often it was sent there without a last word since
+    deferred: set[WorkerId] = field(default_factory=set)  # lost its blocks there and goes on
+    expects_more: bool = False  # handed over by a worker; we do not know to whom
+    hashes: bytes = b""  # of its blocks that stayed in a cache, joined
+    witness: bytes | None = None  # one of them that a worker holds
 
     @property
     def settled(self) -> bool:
         return not self.legs and not self.deferred and not self.expects_more
 
+    def end_leg(self, worker_id: WorkerId) -> None:
+        self.legs -= Counter([worker_id])  # which takes out those that have none left
 
-class EvictionSyncAdapter:
+
+class EvictionSyncAdapter(EvictionSync):
     """One per cluster, beside a router, on its loop's thread. Nothing here waits or raises."""
 
     def __init__(
@@ -113,23 +141,23 @@ class EvictionSyncAdapter:
         before = self._followed.get(request_id)
         if before is not None and not before.num_open and before.settled:
             self._forget(request_id, before)
-        followed = self._follow(request_id)
+        followed = self._followed.setdefault(request_id, _Followed())
         followed.num_open += 1
         self._unsettled.pop(request_id, None)
-        _add_legs(followed, workers)
+        followed.legs.update(workers)
 
     def on_request_sent_again(self, request_id: str, workers: Iterable[WorkerId]) -> None:
         """A worker was lost or failed. The request keeps its id."""
         followed = self._followed.get(request_id)
         if followed is not None:
-            _add_legs(followed, workers)
+            followed.legs.update(workers)
 
-    def on_request_finished(self, request_id: str) -> None:
-        self._ended(request_id)
-
-    def on_request_aborted(self, request_id: str) -> None:
-        """For the index the same: what was computed stays cached."""
-        self._ended(request_id)
+    def on_request_ended(self, request_id: str) -> None:
+        """For the index an abort is the same: what was computed stays cached."""
+        followed = self._followed.get(request_id)
+        if followed is not None and followed.num_open:
+            followed.num_open -= 1
+            self._consider(request_id, followed)
 
     # What workers say
 
@@ -139,7 +167,7 @@ class EvictionSyncAdapter:
         """`hashes`: its blocks that stay in the worker's cache. `handed_over`: terminal here, but another worker goes on."""
         if is_answer_id(request_id):
             return
-        followed = self._follow(request_id)
+        followed = self._followed.setdefault(request_id, _Followed())
         if not terminal:
             followed.deferred.add(worker_id)
             self._outcomes.labels("deferred").inc()
@@ -147,14 +175,11 @@ class EvictionSyncAdapter:
             return
         followed.deferred.discard(worker_id)
         followed.expects_more = handed_over and worker_id not in followed.legs
-        _end_leg(followed, worker_id)
+        followed.end_leg(worker_id)
         if self._mode == "evicted":
             self._add_hashes(followed, hashes)
         self._consider(request_id, followed)
         self._bound()
-
-    def on_kv_blocks_swapped(self, worker_id: WorkerId, request_id: str) -> None:
-        """Recoverable: the request goes on, and so does its id."""
 
     def on_blocks_removed(self, hashes: Iterable[bytes]) -> None:
         """These left a worker's cache."""
@@ -169,12 +194,9 @@ class EvictionSyncAdapter:
 
     def on_worker_left(self, worker_id: WorkerId) -> None:
         """It is dead or has ended: no word comes from it any more. Its requests may go on elsewhere."""
-        affected = [
-            (request_id, followed)
-            for request_id, followed in self._followed.items()
-            if worker_id in followed.legs or worker_id in followed.deferred
-        ]
-        for request_id, followed in affected:
+        for request_id, followed in list(self._followed.items()):
+            if worker_id not in followed.legs and worker_id not in followed.deferred:
+                continue
             is_ours = followed.legs.pop(worker_id, None) is not None
             followed.deferred.discard(worker_id)
             followed.expects_more = followed.expects_more or not is_ours  # its own router may send it elsewhere
@@ -182,18 +204,6 @@ class EvictionSyncAdapter:
         self.on_cache_lost()
 
     # One request
-
-    def _follow(self, request_id: str) -> _Followed:
-        followed = self._followed.get(request_id)
-        if followed is None:
-            followed = self._followed[request_id] = _Followed()
-        return followed
-
-    def _ended(self, request_id: str) -> None:
-        followed = self._followed.get(request_id)
-        if followed is not None and followed.num_open:
-            followed.num_open -= 1
-            self._consider(request_id, followed)
 
     def _consider(self, request_id: str, followed: _Followed) -> None:
         """Something changed: is it over, and is anything of it left?"""
@@ -212,7 +222,10 @@ class EvictionSyncAdapter:
         self._num_hashes -= len(followed.hashes) // HASH_BYTES
         self._unsettled.pop(request_id, None)
         if followed.witness is not None:
-            self._unwitness(request_id, followed.witness)
+            witnessed = self._witnessed[followed.witness]
+            witnessed.discard(request_id)
+            if not witnessed:
+                del self._witnessed[followed.witness]
 
     def _bound(self) -> None:
         """Beyond the bounds the oldest are removed although something of them may be cached: the index then knows less than
@@ -251,13 +264,6 @@ class EvictionSyncAdapter:
             followed.witness = None
             self._consider(request_id, followed)
 
-    def _unwitness(self, request_id: str, digest: bytes) -> None:
-        witnessed = self._witnessed.get(digest)
-        if witnessed is not None:
-            witnessed.discard(request_id)
-            if not witnessed:
-                del self._witnessed[digest]
-
     # Words that do not come
 
     def _wait_for(self, request_id: str) -> None:
@@ -280,17 +286,6 @@ class EvictionSyncAdapter:
             followed.deferred.clear()
             followed.expects_more = False
             self._consider(request_id, followed)
-
-
-def _add_legs(followed: _Followed, workers: Iterable[WorkerId]) -> None:
-    for worker_id in workers:
-        followed.legs[worker_id] = followed.legs.get(worker_id, 0) + 1
-
-
-def _end_leg(followed: _Followed, worker_id: WorkerId) -> None:
-    count = followed.legs.pop(worker_id, 0)
-    if count > 1:
-        followed.legs[worker_id] = count - 1
 
 
 def _split(joined: bytes) -> Iterator[bytes]:

@@ -27,6 +27,7 @@ from kvrelay.ids import WorkerId
 from kvrelay.log import Log
 from kvrelay.planes.curve import Socket, listening
 from kvrelay.planes.loop_socket import bound_address
+from kvrelay.wire import check_version
 from kvrelay.wire.codec import Decoder, encode
 from kvrelay.wire.events import (
     EVENTS_VERSION,
@@ -134,7 +135,7 @@ class EventPublisher:
             if time.monotonic() >= self._beat_at:
                 self._beat()
 
-    # To everybody
+    # To all subscribers
 
     def _send_batch(self, events: list[CacheEvent]) -> None:
         self._sequence += 1
@@ -188,8 +189,7 @@ class EventPublisher:
         if len(payload) != 1:
             raise ProtocolError(f"a message of {len(payload)} frames where one belongs")
         message = self._decoder.decode(payload[0])
-        if message.version != EVENTS_VERSION:
-            raise ProtocolError(f"subscriber speaks version {message.version} of the event plane, this worker {EVENTS_VERSION}")
+        check_version("the subscriber", message.version, EVENTS_VERSION, "event")
         if message.worker_id != self._worker_id:
             raise ProtocolError(f"events of {message.worker_id[:80]!r} asked of {self._worker_id}")
         with contextlib.suppress(zmq.Again):
@@ -207,9 +207,7 @@ class EventPublisher:
 
 
 def _bind(kind: int, host: str, port: int, option: str, unread: int) -> Socket:
-    socket = listening(kind)
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_REPLAY_BYTES)
-    socket.setsockopt(zmq.SNDHWM, unread)
+    socket = listening(kind, {zmq.MAXMSGSIZE: MAX_REPLAY_BYTES, zmq.SNDHWM: unread})
     address = f"tcp://{host}:{port or '*'}"
     try:
         socket.bind(address)

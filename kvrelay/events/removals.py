@@ -1,4 +1,4 @@
-"""Tells a context index what to forget, in the background: whoever has an id to remove hands it over and goes on.
+"""Tells a context index what to forget, in the background: the caller hands over an id to remove and goes on.
 
     add(id) -> a bounded queue -> at most 50 ms later, or when 100 have come -> one call of the index
         done                          counted: removed, not found
@@ -9,7 +9,7 @@
         refused                       a mistake of ours: sent in halves until what is refused stands alone, and is dropped
 
 There is one call at a time, on the router's loop but in a task of its own: a slow or dead index costs memory up to the bound,
-and nobody time. When the queue is full the oldest ids are dropped, and counted.
+and no request time. When the queue is full the oldest ids are dropped, and counted.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from collections.abc import Sequence
 
 import msgspec
 
+from kvrelay.discovery.breaker import FAILURES, FIRST_PAUSE_S, LONGEST_PAUSE_S, Breaker
 from kvrelay.errors import ContextIndexError, IndexNotReadyError, IndexRefusedError
 from kvrelay.events.context_index import ContextIndex
 from kvrelay.log import Log
 from kvrelay.metrics import Metrics
-from kvrelay.states import BREAKER_EDGES, BreakerState, advance
+from kvrelay.states import BreakerState
 
 log = Log("eviction-sync")
 
@@ -38,9 +39,9 @@ class RemovalSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_waiting: int = 65_536
     first_pause_s: float = 0.1
     not_ready_pause_s: float = 5.0  # the longest
-    failures: int = 3  # in a row, before nothing is sent for a while
-    first_open_s: float = 1.0
-    longest_open_s: float = 30.0
+    failures: int = FAILURES  # in a row, before nothing is sent for a while
+    first_open_s: float = FIRST_PAUSE_S
+    longest_open_s: float = LONGEST_PAUSE_S
 
 
 class RemovalQueue:
@@ -56,16 +57,22 @@ class RemovalQueue:
         self._full = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
-        self.state = BreakerState.CLOSED
-        self._num_failures = 0
+        self._breaker = Breaker(
+            max_failures=self._settings.failures,
+            first_pause_s=self._settings.first_open_s,
+            longest_pause_s=self._settings.longest_open_s,
+        )
         self._pause_s = self._settings.first_pause_s
-        self._open_s = self._settings.first_open_s
         metrics.eviction_sync_waiting.set_function(lambda: len(self))
         metrics.eviction_sync_up.set_function(lambda: self.state is BreakerState.CLOSED)
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._in_flight)
+
+    @property
+    def state(self) -> BreakerState:
+        return self._breaker.state
 
     def add(self, request_id: str) -> None:
         """Once is enough; twice is harmless."""
@@ -86,7 +93,7 @@ class RemovalQueue:
         await self._idle.wait()
 
     async def close(self, wait_s: float = 0.0) -> None:
-        """What waits may still be sent for so long."""
+        """What waits may still be sent for `wait_s`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 await self.until_idle()
@@ -121,9 +128,7 @@ class RemovalQueue:
         """One batch. Returns how long to wait before the next."""
         if not self._waiting:  # all of it was cancelled
             return 0.0
-        if self.state is BreakerState.OPEN:
-            self._become(BreakerState.HALF_OPEN)
-        size = 1 if self.state is BreakerState.HALF_OPEN else self._settings.batch_ids
+        size = self._settings.batch_ids if self.state is BreakerState.CLOSED else 1
         batch = list(itertools.islice(self._waiting, size))
         self._in_flight = dict.fromkeys(batch)
         for request_id in batch:
@@ -165,35 +170,27 @@ class RemovalQueue:
 
     def _succeeded(self) -> float:
         if self.state is not BreakerState.CLOSED:
-            self._become(BreakerState.CLOSED)
             log.info("the context index answers again")
-        self._num_failures = 0
-        self._pause_s, self._open_s = self._settings.first_pause_s, self._settings.first_open_s
+        self._breaker.succeeded()
+        self._pause_s = self._settings.first_pause_s
         return 0.0
 
     def _not_ready(self) -> float:
         """It answers, so it works."""
-        if self.state is not BreakerState.CLOSED:
-            self._become(BreakerState.CLOSED)
-        self._num_failures = 0
+        self._breaker.succeeded()
         pause_s = self._pause_s
         self._pause_s = min(self._settings.not_ready_pause_s, 2 * pause_s)
         return pause_s
 
     def _failed(self, reason: str) -> float:
-        self._num_failures += 1
-        if self.state is BreakerState.CLOSED and self._num_failures < self._settings.failures:
+        self._breaker.failed()
+        if self.state is BreakerState.CLOSED:
             pause_s = self._pause_s
             self._pause_s = 2 * pause_s
             return pause_s
-        log.seldom("the context index does not answer", reason=reason, waiting=len(self), pause_s=self._open_s)
-        self._become(BreakerState.OPEN)
-        pause_s = self._open_s
-        self._open_s = min(self._settings.longest_open_s, 2 * pause_s)
+        pause_s = self._breaker.remaining_s
+        log.seldom("the context index does not answer", reason=reason, waiting=len(self), pause_s=round(pause_s, 3))
         return pause_s
-
-    def _become(self, state: BreakerState) -> None:
-        self.state = advance(BREAKER_EDGES, self.state, state)
 
     def _bound(self) -> None:
         while len(self._waiting) > self._settings.max_waiting:

@@ -21,8 +21,9 @@ import zmq
 from kvrelay.errors import ProtocolError
 from kvrelay.ids import WorkerId
 from kvrelay.log import Log
-from kvrelay.planes.curve import Socket, connecting
+from kvrelay.planes.curve import Options, Socket, connecting
 from kvrelay.planes.loop_socket import LoopSocket
+from kvrelay.wire import check_version
 from kvrelay.wire.codec import Decoder, encode
 from kvrelay.wire.events import (
     EVENTS_VERSION,
@@ -31,15 +32,8 @@ from kvrelay.wire.events import (
     CacheEvent,
     Cleared,
     Events,
-    Freed,
-    FreedForNow,
-    LifeEvent,
-    Removed,
     Replay,
-    Restored,
     Snapshot,
-    Stored,
-    Swapped,
     ToSubscriber,
     read_events,
 )
@@ -50,9 +44,13 @@ _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 2.0
 _GIVE_UP_S = 10.0
 _MAX_WAITING = 4096  # batches after a gap; those beyond it have to come again too
-_RECONNECT_MS = 100
-_RECONNECT_MAX_MS = 1000
-_SILENCE_MS = 10_000  # a connection on which even ZMQ's own heartbeat stopped is made anew
+_OPTIONS: Options = {
+    zmq.MAXMSGSIZE: MAX_EVENTS_BYTES,
+    zmq.RECONNECT_IVL: 100,
+    zmq.RECONNECT_IVL_MAX: 1000,
+    zmq.HEARTBEAT_IVL: 5000,
+    zmq.HEARTBEAT_TIMEOUT: 10_000,  # a connection on which even ZMQ's own heartbeat stopped is made anew
+}
 
 _decoder: Decoder[ToSubscriber] = Decoder(ToSubscriber)
 
@@ -60,14 +58,7 @@ _decoder: Decoder[ToSubscriber] = Decoder(ToSubscriber)
 class EventOwner(Protocol):
     """Keeps what a subscriber learns. Called on the event loop's thread; nothing here may raise."""
 
-    def stored(self, worker_id: WorkerId, hashes: Iterable[bytes]) -> None: ...
-
-    def removed(self, worker_id: WorkerId, hashes: Iterable[bytes]) -> None: ...
-
-    def cleared(self, worker_id: WorkerId) -> None: ...
-
-    def lived(self, worker_id: WorkerId, event: LifeEvent) -> None:
-        """Something happened to the KV of one request."""
+    def happened(self, worker_id: WorkerId, event: CacheEvent) -> None: ...
 
     def replaced(self, worker_id: WorkerId, hashes: Iterable[bytes]) -> None:
         """These are in the cache, and nothing else."""
@@ -126,8 +117,7 @@ class EventSubscriber:
 
     def _handle(self, frame: bytes) -> None:
         message = _decoder.decode(frame)
-        if message.version != EVENTS_VERSION:
-            raise ProtocolError(f"worker speaks version {message.version} of the event plane, this process {EVENTS_VERSION}")
+        check_version("the worker", message.version, EVENTS_VERSION, "event")
         if message.worker_id != self._worker_id:
             raise ProtocolError(f"events of {message.worker_id[:80]!r} where {self._worker_id} was")
         if message.sequence < 0:
@@ -175,17 +165,7 @@ class EventSubscriber:
         self.sequence += 1
         self.batch_time = batch_time
         for event in events:
-            match event:
-                case Stored():
-                    self._owner.stored(self._worker_id, event.hashes)
-                case Removed():
-                    self._owner.removed(self._worker_id, event.hashes)
-                case Cleared():
-                    self._owner.cleared(self._worker_id)
-                case Swapped() | Restored() | FreedForNow() | Freed():
-                    self._owner.lived(self._worker_id, event)
-                case _:
-                    assert_never(event)
+            self._owner.happened(self._worker_id, event)
         self.batch_time = None
 
     # Repair
@@ -216,7 +196,7 @@ class EventSubscriber:
             log.warning("a worker does not repeat the events that were lost; what it holds is unknown", worker=self._worker_id)
             self.sequence = self._latest = 0
             self._waiting.clear()
-            self._owner.cleared(self._worker_id)
+            self._owner.happened(self._worker_id, Cleared())
         self._ask()
 
     def _stop_asking(self) -> None:
@@ -227,19 +207,11 @@ class EventSubscriber:
 
 
 def _connect(kind: int, address: str) -> Socket:
-    socket = connecting(kind)
-    for option, value in (
-        (zmq.MAXMSGSIZE, MAX_EVENTS_BYTES),
-        (zmq.RECONNECT_IVL, _RECONNECT_MS),
-        (zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS),
-        (zmq.HEARTBEAT_IVL, _SILENCE_MS // 2),
-        (zmq.HEARTBEAT_TIMEOUT, _SILENCE_MS),
-    ):
-        socket.setsockopt(option, value)
+    socket = connecting(kind, _OPTIONS)
     if kind == zmq.SUB:
         socket.setsockopt(zmq.SUBSCRIBE, b"")
     else:
-        socket.setsockopt(zmq.IMMEDIATE, 1)  # what nobody is there to answer is asked again, not piled up
+        socket.setsockopt(zmq.IMMEDIATE, 1)  # what no worker is there to answer is asked again, not piled up
     try:
         socket.connect(address)
     except zmq.ZMQError as error:

@@ -80,7 +80,7 @@ class FakeBackend:
         return stream
 
     def _begin(self, request: GenerateRequest, stream: RequestStream) -> None:
-        stream.parents = self.continuations.begun(request)
+        stream.parents = self.continuations.begun(request.as_parents())
         for parent in stream.parents:
             self.continuations.sent(parent, _WORKER, request_id=stream.request_id)
         if request.parent is not None and request.parent.state is HandleState.HELD:

@@ -1,7 +1,8 @@
 """The seam between models and arithmetic. A model is written against `Kernels`; an implementation is chosen per device.
 
 - `torch_kernels.py`   plain PyTorch: the reference, on every device
-- `native.py`          C for CPUs, compiled on first use; falls back to the reference where there is no compiler
+- `native/`            C for CPUs, compiled on first use; falls back to the reference where there is no compiler
+- `cuda/`              Triton, cuBLAS and cuDNN for NVIDIA cards
 
 All implementations pass one contract test against the reference. Tensors are float32 or bfloat16 on one device; rows are
 tokens. Nothing here allocates per-request state.
@@ -34,9 +35,10 @@ class AttentionBatch:
 
     query_start: torch.Tensor  # [rows + 1] int32
     context_lens: torch.Tensor  # [rows] int32
-    block_tables: torch.Tensor  # [rows, max_blocks] int32; entries past the context are 0 and never read
+    block_tables: torch.Tensor  # [rows, max_blocks] int32; entries past the context mean nothing and are never read
     max_query: int
     max_context: int
+    lengths: tuple[tuple[int, int], ...] | None = None  # (queries, context) of each row, where the host knows them
 
     @property
     def num_rows(self) -> int:
@@ -145,7 +147,8 @@ class Kernels(Protocol):
         eps: float,
     ) -> torch.Tensor:
         """Splits qkv, applies the optional per-head norms, rotates q and k (half-split rotary; cos_sin [positions, head_dim]
-        holds cos, then sin, of the first half's angles), stores k and v at the slots, returns q [tokens, heads, dim]."""
+        holds cos, then sin, of the first half's angles), stores k and v at the slots, returns q [tokens, heads, dim], which
+        may be a view of qkv: what stood there is lost."""
 
     def attention(self, q: torch.Tensor, shape: HeadShape, batch: ForwardBatch, kv: torch.Tensor, scale: float) -> torch.Tensor:
         """Causal attention of q [tokens, heads, dim] over the paged context; returns [tokens, heads * dim]."""

@@ -58,9 +58,7 @@ class TorchKernels:
         return F.embedding(token_ids, packed.weight)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        wide = x.float()
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-        return weight * normed.to(x.dtype)
+        return rms_norm(x, weight, eps)
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         residual += x
@@ -82,7 +80,7 @@ class TorchKernels:
         if q_norm is not None and k_norm is not None:
             q, k = qk.split_with_sizes([shape.num_heads, shape.num_kv_heads], dim=1)
             qk = torch.cat((self.rms_norm(q, q_norm, eps), self.rms_norm(k, k_norm, eps)), dim=1)
-        rotated = _rotate(qk, cos_sin[batch.positions].unsqueeze(1))
+        rotated = rotate(qk, cos_sin[batch.positions].unsqueeze(1))
         keys, values = _token_view(kv)
         keys.index_copy_(0, batch.slots, rotated[:, shape.num_heads :])
         values.index_copy_(0, batch.slots, v)
@@ -99,7 +97,14 @@ class TorchKernels:
         return F.silu(gate) * up
 
 
-def _rotate(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return weight * normed.to(x.dtype)
+
+
+def rotate(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+    """Half-split rotary: `cos_sin` holds cos, then sin, of the first half's angles."""
     cos, sin = cos_sin.chunk(2, dim=-1)
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

@@ -27,6 +27,7 @@ from kvrelay.config import (
     RouterOptions,
     TransferOptions,
     WorkerOptions,
+    check_device,
     read_environment,
 )
 from kvrelay.discovery.choose import open_membership, registry_kind
@@ -70,7 +71,7 @@ class WorkerSettings:
     model: ModelOptions
     engine: EngineOptions
     transfer: TransferOptions
-    lease_s: float
+    registration_s: float
     cluster_key: str = ""  # its file
     flags: Sequence[str] = ()  # how they show themselves, such as --progress=plain
 
@@ -79,7 +80,9 @@ class WorkerSettings:
         model = msgspec.structs.replace(self.model, threads=threads)
         common = [*to_flags(model), *to_flags(self.engine), *to_flags(self.transfer), *self.flags]
         places = [
-            WorkerOptions(role=role.value, registry=registry_address, lease_s=self.lease_s, cluster_key=self.cluster_key)
+            WorkerOptions(
+                role=role.value, registry=registry_address, registration_s=self.registration_s, cluster_key=self.cluster_key
+            )
             for role in roles
         ]
         return [worker_command([*common, *to_flags(place)]) for place in places]
@@ -103,7 +106,7 @@ def open_router(
         policy=options.policy,
         mode=options.mode,
         local_prefill_tokens=options.local_prefill_tokens,
-        lease_s=cluster.lease_s,
+        registration_s=cluster.registration_s,
         model=served_name,
         router_id=router_id,
         rules=RetryRules(max_retries=options.max_retries, wait_s=options.failover_wait_s),
@@ -138,6 +141,7 @@ async def local_cluster(
     Raises ConfigError, and WorkerDiedError with the reason of a worker that cannot start.
     """
     roles = worker_roles(cluster)
+    check_device(workers.model, roles)
     with keyed(load_key(key_file(workers.cluster_key, read_environment()))):
         router, address = open_router(options, cluster, Metrics(), workers.model.model, default_listen=FREE_LOCAL_PORT)
         supervisor = Supervisor(workers.commands(roles, address))

@@ -15,21 +15,10 @@ from kvrelay.progress import Progress
 _LINE_EVERY_S = 5.0
 
 
-class ConsoleProgress:
+def console_progress(*, plain: bool = False, stream: TextIO | None = None) -> Progress:
     """Bars where there is a terminal, lines where there is none (or `plain` asks for them)."""
-
-    def __init__(self, *, plain: bool = False, stream: TextIO | None = None) -> None:
-        stream = stream or sys.stderr
-        self._shown: Progress = PlainProgress(stream) if plain or not stream.isatty() else _Bars(stream)
-
-    def start(self, title: str, total: int, *, unit: str) -> None:
-        self._shown.start(title, total, unit=unit)
-
-    def advance(self, count: int) -> None:
-        self._shown.advance(count)
-
-    def done(self) -> None:
-        self._shown.done()
+    stream = stream or sys.stderr
+    return PlainProgress(stream) if plain or not stream.isatty() else _Bars(stream)
 
 
 class _Bars:

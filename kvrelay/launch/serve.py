@@ -12,10 +12,11 @@ import asyncio
 import contextlib
 import functools
 import gc
+import pathlib
 import resource
 import signal
 import socket
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -30,6 +31,7 @@ from kvrelay.config import (
     ModelOptions,
     RouterOptions,
     TransferOptions,
+    check_device,
 )
 from kvrelay.errors import ConfigError
 from kvrelay.events.eviction_sync import EvictionSyncAdapter
@@ -74,46 +76,56 @@ def serve(
 ) -> int:
     """Runs until a signal; returns the exit status."""
     roles = worker_roles(cluster)
-    router = _with_index(router, environment)
-    _prepare(router, cluster, environment)
-    with _listening(router.host, router.port) as listener:
-        folder = resolve(model.model, environment, progress)
-        tokenizer, image_spec = Tokenizer.load(folder, chat_template=router.chat_template), read_image_spec(folder)
-        if cluster.encode and image_spec is None:
-            raise ConfigError(f"--encode: {model.model} is a text model; it has no images to encode")
-        served_name = served_names(router, model.model)[0]
+    check_device(model, roles)
+
+    def commands(folder: pathlib.Path, registry_address: str) -> list[list[str]]:
         workers = WorkerSettings(
             model=msgspec.structs.replace(model, model=str(folder)),
             engine=engine,
             transfer=transfer,
-            lease_s=cluster.lease_s,
+            registration_s=cluster.registration_s,
             cluster_key=cluster.cluster_key,
             flags=["--progress=plain"] if len(roles) > 1 else [],
         )
+        return workers.commands(roles, registry_address)
 
-        async def main() -> int:
-            front = Front(router, cluster, served_name, tokenizer, image_spec, default_listen=FREE_LOCAL_PORT)
-            return await _run(front, listener, workers.commands(roles, front.registry_address), roles)
-
-        return _run_loop(main)
+    return _route(model, router, cluster, environment, progress, roles, commands, default_listen=FREE_LOCAL_PORT)
 
 
 def route(
     model: ModelOptions, router: RouterOptions, cluster: ClusterOptions, environment: Environment, progress: Progress
 ) -> int:
     """The router alone: workers are started elsewhere and register here."""
-    router = _with_index(router, environment)
+    return _route(model, router, cluster, environment, progress, [], lambda *_: [], default_listen=_DEFAULT_LISTEN)
+
+
+def _route(
+    model: ModelOptions,
+    router: RouterOptions,
+    cluster: ClusterOptions,
+    environment: Environment,
+    progress: Progress,
+    roles: list[Role],
+    commands: Callable[[pathlib.Path, str], list[list[str]]],
+    *,
+    default_listen: str,
+) -> int:
+    """`commands` tells how to start a worker of each role, from the model's folder and the address at which it registers."""
+    router = msgspec.structs.replace(router, context_index=router.context_index or environment.context_index)
     _prepare(router, cluster, environment)
     with _listening(router.host, router.port) as listener:
         folder = resolve(model.model, environment, progress)
         tokenizer, image_spec = Tokenizer.load(folder, chat_template=router.chat_template), read_image_spec(folder)
+        if Role.ENCODE in roles and image_spec is None:
+            raise ConfigError(f"--encode: {model.model} is a text model; it has no images to encode")
         served_name = served_names(router, model.model)[0]
 
         async def main() -> int:
-            front = Front(router, cluster, served_name, tokenizer, image_spec, default_listen=_DEFAULT_LISTEN)
-            return await _run(front, listener, [], [])
+            front = Front(router, cluster, served_name, tokenizer, image_spec, default_listen=default_listen)
+            return await _run(front, listener, commands(folder, front.registry_address), roles)
 
-        return _run_loop(main)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(main())
 
 
 class Front:
@@ -138,7 +150,7 @@ class Front:
             metrics,
             served_name,
             default_listen=default_listen,
-            sync=None if self.removals is None else _open_sync(options, self.removals, metrics),
+            sync=_open_sync(options, self.removals, metrics),
         )
         take_over("uvicorn.error")  # it has a line for every request that is none
         app = create_app(self.router, tokenizer, metrics=metrics, options=options, model=served_name, image_spec=image_spec)
@@ -175,10 +187,6 @@ class HttpServer(uvicorn.Server):
         return await super().on_tick(counter)
 
 
-def _with_index(options: RouterOptions, environment: Environment) -> RouterOptions:
-    return msgspec.structs.replace(options, context_index=options.context_index or environment.context_index)
-
-
 def _open_removals(options: RouterOptions, metrics: Metrics) -> RemovalQueue | None:
     """On the running loop. None where there is no context index, or nothing to tell it."""
     if not options.context_index or options.eviction_sync == "off":
@@ -188,8 +196,9 @@ def _open_removals(options: RouterOptions, metrics: Metrics) -> RemovalQueue | N
     return RemovalQueue(ContextPilotIndex(options.context_index), metrics)
 
 
-def _open_sync(options: RouterOptions, removals: RemovalQueue, metrics: Metrics) -> OpenSync:
-    assert options.eviction_sync != "off"
+def _open_sync(options: RouterOptions, removals: RemovalQueue | None, metrics: Metrics) -> OpenSync | None:
+    if removals is None or options.eviction_sync == "off":
+        return None
     return functools.partial(EvictionSyncAdapter, removals, mode=options.eviction_sync, metrics=metrics)
 
 
@@ -244,11 +253,6 @@ def _on_signals(server: HttpServer, stop: asyncio.Event) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop_now)
-
-
-def _run_loop(main: Callable[[], Coroutine[Any, Any, int]]) -> int:
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(main())
 
 
 def _prepare(router: RouterOptions, cluster: ClusterOptions, environment: Environment) -> None:

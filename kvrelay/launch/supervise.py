@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import assert_never
 
 from kvrelay.errors import WorkerDiedError
@@ -40,8 +40,6 @@ _MAX_WORDS_BYTES = 64 * 1024
 
 
 class Child:
-    """One run of one worker process."""
-
     def __init__(self, command: Sequence[str]) -> None:
         self._tie, theirs = socket.socketpair()
         with theirs:
@@ -110,7 +108,6 @@ class _Supervised:
     quick_deaths: int = 0
     given_up: bool = False
     left: bool = False  # as it was told
-    deaths: list[str] = field(default_factory=list)
 
 
 class Supervisor:

@@ -1,4 +1,5 @@
-"""The decoder that Llama, SmolLM2, Mistral and Qwen2 share; the spec says where they differ (biases, heads, rotation).
+"""The decoder that Llama, SmolLM2, Mistral, Qwen2 and Qwen3 share; the spec says where they differ (biases, norms of heads,
+rotation).
 
 One forward pass: embed, then per layer
 
@@ -6,7 +7,7 @@ One forward pass: embed, then per layer
     x = norm(residual);  gate, up = gate_up(x);                     residual += down(silu(gate) * up)
 
 then the final norm and the head. Only the tokens named in `logit_rows` leave the last attention: what follows it is
-per-token, and nobody looks at the others.
+per-token, and no logits are asked for of the others.
 
 Where a token is an image's, its features stand for the embedding, and for families that have more of them these are added
 behind each of the first layers.
@@ -29,86 +30,55 @@ class DecoderLayer:
 
     def __init__(self, spec: ModelSpec, kernels: Kernels, source: WeightSource, index: int) -> None:
         self._kernels = kernels
-        self._shape = HeadShape(num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim)
-        self._eps = spec.rms_norm_eps
-        self._scale = spec.head_dim**-0.5
-        name = f"model.layers.{index}"
+        name, hidden, inner = f"model.layers.{index}", spec.hidden_size, spec.intermediate_size
         q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        self._input_norm = source.take(f"{name}.input_layernorm.weight", (spec.hidden_size,))
-        self._qkv = fused_linear(
-            kernels,
-            source,
-            [f"{name}.self_attn.{part}_proj" for part in "qkv"],
-            [q_size, kv_size, kv_size],
-            spec.hidden_size,
-            bias=spec.attention_bias,
+        projections = [f"{name}.self_attn.{part}_proj" for part in "qkv"]
+        gate_up = [f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj"]
+
+        def head_norm(part: str) -> torch.Tensor | None:
+            """On each head's query or key before the rotation, for families that have it."""
+            return source.take(f"{name}.self_attn.{part}_norm.weight", (spec.head_dim,)) if spec.qk_norm else None
+
+        self._weights = LayerWeights(
+            shape=HeadShape(num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim),
+            input_norm=source.take(f"{name}.input_layernorm.weight", (hidden,)),
+            qkv=fused_linear(kernels, source, projections, [q_size, kv_size, kv_size], hidden, bias=spec.attention_bias),
+            q_norm=head_norm("q"),
+            k_norm=head_norm("k"),
+            output=linear(kernels, source, f"{name}.self_attn.o_proj", hidden, q_size, bias=spec.output_bias),
+            post_norm=source.take(f"{name}.post_attention_layernorm.weight", (hidden,)),
+            gate_up=fused_linear(kernels, source, gate_up, [inner, inner], hidden, bias=spec.mlp_bias),
+            down=linear(kernels, source, f"{name}.mlp.down_proj", hidden, inner, bias=spec.mlp_bias),
+            eps=spec.rms_norm_eps,
+            scale=spec.head_dim**-0.5,
         )
-        self._q_norm, self._k_norm = self._take_head_norms(spec, source, name)
-        self._output = linear(
-            kernels, source, f"{name}.self_attn.o_proj", spec.hidden_size, q_size, bias=spec.output_bias
-        )  # fmt: skip
-        self._post_norm = source.take(f"{name}.post_attention_layernorm.weight", (spec.hidden_size,))
-        self._gate_up = fused_linear(
-            kernels,
-            source,
-            [f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj"],
-            [spec.intermediate_size, spec.intermediate_size],
-            spec.hidden_size,
-            bias=spec.mlp_bias,
-        )
-        self._down = linear(
-            kernels, source, f"{name}.mlp.down_proj", spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias
-        )  # fmt: skip
+        self.fused = kernels.fuse(self._weights)
 
-        self.fused = kernels.fuse(
-            LayerWeights(
-                shape=self._shape,
-                input_norm=self._input_norm,
-                qkv=self._qkv,
-                q_norm=self._q_norm,
-                k_norm=self._k_norm,
-                output=self._output,
-                post_norm=self._post_norm,
-                gate_up=self._gate_up,
-                down=self._down,
-                eps=self._eps,
-                scale=self._scale,
-            )
-        )
-
-    def _take_head_norms(
-        self, spec: ModelSpec, source: WeightSource, name: str
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Norms of q and k per head, for families that have them."""
-        return None, None
-
-    def input_norm(self, residual: torch.Tensor) -> torch.Tensor:
-        """For the first layer, whose residual nothing has been added to yet."""
-        return self._kernels.rms_norm(residual, self._input_norm, self._eps)
-
-    def add_and_input_norm(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        return self._kernels.add_rms_norm(x, residual, self._input_norm, self._eps)
+    def input_norm(self, x: torch.Tensor | None, residual: torch.Tensor) -> torch.Tensor:
+        """Of the residual, to which `x` is added; for the first layer there is nothing to add yet."""
+        weights = self._weights
+        if x is None:
+            return self._kernels.rms_norm(residual, weights.input_norm, weights.eps)
+        return self._kernels.add_rms_norm(x, residual, weights.input_norm, weights.eps)
 
     def query_and_store(self, x: torch.Tensor, cos_sin: torch.Tensor, batch: ForwardBatch, kv: torch.Tensor) -> torch.Tensor:
         """Stores the tokens' keys and values; returns their queries."""
-        qkv = self._kernels.linear(x, self._qkv)
-        return self._kernels.rope_and_store(qkv, self._shape, cos_sin, batch, kv, self._q_norm, self._k_norm, self._eps)
+        weights, qkv = self._weights, self._kernels.linear(x, self._weights.qkv)
+        return self._kernels.rope_and_store(qkv, weights.shape, cos_sin, batch, kv, weights.q_norm, weights.k_norm, weights.eps)
 
     def attend(self, query: torch.Tensor, batch: ForwardBatch, kv: torch.Tensor) -> torch.Tensor:
-        return self._kernels.attention(query, self._shape, batch, kv, self._scale)
+        return self._kernels.attention(query, self._weights.shape, batch, kv, self._weights.scale)
 
     def finish(self, attended: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """All that follows attention. Adds to the residual, except for the last product, which it returns."""
-        x = self._kernels.linear(attended, self._output)
-        x = self._kernels.add_rms_norm(x, residual, self._post_norm, self._eps)
-        return self._kernels.linear(self._kernels.silu_mul(self._kernels.linear(x, self._gate_up)), self._down)
+        weights, kernels = self._weights, self._kernels
+        x = kernels.add_rms_norm(kernels.linear(attended, weights.output), residual, weights.post_norm, weights.eps)
+        return kernels.linear(kernels.silu_mul(kernels.linear(x, weights.gate_up)), weights.down)
 
 
 class LlamaModel:
     """A decoder-only model. Holds weights, constants and views of the KV pool, and no state of any request; `forward` may be
     called from one thread at a time."""
-
-    layer_class: type[DecoderLayer] = DecoderLayer
 
     def __init__(
         self, spec: ModelSpec, kernels: Kernels, source: WeightSource, *, device: torch.device, max_positions: int
@@ -117,7 +87,7 @@ class LlamaModel:
         self._kernels = kernels
         vocabulary = (spec.vocab_size, spec.hidden_size)
         self._embedding = kernels.pack(source.take("model.embed_tokens.weight", vocabulary), None)
-        self._layers = [self.layer_class(spec, kernels, source, index) for index in range(spec.num_layers)]
+        self._layers = [DecoderLayer(spec, kernels, source, index) for index in range(spec.num_layers)]
         self._norm = source.take("model.norm.weight", (spec.hidden_size,))
         self._head = (
             self._embedding if spec.tie_word_embeddings else kernels.pack(source.take("lm_head.weight", vocabulary), None)
@@ -129,8 +99,8 @@ class LlamaModel:
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: torch.Tensor, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
-        """kv is [layers, 2, blocks, block_size, kv_heads, head_dim]; returns float32 logits [len(logit_rows), vocabulary].
-        `on_layer` is told of each layer whose KV is stored."""
+        """kv is [layers, 2, blocks, block_size, kv_heads, head_dim]; returns logits [len(logit_rows), vocabulary] in the
+        model's dtype. `on_layer` is told of each layer whose KV is stored."""
         residual = self._kernels.embed(batch.token_ids, self._embedding)
         cos_sin, images = self._cos_sin, batch.images
         if images is not None:
@@ -147,12 +117,12 @@ class LlamaModel:
                 if on_layer is not None:
                     on_layer(index)
                 continue
-            x = layer.input_norm(residual) if x is None else layer.add_and_input_norm(x, residual)
+            x = layer.input_norm(x, residual)
             query = layer.query_and_store(x, cos_sin, batch, layer_kv)
             if on_layer is not None:
                 on_layer(index)
             if index == last and batch.logit_rows.shape[0] == 0:
-                return query.new_empty((0, self.spec.vocab_size), dtype=torch.float32)
+                return query.new_empty((0, self.spec.vocab_size))
             attended = layer.attend(query, batch, layer_kv)
             if index == last and not all_rows:
                 attended, residual = attended[batch.logit_rows], residual[batch.logit_rows]
@@ -176,4 +146,4 @@ class LlamaModel:
 
     def _logits(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         x = self._kernels.add_rms_norm(x, residual, self._norm, self.spec.rms_norm_eps)
-        return self._kernels.linear(x, self._head).float()
+        return self._kernels.linear(x, self._head)

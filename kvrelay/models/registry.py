@@ -11,7 +11,6 @@ from kvrelay.checkpoint.spec import ModelSpec
 from kvrelay.errors import UnsupportedModelError
 from kvrelay.kernels.base import ForwardBatch
 from kvrelay.models.llama import LlamaModel
-from kvrelay.models.qwen3 import Qwen3Model
 
 
 class Model(Protocol):
@@ -20,18 +19,18 @@ class Model(Protocol):
     spec: ModelSpec
 
     def forward(self, batch: ForwardBatch, kv: torch.Tensor, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
-        """Stores the tokens' KV, telling `on_layer` after each layer's; returns float32 logits [len(batch.logit_rows),
-        vocabulary]."""
+        """Stores the tokens' KV, telling `on_layer` after each layer's; returns logits [len(batch.logit_rows), vocabulary] in
+        the model's dtype."""
 
 
 _CLASSES: dict[str, type[LlamaModel]] = {
     "LlamaForCausalLM": LlamaModel,
     "MistralForCausalLM": LlamaModel,
     "Qwen2ForCausalLM": LlamaModel,
-    "Qwen3ForCausalLM": Qwen3Model,
+    "Qwen3ForCausalLM": LlamaModel,
     "Qwen2VLForConditionalGeneration": LlamaModel,
     "Qwen2_5_VLForConditionalGeneration": LlamaModel,
-    "Qwen3VLForConditionalGeneration": Qwen3Model,
+    "Qwen3VLForConditionalGeneration": LlamaModel,
 }
 
 

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from kvrelay.checkpoint.vision_spec import VisionSpec
+from kvrelay.kernels.torch_kernels import rms_norm, rotate
 from kvrelay.models.layers import WeightSource
 
 VISION_PREFIX = "visual."  # of the names that a tower takes from its `WeightSource`
@@ -32,7 +33,7 @@ class VisionTower(Protocol):
     spec: VisionSpec
 
     def forward(self, patches: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
-        """float32 [tokens of all images, spec.feature_width]: the main features, then those for each of the first text
+        """float32 [tokens of all images, (1 + deepstack) * width]: the main features, then those for each of the first text
         layers, side by side."""
 
 
@@ -60,9 +61,7 @@ class RMSNorm:
         self._weight = source.take(f"{name}.weight", (width,))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.float()
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + NORM_EPS)
-        return self._weight * normed.to(x.dtype)
+        return rms_norm(x, self._weight, NORM_EPS)
 
 
 class TwoLayers:
@@ -124,7 +123,7 @@ class Block:
 
     def __call__(self, x: torch.Tensor, cos_sin: torch.Tensor, segments: Segments) -> torch.Tensor:
         qkv = self._qkv(self._norm1(x)).view(x.shape[0], 3, self._num_heads, -1)
-        rotated = _rotate(qkv[:, :2], cos_sin[:, None, None, :])
+        rotated = rotate(qkv[:, :2], cos_sin[:, None, None, :])
         attended = segments.attend(rotated[:, 0], rotated[:, 1], qkv[:, 2])
         x = x + self._output(attended.flatten(1))
         return x + self._mlp(self._norm2(x))
@@ -193,9 +192,3 @@ class PatchPlaces:
         turns = 1.0 / (spec.rope_theta ** (torch.arange(0, half, 2, dtype=torch.float32, device=self.rows.device) / half))
         angles = torch.cat((self.rows[:, None] * turns, self.columns[:, None] * turns), dim=-1)
         return torch.cat((angles.cos(), angles.sin()), dim=-1)
-
-
-def _rotate(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
-    cos, sin = cos_sin.chunk(2, dim=-1)
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

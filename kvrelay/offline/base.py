@@ -7,11 +7,12 @@ import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from kvrelay.config import read_environment
 from kvrelay.engine.engine import Engine
 from kvrelay.errors import ConfigError, ConflictError, EngineClosedError, InvalidRequestError, NotFoundError
 from kvrelay.offline.options import split_options
 from kvrelay.offline.outputs import CompletionOutput, Job, Origin, RequestOutput, prepare
-from kvrelay.offline.service import Service, build_engine, open_engine, open_workers
+from kvrelay.offline.service import Service, open_engine, open_workers
 from kvrelay.progress import Progress, Silent
 from kvrelay.router.backend import Backend
 from kvrelay.router.parent import Parent
@@ -43,7 +44,9 @@ class Base:
             self.tokenizer, opened = open_workers(chosen, self._progress, shown=progress)
             self.relay = self._service = Service(opened, chosen.engine.max_queue)
         else:
-            self.tokenizer, self._engine = build_engine(chosen, self._progress)
+            from kvrelay.worker.whole import build_engine  # loads PyTorch
+
+            self.tokenizer, self._engine = build_engine(chosen.model, chosen.engine, read_environment(), self._progress)
             self._service = Service(open_engine(self._engine, chosen), chosen.engine.max_queue)
         weakref.finalize(self, self._service.close)  # one that is dropped, or left at the interpreter's end, leaves no process
 
@@ -155,6 +158,6 @@ async def _release(backend: Backend, name: ParentName) -> None:
 def shown_progress(shown: bool) -> Progress:
     if not shown:
         return Silent()
-    from kvrelay.launch.console import ConsoleProgress
+    from kvrelay.launch.console import console_progress
 
-    return ConsoleProgress()
+    return console_progress()

@@ -8,8 +8,6 @@ Everything runs on one event loop's thread. A step blocks it; between two steps 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator
 from typing import Any, assert_never
 
 from kvrelay.engine.engine import Engine
@@ -41,12 +39,12 @@ _HERE = WorkerId("whole-here")
 
 
 class EngineBackend:
-    """Drives the engine while it has work. Made and closed by `engine_backend`."""
+    """Drives the engine while it has work. Made and ended by `service.open_engine`."""
 
     def __init__(self, engine: Engine, continuation_cache: int, max_kept: int) -> None:
         self.ready = True
-        self.max_model_len = engine.options.max_model_len  # 0: the model's own limit
-        self.continuations = Continuations(Metrics(), capacity=continuation_cache, max_leases_per_owner=max_kept)
+        self.max_model_len = engine.core.options.max_model_len  # 0: the model's own limit
+        self.continuations = Continuations(Metrics(), capacity=continuation_cache, max_kept_per_owner=max_kept)
         self._engine = engine
         self._open: dict[RequestId, tuple[GenerateRequest, RequestStream]] = {}
         self._has_work = asyncio.Event()
@@ -67,10 +65,10 @@ class EngineBackend:
 
     def submit(self, request: GenerateRequest) -> RequestStream:
         assert request.timeout_s is None, "requests of the offline API have no deadline"
-        if self._engine.scheduler.num_waiting >= self._engine.options.max_queue:
-            raise QueueFullError(f"{self._engine.scheduler.num_waiting} requests wait already")
+        if self._engine.scheduler.queue.num_waiting >= self._engine.core.options.max_queue:
+            raise QueueFullError(f"{self._engine.scheduler.queue.num_waiting} requests wait already")
         stream = RequestStream(new_request_id(), request.params.n, self, prefill=_HERE, decode=_HERE)
-        stream.parents = self.continuations.begun(request)
+        stream.parents = self.continuations.begun(request.as_parents())
         for parent in stream.parents:
             self.continuations.sent(parent, _HERE, request_id=stream.request_id)
         self._open[stream.request_id] = request, stream
@@ -102,7 +100,7 @@ class EngineBackend:
 
     async def delete_parents(self, handle: str, owner: str) -> None:
         held = self.continuations.delete(handle, owner)
-        self._engine.release_leases([parent.kept_id for parent in held if parent.kept_id is not None])
+        self._engine.release_kept([parent.kept_id for parent in held if parent.kept_id is not None])
         self._wake()
 
     def cluster(self) -> dict[str, Any]:
@@ -163,7 +161,7 @@ class EngineBackend:
     def _told(self, news: News) -> None:
         if isinstance(news, KeptNews):  # of a request that has ended, mostly
             if not self.continuations.told(_HERE, news):
-                self._engine.release_leases([news.kept_id])
+                self._engine.release_kept([news.kept_id])
             return
         if news.request_id not in self._open:
             return
@@ -179,19 +177,3 @@ class EngineBackend:
                 raise AssertionError("only engines of prefill and encode workers hand requests over")
             case _:
                 assert_never(news)
-
-
-@contextlib.asynccontextmanager
-async def engine_backend(
-    engine: Engine, continuation_cache: int, max_kept: int
-) -> AsyncIterator[tuple[EngineBackend, asyncio.Task[None]]]:
-    """With the task that drives the engine, which ends only with an error. The engine is closed at the end."""
-    backend = EngineBackend(engine, continuation_cache, max_kept)
-    driver = asyncio.create_task(backend.drive())
-    try:
-        yield backend, driver
-    finally:
-        backend.ready = False
-        driver.cancel()
-        await asyncio.wait([driver])
-        engine.close()

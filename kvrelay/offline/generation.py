@@ -68,7 +68,7 @@ class Generation:
                 self._service.left(stream)
 
     async def forget(self) -> None:
-        """Nobody has its handles: no KV is kept for it."""
+        """Its caller gets no handles, so no KV is kept for it."""
         for kept_id in [] if self._job.keep is None else self._job.keep.kept_ids:
             with contextlib.suppress(NotFoundError):
                 await self._service.backend.delete_parents(kept_id, "")

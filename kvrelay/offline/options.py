@@ -16,7 +16,7 @@ O = TypeVar("O", bound=Options)
 _COUNTS = ("prefill", "decode", "whole")
 _RELAY_NAMES = (
     *_COUNTS,
-    "lease_s",
+    "registration_s",
     "cluster_key",
     "mode",
     "local_prefill_tokens",

@@ -34,21 +34,17 @@ class Continued(msgspec.Struct, frozen=True, kw_only=True):
 
     of: str
     source: Literal["lease", "prefix_cache", "prefill"]
-    inherited_tokens: int  # from the lease
+    inherited_tokens: int  # of kept KV
     computed_tokens: int
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):
-    """What a child begins with."""
-
     of: str
     tokens: list[int]
     parent: Parent | None  # None: all that is known of it are these tokens
 
 
 class CompletionOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """One sample."""
-
     index: int
     text: str
     token_ids: list[int]
@@ -125,8 +121,6 @@ def _check_keep(params: SamplingParams, num_returned: int) -> None:
 
 
 class _Sample:
-    """One sample as it grows."""
-
     def __init__(self, tokenizer: Tokenizer, job: Job) -> None:
         self.detokenizer = Detokenizer(tokenizer, job.params, job.tokens)
         self.pieces: list[str] = []
@@ -162,8 +156,6 @@ class _Sample:
 
 
 class Assembly:
-    """Puts a request's outputs together."""
-
     def __init__(self, tokenizer: Tokenizer, shown_id: str, job: Job) -> None:
         self._job = job
         self._shown_id = shown_id

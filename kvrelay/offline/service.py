@@ -18,25 +18,23 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import uvloop
 
 from kvrelay.checkpoint.fetch import resolve
-from kvrelay.config import read_environment
+from kvrelay.config import check_device, read_environment
+from kvrelay.engine.engine import Engine
 from kvrelay.errors import EngineClosedError, InternalError, QueueFullError
 from kvrelay.launch.cluster import WorkerSettings, local_cluster, worker_roles
 from kvrelay.log import Log
-from kvrelay.offline.engine_backend import engine_backend
+from kvrelay.offline.engine_backend import EngineBackend
 from kvrelay.offline.options import OfflineOptions
 from kvrelay.progress import Progress
 from kvrelay.router.backend import Backend, GenerateRequest
 from kvrelay.router.stream import RequestStream
 from kvrelay.text.tokenizer import Tokenizer
-
-if TYPE_CHECKING:  # it loads PyTorch with its runner, for which a process with workers has no use
-    from kvrelay.engine.engine import Engine
 
 log = Log("llm")
 T = TypeVar("T")
@@ -57,32 +55,31 @@ class Opened:
 Open = Callable[[], AbstractAsyncContextManager[Opened]]
 
 
-def build_engine(options: OfflineOptions, progress: Progress) -> tuple[Tokenizer, Engine]:
-    """The model in this process."""
-    from kvrelay.worker.whole import build_engine  # loads PyTorch
-
-    return build_engine(options.model, options.engine, read_environment(), progress)
-
-
 def open_engine(engine: Engine, options: OfflineOptions) -> Open:
     @contextlib.asynccontextmanager
     async def opened() -> AsyncIterator[Opened]:
-        router = options.router
-        async with engine_backend(engine, router.continuation_cache, router.max_kept_per_key) as (backend, driver):
+        backend = EngineBackend(engine, options.router.continuation_cache, options.router.max_kept_per_key)
+        driver = asyncio.create_task(backend.drive())  # ends only with an error
+        try:
             yield Opened(backend, driver, backend.until_idle)
+        finally:
+            backend.ready = False
+            driver.cancel()
+            await asyncio.wait([driver])
+            engine.close()
 
     return opened
 
 
 def open_workers(options: OfflineOptions, progress: Progress, *, shown: bool) -> tuple[Tokenizer, Open]:
     """The model in worker processes, which show their own progress if `shown`."""
-    worker_roles(options.cluster)  # refuses counts that cannot be, before anything is fetched
+    check_device(options.model, worker_roles(options.cluster))  # before anything is fetched
     folder = resolve(options.model.model, read_environment(), progress)
     workers = WorkerSettings(
         model=msgspec.structs.replace(options.model, model=str(folder)),
         engine=options.engine,
         transfer=options.transfer,
-        lease_s=options.cluster.lease_s,
+        registration_s=options.cluster.registration_s,
         cluster_key=options.cluster.cluster_key,
         flags=["--quiet", "--progress=plain" if shown else "--progress=none"],
     )
@@ -90,13 +87,9 @@ def open_workers(options: OfflineOptions, progress: Progress, *, shown: bool) ->
     @contextlib.asynccontextmanager
     async def opened() -> AsyncIterator[Opened]:
         async with local_cluster(workers, options.router, options.cluster) as (router, supervisor):
-            yield Opened(router, supervisor.failed, _nothing_here)
+            yield Opened(router, supervisor.failed, lambda: asyncio.sleep(0))  # workers come to rest by themselves
 
     return Tokenizer.load(folder), opened
-
-
-async def _nothing_here() -> None:
-    """Worker processes come to rest by themselves."""
 
 
 class Service:

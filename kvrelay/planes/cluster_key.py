@@ -1,9 +1,9 @@
-"""The cluster key: one secret of 32 bytes in a file, held by every router and worker of a cluster and by nobody else.
+"""The cluster key: one secret of 32 bytes in a file, held by the routers and workers of a cluster and by no other process.
 
     kvrelay keygen FILE  ->  64 hexadecimal digits  ->  ClusterKey: two CURVE key pairs that are made from them
 
-Whoever listens has the server's pair, whoever connects has the client's. Neither public key is ever published: making a
-connection takes both, and so the file.
+The end that listens has the server's pair, the end that connects has the client's. Neither public key is ever published: making
+a connection takes both, and so the file.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 
 With a key every connection is encrypted and both ends have proven themselves (CURVE) before a byte of a message is read. The
 listening end asks a second time: a thread, the guard, answers ZMQ's question (ZAP) whether a client's public key is the one
-made from the cluster key. Without a guard nobody is let in.
+made from the cluster key. Without a guard no peer is let in.
 
 A process belongs to one cluster. A local cluster (launch/cluster.py) may live inside a process of another one: what its
 thread does is done with its own key (`keyed`). Without a key the planes are open, and belong on loopback.
@@ -18,8 +18,9 @@ import contextlib
 import ipaddress
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
+from types import MappingProxyType
 from typing import TypeAlias
 
 import zmq
@@ -33,56 +34,49 @@ log = Log("security")
 
 Socket: TypeAlias = "zmq.Socket[bytes]"
 Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
+Options: TypeAlias = Mapping[int, int | bytes]  # of ZMQ, for setsockopt
 
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _MAX_SOCKETS = 16_384  # a router has five for each worker; ZMQ's own limit is 1023
 
 
-class _Holder:
-    """The key of this process."""
-
-    def __init__(self) -> None:
-        self.key: ClusterKey | None = None
-
-
-_process = _Holder()
-_local: ContextVar[_Holder] = ContextVar("cluster_key")
+_process_key: ClusterKey | None = None
+_local_key: ContextVar[ClusterKey | None] = ContextVar("cluster_key")
 
 
 def use_key(key: ClusterKey | None) -> None:
     """For every socket that this process makes from now on, in any thread."""
-    _process.key = key
+    global _process_key
+    _process_key = key
 
 
 @contextlib.contextmanager
 def keyed(key: ClusterKey | None) -> Iterator[None]:
     """For the sockets made inside, and by tasks and callbacks that begin there, instead of the process's key."""
-    holder = _Holder()
-    holder.key = key
-    token = _local.set(holder)
+    token = _local_key.set(key)
     try:
         yield
     finally:
-        _local.reset(token)
+        _local_key.reset(token)
 
 
 def current_key() -> ClusterKey | None:
-    return _local.get(_process).key
+    return _local_key.get(_process_key)
 
 
-def listening(kind: int) -> Socket:
-    socket, key = _new_socket(kind), current_key()
+def listening(kind: int, options: Options = MappingProxyType({})) -> Socket:
+    socket, key = _new_socket(kind, options), current_key()
     if key is not None:
         _guard(socket.context)
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_SECRETKEY, key.server_secret)
-        socket.setsockopt(zmq.ZAP_DOMAIN, key.client_public)  # the guard lets in whoever has this key
+        socket.setsockopt(zmq.ZAP_DOMAIN, key.client_public)  # the guard lets in peers with this key
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
     return socket
 
 
-def connecting(kind: int) -> Socket:
-    socket, key = _new_socket(kind), current_key()
+def connecting(kind: int, options: Options = MappingProxyType({})) -> Socket:
+    socket, key = _new_socket(kind, options), current_key()
     if key is not None:
         socket.setsockopt(zmq.CURVE_SERVERKEY, key.server_public)
         socket.setsockopt(zmq.CURVE_PUBLICKEY, key.client_public)
@@ -90,16 +84,17 @@ def connecting(kind: int) -> Socket:
     return socket
 
 
-def _new_socket(kind: int) -> Socket:
+def _new_socket(kind: int, options: Options) -> Socket:
     """Of this process's one ZMQ context. Drops what is unsent when it closes, unless told otherwise. Raises ProtocolError when
-    there can be no more: strangers may have caused that, so nobody dies of it."""
+    there can be no more: strangers may have caused that, so no process ends because of it."""
     context: Context = zmq.Context.instance()
     context.max_sockets = _MAX_SOCKETS  # counts from the first socket on
     try:
         socket = context.socket(kind)
     except zmq.ZMQError as error:
         raise ProtocolError(f"no more connections can be made: {error.strerror or error}") from error
-    socket.setsockopt(zmq.LINGER, 0)
+    for option, value in {zmq.LINGER: 0, **options}.items():
+        socket.setsockopt(option, value)
     return socket
 
 
@@ -119,7 +114,7 @@ def warn_if_open(option: str, host: str) -> None:
     """For an address that ZMQ sockets are about to listen on."""
     if current_key() is None and not is_loopback(host):
         log.warning(
-            "whoever reaches this address can join the cluster and read prompts; protect it with --cluster-key",
+            "any program that reaches this address can join the cluster and read prompts; protect it with --cluster-key",
             option=option,
             address=host,
         )

@@ -29,6 +29,19 @@ def readable(socket: Socket) -> bool:
     return bool(events & zmq.POLLIN)
 
 
+def try_send(socket: Socket, frames: Sequence[bytes]) -> bool:
+    """Without blocking. False: no peer is connected (of a ROUTER: none of that identity), or it does not keep up."""
+    try:
+        socket.send_multipart(frames, zmq.DONTWAIT)
+    except zmq.Again:
+        return False
+    except zmq.ZMQError as error:
+        if error.errno != zmq.EHOSTUNREACH:
+            raise
+        return False
+    return True
+
+
 class LoopSocket:
     """Owns the socket. `on_message` gets the frames of each message, on the loop's thread, and must not raise."""
 
@@ -43,21 +56,14 @@ class LoopSocket:
         self._schedule_drain()
 
     def send(self, frames: Sequence[bytes]) -> bool:
-        """Without blocking. False: nobody is connected, or the peer does not keep up."""
+        """Without blocking. False: no peer is connected, or it does not keep up."""
         if self._closed:
             return False
         try:
-            self.socket.send_multipart(frames, zmq.DONTWAIT)
-        except zmq.Again:
-            return False
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
-                raise
-            return False
+            return try_send(self.socket, frames)
         finally:
             if readable(self.socket):
                 self._schedule_drain()
-        return True
 
     def drain(self) -> None:
         """Hands on everything that waits."""

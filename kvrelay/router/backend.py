@@ -1,21 +1,19 @@
-"""What the front end needs of whoever serves its requests: the router, or a stand-in for tests."""
+"""What the front end needs of the router that serves its requests, or of another backend in its place."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import msgspec
 
 from kvrelay.ids import WorkerId
+from kvrelay.router.continuations import Continuations
 from kvrelay.router.parent import Parent
 from kvrelay.router.stream import RequestStream
 from kvrelay.sampling import SamplingParams
 from kvrelay.states import Role
 from kvrelay.wire.serving import Image, Keep
-
-if TYPE_CHECKING:  # it needs GenerateRequest
-    from kvrelay.router.continuations import Continuations
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,8 +31,24 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     owner: str = ""  # whose request it is: a digest of the API key; empty where no keys are asked for
     answer_id: str = ""  # another name under which it can be continued from; requests of one answer share it
     first_choice: int = 0  # the place of its first sample among the choices of that answer
-    keep: Keep | None = None  # leases that are asked for when it ends
+    keep: Keep | None = None  # KV that is to be kept when it ends
     parent: Parent | None = None  # the prompt begins with all of this one's tokens
+
+    def as_parents(self) -> list[Parent]:
+        """As others may continue from it: one parent per sample."""
+        return [
+            Parent(
+                external_id=self.external_id,
+                answer_id=self.answer_id,
+                choice=self.first_choice + sample,
+                owner=self.owner,
+                cache_salt=self.cache_salt,
+                num_prompt_tokens=len(self.prompt),
+                images=self.images,
+                kept_id=None if self.keep is None else self.keep.kept_ids[sample],
+            )
+            for sample in range(self.params.n)
+        ]
 
 
 class DrainOrder(msgspec.Struct, frozen=True, kw_only=True):

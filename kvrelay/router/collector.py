@@ -1,28 +1,24 @@
-"""Prometheus figures that the workers count: read from their latest load when somebody scrapes."""
+"""Prometheus figures that the workers count: read from their latest load at each scrape."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from kvrelay.router.peer import Peer
-from kvrelay.wire.registry import ImageCounts
+from kvrelay.wire.registry import BlockCounts, ImageCounts, WorkerLoad
 
-_REQUEST_STATES = ("running", "waiting", "transferring", "swapped")
 _TOTALS = {
     "prompt_tokens": "Prompt tokens computed",
     "cached_tokens": "Prompt tokens found in the prefix cache",
-    "inherited_tokens": "Prompt tokens whose KV was taken from a lease",
+    "inherited_tokens": "Prompt tokens whose KV was inherited",
     "output_tokens": "Tokens generated",
     "preemptions": "Requests that had to give up their KV blocks",
     "steps": "Engine steps",
 }
-
-
 _HOST = {
     "hit_tokens": "Prompt tokens found in the host's cache and not on the device",
     "swapped_out": "Sequences whose KV went to the host",
@@ -45,11 +41,21 @@ _IMAGES = {
 }
 _MAPPING = {
     "lookups": "Look-ups of transfer ids",
-    "lookup_s": "Seconds spent looking up transfer ids",
     "duplicates": "Transfer messages that repeated what was said before",
     "unknown": "Messages about unknown transfers",
     "foreign": "Transfer messages from a worker that is not the peer",
     "malformed": "Frames on the signal plane that were no message",
+}
+_STATES = ("running", "waiting", "transferring", "swapped")
+_HOST_KINDS = ("total", "free", "cached", "in_use")
+_NO_IMAGES = ImageCounts()  # of a worker whose model takes none
+_GAUGES: dict[str, tuple[str, Callable[[Peer], float]]] = {
+    "up": ("Whether the worker takes requests", lambda peer: peer.usable),
+    "images_in_flight": ("Embeddings on their way, by worker", lambda peer: _images(peer.load).in_flight),
+    "transfers_in_flight": ("KV hand-overs under way, by worker", lambda peer: peer.load.transfers.in_flight),
+    "kept_kv": ("Finished samples whose KV is kept, by worker", lambda peer: peer.load.kept),
+    "mapping_size": ("Transfer ids known, by worker", lambda peer: peer.load.mapping.size),
+    "mapping_held_back": ("Messages about transfers not yet known, by worker", lambda peer: peer.load.mapping.held_back),
 }
 
 
@@ -61,76 +67,47 @@ class WorkerCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         peers = list(self._peers())
-        yield _requests(peers)
-        yield _blocks(peers)
-        yield _up(peers)
-        yield from _counters(peers, "kvrelay_worker_", _TOTALS, lambda load: load)
-        yield from _counters(peers, "kvrelay_worker_host_", _HOST, lambda load: load["host"])
-        yield _host_blocks(peers)
-        yield from _counters(peers, "kvrelay_worker_transfers_", _TRANSFERS, lambda load: load["transfers"])
-        yield from _counters(peers, "kvrelay_worker_mapping_", _MAPPING, lambda load: load["mapping"])
-        yield from _counters(peers, "kvrelay_worker_images_", _IMAGES, _images)
-        yield _gauge(peers, "images_in_flight", "Embeddings on their way", lambda load: _images(load)["in_flight"])
-        yield _gauge(peers, "transfers_in_flight", "KV hand-overs under way", lambda load: load["transfers"]["in_flight"])
-        yield _gauge(peers, "leases", "Finished samples whose KV is kept", lambda load: load["leases"])
-        yield _gauge(peers, "mapping_size", "Transfer ids known", lambda load: load["mapping"]["size"])
-        yield _gauge(peers, "mapping_parked", "Messages about transfers not yet known", lambda load: load["mapping"]["parked"])
+        yield _gauge_by(peers, "requests", "Sequences on the worker, by state", "state", _STATES, lambda load: load)
+        kinds = BlockCounts.__struct_fields__
+        yield _gauge_by(peers, "blocks", "KV blocks, by what holds them", "kind", kinds, lambda load: load.blocks)
+        help_text = "KV blocks on the host, by what holds them"
+        yield _gauge_by(peers, "host_blocks", help_text, "kind", _HOST_KINDS, lambda load: load.host)
+        yield from _counters(peers, "", _TOTALS, lambda load: load)
+        yield from _counters(peers, "host_", _HOST, lambda load: load.host)
+        yield from _counters(peers, "transfers_", _TRANSFERS, lambda load: load.transfers)
+        yield from _counters(peers, "mapping_", _MAPPING, lambda load: load.mapping)
+        yield from _counters(peers, "images_", _IMAGES, _images)
+        for name, (help_text, value) in _GAUGES.items():
+            family = GaugeMetricFamily(f"kvrelay_worker_{name}", help_text, labels=["worker", "role"])
+            for peer in peers:
+                family.add_metric([peer.id, peer.record.role.value], float(value(peer)))
+            yield family
 
 
-def _images(load: dict[str, Any]) -> dict[str, Any]:
-    """None of a worker whose model takes none."""
-    return load["images"] or dict.fromkeys(ImageCounts.__struct_fields__, 0)
+def _images(load: WorkerLoad) -> ImageCounts:
+    return load.images or _NO_IMAGES
 
 
 def _counters(
-    peers: list[Peer], prefix: str, names: dict[str, str], part: Callable[[dict[str, Any]], dict[str, Any]]
+    peers: list[Peer], prefix: str, names: dict[str, str], part: Callable[[WorkerLoad], msgspec.Struct]
 ) -> Iterator[Metric]:
     for name, help_text in names.items():
-        family = CounterMetricFamily(prefix + name, f"{help_text}, by worker", labels=["worker", "role"])
+        family = CounterMetricFamily(f"kvrelay_worker_{prefix}{name}", f"{help_text}, by worker", labels=["worker", "role"])
         for peer in peers:
-            family.add_metric([peer.id, peer.record.role.value], float(part(msgspec.to_builtins(peer.load))[name]))
+            family.add_metric([peer.id, peer.record.role.value], float(getattr(part(peer.load), name)))
         yield family
 
 
-def _gauge(peers: list[Peer], name: str, help_text: str, value: Callable[[dict[str, Any]], float]) -> Metric:
-    family = GaugeMetricFamily(f"kvrelay_worker_{name}", f"{help_text}, by worker", labels=["worker", "role"])
+def _gauge_by(
+    peers: list[Peer],
+    name: str,
+    help_text: str,
+    label: str,
+    kinds: Iterable[str],
+    part: Callable[[WorkerLoad], msgspec.Struct],
+) -> Metric:
+    family = GaugeMetricFamily(f"kvrelay_worker_{name}", help_text, labels=["worker", "role", label])
     for peer in peers:
-        family.add_metric([peer.id, peer.record.role.value], float(value(msgspec.to_builtins(peer.load))))
-    return family
-
-
-def _requests(peers: list[Peer]) -> Metric:
-    family = GaugeMetricFamily(
-        "kvrelay_worker_requests", "Sequences on the worker, by state", labels=["worker", "role", "state"]
-    )
-    for peer in peers:
-        load = msgspec.to_builtins(peer.load)
-        for state in _REQUEST_STATES:
-            family.add_metric([peer.id, peer.record.role.value, state], float(load[state]))
-    return family
-
-
-def _blocks(peers: list[Peer]) -> Metric:
-    family = GaugeMetricFamily("kvrelay_worker_blocks", "KV blocks, by what holds them", labels=["worker", "role", "kind"])
-    for peer in peers:
-        for kind, count in msgspec.to_builtins(peer.load.blocks).items():
-            family.add_metric([peer.id, peer.record.role.value, kind], float(count))
-    return family
-
-
-def _host_blocks(peers: list[Peer]) -> Metric:
-    family = GaugeMetricFamily(
-        "kvrelay_worker_host_blocks", "KV blocks on the host, by what holds them", labels=["worker", "role", "kind"]
-    )
-    for peer in peers:
-        host = peer.load.host
-        for kind, count in (("total", host.total), ("free", host.free), ("cached", host.cached), ("in_use", host.in_use)):
-            family.add_metric([peer.id, peer.record.role.value, kind], float(count))
-    return family
-
-
-def _up(peers: list[Peer]) -> Metric:
-    family = GaugeMetricFamily("kvrelay_worker_up", "Whether the worker takes requests", labels=["worker", "role"])
-    for peer in peers:
-        family.add_metric([peer.id, peer.record.role.value], float(peer.usable))
+        for kind in kinds:
+            family.add_metric([peer.id, peer.record.role.value, kind], float(getattr(part(peer.load), kind)))
     return family

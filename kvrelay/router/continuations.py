@@ -2,16 +2,16 @@
 
     begun     a request was submitted: each of its samples is a Parent, RUNNING
     ended     a sample has its last token (or its client left): its tokens are known
-    news      its worker says whether it keeps the KV: HELD, or KNOWN
+    told      its worker says whether it keeps the KV: HELD, or KNOWN
     lost      that worker is gone or drains: HELD becomes KNOWN
-    adopt     another router served it, and its worker told us of the lease
-    find      a client names a parent, by the lease's id, by the id it gave the request, or by the answer's id
+    adopt     another router served it, and its worker told us of the kept KV
+    find      a client names a parent, by the id of its kept KV, by the id it gave the request, or by the answer's id
 
 Everything is looked up within an owner (a digest of the API key): what belongs to another is as unknown as what never was.
-Leases that are held are remembered for as long as they are; of what has merely ended, the `capacity` samples that ended, or
-were continued from, last. Why others are gone is remembered for a while too, so that the client can be told.
+Parents whose KV is kept are remembered for as long as it is; of the others that have ended, the `capacity` samples that ended,
+or were continued from, last. Why the rest is gone is remembered for a while too, so that the client can be told.
 
-One event loop's thread. Nothing here talks to workers: `told` returns False where a lease should be given up.
+One event loop's thread. Nothing here talks to workers: `told` returns False where kept KV should be released.
 """
 
 from __future__ import annotations
@@ -24,13 +24,12 @@ from collections.abc import Callable, Iterable, Sequence
 from kvrelay.errors import ConflictError, InvalidRequestError, NotFoundError
 from kvrelay.ids import KeptId, RequestId, WorkerId
 from kvrelay.metrics import Metrics
-from kvrelay.router.backend import GenerateRequest
 from kvrelay.router.parent import Parent
 from kvrelay.states import HandleState
 from kvrelay.wire.serving import KeptInfo, KeptNews
 
 NEWS_WAIT_S = 30.0  # how long after a sample's end its worker may say whether its KV is kept
-MAX_IMAGE_BYTES = 256 << 20  # of requests whose KV nobody keeps: their images are needed to compute it again
+MAX_IMAGE_BYTES = 256 << 20  # of requests whose KV is not kept: their images are needed to compute it again
 _MAX_REASONS = 4096  # handles that are gone, of which it is known why
 
 _Name = tuple[str, str]  # owner, and what it calls a request
@@ -44,44 +43,30 @@ class Continuations:
         metrics: Metrics,
         *,
         capacity: int = 1024,
-        max_leases_per_owner: int = 64,
+        max_kept_per_owner: int = 64,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._metrics = metrics
         self._capacity = capacity
-        self._max_leases = max_leases_per_owner
+        self._max_kept = max_kept_per_owner
         self._clock = clock
         self._names: dict[_Name, list[Parent]] = {}  # all choices of one answer, under each of its names
-        self._leases: dict[KeptId, Parent] = {}
-        self._held: dict[str, set[Parent]] = {}  # by owner: leases that are held, or asked for
+        self._kept: dict[KeptId, Parent] = {}
+        self._held: dict[str, set[Parent]] = {}  # by owner: parents whose KV is kept, or was asked to be
         self._ended: OrderedDict[Parent, None] = OrderedDict()  # KNOWN; the one unused for longest comes first
         self._num_image_bytes = 0  # in the files of those
         self._reasons: OrderedDict[_Name, str] = OrderedDict()
-        metrics.leases_held.set_function(lambda: sum(parent.state is HandleState.HELD for parent in self._all_held()))
+        metrics.kept_kv.set_function(lambda: sum(parent.state is HandleState.HELD for parent in self._all_held()))
 
     def __len__(self) -> int:
         return len(self._ended)
 
     # What becomes of requests
 
-    def begun(self, request: GenerateRequest) -> list[Parent]:
-        """One per sample. Those that were to be kept are `asked`, unless their owner has all the leases that it may have."""
-        keep, count = request.keep, request.params.n
-        parents = [
-            Parent(
-                external_id=request.external_id,
-                answer_id=request.answer_id,
-                choice=request.first_choice + sample,
-                owner=request.owner,
-                cache_salt=request.cache_salt,
-                num_prompt_tokens=len(request.prompt),
-                images=request.images,
-                kept_id=None if keep is None else keep.kept_ids[sample],
-            )
-            for sample in range(count)
-        ]
+    def begun(self, parents: list[Parent]) -> list[Parent]:
+        """All samples of a request. Those to be kept are `asked`, unless their owner has all the kept KV that it may have."""
         self._name(parents)
-        if keep is not None:
+        if parents[0].kept_id is not None:
             self._ask(parents)
         return parents
 
@@ -115,15 +100,15 @@ class Continuations:
         """Its KV will not be kept."""
         if parent.state is HandleState.RUNNING:
             parent.asked, parent.reason, parent.news = False, reason, None
-            self._metrics.lease_refusals.labels(label).inc()
+            self._metrics.kept_kv_refusals.labels(label).inc()
             self._not_held(parent)
             self._conclude(parent)
 
     # What workers say
 
     def told(self, worker_id: WorkerId, news: KeptNews) -> bool:
-        """False: nobody wants this lease (any more); the worker should give it up."""
-        parent = self._leases.get(news.kept_id)
+        """False: no request can inherit this KV (any more); the worker should release it."""
+        parent = self._kept.get(news.kept_id)
         if parent is None or not parent.asked or not parent.is_generated_by(worker_id, news.request_id):
             known = parent is not None and parent.state is HandleState.HELD and parent.worker_id == worker_id
             return known or not news.kept
@@ -137,42 +122,28 @@ class Continuations:
         return parent.asked
 
     def lost(self, worker_id: WorkerId, reason: str) -> None:
-        """Its leases are gone, or cannot be used any more. What it still generates is another's from now on."""
+        """The KV that it kept is gone, or cannot be inherited any more. What it still generates goes to another worker."""
         self.unheard(worker_id, reason)
         for parent in self._all_held():
             if parent.worker_id == worker_id and parent.state is HandleState.HELD:
                 self._release(parent, reason)
 
     def unheard(self, worker_id: WorkerId, reason: str) -> None:
-        """It has its leases, but what it had to say of others was lost on the way."""
+        """It still keeps what it said it keeps, but what it had to say of other samples was lost on the way."""
         for parent in self._all_held():
             if parent.worker_id == worker_id and parent.state is HandleState.RUNNING and parent.ended:
                 self.refused(parent, reason, "worker_lost")
 
-    def adopt(self, worker_id: WorkerId, fingerprint: str, leases: Iterable[KeptInfo]) -> None:
+    def adopt(self, worker_id: WorkerId, fingerprint: str, kept: Iterable[KeptInfo]) -> None:
         """Another router served these."""
-        for lease in leases:
-            if lease.kept_id in self._leases:
+        for info in kept:
+            if info.kept_id in self._kept:
                 continue
-            parent = Parent(
-                external_id=lease.external_id,
-                answer_id="",
-                choice=len(self._names.get((lease.owner, lease.external_id), ())),
-                owner=lease.owner,
-                cache_salt=lease.cache_salt,
-                num_prompt_tokens=lease.num_prompt_tokens,
-                images=lease.images,
-                kept_id=lease.kept_id,
-                tokens=array("I", lease.tokens),
-                worker_id=worker_id,
-                fingerprint=fingerprint,
-                num_blocks=lease.num_blocks,
-                expires_at=self._clock() + lease.ttl_s,
-                asked=True,
-                ended=True,
-            )
-            self._leases[lease.kept_id] = parent
-            self._names.setdefault((lease.owner, lease.external_id), []).append(parent)
+            family = self._names.setdefault((info.owner, info.external_id), [])
+            parent = Parent.of_kept(info, choice=len(family), worker_id=worker_id, fingerprint=fingerprint)
+            parent.expires_at = self._clock() + info.ttl_s
+            family.append(parent)
+            self._kept[info.kept_id] = parent
             self._held.setdefault(parent.owner, set()).add(parent)
             parent.become(HandleState.HELD)
 
@@ -186,13 +157,14 @@ class Continuations:
                 f"{_shown(handle)} has {len(parents)} choices: name the continuation id of one of them",
                 param="continuation_of",
             )
-        self._touch(parents[0])
+        if parents[0] in self._ended:
+            self._ended.move_to_end(parents[0])
         return parents[0]
 
     def find_all(self, handle: str, owner: str) -> list[Parent]:
         """All choices of that name, at least one. Raises NotFoundError."""
-        lease = self._leases.get(KeptId(handle))
-        parents = [lease] if lease is not None and lease.owner == owner else self._names.get((owner, handle), [])
+        kept = self._kept.get(KeptId(handle))
+        parents = [kept] if kept is not None and kept.owner == owner else self._names.get((owner, handle), [])
         left = self._looked_at(parents)
         if not left:
             raise _not_found(handle, self._reasons.get((owner, handle), ""))
@@ -200,8 +172,8 @@ class Continuations:
 
     def is_unheard_of(self, handle: str, owner: str) -> bool:
         """Neither here, nor known to be gone: another router may know it."""
-        lease = self._leases.get(KeptId(handle))
-        known = (owner, handle) in self._names or (lease is not None and lease.owner == owner)
+        kept = self._kept.get(KeptId(handle))
+        known = (owner, handle) in self._names or (kept is not None and kept.owner == owner)
         return not known and (owner, handle) not in self._reasons
 
     def has_ended(self, handle: str, owner: str) -> bool:
@@ -236,10 +208,10 @@ class Continuations:
 
     def of_owner(self, owner: str) -> list[Parent]:
         """Those that were to be kept, and are not gone."""
-        return self._looked_at([parent for parent in self._leases.values() if parent.owner == owner])
+        return self._looked_at([parent for parent in self._kept.values() if parent.owner == owner])
 
     def delete(self, handle: str, owner: str) -> list[Parent]:
-        """Nobody may continue from it any more. Returns those whose worker may hold a lease. Raises NotFoundError."""
+        """It cannot be continued from any more. Returns those whose KV a worker may keep. Raises NotFoundError."""
         parents = self.find_all(handle, owner)
         held = [parent for parent in parents if parent.asked]
         for parent in parents:
@@ -273,7 +245,7 @@ class Continuations:
         """Time passes without any word."""
         now = self._clock()
         if parent.state is HandleState.HELD and parent.expires_at <= now:
-            self._release(parent, "its lease has expired")
+            self._release(parent, "its KV is not kept any longer: the time asked for is over")
         elif parent.state is HandleState.RUNNING and parent.ended and parent.asked and parent.unheard_until <= now:
             self.refused(parent, "its worker did not say whether it keeps it", "no_answer")
 
@@ -289,10 +261,6 @@ class Continuations:
         while len(self._ended) > self._capacity or self._num_image_bytes > MAX_IMAGE_BYTES:
             self._go(next(iter(self._ended)), "it was forgotten: others have ended since")
 
-    def _touch(self, parent: Parent) -> None:
-        if parent in self._ended:
-            self._ended.move_to_end(parent)
-
     def _go(self, parent: Parent, reason: str) -> None:
         if parent.state is HandleState.GONE:
             return
@@ -301,8 +269,8 @@ class Continuations:
             self._num_image_bytes -= _num_image_bytes(parent)
         parent.reason, parent.tokens, parent.images, parent.asked = reason, (), (), False
         self._not_held(parent)
-        if parent.kept_id is not None and self._leases.get(parent.kept_id) is parent:
-            del self._leases[parent.kept_id]
+        if parent.kept_id is not None and self._kept.get(parent.kept_id) is parent:
+            del self._kept[parent.kept_id]
             self._explain((parent.owner, parent.kept_id), reason)
         for name in _names_of(parent):
             family = self._names.get(name, [])
@@ -334,22 +302,21 @@ class Continuations:
         held = self._held.setdefault(owner, set())
         for parent in list(held):
             self._look(parent)
-        within = len(held) + len(parents) <= self._max_leases
+        within = len(held) + len(parents) <= self._max_kept
         for parent in parents:
             assert parent.kept_id is not None
-            self._leases[parent.kept_id] = parent
+            self._kept[parent.kept_id] = parent
             if within:
                 parent.asked = True
                 self._held.setdefault(owner, set()).add(parent)
             else:
-                self.refused(parent, f"over the quota of {self._max_leases} leases at once", "quota")
+                self.refused(parent, f"over the quota of {self._max_kept} samples kept at once", "quota")
 
     def _not_held(self, parent: Parent) -> None:
-        held = self._held.get(parent.owner)
-        if held is not None:
-            held.discard(parent)
-            if not held:
-                del self._held[parent.owner]
+        held = self._held.get(parent.owner, set())
+        held.discard(parent)
+        if not held:
+            self._held.pop(parent.owner, None)
 
     def _all_held(self) -> list[Parent]:
         return self._looked_at([parent for held in self._held.values() for parent in held])

@@ -3,7 +3,7 @@
 joined(record)    subscribe; the index fills
 left(worker)      the subscription ends, and the index forgets the worker
 
-Where a context index is to be told what is gone, the eviction sync hears the same, each time after the prefix index.
+The eviction sync hears the same, each time after the prefix index.
 """
 
 from __future__ import annotations
@@ -12,25 +12,35 @@ from collections.abc import Iterable
 from typing import assert_never
 
 from kvrelay.errors import ProtocolError
-from kvrelay.events.eviction_sync import EvictionSyncAdapter
+from kvrelay.events.eviction_sync import EvictionSync
 from kvrelay.events.subscriber import EventSubscriber
 from kvrelay.ids import WorkerId
 from kvrelay.log import Log
 from kvrelay.metrics import Metrics
 from kvrelay.router.prefix_index import PrefixIndex
 from kvrelay.states import FreeReason
-from kvrelay.wire.events import Freed, FreedForNow, LifeEvent, Restored, Swapped
+from kvrelay.wire.events import CacheEvent, Cleared, Freed, FreedForNow, Removed, Restored, Stored, Swapped
 from kvrelay.wire.registry import WorkerRecord
 
 log = Log("router")
 
 
-class EventFeed:
+class NoFeed:
+    """Of a router that has no use for events."""
+
+    def joined(self, record: WorkerRecord) -> None: ...
+
+    def left(self, worker_id: WorkerId) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class EventFeed(NoFeed):
     """Owns the subscriptions. Everything runs on the event loop's thread."""
 
-    def __init__(self, index: PrefixIndex, metrics: Metrics, sync: EvictionSyncAdapter | None = None) -> None:
+    def __init__(self, index: PrefixIndex, metrics: Metrics, sync: EvictionSync | None = None) -> None:
         self._index = index
-        self._sync = sync
+        self._sync = EvictionSync() if sync is None else sync
         self._metrics = metrics
         self._subscribers: dict[WorkerId, EventSubscriber] = {}
         metrics.prefix_index_blocks.set_function(lambda: len(index))
@@ -49,41 +59,28 @@ class EventFeed:
         if subscriber is not None:
             subscriber.close()
             self._index.drop(worker_id)
-            if self._sync is not None:
-                self._sync.on_worker_left(worker_id)
+            self._sync.on_worker_left(worker_id)
 
     def close(self) -> None:
         """The workers live on: nothing is gone but our knowledge of it."""
-        self._sync = None
+        self._sync = EvictionSync()
         for worker_id in list(self._subscribers):
             self.left(worker_id)
 
-    def in_step(self, worker_id: WorkerId) -> bool:
-        """Whether all that the worker has published is in the index."""
-        subscriber = self._subscribers.get(worker_id)
-        return subscriber is not None and subscriber.in_step
-
     # What subscribers say (EventOwner)
 
-    def stored(self, worker_id: WorkerId, hashes: Iterable[bytes]) -> None:
-        self._index.add(worker_id, hashes)
-
-    def removed(self, worker_id: WorkerId, hashes: Iterable[bytes]) -> None:
-        self._index.remove(worker_id, hashes)
-        if self._sync is not None:
-            self._sync.on_blocks_removed(hashes)
-
-    def cleared(self, worker_id: WorkerId) -> None:
-        self._index.clear(worker_id)
-        if self._sync is not None:
-            self._sync.on_cache_lost()
-
-    def lived(self, worker_id: WorkerId, event: LifeEvent) -> None:
-        """What can be found has events of its own, so the prefix index has no use for these."""
+    def happened(self, worker_id: WorkerId, event: CacheEvent) -> None:
+        """The first three say what can be found; the others, which tell of one request, are nothing to the prefix index."""
         sync = self._sync
-        if sync is None:
-            return
         match event:
+            case Stored():
+                self._index.add(worker_id, event.hashes)
+            case Removed():
+                self._index.remove(worker_id, event.hashes)
+                sync.on_blocks_removed(event.hashes)
+            case Cleared():
+                self._index.clear(worker_id)
+                sync.on_cache_lost()
             case Freed():
                 handed_over = event.reason is FreeReason.HANDED_OVER
                 sync.on_kv_blocks_freed(worker_id, event.request, terminal=True, handed_over=handed_over, hashes=event.hashes)
@@ -98,8 +95,7 @@ class EventFeed:
 
     def replaced(self, worker_id: WorkerId, hashes: Iterable[bytes]) -> None:
         self._index.replace(worker_id, hashes)
-        if self._sync is not None:
-            self._sync.on_cache_lost()
+        self._sync.on_cache_lost()
 
     def gap(self, worker_id: WorkerId) -> None:
         self._metrics.event_gaps.inc()

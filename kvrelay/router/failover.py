@@ -1,6 +1,6 @@
 """What becomes of a request whose worker is gone or could not go on.
 
-    judge      whose fault is an error that a worker reports: the client's, nobody's any more, or the worker's
+    judge      whose fault is an error that a worker reports: the client's, the worker's, or of no concern any more
     Stranded   requests that lost their worker when no other was up: tried again as soon as one is, for a while
     Estranged  pairs of workers between which a hand-over has failed: not tried again for a while
 
@@ -13,12 +13,12 @@ import asyncio
 import enum
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvrelay.errors import HandOverError, InternalError, MissingEmbeddingError, RequestError, UnavailableError
 from kvrelay.ids import WorkerId
-from kvrelay.router.peer import OpenRequest, Peer
-from kvrelay.router.plan import Plan
+from kvrelay.router.attempt import OpenRequest, Plan
+from kvrelay.router.peer import Peer
 
 _ESTRANGED_S = 15.0  # then one request finds out whether they have come together
 _LOOK_EVERY_S = 0.2  # room in a queue comes without any word
@@ -39,8 +39,9 @@ class Verdict(enum.Enum):
     IGNORE = enum.auto()  # the leg is not needed any more
 
 
-def judge(error: RequestError, *, is_last: bool, generating: bool, num_internal_errors: int) -> Verdict:
-    if not is_last and generating:
+def judge(error: RequestError, *, is_decode: bool, is_generating: bool, num_internal_errors: int) -> Verdict:
+    """`is_decode`: the decode leg failed. `is_generating`: it has given an output, so it needs no other leg."""
+    if not is_decode and is_generating:
         return Verdict.IGNORE
     if isinstance(error, UnavailableError):
         return Verdict.RETRY
@@ -71,6 +72,22 @@ class Estranged:
         self._clock = clock
         self._until: dict[tuple[WorkerId, WorkerId], float] = {}
 
+    def blame(self, entry: OpenRequest, plan: Plan, peer: Peer, error: RequestError) -> None:
+        """The leg on `peer` failed. A hand-over that failed is put down to its producer, and so is an embedding that did not
+        come; one that is gone from where it was is put down to no worker."""
+        blamed = [peer]
+        if isinstance(error, MissingEmbeddingError):
+            blamed = [share.peer for share in plan.encode if share.has(error.digest)]
+        elif plan.prefill is not None and isinstance(error, HandOverError):
+            if error.by_producer:  # the two do reach each other; what ailed the producer, it says itself
+                entry.avoid.add(plan.prefill.id)
+                return
+            blamed = [plan.prefill]
+            self.add(plan.prefill, peer)
+        for each in blamed:
+            each.breaker.failed()
+            entry.avoid.add(each.id)
+
     def add(self, prefill: Peer, decode: Peer) -> None:
         now = self._clock()
         self._until = {pair: until for pair, until in self._until.items() if until > now}
@@ -87,30 +104,25 @@ class Estranged:
         return plan if until <= self._clock() else Plan(plan.decode)
 
 
+@dataclass(slots=True, eq=False)
 class Stranded:
     """Holds requests without a worker. On the loop that made the first of them wait."""
 
-    def __init__(
-        self,
-        wait_s: float,
-        retry: Callable[[OpenRequest], bool],
-        give_up: Callable[[OpenRequest, RequestError], None],
-    ) -> None:
-        self._wait_s = wait_s
-        self._retry = retry
-        self._give_up = give_up
-        self._waiting: dict[str, tuple[OpenRequest, RequestError, float]] = {}
-        self._timer: asyncio.TimerHandle | None = None
+    wait_s: float
+    retry: Callable[[OpenRequest], bool]
+    give_up: Callable[[OpenRequest, RequestError], None]
+    _waiting: dict[str, tuple[OpenRequest, RequestError, float]] = field(default_factory=dict, init=False)
+    _timer: asyncio.TimerHandle | None = field(default=None, init=False)
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def add(self, entry: OpenRequest, error: RequestError) -> None:
-        if self._wait_s <= 0.0:
-            self._give_up(entry, error)
+        if self.wait_s <= 0.0:
+            self.give_up(entry, error)
             return
         loop = asyncio.get_running_loop()
-        self._waiting[entry.stream.request_id] = (entry, error, loop.time() + self._wait_s)
+        self._waiting[entry.stream.request_id] = (entry, error, loop.time() + self.wait_s)
         if self._timer is None:
             self._timer = loop.call_later(_LOOK_EVERY_S, self._look)
 
@@ -118,9 +130,9 @@ class Stranded:
         self._waiting.pop(entry.stream.request_id, None)
 
     def try_now(self) -> None:
-        """Somebody may have come up."""
+        """A worker may have come up."""
         for request_id, (entry, _, _) in list(self._waiting.items()):
-            if request_id in self._waiting and self._retry(entry):
+            if request_id in self._waiting and self.retry(entry):
                 self._waiting.pop(request_id, None)
 
     def close(self) -> None:
@@ -136,6 +148,6 @@ class Stranded:
         for entry, error, deadline in list(self._waiting.values()):
             if deadline <= loop.time():
                 self.discard(entry)
-                self._give_up(entry, error)
+                self.give_up(entry, error)
         if self._waiting:
             self._timer = loop.call_later(_LOOK_EVERY_S, self._look)

@@ -1,21 +1,22 @@
 """A request that others may continue from, one sample of it: what a router knows of it while it runs and after it ended.
 
-RUNNING --> HELD    it ended, and a worker keeps its KV under a lease
+RUNNING --> HELD    it ended, and a worker keeps its KV for a time
         --> KNOWN   it ended; its tokens are here, and nothing else is promised
         --> GONE    it failed, or was deleted
-HELD    --> KNOWN   its time is over, or its worker is
+HELD    --> KNOWN   that time is over, or its worker is gone
 KNOWN   --> GONE    deleted, or forgotten since others ended later
 """
 
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvrelay.ids import KeptId, RequestId, WorkerId
 from kvrelay.states import HANDLE_EDGES, HandleState, advance
-from kvrelay.wire.serving import Image, KeptNews
+from kvrelay.wire.serving import Image, KeptInfo, KeptNews
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -29,20 +30,40 @@ class Parent:
     cache_salt: str
     num_prompt_tokens: int
     images: Sequence[Image] = ()
-    kept_id: KeptId | None = None  # None: nobody asked to keep its KV
+    kept_id: KeptId | None = None  # None: its KV was not to be kept
     state: HandleState = HandleState.RUNNING
     tokens: Sequence[int] = ()
-    worker_id: WorkerId | None = None  # that generates it, or holds its lease
+    worker_id: WorkerId | None = None  # that generates it, or keeps its KV
     request_id: RequestId | None = None  # of its request there
     fingerprint: str = ""  # of that worker's model
     num_blocks: int = 0
-    expires_at: float = 0.0  # of the lease, by the clock of `Continuations`
+    expires_at: float = 0.0  # of its kept KV, by the clock of `Continuations`
     reason: str = ""  # why it is not HELD
     asked: bool = False  # its worker was told to keep it
     ended: bool = False
     unheard_until: float = 0.0  # after its end: until then the worker may say whether it keeps it
     news: KeptNews | None = None
     _waiters: list[asyncio.Future[None]] = field(default_factory=list)
+
+    @classmethod
+    def of_kept(cls, info: KeptInfo, *, choice: int, worker_id: WorkerId, fingerprint: str) -> Parent:
+        """Another router served it; its worker tells of the KV that it keeps."""
+        return cls(
+            external_id=info.external_id,
+            answer_id="",
+            choice=choice,
+            owner=info.owner,
+            cache_salt=info.cache_salt,
+            num_prompt_tokens=info.num_prompt_tokens,
+            images=info.images,
+            kept_id=info.kept_id,
+            tokens=array("I", info.tokens),
+            worker_id=worker_id,
+            fingerprint=fingerprint,
+            num_blocks=info.num_blocks,
+            asked=True,
+            ended=True,
+        )
 
     @property
     def name(self) -> str:

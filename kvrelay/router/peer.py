@@ -1,124 +1,141 @@
-"""A worker as this router sees it, and the requests that this router has on it."""
+"""A worker as this router sees it: the connection to it, what is known of it, and the legs of requests that it has.
+
+    connected -> Hello -> Welcome: open -> Submit, Abort, Finish, Ping ... StepOutputs -> disconnected or Refused -> Hello again
+
+What a worker knew of this router before a break is gone: it aborts our requests when we say Hello again. So a break ends
+every request on the connection, and one that opens carries none.
+"""
 
 from __future__ import annotations
 
-import asyncio
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, assert_never
 
 import msgspec
 
+from kvrelay.discovery.breaker import Breaker
+from kvrelay.errors import ProtocolError
 from kvrelay.ids import RequestId, RouterId, WorkerId
-from kvrelay.router.backend import GenerateRequest
-from kvrelay.router.breaker import Breaker
-from kvrelay.router.link import WorkerLink
+from kvrelay.planes.connection import Connection
 from kvrelay.router.policy import FOREIGN_REQUEST_TOKENS
 from kvrelay.router.stream import RequestStream
-from kvrelay.states import WorkerState
-from kvrelay.wire import PROTOCOL_VERSION
+from kvrelay.states import FinishReason, WorkerState
+from kvrelay.wire import PROTOCOL_VERSION, check_version
+from kvrelay.wire.codec import Decoder, encode
 from kvrelay.wire.registry import ImageCounts, WorkerLoad, WorkerRecord
-from kvrelay.wire.serving import Image, KeptTold, StepOutputs
+from kvrelay.wire.serving import Abort, Finish, Hello, KeptTold, Ping, Refused, StepOutputs, ToRouter, ToWorker, Welcome
+
+_decoder: Decoder[ToRouter] = Decoder(ToRouter)
+_PING = encode(Ping())
+# What GET /cluster shows of a load as it is
+_SHOWN = ("running", "waiting", "transferring", "swapped", "steps", "preemptions", "connections", "inherited_tokens")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Leg:
-    """A request on one worker, by the id it has there."""
+    """One worker's part of a request, by the id that the request has there."""
 
     peer: Peer
     request_id: RequestId
-    num_tokens: int  # what the policy counts for it
-
-
-@dataclass(frozen=True, slots=True)
-class EncodeShare:
-    """What one encode worker is asked for."""
-
-    peer: Peer
-    images: list[Image]  # each digest once, with data
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(image.num_tokens for image in self.images)
-
-    def has(self, digest: str | None) -> bool:
-        return any(image.digest == digest for image in self.images)
-
-
-@dataclass(slots=True)
-class OpenRequest:
-    """A request that was sent and has not ended. It keeps all that is needed to send it again. The last leg generates."""
-
-    request: GenerateRequest
     stream: RequestStream
-    legs: tuple[Leg, ...] = ()  # empty while it waits for a worker
-    encode: tuple[EncodeShare, ...] = ()  # whom its images were sent to, the last time
-    generating: bool = False  # the last leg has given an output, so it needs nobody else any more
-    attempt: int = 0  # how often it was sent before
-    num_setbacks: int = 0  # how often because somebody failed it
-    num_tokens_then: int = 0  # that it had when it was last sent again
-    num_internal_errors: int = 0
-    avoid: set[WorkerId] = field(default_factory=set)  # workers that failed it
-    deadline: asyncio.TimerHandle | None = None
+    num_tokens: int  # what the policy counts for it
+    has_output: bool = False
 
     @property
-    def is_kept(self) -> bool:
-        """Whether its worker was told to keep its KV."""
-        return any(parent.asked for parent in self.stream.parents)
+    def is_open(self) -> bool:
+        """Until the worker has given its terminal answer, or is not asked for one any more."""
+        return self.request_id in self.peer.open
+
+    def abort(self) -> None:
+        self.peer.send(Abort(request_ids=[self.request_id]))
+
+    def finish(self, sample: int, keep_tokens: int, reason: FinishReason) -> None:
+        """A normal end of one sample after `keep_tokens` tokens, which the worker has not found itself."""
+        self.peer.send(Finish(request_id=self.request_id, sample=sample, keep_tokens=keep_tokens, reason=reason))
 
 
-class PeerOwner(Protocol):
-    def peer_opened(self, peer: Peer) -> None: ...
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Listeners:
+    """Who is told what of a worker, without anything in between. None of these may raise."""
 
-    def peer_broken(self, peer: Peer, reason: str) -> None: ...
-
-    def peer_outputs(self, peer: Peer, outputs: StepOutputs) -> None: ...
-
-    def peer_told(self, peer: Peer, told: KeptTold) -> None: ...
-
-    def peer_malformed(self, peer: Peer, reason: str) -> None: ...
+    opened: Callable[[Peer], None]
+    broken: Callable[[Peer, str], None]  # only after `opened`, once per opening
+    outputs: Callable[[Peer, StepOutputs], None]
+    told: Callable[[Peer, KeptTold], None]
+    malformed: Callable[[Peer, str], None]
 
 
 class Peer:
-    """Joins what the registry says (record), what the worker says (load) and what we sent (open requests)."""
+    """Joins what the registry says (record), what the worker says (load) and what we sent (open legs)."""
 
-    def __init__(self, record: WorkerRecord, owner: PeerOwner, *, router_id: RouterId, lease_s: float) -> None:
+    def __init__(self, record: WorkerRecord, listeners: Listeners, *, router_id: RouterId, silence_s: float) -> None:
         self.id: WorkerId = record.id
         self.record = record
         self.load = record.load
-        self.open: dict[RequestId, OpenRequest] = {}
+        self.open: dict[RequestId, Leg] = {}
         self.has_room = True
         self.num_tokens_in_flight = 0
         self.num_foreign_requests = 0  # on the worker, but not ours: other routers send it work too
         self.load_tokens = 0  # what the policy goes by
         self.refusal = ""  # why this router will not use the worker, however ready it is
         self.breaker = Breaker()
-        self._owner = owner
+        self._listeners = listeners
+        self._closed_because = "connecting"  # empty while the connection is open
         self._was_open = False
         self._capacity = record.max_batch + record.max_queue
-        self.link = WorkerLink(record, self, router_id=router_id, lease_s=lease_s)
+        self._hello = encode(Hello(version=PROTOCOL_VERSION, router_id=router_id, silence_s=silence_s))
+        self._connection = Connection(
+            record.serving_address,
+            identity=router_id.encode(),
+            silence_s=silence_s,
+            on_up=self.tick,
+            on_down=lambda: self._break("the connection to the worker broke"),
+            on_message=self._on_message,
+        )
+
+    # What can be done with it
+
+    @property
+    def is_open(self) -> bool:
+        return not self._closed_because
 
     @property
     def state(self) -> WorkerState:
         """The registry's word, unless we cannot reach the worker."""
-        if self.link.is_open:
+        if self.is_open:
             return self.record.state
         return WorkerState.GONE if self._was_open else WorkerState.STARTING
 
     @property
     def usable(self) -> bool:
-        return self.link.is_open and not self.refusal and self.record.state == WorkerState.READY
-
-    @property
-    def version(self) -> int:
-        """Of the protocol that is spoken with it."""
-        return min(self.record.version, PROTOCOL_VERSION)
+        return self.is_open and not self.refusal and self.record.state == WorkerState.READY
 
     @property
     def problem(self) -> str:
         """Why the worker gets no requests; empty if it may."""
-        if self.link.problem or self.refusal:
-            return self.link.problem or self.refusal
+        if self._closed_because or self.refusal:
+            return self._closed_because or self.refusal
         return "" if self.record.state == WorkerState.READY else f"it is {self.record.state.value}"
+
+    def send(self, message: ToWorker) -> bool:
+        """False: the connection is not open, or the worker does not keep up."""
+        return not self._closed_because and self._connection.send(encode(message))
+
+    def tick(self) -> None:
+        """Shows the worker that we live, or says Hello (again). To be called several times in each `silence_s`."""
+        self._connection.send(self._hello if self._closed_because else _PING)
+
+    def drain(self) -> None:
+        """What the worker said last counts, though another socket was quicker to say that it left."""
+        self._connection.drain()
+
+    def close(self) -> None:
+        """Silent: no listener is told."""
+        self._closed_because = "closed"
+        self._connection.close()
+
+    # What is known of it
 
     def update(self, record: WorkerRecord) -> None:
         """News from the registry. Its load may be older than what the worker itself told us."""
@@ -131,13 +148,13 @@ class Peer:
         self.num_foreign_requests = max(0, load.running + load.waiting + load.transferring + load.swapped - len(self.open))
         self._reckon()
 
-    def add(self, leg: Leg, entry: OpenRequest) -> None:
+    def add(self, leg: Leg) -> None:
         self.breaker.sent()
-        self.open[leg.request_id] = entry
+        self.open[leg.request_id] = leg
         self.num_tokens_in_flight += leg.num_tokens
         self._reckon()
 
-    def remove(self, leg: Leg, entry: OpenRequest) -> None:
+    def remove(self, leg: Leg) -> None:
         """Harmless if the leg has ended before."""
         if self.open.pop(leg.request_id, None) is not None:
             self.num_tokens_in_flight -= leg.num_tokens
@@ -148,9 +165,6 @@ class Peer:
         self.has_room = len(self.open) < self._capacity
         self.load_tokens = self.num_tokens_in_flight + FOREIGN_REQUEST_TOKENS * self.num_foreign_requests
 
-    def close(self) -> None:
-        self.link.close()
-
     def describe(self) -> dict[str, Any]:
         """Its entry in GET /cluster."""
         record, load = self.record, self.load
@@ -160,10 +174,7 @@ class Peer:
             "state": self.state.value,
             "host": record.host,
             "pid": record.pid,
-            "running": load.running,
-            "waiting": load.waiting,
-            "transferring": load.transferring,
-            "swapped": load.swapped,
+            **{name: getattr(load, name) for name in _SHOWN},
             "blocks": msgspec.to_builtins(load.blocks),
             "transfers": msgspec.to_builtins(load.transfers),
             "images": msgspec.to_builtins(load.images or ImageCounts()),
@@ -171,33 +182,55 @@ class Peer:
             "events_address": record.events_address,
             "replay_address": record.replay_address,
             "in_flight": len(self.open),
-            "steps": load.steps,
-            "preemptions": load.preemptions,
-            "connections": load.connections,
-            "leases": load.leases,
-            "inherited_tokens": load.inherited_tokens,
+            "kept_kv": load.kept,
             "breaker": self.breaker.state.value,
         }
         if self.problem:
             described["problem"] = self.problem
         return described
 
-    # What the link says
+    # What its connection says
 
-    def link_opened(self, record: WorkerRecord) -> None:
-        self._was_open = True
-        self.update(record)
-        self._owner.peer_opened(self)
+    def _break(self, reason: str) -> None:
+        was_open, self._closed_because = self.is_open, reason
+        if was_open:
+            self._listeners.broken(self, reason)
 
-    def link_broken(self, reason: str) -> None:
-        self._owner.peer_broken(self, reason)
+    def _on_message(self, frame: bytes) -> None:
+        try:
+            message = _decoder.decode(frame)
+        except ProtocolError as error:
+            self._listeners.malformed(self, str(error))
+            return
+        match message:
+            case StepOutputs():
+                self._on_outputs(message)
+            case KeptTold():
+                self._listeners.told(self, message)
+            case Welcome():
+                self._on_welcome(message)
+            case Refused():
+                self._break(f"the worker refused this router: {message.reason}")
+            case _:
+                assert_never(message)
 
-    def link_outputs(self, outputs: StepOutputs) -> None:
-        self._take_load(outputs.load)
-        self._owner.peer_outputs(self, outputs)
+    def _on_outputs(self, message: StepOutputs) -> None:
+        if message.worker_id != self.id:
+            self._listeners.malformed(self, f"outputs of {message.worker_id} on the connection to {self.id}")
+        elif not self._closed_because:
+            self._take_load(message.load)
+            self._listeners.outputs(self, message)
 
-    def link_told(self, told: KeptTold) -> None:
-        self._owner.peer_told(self, told)
-
-    def link_malformed(self, reason: str) -> None:
-        self._owner.peer_malformed(self, reason)
+    def _on_welcome(self, message: Welcome) -> None:
+        try:
+            check_version("the worker", message.version)
+        except ProtocolError as error:
+            self._break(str(error))
+            return
+        if message.worker.id != self.id:
+            self._break(f"{message.worker.id} answers where {self.id} was")
+        elif self._closed_because:
+            self._closed_because = ""
+            self._was_open = True
+            self.update(message.worker)
+            self._listeners.opened(self)

@@ -5,10 +5,11 @@
                                        most `local_prefill_tokens` are left (of a short prompt: if it has nothing);
                                        or the prefill worker alone, if one token is all that is wanted, and no KV kept
     only decode workers up             one of them, which computes the prompt itself
-    the prompt has images            encode workers besides (router/encoders.py)
+    the prompt has images              besides, for each image whose KV is not cached: the encode worker that made its
+                                       embedding before, unless it is overloaded, else the least loaded one; with no encode
+                                       worker up, a whole worker encodes it itself, and others cannot
 
-The policy chooses among several. Where there is nobody with room the client is told to come back; where there is nobody at
-all, why.
+The policy chooses among several. Where no worker has room the client is told to come back; where there is no worker, why.
 """
 
 from __future__ import annotations
@@ -17,45 +18,28 @@ import functools
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TypeVar
 
 from kvrelay.errors import QueueFullError, UnavailableError
 from kvrelay.ids import WorkerId
 from kvrelay.metrics import Metrics
 from kvrelay.native import hashing
+from kvrelay.router.attempt import EncodeShare, Plan
 from kvrelay.router.backend import GenerateRequest
-from kvrelay.router.encoders import Encoders
-from kvrelay.router.peer import EncodeShare, Peer
+from kvrelay.router.block_table import PlainBlockTable
+from kvrelay.router.peer import Peer
 from kvrelay.router.policy import LOAD_WEIGHTS, Policy, PolicyName, overloaded
 from kvrelay.router.prefix_index import PrefixIndex
 from kvrelay.states import Role
+from kvrelay.wire.serving import Image
 
-Mode = Literal["write", "read"]
-
-_FIRST_LOOK_BLOCKS = 128  # of a prompt; the rest is hashed only if somebody has all of these
+_FIRST_LOOK_BLOCKS = 128  # of a prompt; the rest is hashed only if a worker has all of these
 _MAX_SESSIONS = 65_536
+_MAX_IMAGES = 16_384  # of which it is known which worker encoded them
+
+K = TypeVar("K")
 
 _root_hash = functools.lru_cache(maxsize=1024)(hashing.root_hash)
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """The worker that generates, and the one that computes the prompt for it, if that is another."""
-
-    decode: Peer
-    prefill: Peer | None = None
-    prefill_tokens: int = 0  # that the prefill worker has to compute: it does not have them cached
-    encode: tuple[EncodeShare, ...] = ()
-
-    @property
-    def computing(self) -> Peer:
-        """Who computes the prompt."""
-        return self.decode if self.prefill is None else self.prefill
-
-    @property
-    def peers(self) -> tuple[Peer, ...]:
-        text = (self.decode,) if self.prefill is None else (self.prefill, self.decode)
-        return text if not self.encode else (*(share.peer for share in self.encode), *text)
 
 
 class Planner:
@@ -67,14 +51,12 @@ class Planner:
         self._policies = {role: Policy(policy, LOAD_WEIGHTS[role]) for role in Role}
         self._local_prefill_tokens = local_prefill_tokens
         self._cached_tokens = {role: metrics.routed_cached_tokens.labels(role.value) for role in Role}
-        self._index = index
-        self._sessions = _Sessions()
-        self._encoders = Encoders()
+        self._index = PrefixIndex(PlainBlockTable()) if index is None else index  # an empty one: no cache is known
+        self._sessions: _Latest[tuple[str, Role]] = _Latest(_MAX_SESSIONS)  # the worker of each role that a session had last
+        self._encoded_by: _Latest[str] = _Latest(_MAX_IMAGES)
         self._by_role: dict[Role, list[Peer]] = {role: [] for role in Role}
         self._by_id: dict[Role, dict[WorkerId, Peer]] = {role: {} for role in Role}
-        self._block_sizes: dict[
-            tuple[str, int], None
-        ] = {}  # fingerprint and block size of the workers that tell what they hold
+        self._block_sizes: dict[tuple[str, int], None] = {}  # fingerprint and block size of the workers that publish events
         if index is not None:
             hashing.prepare()
 
@@ -95,7 +77,7 @@ class Planner:
 
     def plan(self, request: GenerateRequest, avoid: frozenset[str] = frozenset()) -> Plan:
         """Raises QueueFullError, or UnavailableError without a reason, which the caller knows better. Workers in `avoid` are
-        chosen only if nobody else can be; a prefill worker among them is not, since the decode worker can do without."""
+        chosen only if no other can be; a prefill worker among them is not, since the decode worker can do without."""
         if not self.ready:
             raise UnavailableError("no worker can generate")
         choice = _Choice(request, self.cached_tokens(request), avoid)
@@ -108,8 +90,32 @@ class Planner:
     def with_encoders(self, plan: Plan, request: GenerateRequest, avoid: frozenset[str], *, trust_caches: bool) -> Plan:
         """For a request with images, as the last step. Raises UnavailableError."""
         cached = self.cached_tokens(request).get(plan.computing.id, 0) if trust_caches else 0
-        shares = self._encoders.share_out(request.images, cached, plan.computing, self._by_role[Role.ENCODE], avoid)
-        return replace(plan, encode=shares)
+        uncached = {image.digest: image for image in request.images if image.start + image.num_tokens > cached}
+        missing = [image for image in uncached.values() if image.data]
+        return replace(plan, encode=self._share_out(missing, plan.computing, avoid)) if missing else plan
+
+    def _share_out(self, images: Iterable[Image], computing: Peer, avoid: frozenset[str]) -> tuple[EncodeShare, ...]:
+        encoders = [peer for peer in self._by_role[Role.ENCODE] if peer.has_room]
+        able = [peer for peer in encoders if peer.id not in avoid and peer.breaker.passes]
+        if not able and computing.record.role is Role.WHOLE:
+            return ()
+        able = able or encoders
+        if not able:
+            reason = "the queues of all encode workers are full" if self._by_role[Role.ENCODE] else "no encode worker is up"
+            raise UnavailableError(f"{reason}, and the request has images", code="no_encode_worker")
+        shares: dict[WorkerId, EncodeShare] = {}
+        for image in images:
+            peer = self._choose_encoder(image, able, shares)
+            shares.setdefault(peer.id, EncodeShare(peer, [])).images.append(image)
+            self._encoded_by.put(image.digest, peer.id)
+        return tuple(shares.values())
+
+    def _choose_encoder(self, image: Image, able: list[Peer], shares: Mapping[WorkerId, EncodeShare]) -> Peer:
+        before = self._encoded_by.get(image.digest)
+        peer = next((peer for peer in able if peer.id == before), None)
+        if peer is not None and not overloaded(peer, able):
+            return peer
+        return min(able, key=lambda peer: peer.load_tokens + (shares[peer.id].num_tokens if peer.id in shares else 0))
 
     def _plan(self, choice: _Choice) -> Plan:
         if self._by_role[Role.WHOLE]:
@@ -134,7 +140,7 @@ class Planner:
     def cached_tokens(self, request: GenerateRequest) -> Mapping[WorkerId, int]:
         """How many tokens from the start of the prompt each worker has in its cache, if any. At least one token is left to
         compute, whatever is cached; and prompt logprobs need them all."""
-        if self._index is None or not len(self._index) or request.params.prompt_logprobs is not None:
+        if not len(self._index) or request.params.prompt_logprobs is not None:
             return {}
         cached: dict[WorkerId, int] = {}
         for fingerprint, block_size in self._block_sizes:
@@ -148,7 +154,7 @@ class Planner:
         return cached
 
     def _choose(self, role: Role, choice: _Choice) -> Peer:
-        """One whose breaker is open is as good as avoided, but better than nobody."""
+        """One whose breaker is open is as good as avoided, but better than none."""
         able = [peer for peer in self._by_role[role] if peer.has_room]
         if not able:
             raise QueueFullError(f"the queues of all {role.value} workers are full")
@@ -159,12 +165,12 @@ class Planner:
             candidates = [peer for peer in candidates if peer.breaker.passes] or candidates
             peer = self._pick(role, candidates, choice)
         if choice.request.session:
-            self._sessions.put(choice.request.session, role, peer.id)
+            self._sessions.put((choice.request.session, role), peer.id)
         return peer
 
     def _pick(self, role: Role, candidates: list[Peer], choice: _Choice) -> Peer:
         if choice.request.session:
-            kept = self._sessions.get(choice.request.session, role)
+            kept = self._sessions.get((choice.request.session, role))
             peer = next((peer for peer in candidates if peer.id == kept), None)
             if peer is not None and not overloaded(peer, candidates):
                 return peer
@@ -179,20 +185,18 @@ class _Choice:
     avoid: frozenset[str]
 
 
-class _Sessions:
-    """Which worker of each role a session was sent to last. The one unused for longest is forgotten first."""
+class _Latest(OrderedDict[K, WorkerId]):
+    """The worker that was used last for each key. The key that was unused for longest is forgotten first."""
 
-    def __init__(self) -> None:
-        self._workers: OrderedDict[tuple[str, Role], WorkerId] = OrderedDict()
+    def __init__(self, max_keys: int) -> None:
+        super().__init__()
+        self._max_keys = max_keys
 
-    def get(self, session: str, role: Role) -> WorkerId | None:
-        return self._workers.get((session, role))
-
-    def put(self, session: str, role: Role, worker_id: WorkerId) -> None:
-        self._workers[session, role] = worker_id
-        self._workers.move_to_end((session, role))
-        if len(self._workers) > _MAX_SESSIONS:
-            self._workers.popitem(last=False)
+    def put(self, key: K, worker_id: WorkerId) -> None:
+        self[key] = worker_id
+        self.move_to_end(key)
+        if len(self) > self._max_keys:
+            self.popitem(last=False)
 
 
 def _match(index: PrefixIndex, prompt: Sequence[int], root: bytes, block_size: int, num_blocks: int) -> dict[WorkerId, int]:

@@ -4,11 +4,11 @@
     least_loaded    the one with the fewest tokens in flight
     prefix_aware    the one with the lowest cost:   load_weight * tokens in flight - prompt tokens that it has cached
 
-Cost is counted in prompt tokens that somebody has to compute before the first token comes. For a prefill worker, what is in
+Cost is counted in prompt tokens that are to be computed before the first token comes. For a prefill worker, what is in
 flight is still to be computed, so it weighs as much as the prompt's own tokens. A worker that generates has computed most of
 what it has in flight; there it weighs a quarter. So a cache is followed until its worker is that much busier than the others;
-then another one computes the prefix, has it from then on too, and takes its share. Where nobody has anything cached, or
-nobody tells, this is least_loaded. Equal ones take turns, so that no worker is everybody's first choice.
+then another one computes the prefix, has it from then on too, and takes its share. Where no worker has
+anything cached, or none publishes events, this is least_loaded. Equal ones take turns, so that none is always the first choice.
 
 A session stays with its worker, whatever the policy, until that worker is overloaded: it has more than twice the tokens of
 the least loaded one in flight, and some to spare.
@@ -27,7 +27,7 @@ from kvrelay.states import Role
 PolicyName = Literal["round_robin", "least_loaded", "prefix_aware"]
 
 _EXPECTED_OUTPUT_TOKENS = 256  # max_tokens is a bound, often far above what comes; beyond this it says little
-FOREIGN_REQUEST_TOKENS = 512  # what a request of another router is taken to cost
+FOREIGN_REQUEST_TOKENS = 512  # what a request of another router is assumed to cost
 _SPARE_TOKENS = 8192  # a session leaves its worker only for more than this
 
 LOAD_WEIGHTS = {Role.PREFILL: 1.0, Role.DECODE: 0.25, Role.WHOLE: 0.25, Role.ENCODE: 1.0}

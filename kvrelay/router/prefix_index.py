@@ -29,9 +29,6 @@ class PrefixIndex:
         """Blocks, each counted once, however many workers hold it."""
         return len(self._table)
 
-    def num_blocks(self, worker_id: WorkerId) -> int:
-        return self._num_blocks.get(worker_id, 0)
-
     def hashes(self, worker_id: WorkerId) -> frozenset[bytes]:
         if worker_id not in self._bits:
             return frozenset()

@@ -1,8 +1,8 @@
 """The router: knows the workers, links to each, and serves requests through them (`Backend`).
 
-    registry: joined  -> a Peer with a link -> Welcome -> usable
+    registry: joined  -> a Peer, which connects -> Welcome -> usable
     registry: changed -> state and load
-    registry: left, or the link broke -> its requests are settled (`Dispatcher.lost`)
+    registry: left, or the connection broke -> its requests go elsewhere (`Dispatcher.lost`)
 
 Everything runs on one event loop's thread.
 """
@@ -15,27 +15,28 @@ from typing import Any, Protocol
 
 from kvrelay.discovery.base import Loss, Membership
 from kvrelay.errors import ProtocolError
-from kvrelay.events.eviction_sync import EvictionSyncAdapter
+from kvrelay.events.eviction_sync import EvictionSync
 from kvrelay.ids import RouterId, WorkerId, new_router_id
 from kvrelay.log import Log
 from kvrelay.metrics import Metrics
+from kvrelay.router.attempt import Mode
 from kvrelay.router.backend import DrainOrder, GenerateRequest
 from kvrelay.router.collector import WorkerCollector
 from kvrelay.router.continuations import Continuations
-from kvrelay.router.dispatch import Dispatcher, excuse
+from kvrelay.router.dispatch import Dispatcher
 from kvrelay.router.drain import order_drain
-from kvrelay.router.event_feed import EventFeed
+from kvrelay.router.event_feed import EventFeed, NoFeed
 from kvrelay.router.failover import RetryRules
-from kvrelay.router.lease_search import LeaseSearch
+from kvrelay.router.kept import KeptSearch
 from kvrelay.router.parent import Parent
-from kvrelay.router.peer import Peer
-from kvrelay.router.plan import Mode, Planner
+from kvrelay.router.peer import Listeners, Peer
+from kvrelay.router.plan import Planner
 from kvrelay.router.policy import PolicyName
 from kvrelay.router.prefix_index import PrefixIndex
 from kvrelay.router.stream import RequestStream
 from kvrelay.states import Role, WorkerState
 from kvrelay.wire.registry import WorkerRecord
-from kvrelay.wire.serving import KeptTold, PeerLost, ReleaseKept, StepOutputs
+from kvrelay.wire.serving import PeerLost, ReleaseKept
 
 log = Log("router")
 
@@ -43,7 +44,7 @@ log = Log("router")
 class OpenSync(Protocol):
     """Makes the eviction sync, if there is a context index to be told."""
 
-    def __call__(self, *, is_held: Callable[[bytes], bool]) -> EvictionSyncAdapter: ...
+    def __call__(self, *, is_held: Callable[[bytes], bool]) -> EvictionSync: ...
 
 
 class Router:
@@ -57,7 +58,7 @@ class Router:
         policy: PolicyName = "least_loaded",
         mode: Mode = "write",
         local_prefill_tokens: int = 0,
-        lease_s: float = 4.0,
+        registration_s: float = 4.0,
         model: str = "",
         router_id: RouterId | None = None,
         rules: RetryRules | None = None,
@@ -68,16 +69,23 @@ class Router:
         self.router_id = router_id or new_router_id()
         self._membership = membership
         self._metrics = metrics
-        self._lease_s = lease_s
+        self._registration_s = registration_s
         self._model = model
         self._peers: dict[WorkerId, Peer] = {}
         index = PrefixIndex() if policy == "prefix_aware" or sync is not None else None
-        self._sync = None if sync is None or index is None else sync(is_held=index.holds)
-        self._feed = None if index is None else EventFeed(index, metrics, self._sync)
-        planner = Planner(policy, local_prefill_tokens, metrics, index if policy == "prefix_aware" else None)
-        self.continuations = Continuations(metrics, capacity=continuation_cache, max_leases_per_owner=max_kept_per_key)
-        self._search = LeaseSearch(self.continuations, lambda: self._dispatcher.usable)
-        self._dispatcher = Dispatcher(planner, metrics, self.continuations, mode=mode, rules=rules, follower=self._sync)
+        self._sync = EvictionSync() if sync is None or index is None else sync(is_held=index.holds)
+        self._feed = NoFeed() if index is None else EventFeed(index, metrics, self._sync)
+        self._planner = Planner(policy, local_prefill_tokens, metrics, index if policy == "prefix_aware" else None)
+        self.continuations = Continuations(metrics, capacity=continuation_cache, max_kept_per_owner=max_kept_per_key)
+        self._dispatcher = Dispatcher(self._planner, metrics, self.continuations, self._sync, mode=mode, rules=rules)
+        self._search = KeptSearch(self.continuations, lambda: self._dispatcher.usable)
+        self._listeners = Listeners(
+            opened=self._on_opened,
+            broken=self._on_broken,
+            outputs=self._dispatcher.outputs,
+            told=self._search.told,
+            malformed=self._on_malformed,
+        )
         self._ticker: asyncio.TimerHandle | None = None
         self._changed = asyncio.Event()
         metrics.registry.register(WorkerCollector(self._peers.values))
@@ -89,13 +97,11 @@ class Router:
     def close(self) -> None:
         """Open requests fail; nothing is heard of the workers any more."""
         self._dispatcher.fail_all("the server is shutting down")
-        if self._sync is not None:
-            self._sync.close()
+        self._sync.close()
         if self._ticker is not None:
             self._ticker.cancel()
         self._membership.close()
-        if self._feed is not None:
-            self._feed.close()
+        self._feed.close()
         for peer in self._peers.values():
             peer.close()
         self._peers.clear()
@@ -105,7 +111,7 @@ class Router:
 
     @property
     def ready(self) -> bool:
-        return self._dispatcher.ready
+        return self._planner.ready
 
     @property
     def max_model_len(self) -> int:
@@ -113,7 +119,7 @@ class Router:
         return min(lengths, default=0)
 
     def submit(self, request: GenerateRequest) -> RequestStream:
-        return self._dispatcher.submit(request, "" if self.ready else excuse(self._peers.values()))
+        return self._dispatcher.submit(request, "" if self.ready else _excuse(list(self._peers.values())))
 
     async def find_parent(self, handle: str, owner: str, *, wait_s: float) -> Parent:
         if self.continuations.is_unheard_of(handle, owner):
@@ -132,15 +138,15 @@ class Router:
         for parent in self.continuations.delete(handle, owner):
             peer = None if parent.worker_id is None else self._peers.get(parent.worker_id)
             if peer is not None and parent.kept_id is not None:
-                peer.link.send(ReleaseKept(kept_ids=[parent.kept_id]))
+                peer.send(ReleaseKept(kept_ids=[parent.kept_id]))
 
     def cluster(self) -> dict[str, Any]:
         return {
             "router": self.router_id,
             "model": self._model,
             "ready": self.ready,
-            "in_flight": self._dispatcher.num_open,
-            "stranded": self._dispatcher.num_stranded,
+            "in_flight": len(self._dispatcher.open),
+            "stranded": len(self._dispatcher.stranded),
             "workers": [peer.describe() for peer in self._peers.values()],
         }
 
@@ -168,14 +174,13 @@ class Router:
 
     def _on_joined(self, record: WorkerRecord) -> None:
         try:
-            peer = Peer(record, self, router_id=self.router_id, lease_s=self._lease_s)
+            peer = Peer(record, self._listeners, router_id=self.router_id, silence_s=self._registration_s)
         except ProtocolError as error:
             self._metrics.malformed.labels("registry").inc()
             log.seldom("a worker gave no usable address", worker=record.id, reason=error)
             return
         self._peers[record.id] = peer
-        if self._feed is not None:
-            self._feed.joined(record)
+        self._feed.joined(record)
         self._metrics.worker_joins.labels(record.role.value).inc()
         log.info("worker joined", worker=record.id, address=record.serving_address, pid=record.pid)
 
@@ -196,11 +201,10 @@ class Router:
         peer = self._peers.get(worker_id)
         if peer is None:
             return
-        peer.link.drain()
+        peer.drain()
         self._peers.pop(worker_id, None)
         peer.close()
-        if self._feed is not None:
-            self._feed.left(worker_id)
+        self._feed.left(worker_id)
         self._metrics.worker_losses.labels(peer.record.role.value, loss.value).inc()
         log.info("worker left", worker=worker_id, reason=loss.value)
         self._refresh()
@@ -209,30 +213,24 @@ class Router:
         if loss is Loss.LEFT:
             self._dispatcher.lost(peer, "it left")
         else:
-            self._settle(peer, "it was silent for longer than its lease")
+            self._settle(peer, "it did not renew its registration in time")
 
-    # What the links say (PeerOwner)
+    # What the connections say
 
-    def peer_opened(self, peer: Peer) -> None:
+    def _on_opened(self, peer: Peer) -> None:
         log.info("worker ready", worker=peer.id)
         self._dispatcher.came_back(peer)
         self._refresh()
 
-    def peer_broken(self, peer: Peer, reason: str) -> None:
+    def _on_broken(self, peer: Peer, reason: str) -> None:
         self._metrics.worker_losses.labels(peer.record.role.value, "broken").inc()
-        log.warning("link to a worker broke", worker=peer.id, reason=reason)
+        log.warning("the connection to a worker broke", worker=peer.id, reason=reason)
         self._refresh()
         self._search.lost(peer)
         self.continuations.unheard(peer.id, "the connection to its worker broke")
         self._settle(peer, reason)
 
-    def peer_outputs(self, peer: Peer, outputs: StepOutputs) -> None:
-        self._dispatcher.outputs(peer, outputs)
-
-    def peer_told(self, peer: Peer, told: KeptTold) -> None:
-        self._search.told(peer, told)
-
-    def peer_malformed(self, peer: Peer, reason: str) -> None:
+    def _on_malformed(self, peer: Peer, reason: str) -> None:
         self._metrics.malformed.labels("serving").inc()
         log.seldom("malformed message of a worker", worker=peer.id, reason=reason)
 
@@ -240,12 +238,12 @@ class Router:
         """Its requests go elsewhere; and the workers that exchange KV with it need not wait to find out."""
         for peer in self._peers.values():
             if peer is not lost:
-                peer.link.send(PeerLost(worker_id=lost.id))
+                peer.send(PeerLost(worker_id=lost.id))
         self._dispatcher.lost(lost, reason)
 
     def _refresh(self) -> None:
         """Workers are used together only if one can replace the other: the oldest reachable one decides which model it is."""
-        reachable = [peer for peer in self._peers.values() if peer.link.is_open]
+        reachable = [peer for peer in self._peers.values() if peer.is_open]
         for peer in reachable:
             same = peer.record.fingerprint == reachable[0].record.fingerprint
             peer.refusal = "" if same else f"it serves another model or layout than {reachable[0].id}"
@@ -253,9 +251,17 @@ class Router:
         self._changed.set()
 
     def _schedule_tick(self) -> None:
-        self._ticker = asyncio.get_running_loop().call_later(self._lease_s / 3, self._tick)
+        self._ticker = asyncio.get_running_loop().call_later(self._registration_s / 3, self._tick)
 
     def _tick(self) -> None:
         for peer in list(self._peers.values()):
-            peer.link.tick()
+            peer.tick()
         self._schedule_tick()
+
+
+def _excuse(peers: list[Peer]) -> str:
+    """Why none of these can take a request."""
+    problems = [f"{peer.id}: {peer.problem}" for peer in peers if peer.problem]
+    if problems:
+        return f"no worker can take requests ({'; '.join(problems)})"
+    return "no decode worker is up" if peers else "no worker has registered yet"

@@ -4,12 +4,13 @@
     await next()                   called by the front end: everything new since the last call, merged
     finish(sample, ...), abort()   called by the front end: a stop string was found; the client left
 
-Outputs are ordered by (sample, position). What was already seen is dropped; what comes early is parked until the gap closes.
+Outputs are ordered by (sample, position). What was already seen is dropped; what comes early is held back until the gap closes.
 """
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import Protocol
 
 from kvrelay.errors import InternalError, RequestError
@@ -18,7 +19,7 @@ from kvrelay.router.parent import Parent
 from kvrelay.states import FinishReason
 from kvrelay.wire.serving import BeamResult, Inherited, Resumed, SequenceOutput
 
-_MAX_EARLY = 1024  # outputs parked behind a gap; so many mean that what is missing will never come
+_MAX_EARLY = 1024  # outputs held back behind a gap; more mean that what is missing will never come
 
 
 class StreamOwner(Protocol):
@@ -33,67 +34,41 @@ class StreamOwner(Protocol):
     def send_abort(self, stream: RequestStream) -> None: ...
 
 
+@dataclass(slots=True, eq=False)
 class RequestStream:
     """Holds what the front end has not taken yet, and how far each sample has come."""
 
-    __slots__ = (
-        "_early",
-        "_error",
-        "_owner",
-        "_pending",
-        "_running",
-        "_tokens",
-        "_waiter",
-        "aborted",
-        "beams",
-        "decode",
-        "encode",
-        "inherited",
-        "parents",
-        "prefill",
-        "request_id",
-        "transfer_id",
-    )
+    request_id: RequestId
+    num_samples: InitVar[int]
+    _owner: StreamOwner
+    _: KW_ONLY
+    prefill: str = ""  # worker ids, for the response headers
+    decode: str = ""
+    encode: str = ""  # of the workers that make the embeddings of its images; empty for text
+    transfer_id: TransferId | None = None  # of the hand-over, if two workers serve the request
+    aborted: bool = field(default=False, init=False)
+    beams: dict[int, BeamResult] = field(default_factory=dict, init=False)  # by sample; told before their tokens
+    parents: list[Parent] = field(default_factory=list, init=False)  # its samples, as requests that continue from them see them
+    inherited: Inherited | None = field(default=None, init=False)  # what it took of its own parent's KV
+    error: RequestError | None = field(default=None, init=False)  # that ended it
+    _tokens: list[list[int]] = field(init=False)
+    _running: set[int] = field(init=False)
+    _pending: list[SequenceOutput] = field(default_factory=list, init=False)
+    _early: dict[tuple[int, int], SequenceOutput] = field(default_factory=dict, init=False)
+    _waiter: asyncio.Future[None] | None = field(default=None, init=False)
 
-    def __init__(
-        self,
-        request_id: RequestId,
-        num_samples: int,
-        owner: StreamOwner,
-        *,
-        prefill: str,
-        decode: str,
-        transfer_id: TransferId | None = None,
-    ) -> None:
-        self.request_id = request_id
-        self.transfer_id = transfer_id  # of the hand-over, if two workers serve the request
-        self.aborted = False
-        self.beams: dict[int, BeamResult] = {}  # by sample; told before the tokens that they belong to
-        self.prefill = prefill  # worker ids, for the response headers
-        self.decode = decode
-        self.parents: list[Parent] = []  # its samples, to those who continue from them
-        self.inherited: Inherited | None = None  # what it took of its own parent's KV
-        self.encode = ""  # who makes the embeddings of its images; empty for text
-        self._owner = owner
-        self._tokens: list[list[int]] = [[] for _ in range(num_samples)]
+    def __post_init__(self, num_samples: int) -> None:
+        self._tokens = [[] for _ in range(num_samples)]
         self._running = set(range(num_samples))
-        self._pending: list[SequenceOutput] = []
-        self._early: dict[tuple[int, int], SequenceOutput] = {}
-        self._error: RequestError | None = None
-        self._waiter: asyncio.Future[None] | None = None
 
     @property
     def done(self) -> bool:
         """Nothing more will come after what is pending."""
-        return not self._running or self._error is not None
+        return not self._running or self.error is not None
 
     @property
     def failed(self) -> bool:
-        return self._error is not None
-
-    @property
-    def error(self) -> RequestError | None:
-        return self._error
+        return self.error is not None
 
     @property
     def running(self) -> list[int]:
@@ -110,41 +85,41 @@ class RequestStream:
 
     def deliver(self, output: SequenceOutput) -> None:
         sample, position = output.sample, output.position
-        if self._error is not None or sample not in self._running:
+        if self.error is not None or sample not in self._running:
             return
         expected = len(self._tokens[sample])
         if position > expected:
-            self._park(output)
+            self._hold_back(output)
             return
         if position < expected:
             output = _without_first(output, expected - position)
             if not output.tokens and output.finish is None:
                 return
         self._accept(output)
-        while self._early and sample in self._running and (follower := self._unpark(sample)) is not None:
+        while self._early and sample in self._running and (follower := self._take_held(sample)) is not None:
             self._accept(follower)
         if not self._running:
             self._owner.stream_finished(self)
         self._wake()
 
     def resume(self) -> list[Resumed]:
-        """What another worker must know to go on: the tokens so far of the samples that have not ended. What was parked came
-        of a worker that is gone, and is forgotten."""
+        """What another worker must know to go on: the tokens so far of the samples that have not ended. What was held
+        back came of a worker that is gone, and is forgotten."""
         self._early.clear()
         return [Resumed(sample, list(self._tokens[sample])) for sample in sorted(self._running)]
 
     def fail(self, error: RequestError) -> None:
         if self.done:
             return
-        self._error = error
+        self.error = error
         self._owner.stream_finished(self)
         self._wake()
 
     async def next(self) -> list[SequenceOutput]:
         """At least one output, or an empty list when the request is over. Raises the error that ended it."""
         while not self._pending:
-            if self._error is not None:
-                raise self._error
+            if self.error is not None:
+                raise self.error
             if not self._running:
                 return []
             self._waiter = asyncio.get_running_loop().create_future()
@@ -156,7 +131,7 @@ class RequestStream:
         """A normal end: the sample is cut after `keep_tokens` tokens and gets nothing more. Its worker may have ended it by
         itself, further on."""
         was_running = sample in self._running
-        if self._error is not None or (not was_running and len(self._tokens[sample]) <= keep_tokens):
+        if self.error is not None or (not was_running and len(self._tokens[sample]) <= keep_tokens):
             return
         self._running.discard(sample)
         del self._tokens[sample][keep_tokens:]
@@ -166,7 +141,7 @@ class RequestStream:
             self._wake()
 
     def abort(self) -> None:
-        """Nobody wants the rest, nor what was not taken yet. Harmless when the request is over."""
+        """The client wants neither the rest nor what was not taken yet. Harmless when the request is over."""
         if self.done:
             return
         self.aborted = True
@@ -179,17 +154,17 @@ class RequestStream:
         self._owner.stream_finished(self)
         self._wake()
 
-    def _park(self, output: SequenceOutput) -> None:
-        parked = self._early.get((output.sample, output.position))
-        if parked is not None and len(parked.tokens) >= len(output.tokens):
+    def _hold_back(self, output: SequenceOutput) -> None:
+        held = self._early.get((output.sample, output.position))
+        if held is not None and len(held.tokens) >= len(output.tokens):
             return
         if len(self._early) >= _MAX_EARLY:
             self.fail(InternalError("outputs of this request were lost between the worker and the router"))
         else:
             self._early[output.sample, output.position] = output
 
-    def _unpark(self, sample: int) -> SequenceOutput | None:
-        """A parked output that goes on where the sample is now; those that say nothing new are dropped."""
+    def _take_held(self, sample: int) -> SequenceOutput | None:
+        """An output that was held back and goes on where the sample is now; those that say nothing new are dropped."""
         expected = len(self._tokens[sample])
         for key in [key for key in self._early if key[0] == sample and key[1] <= expected]:
             output = _without_first(self._early.pop(key), expected - key[1])

@@ -16,9 +16,13 @@ from kvrelay.engine.interfaces import Allocate, Row, StepPlan
 from kvrelay.errors import ConfigError
 from kvrelay.ids import RequestId
 from kvrelay.kernels.choose import choose_kernels
+from kvrelay.kernels.native.kernels import NativeKernels
+from kvrelay.kernels.torch_kernels import TorchKernels
 from kvrelay.log import Log
 from kvrelay.models.registry import Model
 from kvrelay.progress import Progress
+from kvrelay.runner.gpu_memory import explained, graph_bytes, kv_bytes
+from kvrelay.runner.graphs import graph_sizes
 from kvrelay.runner.host_pool import make_host_pool
 from kvrelay.runner.kv_pool import KVPool, PoolSize, blocks_for, choose_pool_size, free_cpu_bytes
 from kvrelay.runner.loader import load_model
@@ -48,48 +52,57 @@ def build_runner(
     `features` is the store of an encoder in the same process; else a model that takes images gets one of its own."""
     if model_options.tp > 1:
         raise ConfigError(f"--tp {model_options.tp}: tensor parallelism is not supported yet; use --tp 1")
+    engine_options = engine_options.for_device(model_options.device)
     device = choose_device(model_options)
     dtype_name = choose_dtype(model_options, cpu_flags())
     dtype = DTYPES[dtype_name]
     num_threads = set_threads(model_options.threads)
     spec = read_spec(folder)
-    model = load_model(
-        folder,
-        spec,
-        kernels=choose_kernels(device, dtype, environment),
-        device=device,
-        dtype=dtype,
-        load=model_options.load,
-        progress=progress,
-        max_positions=engine_options.max_model_len or None,
-    )
-    size = _pool_size(model, spec, model_options, engine_options, dtype, device)
-    pool = KVPool(
-        spec,
-        num_blocks=size.num_blocks,
-        block_size=engine_options.block_size,
-        dtype=dtype,
-        device=device,
-        allocate=allocate,
-    )
-    runner = TorchRunner(
-        model,
-        pool,
-        spec,
-        block_size=engine_options.block_size,
-        max_batch=engine_options.max_batch,
-        token_budget=engine_options.token_budget,
-        max_model_len=size.max_model_len,
-        fingerprint=model_fingerprint(spec, model_options, folder),
-        folder=folder,
-        num_threads=num_threads,
-        host_pool=make_host_pool(pool, engine_options.swap_blocks),
-        features=make_store(spec, engine_options, device, dtype) if features is None else features,
-    )
-    _warm_up(runner, engine_options.block_size)
+    kernels = choose_kernels(device, dtype, environment, model_options)
+    with explained("loading weights", weight_elements(spec) * dtype.itemsize, device):
+        model = load_model(
+            folder,
+            spec,
+            kernels=kernels,
+            device=device,
+            dtype=dtype,
+            load=model_options.load,
+            progress=progress,
+            max_positions=engine_options.max_model_len or None,
+        )
+    sizes = [] if isinstance(kernels, TorchKernels | NativeKernels) else graph_sizes(engine_options.max_batch)
+    size = _pool_size(model, spec, model_options, engine_options, dtype, device, sizes)
+    num_blocks = size.num_blocks + bool(sizes)  # graphs need one of their own
+    pool_bytes = num_blocks * engine_options.block_size * spec.kv_bytes_per_token(dtype.itemsize)
+    with explained(f"making room for {size.num_blocks} KV blocks and decode graphs", pool_bytes, device):
+        pool = KVPool(
+            spec,
+            num_blocks=num_blocks,
+            block_size=engine_options.block_size,
+            dtype=dtype,
+            device=device,
+            allocate=allocate,
+        )
+        runner = TorchRunner(
+            model,
+            pool,
+            spec,
+            block_size=engine_options.block_size,
+            max_batch=engine_options.max_batch,
+            token_budget=engine_options.token_budget,
+            max_model_len=size.max_model_len,
+            fingerprint=model_fingerprint(spec, model_options, folder),
+            folder=folder,
+            num_threads=num_threads,
+            host_pool=make_host_pool(pool, engine_options.swap_blocks),
+            features=make_store(spec, engine_options, device, dtype) if features is None else features,
+            graph_sizes=sizes,
+            progress=progress,
+        )
+        _warm_up(runner, engine_options.block_size)
     log.info(
         "runner ready", model=model_options.model, device=device.type, dtype=dtype_name, threads=num_threads,
-        kv_blocks=size.num_blocks, max_model_len=size.max_model_len,
+        kv_blocks=size.num_blocks, max_model_len=size.max_model_len, graphs=len(sizes),
     )  # fmt: skip
     return runner
 
@@ -138,31 +151,36 @@ def cpu_flags() -> frozenset[str]:
     return frozenset(word for name, _, words in lines if name.strip() in ("flags", "Features") for word in words.split())
 
 
+def weight_elements(spec: ModelSpec) -> int:
+    """Of the matrices; norms and biases are too small to matter."""
+    attention = spec.hidden_size * spec.head_dim * (2 * spec.num_heads + 2 * spec.num_kv_heads)
+    layers = spec.num_layers * (attention + 3 * spec.hidden_size * spec.intermediate_size)
+    return layers + spec.hidden_size * spec.vocab_size * (1 if spec.tie_word_embeddings else 2)
+
+
 def _pool_size(
-    model: Model, spec: ModelSpec, model_options: ModelOptions, options: EngineOptions, dtype: torch.dtype, device: torch.device
+    model: Model,
+    spec: ModelSpec,
+    model_options: ModelOptions,
+    options: EngineOptions,
+    dtype: torch.dtype,
+    device: torch.device,
+    sizes: list[int],
 ) -> PoolSize:
     if options.kv_blocks:
         free_bytes = 0  # not asked for
     elif device.type == "cuda":
-        free_bytes = _free_gpu_bytes(model, spec, model_options, options, dtype, device)
+        longest = min(options.max_model_len or spec.max_position_embeddings, spec.max_position_embeddings)
+        beside = graph_bytes(spec, sizes, blocks_for(longest, options.block_size) + 1, dtype) + _feature_bytes(spec, options)
+        beside += options.token_budget * spec.vocab_size * dtype.itemsize  # logits of a whole step, for prompt logprobs
+        num_tokens = min(options.token_budget, longest)
+        with explained("trying the largest step", weight_elements(spec) * dtype.itemsize, device):
+            free_bytes = kv_bytes(
+                model_options.gpu_memory, beside, lambda: _profile(model, spec, num_tokens, options, dtype, device), device
+            )
     else:
         free_bytes = free_cpu_bytes()
     return choose_pool_size(spec, options, dtype=dtype, free_bytes=free_bytes, device=device)
-
-
-def _free_gpu_bytes(
-    model: Model, spec: ModelSpec, model_options: ModelOptions, options: EngineOptions, dtype: torch.dtype, device: torch.device
-) -> int:
-    """What the worker's share of the card leaves beside weights and the activations of the largest step, which is tried."""
-    num_tokens = min(options.token_budget, options.max_model_len or spec.max_position_embeddings)
-    torch.cuda.reset_peak_memory_stats(device)
-    _profile(model, spec, num_tokens, options, dtype, device)
-    torch.cuda.synchronize(device)
-    peak = torch.cuda.max_memory_allocated(device)
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(device)
-    others = total - free - torch.cuda.memory_reserved(device)  # other processes, and what CUDA itself holds
-    return max(0, int(total * model_options.gpu_memory) - peak - others - _feature_bytes(spec, options))
 
 
 def _feature_bytes(spec: ModelSpec, options: EngineOptions) -> int:

@@ -22,13 +22,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrelay.engine.interfaces import Allocate, Row, RowResult, SequenceView, StepPlan, StepResult
+from kvrelay.engine.interfaces import Allocate, Row, RowFailure, RowResult, SequenceView, StepPlan, StepResult
+from kvrelay.wire.kv import Layout
 from kvrelay.wire.serving import Logprob, TokenLogprobs
-from kvrelay.wire.transfer import Layout
 
 MAX_LAUNCHED = 2
 _NUM_LAYERS = 2
-_NO_GRAMMAR = "response_format: the fake runner cannot follow a grammar"
+_NO_GRAMMAR = RowFailure("response_format: the fake runner cannot follow a grammar", param="response_format")
 _NOTHING_WRITTEN = np.uint64(0)
 
 Hashes = NDArray[np.uint64]
@@ -57,7 +57,7 @@ class FakeRunner:
     `tokens` are the ids it may give, all by default. End-of-text comes about once in `eos_one_in` tokens (never if 0), as the
     first of `eos_token_ids`. A step takes `step_time_s`, counted from its launch or from the end of the one before it.
     A copy to or from one of the `num_host_blocks` ends when it was asked for as often as `copy_delay` says, at least once;
-    `end_copies` ends them all.
+    `end_copies` ends them all. With `runs_ahead` it takes plans that lack the tokens of the one before.
     """
 
     def __init__(
@@ -76,6 +76,7 @@ class FakeRunner:
         allocate: Allocate | None = None,
         num_host_blocks: int = 0,
         copy_delay: Callable[[], int] = lambda: 1,
+        runs_ahead: bool = False,
     ) -> None:
         assert not eos_one_in or eos_token_ids, "there is no end-of-text token to give"
         self.vocab_size = vocab_size
@@ -107,7 +108,8 @@ class FakeRunner:
         self._known: dict[int, _Known] = {}
         self._step_time_s = step_time_s
         self._busy_until_s = 0.0
-        self._launched: deque[tuple[float, StepResult]] = deque()
+        self._runs_ahead = runs_ahead
+        self._launched: deque[tuple[float, list[Row], StepResult]] = deque()
 
     @property
     def num_blocks(self) -> int:
@@ -116,6 +118,10 @@ class FakeRunner:
     @property
     def num_host_blocks(self) -> int:
         return self._num_host_blocks
+
+    @property
+    def runs_ahead(self) -> bool:
+        return self._runs_ahead and self._on_layer is None
 
     def begin_copies(self, saves: Sequence[tuple[int, int]], loads: Sequence[tuple[int, int]]) -> int:
         self._num_copies += 1
@@ -151,20 +157,35 @@ class FakeRunner:
         assert len(self._launched) < MAX_LAUNCHED, "collect a plan before launching a third"
         for key in plan.released:
             self._known.pop(key, None)
+        rows = self._with_chosen_tokens(plan.rows)
         if self._store is not None:
             self._store.copy_blocks(plan.copies)
-            self._store.run(plan.rows)
-        if self._on_layer is not None and plan.rows:
+            self._store.run(rows)
+        if self._on_layer is not None and rows:
             for layer in range(_NUM_LAYERS):
                 self._on_layer(layer)
-        signatures = self._signatures(plan.rows)
-        result = StepResult(rows=self._answer(plan.rows, signatures))
+        signatures = self._signatures(rows)
+        result = StepResult(rows=self._answer(rows, signatures))
         self._busy_until_s = max(time.monotonic(), self._busy_until_s) + self._step_time_s
-        self._launched.append((self._busy_until_s, result))
+        self._launched.append((self._busy_until_s, rows, result))
+
+    def _with_chosen_tokens(self, rows: list[Row]) -> list[Row]:
+        """Rows that start where their sequence ends see the token that the plan before chose for it."""
+        if not any(row.start == len(row.sequence.tokens) for row in rows):
+            return rows
+        assert self.runs_ahead, "a row starts past its sequence's tokens"
+        _, before, result = self._launched[-1]
+        chosen = {row.sequence.key: answer for row, answer in zip(before, result.rows, strict=True) if row.samples == 1}
+        return [
+            Row(_Longer(row.sequence, (chosen[row.sequence.key].tokens or [0])[0]), row.start, row.count, row.samples)
+            if row.start == len(row.sequence.tokens)
+            else row
+            for row in rows
+        ]
 
     def collect(self) -> StepResult:
         assert self._launched, "nothing was launched"
-        ready_s, result = self._launched.popleft()
+        ready_s, _, result = self._launched.popleft()
         if self._step_time_s > 0.0:
             time.sleep(max(0.0, ready_s - time.monotonic()))
         return result
@@ -264,6 +285,17 @@ class FakeRunner:
         last = min(row.start + row.count, row.sequence.num_prompt_tokens - 1)
         signatures = _signatures_of(tokens[:last]).tolist()
         return [self._logprobs(signatures[p - 1], tokens[p], number) for p in range(row.start + 1, last + 1)]
+
+
+class _Longer:
+    """A sequence with one more token than it knows of. Implements `SequenceView`."""
+
+    def __init__(self, sequence: SequenceView, token: int) -> None:
+        self.key, self.request_id, self.sample = sequence.key, sequence.request_id, sequence.sample
+        self.params, self.images = sequence.params, sequence.images
+        self.tokens = [*sequence.tokens, token]
+        self.num_prompt_tokens = sequence.num_prompt_tokens
+        self.block_table = list(sequence.block_table)
 
 
 class _SignatureStore:

@@ -23,7 +23,7 @@ from kvrelay.config import EngineOptions
 from kvrelay.engine.interfaces import Allocate
 from kvrelay.errors import ConfigError
 from kvrelay.log import Log
-from kvrelay.wire.transfer import Layout
+from kvrelay.wire.kv import Layout
 
 CPU_SHARE = 0.15  # of the memory that is free
 CPU_MOST_BYTES = 4 * 2**30
@@ -89,6 +89,7 @@ def choose_pool_size(
     spec: ModelSpec, options: EngineOptions, *, dtype: torch.dtype, free_bytes: int, device: torch.device
 ) -> PoolSize:
     """`free_bytes` is what the pool may use on a GPU, and what is free on a CPU."""
+    options = options.for_device("cuda" if device.type == "cuda" else "cpu")
     longest = min(options.max_model_len or spec.max_position_embeddings, spec.max_position_embeddings)
     if options.max_model_len > spec.max_position_embeddings:
         raise ConfigError(

@@ -5,8 +5,12 @@ collect   choose tokens from the logits, oldest launch first; results leave as p
 
 Copies of whole blocks to and from the host run beside the passes (`host_pool.py`).
 
-On a GPU `launch` returns while the device works; on a CPU the forward pass is done when it returns. Sampling happens in
-`collect`. At most two plans may be under way, so their input buffers never meet.
+On a CPU the forward pass is done when `launch` returns, and sampling happens in `collect`. On a GPU `launch` returns while the
+device works; a step that only decodes is one replay of a captured graph (`graphs.py`), and where each row takes one token and
+reports nothing besides, sampling is part of the launch: `collect` waits for one small copy. At most two plans are under way.
+
+A runner with graphs `runs_ahead`: a row may start where its sequence's tokens end, if the plan launched before it chooses that
+token. The device takes it from there, so nobody waits for it.
 """
 
 from __future__ import annotations
@@ -19,17 +23,20 @@ from dataclasses import dataclass
 import torch
 
 from kvrelay.checkpoint.spec import ModelSpec
-from kvrelay.engine.interfaces import RowResult, StepPlan, StepResult
+from kvrelay.engine.interfaces import Row, RowResult, StepPlan, StepResult
 from kvrelay.models.registry import Model
-from kvrelay.runner.batch import BatchBuilder
+from kvrelay.progress import Progress, Silent
+from kvrelay.runner.batch import BatchBuilder, LogitLayout
+from kvrelay.runner.graphs import DecodeGraphs
 from kvrelay.runner.host_pool import HostPool
 from kvrelay.runner.kv_pool import KVPool, blocks_for
+from kvrelay.runner.sampling.draw import NOT_RESOLVED
 from kvrelay.runner.sampling.edits import EditState
 from kvrelay.runner.sampling.grammar import Grammars
 from kvrelay.runner.sampling.sampler import Prepared, Sampler
 from kvrelay.runner.vision.features import FeatureStore
 from kvrelay.runner.vision.images import ImageRows
-from kvrelay.wire.transfer import Layout
+from kvrelay.wire.kv import Layout
 
 MAX_LAUNCHED = 2
 TOKENIZER_NAME = "tokenizer.json"
@@ -37,8 +44,38 @@ TOKENIZER_NAME = "tokenizer.json"
 
 @dataclass(slots=True)
 class _Launched:
-    logits: torch.Tensor | None  # None when the plan had no rows
+    """A plan under way: its tokens are chosen by the device, or will be from its logits."""
+
+    rows: list[Row]
     prepared: Prepared
+    logits: torch.Tensor | None = None  # None where no one will look at them any more
+    chosen: ChosenTokens | None = None
+    results: list[RowResult] | None = None
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether the device has its tokens, without a second look."""
+        return self.chosen is not None and self.logits is None
+
+
+class ChosenTokens:
+    """Tokens on their way from the device."""
+
+    def __init__(self, tokens: torch.Tensor) -> None:
+        on_card = tokens.device.type == "cuda"
+        self._host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=on_card)
+        self._host.copy_(tokens, non_blocking=True)
+        self._arrived = torch.cuda.Event() if on_card else None  # type: ignore[no-untyped-call]
+        self._tokens: list[int] | None = None
+        if self._arrived is not None:
+            self._arrived.record()
+
+    def wait(self) -> list[int]:
+        if self._tokens is None:
+            if self._arrived is not None:
+                self._arrived.synchronize()
+            self._tokens = self._host.tolist()
+        return self._tokens
 
 
 class TorchRunner:
@@ -59,8 +96,11 @@ class TorchRunner:
         num_threads: int = 1,
         host_pool: HostPool | None = None,
         features: FeatureStore | None = None,
+        graph_sizes: Sequence[int] = (),
+        progress: Progress | None = None,
     ) -> None:
-        """`features` holds those of images; without it the runner takes none."""
+        """`features` holds those of images; without it the runner takes none. With `graph_sizes`, decode steps are padded to
+        them and replayed, and the pool's last block is the runner's own."""
         self.spec = spec
         self.features = features
         self.max_model_len = max_model_len
@@ -69,14 +109,24 @@ class TorchRunner:
         self._model = model
         self._pool = pool
         self._host_pool = host_pool
+        device = pool.tensor.device
         self._builder = BatchBuilder(
             block_size=block_size,
             max_tokens=token_budget,
             max_rows=max_batch,
             max_blocks=blocks_for(max_model_len, block_size),
-            device=pool.tensor.device,
-            images=_image_rows(spec, features, pool.tensor.device),
+            device=device,
+            images=_image_rows(spec, features, device),
+            sent=device.type == "cuda" or bool(graph_sizes),
         )
+        self._graphs = (
+            DecodeGraphs(
+                model, pool.tensor, self._builder,
+                sizes=graph_sizes, max_context=max_model_len, progress=progress or Silent(),
+            )
+            if graph_sizes
+            else None
+        )  # fmt: skip
         grammars = Grammars(
             lambda: (folder / TOKENIZER_NAME).read_text(encoding="utf-8"),
             vocab_size=spec.vocab_size,
@@ -107,7 +157,11 @@ class TorchRunner:
 
     @property
     def num_blocks(self) -> int:
-        return self._pool.num_blocks
+        return self._pool.num_blocks - (self._graphs is not None)
+
+    @property
+    def runs_ahead(self) -> bool:
+        return self._graphs is not None and self._on_layer is None
 
     @property
     def num_host_blocks(self) -> int:
@@ -132,18 +186,79 @@ class TorchRunner:
         self._sampler.forget(plan.released)
         self._pool.copy_blocks(plan.copies)
         if not plan.rows:
-            self._launched.append(_Launched(None, Prepared(num_plan_rows=0)))
-            return
+            self._launched.append(_Launched([], Prepared(num_plan_rows=0), results=[]))
+        elif self.runs_ahead and self._graphs is not None and self._graphs.takes(plan.rows):
+            self._launched.append(self._replay(plan, self._graphs))
+        else:
+            self._launched.append(self._pass(plan))
+
+    def _pass(self, plan: StepPlan) -> _Launched:
         batch, layout = self._builder.build(plan)
         logits = self._model.forward(batch, self._pool.tensor, self._on_layer)
-        self._launched.append(_Launched(logits, self._sampler.prepare(plan, layout)))
+        prepared = self._sampler.prepare(plan, layout)
+        if self._graphs is None or not prepared.takes_one_each or len(prepared.wanted) > self._graphs.max_rows:
+            return _Launched(plan.rows, prepared, logits)
+        return self._choose(plan, prepared, logits, None, self._graphs)
+
+    def _replay(self, plan: StepPlan, graphs: DecodeGraphs) -> _Launched:
+        rows = plan.rows
+        graphs.run(rows, self._sources(rows))
+        wanted = [(index, index) for index, row in enumerate(rows) if row.samples or row.candidates]
+        prepared = self._sampler.prepare(plan, LogitLayout(sampled=wanted, prompts=[], num_rows=len(rows)))
+        logits = graphs.logits[: len(rows)]
+        if not prepared.takes_one_each or not prepared.is_certain:
+            logits = logits.clone()  # the next replay overwrites them
+        if not prepared.takes_one_each:
+            return _Launched(rows, prepared, logits)
+        return self._choose(plan, prepared, logits, graphs.tokens[: len(rows)], graphs)
+
+    def _choose(
+        self, plan: StepPlan, prepared: Prepared, logits: torch.Tensor, best: torch.Tensor | None, graphs: DecodeGraphs
+    ) -> _Launched:
+        tokens = self._sampler.choose(logits, prepared, best)
+        if tokens is not best:
+            graphs.tokens[: len(tokens)].copy_(tokens)
+        return _Launched(plan.rows, prepared, None if prepared.is_certain else logits, ChosenTokens(tokens))
+
+    def _sources(self, rows: list[Row]) -> list[int]:
+        """Where each row's token is among those of the plan launched before; -1: the sequence has it."""
+        ahead = [row.start == len(row.sequence.tokens) for row in rows]
+        if not any(ahead):
+            return [-1] * len(rows)
+        before = self._launched[-1]
+        assert self._graphs is not None
+        if not before.is_certain:
+            self._bring_to_device(before, self._graphs.tokens)
+        places = {before.rows[one.plan_row].sequence.key: place for place, one in enumerate(before.prepared.wanted)}
+        return [places[row.sequence.key] if is_ahead else -1 for row, is_ahead in zip(rows, ahead, strict=True)]
+
+    def _bring_to_device(self, launched: _Launched, tokens: torch.Tensor) -> None:
+        """The host has to choose, or to look whether the device could: it does so now."""
+        finished = launched.chosen is not None and NOT_RESOLVED not in launched.chosen.wait()
+        launched.results = self._results(launched)
+        if finished:
+            return
+        chosen = [(launched.results[one.plan_row].tokens or [0])[0] for one in launched.prepared.wanted]
+        tokens[: len(chosen)].copy_(torch.tensor(chosen))
 
     @torch.inference_mode()
     def collect(self) -> StepResult:
         assert self._launched, "nothing was launched"
-        oldest = self._launched.popleft()
-        rows: list[RowResult] = [] if oldest.logits is None else self._sampler.finish(oldest.logits, oldest.prepared)
-        return StepResult(rows=rows)
+        return StepResult(rows=self._results(self._launched.popleft()))
+
+    def _results(self, launched: _Launched) -> list[RowResult]:
+        if launched.results is not None:
+            return launched.results
+        if launched.chosen is not None and NOT_RESOLVED not in launched.chosen.wait():
+            return self._sampler.results(launched.chosen.wait(), launched.prepared)
+        assert launched.logits is not None
+        return self._sampler.finish(launched.logits, launched.prepared)
+
+    @torch.inference_mode()
+    def replay_again(self, num_rows: int) -> None:
+        """For measuring the device alone: the last decode step of so many rows once more, its tokens for nobody."""
+        assert self._graphs is not None, "there are no graphs"
+        self._graphs.replay_again(num_rows)
 
     def close(self) -> None:
         """Drops what is under way. Weights and KV memory go with the runner."""

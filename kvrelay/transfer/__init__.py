@@ -1,1 +1,1 @@
-"""Moves bytes between workers: KV caches from prefill to decode, later embeddings from encode to prefill."""
+"""Moves bytes between workers: KV caches from prefill to decode, embeddings from encode to prefill, by one relay."""

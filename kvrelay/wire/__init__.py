@@ -1,19 +1,18 @@
 """Every message that crosses a process border, one file a channel. Frozen, tagged structs in msgpack; no pickle.
 
-Peers of one protocol version and of the one before work together. Of two, the side that learns the other's version first
-speaks the lower one: a registry answers a worker's record in the record's version, a router says Hello in it. Fields that one
-of them does not know have defaults, and no message that only the newer one knows is sent to the older one (`serving.since`).
+All processes of a cluster speak the same version of the protocol. The first message of each connection names it, and a peer of
+another version is refused.
 """
 
-PROTOCOL_VERSION = 3  # of the registry and the serving plane; the signal plane has its own number (transfer.SIGNAL_VERSION)
-OLDEST_PROTOCOL_VERSION = PROTOCOL_VERSION - 1
+from kvrelay.errors import VersionMismatchError
+
+PROTOCOL_VERSION = 4  # of the registry and the serving plane; the event plane and the relay's channels have their own numbers
 
 
-def speaks(version: int) -> bool:
-    """Whether a peer of that version and we understand each other. One that is newer by one knows how to speak ours."""
-    return OLDEST_PROTOCOL_VERSION <= version <= PROTOCOL_VERSION + 1
-
-
-def agreed(version: int) -> int:
-    """What is spoken with a peer of that version."""
-    return min(version, PROTOCOL_VERSION)
+def check_version(peer: str, version: int, spoken: int = PROTOCOL_VERSION, plane: str = "") -> None:
+    """Raises VersionMismatchError for a peer of another version. `plane` is one that has a number of its own."""
+    if version != spoken:
+        protocol = f"{plane} protocol" if plane else "protocol"
+        raise VersionMismatchError(
+            f"{peer} speaks {protocol} {version}, this process {protocol} {spoken}: run the same version of kvrelay on both"
+        )

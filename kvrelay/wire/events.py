@@ -1,4 +1,4 @@
-"""The event plane: what a worker's prefix cache holds, told to whoever wants to know. One worker publishes, many subscribe.
+"""The event plane: what a worker's prefix cache holds and what becomes of requests' KV. One worker publishes, many subscribe.
 
 worker: PUB                                subscriber: SUB
   | Events(sequence=7, [Stored, Removed]) ----> |   one batch per engine step that changed the cache
@@ -33,7 +33,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Stored(Event, frozen=True, kw_only=True):
-    """Blocks that can be found from now on, each the parent of the next (`kvrelay/hashing.py`)."""
+    """Blocks that can be found from now on, each the parent of the next (`kvrelay/native/hashing.py`)."""
 
     hashes: list[bytes]
     parent: bytes  # the hash before the first of them; where a chain starts, its root

@@ -22,7 +22,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Becomes(Message, frozen=True, kw_only=True):
-    """Whoever replaces this worker should begin in this role."""
+    """A worker that replaces this one begins in this role."""
 
     role: Role
 

@@ -3,7 +3,7 @@
 worker                                     registry
   | Register(record, ttl_s) ----------------> |
   | <------------ Registered | RegistryRefused |
-  | Renew(worker_id, state, load) every ttl/3 > |   silent for ttl_s: the worker is taken for dead
+  | Renew(worker_id, state, load) every ttl/3 > |   not renewed for ttl_s: the worker is considered dead
   | <--------------- Registered | Unknown      |   Unknown: register again (the registry restarted)
   | Leave(worker_id) -----------------------> |
 """
@@ -25,7 +25,7 @@ class BlockCounts(msgspec.Struct, frozen=True, kw_only=True):
     in_use: int = 0  # of live sequences
     reserved: int = 0  # waiting for a transfer to land
     sending: int = 0  # held for a peer
-    pinned: int = 0  # continuation leases
+    pinned: int = 0  # kept for continuations
     quarantined: int = 0  # a writer may still touch them
 
 
@@ -64,22 +64,19 @@ class ImageCounts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MappingCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the table that translates transfer ids and request ids. `size` and `parked` are of this moment, the rest since the
-    start."""
+    """Of the table that translates transfer ids and request ids. `size` and `held_back` are of this moment, the rest since
+    the start."""
 
     size: int = 0
-    parked: int = 0  # messages about transfers that are not known yet
+    held_back: int = 0  # messages about transfers that are not known yet
     lookups: int = 0
-    lookup_s: float = 0.0
     duplicates: int = 0  # messages about what was said before
-    unknown: int = 0  # messages about transfers nobody here has heard of
+    unknown: int = 0  # messages about unknown transfers
     foreign: int = 0  # messages from a worker that is not the transfer's peer: another attempt or incarnation
     malformed: int = 0  # frames that were no message
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one moment."""
-
     running: int = 0
     waiting: int = 0
     transferring: int = 0
@@ -94,8 +91,8 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     preemptions: int = 0  # since the start
     steps: int = 0  # since the start
     connections: int = 0  # routers that are connected, and workers that KV is exchanged with
-    leases: int = 0  # finished samples whose KV is kept for a continuation
-    inherited_tokens: int = 0  # since the start: prompt tokens whose KV was taken from a lease
+    kept: int = 0  # finished samples whose KV is kept for a continuation
+    inherited_tokens: int = 0  # since the start: prompt tokens whose KV was inherited
     images: ImageCounts | None = None  # of a worker whose model takes none
 
 
@@ -118,7 +115,8 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     signal_address: str = ""  # where a prefill worker's consumers connect
     events_address: str = ""  # where the worker publishes what its cache holds (wire/events.py); empty: it does not
     replay_address: str = ""  # where events that were missed are asked for
-    block_size: int = 0  # tokens per KV block, for those who hash prompts; 0: not told
+    block_size: int = 0  # tokens per KV block, for routers, which hash prompts; 0: not told
+    device: str = "cpu"  # where its model runs
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -9,8 +9,8 @@ router                                   worker
   | Ping ---------------------------------> |   keeps an idle connection's requests alive
   | PeerLost -----------------------------> |   another worker is gone: transfers with it fail at once
   | Drain --------------------------------> |   finish what you have, then leave (or come back in another role)
-  | ReleaseKept ------------------------> |   nobody will continue from these any more
-  | AskKept -----------------------------> |   a router that did not serve the parent looks for its lease
+  | ReleaseKept --------------------------> |   no client will continue from these any more
+  | AskKept ------------------------------> |   a router that did not serve the parent looks for its kept KV
   | <----------------------------- KeptTold |
 """
 
@@ -56,7 +56,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults
 class Hello(Message, frozen=True, kw_only=True):
     version: int
     router_id: RouterId
-    lease_s: float = 4.0  # a router silent for so long is taken for dead, and its requests are aborted
+    silence_s: float = 4.0  # a router not heard for this many seconds is considered dead: its requests are aborted
 
 
 class TransferInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,7 +77,7 @@ class Resumed(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Keep(msgspec.Struct, frozen=True, array_like=True):
-    """Asks for a lease on each sample's KV when the sample ends, whatever ends it. Answered by one KeptNews per sample."""
+    """Asks to keep each sample's KV when the sample ends, whatever ends it. Answered by one KeptNews per sample."""
 
     kept_ids: list[KeptId]  # one per sample
     ttl_s: float
@@ -114,7 +114,7 @@ class Submit(Message, frozen=True, kw_only=True):
     """
 
     request_id: RequestId
-    external_id: str  # what the client sees; for logs and later for continuation
+    external_id: str  # what the client sees; for logs and continuations
     prompt: list[int]
     params: SamplingParams
     priority: int = 0  # lower runs first
@@ -124,7 +124,7 @@ class Submit(Message, frozen=True, kw_only=True):
     resume: list[Resumed] = []  # empty: all samples begin at the beginning
     attempt: int = 0  # how often it was sent before; a request that was accepted once is not turned away by a full queue
     keep: Keep | None = None
-    inherit: KeptId | None = None  # the prompt begins with the tokens of this lease: their KV is taken from it, if it is there
+    inherit: KeptId | None = None  # the prompt begins with the tokens of this kept KV, which is taken if it is there
     images: list[Image] = []
     embeddings: list[EmbeddingTransfer] = []  # how those of images without data come, if this worker computes the prompt
 
@@ -159,7 +159,7 @@ class Ping(Message, frozen=True, kw_only=True):
 
 
 class PeerLost(Message, frozen=True, kw_only=True):
-    """The router takes this worker for gone. That is no proof of death: memory it may still write stays in quarantine."""
+    """The router considers this worker dead. That is no proof: memory it may still write stays in quarantine."""
 
     worker_id: WorkerId
 
@@ -175,7 +175,7 @@ class ReleaseKept(Message, frozen=True, kw_only=True):
 
 
 class AskKept(Message, frozen=True, kw_only=True):
-    """`handle` is a lease's id, or the parent's id as its client knows it."""
+    """`handle` is the kept KV's id, or the parent's id as its client knows it."""
 
     handle: str
     owner: str
@@ -280,12 +280,12 @@ class KeptNews(StepNews, frozen=True, array_like=True):
 
 
 class Inherited(StepNews, frozen=True, array_like=True):
-    """Once for each request that named a lease, before its first token: how many tokens' KV it took from it. None, if the lease
-    was gone: then the prefix cache was asked, and what that did not have was computed."""
+    """Once for each request that was to inherit kept KV, before its first token: of how many tokens it did. None, if that was
+    gone: then the prefix cache was asked, and what that did not have was computed."""
 
     request_id: RequestId
     num_tokens: int
-    num_cached: int = 0  # without the lease: tokens that the prefix cache had
+    num_cached: int = 0  # if it was gone: tokens that the prefix cache had
 
 
 class BeamResult(StepNews, frozen=True, array_like=True):
@@ -307,7 +307,7 @@ def of_kind(kind: type[AnyNews], news: Iterable[News]) -> list[AnyNews]:
 
 
 class KeptInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A lease as its worker sees it."""
+    """The kept KV of one sample, as its worker sees it."""
 
     kept_id: KeptId
     external_id: str
@@ -322,11 +322,11 @@ class KeptInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KeptTold(Message, frozen=True, kw_only=True):
-    """Answers AskKept. A parent with several samples may have several leases; none: not here."""
+    """Answers AskKept. A parent with several samples may have several; none: not here."""
 
     handle: str
     owner: str
-    leases: list[KeptInfo] = []
+    kept: list[KeptInfo] = []
 
 
 class StepOutputs(Message, frozen=True, kw_only=True):
@@ -339,18 +339,3 @@ class StepOutputs(Message, frozen=True, kw_only=True):
 
 ToWorker = Hello | Submit | Encode | Abort | Finish | Ping | PeerLost | Drain | ReleaseKept | AskKept
 ToRouter = Welcome | Refused | StepOutputs | KeptTold
-
-
-def since(message: ToWorker) -> int:
-    """The protocol version from which on a worker understands this message. What older ones may ignore does not count."""
-    match message:
-        case ReleaseKept() | AskKept() | Encode():
-            return 3
-        case PeerLost() | Drain():
-            return 2
-        case Submit():
-            if message.keep or message.inherit or message.images or message.params.beam:
-                return 3
-            return 2 if message.resume else 1
-        case _:
-            return 1

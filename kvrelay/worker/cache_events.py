@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvrelay.config import WorkerOptions
-from kvrelay.engine.events import EventRecorder
+from kvrelay.engine.memory.events import EventRecorder
 from kvrelay.events.publisher import EventPublisher
 from kvrelay.ids import WorkerId
 
@@ -14,19 +14,13 @@ class CacheEvents:
     def __init__(self, recorder: EventRecorder | None, worker_id: WorkerId, options: WorkerOptions) -> None:
         self._recorder = recorder
         self._publisher: EventPublisher | None = None
+        self.events_address = self.replay_address = ""
         if recorder is not None:
-            self._publisher = EventPublisher(
+            self._publisher = publisher = EventPublisher(
                 worker_id, host=options.worker_host, events_port=options.events_port, replay_port=options.replay_port
             )
-            self._publisher.start()
-
-    @property
-    def events_address(self) -> str:
-        return "" if self._publisher is None else self._publisher.events_address
-
-    @property
-    def replay_address(self) -> str:
-        return "" if self._publisher is None else self._publisher.replay_address
+            self.events_address, self.replay_address = publisher.events_address, publisher.replay_address
+            publisher.start()
 
     def tell(self) -> None:
         """On the engine's thread. While the publisher does not keep up, the recorder keeps what is to be told."""

@@ -33,7 +33,7 @@ class Caller:
     """A router that said Hello. `open` maps its requests to the samples that have not ended."""
 
     identity: bytes
-    lease_s: float
+    silence_s: float
     heard_at: float
     open: dict[RequestId, set[int]] = field(default_factory=dict)
     outputs: list[SequenceOutput] = field(default_factory=list)
@@ -53,7 +53,7 @@ class Callers:
         self._routers: dict[bytes, Caller] = {}
         self._owners: dict[RequestId, Caller] = {}
         self._kept: Recent[RequestId] = Recent(_REMEMBERED_KEPT)
-        self._awaited: dict[RequestId, tuple[Caller, set[int]]] = {}  # samples of which the lease's news is to come
+        self._awaited: dict[RequestId, tuple[Caller, set[int]]] = {}  # samples of which it is to be told whether they are kept
 
     def __len__(self) -> int:
         return len(self._routers)
@@ -107,12 +107,11 @@ class Callers:
         samples = caller.open[request_id]
         samples.discard(sample)
         if not samples:
-            del caller.open[request_id]
-            del self._owners[request_id]
+            self.close(caller, (request_id,))
 
     def deal(self, step: StepOutputs) -> list[Caller]:
-        """Gives each router what is its own, and returns those that have something to be told. What belongs to nobody any more
-        was aborted meanwhile."""
+        """Gives each router what is its own, and returns those that have something to be told. What belongs to no
+        router any more was aborted meanwhile."""
         touched: dict[bytes, Caller] = {}
         ended: list[tuple[Caller, RequestId]] = []
         for news in step.news:  # whose it is, is known until the outputs, with which a request may end

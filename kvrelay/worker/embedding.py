@@ -1,31 +1,51 @@
-"""What a worker needs to take part in the embedding relay, from its options: the pool, the memory under it, the settings."""
+"""What a worker needs to take part in the embedding relay, from its options: the pool, the memory under it, the settings; and
+what both sides know of an image besides its features."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
 
 from kvrelay.config import TransferOptions
 from kvrelay.ids import WorkerId
-from kvrelay.transfer.embedding_layout import EmbeddingLayout
-from kvrelay.transfer.embedding_mover import EmbeddingParts
-from kvrelay.transfer.embedding_pool import EmbeddingPool
-from kvrelay.transfer.embedding_room import EmbeddingSettings
+from kvrelay.media.placeholders import placeholder_ids
+from kvrelay.transfer.embedding.layout import EmbeddingLayout
+from kvrelay.transfer.embedding.mover import EmbeddingParts
+from kvrelay.transfer.embedding.pool import EmbeddingPool, Ints
+from kvrelay.transfer.embedding.room import EmbeddingSettings
 from kvrelay.transfer.engines.base import TransferEngine
 from kvrelay.transfer.engines.shm import host_identity
 from kvrelay.transfer.region import shared_region
-from kvrelay.transfer.session import TransferSettings
+from kvrelay.transfer.relay.link import TransferSettings
+from kvrelay.wire.serving import Image
 
 _AUX_ITEMS = 256  # the number of tokens, and what encode and prefill workers tell each other of up to 80 images
 
 
-def embedding_settings(options: TransferOptions) -> EmbeddingSettings:
-    return EmbeddingSettings(
-        buffer_tokens=options.embedding_buffer_tokens,
-        buffer=options.embedding_buffer,
-        full=options.embedding_full,
-        wait_s=options.embedding_wait_s,
-        transfer=TransferSettings(lease_s=options.transfer_lease_s),
-    )
+class Description(NamedTuple):
+    """What an embedding must be like to be that of an image. The encode worker sends it beside the features, the receiver
+    compares it with its own: so features that belong to another image, or are cut otherwise, are not used."""
+
+    fill_ids: Ints  # [tokens]
+    positions: Ints  # [tokens, 3]: time, height, width within the image
+    aux: tuple[int, ...]  # the grid
+
+    def mismatch(self, fill_ids: Ints, positions: Ints, aux: tuple[int, ...]) -> str:
+        """Why something else came; empty if it did not."""
+        if not np.array_equal(fill_ids, self.fill_ids):
+            return "what came is another image"
+        if not np.array_equal(positions, self.positions):
+            return "what came has other positions"
+        told = aux[: len(self.aux)]
+        return "" if told == self.aux else f"what came has a grid of {told} patches, not of {self.aux}"
+
+
+def describe(image: Image, merge_size: int) -> Description:
+    down, right = np.divmod(np.arange(image.num_tokens, dtype=np.int32), image.grid[2] // merge_size)
+    positions = np.stack((np.zeros_like(down), down, right), axis=1).astype(np.int32)
+    return Description(np.array(placeholder_ids(image.digest, image.num_tokens), dtype=np.int32), positions, image.grid)
 
 
 def embedding_layout(options: TransferOptions, *, hidden: int, deepstack: int, dtype: str, item_bytes: int) -> EmbeddingLayout:
@@ -47,10 +67,17 @@ def embedding_parts(
     engines: Sequence[TransferEngine],
     fingerprint: str,
     options: TransferOptions,
-    on_news: Callable[[], None] | None = None,
+    on_news: Callable[[], None] = lambda: None,
 ) -> EmbeddingParts:
     """For an `EmbeddingProducer` or `EmbeddingConsumer`. The engines must be its own: each serves one region."""
     region = shared_region(layout.size_bytes, "kvrelay-embeddings")
+    settings = EmbeddingSettings(
+        buffer_tokens=options.embedding_buffer_tokens,
+        buffer=options.embedding_buffer,
+        full=options.embedding_full,
+        wait_s=options.embedding_wait_s,
+        transfer=TransferSettings(lease_s=options.transfer_lease_s),
+    )
     return EmbeddingParts(
         worker_id=worker_id,
         pool=EmbeddingPool(layout, region),
@@ -58,6 +85,6 @@ def embedding_parts(
         engines=engines,
         fingerprint=fingerprint,
         host=host_identity(),
-        settings=embedding_settings(options),
+        settings=settings,
         on_news=on_news,
     )

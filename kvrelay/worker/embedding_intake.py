@@ -2,7 +2,7 @@
 
 fetch     the relay is told to expect the image's transfer; if it comes for another request already, both wait for that one
 poll      further tokens came; with the last, the embedding is checked and put into the store
-drop      nobody waits for it any more: aborted, and the encode worker stops
+drop      no request waits for it any more: aborted, and the encode worker stops
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from kvrelay.engine.images import ImageFailure
+from kvrelay.engine.requests.images import ImageFailure
 from kvrelay.errors import MissingEmbeddingError
 from kvrelay.ids import RequestId, TransferId, WorkerId
-from kvrelay.media.placeholders import placeholder_ids
 from kvrelay.runner.vision.feature_rows import from_rows
 from kvrelay.runner.vision.features import FeatureStore
-from kvrelay.transfer.embedding_arrival import EmbeddingArrival
-from kvrelay.transfer.embedding_mover import EmbeddingConsumer
-from kvrelay.transfer.embedding_pool import Piece
+from kvrelay.transfer.embedding.arrival import EmbeddingArrival
+from kvrelay.transfer.embedding.mover import EmbeddingConsumer
+from kvrelay.transfer.embedding.pool import Piece
 from kvrelay.wire.registry import ImageCounts
 from kvrelay.wire.serving import EmbeddingTransfer, Image
+from kvrelay.worker.embedding import describe
 
 
 @dataclass(slots=True)
@@ -37,12 +37,14 @@ class _Coming:
 
 
 class EmbeddingIntake:
-    """Implements `engine.images.ImageSource`. Requests that want an image at the same time share one transfer of it."""
+    """Implements `engine.requests.images.ImageSource`. Requests that want an image at the same time share one transfer of
+    it."""
 
-    def __init__(self, consumer: EmbeddingConsumer, store: FeatureStore, dtype: torch.dtype) -> None:
+    def __init__(self, consumer: EmbeddingConsumer, store: FeatureStore, dtype: torch.dtype, merge_size: int) -> None:
         self._consumer = consumer
         self._store = store
         self._dtype = dtype
+        self._merge_size = merge_size
         self._by_digest: dict[str, _Coming] = {}
         self._by_transfer: dict[TransferId, _Coming] = {}
         self._num_shared = 0
@@ -112,15 +114,16 @@ class EmbeddingIntake:
         self._forget(coming)
         image = coming.image
         fill_ids = np.concatenate([piece.fill_ids for piece in coming.pieces])
+        positions = np.concatenate([piece.positions for piece in coming.pieces])
         rows = np.concatenate([piece.rows for piece in coming.pieces])
         self._consumer.release(arrival.transfer_id)
-        if fill_ids.tolist() != placeholder_ids(image.digest, image.num_tokens):
-            return "what came is another image"
-        self._store.put(image.digest, from_rows(rows, self._dtype))
-        return ""
+        error = describe(image, self._merge_size).mismatch(fill_ids, positions, arrival.aux)
+        if not error:
+            self._store.put(image.digest, from_rows(rows, self._dtype))
+        return error
 
     def _fail(self, coming: _Coming, reason: str) -> list[ImageFailure]:
-        """Where only those are left that shared another request's transfer, that request has ended, and nobody is to blame."""
+        """Where only those are left that shared another request's transfer, that request has ended: no image is to blame."""
         self._forget(coming)
         self._num_failed += 1
         digest = coming.image.digest

@@ -1,9 +1,9 @@
 """A worker that turns images into embeddings for those that compute prompts. It has the vision tower and no text model.
 
-    encode    the router's word: images, and a transfer for each; the relay is told to expect whoever will ask for them
+    encode    the router's word: images, and a transfer for each; the relay is told which workers will ask for them
     step      waiting images go through the tower together, up to a number of patches; what was made before is taken from the
               cache; the embeddings are put into the relay's pool, as far as there is room, and the others when there is
-    poll      an embedding was taken, or nobody wants it: with the last one of a request the router is told that it is over
+    poll      an embedding was taken, or is not wanted: with the last one of a request the router is told that it is over
 
 Every request ends in exactly one way: handed over, or with one Failure. Whether the consumers got what they wanted, they say
 themselves.
@@ -15,16 +15,13 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import numpy as np
-
 from kvrelay.errors import InternalError, InvalidRequestError, QueueFullError, RequestError, UnavailableError
 from kvrelay.ids import KeptId, RequestId, TransferId, WorkerId
 from kvrelay.log import Log
-from kvrelay.media.placeholders import placeholder_ids
 from kvrelay.runner.vision.encoder import Encoder
 from kvrelay.runner.vision.feature_rows import to_rows
-from kvrelay.transfer.embedding_mover import EmbeddingProducer, EmbeddingTooLargeError
-from kvrelay.transfer.embedding_pool import Embedding
+from kvrelay.transfer.embedding.mover import EmbeddingProducer, EmbeddingTooLargeError
+from kvrelay.transfer.embedding.pool import Embedding
 from kvrelay.wire.registry import ImageCounts, TransferCounts, WorkerLoad
 from kvrelay.wire.serving import (
     EmbeddingTransfer,
@@ -38,6 +35,7 @@ from kvrelay.wire.serving import (
     StepOutputs,
     Submit,
 )
+from kvrelay.worker.embedding import describe
 from kvrelay.worker.local_encoder import patches_in
 
 log = Log("encode")
@@ -55,7 +53,7 @@ class _Job:
 
 
 class EncodeEngine:
-    """Implements `worker.serving.ServingEngine`. One thread calls it."""
+    """Implements `worker.serving_engine.ServingEngine`. One thread calls it."""
 
     def __init__(
         self,
@@ -72,14 +70,14 @@ class EncodeEngine:
         self._producer = producer
         self._merge_size = merge_size
         self._max_queue = max_queue
-        self._open: dict[RequestId, set[TransferId]] = {}  # what nobody has taken or refused yet
+        self._open: dict[RequestId, set[TransferId]] = {}  # what was neither taken nor refused yet
         self._owners: dict[TransferId, RequestId] = {}
         self._waiting: deque[_Job] = deque()  # for the tower
         self._made: deque[_Job] = deque()  # for room in the relay's pool
         self._news: list[News] = []
         self._pool_full = False
         self._num_steps = 0
-        self._num_failed = 0  # images that somebody waited for
+        self._num_failed = 0  # images that a consumer waited for
         self._draining = False
 
     # What the worker calls between steps
@@ -98,7 +96,7 @@ class EncodeEngine:
             self._waiting.append(_Job(encode.request_id, image, transfer))
 
     def submit(self, submit: Submit) -> None:
-        """Only a router that is confused asks for this."""
+        """A mistake of the router."""
         error = UnavailableError(f"worker {self._worker_id} encodes images and computes no prompts")
         self._news.append(Failure.of(submit.request_id, error))
 
@@ -109,10 +107,10 @@ class EncodeEngine:
     def finish(self, finish: Finish) -> None:
         """Nothing here has samples."""
 
-    def release_leases(self, kept_ids: Iterable[KeptId]) -> None:
+    def release_kept(self, kept_ids: Iterable[KeptId]) -> None:
         """Nothing here has KV."""
 
-    def find_leases(self, handle: str, owner: str) -> list[KeptInfo]:
+    def find_kept(self, handle: str, owner: str) -> list[KeptInfo]:
         return []
 
     def drain(self) -> None:
@@ -164,7 +162,7 @@ class EncodeEngine:
         return StepOutputs(worker_id=self._worker_id, step=self._num_steps, load=self.load(), news=news)
 
     def _take_news(self) -> None:
-        """Whoever stops waiting for an image before it was encoded saves the tower the work."""
+        """A consumer that stops waiting for an image before it was encoded saves the tower the work."""
         for sent in self._producer.poll():
             self._pool_full = False
             request_id = self._owners.pop(sent.transfer_id, None)
@@ -193,7 +191,7 @@ class EncodeEngine:
     def _encode(self, batch: list[_Job]) -> None:
         if not batch:
             return
-        self._made.extend(batch)  # from here on they are let go as such, whatever becomes of them
+        self._made.extend(batch)  # from here on they are let go as such, also if they fail
         errors = self._encoder.encode([job.image for job in batch])
         for job in batch:
             error = errors.get(job.image.digest)
@@ -213,14 +211,8 @@ class EncodeEngine:
                 self._store.release(job.image.digest)
 
     def _embedding(self, image: Image) -> Embedding:
-        _, num_rows, num_columns = image.grid
-        down, right = np.divmod(np.arange(image.num_tokens, dtype=np.int32), num_columns // self._merge_size)
-        return Embedding(
-            rows=to_rows(self._store.get(image.digest)),
-            fill_ids=np.array(placeholder_ids(image.digest, image.num_tokens), dtype=np.int32),
-            positions=np.stack((np.zeros_like(down), down, right), axis=1).astype(np.int32),
-            aux=(1, num_rows, num_columns),
-        )
+        fill_ids, positions, aux = describe(image, self._merge_size)
+        return Embedding(rows=to_rows(self._store.get(image.digest)), fill_ids=fill_ids, positions=positions, aux=aux)
 
     # Endings
 

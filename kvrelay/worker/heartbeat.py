@@ -1,14 +1,15 @@
 """The thread that keeps a worker registered.
 
 It runs beside the engine, so a long step does not look like death; and it watches the engine, so a stuck one does: while a
-step takes longer than `watchdog_s` nothing is renewed, the lease runs out, and routers send their requests elsewhere. A process
-that stood still renews nothing either (worker/vigil.py): it comes back as another worker.
+step takes longer than `watchdog_s` nothing is renewed, the registration runs out, and routers send their requests elsewhere. A
+process that stood still renews nothing either (worker/vigil.py): it comes back as another worker.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from kvrelay.discovery.base import Registration
 from kvrelay.errors import ProtocolError
@@ -20,27 +21,19 @@ from kvrelay.worker.vigil import Vigil
 log = Log("worker")
 
 
+@dataclass(eq=False)
 class Heartbeat:
-    """Registers, renews every third of a lease, and leaves. Only its own thread touches the registration."""
+    """Registers, renews every third of its time, and leaves. Only its own thread touches the registration."""
 
-    def __init__(
-        self,
-        registration: Registration,
-        record: WorkerRecord,
-        status: Status,
-        *,
-        lease_s: float,
-        watchdog_s: float,
-        vigil: Vigil,
-        on_refused: Callable[[ProtocolError], None],
-    ) -> None:
-        self._registration = registration
-        self._record = record
-        self._status = status
-        self._lease_s = lease_s
-        self._watchdog_s = watchdog_s
-        self._vigil = vigil
-        self._on_refused = on_refused
+    registration: Registration
+    record: WorkerRecord
+    status: Status
+    registration_s: float
+    watchdog_s: float
+    vigil: Vigil
+    on_refused: Callable[[ProtocolError], None]
+
+    def __post_init__(self) -> None:
         self._wake = threading.Event()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
@@ -49,7 +42,7 @@ class Heartbeat:
         self._thread.start()
 
     def soon(self) -> None:
-        """The state changed: renew now, not in a third of a lease."""
+        """The state changed: renew now, not at the next turn."""
         self._wake.set()
 
     def stop(self) -> None:
@@ -65,31 +58,31 @@ class Heartbeat:
                 self._pause()
                 if self._goes_on():
                     self._renew()
-            if not self._vigil.over:
-                self._registration.leave()
+            if not self.vigil.over:
+                self.registration.leave()
         except ProtocolError as error:
-            self._on_refused(error)
+            self.on_refused(error)
         finally:
-            self._registration.close()
+            self.registration.close()
 
     def _goes_on(self) -> bool:
-        return not self._stopping and not self._vigil.look()
+        return not self._stopping and not self.vigil.look()
 
     def _register(self) -> None:
         told = False
-        while self._goes_on() and not self._registration.register(self._record, self._lease_s):
+        while self._goes_on() and not self.registration.register(self.record, self.registration_s):
             if not told:
                 log.warning("no registry answers; trying until one does (it must hold the same cluster key, or none)")
                 told = True
             self._pause()
 
     def _renew(self) -> None:
-        stuck_for_s = self._status.stuck_for_s()
-        if stuck_for_s > self._watchdog_s:
-            log.error("the engine is stuck; not renewing the lease", seconds=round(stuck_for_s))
-        elif not self._registration.renew(self._status.state, self._status.load):
+        stuck_for_s = self.status.stuck_for_s()
+        if stuck_for_s > self.watchdog_s:
+            log.error("the engine is stuck; not renewing the registration", seconds=round(stuck_for_s))
+        elif not self.registration.renew(self.status.state, self.status.load):
             log.warning("the registry did not answer; trying again")
 
     def _pause(self) -> None:
-        self._wake.wait(self._lease_s / 3)
+        self._wake.wait(self.registration_s / 3)
         self._wake.clear()

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import pathlib
 import time
 from dataclasses import dataclass
 
-from kvrelay.config import EngineOptions, ModelOptions, TransferOptions
-from kvrelay.engine.images import Images, ImageSource
-from kvrelay.ids import WorkerId
+from kvrelay.config import TransferOptions
+from kvrelay.engine.requests.images import Images, ImageSource
 from kvrelay.media.image_spec import ImageSpec, read_image_spec
 from kvrelay.runner.build import DTYPES, choose_dtype, cpu_flags
 from kvrelay.runner.runner import TorchRunner
-from kvrelay.transfer.embedding_mover import EmbeddingConsumer, EmbeddingParts
+from kvrelay.transfer.embedding.mover import EmbeddingConsumer, EmbeddingParts
 from kvrelay.worker.embedding import embedding_layout, embedding_parts
 from kvrelay.worker.embedding_intake import EmbeddingIntake
-from kvrelay.worker.stage import Waker
+from kvrelay.worker.stage import Setup, Waker
 from kvrelay.worker.transports import open_engines
 
 
@@ -28,32 +26,21 @@ class Reach:
     waker: Waker
 
 
-def open_images(
-    worker_id: WorkerId,
-    model_options: ModelOptions,
-    engine_options: EngineOptions,
-    folder: pathlib.Path,
-    runner: TorchRunner,
-    *,
-    reach: Reach | None,
-    encoder: ImageSource | None = None,
-) -> Images | None:
+def open_images(setup: Setup, runner: TorchRunner, *, reach: Reach | None, encoder: ImageSource | None = None) -> Images | None:
     """None if the model takes no images. Without `reach`, embeddings come from the encoder alone."""
-    store, image_spec = runner.features, read_image_spec(folder)
+    store, image_spec = runner.features, read_image_spec(setup.folder)
     if store is None or image_spec is None:
         return None
     relay = None
     if reach is not None:
-        consumer = EmbeddingConsumer(relay_parts(worker_id, image_spec, model_options, runner.fingerprint, reach))
-        relay = EmbeddingIntake(consumer, store, DTYPES[choose_dtype(model_options, cpu_flags())])
-    return Images(store, relay=relay, encoder=encoder, timeout_s=engine_options.embedding_timeout_s, clock=time.monotonic)
+        consumer = EmbeddingConsumer(relay_parts(setup, image_spec, runner.fingerprint, reach))
+        relay = EmbeddingIntake(consumer, store, DTYPES[choose_dtype(setup.model, cpu_flags())], image_spec.merge_size)
+    return Images(store, relay=relay, encoder=encoder, timeout_s=setup.engine.embedding_timeout_s, clock=time.monotonic)
 
 
-def relay_parts(
-    worker_id: WorkerId, image_spec: ImageSpec, model_options: ModelOptions, fingerprint: str, reach: Reach
-) -> EmbeddingParts:
+def relay_parts(setup: Setup, image_spec: ImageSpec, fingerprint: str, reach: Reach) -> EmbeddingParts:
     """The pool is in the host's memory, whatever the device."""
-    dtype_name = choose_dtype(model_options, cpu_flags())
+    dtype_name = choose_dtype(setup.model, cpu_flags())
     layout = embedding_layout(
         reach.options,
         hidden=image_spec.hidden_size,
@@ -61,5 +48,5 @@ def relay_parts(
         dtype=dtype_name,
         item_bytes=DTYPES[dtype_name].itemsize,
     )
-    engines = open_engines(reach.options.transfer, worker_id, reach.host, "cpu")
-    return embedding_parts(worker_id, layout, engines, fingerprint, reach.options, reach.waker)
+    engines = open_engines(reach.options.transfer, setup.worker_id, reach.host, "cpu")
+    return embedding_parts(setup.worker_id, layout, engines, fingerprint, reach.options, reach.waker)

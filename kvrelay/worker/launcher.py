@@ -35,17 +35,19 @@ class LauncherTie:
 
     def report(self, reason: str) -> None:
         """Why this worker ends. The launcher shows it."""
-        try:
-            self._socket.sendall(encode_line(Ends(reason=reason[:_MAX_REASON_CHARACTERS])))
-        except OSError:
+        if not self._send(Ends(reason=reason[:_MAX_REASON_CHARACTERS])):
             print(f"error: {reason}", file=sys.stderr)
 
     def becomes(self, role: Role) -> None:
         """This process starts again in another role. A launcher that is gone need not know."""
+        self._send(Becomes(role=role))
+
+    def _send(self, message: Becomes | Ends) -> bool:
         try:
-            self._socket.sendall(encode_line(Becomes(role=role)))
+            self._socket.sendall(encode_line(message))
         except OSError:
-            return
+            return False
+        return True
 
     def _watch(self) -> None:
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from kvrelay.engine.images import ImageFailure
+from kvrelay.engine.requests.images import ImageFailure
 from kvrelay.errors import InvalidRequestError
 from kvrelay.ids import RequestId, WorkerId
 from kvrelay.runner.vision.encoder import Encoder
@@ -16,7 +16,7 @@ _PATCHES_PER_STEP = 4096  # of images encoded between two steps of the text mode
 
 
 class LocalEncoder:
-    """Implements `engine.images.ImageSource`. Encodes between the steps of the text model, a few images at a time."""
+    """Implements `engine.requests.images.ImageSource`. Encodes between the steps of the text model, a few images at a time."""
 
     def __init__(self, encoder: Encoder) -> None:
         self._encoder = encoder
@@ -24,7 +24,6 @@ class LocalEncoder:
 
     @property
     def store(self) -> FeatureStore:
-        """Where embeddings go."""
         return self._encoder.store
 
     def fetch(self, request_id: RequestId, image: Image, transfer: EmbeddingTransfer | None) -> None:
@@ -35,10 +34,10 @@ class LocalEncoder:
         self._waiting = deque(wanted for wanted in self._waiting if wanted[0] != request_id)
 
     def refuse(self, transfer: EmbeddingTransfer) -> None:
-        """Nobody waits for us."""
+        """No producer waits."""
 
     def peer_lost(self, worker_id: WorkerId) -> None:
-        """Nobody is needed."""
+        """No other worker is needed."""
 
     @property
     def has_news(self) -> bool:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 T = TypeVar("T")
 
 
-class Recent(Generic[T]):
-    """Remembers the last `size` different things."""
+class Recent(dict[T, None]):
+    """The last `size` different things, the oldest first."""
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._things: dict[T, None] = {}  # the oldest first
-
-    def __contains__(self, thing: T) -> bool:
-        return thing in self._things
 
     def add(self, thing: T) -> None:
-        self._things[thing] = None
-        if len(self._things) > self._size:
-            del self._things[next(iter(self._things))]
+        self[thing] = None
+        if len(self) > self._size:
+            del self[next(iter(self))]

@@ -1,6 +1,6 @@
 """A worker process that begins anew: the same interpreter with the same arguments, in place of itself.
 
-The process id stays, and with it the tie to the launcher, so nobody who supervises the worker sees a death. Everything else
+The process id stays, and with it the tie to the launcher, so its supervisor sees no death. Everything else
 goes with the old program: threads, memory, connections, registrations with transports. Nothing of the old incarnation can
 touch a peer's memory any more.
 """

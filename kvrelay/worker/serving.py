@@ -3,42 +3,38 @@
     receive everything that waits -> engine has work? -> step -> send each router its outputs
                                   -> else wait for a message
 
-Every router is known by the identity of its connection. A router that was silent for its lease, or whose connection is gone,
-has its requests aborted and is forgotten; if it speaks again it is told so (Refused) and has to say Hello.
+Every router is known by the identity of its connection. A router that was silent for too long (`Hello.silence_s`), or whose
+connection is gone, has its requests aborted and is forgotten; if it speaks again it is told so (Refused) and has to say Hello.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import time
-from collections.abc import Callable, Iterable
-from typing import Protocol, assert_never
+from collections.abc import Callable
+from typing import assert_never
 
 import msgspec
 import zmq
 
-from kvrelay.errors import ConfigError, InternalError, ProtocolError, RequestError, UnavailableError, VersionMismatchError
-from kvrelay.ids import KeptId, RequestId, WorkerId, as_kept_id, as_request_id, as_router_id, as_transfer_id, as_worker_id
+from kvrelay.errors import ConfigError, InternalError, ProtocolError, RequestError, UnavailableError
+from kvrelay.ids import RequestId, as_request_id, as_router_id
 from kvrelay.log import Log
 from kvrelay.planes.curve import Socket, listening
-from kvrelay.planes.loop_socket import bound_address
+from kvrelay.planes.loop_socket import bound_address, try_send
 from kvrelay.states import Role, WorkerState
-from kvrelay.wire import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION, agreed, speaks
+from kvrelay.wire import PROTOCOL_VERSION, check_version
 from kvrelay.wire.codec import Decoder, encode
 from kvrelay.wire.registry import WorkerLoad, WorkerRecord
 from kvrelay.wire.serving import (
     Abort,
     AskKept,
     Drain,
-    EmbeddingTransfer,
     Encode,
     Failure,
     Finish,
     Hello,
-    Keep,
-    KeptInfo,
     KeptTold,
     PeerLost,
     Ping,
@@ -50,7 +46,9 @@ from kvrelay.wire.serving import (
     Welcome,
 )
 from kvrelay.worker.callers import Caller, Callers
+from kvrelay.worker.checks import check_submit, check_transfers
 from kvrelay.worker.recent import Recent
+from kvrelay.worker.serving_engine import ServingEngine
 from kvrelay.worker.status import Status
 
 log = Log("worker")
@@ -60,48 +58,12 @@ _SEND_QUEUE = 100_000  # messages to one router; one so far behind is as good as
 _IDLE_WAIT_MS = 100  # how soon a signal is noticed while nothing happens
 _MESSAGES_PER_STEP = 1024
 _CHECK_ROUTERS_EVERY_S = 0.2
-_MAX_LEASE_S = 600.0
+_MAX_SILENCE_S = 600.0
 _REMEMBERED_IDS = 16_384
 
 
-class ServingEngine(Protocol):
-    """The part of an engine that a worker drives. One thread calls it."""
-
-    @property
-    def has_work(self) -> bool: ...
-
-    @property
-    def drained(self) -> bool: ...
-
-    def submit(self, submit: Submit) -> None: ...
-
-    def encode(self, encode: Encode) -> None:
-        """Never raises, as `submit`: whoever makes no embeddings answers by a Failure."""
-
-    def abort(self, request_ids: Iterable[RequestId]) -> None: ...
-
-    def finish(self, finish: Finish) -> None: ...
-
-    def step(self) -> StepOutputs: ...
-
-    def load(self) -> WorkerLoad: ...
-
-    def drain(self) -> None: ...
-
-    def peer_lost(self, worker_id: WorkerId) -> None:
-        """Another worker is gone, says a router: transfers with it fail at once."""
-
-    def release_leases(self, kept_ids: Iterable[KeptId]) -> None:
-        """Nobody will continue from these any more. Unknown ones are no error: they may have ended."""
-
-    def find_leases(self, handle: str, owner: str) -> list[KeptInfo]:
-        """By a lease's id, or by the id under which a client knows the parent."""
-
-    def close(self) -> None: ...
-
-
 class EngineFailedError(Exception):
-    """A step raised. The engine's state is unknown, so the process ends; whoever supervises it starts another."""
+    """A step raised. The engine's state is unknown, so the process ends; its supervisor starts another."""
 
 
 class ServingLoop:
@@ -130,7 +92,7 @@ class ServingLoop:
         self._is_over: Callable[[], bool] = lambda: False
 
     def run(self, on_draining: Callable[[], None], is_over: Callable[[], bool] = lambda: False) -> None:
-        """Until drained or told to stop; or until `is_over` (worker/vigil.py): then nobody is told anything any more."""
+        """Until drained or told to stop; or until `is_over` (worker/vigil.py): then no router is told anything any more."""
         assert self.record is not None
         self._is_over = is_over
         while not self.stop_asked and not self._is_over() and not self._engine.drained:
@@ -149,7 +111,7 @@ class ServingLoop:
 
     def wake(self) -> None:
         """From any thread: the engine has news, so `run` should look."""
-        with contextlib.suppress(OSError):  # closed: nobody waits any more
+        with contextlib.suppress(OSError):  # closed: the loop waits no more
             os.eventfd_write(self._wake_fd, 1)
 
     def _wait(self) -> None:
@@ -184,7 +146,7 @@ class ServingLoop:
             except ProtocolError as error:
                 self.num_malformed += 1
                 log.seldom("refused on the serving plane", reason=error)
-                self._send(frames[0], encode(Refused(reason=str(error))))
+                try_send(self._socket, (frames[0], encode(Refused(reason=str(error)))))
         return False
 
     def _handle(self, identity: bytes, payload: list[bytes]) -> None:
@@ -216,35 +178,30 @@ class ServingLoop:
             case Drain():
                 log.info("told to drain again", role=message.role)
             case ReleaseKept():
-                self._engine.release_leases(message.kept_ids)
+                self._engine.release_kept(message.kept_ids)
             case AskKept():
-                leases = self._engine.find_leases(message.handle, message.owner)
-                self._send(identity, encode(KeptTold(handle=message.handle, owner=message.owner, leases=leases)))
+                kept = self._engine.find_kept(message.handle, message.owner)
+                try_send(self._socket, (identity, encode(KeptTold(handle=message.handle, owner=message.owner, kept=kept))))
             case _:
                 assert_never(message)
 
     def _on_hello(self, identity: bytes, hello: Hello) -> None:
         """A router that says Hello again has lost what it had here."""
-        if not speaks(hello.version):
-            raise VersionMismatchError(
-                f"router speaks protocol {hello.version}, this worker {OLDEST_PROTOCOL_VERSION} to {PROTOCOL_VERSION}"
-            )
+        check_version("the router", hello.version)
         as_router_id(hello.router_id)
-        if not 0.0 < hello.lease_s <= _MAX_LEASE_S:
-            raise ProtocolError(f"a lease of {hello.lease_s} s is not between 0 and {_MAX_LEASE_S:g}")
+        if not 0.0 < hello.silence_s <= _MAX_SILENCE_S:
+            raise ProtocolError(f"a silence of {hello.silence_s} s is not between 0 and {_MAX_SILENCE_S:g}")
         known = self._callers.get(identity)
         if known is not None:
             self._forget(known)
-        self._callers.add(Caller(identity, hello.lease_s, time.monotonic()))
+        self._callers.add(Caller(identity, hello.silence_s, time.monotonic()))
         assert self.record is not None
         record = msgspec.structs.replace(self.record, state=self.status.state, load=self._load())
-        self._send(identity, encode(Welcome(version=agreed(hello.version), worker=record)))
+        try_send(self._socket, (identity, encode(Welcome(version=PROTOCOL_VERSION, worker=record))))
 
     def _on_submit(self, router: Caller, submit: Submit) -> None:
-        _check_ids(submit)
-        if self._callers.knows(submit.request_id) or submit.request_id in self._submitted:
-            raise ProtocolError(f"request {submit.request_id} was submitted before")
-        self._submitted.add(submit.request_id)
+        check_submit(submit)
+        self._note_id(submit.request_id)
         try:
             submit.params.validate()
         except RequestError as error:
@@ -256,18 +213,21 @@ class ServingLoop:
 
     def _on_encode(self, router: Caller, encode: Encode) -> None:
         as_request_id(encode.request_id)
-        _check_embedding_ids(encode.transfers)
-        if self._callers.knows(encode.request_id) or encode.request_id in self._submitted:
-            raise ProtocolError(f"request {encode.request_id} was submitted before")
-        self._submitted.add(encode.request_id)
+        check_transfers(encode.transfers)
+        self._note_id(encode.request_id)
         self._callers.open_encode(router, encode.request_id)
         self._load_untold = True
         self._engine.encode(encode)
 
+    def _note_id(self, request_id: RequestId) -> None:
+        if self._callers.knows(request_id) or request_id in self._submitted:
+            raise ProtocolError(f"request {request_id} was submitted before")
+        self._submitted.add(request_id)
+
     def _on_finish(self, router: Caller, finish: Finish) -> None:
         samples = router.open.get(finish.request_id)
         if samples is None or finish.sample not in samples:
-            if self._callers.may_be_kept(finish.request_id):  # it ended here before the router found its end: its lease is cut
+            if self._callers.may_be_kept(finish.request_id):  # it ended before the router found its end: kept KV is cut
                 self._engine.finish(finish)
             return
         self._engine.finish(finish)
@@ -304,7 +264,7 @@ class ServingLoop:
         return msgspec.structs.replace(load, connections=load.connections + len(self._callers))
 
     def _deal(self, step: StepOutputs) -> None:
-        """Each router gets what is its own. What belongs to nobody any more was aborted meanwhile."""
+        """Each router gets what is its own. What belongs to no router any more was aborted meanwhile."""
         self.status.load = load = self._with_routers(step.load)
         touched = self._callers.deal(step)
         if len(self._callers) == 1 and touched:
@@ -314,7 +274,7 @@ class ServingLoop:
 
     def _send_outputs(self, router: Caller, step: int, load: WorkerLoad) -> None:
         assert self.record is not None
-        if not self._send(router.identity, encode(router.take(self.record.id, step, load))):
+        if not try_send(self._socket, (router.identity, encode(router.take(self.record.id, step, load)))):
             log.warning("a router is gone; its requests are aborted", requests=len(router.open))
             self._forget(router)
 
@@ -325,7 +285,7 @@ class ServingLoop:
 
     def _tell_load(self) -> None:
         """Nothing is left to do: every router gets the final numbers, also those that no step reports: after aborts, and when
-        the transfer thread ended a hand-over that the engine had given up before. That somebody has connected is news for the
+        the transfer thread ended a hand-over that the engine had given up before. A new connection is news for the
         registry only."""
         load, known = self._load(), self.status.load
         self.status.load = load
@@ -335,18 +295,6 @@ class ServingLoop:
         for router in self._callers:
             self._send_outputs(router, load.steps, load)
 
-    def _send(self, identity: bytes, frame: bytes) -> bool:
-        """False: nobody of that identity is connected, or it does not keep up."""
-        try:
-            self._socket.send_multipart((identity, frame), zmq.DONTWAIT)
-        except zmq.Again:
-            return False
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
-                raise
-            return False
-        return True
-
     # Endings
 
     def _forget_silent_routers(self) -> None:
@@ -354,7 +302,7 @@ class ServingLoop:
         if now < self._next_check:
             return
         self._next_check = now + _CHECK_ROUTERS_EVERY_S
-        for router in [router for router in self._callers if router.heard_at + router.lease_s < now]:
+        for router in [router for router in self._callers if router.heard_at + router.silence_s < now]:
             if router.open:
                 log.warning("a router fell silent; its requests are aborted", requests=len(router.open))
             self._forget(router)
@@ -371,40 +319,12 @@ class ServingLoop:
                 self._send_outputs(router, self.status.load.steps, self.status.load)
 
 
-def _check_ids(submit: Submit) -> None:
-    """All of them, before anything is begun under one of them. Raises WrongIdError."""
-    as_request_id(submit.request_id)
-    if submit.keep is not None:
-        _check_keep(submit.keep, submit.params.n)
-    if submit.transfer is not None:
-        as_transfer_id(submit.transfer.transfer_id)
-        as_worker_id(submit.transfer.producer)
-        as_worker_id(submit.transfer.consumer)
-    _check_embedding_ids(submit.embeddings)
-
-
-def _check_embedding_ids(transfers: Iterable[EmbeddingTransfer]) -> None:
-    for transfer in transfers:
-        as_transfer_id(transfer.transfer_id)
-        as_worker_id(transfer.producer)
-        as_worker_id(transfer.consumer)
-
-
-def _check_keep(keep: Keep, num_samples: int) -> None:
-    for kept_id in keep.kept_ids:
-        as_kept_id(kept_id)
-    if len(keep.kept_ids) != num_samples:
-        raise ProtocolError(f"{len(keep.kept_ids)} leases for {num_samples} samples")
-    if not 0.0 < keep.ttl_s < math.inf:
-        raise ProtocolError(f"a lease of {keep.ttl_s} s")
-
-
 def _bind(host: str, port: int) -> Socket:
     socket = listening(zmq.ROUTER)
     socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
     socket.setsockopt(zmq.SNDHWM, _SEND_QUEUE)
     socket.setsockopt(zmq.RCVHWM, 0)
-    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a send to nobody is an error, not a silent loss
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a send to an unknown identity is an error, not a silent loss
     socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a router that reconnects keeps its identity
     address = f"tcp://{host}:{port or '*'}"
     try:

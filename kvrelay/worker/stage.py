@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import pathlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from kvrelay.checkpoint.fetch import resolve
 from kvrelay.config import EngineOptions, Environment, ModelOptions
-from kvrelay.engine.events import EventRecorder
+from kvrelay.engine.memory.events import EventRecorder
 from kvrelay.ids import WorkerId
 from kvrelay.progress import Progress
-from kvrelay.worker.serving import ServingEngine
+from kvrelay.worker.serving_engine import ServingEngine
 
 
 class Waker:
@@ -32,11 +35,27 @@ class Stage:
     fingerprint: str  # equal for workers that can replace each other
     max_model_len: int
     signal_address: str = ""  # where a prefill worker's consumers connect
-    recorder: EventRecorder | None = None  # what the engine's cache does, if anybody is to be told
+    recorder: EventRecorder | None = None  # what the engine's cache does, if routers are to be told
     waker: Waker = field(default_factory=Waker)
 
 
-BuildStage = Callable[[WorkerId, ModelOptions, EngineOptions, Environment, Progress], Stage]
+@dataclass(frozen=True)
+class Setup:
+    """What a stage is built from."""
+
+    worker_id: WorkerId
+    model: ModelOptions
+    engine: EngineOptions
+    environment: Environment
+    progress: Progress
+
+    @functools.cached_property
+    def folder(self) -> pathlib.Path:
+        """Of the model, which is fetched when it is first asked for."""
+        return resolve(self.model.model, self.environment, self.progress)
+
+
+BuildStage = Callable[[Setup], Stage]
 
 
 def publishes_events(options: EngineOptions) -> bool:

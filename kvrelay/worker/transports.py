@@ -1,8 +1,12 @@
-"""The transports that a worker offers to its peers."""
+"""How a worker's peers reach it: its transports and its signal port."""
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
+from collections.abc import Iterator
+
+import zmq
 
 from kvrelay.errors import ConfigError
 from kvrelay.ids import WorkerId
@@ -24,3 +28,13 @@ def open_engines(name: str, worker_id: WorkerId, host: str, device: str) -> list
     if not engines:
         raise ConfigError(f"--transfer auto: no transport can move memory on {device}; install kvrelay[nixl]")
     return engines
+
+
+@contextlib.contextmanager
+def signal_port(host: str, port: int) -> Iterator[None]:
+    """Around what listens there for its peers."""
+    try:
+        yield
+    except zmq.ZMQError as error:
+        reason = error.strerror or error
+        raise ConfigError(f"the signal plane cannot listen on {host}:{port} (--signal-port): {reason}") from error

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import pathlib
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvrelay.checkpoint.fetch import resolve
 from kvrelay.config import EngineOptions, Environment, ModelOptions, TransferOptions
 from kvrelay.engine.engine import Engine
-from kvrelay.ids import WorkerId, new_worker_id
+from kvrelay.ids import new_worker_id
 from kvrelay.media.image_spec import read_image_spec
 from kvrelay.progress import Progress
 from kvrelay.runner.build import build_runner
 from kvrelay.text.tokenizer import Tokenizer
 from kvrelay.worker.images import Reach, open_images
-from kvrelay.worker.stage import BuildStage, Stage, Waker, publishes_events
+from kvrelay.worker.stage import BuildStage, Setup, Stage, Waker, publishes_events
 
 if TYPE_CHECKING:  # it loads Pillow
     from kvrelay.worker.local_encoder import LocalEncoder
@@ -24,89 +22,49 @@ if TYPE_CHECKING:  # it loads Pillow
 
 def whole_stage(options: TransferOptions, host: str) -> BuildStage:
     """How to build a whole worker that encode workers can reach: it takes their embeddings over from `host`."""
-
-    def build(
-        worker_id: WorkerId,
-        model_options: ModelOptions,
-        engine_options: EngineOptions,
-        environment: Environment,
-        progress: Progress,
-    ) -> Stage:
-        folder = resolve(model_options.model, environment, progress)
-        reach = Reach(options, host, Waker())
-        return _join(worker_id, model_options, engine_options, environment, progress, folder, reach)[1]
-
-    return build
-
-
-def build_whole(
-    worker_id: WorkerId,
-    model_options: ModelOptions,
-    engine_options: EngineOptions,
-    environment: Environment,
-    progress: Progress,
-) -> Stage:
-    """One that needs nobody."""
-    folder = resolve(model_options.model, environment, progress)
-    return _join(worker_id, model_options, engine_options, environment, progress, folder)[1]
+    return lambda setup: _join(setup, Reach(options, host, Waker()))[1]
 
 
 def build_engine(
     model_options: ModelOptions, engine_options: EngineOptions, environment: Environment, progress: Progress
 ) -> tuple[Tokenizer, Engine]:
     """The same without a process around it, with the tokenizer that a router would hold."""
-    folder = resolve(model_options.model, environment, progress)
-    tokenizer = Tokenizer.load(folder)
-    unheard = msgspec.structs.replace(engine_options, kv_events=False)  # there is nobody to tell
-    engine, _ = _join(new_worker_id("whole"), model_options, unheard, environment, progress, folder)
-    return tokenizer, engine
+    unheard = msgspec.structs.replace(
+        engine_options.for_device(model_options.device), kv_events=False
+    )  # no router follows them
+    setup = Setup(new_worker_id("whole"), model_options, unheard, environment, progress)
+    return Tokenizer.load(setup.folder), _join(setup)[0]
 
 
-def _join(
-    worker_id: WorkerId,
-    model_options: ModelOptions,
-    engine_options: EngineOptions,
-    environment: Environment,
-    progress: Progress,
-    folder: pathlib.Path,
-    reach: Reach | None = None,
-) -> tuple[Engine, Stage]:
-    encoder = _open_encoder(model_options, engine_options, folder, progress)
-    runner = build_runner(
-        model_options,
-        engine_options,
-        folder,
-        environment,
-        progress,
-        features=None if encoder is None else encoder.store,
-    )
+def _join(setup: Setup, reach: Reach | None = None) -> tuple[Engine, Stage]:
+    encoder = _open_encoder(setup)
+    features = None if encoder is None else encoder.store
+    runner = build_runner(setup.model, setup.engine, setup.folder, setup.environment, setup.progress, features=features)
     engine = Engine(
-        options=engine_options,
+        options=setup.engine,
         runner=runner,
-        worker_id=worker_id,
+        worker_id=setup.worker_id,
         eos_token_ids=runner.eos_token_ids,
         max_model_len=runner.max_model_len,
         vocab_size=runner.spec.vocab_size,
         cache_seed=runner.fingerprint,
-        images=open_images(worker_id, model_options, engine_options, folder, runner, reach=reach, encoder=encoder),
+        images=open_images(setup, runner, reach=reach, encoder=encoder),
     )
     stage = Stage(
         engine=engine,
         fingerprint=runner.fingerprint,
         max_model_len=runner.max_model_len,
-        recorder=engine.kv.record_events() if publishes_events(engine_options) else None,
+        recorder=engine.kv.record_events() if publishes_events(setup.engine) else None,
         waker=Waker() if reach is None else reach.waker,
     )
     return engine, stage
 
 
-def _open_encoder(
-    model_options: ModelOptions, engine_options: EngineOptions, folder: pathlib.Path, progress: Progress
-) -> LocalEncoder | None:
+def _open_encoder(setup: Setup) -> LocalEncoder | None:
     """None for a text model, whose worker loads none of this."""
-    if read_image_spec(folder) is None:
+    if read_image_spec(setup.folder) is None:
         return None
     from kvrelay.worker.encode_stage import tower_of
     from kvrelay.worker.local_encoder import LocalEncoder
 
-    return LocalEncoder(tower_of(model_options, engine_options, folder, progress))
+    return LocalEncoder(tower_of(setup))

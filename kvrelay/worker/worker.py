@@ -3,10 +3,10 @@
 SIGTERM          drains: takes nothing new, finishes what it has, leaves the registry, ends with status 0
 a second one     stops at once: open requests fail with 503
 Drain            the same by message; with a role, the process then starts again in it, as a new worker
-standing still   (SIGSTOP ... SIGCONT) for most of a lease: drops everything without a word and starts again as a new worker;
-                 who was told to leave just ends
+standing still   (SIGSTOP ... SIGCONT) for most of its registration's time: drops everything in silence and starts again as a
+                 new worker; one that was told to leave just ends
 an engine error  every open request fails with 500, then the process ends with status 1: what a step left behind
-                 cannot be trusted, and whoever supervises the worker starts a fresh one
+                 cannot be trusted, and its supervisor starts a fresh worker
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import socket
 import sys
 from types import FrameType
 
-from kvrelay.config import EngineOptions, Environment, ModelOptions, WorkerOptions
+from kvrelay.config import EngineOptions, Environment, ModelOptions, WorkerOptions, check_device
 from kvrelay.discovery.base import Registration
 from kvrelay.discovery.choose import open_registration
 from kvrelay.errors import ConfigError, ProtocolError
@@ -35,7 +35,7 @@ from kvrelay.worker.heartbeat import Heartbeat
 from kvrelay.worker.launcher import LauncherTie
 from kvrelay.worker.restart import execute_again
 from kvrelay.worker.serving import EngineFailedError, ServingLoop
-from kvrelay.worker.stage import BuildStage, Stage
+from kvrelay.worker.stage import BuildStage, Setup, Stage
 from kvrelay.worker.vigil import Vigil
 
 log = Log("worker")
@@ -54,8 +54,10 @@ def run_worker(
     tie: LauncherTie | None = None,
 ) -> int:
     """The life of a worker; returns its exit status. With a tie to a launcher, Ctrl-C is for the launcher, not for us."""
-    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    engine_options = engine_options.for_device(model_options.device)
     role = Role(worker_options.role)
+    check_device(model_options, [role])
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     if worker_options.worker_host in ("0.0.0.0", "*", "::"):
         raise ConfigError("--worker-host must be an address that routers can reach, not every address")
     worker_id = new_worker_id(role.value)
@@ -63,7 +65,7 @@ def run_worker(
     use_key(load_key(key_file(worker_options.cluster_key, environment)))
     warn_if_open("--worker-host", worker_options.worker_host)
     registration = open_registration(worker_options.registry)
-    stage = build_stage(worker_id, model_options, engine_options, environment, progress)
+    stage = build_stage(Setup(worker_id, model_options, engine_options, environment, progress))
     gc.collect()
     gc.freeze()  # what exists now lives as long as the process
     loop = ServingLoop(stage.engine, host=worker_options.worker_host, port=worker_options.worker_port)
@@ -86,11 +88,12 @@ def run_worker(
         events_address=events.events_address,
         replay_address=events.replay_address,
         block_size=engine_options.block_size,
+        device=model_options.device,
     )
     loop.after_turn = events.tell
     stage.waker.bind(loop.wake)
     _handle_signals(loop, launched=tie is not None)
-    vigil = Vigil(worker_options.lease_s)
+    vigil = Vigil(worker_options.registration_s)
     status = _serve(loop, stage, registration, worker_options, vigil)
     events.close()
     if status == 0 and (loop.next_role is not None or (vigil.over and not loop.drain_asked)):
@@ -112,7 +115,7 @@ def _serve(loop: ServingLoop, stage: Stage, registration: Registration, options:
         registration,
         loop.record,
         loop.status,
-        lease_s=options.lease_s,
+        registration_s=options.registration_s,
         watchdog_s=options.watchdog_s,
         vigil=vigil,
         on_refused=refused,

@@ -18,9 +18,9 @@ from kvrelay.bench import main
 from kvrelay.bench.harness.plot import Dots, draw, write_plot
 from kvrelay.bench.relay import scenario as relay
 from kvrelay.bench.relay import transfer
-from kvrelay.bench.relay.peer import How, kv_ranges
+from kvrelay.bench.relay.peer import How
 from kvrelay.bench.relay.scenario import Gaps, summarise_gaps
-from kvrelay.bench.relay.transfer import EngineMissing, layout_of, open_pair, tokens_for
+from kvrelay.bench.relay.transfer import EngineMissing, kv_ranges, layout_of, open_pair, tokens_for
 from kvrelay.checkpoint.spec import ModelSpec
 from kvrelay.errors import BenchError, ConfigError
 
@@ -49,22 +49,24 @@ def test_the_working_set_is_as_large_as_asked(spec: ModelSpec) -> None:
 
 @pytest.mark.parametrize(("engine", "how"), [("shm", "read"), ("nixl", "write"), ("mooncake", "write")])
 def test_two_processes_move_what_they_say(spec: ModelSpec, engine: str, how: How) -> None:
-    with open_pair(engine, layout_of(spec, 320), 320, None) as pair:
+    layout = layout_of(spec, 320)
+    ranges = kv_ranges(layout, 320)
+    assert ranges[:, 2].sum() == layout.size_bytes
+    with open_pair(engine, layout.size_bytes) as pair:
         with pytest.raises(BenchError, match="are not those that were sent"):
-            pair.check()
-        moved = pair.measure(how)
-        pair.check()
-        assert moved.payload_bytes == layout_of(spec, 320).size_bytes
-        assert moved.bytes_per_s > 0
+            pair.check(ranges)
+        assert pair.move(how, ranges) > 0
+        pair.check(ranges)
         if engine != "shm":
-            assert pair.measure("raw").payload_bytes == moved.payload_bytes
-        assert pair.measure("memcpy", 160).payload_bytes == moved.payload_bytes // 2
+            assert pair.rewrite_and_move("raw", ranges) > 0
+            pair.check(ranges)
+        assert pair.move("memcpy", kv_ranges(layout, 160)) > 0
 
 
 def test_an_engine_that_cannot_work_here_is_told_from_a_failure(spec: ModelSpec) -> None:
     with (
         pytest.raises(EngineMissing, match="no transfer engine is called 'pigeon'"),
-        open_pair("pigeon", layout_of(spec, 16), 16, None),
+        open_pair("pigeon", layout_of(spec, 16).size_bytes),
     ):
         pass
 

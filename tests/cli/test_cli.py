@@ -15,7 +15,7 @@ from kvrelay.cli import main as cli
 from kvrelay.config import ClusterOptions, EngineOptions, Environment, ModelOptions, Options, RouterOptions, WorkerOptions
 from kvrelay.errors import ConfigError
 from kvrelay.launch.cluster import worker_roles
-from kvrelay.launch.console import ConsoleProgress, PlainProgress
+from kvrelay.launch.console import PlainProgress, console_progress
 from kvrelay.options import Parser, add_options, collect, to_flags
 from kvrelay.states import Role
 
@@ -91,7 +91,7 @@ def test_bool_options_have_both_spellings() -> None:
         (["--api-key", ""], "--api-key is empty"),
         (["--api-key="], "--api-key is empty"),
         (["--api-key-file", ""], "--api-key-file is empty"),
-        (["--max-batch", "0"], "--max-batch 0: expected int >= 1"),
+        (["--max-batch=-1"], "--max-batch -1: expected int >= 0"),
         (["--max-batch", "many"], "--max-batch many: expected int"),
         (["--max-batch"], "--max-batch: expected one argument"),
         (["--port", "70000"], "--port 70000: expected int <= 65535"),
@@ -117,7 +117,7 @@ def test_a_config_file_sets_options_and_flags_win(tmp_path: pathlib.Path) -> Non
     ("text", "complaint"),
     [
         ("max_bach: 7", "unknown option 'max_bach'; did you mean max_batch?"),
-        ("max_batch: 0", "--max-batch 0: expected int >= 1"),
+        ("max_batch: -1", "--max-batch -1: expected int >= 0"),
         ("max_batch: [1]", "--max-batch [1]: expected int, got array"),
         ("- max_batch", "`name: value` lines"),
         ("max_batch: 1\nmax-batch: 2", "max_batch is given twice"),
@@ -223,7 +223,7 @@ def test_the_doctor_says_in_its_status_whether_anything_fails(monkeypatch: pytes
 
 def test_progress_without_a_terminal_is_lines() -> None:
     stream = io.StringIO()
-    progress = ConsoleProgress(stream=stream)
+    progress = console_progress(stream=stream)
     progress.start("loading weights", 10, unit="tensors")
     progress.advance(10)
     progress.done()

@@ -105,10 +105,10 @@ def test_it_prints_a_workers_events_with_the_cluster_key(tmp_path: pathlib.Path)
 def test_lines_for_people_are_short(capsys: pytest.CaptureFixture[str]) -> None:
     listener = event_log.Listener(event_log.TextLines())
     worker_id = new_worker_id("decode")
-    listener.stored(worker_id, BLOCKS)
-    listener.lived(worker_id, Freed(request="a", reason=FreeReason.FINISHED, hashes=[]))
-    listener.lived(worker_id, Swapped(request="a", num_blocks=2))
-    listener.cleared(worker_id)
+    listener.happened(worker_id, Stored(hashes=BLOCKS, parent=b""))
+    listener.happened(worker_id, Freed(request="a", reason=FreeReason.FINISHED, hashes=[]))
+    listener.happened(worker_id, Swapped(request="a", num_blocks=2))
+    listener.happened(worker_id, Cleared())
     lines = [line.partition(worker_id)[2].split() for line in capsys.readouterr().out.splitlines()]
     assert lines == [
         ["Stored", "blocks=6", "00000000", "01010101", "02020202", "03030303", "..."],

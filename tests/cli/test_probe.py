@@ -35,7 +35,7 @@ def busy(worker: StubWorker) -> Iterator[None]:
     """With a request that does not end while the engine's gate is shut."""
     with connecting(zmq.DEALER) as router:
         router.connect(worker.address)
-        router.send(encode(Hello(version=PROTOCOL_VERSION, router_id=new_router_id(), lease_s=60.0)))
+        router.send(encode(Hello(version=PROTOCOL_VERSION, router_id=new_router_id(), silence_s=60.0)))
         assert router.poll(10_000)
         params = SamplingParams(max_tokens=1000)
         router.send(encode(Submit(request_id=new_request_id(), external_id="client", prompt=[1, 2], params=params)))

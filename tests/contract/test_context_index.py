@@ -9,8 +9,9 @@ import pytest
 from contextpilot_server import ContextPilotServer, contextpilot
 
 from kvrelay.errors import ConfigError, ContextIndexError, IndexNotReadyError, IndexRefusedError
-from kvrelay.events.context_index import ContextIndex, RecordingIndex, Removal
+from kvrelay.events.context_index import ContextIndex, Removal
 from kvrelay.events.contextpilot import ContextPilotIndex
+from tests.recording_index import RecordingIndex
 
 
 class World:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from triton_here import HAS_TRITON, ON_CARD, OnDevice
 
 from kvrelay.config import read_environment
 from kvrelay.kernels.base import AttentionBatch, ForwardBatch, HeadShape, Kernels
@@ -19,12 +20,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 
 CPU = torch.device("cpu")
 NUM_BLOCKS = 48
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
 
 @functools.cache
 def implementations() -> dict[str, Callable[[], Kernels]]:
-    """All there are: the reference, and whatever is chosen for this CPU if that is another one."""
+    """All there are: the reference, what is chosen for this CPU if that is another one, and, with Triton, those for cards."""
     found: dict[str, Callable[[], Kernels]] = {"torch": TorchKernels}
     if importlib.util.find_spec("kvrelay.kernels.choose"):
         from kvrelay.kernels.choose import choose_kernels
@@ -32,14 +33,31 @@ def implementations() -> dict[str, Callable[[], Kernels]]:
         chosen = choose_kernels(CPU, torch.float32, read_environment())
         if not isinstance(chosen, TorchKernels):
             found[type(chosen).__name__] = lambda: chosen
+    if HAS_TRITON:
+        from kvrelay.kernels.cuda.kernels import CudaKernels
+
+        found["CudaKernels"] = lambda: OnDevice(CudaKernels())
     return found
 
 
+def dtypes_of(name: str) -> tuple[torch.dtype, ...]:
+    if name == "torch":
+        return torch.float32, torch.bfloat16
+    if name != "CudaKernels":
+        return (torch.float32,)
+    # Triton's interpreter takes the bits of a bfloat16 for an integer, so float16 stands for it there
+    return (torch.float32, torch.float16, torch.bfloat16) if ON_CARD else (torch.float32, torch.float16)
+
+
 CASES = [
-    pytest.param(name, dtype, id=f"{name}-{str(dtype).removeprefix('torch.')}")
+    pytest.param(
+        name,
+        dtype,
+        id=f"{name}-{str(dtype).removeprefix('torch.')}",
+        marks=[pytest.mark.cuda] if name == "CudaKernels" and ON_CARD else [],
+    )
     for name in implementations()
-    for dtype in (torch.float32, torch.bfloat16)
-    if name == "torch" or dtype is torch.float32
+    for dtype in dtypes_of(name)
 ]
 every_kernel = pytest.mark.parametrize(("name", "dtype"), CASES)
 SHAPES = [

@@ -160,7 +160,7 @@ async def embedded() -> AsyncIterator[tuple[Watcher, Callable[[], Member]]]:
 @contextlib.asynccontextmanager
 async def etcd() -> AsyncIterator[tuple[Watcher, Callable[[], Member]]]:
     with etcd_server() as server:
-        membership = EtcdMembership(server.address, lease_s=LEASE_S)
+        membership = EtcdMembership(server.address, registration_s=LEASE_S)
         watcher = Watcher()
         watcher.start(membership)
         yield watcher, lambda: RegisteredMember(EtcdRegistration(membership.address))
@@ -172,7 +172,7 @@ async def static() -> AsyncIterator[tuple[Watcher, Callable[[], Member]]]:
     members = [ListeningMember(), ListeningMember()]
     waiting = list(members)
     addresses = [member.address for member in members]
-    membership = StaticMembership(addresses, router_id=new_router_id(), lease_s=LEASE_S)
+    membership = StaticMembership(addresses, router_id=new_router_id(), registration_s=LEASE_S)
     watcher = Watcher()
     watcher.start(membership)
     yield watcher, lambda: waiting.pop()

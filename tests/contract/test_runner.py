@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -37,10 +37,11 @@ def tiny_llama(device: torch.device) -> Model:
     )
 
 
-def make_torch_runner(device: torch.device = CPU) -> Runner:
+def make_torch_runner(device: torch.device = CPU, graph_sizes: Sequence[int] = ()) -> TorchRunner:
     folder = pathlib.Path(tiny_model("llama"))
     spec = read_spec(folder)
-    pool = KVPool(spec, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, dtype=torch.float32, device=device)
+    num_blocks = NUM_BLOCKS + bool(graph_sizes)
+    pool = KVPool(spec, num_blocks=num_blocks, block_size=BLOCK_SIZE, dtype=torch.float32, device=device)
     return TorchRunner(
         tiny_llama(device),
         pool,
@@ -52,13 +53,23 @@ def make_torch_runner(device: torch.device = CPU) -> Runner:
         fingerprint="tiny",
         folder=folder,
         host_pool=make_host_pool(pool, NUM_HOST_BLOCKS),
+        graph_sizes=graph_sizes,
     )
 
 
-def make_cuda_runner() -> Runner:
+def make_replaying_runner() -> TorchRunner:
+    """Decode steps by the code that graphs are captured from."""
+    return make_torch_runner(graph_sizes=[1, 2, 4, 8])
+
+
+def make_cuda_runner(graph_sizes: Sequence[int] = ()) -> TorchRunner:
     if not torch.cuda.is_available():
         pytest.skip("no NVIDIA card")
-    return make_torch_runner(torch.device("cuda"))
+    return make_torch_runner(torch.device("cuda"), graph_sizes)
+
+
+def make_cuda_graph_runner() -> TorchRunner:
+    return make_cuda_runner([1, 2, 4, 8])
 
 
 def make_fake_runner() -> Runner:
@@ -70,6 +81,7 @@ def make_fake_runner() -> Runner:
         eos_one_in=4,
         num_host_blocks=NUM_HOST_BLOCKS,
         copy_delay=lambda: 3,
+        runs_ahead=True,
     )
 
 
@@ -77,7 +89,9 @@ def make_fake_runner() -> Runner:
     params=[
         pytest.param(make_torch_runner, id="torch"),
         pytest.param(make_fake_runner, id="fake"),
+        pytest.param(make_replaying_runner, id="replaying"),
         pytest.param(make_cuda_runner, id="cuda", marks=pytest.mark.cuda),
+        pytest.param(make_cuda_graph_runner, id="cuda-graphs", marks=pytest.mark.cuda),
     ]
 )
 def make_runner(request: pytest.FixtureRequest) -> Callable[[], Runner]:
@@ -365,3 +379,65 @@ def test_no_more_candidates_than_there_are_tokens(runner: Runner) -> None:
     (result,) = run(runner, plan(candidates(sequence, VOCAB_SIZE + 7)))
     assert result.candidates is not None
     assert sorted(token for token, _ in result.candidates) == list(range(VOCAB_SIZE))
+
+
+def ahead(sequence: FreeSequence) -> Row:
+    """The token that the plan launched before will choose."""
+    return Row(sequence, len(sequence.tokens), 1, 1)
+
+
+SAMPLED = [
+    GREEDY,
+    SamplingParams(temperature=0.8, seed=5),
+    SamplingParams(temperature=0.8, seed=6, top_p=0.9, top_k=20),
+    SamplingParams(temperature=0.9, seed=7, min_p=0.02, logprobs=2),
+]
+
+
+@pytest.mark.parametrize("others", [[], [0], [1, 3], [2, 2, 0, 1]])
+@pytest.mark.parametrize("params", range(len(SAMPLED)))
+def test_steps_launched_ahead_give_the_tokens_of_steps_that_are_not(
+    make_runner: Callable[[], Runner], params: int, others: list[int]
+) -> None:
+    def sequences() -> list[FreeSequence]:
+        return [
+            FreeSequence(
+                tokens=prompt(5, 30 + index), block_table=[4 * index, 4 * index + 1, 4 * index + 2], params=SAMPLED[one]
+            )
+            for index, one in enumerate([params, *others])
+        ]
+
+    runner, plain = make_runner(), sequences()
+    for step in range(6):
+        for one, result in zip(plain, run(runner, plan(*map(whole if step == 0 else last, plain))), strict=True):
+            one.tokens += result.tokens
+    runner.close()
+    runner = make_runner()
+    if not runner.runs_ahead:
+        pytest.skip("this runner does not run ahead")
+    early = sequences()
+    runner.launch(plan(*map(whole, early)))
+    for step in range(6):
+        if step < 5:
+            runner.launch(plan(*map(ahead, early)))
+        for one, result in zip(early, runner.collect().rows, strict=True):
+            one.tokens += result.tokens
+    assert [one.tokens for one in early] == [one.tokens for one in plain]
+    runner.close()
+
+
+def test_a_step_launched_ahead_may_leave_out_and_reorder_sequences(make_runner: Callable[[], Runner]) -> None:
+    runner = make_runner()
+    if not runner.runs_ahead:
+        pytest.skip("this runner does not run ahead")
+    kept = [FreeSequence(tokens=prompt(6, seed), block_table=[3 * seed, 3 * seed + 1]) for seed in (1, 2, 3)]
+    alone = [FreeSequence(tokens=prompt(6, seed), block_table=[3 * seed, 3 * seed + 1]) for seed in (1, 2, 3)]
+    expected = [generate(runner, one, 2) for one in alone]
+    newcomer = FreeSequence(tokens=[*prompt(6, 1), 7], block_table=[20, 21])
+    runner.launch(plan(*map(whole, kept)))
+    runner.launch(plan(ahead(kept[2]), ahead(kept[0])))
+    first = runner.collect().rows
+    second = runner.collect().rows
+    assert [first[0].tokens + second[1].tokens, first[2].tokens + second[0].tokens] == [expected[0], expected[2]]
+    assert len(run(runner, plan(whole(newcomer)))[0].tokens) == 1
+    runner.close()

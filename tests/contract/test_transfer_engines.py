@@ -19,8 +19,9 @@ from transfer_peers import Bytes, LocalPeer, ProcessPeer, digest, random_bytes, 
 from kvrelay.ids import WorkerId, new_worker_id
 from kvrelay.transfer.engines.base import Completion, MoveId, Mover, Ranges, TransferEngine, TransferError
 from kvrelay.transfer.engines.choose import make_engine
-from kvrelay.transfer.engines.memory import Fate, MemoryEngine, MemoryNetwork, ScriptedFaults
+from kvrelay.transfer.engines.memory import MemoryEngine, MemoryNetwork
 from kvrelay.transfer.region import Region, shared_region
+from tests.transfer.memory_faults import Fate, FaultyEngine
 
 SIZE = 4 << 20
 REMOTE_SIZE = 5 << 20  # unequal, so that one side's size is never taken for the other's
@@ -440,8 +441,8 @@ def test_a_move_that_has_ended_rests_even_if_its_peer_hung(process_pair: Pair) -
 
 def test_a_dead_memory_peer_fails_moves() -> None:
     network, dying = MemoryNetwork(), new_worker_id("decode")
-    engine = MemoryEngine(new_worker_id("prefill"), network, faults=ScriptedFaults([Fate(), Fate(kills_peer=True)]))
-    peer = LocalPeer(MemoryEngine(dying, network), dying, REMOTE_SIZE, seed=1)
+    engine = FaultyEngine(new_worker_id("prefill"), network, faults=[Fate(), Fate(kills_peer=True)])
+    peer = LocalPeer(FaultyEngine(dying, network), dying, REMOTE_SIZE, seed=1)
     engine.register(shared_region(SIZE))
     engine.add_peer(dying, peer.info)
     assert ends_of(engine, engine.read(dying, whole()))[0].error == ""

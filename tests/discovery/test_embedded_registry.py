@@ -1,4 +1,4 @@
-"""The embedded registry's own duties: leases by the clock, restarts, and peers that talk nonsense."""
+"""The embedded registry's own duties: registrations by the clock, restarts, and peers that talk nonsense."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ async def registry() -> AsyncIterator[Registry]:
     made.close()
 
 
-async def test_a_lease_ends_by_the_clock_and_a_renewal_extends_it(registry: Registry) -> None:
+async def test_a_registration_ends_by_the_clock_and_a_renewal_extends_it(registry: Registry) -> None:
     record = make_record()
     assert await registry.ask(encode(Register(record=record, ttl_s=10.0))) == Registered(version=PROTOCOL_VERSION)
     registry.clock.now += 9.0
@@ -112,9 +112,9 @@ async def test_leaving_twice_is_harmless(registry: Registry) -> None:
         ({"id": "router-0123456789ab"}, 4.0, "WorkerId"),
         ({"serving_address": "inproc://me"}, 4.0, "serving address"),
         ({"max_batch": 0}, 4.0, "positive"),
-        ({}, 0.0, "lease"),
-        ({}, float("nan"), "lease"),
-        ({}, 1e9, "lease"),
+        ({}, 0.0, "registration"),
+        ({}, float("nan"), "registration"),
+        ({}, 1e9, "registration"),
     ],
 )
 async def test_a_record_that_cannot_work_is_refused(

@@ -48,7 +48,7 @@ async def test_workers_stay_through_a_kill_and_restart_of_etcd_and_new_ones_join
 
 
 async def test_etcd_that_lost_its_data_costs_no_living_worker(server: EtcdServer, registration: EtcdRegistration) -> None:
-    view, alive = View(server.address, lease_s=60.0), await register(registration)
+    view, alive = View(server.address, registration_s=60.0), await register(registration)
     drained = make_record(state=WorkerState.DRAINING)
     await asyncio.to_thread(Etcdctl(server).put_all, [drained])
     await view.until_members(alive, drained)

@@ -80,7 +80,7 @@ class Net:
         self.until_ready(*workers)
 
     def _run(self, name: str, *arguments: str) -> None:
-        common = ("--registry", self._etcd.address, "--cluster-key", str(self._key), "--lease-s", str(LEASE_S))
+        common = ("--registry", self._etcd.address, "--cluster-key", str(self._key), "--registration-s", str(LEASE_S))
         command = self.machines[name].command(sys.executable, "-m", "kvrelay", *arguments, *common)
         with self.log(name).open("wb") as log:
             self._processes[name] = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **UCX})

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 
+from leaks import check_idle
+
 from kvrelay.config import EngineOptions
-from kvrelay.engine import invariants
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.request import Sequence
 from kvrelay.ids import RequestId
@@ -93,8 +94,8 @@ class SwapEngine:
     def until_swapped(self, request: Submit, *, saved: bool = True) -> Sequence:
         for _ in range(200):
             sequence = self.sequence(request)
-            swap = self.engine.swap
-            if swap is not None and sequence.state is RequestState.SWAPPED and (not saved or swap.is_saved(sequence)):
+            swap = self.engine.core.swap
+            if sequence.state is RequestState.SWAPPED and (not saved or swap.is_saved(sequence)):
                 return sequence
             self.step()
         raise AssertionError("it was never swapped out")
@@ -110,14 +111,13 @@ class SwapEngine:
 
     def settle(self) -> None:
         """Copies that nobody waits for end too, and then nothing is held."""
-        if self.engine.swap is not None:
-            for _ in range(3):
-                self.runner.end_copies()
-                self.engine.scheduler.take_copied(0.0)
-            self.events += self.recorder.take()
-            assert not self.engine.swap.copies
-            assert self.engine.swap.slots.counts().in_use == 0
-        invariants.check_idle(self.engine)
+        for _ in range(3):
+            self.runner.end_copies()
+            self.engine.scheduler.take_copied(0.0)
+        self.events += self.recorder.take()
+        assert not self.engine.core.swap.copies
+        assert self.engine.core.swap.host.pool.counts().in_use == 0
+        check_idle(self.engine.core)
         assert findable(self.events) == cached(self.engine)
 
     def _note_waits(self) -> None:
@@ -155,7 +155,7 @@ def findable(events: list[CacheEvent]) -> set[bytes]:
 
 def cached(engine: Engine) -> set[bytes]:
     """What really can be found, on the device or on the host."""
-    caches = [engine.kv.prefixes] if engine.swap is None else [engine.kv.prefixes, engine.swap.cache]
+    caches = [engine.kv.prefixes, engine.core.swap.host.cache]
     return {digest for cache in caches for digest, _ in cache.chains()}
 
 

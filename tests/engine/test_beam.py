@@ -8,8 +8,8 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from leaks import check_idle
 
-from kvrelay.engine import invariants
 from kvrelay.engine.movers import Arrival
 from kvrelay.errors import HandOverError, InvalidRequestError
 from kvrelay.ids import KeptId, RequestId
@@ -228,9 +228,8 @@ def test_all_beams_are_swapped_together_and_what_they_share_once() -> None:
     assert {sequence.state for sequence in swapped} == {RequestState.SWAPPED}
     assert {sequence.state for sequence in engine.engine.requests[first.request_id].sequences} == {RequestState.RUNNING}
     assert engine.engine.load().host.swapped_out == 5
-    assert engine.engine.swap is not None
-    shared = [engine.engine.swap.kept[sequence.key].slots[:5] for sequence in swapped]
-    assert len({tuple(slots) for slots in shared}) == 1
+    shared = [engine.engine.core.swap.on_host[sequence.key].host_blocks[:5] for sequence in swapped]
+    assert len({tuple(host_blocks) for host_blocks in shared}) == 1
     engine.run()
     assert_as_alone(engine, eos_one_in=0)
     assert engine.kinds(second).count("Restored") == engine.kinds(second).count("Swapped") >= 5
@@ -329,7 +328,7 @@ STATES: dict[str, dict[str, object]] = {  # options of engines in which the seco
 
 def has_reached(engine: SwapEngine, request: Submit, state: str) -> bool:
     known = engine.engine.requests[request.request_id]
-    first, swap = known.sequences[0], engine.engine.swap
+    first, swap = known.sequences[0], engine.engine.core.swap
     is_swapped = first.state is RequestState.SWAPPED and swap is not None
     match state:
         case "waiting":
@@ -339,13 +338,13 @@ def has_reached(engine: SwapEngine, request: Submit, state: str) -> bool:
         case "searching":
             return len(known.sequences) > 1
         case "leaving":
-            return is_swapped and swap is not None and not swap.is_saved(first)
+            return is_swapped and not swap.is_saved(first)
         case "swapped":
-            return is_swapped and swap is not None and swap.is_saved(first) and first in engine.engine.scheduler.swapped
+            return is_swapped and swap.is_saved(first) and first in engine.engine.scheduler.swapped
         case "loading":
             return is_swapped and first in engine.engine.scheduler.loading
         case _:
-            return known.group is not None and known.group.has_restarted
+            return known.search is not None and known.search.has_restarted
 
 
 def reach(state: str) -> tuple[SwapEngine, Submit, Submit]:
@@ -430,7 +429,7 @@ def test_what_changes_nothing_is_allowed() -> None:
     ],
 )
 def test_a_search_that_could_not_reach_its_end_is_refused(width: int, length: int, max_tokens: int, is_refused: bool) -> None:
-    engine = make_engine(num_blocks=64, kept_kv_share=0.0)  # what leases may pin would not be its own
+    engine = make_engine(num_blocks=64, kept_kv_share=0.0)  # what kept KV may pin would not be its own
     request = submit([1] * length, beam=beam(width), max_tokens=max_tokens)
     engine.submit(request)
     step = engine.step()
@@ -497,7 +496,7 @@ def test_a_search_is_handed_over_with_its_first_candidates(max_tokens: int) -> N
     pair.producer.news.released.append(request.request_id)
     run(pair.prefill, Collected())
     for engine in (pair.prefill, pair.decode):
-        invariants.check_idle(engine)
+        check_idle(engine.core)
 
 
 def test_a_prefill_worker_needs_no_places_for_beams() -> None:
@@ -521,7 +520,7 @@ def test_candidates_that_no_search_can_begin_from_are_a_failed_hand_over(top: li
     pair.consumer.news.arrived.append(Arrival(request.request_id, [first]))
     run(pair.decode, seen)
     assert "did not name the candidates" in seen.failures[request.request_id]
-    invariants.check_idle(pair.decode)
+    check_idle(pair.decode.core)
 
 
 def test_a_search_that_arrived_and_starts_again_computes_its_prompt_here() -> None:
@@ -537,7 +536,7 @@ def test_a_search_that_arrived_and_starts_again_computes_its_prompt_here() -> No
     assert pair.decode.load().preemptions > 0
     for request in requests:
         assert result_of(seen, request) == alone(request, eos_one_in=0)
-    invariants.check_idle(pair.decode)
+    check_idle(pair.decode.core)
     assert sum(isinstance(event, Freed) for event in recorder.take()) == 2
 
 

@@ -6,27 +6,26 @@ import random
 
 import pytest
 
-from kvrelay.engine.swap import Swap
+from kvrelay.engine.memory.swap import Swap
 from kvrelay.ids import KeptId, RequestId, new_kept_id
 from kvrelay.states import FinishReason, KeptState, RequestState
 from kvrelay.wire.serving import Failure, Finish, Image, Inherited, Keep, Submit, of_kind
-from tests.engine.lease_engine import TTL_S, LeaseEngine, kept_id
+from tests.engine.kept_engine import TTL_S, KeptEngine, kept_id
 from tests.engine.swap_engine import NEVER
 
 SUFFIX = [90, 91, 92]
 
 
-def swap_of(engine: LeaseEngine) -> Swap:
-    assert engine.engine.swap is not None
-    return engine.engine.swap
+def swap_of(engine: KeptEngine) -> Swap:
+    return engine.engine.core.swap
 
 
 def finish(request: Submit, keep_tokens: int, sample: int = 0, reason: FinishReason = FinishReason.STOP) -> Finish:
     return Finish(request_id=request.request_id, sample=sample, keep_tokens=keep_tokens, reason=reason)
 
 
-def press(engine: LeaseEngine, *, num_requests: int = 6) -> list[Submit]:
-    """Other traffic, of which each request takes half of what leases leave."""
+def press(engine: KeptEngine, *, num_requests: int = 6) -> list[Submit]:
+    """Other traffic, of which each request takes half of what kept KV leaves."""
     return [engine.ask([60 + number] * 17, keep=False, max_tokens=15) for number in range(num_requests)]
 
 
@@ -34,26 +33,26 @@ def press(engine: LeaseEngine, *, num_requests: int = 6) -> list[Submit]:
 
 
 def test_blocks_are_pinned_when_the_parent_finishes() -> None:
-    engine = LeaseEngine()
+    engine = KeptEngine()
     parent = engine.ask(list(range(9)), max_tokens=5)
     while parent.request_id in engine.engine.requests:
         table = engine.sequence(parent).block_table
         engine.step()
-    news = engine.seen.leases[parent.request_id, 0]
+    news = engine.seen.kept[parent.request_id, 0]
     assert (news.kept, news.num_tokens, news.num_blocks, news.ttl_s) == (True, 14, 4, TTL_S)
     counts = engine.engine.load().blocks
     assert (counts.pinned, counts.in_use) == (4, 0)
-    assert engine.engine.leases.leases[kept_id(parent)].kv.block_table == table
-    assert engine.engine.load().leases == 1
+    assert engine.engine.core.kept.samples[kept_id(parent)].kv.block_table == table
+    assert engine.engine.load().kept == 1
     engine.step()
-    assert not engine.engine.has_work  # a lease is no work
+    assert not engine.engine.has_work  # kept KV is no work
     engine.end()
 
 
 def test_a_child_shares_full_blocks_and_copies_the_last_one() -> None:
-    engine = LeaseEngine()
+    engine = KeptEngine()
     parent = engine.parent(list(range(9)), max_tokens=6)
-    pinned = engine.engine.leases.leases[kept_id(parent)].kv.block_table
+    pinned = engine.engine.core.kept.samples[kept_id(parent)].kv.block_table
     child = engine.child(parent, SUFFIX)
     engine.step()
     table = engine.sequence(child).block_table
@@ -68,8 +67,8 @@ def test_a_child_shares_full_blocks_and_copies_the_last_one() -> None:
     engine.end()
 
 
-def test_a_lease_outlives_its_parent_and_traffic_that_would_have_evicted_it() -> None:
-    engine = LeaseEngine(num_blocks=16, host_blocks=0)
+def test_kept_kv_outlives_its_parent_and_traffic_that_would_have_evicted_it() -> None:
+    engine = KeptEngine(num_blocks=16, host_blocks=0)
     parent = engine.parent(list(range(9)), max_tokens=6)
     for number in range(20):
         engine.parent([30 + number] * 23, keep=False)
@@ -80,8 +79,8 @@ def test_a_lease_outlives_its_parent_and_traffic_that_would_have_evicted_it() ->
     engine.end()
 
 
-def test_a_child_that_ends_leaves_the_lease_as_it_was() -> None:
-    engine = LeaseEngine()
+def test_a_child_that_ends_leaves_the_kept_kv_as_it_was() -> None:
+    engine = KeptEngine()
     parent = engine.parent(list(range(9)), max_tokens=6)
     for _ in range(3):
         child = engine.child(parent, SUFFIX)
@@ -92,18 +91,18 @@ def test_a_child_that_ends_leaves_the_lease_as_it_was() -> None:
     engine.end()
 
 
-def test_a_lease_ends_when_its_time_is_over_without_any_step() -> None:
-    engine = LeaseEngine()
+def test_kept_kv_ends_when_its_time_is_over_without_any_step() -> None:
+    engine = KeptEngine()
     parent = engine.parent(list(range(9)), ttl_s=5.0)
     begin = engine.now
     engine.now = begin + 5.9  # the second of grace
-    assert engine.engine.load().leases == 1
-    (info,) = engine.engine.find_leases(parent.external_id, "")
+    assert engine.engine.load().kept == 1
+    (info,) = engine.engine.find_kept(parent.external_id, "")
     assert info.ttl_s == 0.0
     engine.now = begin + 6.0
     load = engine.engine.load()
-    assert (load.leases, load.blocks.pinned, load.blocks.cached) == (0, 0, 4)
-    assert engine.engine.find_leases(parent.external_id, "") == []
+    assert (load.kept, load.blocks.pinned, load.blocks.cached) == (0, 0, 4)
+    assert engine.engine.find_kept(parent.external_id, "") == []
     late = engine.child(parent, SUFFIX)
     engine.until_ended(late)
     assert engine.seen.inherited[late.request_id] == Inherited(late.request_id, 0, 16)
@@ -112,22 +111,22 @@ def test_a_lease_ends_when_its_time_is_over_without_any_step() -> None:
 
 
 def test_over_quota_it_is_not_kept_and_says_so() -> None:
-    engine = LeaseEngine(host_blocks=0)  # 24 blocks, of which one request may need 10
+    engine = KeptEngine(host_blocks=0)  # 24 blocks, of which one request may need 10
     parents = [engine.parent([number] * 17, max_tokens=8) for number in range(4)]
     assert [engine.is_kept(parent) for parent in parents] == [True, True, False, False]
-    assert "quota" in engine.seen.leases[parents[2].request_id, 0].reason
+    assert "quota" in engine.seen.kept[parents[2].request_id, 0].reason
     assert engine.pinned == 12
-    engine.engine.release_leases([kept_id(parents[0])])
+    engine.engine.release_kept([kept_id(parents[0])])
     assert engine.is_kept(engine.parent([9] * 17, max_tokens=8))
     engine.end()
-    small = LeaseEngine(host_blocks=64, kept_kv_share=0.2)
+    small = KeptEngine(host_blocks=64, kept_kv_share=0.2)
     assert not small.is_kept(small.parent([1] * 20, max_tokens=8))
     assert small.pinned == 0
     small.end()
 
 
 def test_over_quota_who_was_used_least_lately_goes_to_the_host() -> None:
-    engine = LeaseEngine(num_blocks=40, kept_kv_share=0.3)
+    engine = KeptEngine(num_blocks=40, kept_kv_share=0.3)
     first, second = (engine.parent([number] * 17, max_tokens=6) for number in range(2))
     assert engine.pinned == 12
     engine.until_ended(engine.child(first, SUFFIX))
@@ -140,7 +139,7 @@ def test_over_quota_who_was_used_least_lately_goes_to_the_host() -> None:
 
 
 def test_blocks_that_have_not_left_yet_count_where_the_longest_request_needs_them() -> None:
-    engine = LeaseEngine(delays=[3])  # 14 blocks at most
+    engine = KeptEngine(delays=[3])  # 14 blocks at most
     first = engine.parent([1] * 17, max_tokens=6)
     second = engine.parent([2] * 17, max_tokens=6)
     third = engine.parent([3] * 17, max_tokens=6)
@@ -152,7 +151,7 @@ def test_blocks_that_have_not_left_yet_count_where_the_longest_request_needs_the
 
 
 def test_shared_blocks_count_once() -> None:
-    engine = LeaseEngine(host_blocks=0)
+    engine = KeptEngine(host_blocks=0)
     stem = list(range(20))
     parents = [engine.parent([*stem, number], max_tokens=4) for number in range(5)]
     assert all(engine.is_kept(parent) for parent in parents)
@@ -163,13 +162,13 @@ def test_shared_blocks_count_once() -> None:
 @pytest.mark.parametrize("steps", range(12))
 def test_an_aborted_parent_is_kept_in_every_state_in_which_it_has_kv(steps: int) -> None:
     """Waiting, in the middle of its prompt, while it decodes, and when it has ended."""
-    engine = LeaseEngine(token_budget=4)
+    engine = KeptEngine(token_budget=4)
     parent = engine.ask(list(range(10)), max_tokens=8)
     for _ in range(steps):
         engine.step()
     engine.engine.abort([parent.request_id])
     engine.step()
-    news = engine.seen.leases[parent.request_id, 0]
+    news = engine.seen.kept[parent.request_id, 0]
     assert news.kept == (steps > 0)
     if news.kept:
         text = engine.text(parent)
@@ -186,8 +185,8 @@ def test_an_aborted_parent_is_kept_in_every_state_in_which_it_has_kv(steps: int)
     engine.end()
 
 
-def swapped_parent(delay: int = 1) -> tuple[LeaseEngine, Submit]:
-    engine = LeaseEngine(num_blocks=10, max_model_len=36, delays=[delay])
+def swapped_parent(delay: int = 1) -> tuple[KeptEngine, Submit]:
+    engine = KeptEngine(num_blocks=10, max_model_len=36, delays=[delay])
     engine.ask([10, 1, 2, 3, 4], keep=False, max_tokens=24)
     return engine, engine.ask([20, 1, 2, 3, 4], max_tokens=24)
 
@@ -212,7 +211,7 @@ def test_a_parent_that_is_aborted_on_its_way_to_the_host_is_not_kept() -> None:
     engine.until_swapped(parent, saved=False)
     engine.engine.abort([parent.request_id])
     engine.step()
-    assert "on the way to the host" in engine.seen.leases[parent.request_id, 0].reason
+    assert "on the way to the host" in engine.seen.kept[parent.request_id, 0].reason
     engine.end()
 
 
@@ -232,7 +231,7 @@ def test_a_parent_that_is_aborted_on_its_way_back_is_kept_on_the_host() -> None:
 
 
 def test_a_child_that_is_aborted_before_it_starts_or_while_it_loads_lets_go() -> None:
-    engine = LeaseEngine(num_blocks=16, max_batch=1, delays=[3])
+    engine = KeptEngine(num_blocks=16, max_batch=1, delays=[3])
     parent = engine.parent(list(range(9)), max_tokens=6)
     busy = engine.ask([50], keep=False, max_tokens=20)
     engine.step()
@@ -249,14 +248,14 @@ def test_a_child_that_is_aborted_before_it_starts_or_while_it_loads_lets_go() ->
     engine.engine.abort([loading.request_id])
     engine.step()
     assert not engine.is_kept(loading)
-    assert engine.engine.leases.leases[kept_id(parent)].num_holds == 0
+    assert engine.engine.core.kept.samples[kept_id(parent)].num_holds == 0
     assert waiting.request_id not in engine.seen.inherited
     engine.end()
 
 
 def test_a_release_or_the_end_of_its_time_takes_nothing_from_a_waiting_child() -> None:
     for on_host in (False, True):
-        engine = LeaseEngine(num_blocks=20, max_batch=1)
+        engine = KeptEngine(num_blocks=20, max_batch=1)
         first, second = engine.parent(list(range(9)), max_tokens=6), engine.parent([5] * 6, ttl_s=100.0, max_tokens=6)
         if on_host:
             to_host(engine, first, second)
@@ -264,10 +263,10 @@ def test_a_release_or_the_end_of_its_time_takes_nothing_from_a_waiting_child() -
         busy = engine.ask([50], keep=False, max_tokens=20)
         engine.step()
         children = [engine.child(first, SUFFIX), engine.child(second, SUFFIX)]
-        engine.engine.release_leases([kept_id(first), KeptId("kv-unknown")])
+        engine.engine.release_kept([kept_id(first), KeptId("kv-unknown")])
         engine.now += 200.0
-        assert engine.engine.load().leases == 0
-        assert engine.engine.find_leases(kept_id(first), "") == []
+        assert engine.engine.load().kept == 0
+        assert engine.engine.find_kept(kept_id(first), "") == []
         assert engine.state(first) is not KeptState.ENDED
         too_late = engine.child(first, SUFFIX)
         engine.until_ended(busy, *children, too_late)
@@ -280,15 +279,15 @@ def test_a_release_or_the_end_of_its_time_takes_nothing_from_a_waiting_child() -
         engine.end()
 
 
-# The pool is full of leases
+# The pool is full of kept KV
 
 
-def to_host(engine: LeaseEngine, *parents: Submit) -> None:
-    engine.engine.leases.make_room(engine.engine.kv.pool.num_blocks)
+def to_host(engine: KeptEngine, *parents: Submit) -> None:
+    engine.engine.core.kept.blocks.make_room(engine.engine.kv.pool.num_blocks)
     engine.run_until(lambda: all(engine.state(parent) is KeptState.ON_HOST for parent in parents))
 
 
-def evict(engine: LeaseEngine) -> None:
+def evict(engine: KeptEngine) -> None:
     """Nothing is left in the device's cache that nobody holds."""
     pool = engine.engine.kv.pool
     blocks = pool.allocate(pool.num_available)
@@ -296,9 +295,9 @@ def evict(engine: LeaseEngine) -> None:
     pool.release(blocks)
 
 
-def test_a_pool_full_of_leases_still_serves_and_no_promise_is_broken() -> None:
+def test_a_pool_full_of_kept_kv_still_serves_and_no_promise_is_broken() -> None:
     for host_blocks in (64, 9, 0):
-        engine = LeaseEngine(host_blocks=host_blocks)
+        engine = KeptEngine(host_blocks=host_blocks)
         parents = [engine.parent([number, *range(16)], max_tokens=7) for number in range(6)]
         kept = [parent for parent in parents if engine.is_kept(parent)]
         assert len(kept) >= 2
@@ -318,8 +317,8 @@ def test_a_pool_full_of_leases_still_serves_and_no_promise_is_broken() -> None:
         engine.end()
 
 
-def test_leases_make_room_before_anybody_who_runs_has_to() -> None:
-    engine = LeaseEngine()
+def test_kept_kv_makes_room_before_anybody_who_runs_has_to() -> None:
+    engine = KeptEngine()
     parents = [engine.parent([number] * 17, max_tokens=8) for number in range(2)]
     grown = [engine.ask([30 + number], keep=False, max_tokens=30) for number in range(2)]
     engine.until_ended(*grown)
@@ -329,8 +328,8 @@ def test_leases_make_room_before_anybody_who_runs_has_to() -> None:
     engine.end()
 
 
-def test_leases_make_room_for_who_waits_too() -> None:
-    engine = LeaseEngine()
+def test_kept_kv_makes_room_for_who_waits_too() -> None:
+    engine = KeptEngine()
     for number in range(2):
         engine.parent([number] * 17, max_tokens=8)
     running = engine.ask([30] * 20, keep=False, max_tokens=8)
@@ -342,7 +341,7 @@ def test_leases_make_room_for_who_waits_too() -> None:
 
 
 def test_without_room_on_the_host_those_who_run_make_room() -> None:
-    engine = LeaseEngine(host_blocks=2)
+    engine = KeptEngine(host_blocks=2)
     parents = [engine.parent([number] * 17, max_tokens=8) for number in range(2)]
     grown = [engine.ask([30 + number], keep=False, max_tokens=30) for number in range(2)]
     engine.until_ended(*grown)
@@ -353,25 +352,27 @@ def test_without_room_on_the_host_those_who_run_make_room() -> None:
 
 
 def test_blocks_that_live_sequences_hold_are_not_copied_for_nothing() -> None:
-    engine = LeaseEngine(num_blocks=14, max_model_len=36)
+    engine = KeptEngine(num_blocks=14, max_model_len=36)
     parent = engine.parent(list(range(9)), max_tokens=4)
     child = engine.child(parent, SUFFIX, max_tokens=20)
     engine.step()
     for _ in range(3):
-        engine.engine.leases.make_room(14)
+        engine.engine.core.kept.blocks.make_room(14)
     assert engine.state(parent) is KeptState.ON_DEVICE
     engine.until_ended(child)
     engine.assert_inherited(child, parent)
     engine.end()
 
 
-def test_leases_that_share_blocks_are_copied_once() -> None:
-    engine = LeaseEngine(num_blocks=30)
+def test_kept_kv_that_shares_blocks_is_copied_once() -> None:
+    engine = KeptEngine(num_blocks=30)
     first = engine.parent(list(range(16)), max_tokens=5)
     second = engine.child(first, SUFFIX, keep=True, max_tokens=5)
     engine.until_ended(second)
     to_host(engine, first, second)
-    kept = [swap_of(engine).kept[engine.engine.leases.leases[kept_id(one)].kv.key].slots for one in (first, second)]
+    kept = [
+        swap_of(engine).on_host[engine.engine.core.kept.samples[kept_id(one)].kv.key].host_blocks for one in (first, second)
+    ]
     assert kept[0] == kept[1][: len(kept[0])]
     assert engine.engine.load().host.in_use == len(set(kept[0] + kept[1]))
     evict(engine)
@@ -382,8 +383,8 @@ def test_leases_that_share_blocks_are_copied_once() -> None:
     engine.end()
 
 
-def test_a_copy_to_the_host_that_takes_too_long_leaves_the_lease_on_the_device() -> None:
-    engine = LeaseEngine(delays=[NEVER])
+def test_a_copy_to_the_host_that_takes_too_long_leaves_the_kept_kv_on_the_device() -> None:
+    engine = KeptEngine(delays=[NEVER])
     parents = [engine.parent([number] * 17, max_tokens=8) for number in range(2)]
     others = press(engine)
     engine.until_ended(*others)
@@ -398,7 +399,7 @@ def test_a_copy_to_the_host_that_takes_too_long_leaves_the_lease_on_the_device()
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
 def test_a_copy_from_the_host_that_takes_too_long_is_computed_instead(prefix_cache: bool) -> None:
-    engine = LeaseEngine(prefix_cache=prefix_cache)
+    engine = KeptEngine(prefix_cache=prefix_cache)
     parent = engine.parent(list(range(17)), max_tokens=6)
     to_host(engine, parent)
     evict(engine)
@@ -415,14 +416,14 @@ def test_a_copy_from_the_host_that_takes_too_long_is_computed_instead(prefix_cac
     engine.end()
 
 
-def test_a_lease_that_ends_while_it_leaves_leaks_nothing() -> None:
+def test_kept_kv_that_ends_while_it_leaves_leaks_nothing() -> None:
     for delay in (3, 9):
-        engine = LeaseEngine(delays=[delay])
+        engine = KeptEngine(delays=[delay])
         parent = engine.parent([1] * 17, max_tokens=8)
-        engine.engine.leases.make_room(24)
+        engine.engine.core.kept.blocks.make_room(24)
         assert engine.state(parent) is KeptState.LEAVING
         assert engine.engine.has_work
-        engine.engine.release_leases([kept_id(parent)])
+        engine.engine.release_kept([kept_id(parent)])
         assert engine.state(parent) is KeptState.ENDED
         engine.run()
         assert engine.pinned == 0
@@ -434,9 +435,9 @@ def test_a_lease_that_ends_while_it_leaves_leaks_nothing() -> None:
 
 @pytest.mark.parametrize("when", ["before", "while it runs", "after"])
 @pytest.mark.parametrize("keep_tokens", range(1, 8))
-def test_a_lease_holds_exactly_what_the_client_saw(when: str, keep_tokens: int) -> None:
+def test_kept_kv_holds_exactly_what_the_client_saw(when: str, keep_tokens: int) -> None:
     """The router finds a stop string; the sequence has run further, or has even ended."""
-    engine = LeaseEngine(token_budget=4)
+    engine = KeptEngine(token_budget=4)
     parent = engine.ask(list(range(6)), max_tokens=8)
     if when == "before":
         engine.engine.finish(finish(parent, 0))
@@ -450,7 +451,7 @@ def test_a_lease_holds_exactly_what_the_client_saw(when: str, keep_tokens: int) 
     engine.step()
     assert engine.is_kept(parent)
     seen = parent.prompt + engine.seen.tokens[parent.request_id, 0][:keep_tokens]
-    (info,) = engine.engine.find_leases(kept_id(parent), "")
+    (info,) = engine.engine.find_kept(kept_id(parent), "")
     assert (info.tokens, info.num_prompt_tokens, info.on_host) == (seen, 6, False)
     child = engine.ask(seen + SUFFIX, inherit=kept_id(parent), keep=False)
     engine.until_ended(child)
@@ -460,8 +461,8 @@ def test_a_lease_holds_exactly_what_the_client_saw(when: str, keep_tokens: int) 
     engine.end()
 
 
-def test_a_lease_that_is_cut_when_it_is_on_the_host() -> None:
-    engine = LeaseEngine()
+def test_kept_kv_that_is_cut_when_it_is_on_the_host() -> None:
+    engine = KeptEngine()
     parent = engine.parent(list(range(6)), max_tokens=8)
     to_host(engine, parent)
     evict(engine)
@@ -475,12 +476,12 @@ def test_a_lease_that_is_cut_when_it_is_on_the_host() -> None:
 
 
 def test_a_child_does_not_write_what_others_can_find_though_nobody_else_holds_it() -> None:
-    """The last block of a lease that was cut is full, and in the prefix cache."""
-    engine = LeaseEngine()
+    """The last block of kept KV that was cut is full, and in the prefix cache."""
+    engine = KeptEngine()
     parent = engine.parent(list(range(6)), max_tokens=8)
     engine.engine.finish(finish(parent, 1))
     child = engine.ask(engine.text(parent)[:7] + SUFFIX, inherit=kept_id(parent), keep=False)
-    engine.engine.release_leases([kept_id(parent)])
+    engine.engine.release_kept([kept_id(parent)])
     engine.until_ended(child)
     again = engine.ask(engine.text(parent), keep=False)
     engine.until_ended(again)
@@ -492,8 +493,8 @@ def test_a_child_does_not_write_what_others_can_find_though_nobody_else_holds_it
 # Families
 
 
-def test_every_sample_of_a_parent_has_its_lease_and_every_sample_of_a_child_inherits() -> None:
-    engine = LeaseEngine(num_blocks=40)
+def test_every_sample_of_a_parent_is_kept_and_every_sample_of_a_child_inherits() -> None:
+    engine = KeptEngine(num_blocks=40)
     parent = engine.parent(list(range(9)), n=3, max_tokens=5, temperature=1.0, seed=3)
     children = [engine.child(parent, SUFFIX, sample=index, n=2, temperature=1.0, seed=index) for index in range(3)]
     engine.until_ended(*children)
@@ -504,7 +505,7 @@ def test_every_sample_of_a_parent_has_its_lease_and_every_sample_of_a_child_inhe
 
 
 def test_samples_that_were_never_forked_are_kept_with_the_prompt() -> None:
-    engine = LeaseEngine(token_budget=4)
+    engine = KeptEngine(token_budget=4)
     parent = engine.ask(list(range(10)), n=3, max_tokens=5, temperature=1.0, seed=3)
     engine.step()
     engine.step()
@@ -520,21 +521,21 @@ def test_samples_that_were_never_forked_are_kept_with_the_prompt() -> None:
 
 
 def test_a_chain_of_children_of_children() -> None:
-    engine = LeaseEngine(num_blocks=40, max_model_len=100)
+    engine = KeptEngine(num_blocks=40, max_model_len=100)
     parent = engine.parent(list(range(9)), max_tokens=5)
     for number in range(6):
         child = engine.child(parent, [80 + number], keep=True, max_tokens=5)
-        engine.engine.release_leases([kept_id(parent)])
+        engine.engine.release_kept([kept_id(parent)])
         engine.until_ended(child)
         engine.assert_inherited(child, parent)
         engine.assert_as_from_scratch(child)
         parent = child
-    assert engine.engine.load().leases == 1
+    assert engine.engine.load().kept == 1
     engine.end()
 
 
 def test_several_children_at_once_with_others_among_them() -> None:
-    engine = LeaseEngine(num_blocks=32)
+    engine = KeptEngine(num_blocks=32)
     parent = engine.parent(list(range(11)), max_tokens=6)
     children = []
     for number in range(5):
@@ -548,7 +549,7 @@ def test_several_children_at_once_with_others_among_them() -> None:
 
 
 def test_what_a_child_computes_can_be_found_by_others() -> None:
-    engine = LeaseEngine()
+    engine = KeptEngine()
     parent = engine.parent(list(range(9)), max_tokens=6)
     child = engine.child(parent, SUFFIX, max_tokens=7)
     engine.until_ended(child)
@@ -560,7 +561,7 @@ def test_what_a_child_computes_can_be_found_by_others() -> None:
 
 def test_a_child_that_is_preempted_goes_on() -> None:
     for host_blocks in (64, 0):
-        engine = LeaseEngine(num_blocks=14, max_model_len=40, host_blocks=host_blocks)
+        engine = KeptEngine(num_blocks=14, max_model_len=40, host_blocks=host_blocks)
         parent = engine.parent(list(range(9)), max_tokens=4)
         others = [engine.ask([60 + number], keep=False, max_tokens=30) for number in range(2)]
         child = engine.child(parent, SUFFIX, max_tokens=20)
@@ -575,7 +576,7 @@ def test_a_child_that_is_preempted_goes_on() -> None:
 
 
 def test_a_child_of_other_tokens_salt_or_images_is_refused() -> None:
-    engine = LeaseEngine()
+    engine = KeptEngine()
     parent = engine.parent(list(range(9)), cache_salt="a", max_tokens=4)
     text, handle = engine.text(parent), kept_id(parent)
     image = Image(digest="d", start=2, num_tokens=3, grid=(1, 2, 2))
@@ -608,7 +609,7 @@ def test_a_child_of_other_tokens_salt_or_images_is_refused() -> None:
 
 @pytest.mark.parametrize("keep", [Keep([new_kept_id()], 0.0), Keep([new_kept_id()], float("inf")), Keep([], 5.0)])
 def test_a_keep_that_makes_no_sense_is_refused(keep: Keep) -> None:
-    engine = LeaseEngine()
+    engine = KeptEngine()
     request = engine.ask([1, 2])
     wrong = Submit(request_id=RequestId("cmpl-wrong"), external_id="w", prompt=[1], params=request.params, keep=keep)
     engine.engine.submit(wrong)
@@ -619,52 +620,52 @@ def test_a_keep_that_makes_no_sense_is_refused(keep: Keep) -> None:
     engine.end()
 
 
-def test_a_lease_is_found_by_its_owner_alone() -> None:
-    engine = LeaseEngine()
+def test_kept_kv_is_found_by_its_owner_alone() -> None:
+    engine = KeptEngine()
     parent = engine.parent(list(range(9)), n=2, temperature=1.0, seed=1, max_tokens=4, owner="key")
     assert parent.keep is not None
-    assert [info.kept_id for info in engine.engine.find_leases(parent.external_id, "key")] == parent.keep.kept_ids
-    (info,) = engine.engine.find_leases(kept_id(parent, 1), "key")
+    assert [info.kept_id for info in engine.engine.find_kept(parent.external_id, "key")] == parent.keep.kept_ids
+    (info,) = engine.engine.find_kept(kept_id(parent, 1), "key")
     assert info.tokens == engine.text(parent, 1)
     assert (info.num_blocks, info.external_id, info.owner) == (3, parent.external_id, "key")
-    assert engine.engine.find_leases(parent.external_id, "") == engine.engine.find_leases("other", "key") == []
+    assert engine.engine.find_kept(parent.external_id, "") == engine.engine.find_kept("other", "key") == []
     engine.end()
 
 
 def test_a_request_that_fails_is_not_kept() -> None:
-    engine = LeaseEngine()
+    engine = KeptEngine()
     parent = engine.ask(list(range(9)))
     engine.step()
     engine.seen.take(engine.engine.fail_all("the roof fell in"))
-    assert "roof" in engine.seen.leases[parent.request_id, 0].reason
+    assert "roof" in engine.seen.kept[parent.request_id, 0].reason
     assert engine.pinned == 0
     engine.end()
 
 
-def test_a_drain_does_not_wait_for_leases() -> None:
-    engine = LeaseEngine(delays=[NEVER])
+def test_a_drain_does_not_wait_for_kept_kv() -> None:
+    engine = KeptEngine(delays=[NEVER])
     engine.parent([1] * 17)
     engine.step()
     engine.engine.drain()
     assert engine.engine.drained
-    engine.engine.leases.make_room(24)
+    engine.engine.core.kept.blocks.make_room(24)
     assert engine.engine.drained
     engine.end()
 
 
-def test_nothing_that_is_leased_is_said_to_be_removed() -> None:
-    engine = LeaseEngine()
+def test_nothing_that_is_kept_is_said_to_be_removed() -> None:
+    engine = KeptEngine()
     twins = [engine.ask(list(range(17)), max_tokens=6) for _ in range(2)]  # both compute it; only one's blocks can be found
     engine.until_ended(*twins)
-    leased = set(engine.engine.leases.leases[kept_id(twins[1])].kv.hashes)
-    assert len(leased) == 5
-    engine.engine.release_leases([kept_id(twins[0])])
+    kept = set(engine.engine.core.kept.samples[kept_id(twins[1])].kv.hashes)
+    assert len(kept) == 5
+    engine.engine.release_kept([kept_id(twins[0])])
     for _ in range(2):
         evict(engine)
         engine.until_ended(*press(engine))
-        assert not leased & engine.removed()
+        assert not kept & engine.removed()
     assert engine.state(twins[1]) is KeptState.ON_HOST
-    engine.engine.release_leases([kept_id(twins[1])])
+    engine.engine.release_kept([kept_id(twins[1])])
     engine.end()
 
 
@@ -681,7 +682,7 @@ def any_case(seed: int) -> None:
     max_model_len = length + len(suffix) + 12
     most = -(-max_model_len // block_size)
     num_blocks = most + -(-length // block_size) + rng.randrange(0, most + 1)
-    engine = LeaseEngine(
+    engine = KeptEngine(
         num_blocks=num_blocks,
         max_model_len=max_model_len,
         block_size=block_size,

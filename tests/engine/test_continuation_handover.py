@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import pytest
+from leaks import check_idle
 from test_handover import Pair
 from test_handover import run as run_engine
 
-from kvrelay.engine import invariants
 from kvrelay.engine.movers import Arrival
 from kvrelay.ids import RequestId, new_kept_id, new_request_id
 from kvrelay.sampling import SamplingParams
 from kvrelay.states import FinishReason
 from kvrelay.wire.serving import Finish, Inherited, Keep, Submit
-from tests.engine.lease_engine import Seen
+from tests.engine.kept_engine import Seen
 from tests.engine.test_engine import solo
 
 PROMPT = list(range(10))
@@ -24,7 +24,7 @@ def parent(pair: Pair, seen: Seen, *, arrives: bool = True, **params: object) ->
     request_id = pair.submit(PROMPT, keep=keep, **params)
     first = Seen()
     run_engine(pair.prefill, first)
-    assert not first.leases  # the decode worker's word is the only one
+    assert not first.kept  # the decode worker's word is the only one
     pair.consumer.news.started.append(request_id)
     run_engine(pair.decode, seen)
     if arrives:
@@ -44,15 +44,15 @@ def assert_continues(pair: Pair, seen: Seen, keep: Keep, text: list[int]) -> Non
     assert seen.inherited[child.request_id] == Inherited(child.request_id, len(text) - 1)
     assert pair.decode.load().prompt_tokens - before == len(SUFFIX) + 1
     assert seen.tokens[child.request_id, 0] == solo(text + SUFFIX, max_tokens=5)[0]
-    pair.decode.release_leases(keep.kept_ids)
-    invariants.check_idle(pair.decode)
+    pair.decode.release_kept(keep.kept_ids)
+    check_idle(pair.decode.core)
     assert pair.decode.load().blocks.pinned == 0
 
 
 def test_a_parent_that_was_handed_over_is_kept_by_the_decode_worker() -> None:
     pair, seen = Pair(), Seen()
     request_id, keep = parent(pair, seen)
-    assert seen.leases[request_id, 0].kept
+    assert seen.kept[request_id, 0].kept
     assert_continues(pair, seen, keep, PROMPT + seen.tokens[request_id, 0])
 
 
@@ -62,11 +62,11 @@ def test_a_parent_that_ends_while_its_kv_arrives_is_kept_when_it_is_there(reason
     request_id, keep = parent(pair, seen, arrives=False)
     pair.decode.finish(Finish(request_id=request_id, sample=0, keep_tokens=1, reason=reason))
     run_engine(pair.decode, seen)
-    assert not seen.leases
+    assert not seen.kept
     assert not pair.consumer.aborted
     pair.move(request_id)
     run_engine(pair.decode, seen)
-    news = seen.leases[request_id, 0]
+    news = seen.kept[request_id, 0]
     assert (news.kept, news.num_tokens) == (True, len(PROMPT) + 1)
     assert_continues(pair, seen, keep, PROMPT + solo(PROMPT, max_tokens=1)[0])
 
@@ -81,8 +81,8 @@ def test_a_parent_whose_kv_does_not_arrive_is_not_kept() -> None:
             pair.consumer.news.arrived.append(Arrival(request_id, [], "the prefill worker is gone"))
         pair.consumer.news.freed.append(request_id)
         run_engine(pair.decode, seen)
-        assert not seen.leases[request_id, 0].kept
-        invariants.check_idle(pair.decode)
+        assert not seen.kept[request_id, 0].kept
+        check_idle(pair.decode.core)
 
 
 def test_samples_that_end_while_their_kv_arrives_are_each_kept() -> None:
@@ -92,7 +92,7 @@ def test_samples_that_end_while_their_kv_arrives_are_each_kept() -> None:
         pair.decode.finish(Finish(request_id=request_id, sample=sample, keep_tokens=1 - sample, reason=FinishReason.STOP))
     pair.move(request_id)
     run_engine(pair.decode, seen)
-    assert [seen.leases[request_id, sample].num_tokens for sample in range(2)] == [len(PROMPT) + 1, len(PROMPT)]
+    assert [seen.kept[request_id, sample].num_tokens for sample in range(2)] == [len(PROMPT) + 1, len(PROMPT)]
     assert_continues(pair, seen, keep, PROMPT + seen.tokens[request_id, 0][:1])
 
 
@@ -103,6 +103,6 @@ def test_a_prefill_worker_keeps_nothing() -> None:
     request = Submit(request_id=new_request_id(), external_id="x", prompt=PROMPT, params=params, keep=keep)
     pair.prefill.submit(request)
     run_engine(pair.prefill, seen)
-    assert "prefill worker" in seen.leases[request.request_id, 0].reason
+    assert "prefill worker" in seen.kept[request.request_id, 0].reason
     assert seen.ends
-    invariants.check_idle(pair.prefill)
+    check_idle(pair.prefill.core)

@@ -1,5 +1,5 @@
-"""Leases among everything else, driven by Hypothesis. After each step the invariants hold, and no lease is gone before its
-time; at the end each request has its tokens, each sample one word on its lease, and nothing is held."""
+"""Leases among everything else, driven by Hypothesis. After each step the invariants hold, and no kept is gone before its
+time; at the end each request has its tokens, each sample one word on its kept, and nothing is held."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from kvrelay.ids import KeptId, RequestId
 from kvrelay.states import FinishReason
 from kvrelay.wire.serving import Finish, Submit
-from tests.engine.lease_engine import LeaseEngine, from_scratch
+from tests.engine.kept_engine import KeptEngine, from_scratch
 
 TTLS_S = (5.0, 60.0, 500.0)
 
 
-class LeaseTraffic:
-    """What the rules do. Knows which leases were promised until when."""
+class KeptTraffic:
+    """What the rules do. Knows what was promised to be kept until when."""
 
     def __init__(self, **options: object) -> None:
-        self.engine = LeaseEngine(max_batch=6, **options)  # type: ignore[arg-type]
+        self.engine = KeptEngine(max_batch=6, **options)  # type: ignore[arg-type]
         self.promised: dict[KeptId, float] = {}
         self.cut: dict[tuple[str, int], int] = {}
 
@@ -33,9 +33,9 @@ class LeaseTraffic:
         )  # fmt: skip
 
     def step(self) -> None:
-        num_known = len(self.engine.seen.leases)
+        num_known = len(self.engine.seen.kept)
         self.engine.step()
-        for news in list(self.engine.seen.leases.values())[num_known:]:
+        for news in list(self.engine.seen.kept.values())[num_known:]:
             if news.kept:
                 self.promised[news.kept_id] = self.engine.now + news.ttl_s
         self.check()
@@ -44,9 +44,9 @@ class LeaseTraffic:
         self.engine.engine.load()
         for kept_id, until in self.promised.items():
             if self.engine.now < until:
-                lease = self.engine.engine.leases.leases[kept_id]
-                assert not lease.is_over
-                assert lease.kv.tokens == self.text(lease.kv.request_id, lease.kv.sample)
+                kept = self.engine.engine.core.kept.samples[kept_id]
+                assert not kept.is_over
+                assert kept.kv.tokens == self.text(kept.kv.request_id, kept.kv.sample)
 
     def text(self, request_id: str, sample: int) -> list[int]:
         (request,) = [one for one in self.engine.requests if one.request_id == request_id]
@@ -79,7 +79,7 @@ class LeaseTraffic:
         self.step()
 
     def release(self, kept_id: KeptId) -> None:
-        self.engine.engine.release_leases([kept_id])
+        self.engine.engine.release_kept([kept_id])
         self.promised.pop(kept_id, None)
 
     def end(self) -> None:
@@ -96,13 +96,13 @@ class LeaseTraffic:
             assert got == tokens[: len(got)]
             if self.engine.seen.ends.get((request.request_id, sample)) is FinishReason.LENGTH:
                 assert got == tokens
-            assert request.keep is None or (request.request_id, sample) in self.engine.seen.leases
+            assert request.keep is None or (request.request_id, sample) in self.engine.seen.kept
         if request.inherit is not None and self.engine.seen.tokens.get((request.request_id, 0)):
             assert request.request_id in self.engine.seen.inherited
 
 
 class LeaseMachine(RuleBasedStateMachine):
-    """Prompts are alike, so that blocks are shared by the cache, by forks and by leases."""
+    """Prompts are alike, so that blocks are shared by the cache, by forks and by kept KV."""
 
     @initialize(
         num_blocks=st.integers(14, 26),
@@ -113,7 +113,7 @@ class LeaseMachine(RuleBasedStateMachine):
         token_budget=st.sampled_from([3, 9, 32]),
     )
     def start(self, **options: object) -> None:
-        self.traffic = LeaseTraffic(**options)
+        self.traffic = KeptTraffic(**options)
 
     @rule(
         stem=st.integers(0, 12),
@@ -184,13 +184,13 @@ def test_the_same_traffic_goes_through_every_transition() -> None:
     seen: set[str] = set()
     for seed in range(5):
         rng = random.Random(seed)
-        traffic = LeaseTraffic(
+        traffic = KeptTraffic(
             num_blocks=rng.randrange(14, 26),
             host_blocks=rng.choice([0, 4, 12, 60]),
             delays=[rng.choice([1, 1, 2, 5, 9, 25]) for _ in range(5)],
             token_budget=rng.choice([3, 9, 32]),
         )
-        leases = traffic.engine.engine.leases
+        kept = traffic.engine.engine.core.kept
         for number in range(25):
             more = {
                 "keep": number % 4 > 0,
@@ -204,15 +204,15 @@ def test_the_same_traffic_goes_through_every_transition() -> None:
                 traffic.submit([*range(rng.randrange(12)), number], **more)  # type: ignore[arg-type]
             for _ in range(rng.randrange(9)):
                 traffic.step()
-                seen.update(str(lease.state) for lease in leases.leases.values())
-                seen.update("stuck" for lease in leases.leases.values() if lease.is_stuck)
-                seen.update("held and over" for lease in leases.leases.values() if lease.is_over)
-                seen.update("loading" for heir in leases.heirs.values() if heir.absent)
+                seen.update(str(kept.state) for kept in kept.samples.values())
+                seen.update("stuck" for kept in kept.samples.values() if kept.is_stuck)
+                seen.update("held and over" for kept in kept.samples.values() if kept.is_over)
+                seen.update("loading" for heir in kept.heirs.values() if heir.absent)
             if number % 7 == 6:
                 traffic.abort(traffic.engine.requests[-1].request_id)
             traffic.engine.now += rng.choice([0.0, 0.0, 3.0])
         traffic.end()
-        for news in traffic.engine.seen.leases.values():
+        for news in traffic.engine.seen.kept.values():
             seen.add(
                 "kept" if news.kept else next(why for why in ("quota", "way to the host", "nothing") if why in news.reason)
             )

@@ -7,9 +7,9 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from leaks import check_idle
 
 from kvrelay.config import EngineOptions
-from kvrelay.engine import invariants
 from kvrelay.engine.engine import Engine
 from kvrelay.ids import RequestId, WorkerId, new_request_id
 from kvrelay.runner.fake import FakeRunner
@@ -80,7 +80,7 @@ def run(engine: Engine, collected: Collected | None = None, *, max_steps: int = 
             break
         collected.take(engine.step())
     assert not engine.has_work, "the engine did not come to an end"
-    invariants.check_idle(engine)
+    check_idle(engine.core)
     return collected
 
 
@@ -175,7 +175,7 @@ def test_a_prompt_is_computed_in_chunks_within_the_budget_beside_running_decodes
         outputs = engine.step().outputs
         widths.append((engine.load().prompt_tokens - before, len(outputs)))
     assert widths[:5] == [(5, 1), (5, 1), (5, 1), (5, 2), (0, 2)]  # the decode never waits
-    invariants.check_idle(engine)
+    check_idle(engine.core)
 
 
 def test_the_second_of_two_equal_prompts_computes_only_what_is_not_cached() -> None:
@@ -308,7 +308,7 @@ def test_a_step_that_breaks_fails_every_request_and_leaks_nothing() -> None:
     seen = Collected()
     seen.take(engine.fail_all("the device is gone"))
     assert set(seen.failures) == {request.request_id for request in requests}
-    invariants.check_idle(engine)
+    check_idle(engine.core)
 
 
 @settings(max_examples=60, deadline=None)

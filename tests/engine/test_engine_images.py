@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from leaks import check_idle
 
 from kvrelay.config import EngineOptions
-from kvrelay.engine import invariants
 from kvrelay.engine.engine import Engine
-from kvrelay.engine.images import ImageFailure, Images
 from kvrelay.engine.interfaces import StepPlan
+from kvrelay.engine.requests.images import ImageFailure, Images
 from kvrelay.errors import MissingEmbeddingError
 from kvrelay.ids import RequestId, TransferId, WorkerId, new_request_id
 from kvrelay.media.placeholders import placeholder_ids
@@ -160,7 +160,7 @@ class World:
 
     def end(self) -> None:
         self.run()
-        invariants.check_idle(self.engine)
+        check_idle(self.engine.core)
         assert self.store.holds == []
         assert self.source.asked == {}
 

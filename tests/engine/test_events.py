@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from kvrelay.engine import events as engine_events
-from kvrelay.engine.events import EventRecorder
-from kvrelay.engine.kv_cache import KVCache
+from kvrelay.engine.memory import events as engine_events
+from kvrelay.engine.memory.events import EventRecorder
+from kvrelay.engine.memory.kv_cache import KVCache
 from kvrelay.wire.events import CacheEvent, Cleared, Removed, Stored
 from tests.cache_life import CacheLife, apply, new_sequence
 
@@ -53,7 +53,7 @@ def test_a_cache_without_a_listener_records_nothing() -> None:
     sequence = new_sequence([1, 2, 3, 4])
     assert kv.attach(sequence, headroom=0)
     kv.computed(sequence, 4)
-    assert kv.prefixes.recorder is None
+    assert not kv.prefixes.recorder.is_heard
     assert len(kv.prefixes) == 2
 
 

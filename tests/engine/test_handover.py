@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+from leaks import check_idle
 from test_engine import VOCAB, Collected, solo
 
 from kvrelay.config import EngineOptions
-from kvrelay.engine import invariants
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.movers import Arrival, ConsumerNews, ProducerNews
 from kvrelay.errors import HandOverError
@@ -54,15 +54,15 @@ class ScriptedProducer:
         self.calls.append(("finish", request_id))
         self.first_tokens[request_id] = first_tokens
 
-    def park(self, request_id: RequestId) -> None:
-        self.calls.append(("park", request_id))
+    def set_aside(self, request_id: RequestId) -> None:
+        self.calls.append(("set_aside", request_id))
 
     def abort(self, request_id: RequestId) -> None:
         self.calls.append(("abort", request_id))
 
     @property
     def has_news(self) -> bool:
-        return bool(self.news.released or self.news.parked or self.news.restart)
+        return bool(self.news.released or self.news.set_aside or self.news.restart)
 
     def poll(self) -> ProducerNews:
         news, self.news = self.news, ProducerNews()
@@ -99,9 +99,6 @@ class ScriptedConsumer:
 
     def reserve(self, request_id: RequestId, blocks: Sequence[int], skip_tokens: int) -> None:
         self.reserved[request_id] = (list(blocks), skip_tokens)
-
-    def unreserve(self, request_id: RequestId) -> None:
-        raise AssertionError("nobody asked for that")
 
     def abort(self, request_id: RequestId) -> None:
         self.aborted.append(request_id)
@@ -229,7 +226,7 @@ def test_a_request_runs_through_both_and_computes_nothing_twice() -> None:
     pair.producer.news.released.append(request_id)
     run(pair.prefill, first)
     for engine in (pair.prefill, pair.decode):
-        invariants.check_idle(engine)
+        check_idle(engine.core)
 
 
 def test_the_producer_hears_of_blocks_cached_prefix_chunks_and_the_end_in_order() -> None:
@@ -314,8 +311,8 @@ def test_a_prefill_worker_counts_what_it_sends_as_part_of_its_batch_and_parks_wh
     seen = Collected()
     run(pair.prefill, seen)
     assert set(seen.first) == set(ids[:2])  # the third waits for a place
-    assert ("park", ids[0]) in pair.producer.calls
-    pair.producer.news.parked.append(ids[0])
+    assert ("set_aside", ids[0]) in pair.producer.calls
+    pair.producer.news.set_aside.append(ids[0])
     run(pair.prefill, seen)
     assert set(seen.first) == set(ids)
     pair.producer.news.restart.append(ids[0])  # the consumer wants the parked one after all
@@ -325,7 +322,7 @@ def test_a_prefill_worker_counts_what_it_sends_as_part_of_its_batch_and_parks_wh
     assert len(seen.tokens[ids[0], 0]) == 1  # its first token was told once
     pair.producer.news.released.extend([ids[0], ids[2]])
     run(pair.prefill, seen)
-    invariants.check_idle(pair.prefill)
+    check_idle(pair.prefill.core)
 
 
 def test_who_was_aborted_is_not_asked_to_park_since_it_would_not_answer() -> None:
@@ -336,8 +333,8 @@ def test_who_was_aborted_is_not_asked_to_park_since_it_would_not_answer() -> Non
     pair.prefill.abort([ids[0]])  # its reader may hold the blocks for a whole lease
     ids.append(pair.submit([7, 8, 9]))
     run(pair.prefill, seen)
-    assert [call for call in pair.producer.calls if call[0] == "park"] == [("park", ids[1])]
-    pair.producer.news.parked.append(ids[1])
+    assert [call for call in pair.producer.calls if call[0] == "set_aside"] == [("set_aside", ids[1])]
+    pair.producer.news.set_aside.append(ids[1])
     run(pair.prefill, seen)
     assert ids[2] in seen.first
 
@@ -390,7 +387,7 @@ def test_a_failed_transfer_ends_the_request_here_and_its_blocks_wait_in_quaranti
     pair.decode.abort([other])
     run(pair.decode, seen)
     assert not seen.tokens[other, 0]
-    invariants.check_idle(pair.decode)
+    check_idle(pair.decode.core)
 
 
 @pytest.mark.parametrize("told", [[], [FirstToken(0, 5)], [FirstToken(0, 5), FirstToken(1, VOCAB)]])
@@ -406,7 +403,7 @@ def test_first_tokens_that_are_missing_or_no_tokens_are_a_failed_hand_over(told:
     run(pair.decode, seen)
     assert "first token" in seen.failures[request_id]
     assert not seen.tokens
-    invariants.check_idle(pair.decode)
+    check_idle(pair.decode.core)
 
 
 @pytest.mark.parametrize("sample", [0, 2])
@@ -436,7 +433,7 @@ def test_one_sample_that_another_worker_began_is_handed_over_with_its_tokens(sam
         pair.producer.news.released.append(request_id)
         run(pair.prefill, first)
         for engine in (pair.prefill, pair.decode):
-            invariants.check_idle(engine)
+            check_idle(engine.core)
 
 
 def test_what_was_parked_is_computed_again_with_the_tokens_of_the_worker_before() -> None:
@@ -449,7 +446,7 @@ def test_what_was_parked_is_computed_again_with_the_tokens_of_the_worker_before(
     run(pair.prefill, seen)
     second = pair.submit([7, 8])
     run(pair.prefill, seen)
-    pair.producer.news.parked.append(first)
+    pair.producer.news.set_aside.append(first)
     run(pair.prefill, seen)
     pair.producer.news.released.append(second)
     pair.producer.news.restart.append(first)
@@ -458,7 +455,7 @@ def test_what_was_parked_is_computed_again_with_the_tokens_of_the_worker_before(
     assert [one.token for one in pair.producer.first_tokens[first]] == expected[3:4]
     pair.producer.news.released.append(first)
     run(pair.prefill, seen)
-    invariants.check_idle(pair.prefill)
+    check_idle(pair.prefill.core)
 
 
 def test_abort_at_every_point_returns_every_block_when_the_peer_is_done_with_it() -> None:
@@ -490,7 +487,7 @@ def test_abort_at_every_point_returns_every_block_when_the_peer_is_done_with_it(
         run(pair.prefill, seen)
         run(pair.decode, rest)
         for engine in (pair.prefill, pair.decode):
-            invariants.check_idle(engine)
+            check_idle(engine.core)
 
 
 def test_a_consumer_that_failed_ends_the_prompt_that_is_computed_for_it() -> None:
@@ -504,7 +501,7 @@ def test_a_consumer_that_failed_ends_the_prompt_that_is_computed_for_it() -> Non
     assert "the decode worker died" in seen.failures[request_id]
     pair.producer.news.released.append(request_id)  # the abort that followed was answered
     run(pair.prefill, seen)
-    invariants.check_idle(pair.prefill)
+    check_idle(pair.prefill.core)
 
 
 @pytest.mark.parametrize("host_blocks", [0, 32])
@@ -525,7 +522,7 @@ def test_who_makes_room_after_a_hand_over_goes_on_here_without_a_second_transfer
     assert not pair.consumer.reserved
     for request_id, prompt in zip(ids, prompts, strict=True):
         assert seen.tokens[request_id, 0] == solo(prompt, max_tokens=30)[0]
-    invariants.check_idle(pair.decode)
+    check_idle(pair.decode.core)
 
 
 def test_the_end_of_a_hand_over_is_told_once_and_is_not_the_end_of_the_prompt() -> None:

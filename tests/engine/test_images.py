@@ -9,7 +9,7 @@ import pytest
 
 from kvrelay.config import EngineOptions
 from kvrelay.engine.engine import Engine
-from kvrelay.engine.images import Images
+from kvrelay.engine.requests.images import Images
 from kvrelay.media.placeholders import placeholder_ids
 from kvrelay.runner.fake import FakeRunner
 from kvrelay.wire.serving import Image, Submit

@@ -15,8 +15,8 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 PAGE = (ROOT / "docs/lifecycle.md").read_text(encoding="utf-8")
 ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in PAGE.splitlines() if line.startswith("| ")][1:]
 MODULES = {
-    "Scheduler": "scheduler", "KVCache": "kv_cache", "Swap": "swap", "Engine": "engine", "BlockPool": "block_pool",
-    "PrefixCache": "prefix_cache", "Endings": "endings",
+    "Scheduler": "scheduler", "Queue": "queue", "KVCache": "memory.kv_cache", "Swap": "memory.swap", "Engine": "engine",
+    "BlockPool": "memory.block_pool", "PrefixCache": "memory.prefix_cache", "Endings": "requests.endings",
 }  # fmt: skip
 
 

@@ -6,10 +6,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvrelay.engine.block_pool import BlockPool, Holder
-from kvrelay.engine.events import EventRecorder
-from kvrelay.engine.kv_cache import KVCache
-from kvrelay.engine.prefix_cache import PrefixCache
+from kvrelay.engine.memory.block_pool import BlockPool, Holder
+from kvrelay.engine.memory.events import EventRecorder
+from kvrelay.engine.memory.kv_cache import KVCache
+from kvrelay.engine.memory.prefix_cache import PrefixCache
 from kvrelay.engine.request import Request, Sequence
 from kvrelay.ids import new_request_id
 from kvrelay.sampling import SamplingParams

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvrelay.engine.swap import Swap
+from kvrelay.engine.memory.swap import Swap
 from kvrelay.states import FinishReason, KVState, RequestState
 from kvrelay.wire.events import Freed, FreedForNow, Restored, Swapped
 from kvrelay.wire.serving import Submit
@@ -15,8 +15,7 @@ LONG = 2 * NEVER
 
 
 def swap_of(engine: SwapEngine) -> Swap:
-    assert engine.engine.swap is not None
-    return engine.engine.swap
+    return engine.engine.core.swap
 
 
 def pressed(**options: object) -> tuple[SwapEngine, list[Submit]]:
@@ -151,7 +150,7 @@ def test_without_a_host_pool_the_kv_is_computed_again() -> None:
     assert engine.kinds(second)[0] == "preempted"
 
 
-def test_a_copy_to_the_host_that_takes_too_long_is_given_up_and_its_slots_wait_for_it() -> None:
+def test_a_copy_to_the_host_that_takes_too_long_is_given_up_and_its_host_blocks_wait_for_it() -> None:
     engine, (_, second) = pressed(delays=[NEVER])
     swap = swap_of(engine)
     engine.until_swapped(second, saved=False)
@@ -160,7 +159,9 @@ def test_a_copy_to_the_host_that_takes_too_long_is_given_up_and_its_slots_wait_f
     for _ in range(8):
         engine.step()
     assert copy.expired
-    assert all(swap.slots.references[slot] == 1 for slot in copy.slots)  # quarantined: the copy may still write them
+    assert all(
+        swap.host.pool.references[host_block] == 1 for host_block in copy.host_blocks
+    )  # quarantined: the copy may still write them
     assert engine.kinds(second)[0] == "swap_out_timeout"
     engine.run()
     assert_as_alone(engine)
@@ -189,11 +190,11 @@ def test_the_host_copy_is_dropped_only_when_the_kv_is_back() -> None:
     engine, (_, second) = pressed(num_blocks=10, prefix_cache=False, delays=[3])
     swap = swap_of(engine)
     sequence = engine.until_swapped(second)
-    slots = list(swap.kept[sequence.key].slots)
+    host_blocks = list(swap.on_host[sequence.key].host_blocks)
     while sequence not in engine.engine.scheduler.loading:
         engine.step()
-    assert swap.kept[sequence.key].table  # allocated
-    assert all(swap.slots.references[slot] for slot in slots)
+    assert swap.on_host[sequence.key].table  # allocated
+    assert all(swap.host.pool.references[host_block] for host_block in host_blocks)
     engine.run()
     assert_as_alone(engine)
 
@@ -208,9 +209,9 @@ def test_shared_blocks_are_copied_once_and_shared_again() -> None:
         swap = swap_of(engine)
         while engine.engine.has_work:
             engine.step()
-            kept = [one for one in swap.kept.values() if one.sequence.request_id == second.request_id and one.slots]
+            kept = [one for one in swap.on_host.values() if one.sequence.request_id == second.request_id and one.host_blocks]
             if len(kept) == 3:
-                assert kept[0].slots[:3] == kept[1].slots[:3] == kept[2].slots[:3]
+                assert kept[0].host_blocks[:3] == kept[1].host_blocks[:3] == kept[2].host_blocks[:3]
                 most = 3
         assert most == 3, "the samples were never on the host together"
         engine.settle()
@@ -353,7 +354,7 @@ def test_a_block_that_was_given_away_while_it_was_copied_is_not_cached_on_the_ho
     assert not all(kept)
     engine.delays = [1]
     engine.settle()
-    assert [slot in swap.cache for slot in copy.slots] == kept
+    assert [host_block in swap.host.cache for host_block in copy.host_blocks] == kept
 
 
 def test_a_block_that_others_can_find_is_not_written_by_who_comes_back() -> None:

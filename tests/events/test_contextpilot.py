@@ -23,7 +23,7 @@ from kvrelay.discovery.static import StaticMembership
 from kvrelay.events.subscriber import EventSubscriber
 from kvrelay.ids import WorkerId, new_router_id
 from kvrelay.native.hashing import extend_hashes, root_hash
-from kvrelay.wire.events import LifeEvent
+from kvrelay.wire.events import CacheEvent, Cleared, Removed, Stored
 from kvrelay.wire.registry import WorkerRecord
 
 BLOCK_SIZE = 8
@@ -89,21 +89,19 @@ class Cache:
     def _look(self) -> None:
         self._lasting = {name: hashes for name, hashes in self._lasting.items() if hashes & self.hashes}
 
-    def stored(self, worker_id: WorkerId, hashes: Iterable[bytes]) -> None:
-        self.hashes.update(hashes)
-
-    def removed(self, worker_id: WorkerId, hashes: Iterable[bytes]) -> None:
-        self.hashes.difference_update(hashes)
-        self._look()
-
-    def cleared(self, worker_id: WorkerId) -> None:
-        raise AssertionError("nobody cleared a cache")
+    def happened(self, worker_id: WorkerId, event: CacheEvent) -> None:
+        match event:
+            case Stored():
+                self.hashes.update(event.hashes)
+            case Removed():
+                self.hashes.difference_update(event.hashes)
+                self._look()
+            case Cleared():
+                raise AssertionError("no test clears a cache")
 
     def replaced(self, worker_id: WorkerId, hashes: Iterable[bytes]) -> None:
         self.hashes = set(hashes)
         self._look()
-
-    def lived(self, worker_id: WorkerId, event: LifeEvent) -> None: ...
 
     def gap(self, worker_id: WorkerId) -> None: ...
 
@@ -160,7 +158,7 @@ class Caches:
 async def caches_of(server: Server) -> AsyncIterator[Caches]:
     addresses = [worker["address"] for worker in server.get("/cluster")["workers"]]
     caches = Caches()
-    membership = StaticMembership(addresses, router_id=new_router_id(), lease_s=10.0)
+    membership = StaticMembership(addresses, router_id=new_router_id(), registration_s=10.0)
     membership.start(caches.joined, lambda record: None, lambda worker_id, loss: None)
     try:
         await until(lambda: caches.in_step)

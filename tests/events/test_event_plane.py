@@ -37,14 +37,14 @@ class Owner:
         self.said: list[str] = []
         self.problems: list[str] = []
 
-    def stored(self, worker_id: WorkerId, hashes: Iterable[bytes]) -> None:
-        self.hashes.update(hashes)
-
-    def removed(self, worker_id: WorkerId, hashes: Iterable[bytes]) -> None:
-        self.hashes.difference_update(hashes)
-
-    def cleared(self, worker_id: WorkerId) -> None:
-        self.hashes.clear()
+    def happened(self, worker_id: WorkerId, event: CacheEvent) -> None:
+        match event:
+            case Stored():
+                self.hashes.update(event.hashes)
+            case Removed():
+                self.hashes.difference_update(event.hashes)
+            case Cleared():
+                self.hashes.clear()
 
     def replaced(self, worker_id: WorkerId, hashes: Iterable[bytes]) -> None:
         self.hashes = set(hashes)

@@ -79,7 +79,7 @@ class World:
         self.sync.on_request_started(name, [PREFILL, DECODE])
         self.free(PREFILL, name, listed[:-1], handed_over=True)
         self.free(DECODE, name, listed)
-        self.sync.on_request_finished(name)
+        self.sync.on_request_ended(name)
 
 
 def block(number: int) -> bytes:
@@ -95,7 +95,7 @@ async def test_terminal_a_request_is_removed_when_it_ends() -> None:
     world.free(PREFILL, "a", [1], handed_over=True)
     world.free(DECODE, "a", [1, 2])
     assert world.told == []  # the client is still waiting
-    world.sync.on_request_finished("a")
+    world.sync.on_request_ended("a")
     assert world.told == ["a"]
     assert len(world.sync) == 0
 
@@ -103,7 +103,7 @@ async def test_terminal_a_request_is_removed_when_it_ends() -> None:
 async def test_terminal_an_aborted_request_is_removed_once_its_blocks_are_freed() -> None:
     world = World("terminal")
     world.sync.on_request_started("a", [DECODE])
-    world.sync.on_request_aborted("a")
+    world.sync.on_request_ended("a")
     assert world.told == []
     world.free(DECODE, "a", [1])
     assert world.told == ["a"]
@@ -117,7 +117,7 @@ async def test_swapping_changes_nothing(mode: Mode) -> None:
     world.sync.on_kv_blocks_swapped(DECODE, "foreign")
     assert (world.told, len(world.sync)) == ([], 1)
     world.free(DECODE, "a")
-    world.sync.on_request_finished("a")
+    world.sync.on_request_ended("a")
     assert world.told == ["a"]
 
 
@@ -130,7 +130,7 @@ async def test_a_free_that_is_not_terminal_is_deferred_until_the_terminal_one(mo
     world.preempt(DECODE, "foreign")
     assert (world.told, world.count("deferred")) == ([], 3)
     world.free(DECODE, "a")
-    world.sync.on_request_finished("a")
+    world.sync.on_request_ended("a")
     world.free(DECODE, "foreign")
     assert world.told == ["a", "foreign"]
 
@@ -140,7 +140,7 @@ async def test_a_deferred_request_that_is_aborted_is_removed(mode: Mode) -> None
     world = World(mode)
     world.sync.on_request_started("a", [DECODE])
     world.preempt(DECODE, "a")
-    world.sync.on_request_aborted("a")
+    world.sync.on_request_ended("a")
     assert world.told == []
     world.free(DECODE, "a")
     assert world.told == ["a"]
@@ -153,7 +153,7 @@ async def test_a_deferred_request_whose_worker_dies_is_removed_with_the_request(
     world.preempt(DECODE, "a")
     world.die(DECODE)
     assert world.told == []  # it is about to go elsewhere
-    world.sync.on_request_finished("a")
+    world.sync.on_request_ended("a")
     assert world.told == ["a"]
 
 
@@ -231,14 +231,14 @@ async def test_a_request_without_cached_blocks_is_removed_at_its_end() -> None:
     world.sync.on_request_started("short", [DECODE])
     world.free(DECODE, "short")
     assert world.told == []
-    world.sync.on_request_finished("short")
+    world.sync.on_request_ended("short")
     assert world.told == ["short"]
 
 
 async def test_a_request_whose_workers_publish_nothing_is_removed_at_its_end() -> None:
     world = World()
     world.sync.on_request_started("a", [])
-    world.sync.on_request_finished("a")
+    world.sync.on_request_ended("a")
     assert world.told == ["a"]
 
 
@@ -249,14 +249,14 @@ async def test_a_request_whose_blocks_went_before_it_ended_is_removed_at_its_end
     world.evict(PREFILL, 2, 1)
     assert world.told == []
     world.free(DECODE, "a")
-    world.sync.on_request_finished("a")
+    world.sync.on_request_ended("a")
     assert world.told == ["a"]
 
 
 async def test_the_workers_last_word_may_come_after_the_clients() -> None:
     world = World()
     world.sync.on_request_started("a", [PREFILL, DECODE])
-    world.sync.on_request_finished("a")
+    world.sync.on_request_ended("a")
     world.free(DECODE, "a", [1])
     assert world.told == []
     world.evict(DECODE, 1)
@@ -271,7 +271,7 @@ async def test_a_word_that_never_comes_is_not_waited_for_for_ever() -> None:
     world = World(settle_s=0.02)
     world.sync.on_request_started("a", [PREFILL, DECODE])
     world.free(DECODE, "a", [1])
-    world.sync.on_request_finished("a")
+    world.sync.on_request_ended("a")
     world.evict(DECODE, 1)
     world.sync.on_request_started("open", [DECODE])
     await until_told(world, ["a"])
@@ -290,7 +290,7 @@ async def test_a_request_that_goes_elsewhere_keeps_its_id() -> None:
     world.sync.on_request_sent_again("a", [OTHER])
     assert world.told == []
     world.free(OTHER, "a", [1, 2])
-    world.sync.on_request_finished("a")
+    world.sync.on_request_ended("a")
     assert world.told == []
     world.evict(OTHER, 2, 1)
     assert world.told == ["a"]
@@ -300,7 +300,7 @@ async def test_the_same_worker_may_be_tried_twice() -> None:
     world = World()
     world.sync.on_request_started("a", [DECODE])
     world.sync.on_request_sent_again("a", [DECODE])
-    world.sync.on_request_finished("a")
+    world.sync.on_request_ended("a")
     world.free(DECODE, "a")  # of the first attempt
     assert world.told == []
     world.free(DECODE, "a", [1])
@@ -317,10 +317,10 @@ async def test_a_later_request_with_the_same_id_starts_over() -> None:
     world.sync.on_request_started("a", [DECODE])
     assert world.told == []  # it had not been sent, and is taken back
     world.free(DECODE, "a", [7])
-    world.sync.on_request_finished("a")
+    world.sync.on_request_ended("a")
     world.sync.on_request_started("a", [DECODE])  # while the blocks of the one before are cached
     world.free(DECODE, "a", [8])
-    world.sync.on_request_finished("a")
+    world.sync.on_request_ended("a")
     world.evict(DECODE, 8)
     assert world.told == ["a"]  # what the one before left is not its business
 
@@ -330,11 +330,11 @@ async def test_all_prompts_of_a_request_must_be_over() -> None:
     world.sync.on_request_started("a", [DECODE])
     world.sync.on_request_started("a", [DECODE])
     world.free(DECODE, "a", [1])
-    world.sync.on_request_finished("a")
+    world.sync.on_request_ended("a")
     world.evict(DECODE, 1)
     assert world.told == []
     world.free(DECODE, "a", [2])
-    world.sync.on_request_finished("a")
+    world.sync.on_request_ended("a")
     world.evict(DECODE, 2)
     assert world.told == ["a"]
 
@@ -359,7 +359,7 @@ async def test_ids_that_we_made_up_are_never_told() -> None:
         world.sync.on_request_started(name, [DECODE])
         world.preempt(DECODE, name)
         world.free(DECODE, name, [1])
-        world.sync.on_request_finished(name)
+        world.sync.on_request_ended(name)
     world.clear(DECODE)
     assert (world.told, len(world.sync)) == ([], 0)
 
@@ -399,7 +399,7 @@ async def test_at_random_what_is_told_is_exactly_what_is_gone(seed: int) -> None
             name = rng.choice(sorted(steps))
             step = steps[name].pop()
             if step == "end":
-                rng.choice([world.sync.on_request_finished, world.sync.on_request_aborted])(name)
+                world.sync.on_request_ended(name)
             else:
                 worker = PREFILL if step == "prefill" else DECODE
                 if rng.random() < 0.2:
@@ -420,7 +420,7 @@ async def test_at_random_what_is_told_is_exactly_what_is_gone(seed: int) -> None
     for name in sorted(steps):
         for worker in (PREFILL, DECODE):
             world.free(worker, name)
-        world.sync.on_request_finished(name)
+        world.sync.on_request_ended(name)
     world.clear(PREFILL)
     world.clear(DECODE)
     assert set(world.told) == set(blocks_of)

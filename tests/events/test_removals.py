@@ -8,10 +8,11 @@ from collections.abc import AsyncIterator, Callable, Sequence
 import pytest
 
 from kvrelay.errors import ContextIndexError, IndexNotReadyError, IndexRefusedError
-from kvrelay.events.context_index import RecordingIndex, Removal
+from kvrelay.events.context_index import Removal
 from kvrelay.events.removals import RemovalQueue, RemovalSettings
 from kvrelay.metrics import Metrics
 from kvrelay.states import BreakerState
+from tests.recording_index import RecordingIndex
 
 QUICK = RemovalSettings(
     batch_ids=10,

@@ -97,8 +97,8 @@ async def ask(router: Router, prompt: list[int]) -> tuple[str, list[int], int]:
 async def test_conversations_go_back_to_the_worker_that_has_them(workers: list[EngineWorker]) -> None:
     router_id, metrics = new_router_id(), Metrics()
     addresses = [worker.loop.address for worker in workers]
-    membership = StaticMembership(addresses, router_id=router_id, lease_s=2.0)
-    router = Router(membership=membership, metrics=metrics, policy="prefix_aware", router_id=router_id, lease_s=2.0)
+    membership = StaticMembership(addresses, router_id=router_id, registration_s=2.0)
+    router = Router(membership=membership, metrics=metrics, policy="prefix_aware", router_id=router_id, registration_s=2.0)
     router.start()
     await router.until_usable(3)
     feed = router._feed

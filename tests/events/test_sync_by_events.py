@@ -9,7 +9,6 @@ import pytest
 from registry_records import make_record
 
 from kvrelay.events import publisher as publisher_module
-from kvrelay.events.context_index import RecordingIndex
 from kvrelay.events.eviction_sync import EvictionSyncAdapter, SyncSettings
 from kvrelay.events.publisher import EventPublisher, PublisherSettings
 from kvrelay.events.removals import RemovalQueue, RemovalSettings
@@ -19,6 +18,7 @@ from kvrelay.router.event_feed import EventFeed
 from kvrelay.router.prefix_index import PrefixIndex
 from kvrelay.states import FreeReason
 from kvrelay.wire.events import CacheEvent, Cleared, Freed, FreedForNow, Removed, Restored, Stored, Swapped
+from tests.recording_index import RecordingIndex
 
 
 def block(number: int) -> bytes:
@@ -63,7 +63,7 @@ class World:
         self.feed.joined(record)
 
     async def in_step(self, worker: EventPublisher) -> None:
-        await until(lambda: self.feed.in_step(worker._worker_id))
+        await until(lambda: self.feed._subscribers[worker._worker_id].in_step)
 
     async def close(self) -> None:
         self.feed.close()
@@ -99,7 +99,7 @@ async def test_a_request_is_removed_when_both_workers_have_nothing_of_it(world: 
     decode.publish([FreedForNow(request="a", reason=FreeReason.NO_SWAP_ROOM)])
     decode.publish([stored(3), freed("a", 1, 2, 3)])
     await until(lambda: world.prefixes.holds(block(3)))
-    world.sync.on_request_finished("a")
+    world.sync.on_request_ended("a")
     decode.publish([removed(3, 2, 1)])
     await until(lambda: not world.prefixes.holds(block(3)))
     assert world.index.calls == []
@@ -142,7 +142,7 @@ async def test_what_was_lost_for_good_ends_with_a_removal_all_the_same(world: Wo
     decode.publish(lost)
     decode.publish([stored(2)])
     await until(lambda: decode._sequence == 2)
-    world.sync.on_request_finished("a")
+    world.sync.on_request_ended("a")
     world.join(decode)
     await world.in_step(decode)
     await until(lambda: world.index.removed == ["a"])

@@ -41,10 +41,10 @@ class World:
         self.told = Told()
         router_id, metrics = new_router_id(), Metrics()
         self.router = Router(
-            membership=StaticMembership([worker.address for worker in self.workers], router_id=router_id, lease_s=2.0),
+            membership=StaticMembership([worker.address for worker in self.workers], router_id=router_id, registration_s=2.0),
             metrics=metrics,
             policy="round_robin",
-            lease_s=2.0,
+            registration_s=2.0,
             router_id=router_id,
             rules=RetryRules(max_retries=2, wait_s=0.2),
             sync=functools.partial(EvictionSyncAdapter, self.told, mode="evicted", metrics=metrics),

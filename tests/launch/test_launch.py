@@ -27,7 +27,7 @@ from kvrelay.states import Role
 from kvrelay.wire.launcher import Becomes, Ends, encode_line
 
 PATIENCE_S = 60.0
-TINY = ("--max-batch", "8", "--kv-blocks", "64", "--lease-s", "2")
+TINY = ("--max-batch", "8", "--kv-blocks", "64", "--registration-s", "2")
 ONE = ("--whole", "1", *TINY)
 
 

@@ -132,7 +132,7 @@ def test_integers_are_not_weights(folder: pathlib.Path) -> None:
         load(folder)
 
 
-def test_tensors_nobody_wants(folder: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_tensors_that_no_layer_takes(folder: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
     """What older tools store is passed over in silence; what we do not know is told once."""
     harmless: dict[str, torch.Tensor | None] = {
         "lm_head.weight": torch.zeros(320, 32),

@@ -13,6 +13,7 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
+from leaks import check_idle
 from numpy.typing import NDArray
 from parity import assert_parity
 from vision_models import (
@@ -30,10 +31,10 @@ from vision_models import (
 )
 
 from kvrelay.checkpoint.spec import read_spec
+from kvrelay.checkpoint.vision_spec import VisionSpec
 from kvrelay.config import EngineOptions, ModelOptions, read_environment
-from kvrelay.engine import invariants
 from kvrelay.engine.engine import Engine
-from kvrelay.engine.images import Images
+from kvrelay.engine.requests.images import Images
 from kvrelay.ids import RequestId, new_request_id, new_worker_id
 from kvrelay.media.patches import patches_of
 from kvrelay.media.placeholders import FIRST_ID
@@ -112,7 +113,7 @@ def generate(engine: Engine, encoder: Encoder, batch: list[Prompt], **changes: A
         assert not of_kind(Failure, step.news)
         for output in step.outputs:
             tokens[output.request_id].extend(output.tokens)
-    invariants.check_idle(engine)
+    check_idle(engine.core)
     return [tokens[request_id] for request_id in ids]
 
 
@@ -135,6 +136,10 @@ def test_patches_are_those_of_the_processor_bit_for_bit(kind: Kind, size: tuple[
     assert np.array_equal(got, wanted["pixel_values"])
 
 
+def patch_width(spec: VisionSpec) -> int:
+    return 3 * spec.temporal_patch_size * spec.patch_size**2
+
+
 @every_kind
 @pytest.mark.parametrize("layout", ["hub", pytest.param("transformers", marks=pytest.mark.long)])
 def test_a_tower_alone_makes_the_features_that_the_whole_model_makes(kind: Kind, layout: Any) -> None:
@@ -142,13 +147,16 @@ def test_a_tower_alone_makes_the_features_that_the_whole_model_makes(kind: Kind,
     grids = [(1, 12, 18), (1, 8, 6), (1, 2, 2), (1, 8, 8), (1, 10, 14)]
     ours = tower(kind, layout)
     generator = torch.Generator().manual_seed(1)
-    parts = [torch.randn(rows * columns, ours.spec.patch_width, generator=generator) for _, rows, columns in grids]
+    parts = [torch.randn(rows * columns, patch_width(ours.spec), generator=generator) for _, rows, columns in grids]
     with torch.inference_mode():
         result = reference_vl(kind, layout).model.visual(torch.cat(parts), grid_thw=torch.tensor(grids))
     wanted = torch.cat([result.pooler_output, *(result.deepstack_features if kind == "qwen3_vl" else ())], dim=-1)
     together = ours.forward(torch.cat(parts), grids)
     assert together.dtype == torch.float32
-    assert together.shape == (sum(rows * columns for _, rows, columns in grids) // 4, ours.spec.feature_width)
+    assert together.shape == (
+        sum(rows * columns for _, rows, columns in grids) // 4,
+        (1 + ours.spec.num_deepstack) * ours.spec.out_hidden_size,
+    )
     torch.testing.assert_close(together, wanted, atol=1e-5, rtol=0)
     alone = torch.cat([ours.forward(part, [grid]) for part, grid in zip(parts, grids, strict=True)])
     torch.testing.assert_close(alone, wanted, atol=1e-5, rtol=0)
@@ -157,7 +165,7 @@ def test_a_tower_alone_makes_the_features_that_the_whole_model_makes(kind: Kind,
 @every_kind
 def test_both_layouts_of_a_checkpoint_are_the_same_model(kind: Kind) -> None:
     assert read_spec(tiny_vl(kind, "hub")) == read_spec(tiny_vl(kind, "transformers"))
-    patches = torch.ones(16, tower(kind).spec.patch_width)
+    patches = torch.ones(16, patch_width(tower(kind).spec))
     assert torch.equal(
         tower(kind, "hub").forward(patches, [(1, 4, 4)]), tower(kind, "transformers").forward(patches, [(1, 4, 4)])
     )

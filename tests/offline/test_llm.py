@@ -28,7 +28,7 @@ from kvrelay.sampling import SamplingParams
 from kvrelay.states import FinishReason
 
 SMALL: dict[str, Any] = {"progress": False, "kv_blocks": 64, "max_batch": 4, "max_model_len": 128, "threads": 1}
-RELAY: dict[str, Any] = {**SMALL, "prefill": 1, "decode": 1, "local_prefill_tokens": 0, "lease_s": 2.0, "max_queue": 8}
+RELAY: dict[str, Any] = {**SMALL, "prefill": 1, "decode": 1, "local_prefill_tokens": 0, "registration_s": 2.0, "max_queue": 8}
 PATIENCE_S = 60.0
 PROMPTS = [
     "The quick brown fox",
@@ -60,7 +60,7 @@ def until(condition: Callable[[], bool]) -> None:
 def assert_empty(llm: LLM | AsyncLLM) -> None:
     """The leak check, of either kind."""
     if llm.relay is None:
-        invariants.check(llm.engine)
+        invariants.check(llm.engine.core)
         assert not llm.engine.requests
         counts = llm.engine.kv.pool.counts()
         assert counts.free + counts.cached == counts.total

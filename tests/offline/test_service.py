@@ -14,14 +14,16 @@ import pytest
 from test_llm import PROMPTS, SMALL, assert_empty, greedy, last, tokens, until, until_empty
 from tiny_models import tiny_model
 
+from kvrelay.config import read_environment
 from kvrelay.engine.engine import Engine
 from kvrelay.errors import ConfigError, EngineClosedError, InternalError, NotFoundError
 from kvrelay.offline.llm import LLM, AsyncLLM
 from kvrelay.offline.options import split_options
-from kvrelay.offline.service import Service, build_engine, open_engine
+from kvrelay.offline.service import Service, open_engine
 from kvrelay.progress import Silent
 from kvrelay.states import FinishReason
 from kvrelay.wire.serving import StepOutputs
+from kvrelay.worker.whole import build_engine
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +115,7 @@ def test_a_backend_that_cannot_be_opened_says_why(folder: str) -> None:
 
 def test_a_model_in_this_process_has_no_workers(folder: str) -> None:
     options = split_options(folder, {name: value for name, value in SMALL.items() if name != "progress"})
-    _, engine = build_engine(options, Silent())
+    _, engine = build_engine(options.model, options.engine, read_environment(), Silent())
     service = Service(open_engine(engine, options), max_open=2)
     try:
         assert service.describe() == {"ready": True, "in_flight": 0, "workers": []}

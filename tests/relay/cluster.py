@@ -17,12 +17,13 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from leaks import check_idle
 from server import is_idle
 
 from kvrelay.config import EngineOptions, ModelOptions, TransferOptions, read_environment
 from kvrelay.discovery.base import OnChanged, OnJoined, OnLeft
-from kvrelay.engine import invariants
 from kvrelay.engine.engine import Engine
+from kvrelay.engine.movers import NoRelay
 from kvrelay.errors import RequestError
 from kvrelay.ids import KeptId, RequestId, WorkerId, new_worker_id
 from kvrelay.metrics import Metrics
@@ -36,16 +37,18 @@ from kvrelay.states import FinishReason, Role, WorkerState
 from kvrelay.transfer.engines.base import TransferEngine
 from kvrelay.transfer.engines.choose import make_engine
 from kvrelay.transfer.engines.memory import MemoryEngine, MemoryNetwork
-from kvrelay.transfer.layout import kv_layout
-from kvrelay.transfer.mover import RelayConsumer, RelayParts, RelayProducer
+from kvrelay.transfer.kv.consumer import RelayConsumer
+from kvrelay.transfer.kv.layout import kv_layout
+from kvrelay.transfer.kv.producer import RelayProducer
 from kvrelay.transfer.region import Region, shared_region
-from kvrelay.transfer.session import TransferSettings
+from kvrelay.transfer.relay.link import TransferSettings
+from kvrelay.transfer.relay.parts import RelayParts
 from kvrelay.wire import PROTOCOL_VERSION
 from kvrelay.wire.registry import WorkerLoad, WorkerRecord
 from kvrelay.wire.serving import Failure, Finish, KeptInfo, StepOutputs, Submit, TokenLogprobs, of_kind
 from kvrelay.worker.relay import relay_stage
 from kvrelay.worker.serving import EngineFailedError, ServingLoop
-from kvrelay.worker.stage import Stage, Waker
+from kvrelay.worker.stage import Setup, Stage, Waker
 
 VOCAB = 997
 EOS = 0
@@ -129,11 +132,11 @@ class GatedEngine:
     def peer_lost(self, worker_id: WorkerId) -> None:
         self.engine.peer_lost(worker_id)
 
-    def release_leases(self, kept_ids: Iterable[KeptId]) -> None:
-        self.engine.release_leases(kept_ids)
+    def release_kept(self, kept_ids: Iterable[KeptId]) -> None:
+        self.engine.release_kept(kept_ids)
 
-    def find_leases(self, handle: str, owner: str) -> list[KeptInfo]:
-        return self.engine.find_leases(handle, owner)
+    def find_kept(self, handle: str, owner: str) -> list[KeptInfo]:
+        return self.engine.find_kept(handle, owner)
 
     def close(self) -> None:
         self.engine.close()
@@ -191,24 +194,24 @@ class Worker:
 
     def check_idle(self) -> None:
         """The leak check, with the books that no block count shows."""
-        invariants.check_idle(self.engine)
+        check_idle(self.engine.core)
         assert self.loop.num_open == 0
         counts = self.engine.load().transfers
         assert counts.in_flight == 0, f"{self.id}: {counts}"
-        outgoing, incoming = self.engine.outgoing, self.engine.incoming
-        if outgoing is not None:
-            assert not outgoing.held
-            assert not outgoing._submits
-            assert not outgoing._first_tokens
-            assert not outgoing._started
-            assert not outgoing._parking
-            assert not outgoing._producer._open  # type: ignore[attr-defined]
-            assert not outgoing._producer._aborted  # type: ignore[attr-defined]
-        if incoming is not None:
-            assert not incoming._expected
-            assert not incoming._freed
-            assert not incoming.quarantined
-            assert not incoming._consumer._open  # type: ignore[attr-defined]
+        outgoing, incoming = self.engine.core.outgoing, self.engine.core.incoming
+        assert not outgoing.held
+        assert not outgoing._submits
+        assert not outgoing._first_tokens
+        assert not outgoing._started
+        assert not outgoing._being_set_aside
+        if not isinstance(outgoing.producer, NoRelay):
+            assert not outgoing.producer._open  # type: ignore[attr-defined]
+            assert not outgoing.producer._aborted  # type: ignore[attr-defined]
+        assert not incoming._expected
+        assert not incoming._freed
+        assert not incoming.quarantined
+        if not isinstance(incoming.consumer, NoRelay):
+            assert not incoming.consumer._open  # type: ignore[attr-defined]
 
     def _main(self) -> None:
         try:
@@ -278,7 +281,7 @@ class Cluster:
             mode=shape.mode,
             policy="round_robin",
             local_prefill_tokens=shape.local_prefill_tokens,
-            lease_s=60.0,
+            registration_s=60.0,
         )
 
     async def start(self) -> None:
@@ -341,7 +344,7 @@ class Cluster:
         assert self.shape.transfer != "memory"
         build = relay_stage(role, TransferOptions(transfer=self.shape.transfer), "127.0.0.1")
         model = ModelOptions(model=self.shape.checkpoint, dtype="float32", threads=1)
-        return build(worker_id, model, options, read_environment(), Silent())
+        return build(Setup(worker_id, model, options, read_environment(), Silent()))
 
     def _fake_stage(self, role: Role, worker_id: WorkerId, options: EngineOptions) -> Stage:
         """What `worker/relay.py` does, around the fake runner."""

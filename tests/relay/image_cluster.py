@@ -17,11 +17,11 @@ from typing import Any
 
 import msgspec
 from cluster import PATIENCE_S, Answer, GatedEngine, Members, collect
+from leaks import check_idle
 from server import is_idle
 from vision_models import Kind, Prompt, tiny_vl
 
 from kvrelay.config import EngineOptions, ModelOptions, TransferOptions, read_environment
-from kvrelay.engine import invariants
 from kvrelay.engine.engine import Engine
 from kvrelay.ids import WorkerId, new_worker_id
 from kvrelay.metrics import Metrics
@@ -39,7 +39,7 @@ from kvrelay.wire.serving import Encode
 from kvrelay.worker.build import stage_of
 from kvrelay.worker.encode import EncodeEngine
 from kvrelay.worker.serving import EngineFailedError, ServingLoop
-from kvrelay.worker.stage import Stage
+from kvrelay.worker.stage import Setup, Stage
 
 ENGINE = EngineOptions(
     block_size=8,
@@ -158,10 +158,9 @@ class Worker:
             pool = self.engine._producer.pool_counts()
         else:
             assert isinstance(self.engine, Engine)
-            invariants.check_idle(self.engine)
-            assert self.engine.images is not None
-            assert not self.engine.images._wants
-            intake: Any = self.engine.images._relay
+            check_idle(self.engine.core)
+            assert not self.engine.core.images._wants
+            intake: Any = self.engine.core.images._relay
             assert not intake._by_digest
             assert not intake._by_transfer
             pool = intake._consumer.pool_counts()
@@ -184,7 +183,7 @@ class Cluster:
             metrics=Metrics(),
             policy=shape.policy,
             local_prefill_tokens=shape.local_prefill_tokens,
-            lease_s=60.0,
+            registration_s=60.0,
             rules=RetryRules(wait_s=0.0),
         )
 
@@ -193,7 +192,7 @@ class Cluster:
         options = msgspec.structs.replace(TRANSFER, **self.shape.transfer)
         engine_options = msgspec.structs.replace(ENGINE, **self.shape.engine)
         model = ModelOptions(model=str(tiny_vl(self.shape.kind)), dtype="float32", threads=1)
-        stage = stage_of(role, options, "127.0.0.1")(worker_id, model, engine_options, read_environment(), Silent())
+        stage = stage_of(role, options, "127.0.0.1")(Setup(worker_id, model, engine_options, read_environment(), Silent()))
         return Worker(role, worker_id, stage)
 
     def of(self, role: Role) -> list[Worker]:

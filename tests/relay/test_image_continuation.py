@@ -52,7 +52,7 @@ def test_files_of_images_are_remembered_up_to_a_size(monkeypatch: pytest.MonkeyP
     table = Continuations(Metrics())
     parents = []
     for prompt in prompts:
-        (parent,) = table.begun(ask(prompt))
+        (parent,) = table.begun(ask(prompt).as_parents())
         table.ended(parent, prompt.tokens, [1])
         parents.append(parent)
     assert [parent.state for parent in parents] == [HandleState.GONE, HandleState.KNOWN, HandleState.KNOWN]

@@ -127,7 +127,7 @@ async def test_an_encode_worker_whose_transfer_thread_fails_ends_and_another_tak
         victim.kill()
 
 
-def _out_of_order() -> None:
+def _out_of_order(now: float) -> None:
     raise RuntimeError("out of order")
 
 

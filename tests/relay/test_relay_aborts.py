@@ -155,7 +155,7 @@ async def test_the_last_byte_crosses_the_abort() -> None:
         decode = cluster.decode[0]
         decode.allow(0)
         stream = cluster.submit(ask(PROMPT, **LONG))
-        await cluster.until(lambda: decode.engine.incoming is not None and decode.engine.incoming.has_news)
+        await cluster.until(lambda: decode.engine.core.incoming.consumer.has_news)
         decode.allow(1)  # takes the news that it may reserve, and reserves
         await cluster.until(lambda: decode.gate.permits == 0)
         await cluster.until(lambda: decode.engine.load().transfers.done == 1)
@@ -167,13 +167,13 @@ async def test_the_last_byte_crosses_the_abort() -> None:
 
 
 @pytest.mark.parametrize("mode", ["write", "read"])
-async def test_an_abort_while_parked_is_forgotten(mode: str) -> None:
+async def test_an_abort_while_set_aside_is_forgotten(mode: str) -> None:
     async with relay(Shape(mode=mode, max_batch=1)) as cluster:  # type: ignore[arg-type]
         prefill, decode = cluster.prefill[0], cluster.decode[0]
         decode.allow(0)
         first = cluster.submit(ask(PROMPT, **LONG))
         assert await first.next()
-        second = cluster.submit(ask([5, 6, 7], **LONG))  # needs the one place there is: the first one is parked
+        second = cluster.submit(ask([5, 6, 7], **LONG))  # needs the one place there is: the first one is set aside
         answer = Answer()
         answer.take(await second.next())
         first.abort()
@@ -184,19 +184,18 @@ async def test_an_abort_while_parked_is_forgotten(mode: str) -> None:
         assert prefill.engine.load().blocks.sending == 0
 
 
-async def test_an_abort_crosses_the_word_that_it_was_parked() -> None:
+async def test_an_abort_crosses_the_word_that_it_was_set_aside() -> None:
     """The prefill worker's engine is busy: it hears of the abort before it polls."""
     async with relay(Shape(max_batch=1)) as cluster:
         prefill, decode = cluster.prefill[0], cluster.decode[0]
-        assert prefill.engine.outgoing is not None
         decode.allow(0)
         first = cluster.submit(ask(PROMPT, **LONG))
         assert await first.next()
         prefill.allow(0)
         second = cluster.submit(ask([5, 6, 7], **LONG))
         await cluster.until(lambda: len(prefill.engine.requests) == 1)
-        prefill.allow(1)  # finds no place for the second one, and asks for the first to be parked
-        await cluster.until(lambda: prefill.engine.outgoing is not None and prefill.engine.outgoing.has_news)
+        prefill.allow(1)  # finds no place for the second one, and asks for the first to be set aside
+        await cluster.until(lambda: prefill.engine.core.outgoing.producer.has_news)
         assert prefill.gate.permits == 0
         first.abort()
         await cluster.until(lambda: prefill.loop.num_open == 1)

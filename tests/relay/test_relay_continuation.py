@@ -45,7 +45,7 @@ async def continuing(shape: Shape) -> AsyncIterator[Cluster]:
         yield cluster
         for parent in cluster.router.continuations.of_owner(""):
             await cluster.router.delete_parents(str(parent.kept_id), "")
-        await cluster.until(lambda: not any(entry["leases"] for entry in cluster.router.cluster()["workers"]))
+        await cluster.until(lambda: not any(entry["kept_kv"] for entry in cluster.router.cluster()["workers"]))
 
 
 async def parent_of(cluster: Cluster, stream: RequestStream, sample: int = 0) -> Parent:
@@ -178,13 +178,13 @@ async def test_without_the_holder_the_same_tokens_are_computed_elsewhere(end: st
         assert stream.inherited is None
         cluster.router._on_left(holder.id, Loss.LEFT)
         holder.halt()
-        holder.engine.release_leases([parent.kept_id])  # type: ignore[list-item]
+        holder.engine.release_kept([parent.kept_id])  # type: ignore[list-item]
 
 
 async def test_a_lease_that_is_gone_is_answered_by_the_prefix_cache() -> None:
     async with continuing(Shape()) as cluster:
         parent = await held(cluster, tokens(70))
-        cluster.decode[0].engine.release_leases([parent.kept_id])  # type: ignore[list-item]
+        cluster.decode[0].engine.release_kept([parent.kept_id])  # type: ignore[list-item]
         stream = cluster.submit(child_of(parent, SUFFIX))
         outputs = await stream.next()
         answer = Answer()

@@ -77,7 +77,7 @@ def test_any_arrivals_at_small_pools_end_many_times(seed: int, mode: str, pauses
 
 
 @pytest.mark.parametrize("mode", ["write", "read"])
-async def test_a_full_prefill_worker_parks_what_nobody_takes_and_computes_it_again(mode: str) -> None:
+async def test_a_full_prefill_worker_sets_aside_what_is_not_taken_and_computes_it_again(mode: str) -> None:
     """The decode worker does not step, so it reserves nothing; the prefill worker's pool holds two prompts."""
     shape = Shape(mode=mode, num_blocks=(8, 64), max_model_len=128, prefix_cache=False)  # type: ignore[arg-type]
     requests = [ask([number] * 50) for number in range(1, 7)]
@@ -93,7 +93,7 @@ async def test_a_full_prefill_worker_parks_what_nobody_takes_and_computes_it_aga
         done = await asyncio.gather(*(collect(stream, answer) for stream, answer in zip(streams, answers, strict=True)))
         for answer, wanted in zip(done, solo(requests, shape), strict=True):
             assert answer.said == wanted.said
-        assert prefill.engine.load().prompt_tokens > 300  # the parked ones were computed twice
+        assert prefill.engine.load().prompt_tokens > 300  # those that were set aside were computed twice
         assert decode.engine.load().prompt_tokens == 0
 
 

@@ -12,10 +12,10 @@ from typing import Any, Literal
 
 import pytest
 from cluster import VOCAB
+from leaks import check_idle
 from tiny_models import VOCAB_SIZE, tiny_model
 
 from kvrelay.config import EngineOptions, ModelOptions, read_environment
-from kvrelay.engine import invariants
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.interfaces import Runner
 from kvrelay.errors import HandOverError, UnavailableError
@@ -28,12 +28,14 @@ from kvrelay.states import FinishReason, Role
 from kvrelay.transfer.engines.base import TransferEngine
 from kvrelay.transfer.engines.choose import make_engine
 from kvrelay.transfer.engines.memory import MemoryEngine, MemoryNetwork
-from kvrelay.transfer.layout import kv_layout
-from kvrelay.transfer.mover import RelayConsumer, RelayParts, RelayProducer
+from kvrelay.transfer.kv.consumer import RelayConsumer
+from kvrelay.transfer.kv.layout import kv_layout
+from kvrelay.transfer.kv.producer import RelayProducer
 from kvrelay.transfer.region import Region, shared_region
-from kvrelay.transfer.session import TransferSettings
+from kvrelay.transfer.relay.link import TransferSettings
+from kvrelay.transfer.relay.parts import RelayParts
+from kvrelay.wire.kv import Layout
 from kvrelay.wire.serving import Failure, Resumed, StepOutputs, Submit, TokenLogprobs, TransferInfo, of_kind
-from kvrelay.wire.transfer import Layout
 
 PATIENCE_S = 30.0
 PROMPT = [7 * number % 300 + 3 for number in range(37)]
@@ -168,7 +170,7 @@ class Pair:
         said, heard = Seen(), Seen()
         self.step_until(lambda: self._holds_nothing(), said, heard)
         for side in (self.prefill, self.decode):
-            invariants.check_idle(side.engine)
+            check_idle(side.engine.core)
 
     def _holds_nothing(self) -> bool:
         loads = [side.engine.load() for side in (self.prefill, self.decode)]

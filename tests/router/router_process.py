@@ -13,8 +13,13 @@ from kvrelay.router.router import Router
 from kvrelay.sampling import SamplingParams
 
 
-async def main(registry: str, lease_s: float) -> None:
-    router = Router(membership=EtcdMembership(registry, lease_s=lease_s), metrics=Metrics(), lease_s=lease_s, model="stub")
+async def main(registry: str, registration_s: float) -> None:
+    router = Router(
+        membership=EtcdMembership(registry, registration_s=registration_s),
+        metrics=Metrics(),
+        registration_s=registration_s,
+        model="stub",
+    )
     router.start()
     await router.until_usable(1)
     stream = router.submit(GenerateRequest(external_id="client", prompt=[1], params=SamplingParams(max_tokens=100)))

@@ -26,14 +26,15 @@ class Table(Continuations):
 
     def __init__(self, capacity: int = 3, quota: int = 64) -> None:
         self.now = 100.0
-        super().__init__(Metrics(), capacity=capacity, max_leases_per_owner=quota, clock=lambda: self.now)
+        super().__init__(Metrics(), capacity=capacity, max_kept_per_owner=quota, clock=lambda: self.now)
 
     def begin(self, name: str, owner: str = "", *, keep: bool = False, n: int = 1, answer_id: str = "") -> list[Parent]:
         keep_it = Keep([new_kept_id() for _ in range(n)], 10.0, owner) if keep else None
         params = SamplingParams(n=n)
-        parents = self.begun(
-            GenerateRequest(external_id=name, prompt=PROMPT, params=params, owner=owner, keep=keep_it, answer_id=answer_id)
+        request = GenerateRequest(
+            external_id=name, prompt=PROMPT, params=params, owner=owner, keep=keep_it, answer_id=answer_id
         )
+        parents = self.begun(request.as_parents())
         for parent in parents:
             self.sent(parent, WORKER, "model", new_request_id())
         return parents
@@ -82,14 +83,18 @@ def test_what_is_held_is_not_forgotten_before_its_time() -> None:
         table.find("held", "")
 
 
-def test_a_lease_that_expired_leaves_its_tokens() -> None:
+def test_kept_kv_whose_time_is_over_leaves_its_tokens() -> None:
     table = Table()
     parent = table.finish("held", keep=True)
     table.now += 9.9
     assert table.find("held", "").state is HandleState.HELD
     table.now += 0.1
     assert table.find("held", "").state is HandleState.KNOWN
-    assert (parent.kept, parent.reason, parent.num_blocks) == (False, "its lease has expired", 0)
+    assert (parent.kept, parent.reason, parent.num_blocks) == (
+        False,
+        "its KV is not kept any longer: the time asked for is over",
+        0,
+    )
 
 
 def test_a_name_that_is_used_again_means_the_latest() -> None:
@@ -174,7 +179,7 @@ def test_the_quota_counts_what_is_held_and_what_is_asked_for() -> None:
 
 def test_what_another_router_kept_is_adopted_once() -> None:
     table = Table()
-    lease = KeptInfo(
+    info = KeptInfo(
         kept_id=new_kept_id(),
         external_id="name",
         owner="me",
@@ -186,7 +191,7 @@ def test_what_another_router_kept_is_adopted_once() -> None:
         ttl_s=5.0,
     )
     for _ in range(2):
-        table.adopt(WORKER, "model", [lease])
+        table.adopt(WORKER, "model", [info])
     parent = table.find("name", "me")
     assert (parent.state, list(parent.tokens), parent.num_blocks) == (HandleState.HELD, [1, 2, 3, 4], 2)
     table.lost(WORKER, "its worker was lost")

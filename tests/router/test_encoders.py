@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from router.test_failover import StubOwner
 from test_plan import PROMPT, Worker, World
 
 from kvrelay.errors import UnavailableError
 from kvrelay.ids import new_request_id
+from kvrelay.router.attempt import Attempt, OpenRequest, Plan
 from kvrelay.router.backend import GenerateRequest
-from kvrelay.router.encoders import ImageMessages, encode_name
-from kvrelay.router.plan import Plan
+from kvrelay.router.stream import RequestStream
 from kvrelay.sampling import SamplingParams
 from kvrelay.states import Role
 from kvrelay.wire.serving import Encode, Image, Submit
@@ -34,6 +35,12 @@ def shares(made: Plan) -> dict[Any, list[str]]:
     return {share.peer: [image.digest for image in share.images] for share in made.encode}
 
 
+def messages(made: Plan, asked: GenerateRequest) -> dict[Any, Submit | Encode]:
+    """What each worker of an attempt is told."""
+    entry = OpenRequest(asked, RequestStream(new_request_id(), 1, StubOwner(), prefill="", decode=""))
+    return {leg.peer: message for leg, message in Attempt(entry, made, "write").messages(entry, None)}
+
+
 def cluster(num_encoders: int = 2) -> tuple[World, list[Worker], Worker, Worker]:
     encoders = [Worker(Role.ENCODE) for _ in range(num_encoders)]
     prefill, decode = Worker(Role.PREFILL), Worker(Role.DECODE)
@@ -50,7 +57,7 @@ def test_images_are_spread_by_load_and_each_is_sent_once() -> None:
     assert sorted(shares(made).values()) == [["c"], ["d"]]
 
 
-def test_who_made_a_image_before_gets_it_again_unless_overloaded() -> None:
+def test_the_worker_that_encoded_an_image_before_gets_it_again_unless_overloaded() -> None:
     world, (first, second), _, _ = cluster()
     second.load_tokens = 1
     assert shares(plan(world, request(image("a", 0)))) == {first: ["a"]}
@@ -68,18 +75,17 @@ def test_images_whose_kv_is_cached_are_not_encoded() -> None:
     assert shares(plan(world, asked, trust_caches=False)) == {encoders[0]: ["a", "b", "c"]}
     made = plan(world, request(image("a", 0)))
     assert made.encode == ()
-    assert encode_name(made.encode, made.computing) == "cached"
+    assert made.encode_name == "cached"
 
 
 def test_without_encode_workers_a_whole_worker_does_it_and_others_cannot() -> None:
     whole = Worker(Role.WHOLE)
     made = plan(World("least_loaded", whole), request(image("a", 0)))
     assert made.encode == ()
-    assert encode_name(made.encode, made.computing) == "local"
-    submit = Submit(
-        request_id=new_request_id(), external_id="x", prompt=PROMPT, params=SamplingParams(), images=[image("a", 0)]
-    )
-    assert ImageMessages((), made.computing).message_for(whole, submit) is submit  # type: ignore[arg-type]
+    assert made.encode_name == "local"
+    (message,) = messages(made, request(image("a", 0))).values()
+    assert isinstance(message, Submit)
+    assert (message.images, message.embeddings) == ([image("a", 0)], [])
     world, _, _, _ = cluster(0)
     with pytest.raises(UnavailableError, match="no encode worker is up"):
         plan(world, request(image("a", 0)))
@@ -95,11 +101,10 @@ def test_one_that_failed_the_request_is_used_only_if_nobody_else_can() -> None:
 
 def test_files_go_to_who_encodes_and_transfers_to_who_computes() -> None:
     world, encoders, prefill, decode = cluster(2)
-    images = [image("a", 0), image("b", 20)]
-    made = plan(world, request(*images))
-    submit = Submit(request_id=new_request_id(), external_id="x", prompt=PROMPT, params=SamplingParams(), images=images)
-    messages = ImageMessages(made.encode, made.computing)
-    told = {worker: messages.message_for(worker, submit) for worker in (*encoders, prefill, decode)}  # type: ignore[arg-type]
+    asked = request(image("a", 0), image("b", 20))
+    made = plan(world, asked)
+    told = messages(made, asked)
+    assert list(told)[-2:] == [prefill, decode]
     encodes = [told[encoder] for encoder in encoders]
     assert all(isinstance(message, Encode) and message.images[0].data for message in encodes)
     to_prefill, to_decode = told[prefill], told[decode]

@@ -38,17 +38,17 @@ class Cluster:
     def _new_router(self, metrics: Metrics) -> Router:
         membership = EtcdMembership(
             self.server.address,
-            lease_s=LEASE_S,
+            registration_s=LEASE_S,
             timeout_s=5.0,
             probe_every_s=0.2,
             on_reachable=metrics.registry_up.set,
         )
-        router = Router(membership=membership, metrics=metrics, lease_s=LEASE_S, model="stub")
+        router = Router(membership=membership, metrics=metrics, registration_s=LEASE_S, model="stub")
         router.start()
         return router
 
     def start_worker(self) -> StubWorker:
-        worker = StubWorker(self.server.address, lease_s=LEASE_S)
+        worker = StubWorker(self.server.address, registration_s=LEASE_S)
         self.workers.append(worker)
         return worker
 
@@ -107,7 +107,7 @@ async def test_every_router_serves_through_every_worker(cluster: Cluster) -> Non
 @pytest.mark.parametrize(
     "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)], ids=["killed", "stopped"]
 )
-async def test_the_requests_of_a_lost_router_are_aborted_within_its_lease_and_the_others_go_on(
+async def test_the_requests_of_a_lost_router_are_aborted_within_its_time_and_the_others_go_on(
     cluster: Cluster, number: signal.Signals
 ) -> None:
     worker = await cluster.add()

@@ -10,6 +10,7 @@ import pytest
 from router.test_router import PATIENCE_S, Cluster, ask, expected, tokens_of
 from stub_worker import StubWorker
 
+from kvrelay.discovery.breaker import FAILURES, FIRST_PAUSE_S, Breaker
 from kvrelay.errors import (
     DeadlineError,
     InternalError,
@@ -19,9 +20,8 @@ from kvrelay.errors import (
     UnavailableError,
 )
 from kvrelay.ids import new_request_id
-from kvrelay.router.breaker import FAILURES, FIRST_PAUSE_S, Breaker
+from kvrelay.router.attempt import OpenRequest
 from kvrelay.router.failover import Verdict, as_told, is_setback, judge
-from kvrelay.router.peer import OpenRequest
 from kvrelay.router.stream import RequestStream
 from kvrelay.states import BreakerState, FinishReason
 
@@ -191,7 +191,7 @@ async def test_what_a_lost_worker_still_says_is_dropped(cluster: Cluster) -> Non
     await some_tokens(stream, 1)
     old, (heir,) = serving(cluster, stream)
     peer = cluster.router._peers[old.id]
-    cluster.router.peer_broken(peer, "the cable was pulled")  # the worker itself goes on
+    cluster.router._on_broken(peer, "the cable was pulled")  # the worker itself goes on
     assert heir.id == stream.decode
     tokens = [token for _, token in await tokens_of_rest(stream)]
     assert tokens == expected([9], 100)[-len(tokens) :]
@@ -221,7 +221,7 @@ async def test_what_clients_get_wrong_never_makes_a_worker_sick(cluster: Cluster
 
 
 @pytest.mark.parametrize(
-    ("error", "is_last", "generating", "num_internal_errors", "verdict"),
+    ("error", "is_decode", "is_generating", "num_internal_errors", "verdict"),
     [
         (InvalidRequestError("bad"), True, False, 0, Verdict.CLIENT),
         (InvalidRequestError("bad"), False, False, 0, Verdict.CLIENT),
@@ -233,9 +233,9 @@ async def test_what_clients_get_wrong_never_makes_a_worker_sick(cluster: Cluster
     ],
 )
 def test_whose_fault_an_error_is(
-    error: RequestError, is_last: bool, generating: bool, num_internal_errors: int, verdict: Verdict
+    error: RequestError, is_decode: bool, is_generating: bool, num_internal_errors: int, verdict: Verdict
 ) -> None:
-    assert judge(error, is_last=is_last, generating=generating, num_internal_errors=num_internal_errors) is verdict
+    assert judge(error, is_decode=is_decode, is_generating=is_generating, num_internal_errors=num_internal_errors) is verdict
 
 
 class Clock:

@@ -255,4 +255,4 @@ def test_sessions_are_forgotten_in_the_end(monkeypatch: pytest.MonkeyPatch) -> N
     world, _, _ = split()
     for number in range(100):
         world.plan(session=f"chat {number}")
-    assert len(world.planner._sessions._workers) == 8
+    assert len(world.planner._sessions) == 8

@@ -20,7 +20,6 @@ from kvrelay.router.router import Router
 from kvrelay.router.stream import RequestStream
 from kvrelay.sampling import SamplingParams
 from kvrelay.states import FinishReason
-from kvrelay.wire import PROTOCOL_VERSION
 from kvrelay.wire.serving import Image
 
 PATIENCE_S = 10.0
@@ -30,20 +29,25 @@ class Cluster:
     """A router with an embedded registry, and whatever workers a test starts."""
 
     def __init__(
-        self, lease_s: float = 4.0, policy: Any = "least_loaded", *, max_retries: int = 5, wait_s: float = 0.3
+        self, registration_s: float = 4.0, policy: Any = "least_loaded", *, max_retries: int = 5, wait_s: float = 0.3
     ) -> None:
         self.metrics = Metrics()
         self.membership = EmbeddedMembership("tcp://127.0.0.1:*")
-        self.lease_s = lease_s
+        self.registration_s = registration_s
         rules = RetryRules(max_retries=max_retries, wait_s=wait_s)
         self.router = Router(
-            membership=self.membership, metrics=self.metrics, lease_s=lease_s, policy=policy, model="stub", rules=rules
+            membership=self.membership,
+            metrics=self.metrics,
+            registration_s=registration_s,
+            policy=policy,
+            model="stub",
+            rules=rules,
         )
         self.router.start()
         self.workers: list[StubWorker] = []
 
     async def add(self, **settings: Any) -> StubWorker:
-        worker = StubWorker(self.membership.address, **{"lease_s": self.lease_s, **settings})
+        worker = StubWorker(self.membership.address, **{"registration_s": self.registration_s, **settings})
         self.workers.append(worker)
         await self.until(lambda: any(entry["id"] == worker.id for entry in self.workers_shown()))
         return worker
@@ -81,8 +85,8 @@ async def cluster() -> AsyncIterator[Cluster]:
 
 @pytest.fixture
 async def quick_cluster() -> AsyncIterator[Cluster]:
-    """With a short lease, for tests in which somebody falls silent."""
-    made = Cluster(lease_s=0.6)
+    """With a short registration time, for tests in which a worker falls silent."""
+    made = Cluster(registration_s=0.6)
     yield made
     await made.close()
 
@@ -160,8 +164,8 @@ async def test_without_a_worker_the_error_says_so(cluster: Cluster) -> None:
         cluster.router.submit(ask([1]))
 
 
-async def test_a_worker_that_dies_fails_its_requests_long_before_its_lease_ends() -> None:
-    cluster = Cluster(lease_s=600.0)
+async def test_a_worker_that_dies_fails_its_requests_long_before_its_registration_ends() -> None:
+    cluster = Cluster(registration_s=600.0)
     worker = await cluster.add_ready()
     worker.engine.gate.clear()
     stream = cluster.router.submit(ask([1]))
@@ -175,10 +179,10 @@ async def test_a_worker_that_dies_fails_its_requests_long_before_its_lease_ends(
     await cluster.close()
 
 
-async def test_a_dead_worker_disappears_when_its_lease_ends(quick_cluster: Cluster) -> None:
+async def test_a_dead_worker_disappears_when_its_registration_ends(quick_cluster: Cluster) -> None:
     worker = await quick_cluster.add_ready()
     await asyncio.to_thread(worker.crash)
-    worker.heartbeat._registration.leave = lambda: None  # type: ignore[method-assign]
+    worker.heartbeat.registration.leave = lambda: None  # type: ignore[method-assign]
     await asyncio.to_thread(worker.heartbeat.stop)
     await quick_cluster.until(lambda: quick_cluster.workers_shown() == [])
 
@@ -292,27 +296,26 @@ async def test_closing_fails_what_is_open_and_tells_the_worker() -> None:
     await cluster.close()
 
 
-async def test_an_idle_connection_outlives_many_leases(quick_cluster: Cluster) -> None:
+async def test_an_idle_connection_outlives_many_registration_times(quick_cluster: Cluster) -> None:
     worker = await quick_cluster.add_ready()
     worker.engine.gate.clear()
     stream = quick_cluster.router.submit(ask([6]))
-    await asyncio.sleep(3 * quick_cluster.lease_s)
+    await asyncio.sleep(3 * quick_cluster.registration_s)
     worker.engine.gate.set()
     assert await tokens_of(stream) == {0: expected([6], 5)}
 
 
-async def test_a_stuck_engine_loses_its_lease_and_comes_back(quick_cluster: Cluster) -> None:
+async def test_a_stuck_engine_loses_its_registration_and_comes_back(quick_cluster: Cluster) -> None:
     worker = await quick_cluster.add_ready(watchdog_s=0.3)
     worker.engine.stuck_s = 2.0
     stream = quick_cluster.router.submit(ask([1], max_tokens=1))
-    with pytest.raises(UnavailableError, match="silent"):
+    with pytest.raises(UnavailableError, match="did not renew its registration"):
         await stream.next()
     worker.engine.stuck_s = 0.0
     await quick_cluster.until(lambda: quick_cluster.router.ready)
     assert await tokens_of(quick_cluster.router.submit(ask([1]))) == {0: expected([1], 5)}
 
 
-@pytest.mark.skipif(PROTOCOL_VERSION < 3, reason="images are of protocol 3")
 async def test_images_reach_the_worker_with_their_files(cluster: Cluster) -> None:
     worker = await cluster.add_ready()
     image = Image(digest="a", start=1, num_tokens=4, grid=(1, 4, 4), data=b"file")

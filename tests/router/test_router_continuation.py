@@ -17,7 +17,7 @@ from kvrelay.router.backend import GenerateRequest
 from kvrelay.router.parent import Parent
 from kvrelay.router.router import Router
 from kvrelay.router.stream import RequestStream
-from kvrelay.sampling import BeamSearch, SamplingParams
+from kvrelay.sampling import SamplingParams
 from kvrelay.states import FinishReason, HandleState, Role
 from kvrelay.wire.serving import Keep
 
@@ -73,7 +73,7 @@ async def test_a_child_goes_to_the_worker_that_holds_its_parent(cluster: Cluster
     assert [submit.inherit for submit in holder.engine.submitted[1:]] == [parent.kept_id] * 4
 
 
-async def test_every_sample_has_a_lease_of_its_own(cluster: Cluster) -> None:
+async def test_every_sample_has_kept_kv_of_its_own(cluster: Cluster) -> None:
     worker = await cluster.add_ready()
     stream = await served(cluster, keeping(n=3))
     assert [list(parent.tokens)[3:] for parent in stream.parents] == [expected(PROMPT, 4, sample) for sample in range(3)]
@@ -109,7 +109,7 @@ async def test_without_the_holder_the_same_tokens_go_elsewhere(cluster: Cluster,
     holder.engine.gate.set()
 
 
-async def test_a_child_whose_worker_is_lost_goes_on_elsewhere_without_the_lease(cluster: Cluster) -> None:
+async def test_a_child_whose_worker_is_lost_goes_on_elsewhere_without_the_kept_kv(cluster: Cluster) -> None:
     workers = [await cluster.add_ready() for _ in range(2)]
     parent = await held(cluster)
     holder = next(worker for worker in workers if worker.id == parent.worker_id)
@@ -214,7 +214,7 @@ async def test_a_parent_that_took_too_long_keeps_what_came_of_it(cluster: Cluste
     assert worker.engine.leases[parent.kept_id].tokens == list(parent.tokens)  # type: ignore[index]
 
 
-async def test_a_stop_string_cuts_the_lease(cluster: Cluster) -> None:
+async def test_a_stop_string_cuts_the_kept_kv(cluster: Cluster) -> None:
     worker = await cluster.add_ready()
     stream = cluster.router.submit(keeping(max_tokens=1000))
     await stream.next()
@@ -225,7 +225,7 @@ async def test_a_stop_string_cuts_the_lease(cluster: Cluster) -> None:
     assert len(worker.engine.leases) == 1
 
 
-async def test_a_stop_string_found_after_the_workers_own_end_cuts_the_lease(cluster: Cluster) -> None:
+async def test_a_stop_string_found_after_the_workers_own_end_cuts_the_kept_kv(cluster: Cluster) -> None:
     worker = await cluster.add_ready()
     stream = cluster.router.submit(keeping(max_tokens=4))
     await cluster.until(lambda: len(stream.tokens(0)) == 4 and bool(worker.engine.leases))
@@ -236,7 +236,7 @@ async def test_a_stop_string_found_after_the_workers_own_end_cuts_the_lease(clus
     assert await tokens_of(cluster.router.submit(child_of(parent, [5]))) == {0: expected([*parent.tokens, 5], 3)}
 
 
-async def test_a_child_waits_for_its_parent_and_for_word_of_its_lease(cluster: Cluster) -> None:
+async def test_a_child_waits_for_its_parent_and_for_word_of_its_kept_kv(cluster: Cluster) -> None:
     worker = await cluster.add_ready()
     worker.engine.gate.clear()
     stream = cluster.router.submit(keeping())
@@ -257,13 +257,13 @@ async def test_what_a_worker_refuses_to_keep_is_known_all_the_same(cluster: Clus
     assert (parent.state, parent.kept, parent.reason) == (HandleState.KNOWN, False, "no room")
     child = cluster.router.submit(child_of(parent, [5]))
     assert await tokens_of(child) == {0: expected([*parent.tokens, 5], 3)}
-    assert 'kvrelay_lease_refusals_total{reason="worker"} 1.0' in cluster.metrics.render().decode()
+    assert 'kvrelay_kept_kv_refusals_total{reason="worker"} 1.0' in cluster.metrics.render().decode()
 
 
 async def test_a_deleted_handle_is_given_up_by_its_worker(cluster: Cluster) -> None:
     worker = await cluster.add_ready()
     parent = await held(cluster)
-    assert "kvrelay_leases_held 1.0" in cluster.metrics.render().decode()
+    assert "kvrelay_kept_kv 1.0" in cluster.metrics.render().decode()
     await cluster.router.delete_parents("client", "")
     await cluster.until(lambda: not worker.engine.leases)
     assert parent.state is HandleState.GONE
@@ -271,7 +271,7 @@ async def test_a_deleted_handle_is_given_up_by_its_worker(cluster: Cluster) -> N
         await cluster.router.find_parent(str(parent.kept_id), "", wait_s=1.0)
 
 
-async def test_a_parent_deleted_while_it_runs_leaves_no_lease(cluster: Cluster) -> None:
+async def test_a_parent_deleted_while_it_runs_leaves_no_kept_kv(cluster: Cluster) -> None:
     worker = await cluster.add_ready()
     worker.engine.gate.clear()
     stream = cluster.router.submit(keeping())
@@ -284,7 +284,7 @@ async def test_a_parent_deleted_while_it_runs_leaves_no_lease(cluster: Cluster) 
 
 async def test_the_quota_is_per_owner(cluster: Cluster) -> None:
     await cluster.add_ready(max_batch=64, max_queue=64)
-    cluster.router.continuations._max_leases = 3
+    cluster.router.continuations._max_kept = 3
     first = await served(cluster, keeping(n=2, owner="a", external_id="one"))
     over = await served(cluster, keeping(n=2, owner="a", external_id="two"))
     other = await served(cluster, keeping(n=2, owner="b", external_id="three"))
@@ -302,10 +302,10 @@ async def test_the_quota_is_per_owner(cluster: Cluster) -> None:
     assert (await served(cluster, keeping(n=2, owner="a", external_id="two"))).parents[0].kept
 
 
-async def test_a_lease_that_another_router_asked_for_is_found(cluster: Cluster) -> None:
+async def test_kv_kept_for_another_router_is_found(cluster: Cluster) -> None:
     workers = [await cluster.add_ready() for _ in range(2)]
     parent = (await served(cluster, keeping(owner="me", cache_salt="salt"))).parents[0]
-    membership = StaticMembership([worker.loop.address for worker in workers], router_id=new_router_id(), lease_s=4.0)
+    membership = StaticMembership([worker.loop.address for worker in workers], router_id=new_router_id(), registration_s=4.0)
     second = Router(membership=membership, metrics=Metrics(), model="stub")
     second.start()
     try:
@@ -323,29 +323,6 @@ async def test_a_lease_that_another_router_asked_for_is_found(cluster: Cluster) 
         assert stream.inherited is not None
     finally:
         second.close()
-
-
-# Workers of the version before
-
-
-async def test_a_parent_prefers_a_worker_that_can_keep_it(cluster: Cluster) -> None:
-    await cluster.add_ready(version=2)
-    new = await cluster.add_ready()
-    for number in range(4):
-        assert (await served(cluster, keeping(external_id=str(number)))).parents[0].worker_id == new.id
-
-
-async def test_old_workers_serve_what_they_cannot_keep_and_refuse_what_they_cannot_do(cluster: Cluster) -> None:
-    old = await cluster.add_ready(version=2)
-    parent = (await served(cluster, keeping())).parents[0]
-    assert (parent.state, parent.reason) == (HandleState.KNOWN, "its worker is of an older version")
-    assert old.engine.submitted[0].keep is None
-    child = cluster.router.submit(child_of(parent, [5]))
-    assert await tokens_of(child) == {0: expected([*parent.tokens, 5], 3)}
-    beams = GenerateRequest(external_id="b", prompt=PROMPT, params=SamplingParams(beam=BeamSearch(width=2)))
-    with pytest.raises(InvalidRequestError, match="older version") as refused:
-        cluster.router.submit(beams)
-    assert refused.value.param == "use_beam_search"
 
 
 async def test_a_parent_of_another_model_is_refused(cluster: Cluster) -> None:

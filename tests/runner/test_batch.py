@@ -16,12 +16,18 @@ from kvrelay.runner.batch import BatchBuilder, LogitLayout
 CPU = torch.device("cpu")
 
 
-def make_builder(block_size: int, *, max_tokens: int = 4, max_rows: int = 2, max_blocks: int = 2) -> BatchBuilder:
+def make_builder(
+    block_size: int, *, max_tokens: int = 4, max_rows: int = 2, max_blocks: int = 2, sent: bool = False
+) -> BatchBuilder:
     """Small on purpose: everything must grow."""
-    return BatchBuilder(block_size=block_size, max_tokens=max_tokens, max_rows=max_rows, max_blocks=max_blocks, device=CPU)
+    return BatchBuilder(
+        block_size=block_size, max_tokens=max_tokens, max_rows=max_rows, max_blocks=max_blocks, device=CPU, sent=sent
+    )
 
 
-def assert_equals_naive(batch: ForwardBatch, layout: LogitLayout, plan: StepPlan, block_size: int) -> None:
+def assert_equals_naive(
+    batch: ForwardBatch, layout: LogitLayout, plan: StepPlan, block_size: int, *, padded: bool = True
+) -> None:
     tokens, positions, slots, wanted = [], [], [], []
     query_start, contexts, tables, sampled, prompts = [0], [], [], [], []
     for index, row in enumerate(plan.rows):
@@ -51,7 +57,10 @@ def assert_equals_naive(batch: ForwardBatch, layout: LogitLayout, plan: StepPlan
     attention = batch.attention
     assert attention.query_start.tolist() == query_start
     assert attention.context_lens.tolist() == contexts
-    assert attention.block_tables.tolist() == [table + [0] * (width - len(table)) for table in tables]
+    found = attention.block_tables.tolist()
+    if not padded:  # what stands behind a table's end means nothing
+        found = [row[: len(table)] + [0] * (width - len(table)) for row, table in zip(found, tables, strict=True)]
+    assert found == [table + [0] * (width - len(table)) for table in tables]
     assert attention.block_tables.is_contiguous()
     assert (attention.max_query, attention.max_context) == (max(r.count for r in plan.rows), max(contexts))
     assert (layout.sampled, layout.prompts, layout.num_rows) == (sampled, prompts, len(wanted))
@@ -111,6 +120,20 @@ def test_batches_equal_a_naive_loop_over_any_traffic(seed: int, block_size: int)
         if plan.rows:
             batch, layout = builder.build(plan)
             assert_equals_naive(batch, layout, plan, block_size)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32), block_size=st.sampled_from([1, 3, 16]), max_rows=st.sampled_from([16, 64]))
+def test_batches_whose_tables_stay_on_the_device_equal_it_too(seed: int, block_size: int, max_rows: int) -> None:
+    """With few places sequences lose theirs, and have them filled again when they return."""
+    traffic = Traffic(seed, block_size)
+    builder = make_builder(block_size, max_tokens=2000, max_rows=max_rows, max_blocks=120, sent=True)
+    for _ in range(12):
+        plan = traffic.next_plan()
+        builder.forget(plan.released)
+        if plan.rows:
+            batch, layout = builder.build(plan)
+            assert_equals_naive(batch, layout, plan, block_size, padded=False)
 
 
 def test_released_sequences_are_forgotten_and_their_places_reused() -> None:

@@ -9,6 +9,7 @@ import torch
 import transformers
 from free_sequences import FreeSequence
 
+from kvrelay.engine.interfaces import RowFailure
 from kvrelay.runner.sampling.edits import EditState
 from kvrelay.runner.sampling.grammar import Grammars
 from kvrelay.sampling import SamplingParams
@@ -110,7 +111,7 @@ def test_min_tokens_forbids_every_way_to_end_until_reached() -> None:
 def test_a_bias_outside_the_vocabulary_fails_that_row_alone(token: int) -> None:
     rows = [(0, sequence([1], [], logit_bias={token: 1.0})), (1, sequence([1], [], logit_bias={3: 1.0}))]
     edits, failures = make_state().prepare(rows)
-    assert failures == {0: f"logit_bias names token {token}, but the vocabulary has {VOCAB}"}
+    assert failures == {0: RowFailure(f"logit_bias names token {token}, but the vocabulary has {VOCAB}")}
     assert [row for row, _ in edits.bias] == [1]
 
 

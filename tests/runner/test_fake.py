@@ -165,7 +165,7 @@ def test_a_grammar_is_refused_by_name() -> None:
     runner.launch(plan(whole(FreeSequence(tokens=[1], block_table=[0], params=params))))
     (row,) = runner.collect().rows
     assert row.failure is not None
-    assert "response_format" in row.failure
+    assert row.failure.param == "response_format"
 
 
 def test_released_sequences_are_forgotten() -> None:

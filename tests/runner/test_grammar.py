@@ -209,7 +209,8 @@ def test_a_grammar_that_cannot_be_compiled_fails_its_row_alone(kind: GrammarKind
     rows = [(0, guided(kind, source)), (1, guided(GrammarKind.CHOICE, ["a"]))]
     edits, failures = make_state().prepare(rows)
     assert list(failures) == [0]
-    assert "response_format" in failures[0]
+    assert failures[0].param == "response_format"
+    assert "response_format" in failures[0].message
     assert [row for row, _ in edits.allowed] == [1]
 
 

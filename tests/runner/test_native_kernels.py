@@ -274,7 +274,6 @@ def test_float32_on_a_cpu_gets_native_kernels(cache_dir: pathlib.Path) -> None:
 def test_all_else_gets_the_reference(cache_dir: pathlib.Path) -> None:
     chosen = [
         choose_kernels(CPU, torch.bfloat16, environment(cache_dir)),
-        choose_kernels(torch.device("cuda"), torch.float32, environment(cache_dir)),
         choose_kernels(CPU, torch.float32, environment(cache_dir, native_kernels=False)),
     ]
     assert all(isinstance(kernels, TorchKernels) for kernels in chosen)

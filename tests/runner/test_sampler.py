@@ -103,7 +103,7 @@ def test_unusable_logits_fail_their_row_alone() -> None:
 def test_a_failed_row_reports_neither_tokens_nor_logprobs() -> None:
     results = sample(logits_of(2), [sequence(logit_bias={VOCAB: 1.0}, logprobs=2), sequence(logprobs=2)])
     assert results[0].failure is not None
-    assert "logit_bias" in results[0].failure
+    assert "logit_bias" in results[0].failure.message
     assert (results[0].tokens, results[0].logprobs) == ([], None)
     assert results[1].failure is None
     assert results[1].logprobs is not None

@@ -14,15 +14,15 @@ import numpy as np
 from embedding_world import embedding
 
 from kvrelay.ids import TransferId, WorkerId, new_worker_id
-from kvrelay.transfer.embedding_arrival import EmbeddingArrival
-from kvrelay.transfer.embedding_layout import EmbeddingLayout
-from kvrelay.transfer.embedding_mover import EmbeddingConsumer, EmbeddingParts, EmbeddingProducer
-from kvrelay.transfer.embedding_pool import Embedding, EmbeddingPool, Piece, joined
-from kvrelay.transfer.embedding_room import EmbeddingSettings
+from kvrelay.transfer.embedding.arrival import EmbeddingArrival
+from kvrelay.transfer.embedding.layout import EmbeddingLayout
+from kvrelay.transfer.embedding.mover import EmbeddingConsumer, EmbeddingParts, EmbeddingProducer
+from kvrelay.transfer.embedding.pool import Embedding, EmbeddingPool, Piece, joined
+from kvrelay.transfer.embedding.room import EmbeddingSettings
 from kvrelay.transfer.engines.choose import make_engine
 from kvrelay.transfer.engines.shm import host_identity
 from kvrelay.transfer.region import shared_region
-from kvrelay.transfer.session import TransferSettings
+from kvrelay.transfer.relay.link import TransferSettings
 
 HIDDEN = 64
 

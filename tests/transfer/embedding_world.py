@@ -1,36 +1,32 @@
-"""Encode and prefill workers, a network and a clock, all in one thread and under the test's control; see relay_world, whose
-transfer engine moves the bytes here too.
-
-Every token of every embedding has its own values. Blocks that are free hold poison, and whoever gives a block back poisons it
-at once: so bytes that were read from reused memory, or written into it, are seen.
-"""
+"""Encode and prefill workers in a `World`. Every token of every embedding has its own values."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from relay_world import Frame, SimEngine
+from relay_world import Side, World
 
-from kvrelay.errors import ProtocolError
-from kvrelay.ids import TransferId, WorkerId, new_transfer_id, new_worker_id
+from kvrelay.ids import TransferId, WorkerId, new_transfer_id
 from kvrelay.states import EmbeddingState
-from kvrelay.transfer.embedding_arrival import EmbeddingArrival
-from kvrelay.transfer.embedding_consumer import EmbeddingConsumerMachine
-from kvrelay.transfer.embedding_layout import EmbeddingLayout
-from kvrelay.transfer.embedding_pool import Embedding, EmbeddingPool, Piece, joined
-from kvrelay.transfer.embedding_producer import EmbeddingProducerMachine
-from kvrelay.transfer.embedding_room import EmbeddingSettings
-from kvrelay.transfer.embedding_session import LocalPool
+from kvrelay.transfer.embedding import mover as moving
+from kvrelay.transfer.embedding.arrival import EmbeddingArrival
+from kvrelay.transfer.embedding.kind import EMBEDDINGS, EmbeddingSent
+from kvrelay.transfer.embedding.layout import EmbeddingLayout
+from kvrelay.transfer.embedding.pool import Embedding, EmbeddingPool, Piece, joined
+from kvrelay.transfer.embedding.receiving import EmbeddingReceiving
+from kvrelay.transfer.embedding.room import EmbeddingSettings, Rooms
+from kvrelay.transfer.embedding.sending import EmbeddingSending
 from kvrelay.transfer.engines.base import Mover
 from kvrelay.transfer.region import shared_region
-from kvrelay.wire.codec import encode
-from kvrelay.wire.embedding import decode_for_consumer, decode_for_producer
-from kvrelay.wire.transfer import Message
+from kvrelay.transfer.relay.consumer import ConsumerMachine
+from kvrelay.transfer.relay.producer import ProducerMachine
 
 POISON = 0xEE
 AUX_ITEMS = 8
+BLOCK_SIZES = [(4, 4), (2, 4), (4, 3), (6, 4)]
 
 
 def layout(block_size: int, num_blocks: int) -> EmbeddingLayout:
@@ -40,7 +36,7 @@ def layout(block_size: int, num_blocks: int) -> EmbeddingLayout:
 
 
 class PoisonedPool(EmbeddingPool):
-    """Fills what is given back with poison, and knows when somebody writes there."""
+    """Fills what is given back with poison, and knows when anything is written there."""
 
     def __init__(self, shape: EmbeddingLayout) -> None:
         super().__init__(shape, shared_region(shape.size_bytes))
@@ -54,6 +50,10 @@ class PoisonedPool(EmbeddingPool):
     def check(self) -> None:
         rows = self._rows.reshape(self.layout.num_blocks, -1)
         assert (rows[self._free] == POISON).all(), "a free block was written"
+
+    @property
+    def is_empty(self) -> bool:
+        return self.counts().free == self.counts().total
 
     @property
     def memory(self) -> np.ndarray:
@@ -86,25 +86,26 @@ class Plan:
     consumers: list[WorkerId]
     transfer_id: TransferId = field(default_factory=new_transfer_id)
 
+    @property
+    def workers(self) -> list[WorkerId]:
+        return [self.producer, *self.consumers]
 
-class EncodeSide:
-    """The real machine of an encode worker."""
+
+class EncodeSide(Side[Plan]):
+    """An encode worker."""
 
     def __init__(self, world: EmbeddingWorld, shape: EmbeddingLayout) -> None:
-        self.world = world
-        self.id = new_worker_id("encode")
-        self.pool = PoisonedPool(shape)
-        self.engine = SimEngine(world.mover, self.id, world.fabric)
-        world.fabric[self.id] = self.pool.memory
-        self.machine = EmbeddingProducerMachine(world.local_pool(self), world.settings.transfer)
+        super().__init__(world, "encode", PoisonedPool(shape), list[EmbeddingSent])
         self.unoffered: dict[TransferId, Plan] = {}
-        self.outcomes: dict[TransferId, list[str]] = {}
         self.states: dict[TransferId, list[EmbeddingState]] = {}
+
+    def make_machine(self) -> moving.SendingMachine:
+        return ProducerMachine(self.desk)
 
     def expect(self, plan: Plan) -> None:
         self.outcomes[plan.transfer_id] = []
         self.unoffered[plan.transfer_id] = plan
-        self.machine.expect(plan.transfer_id, plan.consumers, self.world.now)
+        moving.expect_sending(self.machine, self.pool, plan.transfer_id, plan.consumers, self.world.now)
 
     def offer(self, plan: Plan) -> None:
         if plan.transfer_id not in self.unoffered:
@@ -113,57 +114,59 @@ class EncodeSide:
         if blocks is not None:
             del self.unoffered[plan.transfer_id]
             self.pool.store(blocks, embedding(plan.number, plan.num_tokens))
-            self.machine.offer(plan.transfer_id, blocks, plan.num_tokens, self.world.now)
+            moving.offer(self.machine, self.pool, plan.transfer_id, blocks, plan.num_tokens, self.world.now)
 
     def abort(self, plan: Plan) -> None:
         if not self.outcomes.get(plan.transfer_id, [""]):
             self.unoffered.pop(plan.transfer_id, None)
-            self.outcomes[plan.transfer_id].append("aborted")
-            self.machine.abort(plan.transfer_id)
+            self.ended(plan.transfer_id, "aborted")
+            self.machine.tell(plan.transfer_id, EmbeddingSending.abort)
 
-    def poll(self) -> None:
-        for sent in self.machine.take_news():
-            self.outcomes[sent.transfer_id].append(sent.error or "sent")
-            assert len(self.outcomes[sent.transfer_id]) == 1, self.outcomes[sent.transfer_id]
+    def take(self, news: list[EmbeddingSent]) -> None:
+        for sent in news:
+            if self.outcomes[sent.transfer_id] != ["aborted"]:  # else the two crossed
+                self.ended(sent.transfer_id, sent.error or "sent")
             self.unoffered.pop(sent.transfer_id, None)
 
+    @property
+    def is_idle(self) -> bool:
+        return not self.unoffered
 
-class PrefillSide:
-    """The real machine of a prefill worker. Whatever arrives is looked at at once; what is complete is released when told."""
+
+class PrefillSide(Side[Plan]):
+    """A prefill worker. What arrives is looked at at once; what is complete is released when told."""
 
     def __init__(self, world: EmbeddingWorld, shape: EmbeddingLayout) -> None:
-        self.world = world
-        self.id = new_worker_id("prefill")
-        self.pool = PoisonedPool(shape)
-        self.engine = SimEngine(world.mover, self.id, world.fabric)
-        world.fabric[self.id] = self.pool.memory
-        self.machine = EmbeddingConsumerMachine(world.local_pool(self), world.settings)
+        super().__init__(world, "prefill", PoisonedPool(shape), list[EmbeddingArrival])
+        self.rooms = Rooms(self.pool, world.embedding_settings)
         self.plans: dict[TransferId, Plan] = {}
         self.arrivals: dict[TransferId, list[EmbeddingArrival]] = {}
-        self.outcomes: dict[TransferId, list[str]] = {}
         self.kept: dict[TransferId, tuple[int, ...]] = {}
         self.states: dict[TransferId, list[EmbeddingState]] = {}
+
+    def make_machine(self) -> moving.ReceivingMachine:
+        return ConsumerMachine(self.desk)
 
     def expect(self, plan: Plan) -> None:
         self.plans[plan.transfer_id] = plan
         self.arrivals[plan.transfer_id], self.outcomes[plan.transfer_id] = [], []
-        self.machine.expect(plan.transfer_id, plan.producer, "sim", len(plan.consumers), self.world.now)
+        number = len(plan.consumers)
+        moving.expect_receiving(self.machine, self.rooms, plan.transfer_id, plan.producer, "sim", number, self.world.now)
 
     def abort(self, plan: Plan) -> None:
         if not self.outcomes.get(plan.transfer_id, [""]):
-            self.outcomes[plan.transfer_id].append("aborted")
-            self.machine.abort(plan.transfer_id)
+            self.ended(plan.transfer_id, "aborted")
+            self.machine.tell(plan.transfer_id, EmbeddingReceiving.abort)
 
-    def poll(self) -> None:
-        for arrival in self.machine.take_news():
+    def take(self, news: list[EmbeddingArrival]) -> None:
+        for arrival in news:
             if self.outcomes[arrival.transfer_id] == ["aborted"]:
                 self.pool.give_back(arrival.blocks)
                 continue
             self._check(arrival)
             self.arrivals[arrival.transfer_id].append(arrival)
             if arrival.error or arrival.is_complete:
-                self.outcomes[arrival.transfer_id].append(arrival.error or "arrived")
-                assert len(self.outcomes[arrival.transfer_id]) == 1, self.outcomes[arrival.transfer_id]
+                self.ended(arrival.transfer_id, arrival.error or "arrived")
             if arrival.is_complete:
                 self.kept[arrival.transfer_id] = arrival.blocks
                 self._check_all(arrival.transfer_id)
@@ -195,11 +198,8 @@ class PrefillSide:
         self.pool.give_back(self.kept.pop(transfer_id, ()))
 
 
-Side = EncodeSide | PrefillSide
-
-
-class EmbeddingWorld:
-    """One network and one clock. Workers are addressed by their ids; the dead hear nothing."""
+class EmbeddingWorld(World[EncodeSide, PrefillSide, Plan]):
+    kind = EMBEDDINGS
 
     def __init__(
         self,
@@ -209,187 +209,82 @@ class EmbeddingWorld:
         pool_tokens: tuple[int, int] = (16384, 16384),
         settings: EmbeddingSettings | None = None,
     ) -> None:
-        self.mover = mover
-        self.now = 1000.0
-        self.settings = settings or EmbeddingSettings(buffer_tokens=1024)
-        self.fabric: dict[WorkerId, np.ndarray] = {}
-        self.network: list[Frame] = []
+        self.embedding_settings = settings or EmbeddingSettings(buffer_tokens=1024)
+        super().__init__(mover, self.embedding_settings.transfer)
         sizes = zip(block_sizes, pool_tokens, strict=True)
         self.layouts = [layout(size, tokens // size) for size, tokens in sizes]
-        self.encoders: dict[WorkerId, EncodeSide] = {}
-        self.prefills: dict[WorkerId, PrefillSide] = {}
-        self.plans: list[Plan] = []
-        self.stopped: set[WorkerId] = set()
         self.releases_at_once = True
-        self.fingerprint = "tiny"
-        self.said: list[Message] = []  # everything that was put onto the network
 
-    def local_pool(self, side: Side) -> LocalPool:
-        return LocalPool(side.id, side.pool, "host", self.fingerprint, {side.engine.name: side.engine})
+    @classmethod
+    def drawn(cls, draw: random.Random) -> EmbeddingWorld:
+        """Pools are small, so that every embedding of some length is resumed and several wait for room."""
+        settings = EmbeddingSettings(
+            buffer_tokens=draw.randint(1, 16),
+            full=draw.choice(["wait", "shrink", "fail"]),
+            buffer=draw.choice(["adaptive", "fixed"]),
+        )
+        world = cls(draw.choice(list(Mover)), block_sizes=draw.choice(BLOCK_SIZES), pool_tokens=(60, 24), settings=settings)
+        world.releases_at_once = False
+        return world
 
-    def add_encoder(self) -> EncodeSide:
-        side = EncodeSide(self, self.layouts[0])
-        self.encoders[side.id] = side
-        return side
+    def make_producer(self) -> EncodeSide:
+        return EncodeSide(self, self.layouts[0])
 
-    def add_prefill(self) -> PrefillSide:
-        side = PrefillSide(self, self.layouts[1])
-        self.prefills[side.id] = side
-        return side
+    def make_consumer(self) -> PrefillSide:
+        return PrefillSide(self, self.layouts[1])
 
     def plan(self, encoder: EncodeSide, *prefills: PrefillSide, num_tokens: int) -> Plan:
         plan = Plan(len(self.plans) + 1, num_tokens, encoder.id, [side.id for side in prefills])
         self.plans.append(plan)
         return plan
 
-    def sides(self) -> list[Side]:
-        return [*self.encoders.values(), *self.prefills.values()]
-
-    def running(self) -> list[Side]:
-        return [side for side in self.sides() if side.id not in self.stopped]
-
-    # Messages
-
     def pump(self) -> None:
-        """Every worker that runs does what it can do at once; messages go onto the network."""
-        for side in self.running():
-            for completion in side.engine.poll():
-                side.machine.on_completion(side.engine, completion)
-            self._remember_states(side)
-            if isinstance(side, EncodeSide):
-                side.machine.pump()
-            else:
-                side.machine.pump(self.now)
-            self._remember_states(side)
-            for target, message in side.machine.take_outgoing():
-                self.said.append(message)
-                self.network.append(Frame(side.id, target, encode(message)))
-            side.poll()
-            if isinstance(side, PrefillSide) and self.releases_at_once:
+        super().pump()
+        if self.releases_at_once:
+            self._release()
+
+    def _release(self) -> None:
+        for side in self.consumers.values():
+            if side.id not in self.stopped:
                 for transfer_id in list(side.kept):
                     side.release(transfer_id)
 
-    def _remember_states(self, side: Side) -> None:
+    def watch(self, side: EncodeSide | PrefillSide) -> None:
         for transfer_id in side.outcomes:
-            state, seen = side.machine.state_of(transfer_id), side.states.setdefault(transfer_id, [])
-            if state is not None and (not seen or seen[-1] is not state):
+            state, seen = side.machine.table.state_of(transfer_id), side.states.setdefault(transfer_id, [])
+            if state not in (None, EmbeddingState.DRAINING) and (not seen or seen[-1] is not state):
                 seen.append(state)
 
-    def decode(self, frame: Frame) -> Message:
-        return decode_for_producer(frame.data) if frame.target.startswith("encode") else decode_for_consumer(frame.data)
+    # Under faults
 
-    def deliver(self, index: int = 0, *, keep: bool = False) -> None:
-        """Hands one frame over; `keep` leaves a copy of it on the network."""
-        frame = self.network[index] if keep else self.network.pop(index)
-        if frame.target in self.stopped:
-            if not keep:
-                self.network.append(frame)
-            return
-        encoder, prefill = self.encoders.get(frame.target), self.prefills.get(frame.target)
-        try:
-            if encoder is not None:
-                encoder.machine.on_message(frame.source, decode_for_producer(frame.data), self.now)
-            elif prefill is not None:
-                prefill.machine.on_message(frame.source, decode_for_consumer(frame.data), self.now)
-        except ProtocolError as error:
-            side = encoder or prefill
-            assert side is not None
-            side.machine.on_malformed(frame.source, error)
+    def submit(self, draw: random.Random) -> Plan:
+        consumers = list(self.consumers.values())
+        chosen = consumers if draw.random() < 0.3 else [draw.choice(consumers)]
+        return self.plan(draw.choice(list(self.producers.values())), *chosen, num_tokens=draw.randint(1, 40))
+
+    def work(self, draw: random.Random) -> None:
+        plan = draw.choice(self.plans)
+        encoder = self.side(plan.producer)
+        if draw.random() < 0.4:
+            self._release()
+        elif isinstance(encoder, EncodeSide):
+            encoder.offer(plan)
         self.pump()
 
-    def inject(self, source: WorkerId, target: WorkerId, message: Message) -> None:
-        self.network.append(Frame(source, target, encode(message)))
-
-    def drop(self, kind: type[Message]) -> int:
-        """Loses every frame of one kind that is under way. Returns how many."""
-        lost = [frame for frame in self.network if isinstance(self.decode(frame), kind)]
-        self.network = [frame for frame in self.network if frame not in lost]
-        return len(lost)
-
-    def deliver_until(self, kind: type[Message]) -> None:
-        """Until such a message is under way, and no further."""
-        self.pump()
-        for _ in range(500):
-            if any(isinstance(self.decode(frame), kind) for frame in self.network):
-                return
-            if self.network:
-                self.deliver()
-                continue
-            for side in self.running():
-                side.engine.advance()
-            self.pump()
-        raise AssertionError(f"nobody says {kind.__name__}")
-
-    def settle(self, rounds: int = 5000) -> None:
-        """Delivers everything in order and lets all moves end, until nothing is left to do. No time passes."""
-        self.pump()
-        for _ in range(rounds):
-            moving = [side for side in self.running() if side.engine.busy]
-            waiting = [frame for frame in self.network if frame.target not in self.stopped]
-            if not moving and not waiting:
-                return
-            for side in moving:
-                side.engine.advance()
-            if waiting:
-                self.deliver(self.network.index(waiting[0]))
-            self.pump()
-        raise AssertionError("does not settle")
-
-    def settle_messages(self) -> None:
-        """Delivers everything in order, while moves stand still."""
-        self.pump()
-        while waiting := [frame for frame in self.network if frame.target not in self.stopped]:
-            self.deliver(self.network.index(waiting[0]))
-
-    def count(self, kind: type[Message]) -> int:
-        return sum(isinstance(message, kind) for message in self.said)
-
-    # Time and death
-
-    def pass_time(self, seconds: float) -> None:
-        self.now += seconds
-        for side in self.running():
-            side.machine.tick(self.now)
+    def change_mind(self, draw: random.Random) -> None:
+        plan = draw.choice(self.plans)
+        for worker in [plan.producer] if draw.random() < 0.5 else plan.consumers:
+            side = self.side(worker)
+            if side is not None:
+                side.abort(plan)
         self.pump()
 
-    def run(self, seconds: float, step: float = 0.5) -> None:
-        """Lets time pass with a perfect network."""
-        for _ in range(int(seconds / step)):
-            self.pass_time(step)
-            self.settle()
-
-    def kill(self, side: Side) -> None:
-        """The process is gone with its memory. Consumers find out when they are told (`tell_of_death`)."""
-        self.encoders.pop(side.id, None)
-        self.prefills.pop(side.id, None)
-        self.fabric.pop(side.id)
-        self.stopped.discard(side.id)
-        self.network = [frame for frame in self.network if side.id not in (frame.source, frame.target)]
-
-    def tell_of_death(self, worker: WorkerId) -> None:
-        for prefill in self.prefills.values():
-            prefill.machine.peer_died(worker, "its process ended")
+    def work_on(self, late: bool) -> None:
+        """Late: embeddings for which there was no room waited behind those of consumers that are dead."""
+        self.releases_at_once = True
+        for encoder in self.producers.values():
+            for plan in list(encoder.unoffered.values()):
+                encoder.offer(plan)
+                if late:
+                    encoder.abort(plan)
         self.pump()
-
-    def suspect(self, worker: WorkerId) -> None:
-        """A router takes the worker for gone and tells the others that run. It may be wrong."""
-        for side in self.running():
-            if side.id != worker:
-                side.machine.peer_lost(worker, "a router takes it for gone")
-        self.pump()
-
-    # What must always hold
-
-    def check(self) -> None:
-        for side in self.sides():
-            side.pool.check()
-
-    def check_idle(self) -> None:
-        """Nothing is held, by anybody, and every transfer has one outcome."""
-        self.check()
-        for side in self.sides():
-            counts = side.pool.counts()
-            assert counts.free == counts.total, (side.id, counts)
-            assert side.machine.num_live == 0
-            assert side.machine.counts.num_moves == 0
-            assert all(len(outcome) == 1 for outcome in side.outcomes.values()), side.outcomes

@@ -12,7 +12,7 @@ from relay_pair import Producer
 
 from kvrelay.ids import new_request_id, new_worker_id
 from kvrelay.transfer.engines.choose import make_engine
-from kvrelay.transfer.session import TransferSettings
+from kvrelay.transfer.relay.link import TransferSettings
 from kvrelay.wire.serving import TransferInfo
 
 

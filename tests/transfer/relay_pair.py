@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
+from memory_faults import Fate, FaultyEngine
 
 from kvrelay.engine.movers import Arrival
 from kvrelay.ids import RequestId, new_transfer_id, new_worker_id
 from kvrelay.transfer.engines.base import Mover, TransferEngine
-from kvrelay.transfer.engines.memory import FaultPolicy, MemoryEngine, MemoryNetwork
-from kvrelay.transfer.layout import KVLayout
-from kvrelay.transfer.mover import RelayConsumer, RelayParts, RelayProducer
+from kvrelay.transfer.engines.memory import MemoryNetwork
+from kvrelay.transfer.kv.consumer import RelayConsumer
+from kvrelay.transfer.kv.layout import KVLayout
+from kvrelay.transfer.kv.producer import RelayProducer
 from kvrelay.transfer.region import shared_region
-from kvrelay.transfer.session import TransferSettings
+from kvrelay.transfer.relay.link import TransferSettings
+from kvrelay.transfer.relay.parts import RelayParts
 from kvrelay.wire.serving import FirstToken, TransferInfo
 
 TINY = KVLayout(num_layers=2, num_blocks=32, block_size=4, num_kv_heads=1, head_dim=2, dtype="float32", item_bytes=4)
@@ -38,7 +41,7 @@ class Side:
         *,
         layout: KVLayout = TINY,
         mover: Mover = Mover.PRODUCER,
-        faults: FaultPolicy | None = None,
+        faults: Iterable[Fate] = (),
         fingerprint: str = "tiny/float32",
         settings: TransferSettings | None = None,
         engines: Sequence[TransferEngine] | None = None,
@@ -55,7 +58,7 @@ class Side:
             worker_id=self.id,
             layout=layout,
             region=self.region,
-            engines=engines or [MemoryEngine(self.id, self.network, mover=mover, faults=faults)],
+            engines=engines or [FaultyEngine(self.id, self.network, mover=mover, faults=faults)],
             fingerprint=fingerprint,
             host="here",
             settings=settings or TransferSettings(),
@@ -68,14 +71,14 @@ class Producer(Side):
         super().__init__("prefill", network, **options)  # type: ignore[arg-type]
         self.relay = RelayProducer(self.parts)
         self.released: list[RequestId] = []
-        self.parked: list[RequestId] = []
+        self.set_aside: list[RequestId] = []
         self.restart: list[RequestId] = []
         self._failures: dict[RequestId, str] = {}
 
     def poll(self) -> None:
         news = self.relay.poll()
         self.released += news.released
-        self.parked += news.parked
+        self.set_aside += news.set_aside
         self.restart += news.restart
         self._failures.update(news.failed)
 

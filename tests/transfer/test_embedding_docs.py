@@ -16,7 +16,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 PAGE = (ROOT / "docs" / "embedding_relay.md").read_text(encoding="utf-8")
 TO = {"producer": typing.get_args(embedding.ToProducer), "consumer": typing.get_args(embedding.ToConsumer)}
 NAMES = {side: {message.__name__ for message in messages} for side, messages in TO.items()}
-TYPES = {message.__name__: message for messages in TO.values() for message in messages}
+TYPES = {message.__name__: typing.get_origin(message) or message for messages in TO.values() for message in messages}
 ARROWS = re.findall(r"^\s*([CP])->>([CP]): (\w+)\(([\w, ]*)\)$", PAGE, re.MULTILINE)
 
 

@@ -10,14 +10,13 @@ from embedding_world import AUX_ITEMS, embedding, layout
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.transfer.embedding_layout import (
+from kvrelay.transfer.blocks import Placement, placed_blocks
+from kvrelay.transfer.embedding.layout import (
     EmbeddingLayout,
-    TokenPlacement,
-    check_source,
     embedding_layout,
     embedding_ranges,
 )
-from kvrelay.transfer.embedding_pool import Embedding, EmbeddingPool, Rows, joined
+from kvrelay.transfer.embedding.pool import Embedding, EmbeddingPool, Rows, joined
 from kvrelay.transfer.engines.base import TransferError
 from kvrelay.transfer.region import shared_region
 from kvrelay.wire.embedding import PoolLayout
@@ -25,11 +24,11 @@ from kvrelay.wire.embedding import PoolLayout
 
 def offsets(shape: EmbeddingLayout, block: int, offset: int) -> list[tuple[int, int]]:
     """Where a token's row, fill id and positions are, and their sizes: written out once more."""
-    slot = block * shape.block_size + offset
+    place = block * shape.block_size + offset
     return [
-        (slot * shape.row_bytes, shape.row_bytes),
-        (shape.fill_ids_offset + slot * 4, 4),
-        (shape.positions_offset + slot * 12, 12),
+        (place * shape.row_bytes, shape.row_bytes),
+        (shape.fill_ids_offset + place * 4, 4),
+        (shape.positions_offset + place * 12, 12),
     ]
 
 
@@ -45,7 +44,7 @@ def test_ranges_cover_every_byte_of_every_token_once(sizes: tuple[int, int], fir
     here, there = layout(sizes[0], 70), layout(sizes[1], 70)
     numbers = random.Random(seed)
     mine, theirs = numbers.sample(range(70), 70), numbers.sample(range(70), 70)
-    ranges = embedding_ranges(TokenPlacement(here, mine), TokenPlacement(there, theirs, first), (first, first + count))
+    ranges = embedding_ranges(Placement(here, mine), Placement(there, theirs, first), (first, first + count))
     moved = {(int(a) + i, int(b) + i) for a, b, size in ranges for i in range(int(size))}
     assert len(moved) == int(ranges[:, 2].sum()), "a byte moves twice"
     wanted = set()
@@ -61,7 +60,7 @@ def test_ranges_cover_every_byte_of_every_token_once(sizes: tuple[int, int], fir
 
 def test_neighbouring_blocks_are_one_range_a_plane() -> None:
     shape = layout(128, 100)
-    placement = TokenPlacement(shape, range(100))
+    placement = Placement(shape, range(100))
     ranges = embedding_ranges(placement, placement, (0, 10_000))
     assert len(ranges) == 4
     assert int(ranges[:, 2].sum()) == 10_000 * shape.token_bytes + shape.aux_bytes
@@ -79,9 +78,9 @@ def test_a_shape_that_cannot_be_is_refused(name: str) -> None:
 
 def test_blocks_that_a_producer_names_must_exist_and_suffice() -> None:
     with pytest.raises(TransferError, match="cannot hold 9 tokens"):
-        check_source(layout(4, 8), [0, 1], 9)
+        placed_blocks([0, 1], layout(4, 8), 9)
     with pytest.raises(TransferError, match="where there are 8 blocks"):
-        check_source(layout(4, 8), [0, 8, 1], 9)
+        placed_blocks([0, 8, 1], layout(4, 8), 9)
 
 
 def test_a_pool_prefers_neighbours_and_gives_back_what_it_holds() -> None:

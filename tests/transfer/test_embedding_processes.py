@@ -16,9 +16,9 @@ from embedding_pair import Consumer, consumer, producer, wait_for, wide_embeddin
 
 from kvrelay.ids import TransferId, WorkerId, new_transfer_id
 from kvrelay.states import EmbeddingState
-from kvrelay.transfer.embedding_mover import EmbeddingProducer, EmbeddingTooLargeError
-from kvrelay.transfer.embedding_room import EmbeddingSettings
-from kvrelay.transfer.session import TransferSettings
+from kvrelay.transfer.embedding.mover import EmbeddingProducer, EmbeddingTooLargeError
+from kvrelay.transfer.embedding.room import EmbeddingSettings
+from kvrelay.transfer.relay.link import TransferSettings
 
 HERE = pathlib.Path(__file__).resolve().parent
 LEASE_S = 1.0

@@ -1,22 +1,18 @@
-"""The faults that the memory engine plays."""
+"""The memory engine, and the faults that tests play with it."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
+
 import numpy as np
 import pytest
+from memory_faults import Corruption, Fate, FaultyEngine, random_faults
 from transfer_peers import LocalPeer, random_bytes, view
 
 from kvrelay.ids import WorkerId, new_worker_id
 from kvrelay.transfer.engines.base import Completion, MoveId, Ranges, TransferError
-from kvrelay.transfer.engines.memory import (
-    Corruption,
-    Fate,
-    FaultPolicy,
-    MemoryEngine,
-    MemoryNetwork,
-    RandomFaults,
-    ScriptedFaults,
-)
+from kvrelay.transfer.engines.memory import MemoryNetwork
 from kvrelay.transfer.region import Region, shared_region
 
 SIZE = 64 << 10
@@ -26,11 +22,11 @@ RANGES: Ranges = np.array([[0, 0, 1000], [2000, 4000, 1000]], dtype=np.int64)
 class World:
     """One engine with faults and a peer without."""
 
-    def __init__(self, faults: FaultPolicy) -> None:
+    def __init__(self, faults: Iterable[Fate]) -> None:
         self.network = MemoryNetwork()
         self.there: WorkerId = new_worker_id("decode")
-        self.peer = LocalPeer(MemoryEngine(self.there, self.network), self.there, SIZE, seed=1)
-        self.engine = MemoryEngine(new_worker_id("prefill"), self.network, faults=faults)
+        self.peer = LocalPeer(FaultyEngine(self.there, self.network), self.there, SIZE, seed=1)
+        self.engine = FaultyEngine(new_worker_id("prefill"), self.network, faults=faults)
         self.region: Region = shared_region(SIZE)
         self.engine.register(self.region)
         self.engine.add_peer(self.there, self.peer.info)
@@ -50,7 +46,7 @@ class World:
 
 
 def scripted(*fates: Fate) -> World:
-    return World(ScriptedFaults(fates))
+    return World(fates)
 
 
 def test_without_faults_a_move_completes_at_the_next_poll() -> None:
@@ -128,18 +124,17 @@ def test_a_peer_that_dies_fails_moves_and_writes_nothing_more() -> None:
 def test_a_worker_killed_with_open_moves_never_reports_them() -> None:
     world = scripted(Fate(delay_polls=1))
     world.read()
-    world.network.kill(world.engine.worker)
+    world.engine.die()
     assert [world.engine.poll() for _ in range(3)] == [[], [], []]
     assert not world.has_arrived()
 
 
 def test_random_faults_repeat_with_their_seed_and_only_what_was_asked_for() -> None:
     def fates(seed: int) -> list[Fate]:
-        faults = RandomFaults(seed=seed, drop=0.3, delay=0.5, duplicate=0.2, corrupt=0.1)
-        return [faults.draw() for _ in range(200)]
+        return list(itertools.islice(random_faults(seed=seed, drop=0.3, delay=0.5, duplicate=0.2, corrupt=0.1), 200))
 
     assert fates(7) == fates(7)
     assert fates(7) != fates(8)
     assert 30 < sum(fate.is_dropped for fate in fates(7)) < 90
     assert not any(fate.kills_peer or fate.corruption is Corruption.SILENT for fate in fates(7))
-    assert {RandomFaults(seed=1).draw() for _ in range(50)} == {Fate()}
+    assert set(itertools.islice(random_faults(seed=1), 50)) == {Fate()}

@@ -7,37 +7,18 @@ import itertools
 
 import msgspec
 import pytest
-from relay_world import ConsumerSide, Frame, Plan, ProducerSide, World
+from kv_world import ConsumerSide, KVWorld, Plan, ProducerSide
+from relay_world import Frame
 
 from kvrelay.errors import WrongIdError
 from kvrelay.ids import RequestId, TransferId, new_request_id, new_transfer_id, new_worker_id
 from kvrelay.states import ConsumerState, ProducerState
 from kvrelay.transfer.engines.base import Mover
-from kvrelay.transfer.session import TransferSettings
+from kvrelay.transfer.relay.link import TransferSettings
 from kvrelay.wire.codec import encode
+from kvrelay.wire.kv import Computed, Pull, ReadDone, Ready, Release, Reserve, Starting, WriteDone, decode_for_producer
+from kvrelay.wire.relay import Abort, AbortAck, Heartbeat, Hello, Map, Mapped, Message, Refused, Welcome
 from kvrelay.wire.serving import FirstToken, TransferInfo
-from kvrelay.wire.transfer import (
-    Abort,
-    AbortAck,
-    Computed,
-    Heartbeat,
-    Hello,
-    MapRegion,
-    Message,
-    Pull,
-    ReadDone,
-    Ready,
-    Refused,
-    RegionMapped,
-    Release,
-    Reserve,
-    Starting,
-    Unreserve,
-    Unreserved,
-    Welcome,
-    WriteDone,
-    decode_for_producer,
-)
 
 MOVERS = pytest.mark.parametrize("mover", list(Mover), ids=lambda mover: f"{mover.value}_moves")
 MODES = pytest.mark.parametrize("mode", ["write", "read"])
@@ -49,7 +30,7 @@ class Pair:
     def __init__(
         self, mover: Mover = Mover.PRODUCER, mode: str = "write", *, num_tokens: int = 10, connect: bool = True
     ) -> None:
-        self.world = World(mover)
+        self.world = KVWorld(mover)
         self.producer: ProducerSide = self.world.add_producer()
         self.consumer: ConsumerSide = self.world.add_consumer()
         self.plan: Plan = self.world.plan(self.producer, self.consumer, num_tokens, mode)
@@ -77,7 +58,7 @@ class Pair:
             while self.producer.step is not None:
                 self.producer.compute_layer()
             self.world.settle_messages()
-        assert self.mover_side.machine.num_moves == 1
+        assert self.mover_side.machine.counts.num_moves == 1
         return self
 
     @property
@@ -94,8 +75,8 @@ class Pair:
         return self.consumer.outcomes[self.plan.on_consumer]
 
     def state(self) -> tuple[ProducerState | None, ConsumerState | None]:
-        sending = self.producer.machine.table.of_request(self.plan.on_producer)
-        receiving = self.consumer.machine.table.of_request(self.plan.on_consumer)
+        sending = self.producer.machine.table.named(self.plan.on_producer)
+        receiving = self.consumer.machine.table.named(self.plan.on_consumer)
         return sending and sending.state, receiving and receiving.state
 
     def finish(self) -> None:
@@ -115,9 +96,7 @@ class Pair:
 
 
 @MOVERS
-@pytest.mark.parametrize(
-    "kind", [Hello, Welcome, MapRegion, RegionMapped, Starting, Reserve, Computed, WriteDone, ReadDone, Heartbeat]
-)
+@pytest.mark.parametrize("kind", [Hello, Welcome, Map, Mapped, Starting, Reserve, Computed, WriteDone, ReadDone, Heartbeat])
 def test_a_lost_message_of_write_mode_is_repaired(mover: Mover, kind: type[Message]) -> None:
     if kind in (Computed, ReadDone) and mover is Mover.PRODUCER:
         return  # not part of it
@@ -169,22 +148,6 @@ def test_a_lost_abort_or_its_ack_is_repaired(mover: Mover, kind: type[Message]) 
     pair.world.check_idle()
 
 
-@MOVERS
-@pytest.mark.parametrize("kind", [Unreserve, Unreserved])
-def test_a_lost_unreserve_or_its_answer_is_repaired(mover: Mover, kind: type[Message]) -> None:
-    pair = Pair(mover).reserved()
-    pair.world.settle()
-    pair.consumer.unreserve(pair.plan)
-    pair.world.pump()
-    if kind is Unreserved:
-        pair.world.deliver()
-    assert pair.world.drop(kind) == 1
-    pair.world.run(5)
-    assert pair.state() == (ProducerState.STARTED, ConsumerState.STARTING)
-    pair.finish()
-    assert pair.outcomes == (["released"], ["arrived"])
-
-
 def test_a_lost_release_is_repaired() -> None:
     pair = Pair()
     pair.producer.start(pair.plan)
@@ -202,7 +165,7 @@ def test_a_lost_release_is_repaired() -> None:
 
 @MODES
 def test_the_producers_word_comes_before_the_consumer_has_heard_of_the_transfer(mode: str) -> None:
-    """P's ack before D's mapping: it is parked, and matched when the request comes."""
+    """P's ack before D's mapping: it is held back, and matched when the request comes."""
     pair = Pair(mode=mode)  # opens the connection
     plan = pair.world.plan(pair.producer, pair.consumer, mode=mode)
     pair.producer.expect(plan)
@@ -210,11 +173,11 @@ def test_the_producers_word_comes_before_the_consumer_has_heard_of_the_transfer(
     if mode == "read":
         pair.producer.compute_all(plan)
     pair.world.settle()
-    assert pair.consumer.machine.table.snapshot().parked == 1
+    assert pair.consumer.machine.table.num_held_back == 1
     pair.consumer.expect(plan)
     pair.world.pump()
     assert pair.consumer.requests[plan.on_consumer].startable
-    assert pair.consumer.machine.table.snapshot().parked == 0
+    assert pair.consumer.machine.table.num_held_back == 0
     pair.consumer.reserve(plan)
     pair.producer.compute_all(plan)
     pair.world.settle()
@@ -222,8 +185,8 @@ def test_the_producers_word_comes_before_the_consumer_has_heard_of_the_transfer(
     pair.finish()
 
 
-def test_what_is_parked_is_bounded_in_number_and_age() -> None:
-    world = World(settings=TransferSettings(max_parked=3, parked_s=5.0))
+def test_what_is_held_back_is_bounded_in_number_and_age() -> None:
+    world = KVWorld(settings=TransferSettings(max_held_back=3, held_back_s=5.0))
     producer, consumer = world.add_producer(), world.add_consumer()
     first = world.plan(producer, consumer)
     consumer.expect(first)
@@ -234,12 +197,11 @@ def test_what_is_parked_is_bounded_in_number_and_age() -> None:
         producer.expect(plan)
         producer.start(plan)
     world.settle()
-    stats = consumer.machine.table.snapshot()
-    assert (stats.parked, stats.parked_dropped) == (3, 2)
+    machine = consumer.machine
+    assert (machine.table.num_held_back, machine.counts.held_back_dropped) == (3, 2)
     world.pass_time(6.0)
-    stats = consumer.machine.table.snapshot()
-    assert (stats.parked, stats.parked_dropped) == (0, 5)
-    for plan in plans:  # a parked word that was lost is repaired like any other
+    assert (machine.table.num_held_back, machine.counts.held_back_dropped) == (0, 5)
+    for plan in plans:  # a word that was held back and that was lost is repaired like any other
         consumer.expect(plan)
     world.run(5)
     assert all(consumer.requests[plan.on_consumer].startable for plan in plans)
@@ -251,11 +213,11 @@ def test_a_reserve_for_an_unknown_transfer_waits_for_it_and_is_never_fatal() -> 
     other = world.plan(pair.producer, pair.consumer)
     pair.consumer.expect(other)
     world.settle()
-    message = Reserve(transfer_id=plan.transfer_id, reservation=1, blocks=[0, 1, 2], skip_tokens=0)
+    message = Reserve(transfer_id=plan.transfer_id, blocks=[0, 1, 2], skip_tokens=0)
     pair.producer.machine.on_message(pair.consumer.id, message, world.now)
-    assert pair.producer.machine.table.snapshot().parked == 1
+    assert pair.producer.machine.table.num_held_back == 1
     pair.producer.expect(plan)
-    assert pair.producer.machine.table.snapshot().parked == 0
+    assert pair.producer.machine.table.num_held_back == 0
     assert pair.state()[0] is ProducerState.QUEUED
     pair.producer.start(plan)
     assert pair.state()[0] is ProducerState.SENDING
@@ -279,82 +241,17 @@ def test_a_repeated_write_done_is_ignored_and_counted(mover: Mover) -> None:
     pair = Pair(mover).moving()
     pair.producer.engine.advance()
     pair.world.pump()
-    frames = [frame for frame in pair.world.network if pair.world.kind(frame) == "WriteDone"]
+    frames = [frame for frame in pair.world.network if pair.world.said_in(frame) == "WriteDone"]
     pair.world.settle()
     if mover is Mover.CONSUMER:
-        done = WriteDone(transfer_id=pair.plan.transfer_id, reservation=1, first_tokens=[FirstToken(0, 1)], blocks=[0, 1, 2])
+        done = WriteDone(transfer_id=pair.plan.transfer_id, first_tokens=[FirstToken(0, 1)], blocks=[0, 1, 2])
         frames = [Frame(pair.producer.id, pair.consumer.id, encode(done))]
     assert pair.outcomes == (["released"], ["arrived"])
-    before = pair.consumer.machine.table.snapshot().duplicates
+    before = pair.consumer.machine.counts.duplicates
     pair.world.network += frames * 2
     pair.world.settle()
-    assert pair.consumer.machine.table.snapshot().duplicates == before + 2
+    assert pair.consumer.machine.counts.duplicates == before + 2
     pair.world.check_idle()
-
-
-def test_a_copy_of_a_reserve_that_was_taken_back_writes_nothing() -> None:
-    pair = Pair().reserved()
-    copy = pair.world.network[-1]
-    assert pair.world.kind(copy) == "Reserve"
-    pair.world.settle()
-    pair.consumer.unreserve(pair.plan)
-    pair.world.settle()
-    assert len(pair.consumer.pool.free) == pair.consumer.pool.layout.num_blocks
-    pair.world.network.append(copy)
-    pair.world.settle()
-    assert pair.state()[0] is ProducerState.STARTED
-    pair.producer.compute_all(pair.plan)
-    pair.world.settle()
-    pair.world.check()
-    pair.finish()
-    assert pair.outcomes == (["released"], ["arrived"])
-
-
-@MODES
-def test_an_answer_to_a_reservation_that_was_taken_back_is_not_taken_for_one_to_the_next(mode: str) -> None:
-    """Between the two, the producer parked the prompt and other blocks hold it now."""
-    pair = Pair(Mover.CONSUMER, mode).reserved()
-    pair.world.settle_messages()
-    if mode == "write":
-        pair.producer.begin_step(pair.plan, 1000)
-        while pair.producer.step is not None:
-            pair.producer.compute_layer()
-        pair.world.pump()
-        late = [frame for frame in pair.world.network if pair.world.kind(frame) == "WriteDone"]
-    else:
-        ready = Ready(
-            transfer_id=pair.plan.transfer_id,
-            reservation=1,
-            blocks=pair.producer.requests[pair.plan.on_producer].blocks,
-            num_tokens=pair.plan.num_tokens,
-            first_tokens=[FirstToken(0, pair.plan.number)],
-        )
-        late = [Frame(pair.producer.id, pair.consumer.id, encode(ready))]
-    assert len(late) == 1
-    pair.world.drop()
-    pair.consumer.unreserve(pair.plan)
-    pair.world.settle()
-    pair.producer.park(pair.plan)
-    pair.world.settle()
-    assert pair.consumer.reserve(pair.plan)
-    pair.world.settle_messages()
-    pair.world.network += late
-    pair.world.settle_messages()
-    pair.consumer.engine.advance()
-    pair.world.pump()
-    assert not pair.outcomes[1]
-    pair.finish()
-    assert pair.outcomes == (["released"], ["arrived"])
-
-
-def test_unreserved_is_said_only_when_the_writer_has_drained() -> None:
-    pair = Pair(Mover.PRODUCER).moving()
-    pair.consumer.unreserve(pair.plan)
-    pair.world.settle_messages()
-    assert pair.state() == (ProducerState.SENDING, ConsumerState.RESERVED)
-    assert len(pair.consumer.pool.free) < pair.consumer.pool.layout.num_blocks
-    pair.finish()
-    assert pair.outcomes == (["released"], ["arrived"])
 
 
 def test_an_old_state_in_an_ack_does_not_end_a_transfer_that_has_moved_on() -> None:
@@ -364,7 +261,7 @@ def test_an_old_state_in_an_ack_does_not_end_a_transfer_that_has_moved_on() -> N
     pair.consumer.expect(pair.plan)
     while "HeartbeatAck" not in pair.world.kinds():
         pair.world.deliver() if pair.world.network else pair.world.pass_time(1.0)
-    stale = [frame for frame in pair.world.network if pair.world.kind(frame) == "HeartbeatAck"]  # says: unknown
+    stale = [frame for frame in pair.world.network if pair.world.said_in(frame) == "HeartbeatAck"]  # says: unknown
     pair.world.drop()
     pair.producer.expect(pair.plan)
     pair.producer.start(pair.plan)
@@ -384,11 +281,11 @@ def test_messages_of_another_worker_about_a_known_transfer_are_ignored_and_count
     pair.world.settle_messages()
     for message in (
         Abort(transfer_id=pair.plan.transfer_id, reason="not mine"),
-        Reserve(transfer_id=pair.plan.transfer_id, reservation=9, blocks=[0], skip_tokens=0),
+        Reserve(transfer_id=pair.plan.transfer_id, blocks=[0], skip_tokens=0),
         ReadDone(transfer_id=pair.plan.transfer_id),
     ):
         pair.producer.machine.on_message(stranger.id, message, pair.world.now)
-    assert pair.producer.machine.table.snapshot().foreign == 3
+    assert pair.producer.machine.counts.foreign == 3
     assert pair.state() == (ProducerState.SENDING, ConsumerState.RESERVED)
     pair.world.settle()
     assert pair.outcomes == (["released"], ["arrived"])
@@ -407,11 +304,11 @@ def test_ids_of_the_wrong_kind_are_refused_naming_both() -> None:
         consumer=info.consumer,
         signal_address="",
     )
-    for machine in (pair.producer.machine, pair.consumer.machine):
+    for side in (pair.producer, pair.consumer):
         with pytest.raises(WrongIdError, match=r"expected a TransferId, got .*which is RequestId"):
-            machine.expect(new_request_id(), wrong, 4, pair.world.now)
+            side.expect(Plan(9, wrong, 4, new_request_id(), new_request_id()))
         with pytest.raises(WrongIdError, match=r"expected a RequestId, got .*which is TransferId"):
-            machine.expect(RequestId(new_transfer_id()), info, 4, pair.world.now)
+            side.expect(Plan(9, info, 4, RequestId(new_transfer_id()), RequestId(new_transfer_id())))
     frame = encode(ReadDone(transfer_id=TransferId(new_worker_id("decode"))))
     with pytest.raises(WrongIdError, match=r"expected a TransferId, got .*which is WorkerId"):
         decode_for_producer(frame)
@@ -564,10 +461,10 @@ def test_a_producer_that_aborts_does_not_reuse_what_is_being_copied() -> None:
 def test_an_ack_is_a_lease_from_when_the_heartbeat_was_sent_not_from_when_it_came_back() -> None:
     pair = Pair(Mover.CONSUMER).moving()
     pair.world.pass_time(2.0)
-    beats = [frame for frame in pair.world.network if pair.world.kind(frame) == "Heartbeat"]
+    beats = [frame for frame in pair.world.network if pair.world.said_in(frame) == "Heartbeat"]
     assert beats
     pair.world.settle_messages(only=pair.producer.id)
-    acks = [frame for frame in pair.world.network if pair.world.kind(frame) == "HeartbeatAck"]
+    acks = [frame for frame in pair.world.network if pair.world.said_in(frame) == "HeartbeatAck"]
     pair.world.network.clear()
     pair.world.now += 28.9  # the producer's lease ends at 30; the ack is nearly as old when it arrives
     pair.world.network += acks
@@ -609,7 +506,7 @@ def test_a_producer_that_restarted_at_the_same_address_ends_the_old_transfers(mo
     pair = Pair(mover).moving()
     pair.world.kill(pair.producer)
     fresh = pair.world.add_producer()
-    welcome = fresh.machine._local.welcome()
+    welcome = fresh.desk.local.welcome()
     pair.consumer.machine.on_message(pair.producer.id, welcome, pair.world.now)
     pair.world.settle()
     assert fresh.id in pair.outcomes[1][0]
@@ -656,31 +553,31 @@ def test_nothing_is_said_of_a_transfer_before_the_connection_is_open() -> None:
     pair.consumer.expect(pair.plan)
     pair.world.pump()
     said: list[str] = []
-    while "RegionMapped" not in said:
+    while "Mapped" not in said:
         said += pair.world.kinds()
         pair.world.deliver()
-    assert set(said) == {"Hello", "Welcome", "MapRegion", "RegionMapped", "Starting"}
-    assert said.index("Starting") > said.index("RegionMapped")
+    assert set(said) == {"Hello", "Welcome", "Map", "Mapped", "Starting"}
+    assert said.index("Starting") > said.index("Mapped")
     pair.finish()
     assert pair.outcomes == (["released"], ["arrived"])
 
 
-# Parking and taking back
+# Setting aside
 
 
 @MOVERS
 @MODES
-def test_a_parked_prompt_is_computed_again_when_the_consumer_wants_it(mover: Mover, mode: str) -> None:
+def test_a_prompt_that_was_set_aside_is_computed_again_when_the_consumer_wants_it(mover: Mover, mode: str) -> None:
     pair = Pair(mover, mode)
     pair.producer.start(pair.plan)
     pair.producer.compute_all(pair.plan)
     pair.world.settle()
-    pair.producer.park(pair.plan)
+    pair.producer.set_aside(pair.plan)
     pair.world.settle()
     assert len(pair.producer.pool.free) == pair.producer.pool.layout.num_blocks
     assert not pair.producer.requests[pair.plan.on_producer].wanted
     pair.world.run(60)
-    assert pair.state()[0] is ProducerState.STARTED
+    assert pair.state()[0] is ProducerState.SET_ASIDE
     assert pair.consumer.reserve(pair.plan)
     pair.world.settle()
     assert pair.producer.requests[pair.plan.on_producer].wanted, "poll said restart"
@@ -692,35 +589,12 @@ def test_a_parked_prompt_is_computed_again_when_the_consumer_wants_it(mover: Mov
 
 
 @MODES
-def test_a_park_that_comes_too_late_changes_nothing(mode: str) -> None:
+def test_setting_aside_that_comes_too_late_changes_nothing(mode: str) -> None:
     pair = Pair(Mover.CONSUMER, mode).moving()
-    pair.producer.park(pair.plan)
+    pair.producer.set_aside(pair.plan)
     pair.world.settle()
     assert pair.outcomes == (["released"], ["arrived"])
     pair.world.check_idle()
-
-
-def test_unreserve_when_everything_was_written_already_becomes_an_arrival() -> None:
-    pair = Pair(Mover.PRODUCER).moving()
-    pair.producer.engine.advance()
-    pair.world.pump()
-    assert pair.world.drop(WriteDone) == 1
-    pair.consumer.unreserve(pair.plan)
-    pair.world.settle()
-    assert pair.outcomes == (["released"], ["arrived"])
-    pair.world.check_idle()
-
-
-@MOVERS
-@MODES
-def test_unreserve_in_the_middle_then_reserve_again(mover: Mover, mode: str) -> None:
-    pair = Pair(mover, mode).moving()
-    pair.consumer.unreserve(pair.plan)
-    pair.world.settle()
-    assert len(pair.consumer.pool.free) == pair.consumer.pool.layout.num_blocks
-    assert pair.consumer.requests[pair.plan.on_consumer].startable
-    pair.finish()
-    assert pair.outcomes == (["released"], ["arrived"])
 
 
 def test_a_reserve_that_crosses_the_end_of_its_transfer_is_freed() -> None:
@@ -745,7 +619,7 @@ def test_a_pull_is_repeated_with_growing_pauses_until_it_is_ready_or_too_late() 
     pair.producer.start(pair.plan)
     pair.producer.compute_all(pair.plan)
     pair.world.settle()
-    pair.producer.park(pair.plan)
+    pair.producer.set_aside(pair.plan)
     pair.world.settle()
     assert pair.consumer.reserve(pair.plan)
     times: list[float] = []
@@ -820,7 +694,7 @@ def test_a_reserve_that_makes_no_sense_ends_the_transfer(blocks: list[int], skip
     pair = Pair()
     pair.producer.start(pair.plan)
     pair.world.settle()
-    message = Reserve(transfer_id=pair.plan.transfer_id, reservation=1, blocks=blocks, skip_tokens=skip)
+    message = Reserve(transfer_id=pair.plan.transfer_id, blocks=blocks, skip_tokens=skip)
     pair.producer.machine.on_message(pair.consumer.id, message, pair.world.now)
     pair.world.settle()
     assert why in pair.outcomes[0][0]
@@ -832,18 +706,18 @@ def test_a_reserve_that_makes_no_sense_ends_the_transfer(blocks: list[int], skip
     ("message", "why"),
     [
         (
-            Computed(transfer_id=TransferId(""), reservation=1, blocks=[0], num_tokens=10, next_tokens=10, layers=0),
+            Computed(transfer_id=TransferId(""), blocks=[0], num_tokens=10, next_tokens=10, layers=0),
             "cannot hold",
         ),
         (
-            Computed(transfer_id=TransferId(""), reservation=1, blocks=[0, 1, 99], num_tokens=9, next_tokens=9, layers=0),
+            Computed(transfer_id=TransferId(""), blocks=[0, 1, 99], num_tokens=9, next_tokens=9, layers=0),
             "there are",
         ),
         (
-            Computed(transfer_id=TransferId(""), reservation=1, blocks=[0] * 9, num_tokens=20, next_tokens=9, layers=0),
+            Computed(transfer_id=TransferId(""), blocks=[0] * 9, num_tokens=20, next_tokens=9, layers=0),
             "of a prompt",
         ),
-        (WriteDone(transfer_id=TransferId(""), reservation=1, first_tokens=[], blocks=[1]), "cannot hold"),
+        (WriteDone(transfer_id=TransferId(""), first_tokens=[], blocks=[1]), "cannot hold"),
     ],
 )
 def test_a_notice_that_makes_no_sense_ends_the_transfer(message: Computed | WriteDone, why: str) -> None:

@@ -4,18 +4,18 @@ transfers between many workers. What arrives is compared token by token (in `rel
 from __future__ import annotations
 
 import pytest
-from relay_world import LAYERS, Plan, World
+from kv_world import LAYERS, KVWorld, Plan
 
 from kvrelay.states import ConsumerState, ProducerState
 from kvrelay.transfer.engines.base import Mover
-from kvrelay.transfer.session import TransferSettings
-from kvrelay.wire.transfer import Computed, WriteDone, decode_for_consumer
+from kvrelay.transfer.relay.link import TransferSettings
+from kvrelay.wire.kv import Computed, WriteDone, decode_for_consumer
 
 MOVERS = pytest.mark.parametrize("mover", list(Mover), ids=lambda mover: f"{mover.value}_moves")
 MODES = pytest.mark.parametrize("mode", ["write", "read"])
 
 
-def announced(world: World, kind: type) -> list[object]:
+def announced(world: KVWorld, kind: type) -> list[object]:
     consumer = next(iter(world.consumers))
     frames = [frame for frame in world.network if frame.target == consumer]
     return [message for frame in frames if isinstance(message := decode_for_consumer(frame.data), kind)]
@@ -31,7 +31,7 @@ def test_every_token_arrives_whatever_the_block_sizes(
     mover: Mover, mode: str, sizes: tuple[int, int], skip_blocks: int
 ) -> None:
     """With 16 against 24 or 32, `skip_tokens` ends inside a block of the other side."""
-    world = World(mover, sizes=sizes)
+    world = KVWorld(mover, sizes=sizes)
     producer, consumer = world.add_producer(), world.add_consumer()
     plan = world.plan(producer, consumer, num_tokens=77, mode=mode)
     producer.expect(plan)
@@ -54,7 +54,7 @@ def test_every_token_arrives_whatever_the_block_sizes(
 
 @MOVERS
 def test_bytes_move_while_later_layers_are_computed(mover: Mover) -> None:
-    world = World(mover)
+    world = KVWorld(mover)
     producer, consumer = world.add_producer(), world.add_consumer()
     plan = begin_write(world, producer, consumer, num_tokens=10)
     assert producer.begin_step(plan, 10)
@@ -62,12 +62,12 @@ def test_bytes_move_while_later_layers_are_computed(mover: Mover) -> None:
         producer.compute_layer()
         world.settle()
         side = producer if mover is Mover.PRODUCER else consumer
-        assert side.machine.counts().bytes == (layer + 1) * 2 * 10 * 4
+        assert side.machine.counts.moved_bytes == (layer + 1) * 2 * 10 * 4
     assert consumer.outcomes[plan.on_consumer] == ["arrived"]
     world.check_idle()
 
 
-def begin_write(world: World, producer: object, consumer: object, num_tokens: int) -> Plan:
+def begin_write(world: KVWorld, producer: object, consumer: object, num_tokens: int) -> Plan:
     side, other = next(iter(world.producers.values())), next(iter(world.consumers.values()))
     assert side is producer
     assert other is consumer
@@ -82,39 +82,39 @@ def begin_write(world: World, producer: object, consumer: object, num_tokens: in
 
 
 def test_a_slow_transport_gets_fewer_and_larger_moves() -> None:
-    world = World(Mover.PRODUCER, settings=TransferSettings(max_moves_per_transfer=1))
+    world = KVWorld(Mover.PRODUCER, settings=TransferSettings(max_moves_per_transfer=1))
     producer, consumer = world.add_producer(), world.add_consumer()
     plan = begin_write(world, producer, consumer, num_tokens=12)
     assert producer.begin_step(plan, 4)
     producer.compute_layer()
     world.pump()
-    assert producer.machine.num_moves == 1
+    assert producer.machine.counts.num_moves == 1
     producer.compute_layer()
     producer.compute_layer()
     producer.compute_all(plan, chunk=4)
-    assert producer.machine.num_moves == 1, "a second move was started before the first had ended"
+    assert producer.machine.counts.num_moves == 1, "a second move was started before the first had ended"
     producer.engine.advance()
     world.pump()
-    assert producer.machine.num_moves == 1
+    assert producer.machine.counts.num_moves == 1
     world.settle()
     assert consumer.outcomes[plan.on_consumer] == ["arrived"]
     world.check_idle()
 
 
 def test_moves_of_all_transfers_together_are_bounded() -> None:
-    world = World(Mover.PRODUCER, settings=TransferSettings(max_moves=2), blocks=(60, 60))
+    world = KVWorld(Mover.PRODUCER, settings=TransferSettings(max_moves=2), blocks=(60, 60))
     producer, consumer = world.add_producer(), world.add_consumer()
     plans = [begin_write(world, producer, consumer, num_tokens=8) for _ in range(5)]
     for plan in plans:
         producer.compute_all(plan)
-        assert producer.machine.num_moves <= 2
+        assert producer.machine.counts.num_moves <= 2
     world.settle()
     assert [consumer.outcomes[plan.on_consumer] for plan in plans] == [["arrived"]] * 5
     world.check_idle()
 
 
 def test_a_notice_that_was_not_sent_yet_is_replaced_by_a_newer_one() -> None:
-    world = World(Mover.CONSUMER)
+    world = KVWorld(Mover.CONSUMER)
     producer, consumer = world.add_producer(), world.add_consumer()
     plan = begin_write(world, producer, consumer, num_tokens=10)
     assert producer.begin_step(plan, 5)
@@ -129,7 +129,7 @@ def test_a_notice_that_was_not_sent_yet_is_replaced_by_a_newer_one() -> None:
 
 
 def test_the_consumers_prefix_hit_is_never_sent() -> None:
-    world = World(Mover.PRODUCER)
+    world = KVWorld(Mover.PRODUCER)
     producer, consumer = world.add_producer(), world.add_consumer()
     plan = world.plan(producer, consumer, num_tokens=10)
     producer.expect(plan)
@@ -139,12 +139,12 @@ def test_the_consumers_prefix_hit_is_never_sent() -> None:
     assert consumer.reserve(plan, skip_blocks=2)
     producer.compute_all(plan)
     world.settle()
-    assert producer.machine.counts().bytes == LAYERS * 2 * 2 * 4
+    assert producer.machine.counts.moved_bytes == LAYERS * 2 * 2 * 4
     world.check_idle()
 
 
 def test_a_prompt_that_the_consumer_has_whole_moves_no_byte() -> None:
-    world = World(Mover.PRODUCER)
+    world = KVWorld(Mover.PRODUCER)
     producer, consumer = world.add_producer(), world.add_consumer()
     plan = world.plan(producer, consumer, num_tokens=8)
     producer.expect(plan)
@@ -155,14 +155,14 @@ def test_a_prompt_that_the_consumer_has_whole_moves_no_byte() -> None:
     producer.compute_all(plan)
     world.settle()
     assert consumer.outcomes[plan.on_consumer] == ["arrived"]
-    assert producer.machine.counts().bytes == 0
+    assert producer.machine.counts.moved_bytes == 0
     world.check_idle()
 
 
 @MOVERS
 @MODES
 def test_many_transfers_between_many_workers(mover: Mover, mode: str) -> None:
-    world = World(mover, blocks=(60, 60))
+    world = KVWorld(mover, blocks=(60, 60))
     producers = [world.add_producer() for _ in range(2)]
     consumers = [world.add_consumer() for _ in range(3)]
     plans = [world.plan(producers[i % 2], consumers[i % 3], num_tokens=3 + i, mode=mode) for i in range(12)]
@@ -184,7 +184,7 @@ def test_many_transfers_between_many_workers(mover: Mover, mode: str) -> None:
 
 
 def test_the_two_sides_have_their_own_request_ids_and_share_the_transfer_id() -> None:
-    world = World()
+    world = KVWorld()
     producer, consumer = world.add_producer(), world.add_consumer()
     plan = begin_write(world, producer, consumer, num_tokens=4)
     here = producer.machine.table.find(plan.transfer_id, consumer.id)
@@ -194,7 +194,7 @@ def test_the_two_sides_have_their_own_request_ids_and_share_the_transfer_id() ->
     assert here.meta.request_id == plan.on_producer
     assert there.meta.request_id == plan.on_consumer
     assert (here.state, there.state) == (ProducerState.SENDING, ConsumerState.RESERVED)
-    assert producer.machine.table.snapshot().lookups > 0
+    assert producer.machine.counts.lookups > 0
     producer.compute_all(plan)
     world.settle()
     assert producer.machine.table.find(plan.transfer_id, consumer.id) is None
@@ -203,7 +203,7 @@ def test_the_two_sides_have_their_own_request_ids_and_share_the_transfer_id() ->
 
 def test_write_done_carries_the_first_tokens_and_only_copied_ones_the_blocks() -> None:
     for mover, has_blocks in ((Mover.PRODUCER, False), (Mover.CONSUMER, True)):
-        world = World(mover)
+        world = KVWorld(mover)
         producer, consumer = world.add_producer(), world.add_consumer()
         plan = begin_write(world, producer, consumer, num_tokens=4)
         producer.begin_step(plan, 4)

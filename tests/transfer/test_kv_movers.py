@@ -8,16 +8,17 @@ from collections.abc import Iterator
 
 import msgspec
 import pytest
+from memory_faults import random_faults
 from relay_pair import TINY, Consumer, Producer, info, wait_for
 
 from kvrelay.errors import WrongIdError
 from kvrelay.ids import RequestId, TransferId, new_request_id, new_worker_id
 from kvrelay.transfer.engines.base import Completion, Mover, TransferError
 from kvrelay.transfer.engines.choose import make_engine
-from kvrelay.transfer.engines.memory import MemoryEngine, MemoryNetwork, RandomFaults
-from kvrelay.transfer.loop import ThreadFailedError
+from kvrelay.transfer.engines.memory import MemoryEngine, MemoryNetwork
 from kvrelay.transfer.region import Region
-from kvrelay.transfer.session import TransferSettings
+from kvrelay.transfer.relay.link import TransferSettings
+from kvrelay.transfer.relay.thread import ThreadFailedError
 
 FAST = TransferSettings(lease_s=3.0, hello_retry_s=0.1)
 MODES = pytest.mark.parametrize("mode", ["write", "read"])
@@ -85,8 +86,8 @@ def test_a_hand_over(make: Closing, mode: str, mover: Mover) -> None:
     for side in (producer, consumer):
         assert side.relay.counts().in_flight == 0
         assert side.relay.counts().done == 3
-        assert side.relay.stats().table.size == 0
-        assert side.relay.stats().table.lookups > 0
+        assert side.relay.mapping().size == 0
+        assert side.relay.mapping().lookups > 0
 
 
 @MODES
@@ -118,7 +119,7 @@ def test_wrong_ids_are_refused_in_the_callers_thread(make: Closing) -> None:
         assert relay.counts().in_flight == 0
 
 
-def test_park_and_a_late_reserve(make: Closing) -> None:
+def test_setting_aside_and_a_late_reserve(make: Closing) -> None:
     producer = make.producer()
     consumer = make.consumer(producer.network)
     here, there = new_request_id(), new_request_id()
@@ -127,8 +128,8 @@ def test_park_and_a_late_reserve(make: Closing) -> None:
     consumer.relay.expect(there, transfer, 8)
     producer.relay.start(here, [0, 1], 0)
     producer.compute(here, [0, 1], 8, 3.0)
-    producer.relay.park(here)
-    wait_for(lambda: producer.poll() or here in producer.parked)
+    producer.relay.set_aside(here)
+    wait_for(lambda: producer.poll() or here in producer.set_aside)
     wait_for(lambda: consumer.is_started(there))
     consumer.relay.reserve(there, [5, 6], 0)
     wait_for(lambda: producer.poll() or here in producer.restart)
@@ -193,7 +194,7 @@ def test_a_consumer_that_closes_frees_everything(make: Closing) -> None:
 
 
 @pytest.mark.parametrize("which", ["producer", "consumer"])
-def test_a_fault_in_the_thread_fails_every_transfer_and_hangs_nobody(make: Closing, which: str) -> None:
+def test_a_fault_in_the_thread_fails_every_transfer_and_lets_no_request_hang(make: Closing, which: str) -> None:
     network = MemoryNetwork()
     producer = make.producer(network, settings=FAST)
     consumer = make.consumer(network, settings=FAST)
@@ -207,8 +208,8 @@ def test_a_fault_in_the_thread_fails_every_transfer_and_hangs_nobody(make: Closi
     wait_for(lambda: consumer.is_started(there))
     consumer.relay.reserve(there, [5, 6], 0)
     engine.poll = _raise  # type: ignore[method-assign]
-    producer.relay.park(here)  # wakes it
-    consumer.relay.unreserve(there)
+    producer.relay.set_aside(here)  # wakes it
+    consumer.relay.abort(new_request_id())  # and this wakes the other
     wait_for(lambda: _has_failed(broken))  # by then it has told of every transfer
     if which == "producer":
         wait_for(lambda: there in consumer.arrivals())
@@ -226,7 +227,7 @@ def _has_failed(side: Producer | Consumer) -> bool:
     try:
         side.poll()
     except ThreadFailedError:
-        assert side.relay.has_news, "nobody would look"
+        assert side.relay.has_news, "the engine would not look"
         return True
     return False
 
@@ -253,8 +254,8 @@ def test_transports_that_fail_cost_the_transfer_and_nothing_else(make: Closing, 
     """Delays, failures and bytes that arrive twice: each transfer ends once, and what arrives is right."""
     network = MemoryNetwork()
     options = {"mover": mover, "settings": FAST}
-    producer = make.producer(network, faults=RandomFaults(seed=1, delay=0.5, corrupt=0.3, duplicate=0.3), **options)
-    consumer = make.consumer(network, faults=RandomFaults(seed=2, delay=0.5, corrupt=0.3, duplicate=0.3), **options)
+    producer = make.producer(network, faults=random_faults(seed=1, delay=0.5, corrupt=0.3, duplicate=0.3), **options)
+    consumer = make.consumer(network, faults=random_faults(seed=2, delay=0.5, corrupt=0.3, duplicate=0.3), **options)
     outcomes = [_try_once(producer, consumer, mode, number) for number in range(1, 25)]
     assert "arrived" in outcomes
     assert "failed" in outcomes
@@ -285,7 +286,7 @@ def _try_once(producer: Producer, consumer: Consumer, mode: str, number: int) ->
 
 def test_a_dropped_move_is_given_up_when_the_request_is_aborted(make: Closing) -> None:
     network = MemoryNetwork()
-    producer = make.producer(network, faults=RandomFaults(seed=1, drop=1.0), settings=FAST)
+    producer = make.producer(network, faults=random_faults(seed=1, drop=1.0), settings=FAST)
     consumer = make.consumer(network, settings=FAST)
     here, there = new_request_id(), new_request_id()
     transfer = info(producer, consumer)
@@ -305,9 +306,9 @@ def test_an_idle_thread_sleeps(make: Closing) -> None:
     consumer = make.consumer(producer.network)
     hand_over(producer, consumer, "write")
     for side in (producer, consumer):
-        before = side.relay.num_turns
+        before = side.relay._turns.num_turns
         time.sleep(0.3)
-        assert side.relay.num_turns - before < 10
+        assert side.relay._turns.num_turns - before < 10
 
 
 def test_the_engine_is_woken_by_news(make: Closing) -> None:

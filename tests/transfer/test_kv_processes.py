@@ -18,7 +18,7 @@ from relay_pair import Consumer, wait_for
 
 from kvrelay.ids import RequestId, new_request_id, new_transfer_id, new_worker_id
 from kvrelay.transfer.engines.choose import make_engine
-from kvrelay.transfer.session import TransferSettings
+from kvrelay.transfer.relay.link import TransferSettings
 from kvrelay.wire.serving import TransferInfo
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -50,7 +50,7 @@ def reserved(transport: str) -> Iterator[tuple[subprocess.Popen[str], Consumer, 
         consumer.relay.expect(request, transfer, 16)
         wait_for(lambda: consumer.is_started(request))
         consumer.relay.reserve(request, [4, 5, 6, 7], 0)
-        wait_for(lambda: consumer.relay.stats().counts.in_flight == 1)
+        wait_for(lambda: consumer.relay.counts().in_flight == 1)
         yield child, consumer, request
     finally:
         consumer.close()

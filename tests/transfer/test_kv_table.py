@@ -2,67 +2,63 @@
 
 from __future__ import annotations
 
-import msgspec
-from relay_world import World
+from typing import Any
+
+from kv_world import KVWorld
 
 from kvrelay.ids import new_request_id, new_transfer_id, new_worker_id
+from kvrelay.states import ProducerState
 from kvrelay.transfer.engines.base import Mover
-from kvrelay.transfer.plan import Coverage, Progress, TransferMeta
-from kvrelay.transfer.session import TransferSettings
-from kvrelay.transfer.table import TransferTable
-from kvrelay.wire.transfer import WriteDone
+from kvrelay.transfer.kv.plan import Coverage, Progress
+from kvrelay.transfer.relay.desk import RelayCounts
+from kvrelay.transfer.relay.kind import End
+from kvrelay.transfer.relay.link import TransferSettings
+from kvrelay.transfer.relay.table import TransferTable
+from kvrelay.wire.kv import WriteDone
 
 
 class Live:
+    """As much of a transfer as the table looks at."""
+
     def __init__(self) -> None:
-        self.meta = TransferMeta(
-            transfer_id=new_transfer_id(),
-            request_id=new_request_id(),
-            peer=new_worker_id("decode"),
-            mode="write",
-            num_tokens=1,
-        )
+        self.transfer_id = new_transfer_id()
+        self.name = new_request_id()
+        self.peers = (new_worker_id("decode"),)
+        self.state = ProducerState.DONE
+        self.end = End(self.state, self.peers)
 
 
-class End(msgspec.Struct, frozen=True):
-    reason: str
+def a_table() -> TransferTable[Any]:
+    return TransferTable(TransferSettings(max_held_back=4, held_back_s=1.0, max_ended=4), RelayCounts())
 
 
 def test_an_entry_lives_from_the_request_to_its_outcome() -> None:
-    table: TransferTable[Live, End] = TransferTable(max_parked=4, parked_s=1.0, max_ended=4)
-    live = Live()
-    meta = live.meta
+    table, live = a_table(), Live()
+    [peer], stranger = live.peers, new_worker_id("decode")
     table.add(live)
-    assert table.find(meta.transfer_id, meta.peer) is live
-    assert table.find(meta.transfer_id, new_worker_id("decode")) is None
-    assert table.of_request(meta.request_id) is live
-    table.remove(meta.request_id)
-    assert table.snapshot().size == 1, "it has no outcome yet"
-    table.end(live, End("done"))
-    assert table.find(meta.transfer_id, meta.peer) is None
-    assert table.ended(meta.transfer_id, meta.peer) == End("done")
-    assert table.ended(meta.transfer_id, new_worker_id("decode")) is None
-    assert table.snapshot().size == 1, "the scheduler has not been told yet"
-    table.remove(meta.request_id)
-    assert table.of_request(meta.request_id) is None
-    stats = table.snapshot()
-    assert (stats.size, stats.lookups, stats.remembered) == (0, 3, 1)
-    assert stats.lookup_s > 0
+    assert table.find(live.transfer_id, peer) is live
+    assert table.find(live.transfer_id, stranger) is None
+    assert table.named(live.name) is live
+    assert (table.num_live, table.num_remembered) == (1, 0)
+    table.end(live)
+    assert table.find(live.transfer_id, peer) is None
+    assert table.named(live.name) is None
+    assert table.ended(live.transfer_id, peer) == live.end
+    assert table.ended(live.transfer_id, stranger) is None
+    assert (table.num_live, table.num_remembered) == (0, 1)
 
 
 def test_only_so_many_ended_transfers_are_remembered() -> None:
-    table: TransferTable[Live, End] = TransferTable(max_parked=4, parked_s=1.0, max_ended=4)
-    lives = [Live() for _ in range(10)]
+    table, lives = a_table(), [Live() for _ in range(10)]
     for live in lives:
         table.add(live)
-        table.end(live, End(""))
-        table.remove(live.meta.request_id)
-    assert table.snapshot().remembered == 4
-    assert [table.knows(live.meta.transfer_id) for live in lives] == [False] * 6 + [True] * 4
+        table.end(live)
+    assert table.num_remembered == 4
+    assert [table.knows(live.transfer_id) for live in lives] == [False] * 6 + [True] * 4
 
 
 def test_a_consumer_whose_transfer_was_forgotten_by_the_producer_fails_and_gets_its_blocks_back() -> None:
-    world = World(Mover.PRODUCER, settings=TransferSettings(max_ended=1))
+    world = KVWorld(Mover.PRODUCER, settings=TransferSettings(max_ended=1))
     producer, consumer = world.add_producer(), world.add_consumer()
     plans = [world.plan(producer, consumer, num_tokens=4) for _ in range(2)]
     for plan in plans:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import pytest
-from relay_world import LAYERS, World
+from kv_world import LAYERS, KVWorld
 
 from kvrelay.transfer.engines.base import Mover
+from kvrelay.transfer.kv.counts import transfer_counts
 from kvrelay.wire.registry import TransferCounts
 
 TOKENS = 10
 
 
 def hand_over(mover: Mover, mode: str, *, settle_between_layers: bool) -> TransferCounts:
-    world = World(mover)
+    world = KVWorld(mover)
     producer, consumer = world.add_producer(), world.add_consumer()
     plan = world.plan(producer, consumer, TOKENS, mode=mode)
     producer.expect(plan)
@@ -34,7 +35,7 @@ def hand_over(mover: Mover, mode: str, *, settle_between_layers: bool) -> Transf
     assert consumer.outcomes[plan.on_consumer] == ["arrived"]
     world.check_idle()
     side = consumer if mode == "read" or mover is Mover.CONSUMER else producer
-    return side.machine.counts()
+    return transfer_counts(side.machine)
 
 
 @pytest.mark.parametrize("mover", list(Mover), ids=lambda mover: f"{mover.value}_moves")

@@ -6,7 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.transfer.layout import KVLayout, Placement, move_ranges
+from kvrelay.transfer.blocks import Placement
+from kvrelay.transfer.kv.layout import KVLayout, move_ranges
 
 
 def layout(block_size: int, num_blocks: int) -> KVLayout:
@@ -18,17 +19,16 @@ def layout(block_size: int, num_blocks: int) -> KVLayout:
 @settings(max_examples=200, deadline=None)
 @given(
     sizes=st.tuples(st.integers(1, 33), st.integers(1, 33)),
-    skip_blocks=st.integers(0, 2),
+    skip=st.integers(0, 66),
     length=st.integers(0, 80),
     cut=st.integers(0, 80),
     layers=st.tuples(st.integers(0, 3), st.integers(0, 3)),
     seed=st.integers(0, 2**32),
 )
 def test_exactly_the_wanted_tokens_arrive_where_they_belong(
-    sizes: tuple[int, int], skip_blocks: int, length: int, cut: int, layers: tuple[int, int], seed: int
+    sizes: tuple[int, int], skip: int, length: int, cut: int, layers: tuple[int, int], seed: int
 ) -> None:
     rng = np.random.default_rng(seed)
-    skip = skip_blocks * sizes[1]
     stop = skip + length
     counts = (-(-stop // sizes[0]), -(-length // sizes[1]))
     local, remote = (layout(size, count + 3) for size, count in zip(sizes, counts, strict=True))

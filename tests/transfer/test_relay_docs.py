@@ -10,11 +10,12 @@ import msgspec
 import pytest
 
 from kvrelay.states import CONSUMER_EDGES, PRODUCER_EDGES
-from kvrelay.transfer import plan
-from kvrelay.wire import transfer
+from kvrelay.transfer.kv import plan
+from kvrelay.wire import kv
 
 PAGE = (pathlib.Path(__file__).resolve().parent.parent.parent / "docs" / "relay.md").read_text(encoding="utf-8")
-TO = {"producer": typing.get_args(transfer.ToProducer), "consumer": typing.get_args(transfer.ToConsumer)}
+TO = {"producer": typing.get_args(kv.ToProducer), "consumer": typing.get_args(kv.ToConsumer)}
+TYPES = {message.__name__: typing.get_origin(message) or message for messages in TO.values() for message in messages}
 NAMES = {side: {message.__name__ for message in messages} for side, messages in TO.items()}
 ARROWS = re.findall(r"^\s*([CP])->>([CP]): (\w+)\(([\w, ]*)\)$", PAGE, re.MULTILINE)
 
@@ -32,7 +33,7 @@ def test_the_diagrams_draw_every_message_in_its_direction_and_no_other(side: str
 def test_a_drawn_message_has_the_fields_of_its_type(arrow: tuple[str, str, str, str]) -> None:
     _, _, name, fields = arrow
     drawn = {field.strip() for field in fields.split(",")}
-    assert drawn == {field.name for field in msgspec.structs.fields(getattr(transfer, name))}
+    assert drawn == {field.name for field in msgspec.structs.fields(TYPES[name])}
 
 
 def test_the_message_table_lists_every_message_once_with_its_receiver() -> None:
@@ -54,7 +55,7 @@ def test_the_state_diagrams_are_the_edges(number: int, edges: dict[typing.Any, f
     assert drawn == {(state.value, following.value) for state, many in edges.items() for following in many}
 
 
-@pytest.mark.parametrize("name", ["TransferMeta", "LayerPlan", "WriteTask"])
+@pytest.mark.parametrize("name", ["TransferMeta", "LayerPlan"])
 def test_the_counterparts_of_the_design_notes_names_exist(name: str) -> None:
     assert f"`{name}`" in PAGE
     assert isinstance(getattr(plan, name), type)

@@ -12,19 +12,11 @@ import zmq
 from relay_pair import TINY, Consumer, Producer, info, wait_for
 
 from kvrelay.ids import new_request_id, new_transfer_id, new_worker_id
-from kvrelay.transfer.session import TransferSettings
-from kvrelay.transfer.signal import Probe
+from kvrelay.transfer.relay.link import TransferSettings
+from kvrelay.transfer.relay.signal import Probe
 from kvrelay.wire.codec import encode
-from kvrelay.wire.transfer import (
-    SIGNAL_VERSION,
-    Heartbeat,
-    Hello,
-    MapRegion,
-    ReadDone,
-    Refused,
-    Welcome,
-    decode_for_consumer,
-)
+from kvrelay.wire.kv import KV_VERSION, ReadDone, decode_for_consumer
+from kvrelay.wire.relay import Heartbeat, Hello, Map, Refused, Welcome
 
 FAST = TransferSettings(lease_s=3.0, hello_retry_s=0.1)
 
@@ -69,7 +61,7 @@ def raw(producer: Producer) -> Iterator[Callable[[str], RawConsumer]]:
 
 
 def hello(worker: str, **changes: object) -> bytes:
-    message = Hello(version=SIGNAL_VERSION, worker_id=worker, fingerprint="tiny/float32")  # type: ignore[arg-type]
+    message = Hello(version=KV_VERSION, worker_id=worker, fingerprint="tiny/float32")  # type: ignore[arg-type]
     return encode(msgspec.structs.replace(message, **changes))
 
 
@@ -79,7 +71,7 @@ def test_another_protocol_version_is_refused_naming_both(raw: Callable[[str], Ra
     assert isinstance(answer, Refused)
     assert answer.about == "opening"
     assert "99" in answer.reason
-    assert str(SIGNAL_VERSION) in answer.reason
+    assert str(KV_VERSION) in answer.reason
 
 
 def test_a_hello_under_another_name_is_refused(raw: Callable[[str], RawConsumer]) -> None:
@@ -111,7 +103,7 @@ def test_garbage_is_counted_and_answered_and_the_connection_lives_on(
         assert answer.about == "frame"
     answer = consumer.ask(b"two", b"frames")
     assert isinstance(answer, Refused)
-    assert producer.relay.stats().malformed == len(garbage) + 1
+    assert producer.relay.mapping().malformed == len(garbage) + 1
     assert isinstance(consumer.ask(hello(worker)), Welcome)
 
 
@@ -122,12 +114,12 @@ def test_an_id_of_the_wrong_kind_is_answered_naming_both(raw: Callable[[str], Ra
     assert "which is RequestId" in answer.reason
 
 
-def test_whoever_has_not_said_hello_is_told_to(raw: Callable[[str], RawConsumer]) -> None:
+def test_a_consumer_that_has_not_said_hello_is_told_to(raw: Callable[[str], RawConsumer]) -> None:
     consumer = raw(new_worker_id("decode"))
     for message in (
         Heartbeat(number=1, transfers=[]),
         ReadDone(transfer_id=new_transfer_id()),
-        MapRegion(layout=TINY, host="here", engines=[]),
+        Map(layout=TINY, host="here", engines=[]),
     ):
         answer = consumer.ask(encode(message))
         assert isinstance(answer, Refused)
@@ -150,14 +142,14 @@ def test_a_layout_that_does_not_fit_is_refused_naming_the_field(
     consumer = raw(worker)
     assert isinstance(consumer.ask(hello(worker)), Welcome)
     layout = msgspec.structs.replace(TINY, **change)
-    answer = consumer.ask(encode(MapRegion(layout=layout, host="here", engines=[])))
+    answer = consumer.ask(encode(Map(layout=layout, host="here", engines=[])))
     assert isinstance(answer, Refused)
     assert names in answer.reason
 
 
 def test_a_stranger_without_a_worker_id_is_counted(producer: Producer, raw: Callable[[str], RawConsumer]) -> None:
-    raw("somebody").socket.send(hello(new_worker_id("decode")))
-    wait_for(lambda: producer.relay.stats().strangers == 1)
+    raw("stranger").socket.send(hello(new_worker_id("decode")))
+    wait_for(lambda: producer.relay._turns.socket.strangers == 1)
 
 
 def test_another_model_fails_the_transfers_of_both_sides_with_the_reason(producer: Producer) -> None:
@@ -183,7 +175,7 @@ def test_a_producer_that_is_not_there_fails_the_request_at_once(producer: Produc
         producer.close()
         consumer.relay.expect(request, gone, 4)
         wait_for(lambda: request in consumer.arrivals())
-        assert "nobody listens" in consumer.arrivals()[request].error
+        assert "no process listens" in consumer.arrivals()[request].error
     finally:
         consumer.close()
 

@@ -9,20 +9,21 @@ import argparse
 import sys
 from typing import Any
 
-from kvrelay.config import EngineOptions, Environment, ModelOptions, WorkerOptions, read_environment
+from kvrelay.config import EngineOptions, ModelOptions, WorkerOptions, read_environment
 from kvrelay.engine.engine import Engine
-from kvrelay.ids import WorkerId
-from kvrelay.progress import Progress, Silent
+from kvrelay.progress import Silent
 from kvrelay.runner.fake import FakeRunner
 from kvrelay.states import Role
 from kvrelay.transfer.engines.choose import make_engine
 from kvrelay.transfer.engines.shm import host_identity
-from kvrelay.transfer.layout import kv_layout
-from kvrelay.transfer.mover import RelayConsumer, RelayParts, RelayProducer
+from kvrelay.transfer.kv.consumer import RelayConsumer
+from kvrelay.transfer.kv.layout import kv_layout
+from kvrelay.transfer.kv.producer import RelayProducer
 from kvrelay.transfer.region import Region, shared_region
-from kvrelay.transfer.session import TransferSettings
+from kvrelay.transfer.relay.link import TransferSettings
+from kvrelay.transfer.relay.parts import RelayParts
 from kvrelay.worker.launcher import LauncherTie
-from kvrelay.worker.stage import BuildStage, Stage, Waker, publishes_events
+from kvrelay.worker.stage import BuildStage, Setup, Stage, Waker, publishes_events
 from kvrelay.worker.worker import run_worker
 
 VOCAB_SIZE = 1000
@@ -30,9 +31,8 @@ NUM_BLOCKS = 128
 
 
 def stage_of(role: Role, transfer: str, transfer_lease_s: float, step_time_s: float) -> BuildStage:
-    def build(
-        worker_id: WorkerId, model: ModelOptions, options: EngineOptions, environment: Environment, progress: Progress
-    ) -> Stage:
+    def build(setup: Setup) -> Stage:
+        worker_id, options = setup.worker_id, setup.engine
         regions: list[Region] = []
 
         def allocate(size_bytes: int) -> Any:
@@ -90,7 +90,7 @@ def main() -> int:
     parser.add_argument("--registry", required=True)
     parser.add_argument("--role", default="whole")
     parser.add_argument("--launcher-fd", type=int)
-    parser.add_argument("--lease-s", type=float, default=1.0)
+    parser.add_argument("--registration-s", type=float, default=1.0)
     parser.add_argument("--worker-port", type=int, default=0)
     parser.add_argument("--transfer", default="shm")
     parser.add_argument("--transfer-lease-s", type=float, default=30.0)
@@ -100,7 +100,9 @@ def main() -> int:
     return run_worker(
         ModelOptions(),
         EngineOptions(check_invariants=True, token_budget=given.token_budget),
-        WorkerOptions(registry=given.registry, role=given.role, lease_s=given.lease_s, worker_port=given.worker_port),
+        WorkerOptions(
+            registry=given.registry, role=given.role, registration_s=given.registration_s, worker_port=given.worker_port
+        ),
         read_environment(),
         Silent(),
         stage_of(Role(given.role), given.transfer, given.transfer_lease_s, given.step_time_s),

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 
 from kvrelay.errors import MissingEmbeddingError
 from kvrelay.ids import RequestId, TransferId, WorkerId, new_request_id, new_transfer_id
 from kvrelay.runner.vision.features import FeatureStore
-from kvrelay.transfer.embedding_arrival import EmbeddingArrival
-from kvrelay.transfer.embedding_book import RelayCounts
-from kvrelay.transfer.embedding_mover import EmbeddingConsumer
+from kvrelay.transfer.embedding.arrival import EmbeddingArrival
+from kvrelay.transfer.embedding.mover import EmbeddingConsumer
+from kvrelay.transfer.embedding.pool import Piece
+from kvrelay.transfer.relay.desk import RelayCounts
 from kvrelay.wire.serving import EmbeddingTransfer, Image
+from kvrelay.worker.embedding import describe
 from kvrelay.worker.embedding_intake import EmbeddingIntake
 
 IMAGE = Image(digest="00" * 20, start=0, num_tokens=4, grid=(1, 4, 4))
@@ -43,6 +46,8 @@ class Relay:
         arrivals, self.arrivals = self.arrivals, []
         return arrivals
 
+    def release(self, transfer_id: TransferId) -> None: ...
+
     def counts(self) -> RelayCounts:
         return RelayCounts(failed=7)  # ended transfers, whoever ended them
 
@@ -55,7 +60,7 @@ def relay() -> Relay:
 @pytest.fixture
 def intake(relay: Relay) -> EmbeddingIntake:
     store = FeatureStore(1 << 20, device=torch.device("cpu"), dtype=torch.float32)
-    return EmbeddingIntake(cast(EmbeddingConsumer, relay), store, torch.float32)
+    return EmbeddingIntake(cast(EmbeddingConsumer, relay), store, torch.float32, merge_size=2)
 
 
 def fetch(intake: EmbeddingIntake) -> tuple[RequestId, TransferId]:
@@ -92,3 +97,36 @@ def test_only_images_that_somebody_waits_for_can_fail(intake: EmbeddingIntake, r
     relay.arrivals.append(EmbeddingArrival(transfer_id=transfer_id, error="the producer was lost"))
     intake.poll()
     assert intake.counts().failed == 1
+
+
+WIDTH = 8  # bytes of a row
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({}, ""),
+        ({"fill_ids": np.arange(4, dtype=np.int32)}, "what came is another image"),
+        ({"positions": np.zeros((4, 3), dtype=np.int32)}, "what came has other positions"),
+        ({"aux": (1, 2, 8, 0)}, "what came has a grid of (1, 2, 8) patches, not of (1, 4, 4)"),
+    ],
+)
+def test_what_came_is_compared_with_what_the_image_must_be(
+    intake: EmbeddingIntake, relay: Relay, change: dict[str, Any], why: str
+) -> None:
+    _, transfer_id = fetch(intake)
+    said = {**describe(IMAGE, 2)._asdict(), **change}
+    rows = np.zeros((4, WIDTH), dtype=np.uint8)
+    halves = [
+        Piece(start, rows[:2], said["fill_ids"][start : start + 2], said["positions"][start : start + 2]) for start in (0, 2)
+    ]
+    for piece in halves:
+        arrival = EmbeddingArrival(
+            transfer_id=transfer_id, pieces=(piece,), total_tokens=4, aux=(*said["aux"], 0), is_complete=piece.stop == 4
+        )
+        relay.arrivals.append(arrival)
+    failures = intake.poll()
+    assert [failure.error.message for failure in failures] == (
+        [f"the embeddings of image {IMAGE.digest} did not arrive: {why}"] if why else []
+    )
+    assert intake._store.is_ready(IMAGE.digest) == (not why)

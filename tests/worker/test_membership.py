@@ -45,12 +45,19 @@ class Cluster:
     """A router here, and worker processes."""
 
     def __init__(self, membership: Membership) -> None:
-        self.router = Router(membership=membership, metrics=Metrics(), policy="round_robin", lease_s=LEASE_S, model="fake")
+        self.router = Router(
+            membership=membership, metrics=Metrics(), policy="round_robin", registration_s=LEASE_S, model="fake"
+        )
         self.registry = membership.address or "static"
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
 
     def add(self, role: str, *arguments: str) -> subprocess.Popen[bytes]:
-        flags = [f"--registry={self.registry}", f"--role={role}", f"--lease-s={LEASE_S}", f"--transfer-lease-s={NEVER_S}"]
+        flags = [
+            f"--registry={self.registry}",
+            f"--role={role}",
+            f"--registration-s={LEASE_S}",
+            f"--transfer-lease-s={NEVER_S}",
+        ]
         command = [sys.executable, str(SCRIPT), *flags, "--token-budget=32", "--step-time-s=0.01", *arguments]
         process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)})
         self.processes[process.pid] = process
@@ -308,7 +315,7 @@ async def test_a_hung_worker_of_a_static_registry_comes_back_as_new() -> None:
     port = probe.sockets[0].getsockname()[1]
     probe.close()
     address = f"tcp://127.0.0.1:{port}"
-    cluster = Cluster(StaticMembership([address], router_id=new_router_id(), lease_s=LEASE_S))
+    cluster = Cluster(StaticMembership([address], router_id=new_router_id(), registration_s=LEASE_S))
     cluster.router.start()
     try:
         process = cluster.add("whole", f"--worker-port={port}")

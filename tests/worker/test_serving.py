@@ -54,8 +54,8 @@ class Peer:
         assert self.socket.poll(PATIENCE_S * 1000), "no answer"
         return self._decoder.decode(self.socket.recv())
 
-    def hello(self, version: int = PROTOCOL_VERSION, lease_s: float = 30.0) -> ToRouter:
-        self.send(Hello(version=version, router_id=self.router_id, lease_s=lease_s))
+    def hello(self, version: int = PROTOCOL_VERSION, silence_s: float = 30.0) -> ToRouter:
+        self.send(Hello(version=version, router_id=self.router_id, silence_s=silence_s))
         return self.receive()
 
     def submit(self, prompt: list[int], **params: object) -> RequestId:
@@ -117,7 +117,7 @@ def test_connected_routers_are_counted_and_those_that_fell_silent_are_not(worker
     peers = [Peer(worker.address) for _ in range(2)]
     for count, peer in enumerate(peers, start=1):
         for _ in range(2):  # who says Hello again is counted once
-            welcome = peer.hello(lease_s=0.3 if count == 2 else 30.0)
+            welcome = peer.hello(silence_s=0.3 if count == 2 else 30.0)
             assert isinstance(welcome, Welcome)
             assert welcome.worker.load.connections == count
     until(lambda: worker.loop.status.load.connections == 1)  # what the heartbeat tells
@@ -143,11 +143,11 @@ def test_another_protocol_version_is_refused(peer: Peer) -> None:
     assert f"protocol {PROTOCOL_VERSION + 2}" in answer.reason
 
 
-@pytest.mark.parametrize("lease_s", [0.0, -1.0, float("nan"), float("inf"), 1e6])
-def test_a_lease_that_cannot_be_kept_is_refused(peer: Peer, lease_s: float) -> None:
-    answer = peer.hello(lease_s=lease_s)
+@pytest.mark.parametrize("silence_s", [0.0, -1.0, float("nan"), float("inf"), 1e6])
+def test_a_silence_that_cannot_be_awaited_is_refused(peer: Peer, silence_s: float) -> None:
+    answer = peer.hello(silence_s=silence_s)
     assert isinstance(answer, Refused)
-    assert "lease" in answer.reason
+    assert "silence" in answer.reason
 
 
 def test_whoever_did_not_say_hello_is_refused(peer: Peer) -> None:
@@ -258,8 +258,8 @@ def test_a_router_that_says_hello_again_has_nothing_left(worker: StubWorker, pee
 def test_a_silent_router_has_its_requests_aborted_and_must_say_hello_again() -> None:
     worker = StubWorker("")
     silent, alive = Peer(worker.address), Peer(worker.address)
-    silent.hello(lease_s=0.4)
-    alive.hello(lease_s=2.0)
+    silent.hello(silence_s=0.4)
+    alive.hello(silence_s=2.0)
     worker.engine.gate.clear()
     lost, kept = silent.submit([1]), alive.submit([2])
 
@@ -283,7 +283,7 @@ def test_a_silent_router_has_its_requests_aborted_and_must_say_hello_again() -> 
 def test_a_step_longer_than_the_lease_does_not_make_a_router_silent() -> None:
     worker = StubWorker("")
     peer = Peer(worker.address)
-    peer.hello(lease_s=0.3)
+    peer.hello(silence_s=0.3)
     worker.engine.stuck_s = 1.0
     request_id = peer.submit([1])  # three steps of a second
     pinging = threading.Event()

@@ -79,7 +79,7 @@ def test_who_is_over_renews_nothing_and_leaves_without_a_word(vigil: Vigil, cloc
         registration,
         make_record(),
         status,
-        lease_s=0.03,
+        registration_s=0.03,
         watchdog_s=10.0,
         vigil=vigil,
         on_refused=lambda error: None,

@@ -31,7 +31,7 @@ PATIENCE_S = 30.0
 @pytest.fixture
 async def served() -> AsyncIterator[tuple[Router, str]]:
     membership = EmbeddedMembership("tcp://127.0.0.1:*")
-    router = Router(membership=membership, metrics=Metrics(), lease_s=1.0, rules=RetryRules(wait_s=0.2))
+    router = Router(membership=membership, metrics=Metrics(), registration_s=1.0, rules=RetryRules(wait_s=0.2))
     router.start()
     yield router, membership.address
     router.close()
@@ -148,7 +148,7 @@ async def test_a_worker_waits_for_a_registry_that_comes_later() -> None:
     with worker_process(address) as process:
         await asyncio.sleep(1.5)
         assert process.poll() is None
-        router = Router(membership=EmbeddedMembership(address), metrics=Metrics(), lease_s=1.0)
+        router = Router(membership=EmbeddedMembership(address), metrics=Metrics(), registration_s=1.0)
         router.start()
         await until_ready(router)
         router.close()

@@ -1,4 +1,4 @@
-"""The vision-language model of `kvrelay bench encode`, and prompts with images for it.
+"""The options of `kvrelay bench encode`, its vision-language model, and prompts with images for it.
 
 Without a checkpoint it has made-up weights: a vision tower large enough that an image costs some tenths of a second on two
 cores, and a small text model, so that what is measured is the tower's share and not the prompt's.
@@ -14,12 +14,15 @@ import pathlib
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 import PIL.Image
+from msgspec import Meta
 
+from kvrelay.bench.harness.scenario import BenchOptions
 from kvrelay.checkpoint.fetch import resolve
-from kvrelay.config import ModelOptions, read_environment
+from kvrelay.config import ModelOptions, Positive, read_environment
 from kvrelay.errors import BenchError
 from kvrelay.media.image_spec import ImageSpec, read_image_spec
 from kvrelay.media.patches import grid_of
@@ -49,6 +52,14 @@ _PREPROCESSOR = {
     "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
     "size": {"shortest_edge": 64 * 64, "longest_edge": 1 << 20},  # least and most pixels
 }  # fmt: skip
+
+
+class EncodeBench(BenchOptions, frozen=True, kw_only=True):
+    """What is measured, and how much of it."""
+
+    model: Annotated[str, Meta(description="folder or hub id of a Qwen-VL checkpoint; default is one with random weights")] = ""
+    requests: Annotated[Positive, Meta(description="text requests per cluster")] = 80
+    transports: Annotated[str, Meta(description="of the part transfer: some of shm,nixl,mooncake")] = "shm"
 
 
 @dataclass(frozen=True, slots=True)

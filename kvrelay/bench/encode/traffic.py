@@ -14,30 +14,27 @@ import time
 
 from rich.console import Console
 
-from kvrelay.bench.encode.model import ImageModel
+from kvrelay.bench.encode.model import EncodeBench, ImageModel, open_model
 from kvrelay.bench.harness.cluster import LiveCluster, ask, finish, live_cluster, start
 from kvrelay.bench.harness.report import Target, percentile
-from kvrelay.bench.harness.scenario import Results
+from kvrelay.bench.harness.scenario import Part, Results
 from kvrelay.bench.harness.workload import greedy, traffic
 from kvrelay.config import ClusterOptions, EngineOptions
 
-TEXT_TARGETS = {"text_ttft_p99_split_over_whole": Target("<=", 1.0)}
-CACHE_TARGETS = {"hit_tower_calls": Target("<=", 0), "hit_bytes": Target("<=", 0), "bytes_over_embeddings": Target("<=", 1.02)}
-
 _ENGINE = EngineOptions(kv_blocks=1024, max_model_len=2048)
-_SPLIT = ClusterOptions(encode=1, prefill=1, decode=1, lease_s=30.0)
-_WHOLE = ClusterOptions(whole=1, lease_s=30.0)
+_SPLIT = ClusterOptions(encode=1, prefill=1, decode=1, registration_s=30.0)
+_WHOLE = ClusterOptions(whole=1, registration_s=30.0)
 _TEXT_TOKENS = 96  # more than a decode worker computes itself
 _TEXT_EVERY_S = 0.15
 _IMAGES_AT_ONCE = 2
 _FIRST_TOKEN = greedy(2)  # of one token alone, a decode worker would not be asked
 
 
-def measure_text(model: ImageModel, num_requests: int, console: Console) -> Results:
+def measure_text(options: EncodeBench, console: Console) -> Results:
     results: Results = {}
-    for name, options in (("whole", _WHOLE), ("split", _SPLIT)):
-        with console.status(f"{name}: text beside images"):
-            figures = asyncio.run(_text(model, options, num_requests))
+    for name, cluster in (("whole", _WHOLE), ("split", _SPLIT)):
+        with open_model(options.model) as model, console.status(f"{name}: text beside images"):
+            figures = asyncio.run(_text(model, cluster, options.requests))
         results |= {f"text_ttft_{key}_{name}": value for key, value in figures.items()}
     results["text_ttft_p99_split_over_whole"] = results["text_ttft_p99_ms_split"] / results["text_ttft_p99_ms_whole"]
     return results
@@ -75,9 +72,9 @@ async def _ask_image(cluster: LiveCluster, model: ImageModel, seed: int, text_se
     return (await ask(cluster.router, prompt, _FIRST_TOKEN, images=images)).ttft_s
 
 
-def measure_cache(model: ImageModel, num_images: int, console: Console) -> Results:
-    with console.status("images that were seen before"):
-        return asyncio.run(_cache(model, num_images))
+def measure_cache(options: EncodeBench, console: Console) -> Results:
+    with open_model(options.model) as model, console.status("images that were seen before"):
+        return asyncio.run(_cache(model, max(1, options.requests // 8)))
 
 
 async def _cache(model: ImageModel, num_images: int) -> Results:
@@ -105,3 +102,11 @@ async def _counted(cluster: LiveCluster) -> dict[str, int]:
     """Of all workers together."""
     workers = await cluster.at_rest()
     return {name: sum(worker["images"][name] for worker in workers) for name in ("encoded", "bytes")}
+
+
+TEXT_PART = Part("requests beside images", measure_text, {"text_ttft_p99_split_over_whole": Target("<=", 1.0)})
+CACHE_PART = Part(
+    "an image seen before",
+    measure_cache,
+    {"hit_tower_calls": Target("<=", 0), "hit_bytes": Target("<=", 0), "bytes_over_embeddings": Target("<=", 1.02)},
+)

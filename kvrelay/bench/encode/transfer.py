@@ -1,35 +1,40 @@
 """The embedding relay alone, between two processes: what resuming costs, and how near it comes to its transport.
 
-This process expects embeddings, a child (this module as a program) offers them. Every round moves the same embedding in all the
-ways compared, and a ratio is the median of the rounds' ratios:
+This process expects embeddings, a child offers them. Every round moves the same embedding in all the ways compared, and a ratio
+is the median of the rounds' ratios:
 
 - once: room for all of it at once;
 - resumed: room for a tenth at first, then for the rest;
 - many: room for a tenth, again and again;
-- raw: as many bytes by the transfer engine alone, between two other processes (`relay/transfer.py`).
+- raw: the ranges that the relay moves at once (rows, ids, positions, aux), between two other processes (`relay/transfer.py`)
+  that do nothing else, as fast as its transport can be driven: by its library without our layer or by our engine alone,
+  whichever was faster in the round. Shared memory has only the latter.
 """
 
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 from typing import Literal
 
-import msgspec
 import numpy as np
+from rich.console import Console
 
-from kvrelay.bench.harness.child import Child, commands, say
-from kvrelay.bench.harness.scenario import Results
+from kvrelay.bench.encode.model import EncodeBench
+from kvrelay.bench.harness.child import Child
+from kvrelay.bench.harness.report import Target, median_ratio
+from kvrelay.bench.harness.scenario import Part, Results
+from kvrelay.bench.relay.peer import How
 from kvrelay.bench.relay.transfer import open_pair
 from kvrelay.config import TransferOptions
 from kvrelay.errors import BenchError
 from kvrelay.ids import TransferId, WorkerId, new_transfer_id, new_worker_id
-from kvrelay.transfer.embedding_layout import EmbeddingLayout
-from kvrelay.transfer.embedding_mover import EmbeddingConsumer, EmbeddingParts, EmbeddingProducer
-from kvrelay.transfer.embedding_pool import Embedding
+from kvrelay.transfer.blocks import Placement
+from kvrelay.transfer.embedding.layout import EmbeddingLayout, embedding_ranges
+from kvrelay.transfer.embedding.mover import EmbeddingConsumer, EmbeddingParts, EmbeddingProducer
+from kvrelay.transfer.embedding.pool import Embedding
+from kvrelay.transfer.engines.base import Ranges
 from kvrelay.transfer.engines.choose import make_engine
-from kvrelay.transfer.layout import KVLayout
 from kvrelay.worker.embedding import embedding_layout, embedding_parts
 
 TOKENS = 10_000
@@ -49,37 +54,16 @@ WAYS: dict[Way, tuple[int, int]] = {  # the default, and the pool
 }
 
 
-class Ready(msgspec.Struct, frozen=True, kw_only=True):
-    worker: WorkerId
-    address: str
-
-
-class Offer(msgspec.Struct, frozen=True, kw_only=True):
-    transfer_id: TransferId
-    consumer: WorkerId
-
-
-class Offered(msgspec.Struct, frozen=True):
-    pass
-
-
 def _layout(pool_tokens: int) -> EmbeddingLayout:
     options = TransferOptions(embedding_pool_tokens=pool_tokens, embedding_block_size=_BLOCK_SIZE)
     return embedding_layout(options, hidden=_HIDDEN, deepstack=_DEEPSTACK, dtype="bfloat16", item_bytes=_ITEM_BYTES)
 
 
-def _raw_layout() -> KVLayout:
-    """KV of the same size; its blocks in order are one range, as those of an embedding are."""
-    width = (1 + _DEEPSTACK) * _HIDDEN // 2  # keys and values
-    return KVLayout(
-        num_layers=1,
-        num_blocks=_ROOM_TOKENS // _BLOCK_SIZE,
-        block_size=_BLOCK_SIZE,
-        num_kv_heads=1,
-        head_dim=width,
-        dtype="bfloat16",
-        item_bytes=_ITEM_BYTES,
-    )
+def _ranges() -> Ranges:
+    """All that the relay moves, where there is room for it at once."""
+    layout = _layout(_ROOM_TOKENS)
+    placement = Placement(layout, range(layout.num_blocks))
+    return embedding_ranges(placement, placement, (0, TOKENS))
 
 
 def _parts(role: str, transport: str, pool_tokens: int, default_tokens: int = DEFAULT_TOKENS) -> EmbeddingParts:
@@ -97,17 +81,24 @@ def _embedding() -> Embedding:
     return Embedding(rows=rows, fill_ids=tokens, positions=np.stack([tokens] * 3, axis=1))
 
 
-def main(transport: str) -> None:
-    """The child."""
-    parts = _parts("encode", transport, _ROOM_TOKENS)
-    relay, embedding = EmbeddingProducer(parts), _embedding()
-    say(Ready(worker=parts.worker_id, address=relay.signal_address))
-    for offer in commands(Offer):
-        relay.expect(offer.transfer_id, [offer.consumer])
-        while not relay.offer(offer.transfer_id, embedding):
+class Producer:
+    """Kept by the child."""
+
+    def __init__(self, transport: str) -> None:
+        parts = _parts("encode", transport, _ROOM_TOKENS)
+        self._relay, self._embedding = EmbeddingProducer(parts), _embedding()
+        self._worker = parts.worker_id
+
+    def address(self) -> tuple[WorkerId, str]:
+        return self._worker, self._relay.signal_address
+
+    def offer(self, transfer_id: TransferId, consumer: WorkerId) -> None:
+        self._relay.expect(transfer_id, [consumer])
+        while not self._relay.offer(transfer_id, self._embedding):
             time.sleep(_POLL_S)  # the one before is about to be let go
-        say(Offered())
-    relay.close()
+
+    def close(self) -> None:
+        self._relay.close()
 
 
 class _Consumers:
@@ -115,15 +106,16 @@ class _Consumers:
 
     def __init__(self, transport: str, child: Child) -> None:
         self._child = child
-        self._told = child.receive(Ready, _PATIENCE_S)
+        child.keep(Producer, transport)
+        self._producer = child.ask(Producer.address)
         self._parts = {way: _parts("prefill", transport, pool, default) for way, (default, pool) in WAYS.items()}
         self.relays = {way: EmbeddingConsumer(parts) for way, parts in self._parts.items()}
 
     def relay(self, way: Way) -> float:
         relay, transfer_id = self.relays[way], new_transfer_id()
-        self._child.ask(Offer(transfer_id=transfer_id, consumer=self._parts[way].worker_id), Offered, _PATIENCE_S)
+        self._child.ask(Producer.offer, transfer_id, self._parts[way].worker_id)
         begun = time.perf_counter()
-        relay.expect(transfer_id, self._told.worker, self._told.address)
+        relay.expect(transfer_id, *self._producer)
         while time.perf_counter() < begun + _PATIENCE_S:
             for arrival in relay.poll():
                 if arrival.error:
@@ -138,44 +130,49 @@ class _Consumers:
     def close(self) -> None:
         for relay in self.relays.values():
             relay.close()
+        self._child.ask(Producer.close)
 
 
-def measure(transport: str) -> Results:
+def measure(options: EncodeBench, console: Console) -> Results:
+    results: Results = {}
+    for transport in options.transports.split(","):
+        with console.status(f"{transport}: {TOKENS} tokens"):
+            results |= _measure(transport)
+    return results
+
+
+def _measure(transport: str) -> Results:
     """Names of the numbers begin with the transport's. Raises BenchError."""
-    size_bytes = TOKENS * _layout(_BLOCK_SIZE).row_bytes
     seconds: dict[Way, list[float]] = {way: [] for way in WAYS}
     raw_rates: list[float] = []
-    how: Literal["read", "write"] = "read" if transport == "shm" else "write"
-    with (
-        Child(["kvrelay.bench.encode.transfer", transport], core=None) as child,
-        open_pair(transport, _raw_layout(), TOKENS, None) as pair,
-    ):
+    drives: tuple[How, ...] = ("read",) if transport == "shm" else ("raw", "write")
+    ranges = _ranges()
+    with Child(answer_s=_PATIENCE_S) as child, open_pair(transport, _layout(_ROOM_TOKENS).size_bytes) as pair:
         consumers = _Consumers(transport, child)
         try:
             for _ in range(ROUNDS + 1):
                 for way in WAYS:
                     seconds[way].append(consumers.relay(way))
-                pair.rewrite(how)
-                raw_rates.append(pair.measure(how, scattered=False).bytes_per_s)
+                raw_rates.append(max(pair.rewrite_and_move(how, ranges) for how in drives))
             resumes = {way: relay.counts().resumes / (ROUNDS + 1) for way, relay in consumers.relays.items()}
         finally:
             consumers.close()
     once, resumed, many = (seconds[way][1:] for way in WAYS)  # the first ones opened connections
-    rates = [size_bytes / one for one in once]
+    rates = [int(ranges[:, 2].sum()) / one for one in once]
     return {
         f"{transport}_once_gbytes_per_s": statistics.median(rates) / 1e9,
         f"{transport}_raw_gbytes_per_s": statistics.median(raw_rates[1:]) / 1e9,
-        f"{transport}_rate_of_raw": _ratio(rates, raw_rates[1:]),
-        f"{transport}_resumed_over_once": _ratio(resumed, once),
+        f"{transport}_rate_of_raw": median_ratio(rates, raw_rates[1:]),
+        f"{transport}_resumed_over_once": median_ratio(resumed, once),
         f"{transport}_resumes": resumes["resumed"],
-        f"{transport}_many_over_once": _ratio(many, once),
+        f"{transport}_many_over_once": median_ratio(many, once),
         f"{transport}_many_resumes": resumes["many"],
     }
 
 
-def _ratio(one: list[float], other: list[float]) -> float:
-    return statistics.median(a / b for a, b in zip(one, other, strict=True))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
+TARGETS = {
+    f"{transport}_{name}": target
+    for transport in ("shm", "nixl", "mooncake")
+    for name, target in (("resumed_over_once", Target("<=", 1.15)), ("rate_of_raw", Target(">=", 0.9)))
+}
+PART = Part("the embedding relay alone", measure, TARGETS)

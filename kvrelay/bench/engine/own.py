@@ -12,7 +12,7 @@ from kvrelay.config import EngineOptions, ModelOptions
 from kvrelay.engine.engine import Engine
 from kvrelay.errors import BenchError
 from kvrelay.ids import RequestId
-from kvrelay.launch.console import ConsoleProgress
+from kvrelay.launch.console import console_progress
 
 _BLOCK_SIZE = 16
 
@@ -67,5 +67,5 @@ def build_subject(model: ModelOptions, prompts: list[list[int]]) -> tuple[ModelS
         token_budget=PREFILL_TOKENS,
         max_model_len=2 * PREFILL_TOKENS,
     )
-    engine, runner = build_engine(model, options, ConsoleProgress())
+    engine, runner = build_engine(model, options, console_progress())
     return runner.spec, EngineSubject(engine, prompts)

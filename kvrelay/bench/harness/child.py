@@ -1,30 +1,35 @@
-"""A child process of a benchmark, on a core of its own or on any, and how the two talk: lines of JSON.
+"""Processes beside a benchmark, each on a core of its own or on any.
 
-parent                                        child (python -m kvrelay.bench.NAME)
-  Child([module], core=1)                       is on its core before it imports anything
-  ask(message, kind) -- a line on stdin ---->   for message in commands(kind), or a LineReader polled beside sockets
-                     <-- a line on stdout ---   say(answer)
-  close()            -- end of file -------->   ends
+with Child(core=1) as child:                     Python, on its core before it imports anything
+    child.call(load.run, request)                runs a function there; what it returns or raises comes back
+    child.keep(Peer, ...)                        makes an object that stays there,
+    child.ask(Peer.move, ...)                    and calls a method of it
+with Command(["serve", ...], core=1) as server:  a command of kvrelay
+
+Only what can be pickled goes to a child and comes back.
 """
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
 import os
 import pathlib
-import select
 import subprocess
 import sys
-import time
-from collections import deque
-from collections.abc import Iterator, Mapping
-from types import TracebackType
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
-import msgspec
+from kvrelay.errors import BenchError, KVRelayError
 
-from kvrelay.errors import BenchError
+P = ParamSpec("P")
+R = TypeVar("R")
 
-M = TypeVar("M")
+_SPAWN = multiprocessing.get_context("spawn")
+_ANSWER_S = 120.0
+_END_S = 2.0
+_KILL_S = 5.0
 
 
 def two_cores() -> tuple[int, int]:
@@ -35,25 +40,86 @@ def two_cores() -> tuple[int, int]:
     return cores[0], cores[1]
 
 
-class Child:
-    """A process pinned to one core, or to none."""
+class Child(contextlib.AbstractContextManager["Child"]):
+    """A process that does what it is told, one thing after the other."""
 
-    def __init__(self, arguments: list[str], core: int | None, environment: Mapping[str, str] | None = None) -> None:
-        """`environment` has what the child's differs in from ours."""
-        self.name = arguments[0]
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=None if environment is None else {**os.environ, **environment},
-            preexec_fn=None if core is None else lambda: os.sched_setaffinity(0, {core}),
-        )
-        assert self._process.stdout is not None
-        self._lines = LineReader(self._process.stdout.fileno())
+    def __init__(self, core: int | None = None, answer_s: float = _ANSWER_S) -> None:
+        """`answer_s` is how long one call may take."""
+        self._answer_s = answer_s
+        self._pipe, there = _SPAWN.Pipe()
+        self._process = _SPAWN.Process(target=_obey, args=(there,), daemon=True)
+        with _on(core):
+            self._process.start()
+        there.close()
 
     @property
     def pid(self) -> int:
+        assert self._process.pid is not None
         return self._process.pid
+
+    def call(self, function: Callable[P, R], *arguments: P.args, **named: P.kwargs) -> R:
+        """Raises what the function raised of ours, and BenchError if the child ended or took too long."""
+        try:
+            self._pipe.send((function, arguments, named))
+            if not self._pipe.poll(self._answer_s):
+                raise BenchError(f"{function.__module__} did not answer within {self._answer_s:g} s")
+            answer: R | KVRelayError = self._pipe.recv()
+        except (EOFError, ConnectionError) as error:
+            raise BenchError(f"{function.__module__} ended early; its messages are above") from error
+        if isinstance(answer, KVRelayError):
+            raise answer
+        return answer
+
+    def keep(self, make: Callable[P, object], *arguments: P.args, **named: P.kwargs) -> None:
+        self.call(_keep, make, arguments, named)
+
+    def ask(self, method: Callable[Concatenate[Any, P], R], *arguments: P.args, **named: P.kwargs) -> R:
+        """`method` is of what the child keeps."""
+        answer: R = self.call(_ask, method, arguments, named)
+        return answer
+
+    def __exit__(self, *_: object) -> None:
+        self._pipe.close()
+        self._process.join(_END_S)
+        for end in (self._process.terminate, self._process.kill):
+            if self._process.exitcode is None:
+                end()
+                self._process.join(_KILL_S)
+
+
+def _obey(parent: Connection) -> None:
+    """The child's main: ends with the parent's end of the pipe, or with an error that is not ours, which it shows."""
+    with contextlib.suppress(EOFError):
+        while True:
+            function, arguments, named = parent.recv()
+            try:
+                answer = function(*arguments, **named)
+            except KVRelayError as error:
+                answer = error
+            parent.send(answer)
+
+
+_kept: list[Any] = []  # at most one, in a child
+
+
+def _keep(make: Callable[..., object], arguments: Sequence[object], named: Mapping[str, object]) -> None:
+    _kept[:] = [make(*arguments, **named)]
+
+
+def _ask(method: Callable[..., Any], arguments: Sequence[object], named: Mapping[str, object]) -> Any:
+    return method(_kept[0], *arguments, **named)
+
+
+class Command(contextlib.AbstractContextManager["Command"]):
+    """`kvrelay ARGUMENTS`. `environment` has what its environment differs in from ours."""
+
+    def __init__(self, arguments: list[str], core: int | None = None, environment: Mapping[str, str] | None = None) -> None:
+        command = [sys.executable, "-m", "kvrelay", *arguments]
+        with _on(core):
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env={**os.environ, **(environment or {})}
+            )
+        self.pid = self._process.pid
 
     @property
     def running(self) -> bool:
@@ -64,82 +130,21 @@ class Child:
         fields = pathlib.Path(f"/proc/{self.pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
-    def send(self, message: msgspec.Struct) -> None:
-        assert self._process.stdin is not None
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
         try:
-            self._process.stdin.write(msgspec.json.encode(message) + b"\n")
-            self._process.stdin.flush()
-        except BrokenPipeError as error:
-            raise BenchError(f"{self.name} ended early; its messages are above") from error
-
-    def receive(self, kind: type[M], timeout_s: float) -> M:
-        return msgspec.json.decode(self._line(timeout_s), type=kind)
-
-    def ask(self, message: msgspec.Struct, kind: type[M], timeout_s: float) -> M:
-        self.send(message)
-        return self.receive(kind, timeout_s)
-
-    def _line(self, timeout_s: float) -> bytes:
-        deadline = time.monotonic() + timeout_s
-        while (line := self._lines.next_line()) is None:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise BenchError(f"{self.name} did not answer within {timeout_s:g} s")
-            if select.select([self._lines.fd], [], [], left)[0] and not self._lines.fill():
-                raise BenchError(f"{self.name} ended early; its messages are above")
-        return line
-
-    def close(self) -> None:
-        """Ends the process, kindly first. Commands of kvrelay read no input, so its end does not end them."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        patience_of_end_s = 0.0 if self.name == "kvrelay" else 2.0
-        ways = ((self._process.poll, patience_of_end_s), (self._process.terminate, 5.0), (self._process.kill, 5.0))
-        for signal_it, patience_s in ways:
-            signal_it()
-            try:
-                self._process.wait(patience_s)
-                break
-            except subprocess.TimeoutExpired:
-                continue
-        assert self._process.stdout is not None
-        self._process.stdout.close()
-
-    def __enter__(self) -> Child:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
+            self._process.wait(_KILL_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(_KILL_S)
 
 
-class LineReader:
-    """Whole lines from a file descriptor that is polled together with sockets."""
-
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-        self._lines: deque[bytes] = deque()
-        self._rest = b""
-
-    def fill(self) -> bool:
-        """Reads once what is there. False at the end of the file."""
-        data = os.read(self.fd, 1 << 16)
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        self._lines.extend(lines)
-        return bool(data)
-
-    def next_line(self) -> bytes | None:
-        """If a whole one is there."""
-        return self._lines.popleft() if self._lines else None
-
-
-def commands(kind: Any) -> Iterator[Any]:
-    """What the parent says, one message after the other, until it closes the pipe. `kind` may be a union."""
-    for line in sys.stdin.buffer:
-        yield msgspec.json.decode(line, type=kind)
-
-
-def say(message: msgspec.Struct) -> None:
-    """A child's line to its parent. Unbuffered streams (PYTHONUNBUFFERED) may take a part only: what is left is written on."""
-    left = memoryview(msgspec.json.encode(message) + b"\n")
-    while left:
-        left = left[os.write(sys.stdout.fileno(), left) :]
+@contextlib.contextmanager
+def _on(core: int | None) -> Iterator[None]:
+    """A process that is started now inherits the core."""
+    usual = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, usual if core is None else {core})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, usual)

@@ -15,11 +15,14 @@ import asyncio
 import contextlib
 import os
 import pathlib
+import random
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvrelay.bench.harness.workload import draw
+from kvrelay.checkpoint.spec import read_spec
 from kvrelay.config import ClusterOptions, EngineOptions, ModelOptions, RouterOptions, TransferOptions, read_environment
 from kvrelay.errors import BenchError, RequestError
 from kvrelay.ids import new_request_id
@@ -119,11 +122,17 @@ async def _follow(router: Router, request: GenerateRequest, answer: Answer) -> N
 class LiveCluster:
     """Made by `live_cluster`, which also ends it."""
 
-    def __init__(self, router: Router, options: ClusterOptions, num_workers: int) -> None:
+    def __init__(self, router: Router, options: ClusterOptions, num_workers: int, vocabulary: range) -> None:
         self.router = router
         self.num_workers = num_workers
+        self.vocabulary = vocabulary
         self._options = options
+        self._random = random.Random(1)
         self._others: list[Router] = []
+
+    def draw(self, num_tokens: int) -> list[int]:
+        """A prompt that no cache has seen. Every cluster gives the same ones in the same order."""
+        return draw(self._random, num_tokens, self.vocabulary)
 
     def workers(self) -> list[dict[str, Any]]:
         workers: list[dict[str, Any]] = self.router.cluster()["workers"]
@@ -144,18 +153,17 @@ class LiveCluster:
     async def add_router(self, policy: PolicyName) -> Router:
         """It is told the addresses that the workers have now."""
         addresses = ",".join(worker["address"] for worker in self.workers())
-        registry = ClusterOptions(registry=f"static:{addresses}", lease_s=self._options.lease_s)
+        registry = ClusterOptions(registry=f"static:{addresses}", registration_s=self._options.registration_s)
         router, _ = open_router(RouterOptions(policy=policy), registry, Metrics(), "bench", default_listen=FREE_LOCAL_PORT)
         router.start()
         self._others.append(router)
-        async with asyncio.timeout(_START_S):
-            await router.until_usable(self.num_workers)
+        await self.until_whole(router)
         return router
 
-    async def until_whole(self) -> None:
+    async def until_whole(self, router: Router | None = None) -> None:
         """Every worker can take requests, also those that were started again."""
         async with asyncio.timeout(_START_S):
-            await self.router.until_usable(self.num_workers)
+            await (router or self.router).until_usable(self.num_workers)
 
     def close_others(self) -> None:
         for router in self._others:
@@ -169,10 +177,13 @@ async def live_cluster(
     """`model.model` is a folder."""
     roles = worker_roles(options)
     flags = ["--quiet", "--progress=none"]
-    workers = WorkerSettings(model=model, engine=engine, transfer=TransferOptions(), lease_s=options.lease_s, flags=flags)
+    workers = WorkerSettings(
+        model=model, engine=engine, transfer=TransferOptions(), registration_s=options.registration_s, flags=flags
+    )
     with keyed(load_key(key_file("", read_environment()))):
         router, address = open_router(RouterOptions(policy=policy), options, Metrics(), "bench", default_listen=FREE_LOCAL_PORT)
-        cluster = LiveCluster(router, options, len(roles))
+        vocabulary = range(read_spec(pathlib.Path(model.model)).vocab_size)
+        cluster = LiveCluster(router, options, len(roles), vocabulary)
         supervisor = Supervisor(workers.commands(roles, address))
         router.start()
         try:

@@ -6,6 +6,7 @@ import operator
 import os
 import pathlib
 import platform
+import statistics
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -72,6 +73,11 @@ def percentile(values: Sequence[float], share: int) -> float:
     return ordered[max(0, -(-len(ordered) * share // 100) - 1)]
 
 
+def median_ratio(ones: Sequence[float], others: Sequence[float]) -> float:
+    """Of what was measured in the same round: one that was disturbed does not count."""
+    return statistics.median(one / other for one, other in zip(ones, others, strict=True))
+
+
 def write(result: BenchResult, path: pathlib.Path) -> None:
     write_file("--json", path, msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
 
@@ -86,8 +92,12 @@ def write_file(option: str, path: pathlib.Path, content: bytes) -> None:
 
 
 def current_commit() -> str:
-    """Of the source tree this package runs from; "+changes" when files differ from it; "unknown" outside of one."""
+    """Of the source tree this package runs from; "+changes" when files differ from it. An exported tree names its commit in a
+    file COMMIT; "unknown" outside of both."""
     folder = pathlib.Path(__file__).resolve().parent
+    exported = folder.parents[2] / "COMMIT"
+    if exported.is_file():
+        return exported.read_text(encoding="ascii").strip()
     head = _git(folder, "rev-parse", "HEAD")
     if head is None:
         return "unknown"
@@ -104,14 +114,15 @@ def _git(folder: pathlib.Path, *arguments: str) -> str | None:
 
 
 def describe_hardware() -> str:
-    """One line: processor, cores, memory, PyTorch, threads."""
+    """One line: processor, cores, memory, PyTorch, threads, GPU if there is one."""
     import torch  # late: a running scenario may want it for itself
 
     cores = len(os.sched_getaffinity(0))
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    card = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
     return (
         f"{_cpu_model()} ({platform.machine()}), {cores} cores, {memory_gib:.0f} GiB, Python {platform.python_version()}, "
-        f"torch {torch.__version__}, {torch.get_num_threads()} threads"
+        f"torch {torch.__version__}, {torch.get_num_threads()} threads{card}"
     )
 
 

@@ -16,7 +16,7 @@ from kvrelay.bench.harness.report import Target
 from kvrelay.checkpoint.fetch import resolve
 from kvrelay.config import ModelOptions, Options, read_environment
 from kvrelay.errors import ConfigError
-from kvrelay.launch.console import ConsoleProgress
+from kvrelay.launch.console import console_progress
 from kvrelay.options import suggest
 
 Results = dict[str, float]
@@ -39,7 +39,7 @@ class ModelBench(BenchOptions, frozen=True, kw_only=True):
 
     def local_model(self, threads: int = 0) -> ModelOptions:
         """For workers: a folder, which none of them fetches again."""
-        folder = resolve(self.model, read_environment(), ConsoleProgress())
+        folder = resolve(self.model, read_environment(), console_progress())
         return ModelOptions(model=str(folder), load=self.load, dtype="float32", threads=threads)
 
 

@@ -1,18 +1,19 @@
-"""`kvrelay serve` as users run it, in processes of its own, and reached over HTTP."""
+"""Servers in processes of their own, reached over HTTP: `kvrelay serve` as users run it, and small ones beside it."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
-import msgspec
+import uvicorn
 
-from kvrelay.bench.harness.child import Child
+from kvrelay.bench.harness.child import Command
 from kvrelay.config import ModelOptions
 from kvrelay.errors import BenchError
 
@@ -27,7 +28,7 @@ class Server:
     """`workers` are those of GET /cluster, once all of them were ready."""
 
     url: str
-    process: Child
+    process: Command
     workers: list[dict[str, Any]]
 
     def client(self) -> httpx.AsyncClient:
@@ -41,36 +42,40 @@ def serve(
     model: ModelOptions, settings: Mapping[str, object], *, prefill: int, decode: int, log: str = "warning"
 ) -> Iterator[Server]:
     """`settings` are further options of `kvrelay serve`, without their dashes. `model.model` is a folder."""
-    url = f"http://{HOST}:{free_port()}"
-    port = url.rpartition(":")[2]
+    port = free_port()
+    url = f"http://{HOST}:{port}"
     options = {"load": model.load, "prefill": prefill, "decode": decode, "host": HOST, "port": port, **settings}
     flags = [f"--{name}={value}" for name, value in options.items()]
-    with Child(["kvrelay", "serve", model.model, *flags], None, {"KVRELAY_LOG": log}) as process:
-        yield Server(url, process, _await_workers(url, process, prefill + decode))
+
+    def all_ready(cluster: Any) -> bool:
+        states = [worker["state"] for worker in cluster["workers"]]
+        return states == ["ready"] * (prefill + decode)
+
+    with Command(["serve", model.model, *flags], environment={"KVRELAY_LOG": log}) as process:
+        yield Server(url, process, await_page(f"{url}/cluster", process, "the workers were not ready", all_ready)["workers"])
 
 
-def _await_workers(url: str, process: Child, count: int) -> list[dict[str, Any]]:
-    deadline = time.monotonic() + _START_S
-    while time.monotonic() < deadline:
-        workers: list[dict[str, Any]] = msgspec.json.decode(await_page(f"{url}/cluster", process))["workers"]
-        if len(workers) == count and all(worker["state"] == "ready" for worker in workers):
-            return workers
-        time.sleep(_LOOK_EVERY_S)
-    raise BenchError(f"the workers were not ready within {_START_S:g} s")
-
-
-def await_page(url: str, process: Child) -> bytes:
-    """The page, as soon as the process gives it."""
+def await_page(url: str, process: Command, excuse: str = "", good: Callable[[Any], bool] = lambda page: True) -> Any:
+    """The JSON, as soon as the process gives one that is good."""
     deadline = time.monotonic() + _START_S
     while time.monotonic() < deadline:
         if not process.running:
             raise BenchError("the server ended early; its messages are above")
         with contextlib.suppress(httpx.TransportError):
             answer = httpx.get(url, timeout=5.0)
-            if answer.status_code == 200:
-                return answer.content
+            if answer.status_code == 200 and good(page := answer.json()):
+                return page
         time.sleep(_LOOK_EVERY_S)
-    raise BenchError(f"the server did not give {url} within {_START_S:g} s")
+    raise BenchError(f"{excuse or f'the server did not give {url}'} within {_START_S:g} s")
+
+
+def serve_app(name: str) -> int:
+    """Serves a web application, `MODULE:NAME`, in a thread of this process. Returns its port."""
+    listener = socket.create_server((HOST, 0))
+    server = uvicorn.Server(uvicorn.Config(name, log_level="warning", access_log=False, loop="uvloop", http="httptools"))
+    threading.Thread(target=server.run, args=[[listener]], daemon=True).start()
+    port: int = listener.getsockname()[1]
+    return port
 
 
 def free_port() -> int:

@@ -18,11 +18,10 @@ import httpx
 from rich.console import Console
 
 from kvrelay.bench.harness.child import Child
-from kvrelay.bench.harness.report import Target
+from kvrelay.bench.harness.report import Target, median_ratio
 from kvrelay.bench.harness.scenario import Part, Results
-from kvrelay.bench.harness.server import HOST, Server, serve
+from kvrelay.bench.harness.server import HOST, Server, serve, serve_app
 from kvrelay.bench.harness.workload import draw, traffic
-from kvrelay.bench.kv.index_server import Ready
 from kvrelay.bench.kv.scheduler import KVBench
 from kvrelay.errors import BenchError
 
@@ -34,8 +33,9 @@ _SETTINGS = {"kv-blocks": 96, "max-model-len": 512, "local-prefill-tokens": 0, "
 
 
 def measure(options: KVBench, console: Console) -> Results:
-    with Child(["kvrelay.bench.kv.index_server"], None) as index, console.status("starting a prefill and a decode worker"):
-        settings = {**_SETTINGS, "context-index": f"http://{HOST}:{index.receive(Ready, 10.0).port}"}
+    with Child() as index, console.status("starting a prefill and a decode worker"):
+        port = index.call(serve_app, "kvrelay.bench.kv.index_server:APP")
+        settings = {**_SETTINGS, "context-index": f"http://{HOST}:{port}"}
         with serve(options.local_model(), settings, prefill=1, decode=1, log="error") as server:
             return asyncio.run(_measure(server, index, options.rounds, console))
 
@@ -56,11 +56,10 @@ async def _measure(server: Server, index: Child, rounds: int, console: Console) 
         sent = await _sent(client)
     if not sent:
         raise BenchError("the index was told nothing, so nothing was measured")
-    ratios = [after / before for before, after in zip(working, stopped, strict=True)]
     return {
         "index_step_ms": statistics.median(working) * 1e3,
         "stopped_index_step_ms": statistics.median(stopped) * 1e3,
-        "stopped_index_step_ratio": statistics.median(ratios),
+        "stopped_index_step_ratio": median_ratio(stopped, working),
         "index_ids_sent": sent,
     }
 

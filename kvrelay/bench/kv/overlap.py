@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 
 from kvrelay.bench.harness.engine import build_engine
-from kvrelay.bench.harness.report import Target
+from kvrelay.bench.harness.report import Target, median_ratio
 from kvrelay.bench.harness.scenario import Part, Results
 from kvrelay.bench.harness.workload import draw, submission
 from kvrelay.bench.kv.scheduler import KVBench
@@ -57,11 +57,10 @@ def _measure(engine: Engine, runner: TorchRunner, rounds: int) -> Results:
     for _ in range(rounds):
         alone.append(_steps_s(engine, runner, copying=False))
         beside.append(_steps_s(engine, runner, copying=True))
-    ratios = [copying / plain for copying, plain in zip(beside, alone, strict=True)]
     return {
         "step_ms_cuda": statistics.median(alone) * 1e3,
         "step_beside_swap_ms_cuda": statistics.median(beside) * 1e3,
-        "swap_step_ratio_cuda": statistics.median(ratios),
+        "swap_step_ratio_cuda": median_ratio(beside, alone),
     }
 
 

@@ -10,7 +10,6 @@ the real engine and the real runner. Without the prefix cache, which would spare
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 from rich.console import Console
 
@@ -22,7 +21,6 @@ from kvrelay.config import EngineOptions, ModelOptions
 from kvrelay.engine.engine import Engine
 from kvrelay.errors import BenchError
 from kvrelay.ids import RequestId
-from kvrelay.wire.serving import StepOutputs
 
 CONTEXTS = (256, 1024, 4096)
 _BLOCK_SIZE = 16
@@ -60,51 +58,38 @@ def resume_s(model: ModelOptions, context: int, *, swap: bool) -> float:
     )
     engine, _ = build_engine(model, options)
     try:
-        return _Race(engine, context).run(swap=swap)
+        return _race(engine, context, swap=swap)
     finally:
         engine.close()
 
 
-class _Race:
+def _race(engine: Engine, context: int, *, swap: bool) -> float:
     """Two sequences in a pool that both outgrow."""
-
-    def __init__(self, engine: Engine, context: int) -> None:
-        self._engine = engine
-        self._context = context
-        self._deadline = time.monotonic() + _PATIENCE_S
-
-    def run(self, *, swap: bool) -> float:
-        victim = self._submit(seed=1, priority=1, max_tokens=_VICTIM_TOKENS)
-        self._until(lambda step: _has_token(step, victim))
-        urgent = self._submit(seed=2, priority=0, max_tokens=_URGENT_TOKENS)
-        self._until(lambda step: _has_ended(step, urgent))
-        load = self._engine.load()
-        if not load.preemptions or (swap and not load.swapped):
-            raise BenchError("the request was not preempted as it should be, so nothing can be measured")
-        start = time.perf_counter()
-        self._until(lambda step: _has_token(step, victim))
-        seconds = time.perf_counter() - start
-        self._engine.abort([victim])
-        run_dry(self._engine)
-        return seconds
-
-    def _submit(self, *, seed: int, priority: int, max_tokens: int) -> RequestId:
-        submit = submission(draw(seed, self._context), max_tokens, priority)
-        self._engine.submit(submit)
-        return submit.request_id
-
-    def _until(self, condition: Callable[[StepOutputs], bool]) -> None:
-        while not condition(step(self._engine)):
-            if time.monotonic() > self._deadline:
-                raise BenchError(f"no token within {_PATIENCE_S:g} s")
+    victim = submission(draw(1, context), _VICTIM_TOKENS, priority=1)
+    engine.submit(victim)
+    _until_token(engine, victim.request_id)
+    urgent = submission(draw(2, context), _URGENT_TOKENS, priority=0)
+    engine.submit(urgent)
+    _until_token(engine, urgent.request_id, last=True)
+    load = engine.load()
+    if not load.preemptions or (swap and not load.swapped):
+        raise BenchError("the request was not preempted as it should be, so nothing can be measured")
+    start = time.perf_counter()
+    _until_token(engine, victim.request_id)
+    seconds = time.perf_counter() - start
+    engine.abort([victim.request_id])
+    run_dry(engine)
+    return seconds
 
 
-def _has_token(step: StepOutputs, request_id: RequestId) -> bool:
-    return any(output.request_id == request_id and output.tokens for output in step.outputs)
-
-
-def _has_ended(step: StepOutputs, request_id: RequestId) -> bool:
-    return any(output.request_id == request_id and output.finish is not None for output in step.outputs)
+def _until_token(engine: Engine, request_id: RequestId, *, last: bool = False) -> None:
+    """The next of this request, or its last one."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while time.monotonic() < deadline:
+        for output in step(engine).outputs:
+            if output.request_id == request_id and (output.finish is not None if last else output.tokens):
+                return
+    raise BenchError(f"no token within {_PATIENCE_S:g} s")
 
 
 PART = Part("going on from the host, or by computing again", measure, {})

@@ -23,8 +23,8 @@ from kvrelay.bench.harness.scenario import ModelBench, Part, Results
 from kvrelay.bench.harness.workload import draw, submission
 from kvrelay.config import EngineOptions, Positive
 from kvrelay.engine.engine import Engine
-from kvrelay.engine.events import EventRecorder
 from kvrelay.engine.interfaces import StepPlan, StepResult
+from kvrelay.engine.memory.events import EventRecorder
 from kvrelay.errors import BenchError
 from kvrelay.runner.fake import FakeRunner
 

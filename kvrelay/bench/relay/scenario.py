@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import pathlib
-import random
 import statistics
 import time
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from kvrelay.bench.harness.cluster import Answer, LiveCluster, abort, finish, li
 from kvrelay.bench.harness.plot import Dots, write_plot
 from kvrelay.bench.harness.report import Target, percentile
 from kvrelay.bench.harness.scenario import ModelBench, Part, Results, Scenario
-from kvrelay.bench.harness.workload import draw, greedy
+from kvrelay.bench.harness.workload import greedy
 from kvrelay.bench.relay.transfer import EngineMissing, measure_library, measure_shm
 from kvrelay.checkpoint.spec import ModelSpec, read_spec
 from kvrelay.config import ClusterOptions, EngineOptions, Positive
@@ -82,9 +81,9 @@ def measure(options: RelayBench, console: Console) -> Results:
     with console.status("1 of 5: moving bytes"):
         chunk_s = measure_transports(spec, cores, results, console)
     with console.status("2 of 5: hand-over") as status:
-        figures, apart = uvloop.run(_apart(options, cores, spec.vocab_size, chunk_s, status))
+        figures, apart = uvloop.run(_apart(options, cores, chunk_s, status))
     with console.status("5 of 5: inter-token latency, one worker for both"):
-        together = uvloop.run(_together(options, cores, spec.vocab_size))
+        together = uvloop.run(_together(options, cores))
     results |= figures | summarise_gaps(apart, together)
     dots = {"1 prefill + 1 decode": apart, "1 whole, same cores": together}
     title = "Time between tokens of running requests while long prompts arrive"
@@ -94,42 +93,32 @@ def measure(options: RelayBench, console: Console) -> Results:
     return results
 
 
-async def _apart(
-    options: RelayBench, cores: tuple[int, int], vocab_size: int, chunk_s: float, status: Status
-) -> tuple[Results, Gaps]:
+async def _apart(options: RelayBench, cores: tuple[int, int], chunk_s: float, status: Status) -> tuple[Results, Gaps]:
     async with live_cluster(options.local_model(threads=1), _ENGINE, ClusterOptions(prefill=1, decode=1)) as cluster:
         cluster.pin({"prefill": cores[:1], "decode": cores[1:]})
-        client = Client(cluster, vocab_size)
-        results = await measure_handover(client, chunk_s)
+        results = await measure_handover(cluster, chunk_s)
         status.update(f"3 of 5: overlap at {OVERLAP_TOKENS} tokens")
-        results |= await measure_overlap(client)
+        results |= await measure_overlap(cluster)
         status.update("4 of 5: inter-token latency, prefill and decode apart")
-        return results, await measure_gaps(client, options.seconds)
+        return results, await measure_gaps(cluster, options.seconds)
 
 
-async def _together(options: RelayBench, cores: tuple[int, int], vocab_size: int) -> Gaps:
+async def _together(options: RelayBench, cores: tuple[int, int]) -> Gaps:
     async with live_cluster(options.local_model(threads=2), _ENGINE, ClusterOptions(whole=1)) as cluster:
         cluster.pin({"whole": cores})
-        return await measure_gaps(Client(cluster, vocab_size), options.seconds)
+        return await measure_gaps(cluster, options.seconds)
 
 
-class Client:
-    """Asks with prompts of random tokens, which no cache has seen."""
+def _start(cluster: LiveCluster, num_tokens: int, max_tokens: int) -> Answer:
+    return start(cluster.router, cluster.draw(num_tokens), greedy(max_tokens))
 
-    def __init__(self, cluster: LiveCluster, vocab_size: int) -> None:
-        self.cluster = cluster
-        self._vocabulary = range(vocab_size)
-        self._random = random.Random(1)
 
-    def start(self, num_tokens: int, max_tokens: int) -> Answer:
-        return start(self.cluster.router, draw(self._random, num_tokens, self._vocabulary), greedy(max_tokens))
-
-    async def ask(self, num_tokens: int, max_tokens: int) -> Answer:
-        """Raises BenchError if it fails."""
-        answer = await finish(self.start(num_tokens, max_tokens))
-        if len(answer.times) != max_tokens:
-            raise BenchError(f"a request had {len(answer.times)} tokens, not {max_tokens}")
-        return answer
+async def _ask(cluster: LiveCluster, num_tokens: int, max_tokens: int) -> Answer:
+    """Raises BenchError if it fails."""
+    answer = await finish(_start(cluster, num_tokens, max_tokens))
+    if len(answer.times) != max_tokens:
+        raise BenchError(f"a request had {len(answer.times)} tokens, not {max_tokens}")
+    return answer
 
 
 def measure_transports(spec: ModelSpec, cores: tuple[int, int], results: Results, console: Console) -> float:
@@ -144,9 +133,9 @@ def measure_transports(spec: ModelSpec, cores: tuple[int, int], results: Results
     return chunk_s
 
 
-async def measure_handover(client: Client, chunk_s: float) -> Results:
+async def measure_handover(cluster: LiveCluster, chunk_s: float) -> Results:
     """One request after the other. Each is compared with its own decode steps, a moment later on the same core."""
-    requests = [(await client.ask(HANDOVER_TOKENS, DECODED_TOKENS)).times for _ in range(HANDOVERS + 2)][2:]
+    requests = [(await _ask(cluster, HANDOVER_TOKENS, DECODED_TOKENS)).times for _ in range(HANDOVERS + 2)][2:]
     handovers = [times[1] - times[0] for times in requests]
     steps = [statistics.median(end - begin for begin, end in itertools.pairwise(times[1:])) for times in requests]
     excess = [handover - step - chunk_s for handover, step in zip(handovers, steps, strict=True)]
@@ -158,27 +147,27 @@ async def measure_handover(client: Client, chunk_s: float) -> Results:
     }
 
 
-async def measure_overlap(client: Client) -> Results:
+async def measure_overlap(cluster: LiveCluster) -> Results:
     """From the counts of the workers, of which the one that moves the bytes counts them."""
-    before = await _moved(client)
-    prefill_s = [(await client.ask(OVERLAP_TOKENS, 2)).ttft_s for _ in range(OVERLAPS)]
-    after = await _moved(client)
+    before = await _moved(cluster)
+    prefill_s = [(await _ask(cluster, OVERLAP_TOKENS, 2)).ttft_s for _ in range(OVERLAPS)]
+    after = await _moved(cluster)
     num_bytes, late_bytes = after[0] - before[0], after[1] - before[1]
     if not num_bytes:
         raise BenchError("no bytes were handed over")
     return {f"unsent_share_{OVERLAP_TOKENS}": late_bytes / num_bytes, f"ttft_s_{OVERLAP_TOKENS}": statistics.median(prefill_s)}
 
 
-async def _moved(client: Client) -> tuple[int, int]:
-    transfers = [worker["transfers"] for worker in await client.cluster.at_rest()]
+async def _moved(cluster: LiveCluster) -> tuple[int, int]:
+    transfers = [worker["transfers"] for worker in await cluster.at_rest()]
     if any(each["failed"] for each in transfers):
         raise BenchError(f"a transfer failed: {transfers}")
     return sum(each["bytes"] for each in transfers), sum(each["late_bytes"] for each in transfers)
 
 
-async def measure_gaps(client: Client, seconds: int) -> Gaps:
+async def measure_gaps(cluster: LiveCluster, seconds: int) -> Gaps:
     """STREAMS requests generate; beside them there is always one long prompt to compute, the next when the last one ended."""
-    streams = [client.start(STREAM_TOKENS, _ENDLESS) for _ in range(STREAMS)]
+    streams = [_start(cluster, STREAM_TOKENS, _ENDLESS) for _ in range(STREAMS)]
     while any(len(stream.tokens_at) < 2 for stream in streams):
         _check(streams)
         await asyncio.sleep(0.05)
@@ -186,7 +175,7 @@ async def measure_gaps(client: Client, seconds: int) -> Gaps:
     began_at = time.perf_counter()
     long_prompts = 0
     while time.perf_counter() - began_at < seconds:
-        await client.ask(LONG_TOKENS, 2)
+        await _ask(cluster, LONG_TOKENS, 2)
         long_prompts += 1
     ended_at = time.perf_counter()
     _check(streams)

@@ -11,21 +11,25 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
 from kvrelay.bench.harness.child import Child
+from kvrelay.bench.harness.report import median_ratio
 from kvrelay.bench.harness.scenario import Results
-from kvrelay.bench.relay.peer import Digest, Done, How, Measure, Meet, Ready, Rewrite, Setup
+from kvrelay.bench.relay.peer import How, Peer
 from kvrelay.checkpoint.spec import ModelSpec
 from kvrelay.errors import BenchError
 from kvrelay.ids import new_worker_id
 from kvrelay.states import Role
-from kvrelay.transfer.layout import KVLayout
+from kvrelay.transfer.blocks import Placement
+from kvrelay.transfer.engines.base import Ranges, TransferError
+from kvrelay.transfer.kv.layout import KVLayout, move_ranges
 
 BLOCK_SIZE = 16
 ITEM_BYTES = 4  # float32
 ROUNDS = 9
 LIBRARY_PAYLOAD_BYTES = 64 << 20
 _SMALLEST_CACHE_BYTES = 32 << 20  # where the kernel does not tell, or forgets a level
-_ANSWER_S = 90.0
 
 
 def layout_of(spec: ModelSpec, tokens: int) -> KVLayout:
@@ -53,25 +57,37 @@ def last_cache_bytes() -> int:
     return max([*sizes, _SMALLEST_CACHE_BYTES])
 
 
+def kv_ranges(layout: KVLayout, tokens: int, *, scattered: bool = True) -> Ranges:
+    """The KV of a prompt. In a fresh pool its blocks lie in order, so that all of a layer's plane is one range; later they
+    scatter, until ranges are as small as they get, one block of one layer and plane each."""
+    count = -(-tokens // layout.block_size)
+    if scattered:
+        places = [np.random.default_rng(seed).permutation(layout.num_blocks).tolist() for seed in (1, 2)]
+    else:
+        places = [list(range(layout.num_blocks))] * 2
+    here, there = (Placement(layout, place[:count]) for place in places)
+    return move_ranges(here, there, (0, tokens), (0, layout.num_layers))
+
+
 @dataclass
 class Pair:
     """The process that moves and the other one."""
 
     mover: Child
     other: Child
-    tokens: int
 
-    def measure(self, how: How, tokens: int = 0, *, scattered: bool = True) -> Done:
-        return self.mover.ask(Measure(how=how, tokens=tokens or self.tokens, scattered=scattered), Done, _ANSWER_S)
+    def move(self, how: How, ranges: Ranges) -> float:
+        """Bytes per second."""
+        return self.mover.ask(Peer.move, how, ranges)
 
-    def rewrite(self, how: How) -> None:
-        """The side that such a move reads."""
-        (self.other if how == "read" else self.mover).ask(Rewrite(), Done, _ANSWER_S)
+    def rewrite_and_move(self, how: How, ranges: Ranges) -> float:
+        """The side that such a move reads is written anew before."""
+        (self.other if how == "read" else self.mover).ask(Peer.rewrite)
+        return self.move(how, ranges)
 
-    def check(self) -> None:
+    def check(self, ranges: Ranges) -> None:
         """A rate of wrong bytes is no rate."""
-        digests = {child.ask(Digest(tokens=self.tokens), Done, _ANSWER_S).digest for child in (self.mover, self.other)}
-        if len(digests) != 1:
+        if self.mover.ask(Peer.digest, ranges[:, [0, 2]]) != self.other.ask(Peer.digest, ranges[:, [1, 2]]):
             raise BenchError("the bytes that arrived are not those that were sent")
 
 
@@ -80,42 +96,44 @@ class EngineMissing(BenchError):
 
 
 @contextlib.contextmanager
-def open_pair(engine: str, layout: KVLayout, tokens: int, cores: tuple[int, int] | None) -> Iterator[Pair]:
-    """Two processes that know each other, on a core each or wherever the kernel puts them, with a pool of this layout each, of
-    which they move `tokens`. Raises EngineMissing."""
-    placed: tuple[int | None, int | None] = cores or (None, None)
-    with contextlib.ExitStack() as stack:
-        mover, other = (stack.enter_context(Child(["kvrelay.bench.relay.peer"], core)) for core in placed)
-        here = Setup(engine=engine, worker=new_worker_id(Role.DECODE), layout=layout, side="local")
-        there = Setup(engine=engine, worker=new_worker_id(Role.PREFILL), layout=layout, side="remote")
-        ready, other_ready = (child.ask(setup, Ready, _ANSWER_S) for child, setup in ((mover, here), (other, there)))
-        if problem := ready.problem or other_ready.problem:
-            raise EngineMissing(problem)
-        for child, peer, told in ((mover, there, other_ready), (other, here, ready)):
-            child.ask(Meet(worker=peer.worker, info=told.info, raw_info=told.raw_info), Done, _ANSWER_S)
-        yield Pair(mover=mover, other=other, tokens=tokens)
+def open_pair(engine: str, size_bytes: int, cores: tuple[int | None, int | None] = (None, None)) -> Iterator[Pair]:
+    """Two processes that know each other, on a core each or wherever the kernel puts them, with as much memory each. Raises
+    EngineMissing."""
+    with Child(cores[0]) as mover, Child(cores[1]) as other:
+        sides = {new_worker_id(Role.DECODE): mover, new_worker_id(Role.PREFILL): other}
+        try:
+            for worker, side in sides.items():
+                side.keep(Peer, engine, worker, size_bytes)
+        except TransferError as error:
+            raise EngineMissing(str(error)) from error
+        for (worker, side), peer in zip(sides.items(), (other, mover), strict=True):
+            peer.ask(Peer.meet, worker, *side.ask(Peer.info))
+        yield Pair(mover, other)
 
 
 def measure_shm(spec: ModelSpec, cores: tuple[int, int], chunk_tokens: int) -> tuple[Results, float]:
     """The better of the two memcpys around a move counts: one that was disturbed would flatter us. Also the seconds
     that it takes to move the KV of `chunk_tokens` alone."""
     tokens = tokens_for(spec, 4 * last_cache_bytes())
-    with open_pair("shm", layout_of(spec, tokens), tokens, cores) as pair:
-        pair.measure("read")  # maps pages
-        pair.check()
-        pair.measure("memcpy")
+    layout = layout_of(spec, tokens)
+    ranges, neighbours = (kv_ranges(layout, tokens, scattered=scattered) for scattered in (True, False))
+    chunk = kv_ranges(layout, chunk_tokens)
+    with open_pair("shm", layout.size_bytes, cores) as pair:
+        pair.move("read", ranges)  # maps pages
+        pair.check(ranges)
+        pair.move("memcpy", ranges)
         in_order, rates, limits = [], [], []
-        before = pair.measure("memcpy")
+        before = pair.move("memcpy", ranges)
         for _ in range(ROUNDS):
-            moved, after = pair.measure("read"), pair.measure("memcpy")
-            rates.append(moved.bytes_per_s)
-            limits.append(max(before.bytes_per_s, after.bytes_per_s))
-            in_order.append(pair.measure("read", scattered=False).bytes_per_s)
+            rates.append(pair.move("read", ranges))
+            after = pair.move("memcpy", ranges)
+            limits.append(max(before, after))
+            in_order.append(pair.move("read", neighbours))
             before = after
-        chunk_s = statistics.median(pair.measure("read", chunk_tokens).seconds for _ in range(3 * ROUNDS))
+        chunk_s = int(chunk[:, 2].sum()) / statistics.median(pair.move("read", chunk) for _ in range(3 * ROUNDS))
     figures = {
-        "shm_over_memcpy": _ratio(rates, limits),
-        "shm_in_order_over_memcpy": _ratio(in_order, limits),
+        "shm_over_memcpy": median_ratio(rates, limits),
+        "shm_in_order_over_memcpy": median_ratio(in_order, limits),
         "shm_gb_per_s": statistics.median(rates) / 1e9,
         "memcpy_gb_per_s": statistics.median(limits) / 1e9,
     }
@@ -125,24 +143,22 @@ def measure_shm(spec: ModelSpec, cores: tuple[int, int], chunk_tokens: int) -> t
 def measure_library(engine: str, spec: ModelSpec) -> Results:
     """Its threads run where the kernel puts them, as in a worker."""
     tokens = tokens_for(spec, LIBRARY_PAYLOAD_BYTES)
-    with open_pair(engine, layout_of(spec, tokens), tokens, None) as pair:
-        pair.measure("raw")  # connects
-        pair.check()
-        pair.measure("write")
-        pair.check()
+    layout = layout_of(spec, tokens)
+    ranges = kv_ranges(layout, tokens)
+    with open_pair(engine, layout.size_bytes) as pair:
+        pair.move("raw", ranges)  # connects
+        pair.check(ranges)
+        pair.move("write", ranges)
+        pair.check(ranges)
         rates, limits = [], []
-        before = pair.measure("raw")
+        before = pair.move("raw", ranges)
         for _ in range(ROUNDS):
-            moved, after = pair.measure("write"), pair.measure("raw")
-            rates.append(moved.bytes_per_s)
-            limits.append(statistics.mean((before.bytes_per_s, after.bytes_per_s)))
+            rates.append(pair.move("write", ranges))
+            after = pair.move("raw", ranges)
+            limits.append(statistics.mean((before, after)))
             before = after
     return {
-        f"{engine}_over_raw": _ratio(rates, limits),
+        f"{engine}_over_raw": median_ratio(rates, limits),
         f"{engine}_gb_per_s": statistics.median(rates) / 1e9,
         f"{engine}_raw_gb_per_s": statistics.median(limits) / 1e9,
     }
-
-
-def _ratio(ours: list[float], limits: list[float]) -> float:
-    return statistics.median(one / limit for one, limit in zip(ours, limits, strict=True))

@@ -33,14 +33,18 @@ from kvrelay.native import hashing
 from kvrelay.planes.curve import listening
 from kvrelay.planes.loop_socket import bound_address
 from kvrelay.router.backend import GenerateRequest
-from kvrelay.router.peer import Peer
+from kvrelay.router.peer import Listeners, Peer
 from kvrelay.router.plan import Planner
 from kvrelay.router.policy import PolicyName
 from kvrelay.router.prefix_index import PrefixIndex
 from kvrelay.sampling import SamplingParams
 from kvrelay.states import Role
 from kvrelay.wire.registry import WorkerLoad
-from kvrelay.wire.serving import KeptTold, StepOutputs
+
+
+def _ignore(*_: object) -> None:
+    """What peers that never answer have to say."""
+
 
 WORKERS = 64
 BLOCKS = 1_000_000
@@ -53,22 +57,9 @@ _BLOCK_SIZE = 16
 _VOCAB_SIZE = 50_000
 _PARAMS = SamplingParams(max_tokens=256)
 _PAUSE_S = 0.001
+_LISTENERS = Listeners(opened=_ignore, broken=_ignore, outputs=_ignore, told=_ignore, malformed=_ignore)
 
 Prompt: TypeAlias = "array[int]"
-
-
-class _Owner:
-    """Of peers that never answer."""
-
-    def peer_opened(self, peer: Peer) -> None: ...
-
-    def peer_broken(self, peer: Peer, reason: str) -> None: ...
-
-    def peer_outputs(self, peer: Peer, outputs: StepOutputs) -> None: ...
-
-    def peer_told(self, peer: Peer, told: KeptTold) -> None: ...
-
-    def peer_malformed(self, peer: Peer, reason: str) -> None: ...
 
 
 Rounds: TypeAlias = list[list[float]]  # microseconds of each decision
@@ -111,7 +102,7 @@ def _peer(number: int, address: str, source: random.Random) -> Peer:
         max_batch=64,
         max_queue=512,
     )
-    peer = Peer(record, _Owner(), router_id=new_router_id(), lease_s=600.0)
+    peer = Peer(record, _LISTENERS, router_id=new_router_id(), silence_s=600.0)
     peer.update(record)  # as the registry's news would: now the peer has that load
     return peer
 

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-import pathlib
-import random
 import signal
 import statistics
+import time
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -23,8 +22,7 @@ from rich.console import Console
 from kvrelay.bench.harness.cluster import Answer, LiveCluster, ask, finish, live_cluster, start, wait_until
 from kvrelay.bench.harness.report import Target, percentile
 from kvrelay.bench.harness.scenario import ModelBench, Part, Results
-from kvrelay.bench.harness.workload import draw, greedy
-from kvrelay.checkpoint.spec import read_spec
+from kvrelay.bench.harness.workload import greedy
 from kvrelay.config import ClusterOptions, EngineOptions, ModelOptions
 from kvrelay.errors import BenchError
 from kvrelay.router.router import Router
@@ -55,40 +53,36 @@ class Struck:
 
 
 def measure(options: ModelBench, console: Console) -> Results:
-    model = options.local_model()
-    return asyncio.run(_measure(model, range(read_spec(pathlib.Path(model.model)).vocab_size), console))
+    return asyncio.run(_measure(options.local_model(), console))
 
 
-async def _measure(model: ModelOptions, vocabulary: range, console: Console) -> Results:
-    source = random.Random("failover")
+async def _measure(model: ModelOptions, console: Console) -> Results:
     rounds: list[Struck] = []
     with console.status("starting 2 prefill and 2 decode workers") as status:
         async with live_cluster(model, _ENGINE, ClusterOptions(prefill=2, decode=2)) as cluster:
             for number in range(ROUNDS):
                 status.update(f"round {number + 1} of {ROUNDS}: kill -9 under {STREAMS} streams")
-                rounds.append(await _round(cluster, source, vocabulary))
+                rounds.append(await _round(cluster))
     for problem in sorted({problem for each in rounds for problem in each.problems}):
         console.print(f"[yellow]a stream failed:[/] {problem}", highlight=False, soft_wrap=True)
     return summarise(rounds)
 
 
-async def _round(cluster: LiveCluster, source: random.Random, vocabulary: range) -> Struck:
+async def _round(cluster: LiveCluster) -> Struck:
     await cluster.until_whole()
-    prompts = [draw(source, PROMPT_TOKENS, vocabulary) for _ in range(STREAMS)]
+    prompts = [cluster.draw(PROMPT_TOKENS) for _ in range(STREAMS)]
     await _prefill(cluster.router, prompts)
     answers = [start(cluster.router, prompt, _params(index)) for index, prompt in enumerate(prompts)]
     await wait_until(lambda: all(_under_way(answer) for answer in answers), "all streams run", _START_S)
-    struck = await _strike(cluster, answers)
+    killed_at, detected_at, struck = await _strike(cluster, answers)
     await asyncio.gather(*(finish(answer) for answer in answers))
     await cluster.until_whole()
-    num_tokens = PROMPT_TOKENS + round(statistics.median(tokens for _, tokens in struck.streams))
-    prefills = [(await ask(cluster.router, draw(source, num_tokens, vocabulary), greedy(2))).ttft_s for _ in range(PREFILLS)]
+    num_tokens = PROMPT_TOKENS + round(statistics.median(struck.values()))
+    prefills = [(await ask(cluster.router, cluster.draw(num_tokens), greedy(2))).ttft_s for _ in range(PREFILLS)]
     again = await asyncio.gather(*(ask(cluster.router, prompt, _params(index)) for index, prompt in enumerate(prompts)))
     return Struck(
-        detected_s=struck.detected_at - struck.killed_at,
-        next_token_s=[
-            answer.tokens_at[tokens] - struck.killed_at for answer, tokens in struck.streams if tokens < len(answer.tokens)
-        ],
+        detected_s=detected_at - killed_at,
+        next_token_s=[answer.tokens_at[had] - killed_at for answer, had in struck.items() if had < len(answer.tokens)],
         prefill_s=prefills,
         num_right=sum(not one.problem and one.tokens == other.tokens for one, other in zip(answers, again, strict=True)),
         num_streams=STREAMS,
@@ -102,27 +96,19 @@ async def _prefill(router: Router, prompts: list[list[int]]) -> None:
         _ = answer.ttft_s  # raises if it failed
 
 
-@dataclass(frozen=True)
-class _Strike:
-    """The streams of the killed worker, each with the number of tokens it had of it."""
-
-    killed_at: float
-    detected_at: float
-    streams: list[tuple[Answer, int]]
-
-
-async def _strike(cluster: LiveCluster, answers: list[Answer]) -> _Strike:
+async def _strike(cluster: LiveCluster, answers: list[Answer]) -> tuple[float, float, dict[Answer, int]]:
+    """When the worker was killed, when the router noticed, and its streams, each with the number of tokens it had of it."""
     victim = max((worker for worker in cluster.workers() if worker["role"] == "decode"), key=lambda worker: worker["in_flight"])
     on_victim = [answer for answer in answers if answer.decode == victim["id"]]
     if not on_victim:
         raise BenchError("no stream runs on the busiest decode worker")
-    killed_at = await wait_until(lambda: True, "", 0.0)
+    killed_at = time.perf_counter()
     os.kill(victim["pid"], signal.SIGKILL)
     router, usable = cluster.router, cluster.num_workers
     detected_at = await wait_until(lambda: router.num_usable < usable, "the router notices a killed worker", _DETECT_S)
     await asyncio.sleep(0)  # what the worker had said before is read now, by the streams that wait for it
     await asyncio.sleep(0)
-    return _Strike(killed_at, detected_at, [(answer, len(answer.tokens)) for answer in on_victim])
+    return killed_at, detected_at, {answer: len(answer.tokens) for answer in on_victim}
 
 
 def _under_way(answer: Answer) -> bool:

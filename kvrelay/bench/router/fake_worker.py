@@ -3,26 +3,23 @@
 The router benchmark puts it on the load generator's core. It is leaner than a real worker (no engine, no blocks), because
 the router is what is measured: one StepOutputs a step with a token for each open request, as fast as it can or once a tick.
 
-    parent -> worker    FakeWorkerSettings first, then SetTick(tick_s) (0: the next step follows at once)
-    worker -> parent    Ready once it is registered, then one Times for each SetTick
-It ends when the parent closes the pipe (`harness/child.py`).
+    FakeWorker(registry, model, tokens)     registers and runs, in a thread of its own, until its process ends
+    set_tick(tick_s)                        0: the next step follows at once
 """
 
 from __future__ import annotations
 
 import os
-import sys
+import threading
 import time
 from dataclasses import dataclass
 from typing import assert_never
 
-import msgspec
 import zmq
 
-from kvrelay.bench.harness.child import LineReader, say
 from kvrelay.config import read_environment
 from kvrelay.discovery.embedded import EmbeddedRegistration
-from kvrelay.ids import RequestId, WorkerId, new_worker_id
+from kvrelay.ids import RequestId, new_worker_id
 from kvrelay.planes.cluster_key import key_file, load_key
 from kvrelay.planes.curve import listening, use_key
 from kvrelay.states import FinishReason, Role, WorkerState
@@ -50,27 +47,7 @@ FINGERPRINT = "fake"
 _LEASE_S = 60.0
 _RENEW_S = 10.0
 _MAX_REQUESTS = 4096
-
-
-class FakeWorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    registry: str
-    model: str
-    max_model_len: int
-    tokens: list[int]  # given out in turn
-
-
-class SetTick(msgspec.Struct, frozen=True, kw_only=True):
-    tick_s: float
-
-
-class Ready(msgspec.Struct, frozen=True, kw_only=True):
-    worker_id: WorkerId
-
-
-class Times(msgspec.Struct, frozen=True, kw_only=True):
-    """For each request since the last SetTick: seconds from receiving it to having sent its first token."""
-
-    first_token_s: list[float]
+_MAX_MODEL_LEN = 2048
 
 
 @dataclass(slots=True)
@@ -84,11 +61,12 @@ class _OpenRequest:
 
 
 class FakeWorker:
-    """The step loop. One thread."""
+    """The step loop. `tokens` are given out in turn."""
 
-    def __init__(self, settings: FakeWorkerSettings, commands: LineReader) -> None:
-        self._settings = settings
-        self._commands = commands
+    def __init__(self, registry: str, model: str, tokens: list[int]) -> None:
+        """Returns once it is registered."""
+        use_key(load_key(key_file("", read_environment())))
+        self._tokens = tokens
         self._decoder: Decoder[ToWorker] = Decoder(ToWorker)
         self._open: dict[bytes, dict[RequestId, _OpenRequest]] = {}  # by the router's socket identity
         self._times: list[float] = []
@@ -99,17 +77,24 @@ class FakeWorker:
         self._socket = listening(zmq.ROUTER)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         port: int = self._socket.bind_to_random_port("tcp://127.0.0.1")
-        self._record = fake_record(Role.WHOLE, f"tcp://127.0.0.1:{port}", settings.model, settings.max_model_len)
-        self._registration = EmbeddedRegistration(settings.registry)
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(commands.fd, zmq.POLLIN)
-
-    def run(self) -> None:
+        self._record = fake_record(Role.WHOLE, f"tcp://127.0.0.1:{port}", model, _MAX_MODEL_LEN)
+        self._registration = EmbeddedRegistration(registry)
         while not self._registration.register(self._record, _LEASE_S):
             pass
-        say(Ready(worker_id=self._record.id))
-        while self._receive(self._poller.poll(self._wait_ms())):
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def set_tick(self, tick_s: float) -> list[float]:
+        """Returns, for each request since the last time, the seconds from receiving it to having sent its first token. May be
+        called from any thread, while no request is open."""
+        self._tick_s = tick_s
+        self._next_step = time.perf_counter() + tick_s
+        times, self._times = self._times, []
+        return times
+
+    def _run(self) -> None:
+        while True:
+            if self._socket.poll(self._wait_ms()):
+                self._receive_all()
             now = time.perf_counter()
             if now >= self._next_step and any(self._open.values()):
                 self._next_step = self._following_step(now)
@@ -117,7 +102,6 @@ class FakeWorker:
             if now >= self._next_renewal:
                 self._next_renewal = now + _RENEW_S
                 self._registration.renew(WorkerState.READY, self._load())
-        self._registration.leave()
 
     def _wait_ms(self) -> int:
         now = time.perf_counter()
@@ -131,17 +115,6 @@ class FakeWorker:
             return now
         following = self._next_step + self._tick_s
         return following if following > now else now + self._tick_s
-
-    def _receive(self, ready: list[tuple[object, int]]) -> bool:
-        """False when the parent has closed the pipe."""
-        for source, _ in ready:
-            if source is self._socket:
-                self._receive_all()
-            elif not self._commands.fill():
-                return False
-        while (line := self._commands.next_line()) is not None:
-            self._set_tick(msgspec.json.decode(line, type=SetTick))
-        return True
 
     def _receive_all(self) -> None:
         while True:
@@ -169,12 +142,6 @@ class FakeWorker:
             case _:
                 assert_never(message)
 
-    def _set_tick(self, command: SetTick) -> None:
-        self._tick_s = command.tick_s
-        self._next_step = time.perf_counter() + command.tick_s
-        times, self._times = self._times, []
-        say(Times(first_token_s=times))
-
     def _emit_step(self) -> None:
         self._step += 1
         for identity, requests in self._open.items():
@@ -191,7 +158,7 @@ class FakeWorker:
     def _next_token(self, request: _OpenRequest) -> SequenceOutput:
         position = request.position
         request.position += 1
-        token = self._settings.tokens[position % len(self._settings.tokens)]
+        token = self._tokens[position % len(self._tokens)]
         finish = FinishReason.LENGTH if request.position >= request.max_tokens else None
         return SequenceOutput(request.request_id, 0, position, [token], finish)
 
@@ -218,16 +185,3 @@ def fake_record(role: Role, address: str, model: str, max_model_len: int) -> Wor
         max_queue=_MAX_REQUESTS,
         version=PROTOCOL_VERSION,
     )
-
-
-def main() -> None:
-    use_key(load_key(key_file("", read_environment())))
-    commands = LineReader(sys.stdin.fileno())
-    while (line := commands.next_line()) is None:
-        if not commands.fill():
-            return
-    FakeWorker(msgspec.json.decode(line, type=FakeWorkerSettings), commands).run()
-
-
-if __name__ == "__main__":
-    main()

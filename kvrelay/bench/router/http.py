@@ -14,21 +14,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
-import msgspec
 from msgspec import Meta
 from rich.console import Console
 
-from kvrelay.bench.harness.child import Child, two_cores
+from kvrelay.bench.harness.child import Child, Command, two_cores
 from kvrelay.bench.harness.report import Target, percentile
 from kvrelay.bench.harness.scenario import ModelBench, Part, Results
-from kvrelay.bench.harness.server import HOST, await_page, free_port
-from kvrelay.bench.router.bare_sse import Listening
-from kvrelay.bench.router.fake_worker import FakeWorkerSettings, Ready, SetTick, Times
+from kvrelay.bench.harness.server import HOST, await_page, free_port, serve_app
+from kvrelay.bench.router import load
+from kvrelay.bench.router.fake_worker import FakeWorker
 from kvrelay.bench.router.load import LoadRequest, LoadResult
 from kvrelay.checkpoint.fetch import resolve
 from kvrelay.config import Positive, read_environment
 from kvrelay.errors import BenchError
-from kvrelay.launch.console import ConsoleProgress
+from kvrelay.launch.console import console_progress
 from kvrelay.text.tokenizer import Tokenizer
 
 TOKENS = 16  # of a short request
@@ -42,7 +41,7 @@ STREAM_TOKENS = 60  # of a stream in the wide run
 TICK_S = 0.05
 PROMPT = "Write a short poem about a relay race in the rain."
 _WORDS = " the runner takes the stick and runs on in the cold rain while all who watch call out her name"
-_START_S = 120.0
+_LOAD_S = 60.0  # beside the length of a run
 
 TARGETS = {
     "added_ttft_ms_p50": Target("<=", 1.0),
@@ -64,28 +63,21 @@ class RouterBench(ModelBench, frozen=True, kw_only=True):
 class Bench:
     """The processes of one run and what they are asked."""
 
-    router: Child
+    router: Command
     worker: Child
-    load: Child
+    client: Child
     bare_port: int
     port: int
     model: str
 
     def run_load(self, *, tokens: int, connections: int, duration_s: float = 0.0, port: int = 0) -> LoadResult:
-        request = LoadRequest(
-            host=HOST,
-            port=port or self.port,
-            model=self.model,
-            prompt=PROMPT,
-            tokens=tokens,
-            connections=connections,
-            duration_s=duration_s,
-        )
-        return self.load.ask(request, LoadResult, 2 * request.timeout_s + duration_s)
+        port = port or self.port
+        request = LoadRequest(HOST, port, self.model, PROMPT, tokens, connections, duration_s)
+        return self.client.call(load.run, request)
 
     def set_tick(self, tick_s: float) -> list[float]:
         """Returns how long the worker held each request since the last time."""
-        return self.worker.ask(SetTick(tick_s=tick_s), Times, 30.0).first_token_s
+        return self.worker.ask(FakeWorker.set_tick, tick_s)
 
     def bare_ttft(self) -> list[float]:
         result = self.run_load(tokens=1, connections=1, duration_s=BARE_S, port=self.bare_port)
@@ -102,7 +94,7 @@ def measure(options: RouterBench, console: Console) -> Results:
         f"{streams} connections at once": lambda bench: measure_burst(bench, streams),
     }
     results: Results = {}
-    with console.status("starting router and fake worker") as status, _processes(options.model) as bench:
+    with console.status("starting router and fake worker") as status, _processes(options) as bench:
         bench.run_load(tokens=TOKENS, connections=1, duration_s=1.0)  # warms up
         for number, (title, measure_it) in enumerate(steps.items(), 1):
             status.update(f"{number} of {len(steps)}: {title}")
@@ -186,36 +178,29 @@ def _require_whole(result: LoadResult, what: str) -> None:
 
 
 @contextlib.contextmanager
-def _processes(model: str) -> Iterator[Bench]:
+def _processes(options: RouterBench) -> Iterator[Bench]:
     other_core, router_core = two_cores()
-    url, registry = f"http://{HOST}:{free_port()}", f"tcp://{HOST}:{free_port()}"
-    port = int(url.rpartition(":")[2])
+    model, port, registry = options.model, free_port(), f"tcp://{HOST}:{free_port()}"
+    url = f"http://{HOST}:{port}"
     tokens = plain_tokens(model)
-    router_command = ["kvrelay", "router", model, "--host", HOST, "--port", str(port), "--registry-listen", registry]
-    with contextlib.ExitStack() as stack:
-        router = stack.enter_context(Child(router_command, router_core))
+    flags = [f"--host={HOST}", f"--port={port}", f"--registry-listen={registry}"]
+    with (
+        Child(other_core) as worker,
+        Child(other_core, answer_s=_LOAD_S + options.seconds) as client,
+        Child(router_core) as bare,
+        Command(["router", model, *flags], router_core) as router,
+    ):
         await_page(f"{url}/version", router)
-        worker = stack.enter_context(Child(["kvrelay.bench.router.fake_worker"], other_core))
-        worker.ask(FakeWorkerSettings(registry=registry, model=model, max_model_len=2048, tokens=tokens), Ready, _START_S)
+        worker.keep(FakeWorker, registry, model, tokens)
         await_page(f"{url}/health", router)
-        served = msgspec.json.decode(await_page(f"{url}/v1/models", router), type=_Models).data[0].id
-        load = stack.enter_context(Child(["kvrelay.bench.router.load"], other_core))
-        bare = stack.enter_context(Child(["kvrelay.bench.router.bare_sse"], router_core))
-        bare_port = bare.receive(Listening, _START_S).port
-        yield Bench(router=router, worker=worker, load=load, bare_port=bare_port, port=port, model=served)
-
-
-class _Model(msgspec.Struct):
-    id: str
-
-
-class _Models(msgspec.Struct):
-    data: list[_Model]
+        served = await_page(f"{url}/v1/models", router)["data"][0]["id"]
+        bare_port = bare.call(serve_app, "kvrelay.bench.router.bare_sse:APP")
+        yield Bench(router=router, worker=worker, client=client, bare_port=bare_port, port=port, model=served)
 
 
 def plain_tokens(model: str) -> list[int]:
     """Tokens that are whole words, so that each one gives exactly one event with text."""
-    tokenizer = Tokenizer.load(resolve(model, read_environment(), ConsoleProgress()))
+    tokenizer = Tokenizer.load(resolve(model, read_environment(), console_progress()))
     tokens = dict.fromkeys(tokenizer.encode(_WORDS, add_special_tokens=False))
     whole = [token for token in tokens if tokenizer.token_text(token).strip().isalpha()]
     if len(whole) < 2:

@@ -17,15 +17,14 @@ from typing import cast
 import msgspec
 import uvloop
 
-from kvrelay.bench.harness.child import commands, say
-
 _TEXT_EVENT = re.compile(rb'"content":"[^"]')  # the role and the final event have no text
 _COMPLETION_TOKENS = re.compile(rb'"completion_tokens":\s*(\d+)')
 _END_OF_BODY = b"0\r\n\r\n"
 _DONE = b"data: [DONE]"
 
 
-class LoadRequest(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, slots=True)
+class LoadRequest:
     """`connections` streams of `tokens` tokens each: one after another for `duration_s`, or once each when that is 0."""
 
     host: str
@@ -38,16 +37,23 @@ class LoadRequest(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float = 30.0
 
 
-class LoadResult(msgspec.Struct, frozen=True, kw_only=True):
-    """`problems` says, by kind, why answers were lost or wrong. Times are in seconds."""
+@dataclass(slots=True)
+class LoadResult:
+    """What all connections of one run saw. `problems` says, by kind, why answers were lost or wrong. Times are in seconds."""
 
-    completed: int
-    lost: int
-    problems: dict[str, int]
-    wall_s: float
-    token_events: int
-    ttft_s: list[float]
-    gaps_s: list[float]
+    problems: Counter[str] = field(default_factory=Counter)
+    ttft_s: list[float] = field(default_factory=list)
+    gaps_s: list[float] = field(default_factory=list)
+    token_events: int = 0
+    wall_s: float = 0.0
+
+    @property
+    def completed(self) -> int:
+        return len(self.ttft_s)
+
+    @property
+    def lost(self) -> int:
+        return self.problems.total()
 
 
 @dataclass(slots=True)
@@ -142,27 +148,6 @@ class _Connection(asyncio.Protocol):
         self._transport.close()
 
 
-@dataclass(slots=True)
-class _Tally:
-    """What all connections of one run saw."""
-
-    problems: Counter[str] = field(default_factory=Counter)
-    ttft_s: list[float] = field(default_factory=list)
-    gaps_s: list[float] = field(default_factory=list)
-    token_events: int = 0
-    ended_at: float = 0.0
-
-    def lost(self, problem: str) -> None:
-        self.problems[problem] += 1
-        self.ended_at = time.perf_counter()
-
-    def answered(self, answer: _Answer) -> None:
-        self.token_events += answer.num_events
-        self.ttft_s.append(answer.first_at - answer.sent_at)
-        self.gaps_s.extend(answer.gaps_s)
-        self.ended_at = answer.last_at
-
-
 def build_request(load: LoadRequest) -> bytes:
     body = msgspec.json.encode(
         {
@@ -181,24 +166,21 @@ def build_request(load: LoadRequest) -> bytes:
     return head.encode() + body
 
 
+def run(load: LoadRequest) -> LoadResult:
+    """To its end."""
+    return uvloop.run(generate(load))
+
+
 async def generate(load: LoadRequest) -> LoadResult:
-    """Runs the load to its end."""
-    tally, request = _Tally(), build_request(load)
-    start = time.perf_counter()
-    await asyncio.gather(*(_drive(load, request, start + load.duration_s, tally) for _ in range(load.connections)))
-    return LoadResult(
-        completed=len(tally.ttft_s),
-        lost=tally.problems.total(),
-        problems=tally.problems,
-        wall_s=tally.ended_at - start,
-        token_events=tally.token_events,
-        ttft_s=tally.ttft_s,
-        gaps_s=tally.gaps_s,
-    )
+    result, request, start = LoadResult(), build_request(load), time.perf_counter()
+    ends = await asyncio.gather(*(_drive(load, request, start + load.duration_s, result) for _ in range(load.connections)))
+    result.wall_s = max(ends) - start
+    return result
 
 
-async def _drive(load: LoadRequest, request: bytes, deadline: float, tally: _Tally) -> None:
-    """One connection: one request, then others until the deadline. A broken connection is replaced."""
+async def _drive(load: LoadRequest, request: bytes, deadline: float, result: LoadResult) -> float:
+    """One connection: one request, then others until the deadline. A broken connection is replaced. Returns when it had its
+    last token, or lost its last answer."""
     connection: _Connection | None = None
     while True:
         try:
@@ -212,9 +194,13 @@ async def _drive(load: LoadRequest, request: bytes, deadline: float, tally: _Tal
         except OSError as error:
             problem = f"connect: {error.strerror or error}"
         if problem is None:
-            tally.answered(answer)
+            result.token_events += answer.num_events
+            result.ttft_s.append(answer.first_at - answer.sent_at)
+            result.gaps_s.extend(answer.gaps_s)
+            ended_at = answer.last_at
         else:
-            tally.lost(problem)
+            result.problems[problem] += 1
+            ended_at = time.perf_counter()
             if connection is not None:
                 connection.close()
             connection = None
@@ -223,12 +209,4 @@ async def _drive(load: LoadRequest, request: bytes, deadline: float, tally: _Tal
             break
     if connection is not None:
         connection.close()
-
-
-def main() -> None:
-    for load in commands(LoadRequest):
-        say(uvloop.run(generate(load)))
-
-
-if __name__ == "__main__":
-    main()
+    return ended_at

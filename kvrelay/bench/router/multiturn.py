@@ -12,7 +12,6 @@ turns; every run has conversations of its own, so nothing is left for it in a ca
 from __future__ import annotations
 
 import asyncio
-import pathlib
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +22,6 @@ from kvrelay.bench.harness.cluster import Answer, ask, live_cluster
 from kvrelay.bench.harness.report import Target, percentile
 from kvrelay.bench.harness.scenario import ModelBench, Part, Results
 from kvrelay.bench.harness.workload import draw, greedy
-from kvrelay.checkpoint.spec import read_spec
 from kvrelay.config import ClusterOptions, EngineOptions, ModelOptions
 from kvrelay.router.policy import PolicyName
 from kvrelay.router.router import Router
@@ -58,21 +56,20 @@ class Conversation:
 
 
 def measure(options: ModelBench, console: Console) -> Results:
-    model = options.local_model()
-    return asyncio.run(_measure(model, range(read_spec(pathlib.Path(model.model)).vocab_size), console))
+    return asyncio.run(_measure(options.local_model(), console))
 
 
-async def _measure(model: ModelOptions, vocabulary: range, console: Console) -> Results:
+async def _measure(model: ModelOptions, console: Console) -> Results:
     answers: dict[PolicyName, list[Answer]] = {policy: [] for policy in POLICIES}
     with console.status("starting 2 prefill and 2 decode workers") as status:
         engine = EngineOptions(block_size=_BLOCK_SIZE, kv_blocks=pool_blocks(), max_model_len=longest_tokens() + _BLOCK_SIZE)
         async with live_cluster(model, engine, ClusterOptions(prefill=2, decode=2), POLICIES[0]) as cluster:
             routers = {POLICIES[0]: cluster.router, POLICIES[1]: await cluster.add_router(POLICIES[1])}
-            await _warm_up(routers[POLICIES[1]], vocabulary)
+            await _warm_up(routers[POLICIES[1]], cluster.vocabulary)
             runs = [(number, policy) for number in range(ROUNDS) for policy in POLICIES]
             for done, (number, policy) in enumerate(runs):
                 status.update(f"run {done + 1} of {len(runs)}: {policy}")
-                answers[policy] += await _converse(routers[policy], f"{number} {policy}", number, vocabulary)
+                answers[policy] += await _converse(routers[policy], f"{number} {policy}", number, cluster.vocabulary)
     return summarise(answers)
 
 

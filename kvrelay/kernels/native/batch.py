@@ -14,6 +14,13 @@ def is_plain(tensor: torch.Tensor, *shape: int, dtype: torch.dtype = torch.float
     return tensor.shape == shape and tensor.dtype is dtype and tensor.is_contiguous()
 
 
+def norm_pointer(weight: torch.Tensor | None, width: int) -> int | None:
+    if weight is None:
+        return None
+    assert is_plain(weight, width)
+    return weight.data_ptr()
+
+
 @dataclass(frozen=True, slots=True)
 class NativePacked:
     """A weight in panels, see linear.c."""

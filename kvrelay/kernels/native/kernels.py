@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 
 from kvrelay.kernels.base import ForwardBatch, FusedLayer, HeadShape, LayerWeights, Packed
-from kvrelay.kernels.native.batch import BatchPointers, NativePacked, check_batch, is_plain
+from kvrelay.kernels.native.batch import BatchPointers, NativePacked, check_batch, is_plain, norm_pointer
 from kvrelay.kernels.native.layer import SIGNATURE, NativeLayer, Workspaces
 from kvrelay.kernels.torch_kernels import TorchKernels
 
@@ -172,8 +172,8 @@ class NativeKernels:
             cos_sin.data_ptr(),
             pointers.positions,
             pointers.slots,
-            _head_norm(q_norm, dim),
-            _head_norm(k_norm, dim),
+            norm_pointer(q_norm, dim),
+            norm_pointer(k_norm, dim),
             keys,
             keys + kv.numel() // 2 * 4,
             q.data_ptr(),
@@ -228,10 +228,3 @@ def _covers(shape: HeadShape) -> bool:
     """Whether attention.c can do such heads."""
     dim, group = shape.head_dim, shape.num_heads // shape.num_kv_heads
     return dim <= _MAX_HEAD_DIM and dim % _HEAD_DIM_STEP == 0 and group <= _MAX_GROUP
-
-
-def _head_norm(weight: torch.Tensor | None, dim: int) -> int | None:
-    if weight is None:
-        return None
-    assert is_plain(weight, dim)
-    return weight.data_ptr()

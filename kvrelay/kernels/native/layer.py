@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from kvrelay.kernels.base import ForwardBatch, LayerWeights
-from kvrelay.kernels.native.batch import BatchPointers, NativePacked, is_plain
+from kvrelay.kernels.native.batch import BatchPointers, NativePacked, is_plain, norm_pointer
 
 _POINTERS = (
     "input_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "output", "output_bias", "post_norm", "gate_up", "gate_up_bias",
@@ -91,9 +91,9 @@ class NativeLayer:
         assert (gate_up.in_features, gate_up.out_features) == (self._hidden, 2 * width)
         assert down.out_features == self._hidden
         self._layer = _Layer(
-            _norm(weights.input_norm, self._hidden), qkv.panels_pointer, qkv.bias_pointer,
-            _norm(weights.q_norm, shape.head_dim), _norm(weights.k_norm, shape.head_dim),
-            output.panels_pointer, output.bias_pointer, _norm(weights.post_norm, self._hidden),
+            norm_pointer(weights.input_norm, self._hidden), qkv.panels_pointer, qkv.bias_pointer,
+            norm_pointer(weights.q_norm, shape.head_dim), norm_pointer(weights.k_norm, shape.head_dim),
+            output.panels_pointer, output.bias_pointer, norm_pointer(weights.post_norm, self._hidden),
             gate_up.panels_pointer, gate_up.bias_pointer, down.panels_pointer, down.bias_pointer,
             self._hidden, width, shape.num_heads, shape.num_kv_heads, shape.head_dim, weights.eps, weights.scale,
         )  # fmt: skip
@@ -152,10 +152,3 @@ class NativeLayer:
 def _native(packed: object) -> NativePacked:
     assert isinstance(packed, NativePacked)
     return packed
-
-
-def _norm(weight: torch.Tensor | None, width: int) -> int | None:
-    if weight is None:
-        return None
-    assert is_plain(weight, width)
-    return weight.data_ptr()

@@ -11,6 +11,9 @@ rank do not change the draw.
 Filters follow vLLM: temperature, then min_p, then top_k, then top_p over what is left. Ties at the edge of top_k go to the
 lower id. Sorting a whole vocabulary is slow, so top_k and top_p look at the best few candidates first, and at more of them
 only where the edge does not lie strictly inside those.
+
+On a GPU `likeliest` and `draw_once` choose without making the host wait; `draw_once` looks at the first few candidates only,
+and says where those were not enough.
 """
 
 from __future__ import annotations
@@ -24,6 +27,9 @@ from numpy.typing import NDArray
 _CHUNK = 64  # tokens summed together
 _FEWEST_CANDIDATES = 128
 _MORE_CANDIDATES = 8  # times as many on the next attempt
+_PIECES = (128, 96, 64, 48, 32)  # of a row, one of which divides most vocabularies
+_FEW_ROWS = 128  # up to here an H200 is faster in pieces
+NOT_USABLE, NOT_RESOLVED = -1, -2  # in place of tokens that the device chooses
 
 
 @dataclass(slots=True)
@@ -34,6 +40,11 @@ class Filters:
     top_k: NDArray[np.int64]  # 0 is off
     top_p: NDArray[np.float64]
     min_p: NDArray[np.float32]
+
+    @property
+    def sorts(self) -> NDArray[np.bool_]:
+        """Which rows need their tokens in the order of their logits."""
+        return (self.top_k > 0) | (self.top_p < 1.0)
 
     def __getitem__(self, rows: NDArray[np.int64]) -> Filters:
         return Filters(self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows])
@@ -66,9 +77,22 @@ def greedy(logits: torch.Tensor) -> list[int | None]:
     return [token if is_usable else None for token, is_usable in zip(tokens.tolist(), finite.tolist(), strict=True)]
 
 
+def likeliest(logits: torch.Tensor) -> torch.Tensor:
+    """`greedy` without waiting for the device: -1 where no logit is finite."""
+    num_rows, vocab_size = logits.shape
+    pieces = next((count for count in _PIECES if vocab_size % count == 0), 1)
+    if pieces == 1 or num_rows > _FEW_ROWS:
+        values, tokens = logits.max(dim=-1)
+    else:  # of few long rows a reduction uses little of a GPU
+        best, inner = logits.view(num_rows, pieces, -1).max(dim=-1)
+        values, piece = best.max(dim=-1)
+        tokens = piece * (vocab_size // pieces) + inner.gather(1, piece[:, None])[:, 0]
+    return torch.where(torch.isfinite(values), tokens, NOT_USABLE)
+
+
 def draw(logits: torch.Tensor, filters: Filters, draws: Draws) -> torch.Tensor:
     """One token per draw. Rows without a finite logit give an arbitrary token: the caller checks for them."""
-    sorting = (filters.top_k > 0) | (filters.top_p < 1.0)
+    sorting = filters.sorts
     tokens = torch.empty(len(draws.rows), dtype=torch.int64, device=logits.device)
     for chosen, method in ((~sorting, _draw_plain), (sorting, _draw_filtered)):
         if chosen.all():
@@ -77,6 +101,26 @@ def draw(logits: torch.Tensor, filters: Filters, draws: Draws) -> torch.Tensor:
             rows = np.flatnonzero(chosen)
             part, which = draws.of(rows)
             tokens[_to(which, logits)] = method(logits[_to(rows, logits)], filters[rows], part)
+    return tokens
+
+
+def draw_once(logits: torch.Tensor, filters: Filters, draws: Draws) -> torch.Tensor:
+    """`draw` without waiting for the device: NOT_RESOLVED where more candidates must be looked at."""
+    sorting = filters.sorts
+    if not sorting.any():
+        return _draw_plain(logits, filters, draws)
+    tokens = torch.empty(len(draws.rows), dtype=torch.int64, device=logits.device)
+    if not sorting.all():
+        rows = np.flatnonzero(~sorting)
+        part, which = draws.of(rows)
+        tokens[_to(which, logits)] = _draw_plain(logits[_to(rows, logits)], filters[rows], part)
+    num_candidates = _first_candidates(filters)
+    for count in np.unique(num_candidates[sorting]):
+        rows = np.flatnonzero(sorting & (num_candidates == count))
+        part, which = draws.of(rows)
+        subset = logits if len(rows) == logits.shape[0] else logits[_to(rows, logits)]
+        found, resolved = _draw_from_candidates(subset, filters[rows], part, int(count))
+        tokens[_to(which, logits)] = torch.where(resolved[_to(part.rows, logits)], found, NOT_RESOLVED)
     return tokens
 
 
@@ -131,8 +175,7 @@ def _search(cdf: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torc
 
 def _draw_filtered(logits: torch.Tensor, filters: Filters, draws: Draws) -> torch.Tensor:
     tokens = torch.empty(len(draws.rows), dtype=torch.int64, device=logits.device)
-    needed = np.maximum(filters.top_k + 1, _FEWEST_CANDIDATES)
-    num_candidates = 2 ** np.ceil(np.log2(needed)).astype(np.int64)
+    num_candidates = _first_candidates(filters)
     pending = np.arange(len(filters.top_k))
     while len(pending):
         unresolved = []
@@ -142,15 +185,21 @@ def _draw_filtered(logits: torch.Tensor, filters: Filters, draws: Draws) -> torc
             subset = logits if len(rows) == logits.shape[0] else logits[_to(rows, logits)]
             found, resolved = _draw_from_candidates(subset, filters[rows], part, int(count))
             tokens[_to(which, logits)] = found
-            unresolved.append(rows[~resolved])
+            unresolved.append(rows[~resolved.cpu().numpy()])
         pending = np.concatenate(unresolved)
         num_candidates *= _MORE_CANDIDATES
     return tokens
 
 
+def _first_candidates(filters: Filters) -> NDArray[np.int64]:
+    needed = np.maximum(filters.top_k + 1, _FEWEST_CANDIDATES)
+    counts: NDArray[np.int64] = 2 ** np.ceil(np.log2(needed)).astype(np.int64)
+    return counts
+
+
 def _draw_from_candidates(
     logits: torch.Tensor, filters: Filters, draws: Draws, count: int
-) -> tuple[torch.Tensor, NDArray[np.bool_]]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """A token per draw, and per row whether so many candidates were enough (else its tokens mean nothing)."""
     values, ids = best(logits, count)
     weights, alive = _candidate_weights(values, filters)
@@ -161,7 +210,7 @@ def _draw_from_candidates(
     rows = _to(draws.rows, logits)
     cdf = cdf[rows]
     index, _ = _search(cdf, _to(draws.uniforms, logits) * cdf[:, -1])
-    return ids[rows, index], resolved.cpu().numpy()
+    return ids[rows, index], resolved
 
 
 def best(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -190,11 +239,14 @@ def _keep_top_p(logits: torch.Tensor, weights: torch.Tensor, alive: torch.Tensor
     cumulative = torch.where(alive, weights, 0.0).cumsum(dim=-1, dtype=torch.float64)
     total = cumulative[:, -1].clone()
     if weights.shape[1] < logits.shape[1]:  # tokens beyond the candidates may hold mass too
-        open_rows = np.flatnonzero((alive[:, -1].cpu().numpy()) & (filters.top_p < 1.0))
-        if len(open_rows):
-            rows = _to(open_rows, logits)
-            subset = logits if len(open_rows) == logits.shape[0] else logits[rows]
-            total[rows] = _chunk_cdf(_weights(subset, filters[open_rows]))[:, -1]
+        is_open = filters.top_p < 1.0
+        if logits.device.type == "cpu":  # only a CPU can look without waiting
+            is_open &= alive[:, -1].numpy()
+        if is_open.any():
+            rows = _to(np.flatnonzero(is_open), logits)
+            subset = logits if is_open.all() else logits[rows]
+            whole = _chunk_cdf(_weights(subset, filters[np.flatnonzero(is_open)]))[:, -1]
+            total[rows] = torch.where(alive[rows, -1], whole, total[rows])
     top_p = _to(filters.top_p, logits)
     before = cumulative - weights
     inside = (before < (top_p * total)[:, None]) | (top_p >= 1.0)[:, None]

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvrelay.engine.interfaces import SequenceView
+from kvrelay.engine.interfaces import RowFailure, SequenceView
 from kvrelay.media.placeholders import FIRST_ID
 from kvrelay.runner.sampling.grammar import Grammars
 from kvrelay.sampling import SamplingParams
@@ -82,6 +82,9 @@ class LogitEdits:
     banned: list[tuple[int, list[int]]] = field(default_factory=list)
     allowed: list[tuple[int, NDArray[np.bool_]]] = field(default_factory=list)
 
+    def __bool__(self) -> bool:
+        return bool(self.bias or self.penalties or self.banned or self.allowed)
+
     def apply(self, logits: torch.Tensor) -> None:
         """In place."""
         if self.bias:
@@ -118,7 +121,7 @@ class EditState:
         for key in keys:
             self._counts.pop(key, None)
 
-    def prepare(self, sampled: list[tuple[int, SequenceView]]) -> tuple[LogitEdits, dict[int, str]]:
+    def prepare(self, sampled: list[tuple[int, SequenceView]]) -> tuple[LogitEdits, dict[int, RowFailure]]:
         """`sampled` is (logits row, sequence). Also tells, by logits row, which sequences cannot go on and why."""
         edits, failures = LogitEdits(), {}
         guided: list[tuple[int, SequenceView]] = []
@@ -127,7 +130,7 @@ class EditState:
             if params.logit_bias:
                 odd = next((token for token in params.logit_bias if not 0 <= token < self._vocab_size), None)
                 if odd is not None:
-                    failures[row] = f"logit_bias names token {odd}, but the vocabulary has {self._vocab_size}"
+                    failures[row] = RowFailure(f"logit_bias names token {odd}, but the vocabulary has {self._vocab_size}")
                     continue
                 edits.bias.append((row, params.logit_bias))
             if params.penalised:
@@ -148,11 +151,13 @@ class EditState:
             counts.update(sequence)
         return counts
 
-    def _prepare_grammars(self, guided: list[tuple[int, SequenceView]], edits: LogitEdits, failures: dict[int, str]) -> None:
+    def _prepare_grammars(
+        self, guided: list[tuple[int, SequenceView]], edits: LogitEdits, failures: dict[int, RowFailure]
+    ) -> None:
         answers = self._grammars.allowed([sequence for _, sequence in guided])
         for (row, sequence), allowed in zip(guided, answers, strict=True):
             if isinstance(allowed, str):
-                failures[row] = allowed
+                failures[row] = RowFailure(allowed, param="response_format")
                 continue
             if self._too_short(sequence):
                 longer = allowed.copy()

@@ -42,7 +42,7 @@ def best_logprobs(logits: torch.Tensor, count: int) -> list[list[Logprob] | None
 
 
 def _few(logits: torch.Tensor, tokens: list[int], num_top: list[int]) -> list[TokenLogprobs]:
-    logprobs = logits.log_softmax(dim=-1)
+    logprobs = logits.float().log_softmax(dim=-1)
     chosen = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])
     own = chosen[:, 0].tolist()
     ranks = (1 + (logprobs > chosen).sum(dim=-1)).tolist()

@@ -4,6 +4,9 @@
    happens to a sequence afterwards does not matter.
 2. `finish` turns the logits into results. It reads no sequence.
 
+On a GPU most steps need no `finish`: where every row takes one token and reports nothing besides, `choose` has the device
+choose it as part of the launch, and `results` reads what it chose. `finish` is left for rows that looked at too few candidates.
+
 The random number of an output token is `uniform(seed, sample, position)`, so a request gives the same tokens in any batch and
 on any worker. Rows that sample several tokens (a prompt with n > 1) are computed once and drawn from several times.
 """
@@ -16,16 +19,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvrelay.engine.interfaces import Row, RowResult, SequenceView, StepPlan
+from kvrelay.engine.interfaces import Row, RowFailure, RowResult, SequenceView, StepPlan
 from kvrelay.media.placeholders import is_placeholder
 from kvrelay.runner.batch import LogitLayout
-from kvrelay.runner.sampling.draw import Draws, Filters, draw, greedy
+from kvrelay.runner.sampling.draw import NOT_RESOLVED, NOT_USABLE, Draws, Filters, draw, draw_once, greedy, likeliest
 from kvrelay.runner.sampling.edits import EditState, LogitEdits
 from kvrelay.runner.sampling.logprobs import best_logprobs, token_logprobs
 from kvrelay.sampling import uniform
 from kvrelay.wire.serving import TokenLogprobs
 
-_NO_LOGITS = "the model gave no usable logits: every token is impossible, or a number is not finite"
+_NO_LOGITS = RowFailure("the model gave no usable logits: every token is impossible, or a number is not finite")
 
 
 @dataclass(slots=True)
@@ -33,7 +36,7 @@ class _Wanted:
     """One row of the plan that samples."""
 
     plan_row: int
-    logits_row: int
+    place: int  # among `Prepared.sampled`
     samples: int
     num_top: int | None  # logprobs: alternatives beside each token; None reports nothing
 
@@ -53,7 +56,7 @@ class _Candidates:
     """One row of the plan that asks for its most likely next tokens."""
 
     plan_row: int
-    logits_row: int
+    place: int  # among `Prepared.sampled`
     count: int
 
 
@@ -62,15 +65,28 @@ class Prepared:
     """Everything `finish` needs besides the logits."""
 
     num_plan_rows: int
+    sampled: list[int] = field(default_factory=list)  # rows of the logits that tokens are chosen from: places count these
     wanted: list[_Wanted] = field(default_factory=list)
     prompts: list[_PromptTargets] = field(default_factory=list)
     candidates: list[_Candidates] = field(default_factory=list)
     edits: LogitEdits = field(default_factory=LogitEdits)
-    failures: dict[int, str] = field(default_factory=dict)  # by logits row
+    failures: dict[int, RowFailure] = field(default_factory=dict)  # by place
     greedy_rows: list[int] = field(default_factory=list)  # indexes of `wanted`
     drawn_rows: list[int] = field(default_factory=list)  # indexes of `wanted`
     filters: Filters | None = None  # of drawn_rows
     draws: Draws | None = None  # from drawn_rows
+
+    @property
+    def takes_one_each(self) -> bool:
+        """Whether each row that samples takes one token and reports nothing besides."""
+        if self.prompts or self.candidates or self.failures or not self.wanted:
+            return False
+        return all(one.samples == 1 and one.num_top is None for one in self.wanted)
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether `choose` needs no second look at the logits: no row sorts them."""
+        return self.filters is None or not self.filters.sorts.any()
 
 
 class Sampler:
@@ -92,34 +108,72 @@ class Sampler:
         for plan_row, first, count in layout.prompts:
             prepared.prompts.append(_prompt_targets(rows[plan_row], plan_row, first, count, self._state.image_token_id))
         sampled: list[tuple[int, SequenceView]] = []
-        for plan_row, logits_row in layout.sampled:
+        prepared.sampled = [logits_row for _, logits_row in layout.sampled]
+        for place, (plan_row, _) in enumerate(layout.sampled):
             row = rows[plan_row]
             if row.candidates:
-                prepared.candidates.append(_Candidates(plan_row, logits_row, row.candidates))
+                prepared.candidates.append(_Candidates(plan_row, place, row.candidates))
                 continue
-            sampled.append((logits_row, row.sequence))
+            sampled.append((place, row.sequence))
             group = prepared.greedy_rows if row.sequence.params.greedy else prepared.drawn_rows
             group.append(len(prepared.wanted))
-            prepared.wanted.append(_Wanted(plan_row, logits_row, row.samples, row.sequence.params.logprobs))
+            prepared.wanted.append(_Wanted(plan_row, place, row.samples, row.sequence.params.logprobs))
         if prepared.drawn_rows:
             drawn = [rows[prepared.wanted[index].plan_row] for index in prepared.drawn_rows]
             prepared.filters, prepared.draws = _filters(drawn), _draws(drawn)
         prepared.edits, prepared.failures = self._state.prepare(sampled)
         return prepared
 
+    def choose(self, logits: torch.Tensor, prepared: Prepared, best: torch.Tensor | None) -> torch.Tensor:
+        """The token of each entry of `wanted` where each takes one; on the logits' device, without waiting for it. NOT_USABLE
+        where the logits allow no choice, NOT_RESOLVED where `finish` must look again. `best` are the likeliest of all rows of
+        the logits, where they are known already. The logits stay as they are."""
+        assert prepared.takes_one_each
+        if prepared.edits:
+            logits, best = _of_rows(logits, prepared.sampled).to(torch.float32, copy=True), None
+            prepared.edits.apply(logits)
+        elif best is None or len(best) != len(prepared.sampled):
+            logits, best = _of_rows(logits, prepared.sampled), None
+        tokens = likeliest(logits) if best is None else best
+        if not prepared.drawn_rows:
+            return tokens
+        assert prepared.filters is not None
+        assert prepared.draws is not None
+        drawn = draw_once(_rows(logits, prepared, prepared.drawn_rows).float(), prepared.filters, prepared.draws)
+        if len(drawn) < len(tokens):
+            rows = torch.tensor(prepared.drawn_rows).to(logits.device, non_blocking=True)
+            drawn = tokens.index_copy(0, rows, drawn)
+        return torch.where(tokens >= 0, drawn, NOT_USABLE)
+
+    def results(self, tokens: list[int], prepared: Prepared) -> list[RowResult]:
+        """What `choose` chose, once it is known, and all of it is resolved."""
+        assert NOT_RESOLVED not in tokens
+        if len(tokens) == prepared.num_plan_rows:
+            results = [RowResult(tokens=[token]) for token in tokens]
+        else:
+            results = [RowResult(tokens=[]) for _ in range(prepared.num_plan_rows)]
+            for one, token in zip(prepared.wanted, tokens, strict=True):
+                results[one.plan_row].tokens = [token]
+        if NOT_USABLE in tokens:
+            for result in results:
+                if result.tokens == [NOT_USABLE]:
+                    result.tokens, result.failure = [], _NO_LOGITS
+        return results
+
     def finish(self, logits: torch.Tensor, prepared: Prepared) -> list[RowResult]:
-        """Consumes the logits: they are edited in place."""
+        """Consumes the logits: they are edited in place. In float32, whatever their dtype; of a long prompt's, few at once."""
         results = [RowResult(tokens=[]) for _ in range(prepared.num_plan_rows)]
         _report_prompts(logits, prepared.prompts, results)
+        logits = _of_rows(logits, prepared.sampled).float()
         _report_candidates(logits, prepared.candidates, results)
         if not prepared.wanted:
             return results
         reported = [index for index, one in enumerate(prepared.wanted) if one.num_top is not None]
-        original = logits[[prepared.wanted[index].logits_row for index in reported]] if reported else None
+        original = logits[[prepared.wanted[index].place for index in reported]] if reported else None
         prepared.edits.apply(logits)
         tokens = self._choose(logits, prepared)
         for one, chosen in zip(prepared.wanted, tokens, strict=True):
-            failure = prepared.failures.get(one.logits_row) or (None if chosen is not None else _NO_LOGITS)
+            failure = prepared.failures.get(one.place) or (None if chosen is not None else _NO_LOGITS)
             results[one.plan_row].failure = failure
             results[one.plan_row].tokens = [] if failure or chosen is None else chosen
         if original is not None:
@@ -147,10 +201,14 @@ class Sampler:
         return chosen
 
 
-def _rows(logits: torch.Tensor, prepared: Prepared, indexes: list[int]) -> torch.Tensor:
-    if len(indexes) == logits.shape[0]:
+def _of_rows(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    if len(rows) == logits.shape[0]:
         return logits
-    return logits[[prepared.wanted[index].logits_row for index in indexes]]
+    return logits[torch.tensor(rows, dtype=torch.int64).to(logits.device, non_blocking=True)]
+
+
+def _rows(logits: torch.Tensor, prepared: Prepared, indexes: list[int]) -> torch.Tensor:
+    return _of_rows(logits, [prepared.wanted[index].place for index in indexes])
 
 
 def _filters(rows: list[Row]) -> Filters:
@@ -167,7 +225,7 @@ def _draws(rows: list[Row]) -> Draws:
     uniforms: list[float] = []
     for row in rows:
         sequence = row.sequence
-        position = len(sequence.tokens) - sequence.num_prompt_tokens
+        position = row.start + row.count - sequence.num_prompt_tokens
         seed, sample = sequence.params.seed, sequence.sample
         uniforms.extend(uniform(seed, sample + index, position) for index in range(row.samples))
     places: NDArray[np.int64] = np.repeat(np.arange(len(rows)), [row.samples for row in rows])
@@ -191,7 +249,7 @@ def _report_candidates(logits: torch.Tensor, wanted: list[_Candidates], results:
     """Of the model's own distribution: nothing edits the logits of a beam search."""
     if not wanted:
         return
-    rows = logits if len(wanted) == logits.shape[0] else logits[[one.logits_row for one in wanted]]
+    rows = _of_rows(logits, [one.place for one in wanted])
     found = best_logprobs(rows, max(one.count for one in wanted))
     for one, candidates in zip(wanted, found, strict=True):
         if candidates is None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -79,7 +80,7 @@ class ImageRows:
             self._spans.pop(key, None)
 
     def fill(
-        self, rows: list[Row], row_starts: NDArray[np.int32], token_ids: NDArray[np.int64], positions: NDArray[np.int64]
+        self, rows: list[Row], row_starts: NDArray[Any], token_ids: NDArray[Any], positions: NDArray[Any]
     ) -> ImageBatch | None:
         """Turns indexes in `positions` into positions in time, and placeholders in `token_ids` into a token that exists. None:
         the batch has no token of an image, so all axes are alike."""
@@ -105,7 +106,7 @@ class ImageRows:
             num_deepstack=self._spec.num_deepstack,
         )
 
-    def _fill_row(self, row: Row, place: int, positions: NDArray[np.int64], pieces: list[_Piece]) -> None:
+    def _fill_row(self, row: Row, place: int, positions: NDArray[Any], pieces: list[_Piece]) -> None:
         spans = self._spans.get(row.sequence.key)
         if spans is None:
             spans = self._spans[row.sequence.key] = spans_of(row.sequence.images, self._spec.merge_size)

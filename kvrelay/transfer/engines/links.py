@@ -8,21 +8,25 @@ failed), moves, and ends each move in the book when its memory is no longer touc
 
 from __future__ import annotations
 
+import abc
 import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, TypeVar
 
+import msgspec
 import numpy as np
 
 from kvrelay.ids import WorkerId
 from kvrelay.log import Log
-from kvrelay.transfer.engines.base import Completion, MoveId, Ranges, TransferError, check_ranges, coalesce
+from kvrelay.transfer.engines.base import Completion, MoveId, Mover, Ranges, TransferError, check_ranges, coalesce
 from kvrelay.transfer.engines.moves import Move, MoveBook
 from kvrelay.transfer.region import Region
 
 _log = Log("transfer")
+
+T = TypeVar("T")
 
 CANCELLED = "cancelled"
 PEER_REMOVED = "the peer was removed"
@@ -119,29 +123,88 @@ class Link:
         return ""
 
 
-class Links:
-    """The part of a transfer engine that is the same for all that move bytes on threads: peers, moves and their ends."""
+class LinkedEngine(abc.ABC):
+    """What is the same for all transfer engines that move bytes on threads: the region, peers, moves and their ends."""
 
-    def __init__(self, engine: str) -> None:
-        self._engine = engine
+    name: str
+    mover: Mover
+
+    def __init__(self, worker: WorkerId) -> None:
+        self._worker = worker
+        self._region: Region | None = None
         self._abandon = threading.Event()
         self._book = MoveBook()
         self._links: dict[WorkerId, Link] = {}
 
-    def add(self, peer: WorkerId, remote_size_bytes: int, way: Way) -> None:
-        self.remove(peer)
-        self._links[peer] = Link(f"{self._engine}-{peer}", remote_size_bytes, way, self._book, self._abandon)
+    # What a transport does
 
-    def remove(self, peer: WorkerId) -> None:
+    @abc.abstractmethod
+    def _open(self, region: Region) -> None:
+        """Lets peers reach it. Raises TransferError."""
+
+    @abc.abstractmethod
+    def _info(self, region: Region) -> msgspec.Struct: ...
+
+    @abc.abstractmethod
+    def _way_to(self, peer: WorkerId, info: bytes, region: Region) -> tuple[Way, int]:
+        """And the size of the peer's region. Raises TransferError if the info makes no sense."""
+
+    @abc.abstractmethod
+    def _tear_down(self, region: Region) -> None:
+        """Afterwards no memory is touched any more."""
+
+    # The contract
+
+    def register(self, region: Region) -> None:
+        if self._region is not None:
+            raise TransferError(f"{self.name}: a region is already registered")
+        self._open(region)
+        self._region = region
+
+    def local_info(self) -> bytes:
+        return msgspec.msgpack.encode(self._info(self._registered()))
+
+    def add_peer(self, peer: WorkerId, info: bytes) -> None:
+        way, size_bytes = self._way_to(peer, info, self._registered())
+        self.remove_peer(peer)
+        self._links[peer] = Link(f"{self.name}-{peer}", size_bytes, way, self._book, self._abandon)
+
+    def remove_peer(self, peer: WorkerId) -> None:
         link = self._links.pop(peer, None)
         if link is not None:
             link.leave()
             self._book.stop_all(PEER_REMOVED, peer)
 
-    def submit(self, peer: WorkerId, ranges: Ranges, region: Region, *, writes: bool) -> MoveId:
-        link = self._links.get(peer)
+    def write(self, peer: WorkerId, ranges: Ranges) -> MoveId:
+        return self._submit(peer, ranges, writes=True)
+
+    def read(self, peer: WorkerId, ranges: Ranges) -> MoveId:
+        return self._submit(peer, ranges, writes=False)
+
+    def poll(self) -> list[Completion]:
+        return self._book.take()
+
+    def cancel(self, move: MoveId) -> None:
+        self._book.stop(move, CANCELLED)
+
+    def close(self) -> None:
+        """Brings every move to rest, tears the transport down, and only then ends the moves. A thread that still tries to reach
+        a peer is left to itself: no move runs there."""
+        self._abandon.set()
+        for peer in list(self._links):
+            self.remove_peer(peer)
+        deadline = time.monotonic() + CLOSE_WAIT_S
+        while self._book.is_any_running() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        region, self._region = self._region, None
+        if region is not None:
+            self._tear_down(region)
+        self._book.end_all(CLOSED)
+
+    def _submit(self, peer: WorkerId, ranges: Ranges, *, writes: bool) -> MoveId:
+        region, link = self._registered(), self._links.get(peer)
         if link is None:
-            raise TransferError(f"{self._engine}: unknown peer {peer}")
+            raise TransferError(f"{self.name}: unknown peer {peer}")
         check_ranges(ranges, region.size_bytes, link.remote_size_bytes)
         move = self._book.open(peer, np.ascontiguousarray(coalesce(ranges)), writes=writes)
         if len(move.ranges):
@@ -150,22 +213,15 @@ class Links:
             self._book.end(move)
         return move.id
 
-    def poll(self) -> list[Completion]:
-        return self._book.take()
+    def _registered(self) -> Region:
+        if self._region is None:
+            raise TransferError(f"{self.name}: no region is registered, or the engine was closed")
+        return self._region
 
-    def cancel(self, move: MoveId) -> None:
-        self._book.stop(move, CANCELLED)
 
-    def close(self, tear_down: Callable[[], None]) -> None:
-        """Brings every move to rest, calls `tear_down`, after which no memory may be touched, and only then ends the moves.
-
-        A thread that still tries to reach a peer is left to itself: no move runs there.
-        """
-        self._abandon.set()
-        for peer in list(self._links):
-            self.remove(peer)
-        deadline = time.monotonic() + CLOSE_WAIT_S
-        while self._book.is_any_running() and time.monotonic() < deadline:
-            time.sleep(0.001)
-        tear_down()
-        self._book.end_all(CLOSED)
+def read_info(name: str, peer: WorkerId, info: bytes, kind: type[T]) -> T:
+    """What a peer told of its region, for the transport of that name. Raises TransferError."""
+    try:
+        return msgspec.msgpack.decode(info, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise TransferError(f"{name}: the info of {peer} makes no sense: {error}") from error

@@ -33,8 +33,8 @@ from msgspec import Meta
 
 from kvrelay.ids import WorkerId
 from kvrelay.log import Log
-from kvrelay.transfer.engines.base import Completion, MoveId, Mover, Ranges, TransferError
-from kvrelay.transfer.engines.links import CANCELLED, CLOSED, Links
+from kvrelay.transfer.engines.base import Mover, TransferError
+from kvrelay.transfer.engines.links import CANCELLED, CLOSED, LinkedEngine, Way, read_info
 from kvrelay.transfer.engines.moves import Move
 from kvrelay.transfer.engines.ranges import cut
 from kvrelay.transfer.region import MAX_BYTES, Region
@@ -78,76 +78,44 @@ def load_library() -> ModuleType:
         raise TransferError(f"mooncake is not usable here: {error}. Install it with: {INSTALL}") from error
 
 
-class MooncakeEngine:
-    """`Mover.PRODUCER`: reads and writes. `host` is the address peers reach this worker at."""
+class MooncakeEngine(LinkedEngine):
+    """`Mover.PRODUCER`: reads and writes. `host` is the address peers reach this worker at.
+
+    `close` takes up to a second, and five if a peer froze in the middle of saying hello: Mooncake's threads are waited for, so
+    that no peer touches the region afterwards.
+    """
 
     name = "mooncake"
     mover = Mover.PRODUCER
 
     def __init__(self, worker: WorkerId, host: str = "127.0.0.1") -> None:
+        super().__init__(worker)
         self._library = load_library()
         self._own_name = f"{worker}-{secrets.token_hex(4)}"
         self._host = host
-        self._links = Links(self.name)
-        self._region: Region | None = None
         self._server: Any = None
         self._clients = _clients_for(host)
 
-    def register(self, region: Region) -> None:
-        if self._region is not None:
-            raise TransferError("mooncake: a region is already registered")
+    def _open(self, region: Region) -> None:
         if region.device != "cpu":
             raise TransferError(f"mooncake moves host memory here, not memory on {region.device}")
         server = make_engine(self._library, self._host)
         if server.register_memory(region.address, region.size_bytes) != 0:
             raise TransferError(f"mooncake: could not register {region.size_bytes} bytes")
-        self._region, self._server = region, server
+        self._server = server
         _log.warning("mooncake listens on every address of this machine, without keys: keep strangers from its ports")
 
-    def local_info(self) -> bytes:
-        region = self._registered()
-        info = MooncakeInfo(self._own_name, self._host, self._server.get_rpc_port(), region.address, region.size_bytes)
-        return msgspec.msgpack.encode(info)
+    def _info(self, region: Region) -> MooncakeInfo:
+        return MooncakeInfo(self._own_name, self._host, self._server.get_rpc_port(), region.address, region.size_bytes)
 
-    def add_peer(self, peer: WorkerId, info: bytes) -> None:
-        region = self._registered()
-        try:
-            told = msgspec.msgpack.decode(info, type=MooncakeInfo)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise TransferError(f"mooncake: the info of {peer} makes no sense: {error}") from error
-        self._links.add(peer, told.size_bytes, _Segment(self._clients, told, region))
+    def _way_to(self, peer: WorkerId, info: bytes, region: Region) -> tuple[Way, int]:
+        told = read_info(self.name, peer, info, MooncakeInfo)
+        return _Segment(self._clients, told, region), told.size_bytes
 
-    def remove_peer(self, peer: WorkerId) -> None:
-        self._links.remove(peer)
-
-    def write(self, peer: WorkerId, ranges: Ranges) -> MoveId:
-        return self._links.submit(peer, ranges, self._registered(), writes=True)
-
-    def read(self, peer: WorkerId, ranges: Ranges) -> MoveId:
-        return self._links.submit(peer, ranges, self._registered(), writes=False)
-
-    def poll(self) -> list[Completion]:
-        return self._links.poll()
-
-    def cancel(self, move: MoveId) -> None:
-        self._links.cancel(move)
-
-    def close(self) -> None:
-        """Takes up to a second, and five if a peer froze in the middle of saying hello: Mooncake's threads are waited for, so
-        that no peer touches the region afterwards."""
-        self._links.close(self._tear_down)
-
-    def _tear_down(self) -> None:
-        region, self._region = self._region, None
-        if region is not None and self._server is not None:
-            if self._server.unregister_memory(region.address) != 0:
-                _log.warning("mooncake could not unregister the region", engine=self._own_name)
-            self._server = None  # the last reference
-
-    def _registered(self) -> Region:
-        if self._region is None:
-            raise TransferError("mooncake: no region is registered, or the engine was closed")
-        return self._region
+    def _tear_down(self, region: Region) -> None:
+        if self._server.unregister_memory(region.address) != 0:
+            _log.warning("mooncake could not unregister the region", engine=self._own_name)
+        self._server = None  # the last reference
 
 
 def make_engine(library: ModuleType, host: str) -> Any:
@@ -166,7 +134,7 @@ def _silence(library: ModuleType) -> None:
     except (OSError, ValueError):  # another build of the logger
         _log.debug("mooncake's log cannot be silenced")
         return
-    if os.environ["MC_LOG_LEVEL"] == _SETTINGS["MC_LOG_LEVEL"]:  # else somebody wants to see it
+    if os.environ["MC_LOG_LEVEL"] == _SETTINGS["MC_LOG_LEVEL"]:  # else the user wants to see it
         level.value = _LOG_NOTHING
 
 
@@ -235,7 +203,7 @@ class _Segment:
         flight.add(start(self._peer, [ctypes.addressof(self._scratch)], [self._info.address], [1]))
         flight.wait_until(0, threading.Event())
         if flight.has_failed:
-            raise TransferError(f"mooncake: nobody at {self._peer} serves the region that was told")
+            raise TransferError(f"mooncake: no process at {self._peer} serves the region that was told")
 
     def move(self, move: Move, abandon: threading.Event) -> None:
         flight = self._send(move, abandon)

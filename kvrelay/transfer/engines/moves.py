@@ -3,7 +3,7 @@
     open ──> waiting ──start()──> running ──end()──> ended ──take()──> forgotten
                  └──────stop(), end()───────────────^
 
-The caller's thread opens, cancels and takes; a link's thread starts and ends. Whoever ends a move first decides how it
+The caller's thread opens, cancels and takes; a link's thread starts and ends. The one that ends a move first decides how it
 ended, and `take` hands each out once: that is the contract's "every id appears in exactly one poll".
 """
 

@@ -31,8 +31,8 @@ import numpy as np
 from msgspec import Meta
 
 from kvrelay.ids import WorkerId
-from kvrelay.transfer.engines.base import Completion, MoveId, Mover, Ranges, TransferError
-from kvrelay.transfer.engines.links import CANCELLED, CLOSED, Links
+from kvrelay.transfer.engines.base import Mover, Ranges, TransferError
+from kvrelay.transfer.engines.links import CANCELLED, CLOSED, LinkedEngine, Way, read_info
 from kvrelay.transfer.engines.moves import Move
 from kvrelay.transfer.engines.ranges import groups
 from kvrelay.transfer.region import MAX_BYTES, Region
@@ -42,7 +42,7 @@ _PACKAGES = ("nixl_cu12", "nixl_cu13")
 _PROGRESS_DELAY_US = 10_000  # how long the progress thread sleeps without traffic: idle costs 0.4 % of a core
 _POLL_S = 0.0002
 _POST_BYTES = 64 << 20  # posted at once: what a cancel may have to wait for
-# NIXL and UCX print what we report as a move's error. Whoever wants to see it sets these variables.
+# NIXL and UCX print what we report as a move's error. To see it, set these variables.
 _QUIET = {"NIXL_LOG_LEVEL": "FATAL", "UCX_LOG_LEVEL": "fatal"}
 
 
@@ -73,65 +73,35 @@ def load_bindings() -> ModuleType:
     raise TransferError(f"nixl is not usable here: {'; '.join(reasons)}. Install it with: {INSTALL}")
 
 
-class NixlEngine:
-    """`Mover.PRODUCER`: reads and writes. `host` is the address peers reach this worker at; loopback stays on loopback."""
+class NixlEngine(LinkedEngine):
+    """`Mover.PRODUCER`: reads and writes. `host` is the address peers reach this worker at; loopback stays on loopback.
+
+    `register` is start-up, not traffic: making a UCX context takes up to half a second.
+    """
 
     name = "nixl"
     mover = Mover.PRODUCER
 
     def __init__(self, worker: WorkerId, host: str = "127.0.0.1") -> None:
+        super().__init__(worker)
         self._nixl = load_bindings()
         self._agent_name = f"{worker}-{secrets.token_hex(4)}"
         self._host = host
-        self._links = Links(self.name)
-        self._agent: _Agent | None = None
 
-    def register(self, region: Region) -> None:
-        """Start-up, not traffic: making a UCX context takes up to half a second."""
-        if self._agent is not None:
-            raise TransferError("nixl: a region is already registered")
+    def _open(self, region: Region) -> None:
         self._agent = _Agent(self._nixl, self._agent_name, self._host, region)
 
-    def local_info(self) -> bytes:
-        return msgspec.msgpack.encode(self._registered().info)
+    def _info(self, region: Region) -> NixlInfo:
+        return self._agent.info
 
-    def add_peer(self, peer: WorkerId, info: bytes) -> None:
-        agent = self._registered()
-        try:
-            told = msgspec.msgpack.decode(info, type=NixlInfo)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise TransferError(f"nixl: the info of {peer} makes no sense: {error}") from error
+    def _way_to(self, peer: WorkerId, info: bytes, region: Region) -> tuple[Way, int]:
+        told = read_info(self.name, peer, info, NixlInfo)
         if told.digest != _digest(told):
             raise TransferError(f"nixl: the info of {peer} makes no sense: it was damaged")
-        self._links.add(peer, told.size_bytes, _RemoteAgent(agent, told))
+        return _RemoteAgent(self._agent, told), told.size_bytes
 
-    def remove_peer(self, peer: WorkerId) -> None:
-        self._links.remove(peer)
-
-    def write(self, peer: WorkerId, ranges: Ranges) -> MoveId:
-        return self._links.submit(peer, ranges, self._registered().region, writes=True)
-
-    def read(self, peer: WorkerId, ranges: Ranges) -> MoveId:
-        return self._links.submit(peer, ranges, self._registered().region, writes=False)
-
-    def poll(self) -> list[Completion]:
-        return self._links.poll()
-
-    def cancel(self, move: MoveId) -> None:
-        self._links.cancel(move)
-
-    def close(self) -> None:
-        self._links.close(self._drop_agent)
-
-    def _drop_agent(self) -> None:
-        agent, self._agent = self._agent, None
-        if agent is not None:
-            agent.close()
-
-    def _registered(self) -> _Agent:
-        if self._agent is None:
-            raise TransferError("nixl: no region is registered, or the engine was closed")
-        return self._agent
+    def _tear_down(self, region: Region) -> None:
+        self._agent.close()
 
 
 class _Agent:
@@ -152,7 +122,7 @@ class _Agent:
             self._memory = self.nixl.nixlRegDList(*self._registration())
             self.agent.registerMem(self._memory, [self.backend])
             metadata = bytes(self.agent.getLocalMD())
-        except Exception as error:  # whatever the library raises
+        except Exception as error:  # the library may raise anything
             raise TransferError(f"nixl: could not register {region.size_bytes} bytes on {region.device}: {error}") from error
         info = NixlInfo(name, metadata, region.address, region.size_bytes, region.device)
         self.info = msgspec.structs.replace(info, digest=_digest(info))
@@ -183,7 +153,7 @@ class _Agent:
     def _load(self, info: NixlInfo) -> None:
         try:
             name = bytes(self.agent.loadRemoteMD(info.metadata)).decode()
-        except Exception as error:  # whatever the library raises
+        except Exception as error:  # the library may raise anything
             raise TransferError(f"nixl: no way to {info.agent}: {error}") from error
         if name != info.agent:
             if self._num_links[name] == 0:
@@ -204,7 +174,7 @@ class _Agent:
         with self._lock:
             try:
                 self.agent.deregisterMem(self._memory, [self.backend])
-            except Exception as error:  # whatever the library raises
+            except Exception as error:  # the library may raise anything
                 raise TransferError(f"nixl: could not deregister memory: {error}") from error
             finally:
                 self.agent = None  # the last reference: ends its threads and connections
@@ -241,14 +211,14 @@ class _RemoteAgent:
         operation = nixl.NIXL_WRITE if writes else nixl.NIXL_READ
         try:
             handle = local.agent.createXferReq(operation, here, there, info.agent, b"", [local.backend])
-        except Exception as error:  # whatever the library raises
+        except Exception as error:  # the library may raise anything
             raise TransferError(f"nixl: {info.agent} is out of reach: {error}") from error
         try:
             status = local.agent.postXferReq(handle, b"")
             while status == nixl.NIXL_IN_PROG and not abandon.is_set():
                 time.sleep(_POLL_S)
                 status = local.agent.getXferStatus(handle)
-        except Exception as error:  # whatever the library raises
+        except Exception as error:  # the library may raise anything
             raise TransferError(f"nixl: the connection to {info.agent} failed: {error}") from error
         finally:
             local.agent.releaseXferReq(handle)

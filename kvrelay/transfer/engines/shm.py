@@ -3,7 +3,7 @@
 1. The producer's region is a memfd. A thread of its engine waits on an abstract Unix socket.
 2. `local_info` tells the socket's name, a token, and which host this is. A consumer elsewhere is refused in `add_peer`.
 3. The consumer's link connects, shows the token, receives the file descriptor and maps it, read-only.
-4. `read` copies on the link's thread, one native call per batch; `write` does not exist, so nobody can write memory that
+4. `read` copies on the link's thread, one native call per batch; `write` does not exist, so no peer can write memory that
    its owner has reused. When the producer dies, its memory stays mapped: a copy that runs ends normally, and whether the
    bytes may be used is decided by leases, not here.
 """
@@ -30,13 +30,13 @@ from msgspec import Meta
 from kvrelay.ids import WorkerId
 from kvrelay.log import Log
 from kvrelay.transfer.copy import copy_ranges
-from kvrelay.transfer.engines.base import Completion, MoveId, Mover, Ranges, TransferError
-from kvrelay.transfer.engines.links import CANCELLED, CLOSE_WAIT_S, Links
+from kvrelay.transfer.engines.base import MoveId, Mover, Ranges, TransferError
+from kvrelay.transfer.engines.links import CANCELLED, CLOSE_WAIT_S, LinkedEngine, Way, read_info
 from kvrelay.transfer.engines.moves import Move
 from kvrelay.transfer.region import MAX_BYTES, SIZE_IS_FIXED, Region
 
 _log = Log("transfer.shm")
-_CONNECT_TIMEOUT_S = 5.0  # on the link's thread; a producer that does not answer for so long is stuck
+_CONNECT_TIMEOUT_S = 5.0  # on the link's thread; a producer that does not answer within it is stuck
 _TOKEN_TIMEOUT_S = 1.0
 _TOKEN_CHARACTERS = 32
 
@@ -56,71 +56,35 @@ def host_identity() -> str:
     return f"{boot}/{pathlib.Path('/proc/self/ns/net').stat().st_ino}"
 
 
-class ShmEngine:
+class ShmEngine(LinkedEngine):
     """`Mover.CONSUMER`: only `read` moves bytes."""
 
     name = "shm"
     mover = Mover.CONSUMER
 
-    def __init__(self, worker: WorkerId) -> None:
-        self._worker = worker
-        self._region: Region | None = None
-        self._door: _Door | None = None
-        self._links = Links(self.name)
-
-    def register(self, region: Region) -> None:
-        if self._region is not None:
-            raise TransferError("shm: a region is already registered")
+    def _open(self, region: Region) -> None:
         if region.fd is None or region.device != "cpu":
             raise TransferError(f"shm moves host memory made by shared_region, not memory on {region.device}")
-        self._region = region
         self._door = _Door(self._worker, region.fd)
 
-    def local_info(self) -> bytes:
-        region, door = self._registered()
-        return msgspec.msgpack.encode(ShmInfo(host_identity(), door.socket_name, door.token, region.size_bytes))
+    def _info(self, region: Region) -> ShmInfo:
+        return ShmInfo(host_identity(), self._door.socket_name, self._door.token, region.size_bytes)
 
-    def add_peer(self, peer: WorkerId, info: bytes) -> None:
-        self._registered()
-        try:
-            told = msgspec.msgpack.decode(info, type=ShmInfo)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise TransferError(f"shm: the info of {peer} makes no sense: {error}") from error
+    def _way_to(self, peer: WorkerId, info: bytes, region: Region) -> tuple[Way, int]:
+        told = read_info(self.name, peer, info, ShmInfo)
         if told.host != host_identity():
             raise TransferError(f"shm: {peer} is on another host or in another container; use nixl or mooncake")
-        self._links.add(peer, told.size_bytes, _MappedPeer(told, self._registered()[0]))
-
-    def remove_peer(self, peer: WorkerId) -> None:
-        self._links.remove(peer)
+        return _MappedPeer(told, region), told.size_bytes
 
     def write(self, peer: WorkerId, ranges: Ranges) -> MoveId:
         raise TransferError("shm: the consumer copies; a producer never writes a peer's memory")
 
-    def read(self, peer: WorkerId, ranges: Ranges) -> MoveId:
-        return self._links.submit(peer, ranges, self._registered()[0], writes=False)
-
-    def poll(self) -> list[Completion]:
-        return self._links.poll()
-
-    def cancel(self, move: MoveId) -> None:
-        self._links.cancel(move)
-
-    def close(self) -> None:
-        self._links.close(self._shut_door)
-
-    def _shut_door(self) -> None:
-        if self._door is not None:
-            self._door.close()
-            self._door = None
-
-    def _registered(self) -> tuple[Region, _Door]:
-        if self._region is None or self._door is None:
-            raise TransferError("shm: no region is registered, or the engine was closed")
-        return self._region, self._door
+    def _tear_down(self, region: Region) -> None:
+        self._door.close()
 
 
 class _Door:
-    """The producer's side: hands the region's file descriptor to whoever shows the token."""
+    """The producer's side: hands the region's file descriptor to a peer that shows the token."""
 
     def __init__(self, worker: WorkerId, fd: int) -> None:
         self.socket_name = f"kvrelay/{worker}/{secrets.token_hex(8)}"

@@ -1,0 +1,102 @@
+"""How requests end: by a finish reason for each sample, by an abort, by a failure, or by going on elsewhere.
+
+end       one sequence: its KV may be kept, its blocks come back, the runner forgets it
+end_cut   the samples whose end the router has found
+settle    a request whose last sample has ended is forgotten, and its end told to routers that follow the cache
+drop      all of a request at once
+fail      the same, with the one Failure that answers it
+"""
+
+from __future__ import annotations
+
+from kvrelay.engine.core import Core
+from kvrelay.engine.request import Request, Sequence
+from kvrelay.errors import RequestError
+from kvrelay.ids import RequestId
+from kvrelay.states import FinishReason, FreeReason, RequestState
+from kvrelay.wire.events import Freed
+
+
+class Endings:
+    """Owns the requests that have not ended. Each of them ends here, once."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self.released: list[int] = []  # keys of sequences that the runner has not been told to forget yet
+        self._handing_on: dict[RequestId, tuple[str, list[bytes]]] = {}  # client's id and hashes of prompts that ended here
+
+    def end(self, sequence: Sequence, reason: FinishReason) -> None:
+        self._core.kept.ended(sequence)
+        if sequence.request_id in self._core.incoming:
+            self._core.incoming.abort(sequence)
+        else:
+            if sequence.request_id in self._core.outgoing:
+                self._core.outgoing.abort(sequence)
+            self._core.scheduler.remove(sequence)
+        sequence.finish_reason = reason
+        self.released.append(sequence.key)
+
+    def end_cut(self, request: Request) -> None:
+        """While its samples were not forked yet, the prompt was needed for the others."""
+        for sequence in request.sequences if request.cut else ():
+            if sequence.sample in request.cut and sequence.state is not RequestState.FINISHED:
+                self.end(sequence, request.cut[sequence.sample])
+
+    def settle(self, request: Request) -> None:
+        if request.finished and self._core.requests.pop(request.request_id, None) is not None:
+            self._forget(request, FreeReason.FINISHED)
+
+    def drop(self, request: Request, reason: FreeReason) -> list[int]:
+        """Returns the samples that had not ended before."""
+        open_sequences = [s for s in request.sequences if s.state is not RequestState.FINISHED]
+        samples = [s.sample for s in open_sequences] + list(range(1, 1 + request.num_unforked))
+        if request.search is not None:
+            samples = list(range(request.params.n))
+        for sequence in open_sequences:
+            self.end(sequence, FinishReason.ABORT)
+        del self._core.requests[request.request_id]
+        self._forget(request, reason)
+        return samples
+
+    def fail(self, request: Request, error: RequestError) -> None:
+        if request.request_id in self._core.requests:
+            self._core.kept.refuse(request.request_id, f"the request failed: {error.message}")
+            self.drop(request, FreeReason.FAILED)
+            self._core.outbox.fail(request.request_id, error)
+
+    def hand_on(self, sequence: Sequence) -> None:
+        """Its prompt is computed, and the request goes on elsewhere. `handed_on` says when its KV is there."""
+        request = sequence.request
+        self._core.scheduler.remove(sequence)
+        self.released.append(sequence.key)
+        del self._core.requests[sequence.request_id]
+        self._end_images(request)
+        if self._core.kv.recorder.is_heard:
+            self._handing_on[sequence.request_id] = (request.external_id, _hashes(request))
+
+    def handed_on(self, request_id: RequestId, reason: FreeReason) -> None:
+        """Or will not be: routers that follow the cache learn that it is over here."""
+        handing_on = self._handing_on.pop(request_id, None)
+        if handing_on is not None:
+            self._tell_freed(*handing_on, reason)
+
+    def _forget(self, request: Request, reason: FreeReason) -> None:
+        self._core.kept.forget(request.request_id)
+        self._end_images(request)
+        if self._core.kv.recorder.is_heard:
+            self._tell_freed(request.external_id, _hashes(request), reason)
+
+    def _end_images(self, request: Request) -> None:
+        if request.images:
+            self._core.images.end(request.request_id)
+
+    def _tell_freed(self, external_id: str, hashes: list[bytes], reason: FreeReason) -> None:
+        """With those of its full blocks that the prefix cache still has."""
+        kv = self._core.kv
+        found = [digest for digest in hashes if kv.is_findable(digest)]
+        kv.recorder.lived(Freed(request=external_id, reason=reason, hashes=found))
+
+
+def _hashes(request: Request) -> list[bytes]:
+    """Of the full blocks of all its samples, each once."""
+    return list(dict.fromkeys(digest for sequence in request.sequences for digest in sequence.hashes))

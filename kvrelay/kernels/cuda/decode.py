@@ -1,0 +1,147 @@
+"""Paged attention of rows with one query each, at the rate of memory.
+
+A program takes one row, one KV head and one split of the row's context. The query heads that share the KV head are one tile
+(at least 16 rows, as tensor cores want), so keys and values are read once. The grid depends on shapes alone; lengths are read
+on the device, where a row's own context is cut into splits: those of a short row may be empty. A second kernel merges splits
+by their log-sum-exp, where an empty one weighs nothing. Tried on an H200 and not faster: a merge by the split that ends last,
+and prefetching KV into the L2 cache before the wait.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kvrelay.kernels.base import AttentionBatch, HeadShape
+from kvrelay.kernels.cuda.launch import options, power_of_2
+from kvrelay.kernels.cuda.table import DecodeChoice, choose_decode
+
+_LOG2_E = 1.4426950408889634
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def _decode_kernel(
+    q, q_stride, kv, value_offset, tables, table_stride, contexts, query_start, out, partial, lse, scale,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, MIXED: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """With MIXED, rows with more queries than one are left to another kernel."""
+    if PDL:
+        gdc_launch_dependents()
+    row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    context = tl.load(contexts + row)
+    split_size = tl.cdiv(tl.cdiv(context, 16), SPLITS) * 16
+    begin = split * split_size
+    end = tl.minimum(begin + split_size, context)
+    member = tl.arange(0, GROUP_PAD)
+    dim = tl.arange(0, DIM_PAD)
+    if PDL:
+        gdc_wait()
+    token = row
+    if MIXED:
+        token = tl.load(query_start + row)
+        if tl.load(query_start + row + 1) - token != 1:
+            return
+    head = kv_head * GROUP + member
+    real = (member < GROUP)[:, None] & (dim < DIM)[None, :]
+    query = tl.load(q + token.to(tl.int64) * q_stride + head[:, None] * DIM + dim[None, :], mask=real, other=0.0)
+    top = tl.full([GROUP_PAD], float("-inf"), tl.float32)
+    total = tl.zeros([GROUP_PAD], tl.float32)
+    sums = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
+    for start in range(begin, end, TILE):
+        place = start + tl.arange(0, TILE)
+        inside = place < end
+        block = tl.load(tables + row.to(tl.int64) * table_stride + place // BLOCK_SIZE, mask=inside, other=0)
+        slot = block.to(tl.int64) * BLOCK_SIZE + place % BLOCK_SIZE
+        source = kv + ((slot * KV_HEADS + kv_head) * DIM)[:, None] + dim[None, :]
+        loaded = inside[:, None]
+        if DIM != DIM_PAD:
+            loaded = loaded & (dim < DIM)[None, :]
+        keys = tl.load(source, mask=loaded, other=0.0)
+        scores = tl.dot(query, tl.trans(keys), input_precision=PRECISION) * scale
+        scores = tl.where(inside[None, :], scores, float("-inf"))
+        peak = tl.maximum(top, tl.max(scores, axis=1))
+        ratio = tl.exp2(top - peak)
+        weights = tl.exp2(scores - peak[:, None])
+        values = tl.load(source + value_offset, mask=loaded, other=0.0)
+        sums = tl.dot(weights.to(values.dtype), values, sums * ratio[:, None], input_precision=PRECISION)
+        total = total * ratio + tl.sum(weights, axis=1)
+        top = peak
+    seen = total > 0.0
+    sums = sums / tl.where(seen, total, 1.0)[:, None]
+    if SPLITS == 1:
+        places = token.to(tl.int64) * (KV_HEADS * GROUP * DIM) + head[:, None] * DIM + dim[None, :]
+        tl.store(out + places, sums.to(query.dtype), mask=real)
+    else:
+        piece = (row.to(tl.int64) * (KV_HEADS * GROUP) + head) * SPLITS + split
+        tl.store(partial + piece[:, None] * DIM + dim[None, :], sums, mask=real & (begin + dim * 0 < end)[None, :])
+        tl.store(lse + piece, tl.where(seen, top + tl.log2(tl.where(seen, total, 1.0)), float("-inf")), mask=member < GROUP)
+
+
+@triton.jit
+def _merge_kernel(
+    partial, lse, query_start, out,
+    HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, SPLITS: tl.constexpr, MIXED: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row, head = tl.program_id(0), tl.program_id(1)
+    token = row
+    if MIXED:
+        token = tl.load(query_start + row)
+        if tl.load(query_start + row + 1) - token != 1:
+            return
+    split = tl.arange(0, SPLITS)
+    dim = tl.arange(0, DIM_PAD)
+    first = (row.to(tl.int64) * HEADS + head) * SPLITS
+    logs = tl.load(lse + first + split)
+    real = logs > float("-inf")
+    peak = tl.max(logs, axis=0)
+    weights = tl.where(real, tl.exp2(logs - tl.where(peak > float("-inf"), peak, 0.0)), 0.0)
+    mask = real[:, None] & (dim < DIM)[None, :]
+    pieces = tl.load(partial + (first + split)[:, None] * DIM + dim[None, :], mask=mask, other=0.0)
+    total = tl.sum(weights, axis=0)
+    result = tl.sum(pieces * weights[:, None], axis=0) / tl.where(total > 0.0, total, 1.0)
+    places = out + (token.to(tl.int64) * HEADS + head) * DIM + dim
+    tl.store(places, result.to(out.dtype.element_ty), mask=dim < DIM)
+
+
+def decode_attention(
+    q: torch.Tensor,
+    shape: HeadShape,
+    rows: AttentionBatch,
+    kv: torch.Tensor,
+    scale: float,
+    out: torch.Tensor,
+    *,
+    mixed: bool = False,
+    choice: DecodeChoice | None = None,
+) -> None:
+    """Writes out[tokens, heads * dim] for the rows that have one query. Unless `mixed`, all have, and row i is token i."""
+    num_rows, block_size, dim = rows.num_rows, kv.shape[2], shape.head_dim
+    group = shape.num_heads // shape.num_kv_heads
+    if choice is None:
+        choice = choose_decode(num_rows * shape.num_kv_heads, rows.max_context, dim * kv.element_size())
+    splits = choice.splits
+    partial = lse = out
+    if splits > 1:
+        partial = torch.empty(num_rows, shape.num_heads, splits, dim, dtype=torch.float32, device=q.device)
+        lse = torch.empty(num_rows, shape.num_heads, splits, dtype=torch.float32, device=q.device)
+    _decode_kernel[(num_rows, shape.num_kv_heads, splits)](
+        q, q.stride(0), kv, kv.stride(0), rows.block_tables, rows.block_tables.stride(0), rows.context_lens,
+        rows.query_start, out, partial, lse, scale * _LOG2_E,
+        KV_HEADS=shape.num_kv_heads, GROUP=group, GROUP_PAD=power_of_2(group, 16), DIM=dim, DIM_PAD=power_of_2(dim, 16),
+        BLOCK_SIZE=block_size, TILE=choice.tile, SPLITS=splits, MIXED=mixed,
+        PRECISION="ieee" if q.dtype is torch.float32 else "tf32",
+        **options(choice.num_warps, choice.num_stages),
+    )  # fmt: skip
+    if splits > 1:
+        _merge_kernel[(num_rows, shape.num_heads)](
+            partial, lse, rows.query_start, out,
+            HEADS=shape.num_heads, DIM=dim, DIM_PAD=power_of_2(dim, 16), SPLITS=splits, MIXED=mixed, **options(num_warps=2),
+        )  # fmt: skip

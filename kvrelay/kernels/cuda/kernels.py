@@ -1,0 +1,138 @@
+"""The kernels for NVIDIA cards: Triton, with cuBLAS and cuDNN where they are faster.
+
+- `linear.py`       linears of few rows at the memory rate; more rows go to cuBLAS
+- `decode.py`       paged attention of rows with one query, split over the context
+- `prefill.py`      paged attention of rows with many queries, and cuDNN's for those without a prefix
+- `elementwise.py`  norms, rotation with KV store, activation
+- `table.py`        which variant a shape gets
+
+A pass of single queries (decode) makes the host wait for nothing and reads lengths on the device alone, so it can be captured
+in a CUDA graph: `max_context` of the captured batch bounds what later replays may have. Padding: a row with context 0 gives
+zeros, a token with slot -1 stores nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+
+from kvrelay.kernels.base import AttentionBatch, ForwardBatch, FusedLayer, HeadShape, LayerWeights, Packed
+from kvrelay.kernels.cuda import elementwise
+from kvrelay.kernels.cuda.decode import decode_attention
+from kvrelay.kernels.cuda.layer import CudaLayer
+from kvrelay.kernels.cuda.linear import CudaPacked, small_linear
+from kvrelay.kernels.cuda.prefill import PLAN_STEP, has_room, own_attention, paged_attention
+from kvrelay.kernels.cuda.table import MAX_SMALL_ROWS
+from kvrelay.kernels.torch_kernels import TorchKernels
+
+Attention = Literal["auto", "triton", "torch"]
+Linears = Literal["auto", "triton", "cublas"]
+_MAX_FORCED_ROWS = 64  # Triton's linears keep the rows of a pass in one tile
+_MAX_HEAD_DIM = 256
+_MAX_CUDNN_DIM = 128
+_MIN_CUDNN_QUERIES = 512  # shorter rows are computed together by the paged kernel
+
+
+class CudaKernels:
+    """Implements `Kernels`. Stateless, so one instance may serve any number of models."""
+
+    def __init__(self, attention: Attention = "auto", linears: Linears = "auto") -> None:
+        self._attention = attention
+        self._reference = TorchKernels()
+        self._max_small_rows = {"auto": MAX_SMALL_ROWS, "triton": _MAX_FORCED_ROWS, "cublas": 0}[linears]
+
+    def fuse(self, weights: LayerWeights) -> FusedLayer | None:
+        return CudaLayer(weights, self)
+
+    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> CudaPacked:
+        return CudaPacked(weight.contiguous(), None if bias is None else bias.contiguous())
+
+    def is_small(self, num_rows: int) -> bool:
+        """Whether linears of so many rows are Triton's."""
+        return 0 < num_rows <= self._max_small_rows
+
+    def linear(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:
+        assert isinstance(packed, CudaPacked)
+        if self.is_small(x.shape[0]):
+            return small_linear(x, packed)
+        return F.linear(x, packed.weight, packed.bias)
+
+    def qkv_linear(self, x: torch.Tensor, packed: Packed, shape: HeadShape, rows: AttentionBatch) -> torch.Tensor:
+        """A linear whose rows have room behind them where cuDNN will attend over them: see `own_attention`."""
+        assert isinstance(packed, CudaPacked)
+        if self._own_rows(rows, shape, x) is None:
+            return self.linear(x, packed)
+        tokens = x.shape[0]
+        roomy = x.new_empty(tokens + PLAN_STEP, packed.out_features)
+        roomy[tokens:].zero_()
+        if packed.bias is None:
+            torch.mm(x, packed.weight.T, out=roomy[:tokens])
+        else:
+            torch.addmm(packed.bias, x, packed.weight.T, out=roomy[:tokens])
+        return roomy[:tokens]
+
+    def gated_linear(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:
+        """silu_mul(linear(x)), in one kernel for few rows."""
+        assert isinstance(packed, CudaPacked)
+        if self.is_small(x.shape[0]):
+            return small_linear(x, packed, gated=True)
+        return elementwise.silu_mul(F.linear(x, packed.weight, packed.bias))
+
+    def embed(self, token_ids: torch.Tensor, packed: Packed) -> torch.Tensor:
+        assert isinstance(packed, CudaPacked)
+        return F.embedding(token_ids, packed.weight)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return elementwise.rms_norm(x, None, weight, eps)
+
+    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return elementwise.rms_norm(x, residual, weight, eps)
+
+    def rope_and_store(
+        self,
+        qkv: torch.Tensor,
+        shape: HeadShape,
+        cos_sin: torch.Tensor,
+        batch: ForwardBatch,
+        kv: torch.Tensor,
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+        eps: float,
+    ) -> torch.Tensor:
+        keep = self._own_rows(batch.attention, shape, qkv) is not None
+        return elementwise.rope_and_store(qkv, shape, cos_sin, batch, kv, q_norm, k_norm, eps, keep=keep)
+
+    def attention(self, q: torch.Tensor, shape: HeadShape, batch: ForwardBatch, kv: torch.Tensor, scale: float) -> torch.Tensor:
+        if self._attention == "torch" or shape.head_dim > _MAX_HEAD_DIM:
+            return self._reference.attention(q, shape, batch, kv, scale)
+        rows = batch.attention
+        own_rows = self._own_rows(rows, shape, q)
+        if own_rows is not None and has_room(q, shape, own_rows):
+            return own_attention(q, shape, own_rows, scale)
+        out = q.new_empty(q.shape[0], shape.num_heads * shape.head_dim)
+        if rows.max_query == 1:
+            decode_attention(q, shape, rows, kv, scale, out)
+            return out
+        mixed = rows.num_rows > 1
+        paged_attention(q, shape, rows, kv, scale, out, mixed=mixed)
+        if mixed:
+            decode_attention(q, shape, rows, kv, scale, out, mixed=True)
+        return out
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return elementwise.silu_mul(gate_up)
+
+    def _own_rows(self, rows: AttentionBatch, shape: HeadShape, q: torch.Tensor) -> list[int] | None:
+        """The queries of each row, if cuDNN shall compute them: long ones, none of which has a prefix."""
+        if self._attention != "auto" or not q.is_cuda or q.dtype is torch.float32 or rows.max_query < _MIN_CUDNN_QUERIES:
+            return None
+        if shape.head_dim > _MAX_CUDNN_DIM or shape.head_dim % 8:
+            return None
+        if rows.num_rows == 1:
+            return [rows.max_query] if rows.max_query == rows.max_context else None
+        if rows.lengths is None or any(count != context for count, context in rows.lengths):
+            return None
+        counts = [count for count, _ in rows.lengths]
+        return counts if min(counts) >= _MIN_CUDNN_QUERIES else None

@@ -1,0 +1,39 @@
+"""How Triton kernels are launched here.
+
+A kernel with `PDL` set takes part in programmatic dependent launch: its programs are started while the kernel before still
+runs, load what does not depend on it (weights), and wait for its end in `gdc_wait()`. Every program of such a kernel waits
+before it ends, so a kernel that has ended implies that all kernels before it have. Several kernels may wait in a row.
+
+What may be read before the wait: weights, and the inputs of a pass (positions, slots, lengths, block tables), which are
+written before its first norm; that one is launched in the ordinary way (`after_all`), and all others follow it.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+from triton import knobs
+
+INTERPRETED = bool(knobs.runtime.interpret)  # TRITON_INTERPRET=1: kernels run in numpy, on the CPU
+_FIRST_WITH_PDL = (9, 0)
+
+
+@functools.cache
+def has_dependent_launch() -> bool:
+    return not INTERPRETED and torch.cuda.get_device_capability() >= _FIRST_WITH_PDL
+
+
+@functools.cache
+def options(num_warps: int = 4, num_stages: int = 3, *, after_all: bool = False) -> dict[str, object]:
+    """Keywords of a launch. The constexpr `PDL` of the kernel is among them."""
+    if has_dependent_launch():
+        return {"num_warps": num_warps, "num_stages": num_stages, "PDL": True, "launch_pdl": not after_all}
+    return {"num_warps": num_warps, "num_stages": num_stages, "PDL": False}
+
+
+@functools.cache
+def power_of_2(size: int, least: int = 1) -> int:
+    """The smallest one that is not below `size`."""
+    return int(max(least, triton.next_power_of_2(size)))

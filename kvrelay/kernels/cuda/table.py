@@ -1,0 +1,79 @@
+"""Which variant of a kernel a shape gets: measured on an H200 with `python -m kvrelay.kernels.cuda.tune`, in CUDA graphs.
+
+Shapes are all that is asked here, never lengths on the device, so a choice holds for every replay of a captured graph.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeChoice:
+    splits: int  # a power of 2
+    tile: int  # tokens of KV a step
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillChoice:
+    query_tile: int  # queries x the query heads of a KV head
+    tile: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class LinearChoice:
+    block_out: int  # rows of the weight a program
+    block_in: int  # columns a step
+    num_warps: int
+    num_stages: int
+
+
+MAX_SMALL_ROWS = 32  # more rows are faster in cuBLAS
+_MAX_SPLITS = 64
+_PROGRAMS = 512  # decode programs that keep the card busy
+_WIDE_HEAD_BYTES = 256  # of a head's keys: 128 x bfloat16
+
+
+@functools.lru_cache(maxsize=4096)
+def choose_decode(num_heads: int, max_context: int, head_bytes: int) -> DecodeChoice:
+    """`num_heads` counts the KV heads of all rows."""
+    wide = head_bytes > _WIDE_HEAD_BYTES
+    if num_heads > 1024:
+        return DecodeChoice(1, 32, 2, 2 if wide else 3)
+    splits, tile = 1, 32 if wide or max_context <= 512 else 64
+    while splits < _MAX_SPLITS and splits * num_heads < _PROGRAMS and splits * tile < max_context:
+        splits *= 2
+    if wide or tile == 32:
+        return DecodeChoice(splits, tile, 4, 2)
+    return DecodeChoice(splits, tile, 2, 2) if num_heads > 64 and splits > 1 else DecodeChoice(splits, tile, 4, 3)
+
+
+@functools.lru_cache(maxsize=1024)
+def choose_prefill(num_lines: int, head_bytes: int) -> PrefillChoice:
+    """`num_lines`: the most queries of a row, times the query heads of a KV head."""
+    if head_bytes > 2 * _WIDE_HEAD_BYTES:
+        return PrefillChoice(32, 16, 4, 1)
+    if head_bytes > _WIDE_HEAD_BYTES:
+        return PrefillChoice(64, 32, 4, 2)
+    if num_lines <= 32:
+        return PrefillChoice(32, 64, 4, 3)
+    if num_lines <= 64:
+        return PrefillChoice(64, 64, 4, 3)
+    return PrefillChoice(128, 128, 8, 2) if num_lines <= 16384 else PrefillChoice(128, 64, 4, 3)
+
+
+@functools.lru_cache(maxsize=1024)
+def choose_linear(num_rows: int, num_lines: int, gated: bool) -> LinearChoice:
+    """`num_lines` counts outputs: with `gated` each has two rows of the weight."""
+    if num_rows == 1:
+        return LinearChoice(4, 1024, 8, 3) if gated else LinearChoice(4, 2048, 8, 3)
+    if num_rows > 32 or num_lines > 32768:
+        return LinearChoice(64, 128, 4, 3)
+    if gated:
+        return LinearChoice(64, 128, 4, 5)
+    return LinearChoice(64, 128, 8, 5) if num_rows > 16 else LinearChoice(64, 256, 4, 3 if num_lines > 4096 else 5)

@@ -1,0 +1,180 @@
+"""Steps that only decode, at fixed sizes and addresses, so that a step is one replay of a CUDA graph.
+
+    sizes      1, 2, 4, 8, then every 8th up to a full batch: a step is padded to the next one
+    inputs     six int32 numbers a row, written to pinned memory and sent by one copy; block tables stay on the device
+    pass       the model over static tensors, then the likeliest token of each row; captured once per size at start
+    outputs    logits and tokens, at one address for all sizes, until the next replay
+
+A padding row computes one token of a block that no sequence has. A row whose token is not known on the host yet (`source`)
+takes it from the tokens of the launch before.
+
+Where there is no card the pass is called instead of replayed: the same code, for tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from kvrelay.engine.interfaces import Row
+from kvrelay.kernels.base import AttentionBatch, ForwardBatch
+from kvrelay.models.registry import Model
+from kvrelay.progress import Progress
+from kvrelay.runner.batch import BatchBuilder
+from kvrelay.runner.inputs import SentInputs, Staging
+from kvrelay.runner.sampling.draw import likeliest
+
+_COLUMNS = 6  # token id, source, position, slot, context length, place in the block tables
+_NOT_KNOWN = 0  # stands for a token that the device knows
+
+
+def graph_sizes(max_batch: int) -> list[int]:
+    """Rising; the last one is a full batch."""
+    return sorted({size for size in (1, 2, 4, *range(8, max_batch, 8)) if size < max_batch} | {max_batch})
+
+
+class DecodeGraphs:
+    """Owns the static tensors and the graphs. `run` follows the runner's own stream order; nothing waits."""
+
+    def __init__(
+        self,
+        model: Model,
+        kv: torch.Tensor,
+        builder: BatchBuilder,
+        *,
+        sizes: Sequence[int],
+        max_context: int,
+        progress: Progress,
+    ) -> None:
+        """`kv`'s last block is the one that padding rows write."""
+        assert builder.tables.twin is not None, "decode graphs read block tables on the device"
+        self._model = model
+        self._kv = kv
+        self._builder = builder
+        self._twin = builder.tables.twin
+        self._sizes = list(sizes)
+        self._max_context = max_context
+        device, most = kv.device, self._sizes[-1]
+        self._block_size = kv.shape[3]
+        self._scratch_slot = (kv.shape[2] - 1) * self._block_size
+        self._twin[-1] = kv.shape[2] - 1
+        self._areas = [Staging(_COLUMNS * most, device) for _ in range(2)]
+        self._turn = 0
+        self._changes = SentInputs(4 * most, device)
+        self._flat = torch.zeros(_COLUMNS * most, dtype=torch.int32, device=device)
+        self._block_tables = torch.zeros(most, self._twin.shape[1], dtype=torch.int32, device=device)
+        self._counting = torch.arange(most + 1, device=device)
+        self._query_start = self._counting.int()
+        self.tokens = torch.zeros(most, dtype=torch.int64, device=device)  # of the last launch, by whoever launched it
+        self.logits = torch.zeros(most, model.spec.vocab_size, dtype=kv.dtype, device=device)
+        self._replays = self._capture(progress)
+
+    @property
+    def max_rows(self) -> int:
+        return self._sizes[-1]
+
+    def takes(self, rows: list[Row]) -> bool:
+        """Whether the step can be replayed: one token a row, none of an image, and no prompt logprobs."""
+        if len(rows) > self.max_rows:
+            return False
+        if not all(row.count == 1 and not row.prompt_logprobs for row in rows):
+            return False
+        return self._builder.images is None or all(not row.sequence.images or row.start >= _image_end(row) for row in rows)
+
+    def run(self, rows: list[Row], sources: Sequence[int]) -> None:
+        """`sources`: for each row the place of its token among `tokens`, or -1 if the sequence has it."""
+        count, builder = len(rows), self._builder
+        size = self._size_of(count)
+        self._turn = 1 - self._turn
+        area = self._areas[self._turn]
+        area.wait()
+        columns = area.array[: _COLUMNS * size].reshape(_COLUMNS, size)
+        starts = np.array([row.start for row in rows], dtype=np.int64)
+        places = np.array(builder.tables.places(rows), dtype=np.int64)
+        columns[0, :count] = [
+            row.sequence.tokens[row.start] if source < 0 else _NOT_KNOWN for row, source in zip(rows, sources, strict=True)
+        ]
+        columns[1, :count] = sources
+        columns[2, :count] = starts
+        if builder.images is not None:
+            found = builder.images.fill(rows, np.arange(count + 1), columns[0, :count], columns[2, :count])
+            assert found is None, "a step with tokens of an image is not replayed"
+        blocks, offsets = np.divmod(starts, self._block_size)
+        columns[3, :count] = builder.tables.at(places, blocks) * self._block_size + offsets
+        columns[4, :count] = starts + 1
+        columns[5, :count] = places
+        columns[:, count:] = np.array([0, -1, 0, self._scratch_slot, 1, self._twin.shape[0] - 1])[:, None]
+        if builder.tables.num_changed:
+            self._changes.begin()
+            builder.tables.fill_changed(self._changes)
+            self._changes.send()
+            builder.tables.take_changed(self._changes)
+        area.send(_COLUMNS * size, self._flat[: _COLUMNS * size])
+        self._replays[size]()
+
+    def replay_again(self, count: int) -> None:
+        """A step of `count` rows with the inputs that the last one left."""
+        self._replays[self._size_of(count)]()
+
+    def _size_of(self, count: int) -> int:
+        return next(size for size in self._sizes if size >= count)
+
+    def _pass(self, size: int) -> None:
+        columns = self._flat[: _COLUMNS * size].view(_COLUMNS, size)
+        wide = columns.long()
+        known = torch.where(wide[1] >= 0, self.tokens[wide[1].clamp(min=0)], wide[0]).clamp(min=0)
+        torch.index_select(self._twin, 0, columns[5], out=self._block_tables[:size])
+        batch = ForwardBatch(
+            token_ids=known,
+            positions=wide[2],
+            slots=wide[3],
+            attention=AttentionBatch(
+                query_start=self._query_start[: size + 1],
+                context_lens=columns[4],
+                block_tables=self._block_tables[:size],
+                max_query=1,
+                max_context=self._max_context,
+            ),
+            logit_rows=self._counting[:size],
+        )
+        logits = self._model.forward(batch, self._kv)
+        self.logits[:size].copy_(logits)
+        self.tokens[:size].copy_(likeliest(logits))
+
+    @torch.inference_mode()
+    def _capture(self, progress: Progress) -> dict[int, Callable[[], object]]:
+        """The largest first: the smaller ones find the memory of its temporary tensors free."""
+        if self._kv.device.type != "cuda":
+            return {size: _call(self._pass, size) for size in self._sizes}
+        replays: dict[int, Callable[[], object]] = {}
+        pool = torch.cuda.graph_pool_handle()
+        progress.start("capturing decode steps", len(self._sizes), unit="sizes")
+        try:
+            for size in reversed(self._sizes):
+                self._fill_with_padding(size)
+                self._pass(size)  # compiles kernels and chooses them, which a capture cannot
+                torch.cuda.synchronize(self._kv.device)
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=pool):
+                    self._pass(size)
+                replays[size] = graph.replay
+                progress.advance(1)
+        finally:
+            progress.done()
+        torch.cuda.synchronize(self._kv.device)
+        return replays
+
+    def _fill_with_padding(self, size: int) -> None:
+        row = torch.tensor([0, -1, 0, self._scratch_slot, 1, self._twin.shape[0] - 1], dtype=torch.int32)
+        self._flat[: _COLUMNS * size].view(_COLUMNS, size).copy_(row[:, None].expand(_COLUMNS, size))
+
+
+def _call(function: Callable[[int], None], size: int) -> Callable[[], object]:
+    return lambda: function(size)
+
+
+def _image_end(row: Row) -> int:
+    image = row.sequence.images[-1]
+    return image.start + image.num_tokens

@@ -1,0 +1,1 @@
+"""What is special to the hand-over of a KV cache."""

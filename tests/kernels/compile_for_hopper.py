@@ -1,0 +1,93 @@
+"""Compiles every kernel for an NVIDIA card of compute capability 9.0, on a machine that has none: nothing is launched.
+
+A process of its own, since Triton's interpreter and its compiler exclude each other. Prints what each kernel uses.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from kvrelay.kernels.base import AttentionBatch, ForwardBatch, HeadShape
+from kvrelay.kernels.cuda import elementwise, launch
+from kvrelay.kernels.cuda.decode import decode_attention
+from kvrelay.kernels.cuda.linear import CudaPacked, small_linear
+from kvrelay.kernels.cuda.prefill import paged_attention
+
+SHAPES = [HeadShape(32, 8, 128), HeadShape(9, 3, 64), HeadShape(32, 4, 256), HeadShape(24, 24, 96)]
+MAX_SHARED_BYTES = 232448  # of one program on Hopper
+
+
+class NoCard:
+    """Stands for Triton's driver: names a target, has no device."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_benchmarker(self) -> None: ...
+
+
+def compile_only() -> None:
+    run = JITFunction.run
+
+    def compiled(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        kernel = run(self, *arguments, grid=grid, warmup=True, **options)
+        assert kernel.metadata.shared <= MAX_SHARED_BYTES, (kernel.metadata.name, kernel.metadata.shared)
+        print(f"{kernel.metadata.name}: {kernel.metadata.num_warps} warps, {kernel.metadata.shared} bytes shared")
+        return kernel
+
+    JITFunction.run = compiled
+    triton.runtime.driver.set_active(NoCard())
+    launch.has_dependent_launch = lambda: True
+
+
+def batch_of(num_rows: int, count: int) -> ForwardBatch:
+    tokens = torch.zeros(num_rows * count, dtype=torch.int64)
+    rows = AttentionBatch(
+        query_start=torch.zeros(num_rows + 1, dtype=torch.int32),
+        context_lens=torch.zeros(num_rows, dtype=torch.int32),
+        block_tables=torch.zeros(num_rows, 64, dtype=torch.int32),
+        max_query=count,
+        max_context=1024,
+    )
+    return ForwardBatch(tokens, tokens, tokens, rows, tokens)
+
+
+def main() -> None:
+    compile_only()
+    for dtype in (torch.bfloat16, torch.float32):
+        for shape in SHAPES if dtype is torch.bfloat16 else SHAPES[:2]:
+            kv = torch.empty(2, 64, 16, shape.num_kv_heads, shape.head_dim, dtype=dtype)
+            heads = shape.num_heads + 2 * shape.num_kv_heads
+            norm = torch.empty(shape.head_dim, dtype=dtype)
+            cos_sin = torch.empty(16, shape.head_dim)
+            for num_rows, count in ((8, 1), (256, 1), (2, 300)):
+                batch = batch_of(num_rows, count)
+                qkv = torch.empty(num_rows * count, heads * shape.head_dim, dtype=dtype)
+                q = elementwise.rope_and_store(qkv, shape, cos_sin, batch, kv, norm, norm, 1e-5, keep=count > 1)
+                out = torch.empty(q.shape[0], shape.num_heads * shape.head_dim, dtype=dtype)
+                if count > 1:
+                    paged_attention(q, shape, batch.attention, kv, 0.1, out, mixed=True)
+                decode_attention(q, shape, batch.attention, kv, 0.1, out, mixed=count > 1)
+        x = torch.empty(32, 4096, dtype=dtype)
+        elementwise.rms_norm(x, x, x[0], 1e-5)
+        elementwise.silu_mul(x)
+        packed = CudaPacked(torch.empty(28672, 4096, dtype=dtype), None)
+        for num_rows in (1, 8, 32):
+            small_linear(x[:num_rows], packed, gated=True)
+            small_linear(x[:num_rows], packed)
+            small_linear(x[:num_rows], CudaPacked(packed.weight[:4096], None))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+"""The kernels for NVIDIA cards over random shapes: on a card large ones, in Triton's interpreter small ones."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import torch
+from triton_here import DEVICE, HAS_TRITON, ON_CARD
+
+from kvrelay.kernels.base import ForwardBatch, HeadShape, LayerWeights
+from kvrelay.kernels.torch_kernels import TorchKernels
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+from cases import TOLERANCE, Case, attention64, error, make, random_case
+
+pytestmark = [
+    pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed"),
+    *([pytest.mark.cuda] if ON_CARD else []),
+]
+if HAS_TRITON:
+    from kvrelay.kernels.cuda.decode import decode_attention
+    from kvrelay.kernels.cuda.kernels import CudaKernels
+    from kvrelay.kernels.cuda.linear import CudaPacked, small_linear
+    from kvrelay.kernels.cuda.prefill import has_room, own_attention, paged_attention
+    from kvrelay.kernels.cuda.table import DecodeChoice, PrefillChoice
+
+DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if ON_CARD else [])]  # interpreted, bfloat16 is taken for an integer
+LIMITS = {"max_context": 8192, "max_rows": 12} if ON_CARD else {"max_context": 80, "max_rows": 3}
+SEEDS = range(12 if ON_CARD else 3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["decode", "prompts", "chunks", "mixed"])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_attention_over_random_shapes(seed: int, kind: str, dtype: torch.dtype) -> None:
+    case = random_case(seed, dtype, kind=kind, **LIMITS)
+    q, batch, kv = make(case, DEVICE, seed)
+    got = CudaKernels().attention(q, case.shape, batch, kv, 0.1)
+    assert error(got, attention64(case, q, batch, kv, 0.1)) < TOLERANCE[dtype], case
+
+
+@pytest.mark.parametrize("splits", [1, 2, 8])
+@pytest.mark.parametrize("tile", [16, 64])
+def test_decode_in_splits_some_of_which_are_empty(splits: int, tile: int) -> None:
+    case = Case(HeadShape(6, 2, 64), 8, tuple((1, context) for context in (0, 1, 15, 16, 17, 70)), torch.float16)
+    q, batch, kv = make(case, DEVICE)
+    out = torch.full((case.num_tokens, 6 * 64), float("nan"), dtype=case.dtype, device=DEVICE)
+    decode_attention(q, case.shape, batch.attention, kv, 0.1, out, choice=DecodeChoice(splits, tile, 2, 2))
+    assert error(out, attention64(case, q, batch, kv, 0.1)) < TOLERANCE[case.dtype]
+
+
+@pytest.mark.parametrize("choice", [(16, 16), (32, 64), (64, 16)])
+def test_prefill_in_tiles(choice: tuple[int, int]) -> None:
+    case = Case(HeadShape(6, 2, 64), 16, ((9, 9), (1, 30), (20, 33), (1, 1)), torch.float16)
+    q, batch, kv = make(case, DEVICE)
+    out = torch.full((case.num_tokens, 6 * 64), float("nan"), dtype=case.dtype, device=DEVICE)
+    paged_attention(q, case.shape, batch.attention, kv, 0.1, out, choice=PrefillChoice(*choice, 4, 2))
+    assert error(out, attention64(case, q, batch, kv, 0.1)) < TOLERANCE[case.dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 16, 27, 64])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("size", [(48, 96), (38, 1100), *([(4096, 4096), (6144, 14336)] if ON_CARD else [])])
+def test_linears_of_few_rows(dtype: torch.dtype, rows: int, with_bias: bool, size: tuple[int, int]) -> None:
+    """Without and with the activation."""
+    generator = torch.Generator(device=DEVICE).manual_seed(rows)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device=DEVICE).to(dtype)
+
+    out_size, in_size = size
+    weight, x = drawn(out_size, in_size) / 8, drawn(rows, in_size)
+    bias = drawn(out_size) if with_bias else None
+    packed = CudaPacked(weight, bias)
+    plain = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    gate, up = plain.chunk(2, dim=-1)
+    assert error(small_linear(x, packed), plain) < TOLERANCE[dtype]
+    assert error(small_linear(x, packed, gated=True), gate * gate.sigmoid() * up) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("linears", ["auto", "cublas"])
+@pytest.mark.parametrize("rows", [((1, 5), (1, 0), (1, 33)), ((4, 20), (1, 9))], ids=["decode", "mixed"])
+def test_layer_is_what_the_reference_computes(dtype: torch.dtype, linears: str, rows: tuple[tuple[int, int], ...]) -> None:
+    """The whole layer in few launches, against the reference's single calls in float64."""
+    case = Case(HeadShape(4, 2, 32), 8, rows, dtype)
+    _, batch, kv = make(case, DEVICE)
+    generator = torch.Generator(device=DEVICE).manual_seed(1)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return (torch.randn(*shape, generator=generator, device=DEVICE) / shape[-1] ** 0.5).to(dtype)
+
+    hidden, dim = 48, 32
+    tensors = {
+        "input_norm": 1 + drawn(hidden), "q_norm": 1 + drawn(dim), "k_norm": 1 + drawn(dim), "post_norm": 1 + drawn(hidden),
+        "qkv": drawn(8 * dim, hidden), "output": drawn(hidden, 4 * dim), "gate_up": drawn(2 * 80, hidden),
+        "down": drawn(hidden, 80),
+    }  # fmt: skip
+    angles = torch.rand(64, dim // 2, generator=generator, device=DEVICE) * 6
+    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1)
+    x, residual = drawn(case.num_tokens, hidden), drawn(case.num_tokens, hidden) * 7
+
+    kernels = CudaKernels(linears=linears)
+    packed = {name: kernels.pack(tensors[name], None) for name in ("qkv", "output", "gate_up", "down")}
+    norms = {name: tensors[name] for name in ("input_norm", "q_norm", "k_norm", "post_norm")}
+    layer = kernels.fuse(LayerWeights(shape=case.shape, eps=1e-5, scale=0.2, **packed, **norms))
+    assert layer is not None
+    expected = reference_layer(case, tensors, x, residual, cos_sin, batch, kv.double())
+    total = layer(x, residual, cos_sin, batch, kv) + residual
+    assert error(total, expected) < 2 * TOLERANCE[dtype]
+
+
+@pytest.mark.skipif(not ON_CARD, reason="cuDNN's attention needs an NVIDIA card")
+@pytest.mark.parametrize("rows", [(700,), (512, 900, 1024), (768, 768, 768)], ids=str)
+def test_prompts_without_prefix_go_to_cudnn(rows: tuple[int, ...]) -> None:
+    """Through the layer's own path: fused rows with room behind them, which the result must not depend on."""
+    case = Case(HeadShape(8, 2, 128), 16, tuple((count, count) for count in rows), torch.bfloat16)
+    _, batch, kv = make(case, DEVICE)
+    generator = torch.Generator(device=DEVICE).manual_seed(1)
+    weight = torch.randn(12 * 128, 256, generator=generator, device=DEVICE).bfloat16() / 16
+    x = torch.randn(case.num_tokens, 256, generator=generator, device=DEVICE).bfloat16()
+    cos_sin = torch.randn(1024, 128, generator=generator, device=DEVICE)
+    results = []
+    for attention in ("auto", "triton"):
+        kernels = CudaKernels(attention=attention)
+        qkv = kernels.qkv_linear(x, kernels.pack(weight, None), case.shape, batch.attention)
+        q = kernels.rope_and_store(qkv, case.shape, cos_sin, batch, kv, None, None, 1e-5)
+        results.append(kernels.attention(q, case.shape, batch, kv, 0.1))
+        expected = attention64(case, q, batch, kv, 0.1)
+    assert not torch.equal(*results)  # two kernels indeed
+    assert all(error(result, expected) < TOLERANCE[torch.bfloat16] for result in results)
+
+
+@pytest.mark.parametrize("rows", [(13,), (16, 16, 16), (13, 13), (8, 21, 16)], ids=str)
+def test_rows_attend_to_themselves_whatever_follows_them(rows: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The views that cuDNN gets, with PyTorch's attention in its place."""
+
+    def by_pytorch(fused: torch.Tensor, shape: HeadShape, scale: float) -> torch.Tensor:
+        sizes = [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads]
+        q, k, v = (part.transpose(1, 2) for part in fused.split_with_sizes(sizes, dim=2))
+        found = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+        return found.transpose(1, 2)
+
+    monkeypatch.setattr("kvrelay.kernels.cuda.prefill._cudnn", by_pytorch)
+    monkeypatch.setattr("kvrelay.kernels.cuda.prefill.PLAN_STEP", 8)
+    shape, tokens = HeadShape(4, 2, 16), sum(rows)
+    roomy = torch.randn(tokens + 8, 8 * 16, generator=torch.Generator().manual_seed(1))
+    q = roomy[:tokens].view(tokens, 8, 16)[:, :4]
+    assert has_room(q, shape, list(rows))
+    assert not has_room(roomy[:tokens].clone().view(tokens, 8, 16)[:, :4], shape, [*rows[:-1], rows[-1] + 1])
+    assert not has_room(q.contiguous(), shape, list(rows))
+    got = own_attention(q, shape, list(rows), 0.2)
+    heads = [row.view(1, -1, 8, 16) for row in roomy[:tokens].split(list(rows))]
+    expected = torch.cat([by_pytorch(row.double(), shape, 0.2)[0].flatten(1) for row in heads])
+    assert error(got, expected) < TOLERANCE[torch.float32]
+
+
+def reference_layer(
+    case: Case,
+    tensors: dict[str, torch.Tensor],
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    cos_sin: torch.Tensor,
+    batch: ForwardBatch,
+    kv: torch.Tensor,
+) -> torch.Tensor:
+    reference, wide = TorchKernels(), {name: tensor.double() for name, tensor in tensors.items()}
+    total = residual.double() + x.double()
+    qkv = norm64(total, wide["input_norm"]) @ wide["qkv"].T
+    real = batch.slots >= 0
+    q = turned(qkv, case.shape, cos_sin.double()[batch.positions], wide, 0)
+    keys = turned(qkv, case.shape, cos_sin.double()[batch.positions], wide, 1)
+    flat = kv.flatten(1, 2)
+    flat[0, batch.slots[real]] = keys[real]
+    flat[1, batch.slots[real]] = qkv.view(-1, 8, 32)[real, 6:]
+    total += attention64(case, q, batch, kv, 0.2) @ wide["output"].T
+    gate, up = (norm64(total, wide["post_norm"]) @ wide["gate_up"].T).chunk(2, dim=-1)
+    return total + reference.linear(gate * gate.sigmoid() * up, reference.pack(wide["down"], None))
+
+
+def norm64(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+
+
+def turned(
+    qkv: torch.Tensor, shape: HeadShape, cos_sin: torch.Tensor, wide: dict[str, torch.Tensor], part: int
+) -> torch.Tensor:
+    """Queries (part 0) or keys (part 1), normed and rotated."""
+    heads = qkv.view(qkv.shape[0], -1, shape.head_dim)
+    begin, end = ((0, shape.num_heads), (shape.num_heads, shape.num_heads + shape.num_kv_heads))[part]
+    first, second = norm64(heads[:, begin:end], wide[("q_norm", "k_norm")[part]]).chunk(2, dim=-1)
+    cos, sin = cos_sin[:, None, :].chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+@pytest.mark.skipif(ON_CARD, reason="a card compiles them by using them")
+@pytest.mark.long
+def test_kernels_compile_for_a_card_that_is_not_here() -> None:
+    assert importlib.util.find_spec("triton")
+    script = pathlib.Path(__file__).parent / "compile_for_hopper.py"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "_paged_kernel" in done.stdout
