@@ -348,7 +348,7 @@ def test_options_are_those_of_serve(folder: str) -> None:
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"max_bacth": 3}, "unknown option 'max_bacth'; there are block_size"),
+        ({"max_bacth": 3}, "unknown option 'max_bacth'; there are attention, block_size"),
         ({"port": 8000}, "unknown option 'port'"),
         ({"mode": "read"}, "mode is about worker processes: give prefill=1, decode=1"),
         ({"transfer": "nixl"}, "transfer is about worker processes"),
