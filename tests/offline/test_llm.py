@@ -352,7 +352,7 @@ def test_options_are_those_of_serve(folder: str) -> None:
         ({"port": 8000}, "unknown option 'port'"),
         ({"mode": "read"}, "mode is about worker processes: give prefill=1, decode=1"),
         ({"transfer": "nixl"}, "transfer is about worker processes"),
-        ({"max_batch": 0}, "max_batch"),
+        ({"max_batch": -1}, "max_batch"),
         ({"mode": "push", "prefill": 1, "decode": 1}, "mode"),
         ({"prefill": 1}, "prefill needs --decode"),
         ({"whole": 1, "decode": 1}, "--whole cannot be mixed"),
