@@ -111,7 +111,7 @@ def _route(
     default_listen: str,
 ) -> int:
     """`commands` tells how to start a worker of each role, from the model's folder and the address at which it registers."""
-    router = msgspec.structs.replace(router, context_index=router.context_index or environment.context_index)
+    router = with_index(router, environment)
     _prepare(router, cluster, environment)
     with _listening(router.host, router.port) as listener:
         folder = resolve(model.model, environment, progress)
@@ -185,6 +185,11 @@ class HttpServer(uvicorn.Server):
         if counter % _TICKS_PER_CHECK == 0:
             close_slow(self.server_state.connections, asyncio.get_running_loop().time())
         return await super().on_tick(counter)
+
+
+def with_index(options: RouterOptions, environment: Environment) -> RouterOptions:
+    """The option wins over the environment."""
+    return msgspec.structs.replace(options, context_index=options.context_index or environment.context_index)
 
 
 def _open_removals(options: RouterOptions, metrics: Metrics) -> RemovalQueue | None:

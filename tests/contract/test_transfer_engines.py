@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from transfer.memory_faults import Fate, FaultyEngine
 from transfer_peers import Bytes, LocalPeer, ProcessPeer, digest, random_bytes, view
 
 from kvrelay.ids import WorkerId, new_worker_id
@@ -21,7 +22,6 @@ from kvrelay.transfer.engines.base import Completion, MoveId, Mover, Ranges, Tra
 from kvrelay.transfer.engines.choose import make_engine
 from kvrelay.transfer.engines.memory import MemoryEngine, MemoryNetwork
 from kvrelay.transfer.region import Region, shared_region
-from tests.transfer.memory_faults import Fate, FaultyEngine
 
 SIZE = 4 << 20
 REMOTE_SIZE = 5 << 20  # unequal, so that one side's size is never taken for the other's

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from leaks import check_idle
 
 from kvrelay.config import EngineOptions
-from kvrelay.engine import invariants
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.interfaces import StepPlan
 from kvrelay.runner.fake import FakeRunner
@@ -65,7 +65,7 @@ def finish(engine: Engine, collected: Collected) -> Collected:
             break
         collected.take(engine.step())
     assert not engine.has_work
-    invariants.check_idle(engine.core)
+    check_idle(engine.core)
     assert isinstance(engine._runner, CountingRunner)
     assert engine._runner.num_known_sequences == 0
     return collected
@@ -81,7 +81,7 @@ def test_decoding_runs_ahead_and_every_step_still_tells_one_token_of_each() -> N
         collected.take(step)
     assert num_ahead(engine) == 19  # all but the one that computes the prompts
     assert [len(tokens) for tokens in collected.tokens.values()] == [20, 20, 20]
-    invariants.check_idle(engine.core)
+    check_idle(engine.core)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from kvrelay.discovery.static import StaticMembership
 from kvrelay.errors import UnavailableError
 from kvrelay.events.eviction_sync import EvictionSyncAdapter
 from kvrelay.ids import new_answer_id, new_router_id
-from kvrelay.launch.serve import _open_removals, _with_index
+from kvrelay.launch.serve import _open_removals, with_index
 from kvrelay.metrics import Metrics
 from kvrelay.router.backend import GenerateRequest
 from kvrelay.router.failover import RetryRules
@@ -126,8 +126,8 @@ async def test_a_request_that_fails_for_good_has_ended(world: World) -> None:
 async def test_the_index_is_named_by_an_option_or_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CONTEXTPILOT_INDEX_URL", "http://127.0.0.1:1")
     environment = read_environment()
-    assert _with_index(RouterOptions(), environment).context_index == "http://127.0.0.1:1"
-    named = _with_index(RouterOptions(context_index="http://127.0.0.1:2"), environment)
+    assert with_index(RouterOptions(), environment).context_index == "http://127.0.0.1:1"
+    named = with_index(RouterOptions(context_index="http://127.0.0.1:2"), environment)
     assert named.context_index == "http://127.0.0.1:2"
     removals = _open_removals(named, Metrics())
     assert removals is not None

@@ -60,7 +60,7 @@ def image_rows(kind: Kind, prompts: list[Prompt]) -> ImageRows:
     assert spec is not None
     store = FeatureStore(1 << 30, device=CPU, dtype=torch.float32)
     for number, image in enumerate(image for prompt in prompts for image in prompt.images):
-        features = torch.zeros(image.num_tokens, spec.feature_width)
+        features = torch.zeros(image.num_tokens, (1 + spec.num_deepstack) * spec.out_hidden_size)
         features[:, 0], features[:, 1] = number, torch.arange(image.num_tokens)
         store.put(image.digest, features)
     return ImageRows(spec, store, CPU)
