@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-sys.path.insert(0, str(pathlib.Path(__file__).parent))
+sys.path[:0] = [str(pathlib.Path(__file__).parent), str(pathlib.Path(__file__).parent / "transfer")]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("KVRELAY_OFFLINE", "0")  # the default model may be fetched
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from transfer.memory_faults import Fate, FaultyEngine
+from memory_faults import Fate, FaultyEngine
 from transfer_peers import Bytes, LocalPeer, ProcessPeer, digest, random_bytes, view
 
 from kvrelay.ids import WorkerId, new_worker_id

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
-from transfer.memory_faults import Fate, FaultyEngine
+from memory_faults import Fate, FaultyEngine
 
 from kvrelay.engine.movers import Arrival
 from kvrelay.ids import RequestId, new_transfer_id, new_worker_id

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import numpy as np
 import pytest
-from transfer.memory_faults import Corruption, Fate, FaultyEngine, random_faults
+from memory_faults import Corruption, Fate, FaultyEngine, random_faults
 from transfer_peers import LocalPeer, random_bytes, view
 
 from kvrelay.ids import WorkerId, new_worker_id

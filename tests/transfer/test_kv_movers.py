@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import msgspec
 import pytest
+from memory_faults import random_faults
 from relay_pair import TINY, Consumer, Producer, info, wait_for
-from transfer.memory_faults import random_faults
 
 from kvrelay.errors import WrongIdError
 from kvrelay.ids import RequestId, TransferId, new_request_id, new_worker_id
