@@ -1,6 +1,6 @@
 """Logging: one line per event, `key=value` pairs after the message, on standard error.
 
-What strangers can cause as often as they like is logged by `seldom`, so that nobody can fill a disk from outside.
+What strangers can cause as often as they like is logged by `seldom`, so that no stranger can fill a disk.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Every metric, once: its name, labels and help. A process makes one `Metrics` and hands it to whoever counts.
+"""Every metric, once: its name, labels and help. A process makes one `Metrics` and hands it to the parts that count.
 
 Figures that a worker already counts for itself (running, waiting, blocks, tokens) are not counted again here: a collector
-reads them from the latest `WorkerLoad` when somebody scrapes (`router/collector.py`).
+reads them from the latest `WorkerLoad` at a scrape (`router/collector.py`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Progress of anything that takes over two seconds, told to whoever watches."""
+"""Progress of anything that takes over two seconds, told to the user who watches."""
 
 from __future__ import annotations
 

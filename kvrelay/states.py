@@ -135,7 +135,7 @@ class FreeReason(enum.StrEnum):
     """Why a request's KV was given back."""
 
     FINISHED = "finished"  # terminal: every sample has its finish reason
-    ABORTED = "aborted"  # terminal: nobody wants it any more
+    ABORTED = "aborted"  # terminal: its client left
     FAILED = "failed"  # terminal: it could not be served
     HANDED_OVER = "handed_over"  # terminal here: another worker goes on
     ROLLED_BACK = "rolled_back"  # allocated, but the step's budget had no room for it
@@ -150,8 +150,8 @@ class KeptState(enum.StrEnum):
 
     ON_DEVICE = "on_device"  # its blocks are pinned
     LEAVING = "leaving"  # they are being copied to the host, since others need the room
-    ON_HOST = "on_host"  # its host slots are held
-    ENDED = "ended"  # its time is over, or nobody wants it any more
+    ON_HOST = "on_host"  # its host blocks are held
+    ENDED = "ended"  # its time is over, or it was released
 
 
 class HandleState(enum.StrEnum):

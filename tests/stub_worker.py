@@ -270,8 +270,9 @@ class StubWorker:
             self.failed = True
         if self._crashed:
             self.loop._socket.close(linger=0)
-            return
+            self.heartbeat.registration.leave = lambda: None  # a killed process does not say that it leaves
         self.heartbeat.stop()
         self.vigil.stop()
-        self.loop.close()
-        self.engine.close()
+        if not self._crashed:
+            self.loop.close()
+            self.engine.close()

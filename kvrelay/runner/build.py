@@ -211,8 +211,8 @@ def _warm_up(runner: TorchRunner, block_size: int) -> None:
 
 
 def _run(runner: TorchRunner, num_tokens: int, block_size: int, params: SamplingParams) -> None:
-    """Blocks from the first one are overwritten: nobody has read or written them yet."""
-    sequence = _Nobody(
+    """Blocks from the first one are overwritten: no request has used them yet."""
+    sequence = _WarmUp(
         key=0,
         request_id=RequestId("warm-up"),
         sample=0,
@@ -228,7 +228,7 @@ def _run(runner: TorchRunner, num_tokens: int, block_size: int, params: Sampling
 
 
 @dataclass(frozen=True, slots=True)
-class _Nobody:
+class _WarmUp:
     """A sequence that no engine knows."""
 
     key: int

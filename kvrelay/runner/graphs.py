@@ -67,7 +67,7 @@ class DecodeGraphs:
         self._block_tables = torch.zeros(most, self._twin.shape[1], dtype=torch.int32, device=device)
         self._counting = torch.arange(most + 1, device=device)
         self._query_start = self._counting.int()
-        self.tokens = torch.zeros(most, dtype=torch.int64, device=device)  # of the last launch, by whoever launched it
+        self.tokens = torch.zeros(most, dtype=torch.int64, device=device)  # of the last launch, of a graph or not
         self.logits = torch.zeros(most, model.spec.vocab_size, dtype=kv.dtype, device=device)
         self._replays = self._capture(progress)
 

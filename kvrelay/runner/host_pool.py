@@ -7,7 +7,7 @@ gathers blocks on the device and sends each in one go, and a CPU reads or writes
     finished    the tickets of copies that have ended, each once
 
 On a CPU a thread copies, in one native call per ticket and without Python's lock. On CUDA a stream of its own does: it starts
-after what was launched before, and nothing waits for it but whoever asks for its tickets; host memory is pinned.
+after what was launched before, and nothing waits for it but a call that asks for its tickets; host memory is pinned.
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ class CpuHostPool:
             self._thread = threading.Thread(target=self._run, name="kv-copies", daemon=True)
             self._thread.start()
         self._num_begun += 1
-        self._jobs.put((self._num_begun, _host_and_pool([(slot, block) for block, slot in saves]), _host_and_pool(loads)))
+        self._jobs.put(
+            (self._num_begun, _host_and_pool([(host_block, block) for block, host_block in saves]), _host_and_pool(loads))
+        )
         return self._num_begun
 
     def finished(self, wait_s: float) -> list[int]:
@@ -152,14 +154,14 @@ class CudaHostPool:
         torch.index_select(self._pool, 2, blocks, out=self._staged[:, :, :count])
         crossing = self._crossing[:count]
         crossing.copy_(self._staged[:, :, :count].movedim(2, 0))
-        for first, end, slot in _runs([slot for _, slot in pairs]):
-            self._host[slot : slot + end - first].copy_(crossing[first:end], non_blocking=True)
+        for first, end, start in _runs([host_block for _, host_block in pairs]):
+            self._host[start : start + end - first].copy_(crossing[first:end], non_blocking=True)
 
     def _load(self, pairs: Pairs) -> None:
         count = len(pairs)
         crossing = self._crossing[:count]
-        for first, end, slot in _runs([slot for slot, _ in pairs]):
-            crossing[first:end].copy_(self._host[slot : slot + end - first], non_blocking=True)
+        for first, end, start in _runs([host_block for host_block, _ in pairs]):
+            crossing[first:end].copy_(self._host[start : start + end - first], non_blocking=True)
         self._pool.index_copy_(2, self._indices([block for _, block in pairs]), crossing.movedim(0, 2))
 
     def _indices(self, values: list[int]) -> torch.Tensor:
@@ -167,14 +169,14 @@ class CudaHostPool:
         return torch.tensor(values, dtype=torch.int64).pin_memory().to(self._pool.device, non_blocking=True)
 
 
-def _runs(slots: list[int]) -> list[tuple[int, int, int]]:
-    """Neighbours that follow each other: (first, end, slot of the first)."""
+def _runs(host_blocks: list[int]) -> list[tuple[int, int, int]]:
+    """Neighbours that follow each other: (first, end, host block of the first)."""
     runs: list[tuple[int, int, int]] = []
-    for index, slot in enumerate(slots):
-        if runs and slot == runs[-1][2] + index - runs[-1][0]:
+    for index, host_block in enumerate(host_blocks):
+        if runs and host_block == runs[-1][2] + index - runs[-1][0]:
             runs[-1] = (runs[-1][0], index + 1, runs[-1][2])
         else:
-            runs.append((index, index + 1, slot))
+            runs.append((index, index + 1, host_block))
     return runs
 
 

@@ -4,7 +4,7 @@ The number of blocks is `kv_blocks` where it is given. Otherwise, on a CPU, a sh
 never more than a full batch of longest sequences could use; on a GPU, what `gpu_memory` leaves beside weights and the
 activations of the largest step.
 
-A pool must hold one sequence of `max_model_len` tokens. Where it cannot, the limit that nobody asked for gives way: a
+A pool must hold one sequence of `max_model_len` tokens. Where it cannot, the limit that was not asked for gives way: a
 `max_model_len` taken from the model is lowered, with a warning; one that was given is kept, the pool grows to it if memory
 allows, and else the error names the numbers.
 """

@@ -113,7 +113,7 @@ class CheckpointSource:
         return tensor.to(device=self._device, dtype=self._dtype, copy=True)  # a copy: the mapped file is let go
 
     def finish(self, spec: ModelSpec, *, vision: bool = False) -> None:
-        """Closes the files and tells of tensors that nobody wanted, once. Of a model that takes images either the text model
+        """Closes the files and tells of tensors that no layer took, once. Of a model that takes images either the text model
         has been taken or the tower, and the other does not count."""
         self._files.clear()
         own = [name for name in self._where if spec.vision is None or name.startswith(VISION_PREFIX) is vision]

@@ -10,7 +10,7 @@ device works; a step that only decodes is one replay of a captured graph (`graph
 reports nothing besides, sampling is part of the launch: `collect` waits for one small copy. At most two plans are under way.
 
 A runner with graphs `runs_ahead`: a row may start where its sequence's tokens end, if the plan launched before it chooses that
-token. The device takes it from there, so nobody waits for it.
+token. The device takes it from there, so the host does not wait for it.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class TorchRunner:
 
     @property
     def kv(self) -> torch.Tensor:
-        """KV memory, for whoever moves it."""
+        """KV memory, for the relay."""
         return self._pool.tensor
 
     def on_layer(self, listener: Callable[[int], None]) -> None:
@@ -256,7 +256,7 @@ class TorchRunner:
 
     @torch.inference_mode()
     def replay_again(self, num_rows: int) -> None:
-        """For measuring the device alone: the last decode step of so many rows once more, its tokens for nobody."""
+        """For measuring the device alone: the last decode step of so many rows once more, its tokens are dropped."""
         assert self._graphs is not None, "there are no graphs"
         self._graphs.replay_again(num_rows)
 

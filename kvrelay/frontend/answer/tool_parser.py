@@ -40,7 +40,7 @@ class ToolCallParser:
         return deltas
 
     def finish(self, *, cut: bool = False) -> list[Delta]:
-        """What the model ended itself before it was a call is text. What was cut off is a call that nobody can use."""
+        """What the model ended itself before it was a call is text. What was cut off is a call that no client can use."""
         held, self._held = self._held, ""
         deltas: list[Delta] = []
         if self._call is not None and self._arguments is None:

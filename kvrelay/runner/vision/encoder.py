@@ -44,7 +44,7 @@ class Encoder:
         self.num_passes = 0
 
     def encode(self, images: Sequence[Image]) -> dict[str, MediaError]:
-        """Until this returns, the features of each image are in the store (as far as it keeps what nobody holds). Images
+        """Until this returns, the features of each image are in the store (as far as it keeps what is not held). Images
         that cannot be read are told by digest; the others are whole."""
         failures: dict[str, MediaError] = {}
         wanted: dict[str, Image] = {}

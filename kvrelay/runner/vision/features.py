@@ -1,9 +1,9 @@
-"""What vision towers made of images, kept by digest for as long as somebody needs it, and longer while there is room.
+"""What vision towers made of images, kept by digest for as long as a request needs it, and longer while there is room.
 
 1. A request with an image comes: the image's digest is held, whether its features are there yet or not.
 2. They are put here, by an encoder in this process or by the relay that brought them from another worker.
 3. The runner takes rows of them into its batches.
-4. The request's prompt is computed: the digest is released. What nobody holds stays until room is needed, oldest use first.
+4. The request's prompt is computed: the digest is released. What is not held stays until room is needed, oldest use first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 class FeatureStore:
     """Implements `engine.interfaces.Features`. Any thread may call it.
 
-    Features that are held are never dropped, so they may take more than `max_bytes`; whoever makes or fetches them can ask
+    Features that are held are never dropped, so they may take more than `max_bytes`; the encoder and the relay can ask
     `has_room` first. The others give way.
     """
 
@@ -36,7 +36,7 @@ class FeatureStore:
 
     @property
     def num_held(self) -> int:
-        """Digests that somebody holds; 0 once all were released."""
+        """Digests that are held; 0 once all were released."""
         return len(self._holds)
 
     def is_ready(self, digest: str) -> bool:
@@ -65,8 +65,8 @@ class FeatureStore:
                 self._make_room(0)
 
     def put(self, digest: str, features: torch.Tensor) -> bool:
-        """[tokens, width], which the store keeps: the caller does not write it again. False if it was not kept, since nobody
-        holds it and there is no room. The same digest put again changes nothing."""
+        """[tokens, width], which the store keeps: the caller does not write it again. False if it was not kept, since it
+        is not held and there is no room. The same digest put again changes nothing."""
         kept = features.to(device=self._device, dtype=self._dtype).contiguous()
         with self._lock:
             if digest in self._features:
