@@ -240,9 +240,11 @@ class Engine:
 
     def step(self) -> StepOutputs:
         self._take_news()
-        plan = self._ahead.take() or self._schedule()
+        ahead = self._ahead.take()
+        plan = ahead or self._schedule()
         if plan.rows or plan.released:
-            self._commit.rows(*self._collect(plan))
+            result = self._collect(plan)
+            self._commit.rows(*(without_ended(plan, result) if ahead else (plan, result)))
             self._num_steps += 1
         self.core.kept.end_step()
         self._stalled = not plan.rows
@@ -262,12 +264,12 @@ class Engine:
             self._runner.launch(plan)
         return plan
 
-    def _collect(self, plan: StepPlan) -> tuple[StepPlan, StepResult]:
-        """What is to be committed of a plan under way. First, the step after it is launched where that can be."""
+    def _collect(self, plan: StepPlan) -> StepResult:
+        """Of a plan under way. First, the step after it is launched where that can be."""
         self._ahead.launch_after(plan, self._endings.released)
         result = self._runner.collect()
         self.core.outgoing.end_step()
-        return without_ended(plan, result)
+        return result
 
     def _take_news(self) -> None:
         """What the transfer layer did since the last step, and which copies ended."""
