@@ -9,6 +9,9 @@ One forward pass: embed, then per layer
 then the final norm and the head. Only the tokens named in `logit_rows` leave the last attention: what follows it is
 per-token, and no logits are asked for of the others.
 
+A rank of a tensor-parallel model has some of the heads and some of the columns between gate and down, so what it adds to the
+residual is one summand: the ranks add theirs up. Rank 0 has the embedding and the head besides.
+
 Where a token is an image's, its features stand for the embedding, and for families that have more of them these are added
 behind each of the first layers.
 """
@@ -21,15 +24,17 @@ from collections.abc import Callable
 import torch
 
 from kvrelay.checkpoint.spec import ModelSpec
-from kvrelay.kernels.base import ForwardBatch, HeadShape, ImageBatch, Kernels, LayerWeights
+from kvrelay.kernels.base import ForwardBatch, HeadShape, ImageBatch, Kernels, LayerWeights, Packed
+from kvrelay.kernels.ranks import Ranks
 from kvrelay.models.layers import WeightSource, axis_of_pairs, fused_linear, linear, rotary_rows, rotary_table
 
 
 class DecoderLayer:
     """The weights of one layer and what is done with them."""
 
-    def __init__(self, spec: ModelSpec, kernels: Kernels, source: WeightSource, index: int) -> None:
+    def __init__(self, spec: ModelSpec, kernels: Kernels, source: WeightSource, index: int, ranks: Ranks | None) -> None:
         self._kernels = kernels
+        self._ranks = ranks
         name, hidden, inner = f"model.layers.{index}", spec.hidden_size, spec.intermediate_size
         q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         projections = [f"{name}.self_attn.{part}_proj" for part in "qkv"]
@@ -52,7 +57,7 @@ class DecoderLayer:
             eps=spec.rms_norm_eps,
             scale=spec.head_dim**-0.5,
         )
-        self.fused = kernels.fuse(self._weights)
+        self.fused = kernels.fuse(self._weights) if ranks is None else None
 
     def input_norm(self, x: torch.Tensor | None, residual: torch.Tensor) -> torch.Tensor:
         """Of the residual, to which `x` is added; for the first layer there is nothing to add yet."""
@@ -72,8 +77,32 @@ class DecoderLayer:
     def finish(self, attended: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """All that follows attention. Adds to the residual, except for the last product, which it returns."""
         weights, kernels = self._weights, self._kernels
-        x = kernels.add_rms_norm(kernels.linear(attended, weights.output), residual, weights.post_norm, weights.eps)
-        return kernels.linear(kernels.silu_mul(kernels.linear(x, weights.gate_up)), weights.down)
+        x = self._of_all(kernels.linear(attended, weights.output))
+        x = kernels.add_rms_norm(x, residual, weights.post_norm, weights.eps)
+        return self._of_all(kernels.linear(kernels.silu_mul(kernels.linear(x, weights.gate_up)), weights.down))
+
+    def _of_all(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self._ranks is None else self._ranks.add_up(x)
+
+
+class _Ends:
+    """What is before the first layer and behind the last."""
+
+    def __init__(self, spec: ModelSpec, kernels: Kernels, source: WeightSource) -> None:
+        self._kernels = kernels
+        self._eps = spec.rms_norm_eps
+        vocabulary = (spec.vocab_size, spec.hidden_size)
+        self._embedding = kernels.pack(source.take("model.embed_tokens.weight", vocabulary), None)
+        self._norm = source.take("model.norm.weight", (spec.hidden_size,))
+        self._head: Packed = self._embedding
+        if not spec.tie_word_embeddings:
+            self._head = kernels.pack(source.take("lm_head.weight", vocabulary), None)
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return self._kernels.embed(token_ids, self._embedding)
+
+    def logits(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return self._kernels.linear(self._kernels.add_rms_norm(x, residual, self._norm, self._eps), self._head)
 
 
 class LlamaModel:
@@ -81,17 +110,21 @@ class LlamaModel:
     called from one thread at a time."""
 
     def __init__(
-        self, spec: ModelSpec, kernels: Kernels, source: WeightSource, *, device: torch.device, max_positions: int
+        self,
+        spec: ModelSpec,
+        kernels: Kernels,
+        source: WeightSource,
+        *,
+        device: torch.device,
+        max_positions: int,
+        ranks: Ranks | None = None,
     ) -> None:
+        """With `ranks`, spec and source are those of one rank."""
         self.spec = spec
         self._kernels = kernels
-        vocabulary = (spec.vocab_size, spec.hidden_size)
-        self._embedding = kernels.pack(source.take("model.embed_tokens.weight", vocabulary), None)
-        self._layers = [DecoderLayer(spec, kernels, source, index) for index in range(spec.num_layers)]
-        self._norm = source.take("model.norm.weight", (spec.hidden_size,))
-        self._head = (
-            self._embedding if spec.tie_word_embeddings else kernels.pack(source.take("lm_head.weight", vocabulary), None)
-        )
+        self._ranks = ranks
+        self._ends = _Ends(spec, kernels, source) if ranks is None or ranks.rank == 0 else None  # of the other ranks, rank 0's
+        self._layers = [DecoderLayer(spec, kernels, source, index, ranks) for index in range(spec.num_layers)]
         self._kv: torch.Tensor | None = None
         self._kv_layers: tuple[torch.Tensor, ...] = ()
         self._cos_sin = rotary_table(spec.rope, spec.head_dim, max_positions, device)
@@ -101,10 +134,9 @@ class LlamaModel:
     def forward(self, batch: ForwardBatch, kv: torch.Tensor, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
         """kv is [layers, 2, blocks, block_size, kv_heads, head_dim]; returns logits [len(logit_rows), vocabulary] in the
         model's dtype. `on_layer` is told of each layer whose KV is stored."""
-        residual = self._kernels.embed(batch.token_ids, self._embedding)
+        residual = self._embedded(batch, kv.dtype)
         cos_sin, images = self._cos_sin, batch.images
         if images is not None:
-            residual[images.places] = images.embeddings()
             batch, cos_sin = self._with_own_rotation(batch, images)
         x: torch.Tensor | None = None
         last = len(self._layers) - 1
@@ -119,16 +151,32 @@ class LlamaModel:
                 continue
             x = layer.input_norm(x, residual)
             query = layer.query_and_store(x, cos_sin, batch, layer_kv)
-            if on_layer is not None:
-                on_layer(index)
             if index == last and batch.logit_rows.shape[0] == 0:
+                if self._ranks is not None:
+                    self._ranks.meet()
+                if on_layer is not None:
+                    on_layer(index)
                 return query.new_empty((0, self.spec.vocab_size))
+            if on_layer is not None and self._ranks is None:
+                on_layer(index)
             attended = layer.attend(query, batch, layer_kv)
             if index == last and not all_rows:
                 attended, residual = attended[batch.logit_rows], residual[batch.logit_rows]
             x = layer.finish(attended, residual)
+            if on_layer is not None and self._ranks is not None:
+                on_layer(index)  # the other ranks have stored theirs, or there would be no sum
         assert x is not None
-        return self._logits(x, residual)
+        return x[:0] if self._ends is None else self._ends.logits(x, residual)
+
+    def _embedded(self, batch: ForwardBatch, dtype: torch.dtype) -> torch.Tensor:
+        if self._ends is None:
+            shape = (batch.token_ids.shape[0], self.spec.hidden_size)
+            residual = torch.empty(shape, dtype=dtype, device=batch.token_ids.device)
+        else:
+            residual = self._ends.embed(batch.token_ids)
+            if batch.images is not None:
+                residual[batch.images.places] = batch.images.embeddings()
+        return residual if self._ranks is None else self._ranks.spread(residual)
 
     def _with_own_rotation(self, batch: ForwardBatch, images: ImageBatch) -> tuple[ForwardBatch, torch.Tensor]:
         """An image's tokens are turned by three positions, which no row of the table has: the pass gets a table of its own, of
@@ -143,7 +191,3 @@ class LlamaModel:
         if kv is not self._kv:
             self._kv, self._kv_layers = kv, kv.unbind(0)
         return self._kv_layers
-
-    def _logits(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        x = self._kernels.add_rms_norm(x, residual, self._norm, self.spec.rms_norm_eps)
-        return self._kernels.linear(x, self._head)

@@ -225,7 +225,7 @@ class Receiving(ReceivingTransfer[ConsumerState, KVLayout, ConsumerNews]):
         assert self._reservation is not None
         layout, engine = self.link.parts()
         here = Placement(self._desk.layout, self._reservation.blocks, self._reservation.skip_tokens)
-        ranges = move_ranges(here, Placement(layout, self._remote_blocks), plan.tokens, plan.layers)
+        ranges = move_ranges(here, Placement(layout, self._remote_blocks), plan.tokens, plan.layers, writes=False)
         return self._begin(self.meta.peer, engine, ranges, writes=False)
 
     def _everything_read(self) -> bool:
