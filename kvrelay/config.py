@@ -40,7 +40,7 @@ class ModelOptions(Options, frozen=True, kw_only=True):
         Literal["auto", "float32", "bfloat16"], Meta(description="precision; auto is float32 on cpu, bfloat16 on cuda")
     ] = "auto"
     threads: Annotated[Count, Meta(description="CPU threads per worker; 0 shares the cores among the workers")] = 0
-    tp: Annotated[Positive, Meta(description="tensor-parallel degree")] = 1
+    tp: Annotated[Positive, Meta(description="tensor parallelism: processes among which a worker's model is split")] = 1
     gpu_memory: Annotated[float, Meta(gt=0.0, le=1.0, description="share of GPU memory a worker may use")] = 0.9
     attention: Annotated[
         Literal["auto", "triton", "torch"],

@@ -21,6 +21,7 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from kvrelay.errors import RankDiedError
 from kvrelay.native.compile import compile_and_load
@@ -183,11 +184,11 @@ class SharedRanks:
 class DistributedRanks:
     """Implements `Ranks` with torch.distributed."""
 
-    def __init__(self, store_port: int, rank: int, num_ranks: int, store: dist.TCPStore | None = None) -> None:
+    def __init__(self, store_port: int, rank: int, num_ranks: int, store: TCPStore | None = None) -> None:
         """`store` is rank 0's."""
         self.rank, self.num_ranks = rank, num_ranks
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        store = store or dist.TCPStore("127.0.0.1", store_port, is_master=False)
+        store = store or TCPStore("127.0.0.1", store_port, is_master=False)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=_FOR_EVER)
 
     def add_up(self, x: torch.Tensor) -> torch.Tensor:
@@ -207,9 +208,9 @@ class DistributedRanks:
         """Gloo sees a closed connection by itself."""
 
 
-def open_store() -> dist.TCPStore:
+def open_store() -> TCPStore:
     """Where ranks on this host find each other; `port` tells the others."""
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 def _check(status: int) -> None:

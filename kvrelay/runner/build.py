@@ -135,6 +135,8 @@ def _start_ranks(
         return None
     if model_options.device != "cpu":
         raise ConfigError(f"--tp {num_ranks}: a model is split among processes on the CPU only; on a GPU, use --tp 1")
+    if spec.vision is not None:
+        raise ConfigError(f"--tp {num_ranks}: models that take images are not split yet; use --tp 1")
     check_split(spec, num_ranks)
     setup = RankSetup(
         rank=0,

@@ -92,7 +92,9 @@ def test_a_rank_killed_in_mid_transfer_is_one_failure_and_the_request_goes_on_el
     flags = ("--tp", "2", "--token-budget", "32", *FLAGS)
     router = ("--mode", mode, "--local-prefill-tokens", "0")
     with (
-        ProcessCluster(str(tiny_model("kv2")), tmp_path, router_flags=router, worker_flags=flags) as cluster,
+        ProcessCluster(
+            str(tiny_model("kv2")), tmp_path, registration_s=4.0, router_flags=router, worker_flags=flags
+        ) as cluster,
         concurrent.futures.ThreadPoolExecutor() as pool,
     ):
         prefill, decode = cluster.add("prefill"), cluster.add("decode")
@@ -117,16 +119,16 @@ def test_a_rank_killed_in_mid_transfer_is_one_failure_and_the_request_goes_on_el
 def test_streams_go_on_elsewhere_when_a_rank_of_their_decode_worker_is_killed(tmp_path: Path) -> None:
     num_tokens = 100
     with (
-        ProcessCluster(str(tiny_model("kv2")), tmp_path, worker_flags=("--tp", "2", *FLAGS)) as cluster,
+        ProcessCluster(str(tiny_model("kv2")), tmp_path, registration_s=4.0, worker_flags=("--tp", "2", *FLAGS)) as cluster,
         concurrent.futures.ThreadPoolExecutor() as pool,
     ):
         first, second = cluster.add("whole"), cluster.add("whole")
         cluster.until_ready(2)
         asked = [PROMPT[: 20 + index] for index in range(6)]
         (rank,) = ranks_of(first.pid)
-        rank.suspend()  # so that those it takes part in are running for certain
+        rank.suspend()  # so that those it takes part in cannot end
         answers = [pool.submit(tokens_of, cluster.url, prompt, num_tokens) for prompt in asked]
-        cluster.until(lambda: entry(cluster, first)["running"] + entry(cluster, first)["waiting"] > 0)
+        cluster.until(lambda: cluster.get("/cluster")["in_flight"] > 0)
         rank.kill()
         for prompt, answer in zip(asked, answers, strict=True):
             check(answer.result(PATIENCE_S), prompt, num_tokens)
