@@ -39,8 +39,10 @@ async def compare(name: str, shape: Shape) -> None:
             for index, answer in zip(chosen, answers, strict=True):
                 assert_parity(answer.said[0][0], *expected(name, index), f"{name} {mode} prompt {index}")
         (decode,) = cluster.decode
-        assert not decode.engine.load().prompt_tokens, "a decode worker computed a prompt: a hand-over failed"
-        assert decode.engine.load().transfers.done == 2 * NUM_PROMPTS
+        load = decode.engine.load()
+        assert not load.prompt_tokens, "a decode worker computed a prompt: a hand-over failed"
+        assert load.transfers.done > NUM_PROMPTS  # not of those that ended with their first token
+        assert load.transfers.failed == 0
 
 
 @pytest.mark.parametrize("name", ["kv1", "kv2", "kv8"])
