@@ -291,6 +291,9 @@ class WorkerOptions(Options, frozen=True, kw_only=True):
     cluster_key: Annotated[
         str, Meta(description="file with the key that routers and workers share; without it any process can connect to them")
     ] = ""
+    data_parallel_rank: Annotated[
+        Count, Meta(description="number by which requests address this worker among those of its role; several may share one")
+    ] = 0
     watchdog_s: Annotated[
         float, Meta(gt=0.0, description="seconds inside one engine step after which a worker is considered stuck")
     ] = 120.0

@@ -82,14 +82,21 @@ class WorkerSettings:
 
     def commands(self, roles: Sequence[Role], registry_address: str) -> list[list[str]]:
         share = max(1, len(os.sched_getaffinity(0)) // max(1, len(roles)))
-        return [worker_command(self._flags(role, registry_address, share)) for role in roles]
+        ranks = [list(roles[:place]).count(role) for place, role in enumerate(roles)]
+        return [
+            worker_command(self._flags(role, rank, registry_address, share)) for role, rank in zip(roles, ranks, strict=True)
+        ]
 
-    def _flags(self, role: Role, registry_address: str, share: int) -> list[str]:
-        """`share` is the number of threads of a worker that was not given one."""
+    def _flags(self, role: Role, rank: int, registry_address: str, share: int) -> list[str]:
+        """`rank` is the worker's number in its role, `share` the number of threads of a worker that was not given one."""
         options = self.of_role(role)
         model = msgspec.structs.replace(options.model, model=self.model.model, threads=options.model.threads or share)
         place = WorkerOptions(
-            role=role.value, registry=registry_address, registration_s=self.registration_s, cluster_key=self.cluster_key
+            role=role.value,
+            registry=registry_address,
+            registration_s=self.registration_s,
+            cluster_key=self.cluster_key,
+            data_parallel_rank=rank,
         )
         return [*to_flags(model), *to_flags(options.engine), *to_flags(self.transfer), *self.flags, *to_flags(place)]
 

@@ -24,6 +24,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     params: SamplingParams
     priority: int = 0
     cache_salt: str = ""
+    data_parallel_rank: int | None = None  # of the worker that is to generate; None: of any
     session: str = ""  # requests of one session go to the same workers while these can take them
     trace: Mapping[str, str] = {}
     timeout_s: float | None = None  # from submit to the last token
@@ -43,6 +44,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
                 choice=self.first_choice + sample,
                 owner=self.owner,
                 cache_salt=self.cache_salt,
+                data_parallel_rank=self.data_parallel_rank,
                 num_prompt_tokens=len(self.prompt),
                 images=self.images,
                 kept_id=None if self.keep is None else self.keep.kept_ids[sample],

@@ -159,7 +159,7 @@ class Dispatcher:
         holder = holder_of(request, self.usable, avoid) if is_first else None
         if holder is not None:
             return Plan(holder)
-        plan = self._estranged.mend(self._planner.plan(request, avoid))
+        plan = self._estranged.mend(self._planner.plan(request, avoid, again=not is_first))
         if is_first:
             check_model(request, plan)
         elif plan.prefill is not None and (entry.has_diverged or plan.prefill.id in avoid):
@@ -198,6 +198,7 @@ class Dispatcher:
         entry.attempt = attempt
         stream = entry.stream
         stream.prefill, stream.decode = plan.prefill_name, plan.decode.id
+        stream.data_parallel_rank = plan.decode.record.data_parallel_rank
         stream.transfer_id = None if attempt.transfer is None else attempt.transfer.transfer_id
         if entry.request.images:
             stream.encode = plan.encode_name

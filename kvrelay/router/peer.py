@@ -174,6 +174,7 @@ class Peer:
             "state": self.state.value,
             "host": record.host,
             "pid": record.pid,
+            "data_parallel_rank": record.data_parallel_rank,
             **{name: getattr(load, name) for name in _SHOWN},
             "blocks": msgspec.to_builtins(load.blocks),
             "transfers": msgspec.to_builtins(load.transfers),

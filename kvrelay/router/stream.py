@@ -44,6 +44,7 @@ class RequestStream:
     _: KW_ONLY
     prefill: str = ""  # worker ids, for the response headers
     decode: str = ""
+    data_parallel_rank: int = 0  # of the worker that generates
     encode: str = ""  # of the workers that make the embeddings of its images; empty for text
     transfer_id: TransferId | None = None  # of the hand-over, if two workers serve the request
     aborted: bool = field(default=False, init=False)

@@ -89,6 +89,7 @@ def run_worker(
         replay_address=events.replay_address,
         block_size=engine_options.block_size,
         device=model_options.device,
+        data_parallel_rank=worker_options.data_parallel_rank,
     )
     loop.after_turn = events.tell
     stage.waker.bind(loop.wake)

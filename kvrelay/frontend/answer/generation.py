@@ -108,6 +108,10 @@ class Generation:
         work = self._work
         timeout_s = call.remaining_s(work.request.timeout, service.options.request_timeout_s)
         session, trace, owner = call.session(), call.trace(), owner_of(call, service.options)
+        parent = None if work.origin is None else work.origin.parent
+        rank = call.data_parallel_rank(work.request.data_parallel_rank)
+        if rank is None and parent is not None:
+            rank = parent.data_parallel_rank
         for place, (prompt, params) in enumerate(zip(work.prompts, work.params, strict=True)):
             request = GenerateRequest(
                 external_id=call.request_id,
@@ -115,11 +119,12 @@ class Generation:
                 first_choice=place * params.n,
                 owner=owner,
                 keep=Keep([new_kept_id() for _ in range(params.n)], work.keep_s, owner) if work.keep_s else None,
-                parent=None if work.origin is None else work.origin.parent,
+                parent=parent,
                 prompt=prompt,
                 params=params,
                 priority=work.request.priority,
                 cache_salt=work.request.cache_salt or "",
+                data_parallel_rank=rank,
                 session=session,
                 trace=trace,
                 timeout_s=timeout_s,
@@ -137,7 +142,11 @@ class Generation:
     def headers(self) -> list[Header]:
         """The workers that serve the request (its first prompt), and the ids of what is kept."""
         stream = self._streams[0]
-        headers = [(b"x-kvrelay-prefill", stream.prefill.encode()), (b"x-kvrelay-decode", stream.decode.encode())]
+        headers = [
+            (b"x-kvrelay-prefill", stream.prefill.encode()),
+            (b"x-kvrelay-decode", stream.decode.encode()),
+            (b"x-data-parallel-rank", str(stream.data_parallel_rank).encode()),
+        ]
         if stream.transfer_id is not None:
             headers.append((b"x-kvrelay-transfer-id", stream.transfer_id.encode()))
         if stream.encode:

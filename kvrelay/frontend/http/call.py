@@ -27,6 +27,7 @@ _EVENT_STREAM: list[Header] = [
     (b"x-accel-buffering", b"no"),
 ]
 _TRACE_HEADERS = (b"traceparent", b"tracestate")
+_MAX_RANK_DIGITS = 9
 _MAX_HEADER_ID = 256
 
 
@@ -89,6 +90,18 @@ class Call:
         if not (math.isfinite(limit_s) and limit_s > 0.0):
             raise InvalidRequestError("x-request-timeout must be a number of seconds above 0", param="x-request-timeout")
         return limit_s
+
+    def data_parallel_rank(self, field: int | None) -> int | None:
+        """That of the field, else of vLLM's header; None: any will do."""
+        header = self.header(b"x-data-parallel-rank")
+        if header is None:
+            return field
+        if not header.isdigit() or len(header) > _MAX_RANK_DIGITS:
+            raise InvalidRequestError("x-data-parallel-rank must be a number from 0 on", param="x-data-parallel-rank")
+        if field not in (None, int(header)):
+            reason = f"x-data-parallel-rank is {int(header)} and data_parallel_rank is {field}"
+            raise InvalidRequestError(reason, param="data_parallel_rank")
+        return int(header)
 
     async def read(self, decoder: msgspec.json.Decoder[T], limit: int) -> T:
         """The body as one of our structs, or the 400 that says where it is wrong. The content type is not looked at: OpenAI
