@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import pathlib
 import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -41,6 +43,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return next((index for index, prefix in enumerate(_FIRST) if name.startswith(prefix)), len(_FIRST))
 
     items.sort(key=turn)
+
+
+@pytest.fixture(autouse=True)
+def _untouched_log() -> Iterator[None]:
+    """A command that runs in this process sets up the log for good. The next test finds it as if none had: pytest adds
+    its handler to loggers that do not propagate, and would then hear every line twice."""
+    yield
+    for name in ("kvrelay", "uvicorn.error"):
+        logger = logging.getLogger(name)
+        logger.handlers[:], logger.filters[:], logger.propagate = [], [], True
+        logger.setLevel(logging.NOTSET)
 
 
 @pytest.fixture(scope="session")
