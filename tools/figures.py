@@ -2,7 +2,8 @@
 
 A machine is a folder of bench/results whose files come from one commit (`kvrelay bench all`) and has a column; `mixed` holds
 older files of several commits and has one until its machine is measured anew. A row names the figures of one
-scenario that it shows. Its target, and whether it is missed, come from the scenario's own targets; what a machine's files lack is "not measured".
+scenario that it shows. Its target, and whether it is missed, come from the scenario's own targets;
+what the files lack is "not measured".
 """
 
 from __future__ import annotations
