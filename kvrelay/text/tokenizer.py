@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import pathlib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -125,6 +126,17 @@ class Tokenizer:
     def has_own_token(self, text: str) -> bool:
         """Whether the text is an added token, which no other tokens can spell."""
         return text in self._added_texts
+
+    def split_own_tokens(self, text: str) -> list[str]:
+        """The text in pieces: added tokens, and what is between them."""
+        if not self._added_texts:
+            return [text] if text else []
+        return [piece for piece in self._own_tokens.split(text) if piece]
+
+    @functools.cached_property
+    def _own_tokens(self) -> re.Pattern[str]:
+        longest_first = sorted(self._added_texts, key=len, reverse=True)
+        return re.compile(f"({'|'.join(map(re.escape, longest_first))})")
 
     @functools.cached_property
     def eos_token_id(self) -> int | None:
