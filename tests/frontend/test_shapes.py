@@ -121,21 +121,27 @@ THINK = {"type": "tag", "begin": "<think>", "content": {"type": "any_text"}, "en
 LETTERS = {"type": "tag", "begin": "<f>", "content": {"type": "regex", "pattern": "a+"}, "end": "</f>"}
 
 
+EITHER = {"type": "or", "elements": [{"type": "regex", "pattern": "a/b+"}, {"type": "grammar", "grammar": EBNF}]}
+TRIGGERED = {"type": "triggered_tags", "triggers": ["<f"], "tags": [LETTERS]}
+SEPARATED = {"type": "tags_with_separator", "tags": [LETTERS], "separator": ", "}
+THOUGHT = {"type": "sequence", "elements": [THINK, {"type": "json_schema", "json_schema": ADD}]}
+
+
 @pytest.mark.parametrize(
     ("wanted", "fitting", "other"),
     [
         ({"type": "const_string", "value": "abc"}, "abc", "abd"),
-        ({"type": "sequence", "elements": [THINK, {"type": "json_schema", "json_schema": ADD}]}, '<think>x <y</think>{"a": 2}', "<think>x"),
-        ({"type": "or", "elements": [{"type": "regex", "pattern": "a/b+"}, {"type": "grammar", "grammar": EBNF}]}, "a/bb", "a"),
-        ({"type": "or", "elements": [{"type": "regex", "pattern": "a/b+"}, {"type": "grammar", "grammar": EBNF}]}, "no", "yesno"),
+        (THOUGHT, '<think>x <y</think>{"a": 2}', "<think>x"),
+        (EITHER, "a/bb", "a"),
+        (EITHER, "no", "yesno"),
         ({"type": "any_text", "excludes": ["bad"]}, "is good", "is bad."),
-        ({"type": "triggered_tags", "triggers": ["<f"], "tags": [LETTERS], "at_least_one": True, "stop_after_first": True}, "<f>aa</f>", "<f>aa</f>."),
-        ({"type": "triggered_tags", "triggers": ["<f"], "tags": [LETTERS], "at_least_one": True}, "<f>aa</f>.<f>a</f>", "."),
-        ({"type": "triggered_tags", "triggers": ["<f"], "tags": [LETTERS], "stop_after_first": True}, "so <f>aa</f>", "<f>a</f>."),
-        ({"type": "tags_with_separator", "tags": [LETTERS], "separator": ", "}, "<f>aa</f>, <f>a</f>", "<f>aa</f> <f>a</f>"),
-        ({"type": "tags_with_separator", "tags": [LETTERS], "separator": ", ", "at_least_one": True}, "<f>a</f>", ""),
+        ({**TRIGGERED, "at_least_one": True, "stop_after_first": True}, "<f>aa</f>", "<f>aa</f>."),
+        ({**TRIGGERED, "at_least_one": True}, "<f>aa</f>.<f>a</f>", "."),
+        ({**TRIGGERED, "stop_after_first": True}, "so <f>aa</f>", "<f>a</f>."),
+        (SEPARATED, "<f>aa</f>, <f>a</f>", "<f>aa</f> <f>a</f>"),
+        ({**SEPARATED, "at_least_one": True}, "<f>a</f>", ""),
     ],
-)  # fmt: skip
+)
 def test_formats(wanted: dict[str, Any], fitting: str, other: str) -> None:
     grammar = tag(format=wanted)
     assert allows(grammar, fitting)
