@@ -96,10 +96,11 @@ def _read(wanted: StructuralTagFormat, field: str) -> _Format:
     if wanted.structures is not None or wanted.triggers is not None or wanted.at_least_one:
         raise InvalidRequestError(f"{field}.format cannot be combined with structures and triggers", param=f"{field}.format")
     try:
-        return msgspec.convert(wanted.format, type=_Format)
+        found: _Format = msgspec.convert(wanted.format, type=_Format)
     except (msgspec.ValidationError, RecursionError) as error:
         reason = str(error).replace("`$", f"`{field}.format")
         raise InvalidRequestError(f"{field}.format: {reason}", param=f"{field}.format") from None
+    return found
 
 
 # Rules
