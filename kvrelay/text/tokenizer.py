@@ -100,6 +100,11 @@ class Tokenizer:
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
 
+    def bad_tokens(self, words: Sequence[str]) -> list[list[int]]:
+        """The tokens of words that must not be written: at the beginning of a text, and behind a space."""
+        forms = [form for word in words for form in (word, f" {word.lstrip()}")]
+        return [tokens for tokens in self.encode_batch(forms, add_special_tokens=False) if tokens] if forms else []
+
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         text: str = self._backend.decode(tokens, skip_special_tokens=skip_special_tokens)
         return text

@@ -72,7 +72,7 @@ async def prepare_conversation(service: Service, call: Call, request: ChatReques
         tools=tools,
         reasons=reasons,
         opened=opened,
-        num_top_logprobs=_num_top_logprobs(request),
+        num_top_logprobs=None if params.logprobs is None else max(params.logprobs, len(params.logprob_token_ids)),
     )
 
 

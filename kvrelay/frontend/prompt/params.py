@@ -28,11 +28,16 @@ def sampling_params(
     """Validated. The caller checks fields that have another name in the request."""
     beam = beam_search(request)
     bias = request.logit_bias or {}
-    stop_tokens = request.stop_token_ids or []
-    if bias:
-        service.check_tokens(list(bias), "logit_bias")
-    if stop_tokens:
-        service.check_tokens(stop_tokens, "stop_token_ids")
+    stop_tokens, bad_words = request.stop_token_ids or [], request.bad_words or []
+    named = {
+        "logit_bias": list(bias),
+        "stop_token_ids": stop_tokens,
+        "allowed_token_ids": request.allowed_token_ids,
+        "logprob_token_ids": request.logprob_token_ids,
+    }
+    for field, tokens in named.items():
+        if tokens:
+            service.check_tokens(tokens, field)
     params = SamplingParams(
         n=samples,
         temperature=_or(request.temperature, 1.0 if beam is None else 0.0),
@@ -51,7 +56,11 @@ def sampling_params(
         include_stop_str_in_output=request.include_stop_str_in_output,
         skip_special_tokens=request.skip_special_tokens and not keeps_special,
         ignore_eos=request.ignore_eos,
+        allowed_token_ids=request.allowed_token_ids or [],
+        bad_words=bad_words,
+        bad_tokens=service.tokenizer.bad_tokens(bad_words),
         logprobs=logprobs,
+        logprob_token_ids=request.logprob_token_ids or [],
         prompt_logprobs=prompt_logprobs,
         grammar=grammar,
         beam=beam,

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from kvrelay.sampling import MAX_LOGPROBS, MAX_SAMPLES, MAX_STOP_STRINGS
+from kvrelay.sampling import MAX_BAD_WORDS, MAX_LOGPROB_TOKENS, MAX_LOGPROBS, MAX_SAMPLES, MAX_STOP_STRINGS
 
 MAX_COUNT = 2**31 - 1
 MAX_TIMEOUT_S = 86_400.0
@@ -238,7 +238,10 @@ class SamplingFields(HarmlessFields, frozen=True, kw_only=True):
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     ignore_eos: bool = False
+    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1)] | None = None
+    bad_words: Annotated[list[NotEmpty], Meta(max_length=MAX_BAD_WORDS)] | None = None
     prompt_logprobs: NumLogprobs | None = None
+    logprob_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_LOGPROB_TOKENS)] | None = None
     truncate_prompt_tokens: Positive | None = None  # keeps that many, the last ones
     stream: bool | None = None
     stream_options: StreamOptions | None = None
