@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
@@ -66,6 +67,12 @@ def wrong_method(method: str, path: str, allowed: str) -> MethodNotAllowedError:
 
 def missing(field: str) -> InvalidRequestError:
     return InvalidRequestError(f"missing field: {field}", param=field, code="missing_required_parameter")
+
+
+def too_short(field: str, value: str | list[Any]) -> InvalidRequestError:
+    """For an empty text or list where one item is the least."""
+    kind = "string" if isinstance(value, str) else "array"
+    return InvalidRequestError(f"{field} is empty", param=field, code=f"{kind}_below_min_length")
 
 
 def refuse(fields: Mapping[str, object], reason: str) -> None:

@@ -8,7 +8,7 @@ import msgspec
 
 from kvrelay.errors import InvalidRequestError
 from kvrelay.frontend.http.call import Call
-from kvrelay.frontend.http.errors import missing
+from kvrelay.frontend.http.errors import missing, too_short
 from kvrelay.frontend.prompt.beams import check_chat
 from kvrelay.frontend.prompt.call_formats import CLOSE
 from kvrelay.frontend.prompt.continuation import keep_s, origin_of
@@ -17,7 +17,7 @@ from kvrelay.frontend.prompt.params import check_stream, output_tokens, sampling
 from kvrelay.frontend.prompt.template import render
 from kvrelay.frontend.prompt.tools import ToolPlan, arguments_schema, plan_tools
 from kvrelay.frontend.prompt.types import ChatRequest
-from kvrelay.frontend.prompt.work import Work
+from kvrelay.frontend.prompt.work import Origin, Work
 from kvrelay.frontend.service import Service
 from kvrelay.sampling import Grammar, GrammarKind, SamplingParams
 from kvrelay.wire.serving import Image
@@ -59,12 +59,12 @@ async def prepare_conversation(service: Service, call: Call, request: ChatReques
     seconds = keep_s(service, request, obstacle="use_beam_search" if request.use_beam_search else "")
     origin = await origin_of(service, call, request)
     reasons = service.options.reasoning_parser == "think"
-    if origin is None:
-        text, tokens, images = await _prompt(service, request, tools)
-        opened = reasons and text.rstrip().endswith("<think>")
-    else:
+    if isinstance(origin, Origin):
         tokens, images = origin.prompt, list(origin.parent.images)
         opened = reasons and _left_open(service, tokens)
+    else:
+        text, tokens, images = await _prompt(service, request, tools)
+        opened = reasons and text.rstrip().endswith("<think>")
     params = _params(service, request, tokens, shape, tools)
     return Conversation(
         work=Work(request, [tokens], [params], seconds, origin, images),
@@ -91,6 +91,8 @@ async def _prompt(service: Service, request: ChatRequest, tools: ToolPlan) -> tu
     """As text, and as tokens with placeholders for images."""
     if request.messages is None:
         raise missing("messages")
+    if not request.messages:
+        raise too_short("messages", request.messages)
     parts = image_parts(service.images, request)
     text = await render(service, request, request.messages, tools.tools)
     if request.add_special_tokens:
