@@ -58,9 +58,12 @@ class EngineOptions(Options, frozen=True, kw_only=True):
     block_size: Annotated[int, Meta(ge=1, le=1024, description="tokens per KV block")] = 16
     kv_blocks: Annotated[Count, Meta(description="KV blocks per worker; 0 sizes the pool from memory")] = 0
     swap_blocks: Annotated[
-        Count,
-        Meta(description="KV blocks in host memory, for preempted requests and evicted blocks; 0 recomputes their KV"),
-    ] = 0
+        Count | Literal["auto"],
+        Meta(
+            description="KV blocks in host memory, for preempted requests, kept KV and evicted blocks; auto sizes them from"
+            " free memory; 0 recomputes their KV"
+        ),
+    ] = "auto"
     swap_timeout_s: Annotated[
         float, Meta(gt=0.0, description="seconds after which a copy to or from host memory is given up and the KV recomputed")
     ] = 5.0
