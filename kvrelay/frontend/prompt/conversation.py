@@ -42,14 +42,7 @@ class Conversation:
 async def prepare_conversation(service: Service, call: Call, request: ChatRequest) -> Conversation:
     """Refuses all that can be refused, before a worker sees the request."""
     field, shape = shape_of(request) or (None, None)
-    tools = plan_tools(
-        request.tools,
-        request.tool_choice,
-        request.parallel_tool_calls,
-        shape,
-        reads_calls=service.reads_tool_calls,
-        form=service.call_format,
-    )
+    tools = _tools(service, request, shape)
     if field is not None and shape is not None:
         await service.check_grammar(shape, field)
     if tools.grammar is not None:
@@ -72,6 +65,23 @@ async def prepare_conversation(service: Service, call: Call, request: ChatReques
         reasons=reasons,
         opened=opened,
         num_top_logprobs=_num_top_logprobs(request),
+    )
+
+
+async def count_prompt(service: Service, request: ChatRequest) -> int:
+    """Tokens of its prompt."""
+    tools = _tools(service, request, None)
+    return len((await _prompt(service, request, tools))[1])
+
+
+def _tools(service: Service, request: ChatRequest, shape: Grammar | None) -> ToolPlan:
+    return plan_tools(
+        request.tools,
+        request.tool_choice,
+        request.parallel_tool_calls,
+        shape,
+        reads_calls=service.reads_tool_calls,
+        form=service.call_format,
     )
 
 
