@@ -15,6 +15,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("KVRELAY_OFFLINE", "0")  # the default model may be fetched
 
 
+LONG_TIMEOUT_S = 1800
+
 # Files that wait for processes and clocks, the longest first: beside them the rest, which only computes, fills the cores.
 _FIRST = (
     "e2e/test_smollm2.py",
@@ -43,6 +45,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return next((index for index, prefix in enumerate(_FIRST) if name.startswith(prefix)), len(_FIRST))
 
     items.sort(key=turn)
+    for item in items:  # a guard against what hangs, not a measure of how busy a machine is
+        if item.get_closest_marker("long") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(LONG_TIMEOUT_S))
 
 
 @pytest.fixture(autouse=True)
