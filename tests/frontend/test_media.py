@@ -300,7 +300,7 @@ async def test_images_are_read_off_the_event_loop(monkeypatch: pytest.MonkeyPatc
 
     def waiting(data: bytes, limits: Any) -> tuple[int, int]:
         begun.set()
-        assert go.wait(10)
+        assert go.wait(60)
         return 64, 64
 
     monkeypatch.setattr(media_module, "check", waiting)
@@ -401,7 +401,7 @@ async def test_a_prompt_that_is_too_long_counts_its_placeholders() -> None:
     async with serving() as server:
         blamed, message = await server.refused([image(png(1024, 1024))] * 8)
     assert blamed == "messages"
-    assert "context holds 8192 tokens" in message
+    assert "maximum context length is 8192 tokens" in message
 
 
 @pytest.mark.parametrize("words", ["<|image_pad|>", "a <|vision_start|><|image_pad|><|vision_end|> b"])
