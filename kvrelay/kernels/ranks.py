@@ -31,45 +31,61 @@ _PLACE_FLOATS = 1 << 18
 _FOR_EVER = datetime.timedelta(days=365)
 
 _SOURCE = f"""
-#include <sched.h>
+#include <limits.h>
+#include <linux/futex.h>
 #include <stdint.h>
 #include <string.h>
+#include <sys/syscall.h>
 #include <time.h>
+#include <unistd.h>
 
-enum {{ LINE = 64, HEADER = {_HEADER_BYTES}, FLOATS = {_PLACE_FLOATS}, SPINS = 2000, YIELDS = 20000 }};
+enum {{ HEADER = {_HEADER_BYTES}, FLOATS = {_PLACE_FLOATS}, SPINS = 2000 }};
 
 struct Ranks {{
     char *memory;
     int64_t rank, count, turn;
 }};
 
-static int64_t *counter(struct Ranks *ranks, int64_t rank) {{ return (int64_t *)(ranks->memory + rank * LINE); }}
+struct Counter {{ /* a cache line of its own */
+    uint32_t turn, num_waiting;
+    char rest[56];
+}};
+
+static struct Counter *counter(struct Ranks *ranks, int64_t rank) {{ return (struct Counter *)ranks->memory + rank; }}
 
 static float *place(struct Ranks *ranks, int64_t rank) {{
     return (float *)(ranks->memory + HEADER) + (rank * 2 + (ranks->turn & 1)) * FLOATS;
 }}
 
-static void look_again_later(long looks) {{
+static int is_behind(uint32_t turn, struct Ranks *ranks) {{ return (int32_t)(turn - (uint32_t)ranks->turn) < 0; }}
+
+/* Looks for a while, then sleeps until the other rank, which may have no processor now, wakes it. */
+static void look_again_later(struct Ranks *ranks, struct Counter *other, long looks) {{
     if (looks < SPINS) {{
 #if defined(__x86_64__)
         __builtin_ia32_pause();
 #endif
-    }} else if (looks < YIELDS) {{
-        sched_yield();
-    }} else {{
-        struct timespec pause = {{0, 50000}};
-        nanosleep(&pause, 0);
+        return;
     }}
+    struct timespec limit = {{0, 20000000}}; /* a rank that has ended wakes nobody */
+    __atomic_fetch_add(&other->num_waiting, 1, __ATOMIC_SEQ_CST);
+    uint32_t seen = __atomic_load_n(&other->turn, __ATOMIC_SEQ_CST);
+    if (is_behind(seen, ranks)) syscall(SYS_futex, &other->turn, FUTEX_WAIT, seen, &limit, 0, 0);
+    __atomic_fetch_sub(&other->num_waiting, 1, __ATOMIC_SEQ_CST);
 }}
 
 /* -1 if a rank has ended: the line behind the counters says so. */
 static int meet(struct Ranks *ranks) {{
-    __atomic_store_n(counter(ranks, ranks->rank), ranks->turn, __ATOMIC_RELEASE);
-    for (int64_t rank = 0; rank < ranks->count; rank++)
-        for (long looks = 0; __atomic_load_n(counter(ranks, rank), __ATOMIC_ACQUIRE) < ranks->turn; looks++) {{
-            if (__atomic_load_n(counter(ranks, ranks->count), __ATOMIC_RELAXED)) return -1;
-            look_again_later(looks);
+    struct Counter *own = counter(ranks, ranks->rank), *ended = counter(ranks, ranks->count);
+    __atomic_store_n(&own->turn, (uint32_t)ranks->turn, __ATOMIC_SEQ_CST);
+    if (__atomic_load_n(&own->num_waiting, __ATOMIC_SEQ_CST)) syscall(SYS_futex, &own->turn, FUTEX_WAKE, INT_MAX, 0, 0, 0);
+    for (int64_t rank = 0; rank < ranks->count; rank++) {{
+        struct Counter *other = counter(ranks, rank);
+        for (long looks = 0; is_behind(__atomic_load_n(&other->turn, __ATOMIC_ACQUIRE), ranks); looks++) {{
+            if (__atomic_load_n(&ended->turn, __ATOMIC_RELAXED)) return -1;
+            look_again_later(ranks, other, looks);
         }}
+    }}
     return 0;
 }}
 
@@ -106,7 +122,7 @@ int kvrelay_meet(struct Ranks *ranks) {{
     return meet(ranks);
 }}
 
-void kvrelay_end(struct Ranks *ranks) {{ __atomic_store_n(counter(ranks, ranks->count), 1, __ATOMIC_RELAXED); }}
+void kvrelay_end(struct Ranks *ranks) {{ __atomic_store_n(&counter(ranks, ranks->count)->turn, 1, __ATOMIC_RELAXED); }}
 """
 
 
