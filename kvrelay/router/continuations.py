@@ -9,7 +9,8 @@
 
 Everything is looked up within an owner (a digest of the API key): what belongs to another is as unknown as what never was.
 Parents whose KV is kept are remembered for as long as it is; of the others that have ended, the `capacity` samples that ended,
-or were continued from, last. Why the rest is gone is remembered for a while too, so that the client can be told.
+or were continued from, last; and, for a time, those whose answers are stored. Why the rest is gone is remembered for a while
+too, so that the client can be told.
 
 One event loop's thread. Nothing here talks to workers: `told` returns False where kept KV should be released.
 """
@@ -25,11 +26,11 @@ from kvrelay.errors import ConflictError, InvalidRequestError, NotFoundError
 from kvrelay.ids import KeptId, RequestId, WorkerId
 from kvrelay.metrics import Metrics
 from kvrelay.router.parent import Parent
+from kvrelay.router.shelf import Shelf
 from kvrelay.states import HandleState
 from kvrelay.wire.serving import KeptInfo, KeptNews
 
 NEWS_WAIT_S = 30.0  # how long after a sample's end its worker may say whether its KV is kept
-MAX_IMAGE_BYTES = 256 << 20  # of requests whose KV is not kept: their images are needed to compute it again
 _MAX_REASONS = 4096  # handles that are gone, of which it is known why
 
 _Name = tuple[str, str]  # owner, and what it calls a request
@@ -44,17 +45,19 @@ class Continuations:
         *,
         capacity: int = 1024,
         max_kept_per_owner: int = 64,
+        max_stored: int = 1024,
+        stored_s: float = 3600.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._metrics = metrics
-        self._capacity = capacity
         self._max_kept = max_kept_per_owner
         self._clock = clock
         self._names: dict[_Name, list[Parent]] = {}  # all choices of one answer, under each of its names
         self._kept: dict[KeptId, Parent] = {}
         self._held: dict[str, set[Parent]] = {}  # by owner: parents whose KV is kept, or was asked to be
-        self._ended: OrderedDict[Parent, None] = OrderedDict()  # KNOWN; the one unused for longest comes first
-        self._num_image_bytes = 0  # in the files of those
+        self._ended = Shelf(capacity)  # KNOWN
+        self._stored = Shelf(max_stored)  # as these, of those whose answers are stored
+        self._stored_s = stored_s
         self._reasons: OrderedDict[_Name, str] = OrderedDict()
         metrics.kept_kv.set_function(lambda: sum(parent.state is HandleState.HELD for parent in self._all_held()))
 
@@ -91,6 +94,12 @@ class Continuations:
     def cut(self, parent: Parent, num_output_tokens: int) -> None:
         """Its client saw less of it than was thought."""
         parent.tokens = parent.tokens[: parent.num_prompt_tokens + num_output_tokens]
+
+    def store(self, parent: Parent, record: bytes) -> None:
+        """The answer of one that is to be stored is complete."""
+        parent.record, parent.forget_at = record, self._clock() + self._stored_s
+        if parent.state is HandleState.KNOWN:
+            self._shelve(parent)
 
     def failed(self, parent: Parent, reason: str) -> None:
         if parent.state is HandleState.RUNNING:
@@ -157,8 +166,7 @@ class Continuations:
                 f"{_shown(handle)} has {len(parents)} choices: name the continuation id of one of them",
                 param="continuation_of",
             )
-        if parents[0] in self._ended:
-            self._ended.move_to_end(parents[0])
+        self._shelf(parents[0]).use(parents[0])
         return parents[0]
 
     def find_all(self, handle: str, owner: str) -> list[Parent]:
@@ -248,6 +256,8 @@ class Continuations:
             self._release(parent, "its KV is not kept any longer: the time asked for is over")
         elif parent.state is HandleState.RUNNING and parent.ended and parent.asked and parent.unheard_until <= now:
             self.refused(parent, "its worker did not say whether it keeps it", "no_answer")
+        elif parent.state is HandleState.KNOWN and parent.forget_at <= now:
+            self._go(parent, "it was stored for a time that is over")
 
     def _release(self, parent: Parent, reason: str) -> None:
         parent.reason, parent.num_blocks, parent.asked = reason, 0, False
@@ -256,18 +266,20 @@ class Continuations:
 
     def _remember(self, parent: Parent) -> None:
         parent.become(HandleState.KNOWN)
-        self._ended[parent] = None
-        self._num_image_bytes += _num_image_bytes(parent)
-        while len(self._ended) > self._capacity or self._num_image_bytes > MAX_IMAGE_BYTES:
-            self._go(next(iter(self._ended)), "it was forgotten: others have ended since")
+        self._shelve(parent)
+
+    def _shelve(self, parent: Parent) -> None:
+        for oldest in self._shelf(parent).add(parent):
+            self._go(oldest, "it was forgotten: others have ended since")
+
+    def _shelf(self, parent: Parent) -> Shelf:
+        return self._stored if parent.is_stored else self._ended
 
     def _go(self, parent: Parent, reason: str) -> None:
         if parent.state is HandleState.GONE:
             return
-        if parent in self._ended:
-            del self._ended[parent]
-            self._num_image_bytes -= _num_image_bytes(parent)
-        parent.reason, parent.tokens, parent.images, parent.asked = reason, (), (), False
+        self._shelf(parent).remove(parent)
+        parent.reason, parent.tokens, parent.images, parent.record, parent.asked = reason, (), (), b"", False
         self._not_held(parent)
         if parent.kept_id is not None and self._kept.get(parent.kept_id) is parent:
             del self._kept[parent.kept_id]
@@ -338,7 +350,3 @@ def _not_found(handle: str, reason: str) -> NotFoundError:
         param="continuation_of",
         code="continuation_not_found",
     )
-
-
-def _num_image_bytes(parent: Parent) -> int:
-    return sum(len(image.data) for image in parent.images)

@@ -43,6 +43,9 @@ class Parent:
     ended: bool = False
     unheard_until: float = 0.0  # after its end: until then the worker may say whether it keeps it
     news: KeptNews | None = None
+    is_stored: bool = False  # its client wants to have its answer again: `record`, once it is complete
+    record: bytes = b""
+    forget_at: float = float("inf")  # of a stored one
     _waiters: list[asyncio.Future[None]] = field(default_factory=list)
 
     @classmethod

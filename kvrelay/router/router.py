@@ -65,6 +65,8 @@ class Router:
         sync: OpenSync | None = None,
         continuation_cache: int = 1024,
         max_kept_per_key: int = 64,
+        max_stored: int = 1024,
+        stored_s: float = 3600.0,
     ) -> None:
         self.router_id = router_id or new_router_id()
         self._membership = membership
@@ -76,7 +78,13 @@ class Router:
         self._sync = EvictionSync() if sync is None or index is None else sync(is_held=index.holds)
         self._feed = NoFeed() if index is None else EventFeed(index, metrics, self._sync)
         self._planner = Planner(policy, local_prefill_tokens, metrics, index if policy == "prefix_aware" else None)
-        self.continuations = Continuations(metrics, capacity=continuation_cache, max_kept_per_owner=max_kept_per_key)
+        self.continuations = Continuations(
+            metrics,
+            capacity=continuation_cache,
+            max_kept_per_owner=max_kept_per_key,
+            max_stored=max_stored,
+            stored_s=stored_s,
+        )
         self._dispatcher = Dispatcher(self._planner, metrics, self.continuations, self._sync, mode=mode, rules=rules)
         self._search = KeptSearch(self.continuations, lambda: self._dispatcher.usable)
         self._listeners = Listeners(
