@@ -1,8 +1,9 @@
 """Stored responses: what is remembered of each, and how the next one continues from it.
 
 A stored response is a parent (`router/parent.py`) with a record: its body, and the conversation up to its end. The next
-response has that conversation before its input. If nothing that the prompt begins with has changed, it is a continuation: its prompt is
-all tokens of the stored one, and what the chat template writes after an answer. Otherwise the conversation is rendered anew.
+response has that conversation before its input. If nothing that the prompt begins with has changed, it is a continuation: its
+prompt is all tokens of the stored one, and what the chat template writes after an answer. Otherwise the conversation is
+rendered anew.
 """
 
 from __future__ import annotations
