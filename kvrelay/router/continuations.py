@@ -4,7 +4,7 @@
     ended     a sample has its last token (or its client left): its tokens are known
     told      its worker says whether it keeps the KV: HELD, or KNOWN
     lost      that worker is gone or drains: HELD becomes KNOWN
-    adopt     another router served it, and its worker told us of the kept KV
+    adopt     another router served it, and a worker told us of the kept KV, or of what that router had remembered
     find      a client names a parent, by the id of its kept KV, by the id it gave the request, or by the answer's id
 
 Everything is looked up within an owner (a digest of the API key): what belongs to another is as unknown as what never was.
@@ -17,23 +17,21 @@ One event loop's thread. Nothing here talks to workers: `told` returns False whe
 
 from __future__ import annotations
 
+import math
 import time
 from array import array
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 from kvrelay.errors import ConflictError, InvalidRequestError, NotFoundError
 from kvrelay.ids import KeptId, RequestId, WorkerId
 from kvrelay.metrics import Metrics
+from kvrelay.router.names import Names
 from kvrelay.router.parent import Parent
 from kvrelay.router.shelf import Shelf
 from kvrelay.states import HandleState
 from kvrelay.wire.serving import KeptInfo, KeptNews
 
 NEWS_WAIT_S = 30.0  # how long after a sample's end its worker may say whether its KV is kept
-_MAX_REASONS = 4096  # handles that are gone, of which it is known why
-
-_Name = tuple[str, str]  # owner, and what it calls a request
 
 
 class Continuations:
@@ -52,13 +50,13 @@ class Continuations:
         self._metrics = metrics
         self._max_kept = max_kept_per_owner
         self._clock = clock
-        self._names: dict[_Name, list[Parent]] = {}  # all choices of one answer, under each of its names
+        self._names = Names()
         self._kept: dict[KeptId, Parent] = {}
         self._held: dict[str, set[Parent]] = {}  # by owner: parents whose KV is kept, or was asked to be
         self._ended = Shelf(capacity)  # KNOWN
         self._stored = Shelf(max_stored)  # as these, of those whose answers are stored
         self._stored_s = stored_s
-        self._reasons: OrderedDict[_Name, str] = OrderedDict()
+        self.on_known: Callable[[Parent], None] = lambda parent: None  # all of it is known, or more than before
         metrics.kept_kv.set_function(lambda: sum(parent.state is HandleState.HELD for parent in self._all_held()))
 
     def __len__(self) -> int:
@@ -68,7 +66,7 @@ class Continuations:
 
     def begun(self, parents: list[Parent]) -> list[Parent]:
         """All samples of a request. Those to be kept are `asked`, unless their owner has all the kept KV that it may have."""
-        self._name(parents)
+        self._names.give(parents)
         if parents[0].kept_id is not None:
             self._ask(parents)
         return parents
@@ -90,16 +88,20 @@ class Continuations:
         parent.tokens, parent.ended = tokens, True
         parent.unheard_until = self._clock() + NEWS_WAIT_S
         self._conclude(parent)
+        if not parent.is_stored:
+            self.on_known(parent)
 
     def cut(self, parent: Parent, num_output_tokens: int) -> None:
         """Its client saw less of it than was thought."""
         parent.tokens = parent.tokens[: parent.num_prompt_tokens + num_output_tokens]
+        self.on_known(parent)
 
     def store(self, parent: Parent, record: bytes) -> None:
         """The answer of one that is to be stored is complete."""
         parent.record, parent.forget_at = record, self._clock() + self._stored_s
         if parent.state is HandleState.KNOWN:
             self._shelve(parent)
+        self.on_known(parent)
 
     def failed(self, parent: Parent, reason: str) -> None:
         if parent.state is HandleState.RUNNING:
@@ -148,13 +150,32 @@ class Continuations:
         for info in kept:
             if info.kept_id in self._kept:
                 continue
-            family = self._names.setdefault((info.owner, info.external_id), [])
-            parent = Parent.of_kept(info, choice=len(family), worker_id=worker_id, fingerprint=fingerprint)
+            choice = len(self._names.get(info.owner, info.external_id))
+            parent = Parent.of_kept(info, choice=choice, worker_id=worker_id, fingerprint=fingerprint)
             parent.expires_at = self._clock() + info.ttl_s
-            family.append(parent)
+            self._names.join(parent)
             self._kept[info.kept_id] = parent
             self._held.setdefault(parent.owner, set()).add(parent)
             parent.become(HandleState.HELD)
+
+    def adopt_known(self, known: Parent, forget_in_s: float) -> None:
+        """Another router served it, and had it remembered. Its KV, if it is kept, was adopted before."""
+        forget_at = self._clock() + forget_in_s if known.record else math.inf
+        kept = None if known.kept_id is None else self._kept.get(known.kept_id)
+        if kept is not None:
+            kept.answer_id, kept.is_stored, kept.record, kept.forget_at = (
+                known.answer_id,
+                known.is_stored,
+                known.record,
+                forget_at,
+            )
+            self._names.join(kept)
+        elif all(known.choice != other.choice for other in self._names.get(known.owner, known.answer_id or known.external_id)):
+            known.forget_at = forget_at
+            self._names.join(known)
+            if known.kept_id is not None:
+                self._kept[known.kept_id] = known
+            self._remember(known)
 
     # What clients ask
 
@@ -172,17 +193,17 @@ class Continuations:
     def find_all(self, handle: str, owner: str) -> list[Parent]:
         """All choices of that name, at least one. Raises NotFoundError."""
         kept = self._kept.get(KeptId(handle))
-        parents = [kept] if kept is not None and kept.owner == owner else self._names.get((owner, handle), [])
+        parents = [kept] if kept is not None and kept.owner == owner else self._names.get(owner, handle)
         left = self._looked_at(parents)
         if not left:
-            raise _not_found(handle, self._reasons.get((owner, handle), ""))
+            raise _not_found(handle, self._names.why(owner, handle))
         return left
 
     def is_unheard_of(self, handle: str, owner: str) -> bool:
         """Neither here, nor known to be gone: another router may know it."""
         kept = self._kept.get(KeptId(handle))
-        known = (owner, handle) in self._names or (kept is not None and kept.owner == owner)
-        return not known and (owner, handle) not in self._reasons
+        known = bool(self._names.get(owner, handle)) or (kept is not None and kept.owner == owner)
+        return not known and not self._names.why(owner, handle)
 
     def has_ended(self, handle: str, owner: str) -> bool:
         """Whether `find` gives one that need not be waited for, nor looked for elsewhere."""
@@ -283,31 +304,11 @@ class Continuations:
         self._not_held(parent)
         if parent.kept_id is not None and self._kept.get(parent.kept_id) is parent:
             del self._kept[parent.kept_id]
-            self._explain((parent.owner, parent.kept_id), reason)
-        for name in _names_of(parent):
-            family = self._names.get(name, [])
-            if parent in family:
-                family.remove(parent)
-                if not family:
-                    del self._names[name]
-                    self._explain(name, reason)
+            self._names.explain(parent.owner, parent.kept_id, reason)
+        self._names.take(parent, reason)
         parent.become(HandleState.GONE)
 
-    def _explain(self, name: _Name, reason: str) -> None:
-        self._reasons[name] = reason
-        self._reasons.move_to_end(name)
-        if len(self._reasons) > _MAX_REASONS:
-            self._reasons.popitem(last=False)
-
-    # Names and quota
-
-    def _name(self, parents: list[Parent]) -> None:
-        """Under a name that is used again, the latest request is found. Prompts of one request share theirs."""
-        for name in _names_of(parents[0]):
-            family = self._names.get(name)
-            same = family and family[0].answer_id and family[0].answer_id == parents[0].answer_id
-            self._names[name] = [*family, *parents] if family and same else list(parents)
-            self._reasons.pop(name, None)
+    # Quota
 
     def _ask(self, parents: list[Parent]) -> None:
         owner = parents[0].owner
@@ -332,11 +333,6 @@ class Continuations:
 
     def _all_held(self) -> list[Parent]:
         return self._looked_at([parent for held in self._held.values() for parent in held])
-
-
-def _names_of(parent: Parent) -> list[_Name]:
-    names = {parent.external_id, parent.answer_id} - {""}
-    return [(parent.owner, name) for name in names]
 
 
 def _shown(handle: str) -> str:
