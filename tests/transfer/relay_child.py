@@ -10,6 +10,7 @@ import time
 import msgspec
 from relay_pair import Producer
 
+from kvrelay.engine.fence import PASSED
 from kvrelay.ids import new_request_id, new_worker_id
 from kvrelay.transfer.engines.choose import make_engine
 from kvrelay.transfer.relay.link import TransferSettings
@@ -23,7 +24,7 @@ def main(transport: str, lease_s: str) -> None:
     transfer = msgspec.json.decode(sys.stdin.readline(), type=TransferInfo)
     request = new_request_id()
     producer.relay.expect(request, transfer, 16)
-    producer.relay.start(request, [0, 1, 2, 3], 8)
+    producer.relay.start(request, [0, 1, 2, 3], 8, PASSED)
     while True:
         time.sleep(1)
         producer.relay.poll()

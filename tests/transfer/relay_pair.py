@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 from memory_faults import Fate, FaultyEngine
 
+from kvrelay.engine.fence import PASSED
 from kvrelay.engine.movers import Arrival
 from kvrelay.ids import RequestId, new_transfer_id, new_worker_id
 from kvrelay.transfer.engines.base import Mover, TransferEngine
@@ -99,7 +100,7 @@ class Producer(Side):
             for layer in range(self.layout.num_layers):
                 for token in range(start, stop):
                     self.memory[layer, :, blocks[token // size], token % size] = kv(value, token, layer)
-                self.relay.layer_done(layer)
+                self.relay.layer_done(layer, PASSED)
             self.relay.end_step()
         self.relay.finish(request, [FirstToken(0, int(value))])
 

@@ -11,6 +11,7 @@ import pytest
 from memory_faults import random_faults
 from relay_pair import TINY, Consumer, Producer, info, wait_for
 
+from kvrelay.engine.fence import PASSED
 from kvrelay.errors import WrongIdError
 from kvrelay.ids import RequestId, TransferId, new_request_id, new_worker_id
 from kvrelay.transfer.engines.base import Completion, Mover, TransferError
@@ -58,13 +59,13 @@ def hand_over(producer: Producer, consumer: Consumer, mode: str, *, num_tokens: 
     consumer.relay.expect(there, transfer, num_tokens)
     value = float(random.randrange(1, 1000))
     blocks = random.sample(range(producer.layout.num_blocks), -(-num_tokens // producer.layout.block_size))
-    producer.relay.start(here, blocks, 0)
+    producer.relay.start(here, blocks, 0, PASSED)
     if mode == "read":
         producer.compute(here, blocks, num_tokens, value)
     wait_for(lambda: consumer.is_started(there))
     skip = skip_blocks * consumer.layout.block_size
     mine = random.sample(range(consumer.layout.num_blocks), -(-(num_tokens - skip) // consumer.layout.block_size))
-    consumer.relay.reserve(there, mine, skip)
+    consumer.relay.reserve(there, mine, skip, PASSED)
     if mode == "write":
         producer.compute(here, blocks, num_tokens, value)
     wait_for(lambda: there in consumer.arrivals())
@@ -126,14 +127,14 @@ def test_setting_aside_and_a_late_reserve(make: Closing) -> None:
     transfer = info(producer, consumer)
     producer.relay.expect(here, transfer, 8)
     consumer.relay.expect(there, transfer, 8)
-    producer.relay.start(here, [0, 1], 0)
+    producer.relay.start(here, [0, 1], 0, PASSED)
     producer.compute(here, [0, 1], 8, 3.0)
     producer.relay.set_aside(here)
     wait_for(lambda: producer.poll() or here in producer.set_aside)
     wait_for(lambda: consumer.is_started(there))
-    consumer.relay.reserve(there, [5, 6], 0)
+    consumer.relay.reserve(there, [5, 6], 0, PASSED)
     wait_for(lambda: producer.poll() or here in producer.restart)
-    producer.relay.start(here, [7, 8], 0)
+    producer.relay.start(here, [7, 8], 0, PASSED)
     producer.compute(here, [7, 8], 8, 3.0)
     wait_for(lambda: there in consumer.arrivals())
     assert consumer.arrivals()[there].error == ""
@@ -147,9 +148,9 @@ def test_a_consumer_aborts_and_gets_its_blocks_back(make: Closing) -> None:
     transfer = info(producer, consumer)
     producer.relay.expect(here, transfer, 8)
     consumer.relay.expect(there, transfer, 8)
-    producer.relay.start(here, [0, 1], 0)
+    producer.relay.start(here, [0, 1], 0, PASSED)
     wait_for(lambda: consumer.is_started(there))
-    consumer.relay.reserve(there, [5, 6], 0)
+    consumer.relay.reserve(there, [5, 6], 0, PASSED)
     consumer.relay.abort(there)
     wait_for(lambda: consumer.is_freed(there))
     wait_for(lambda: producer.is_released(here))
@@ -165,9 +166,9 @@ def test_a_producer_that_closes_ends_its_transfers_with_a_reason(make: Closing) 
     transfer = info(producer, consumer)
     producer.relay.expect(here, transfer, 8)
     consumer.relay.expect(there, transfer, 8)
-    producer.relay.start(here, [0, 1], 0)
+    producer.relay.start(here, [0, 1], 0, PASSED)
     wait_for(lambda: consumer.is_started(there))
-    consumer.relay.reserve(there, [5, 6], 0)
+    consumer.relay.reserve(there, [5, 6], 0, PASSED)
     producer.close()
     assert producer.failures()[here] == "the worker closes"
     wait_for(lambda: consumer.is_freed(there))
@@ -181,9 +182,9 @@ def test_a_consumer_that_closes_frees_everything(make: Closing) -> None:
     transfer = info(producer, consumer)
     producer.relay.expect(here, transfer, 8)
     consumer.relay.expect(there, transfer, 8)
-    producer.relay.start(here, [0, 1], 0)
+    producer.relay.start(here, [0, 1], 0, PASSED)
     wait_for(lambda: consumer.is_started(there))
-    consumer.relay.reserve(there, [5, 6], 0)
+    consumer.relay.reserve(there, [5, 6], 0, PASSED)
     consumer.close()
     assert consumer.arrivals()[there].error == "the worker closes"
     assert consumer.is_freed(there)
@@ -204,9 +205,9 @@ def test_a_fault_in_the_thread_fails_every_transfer_and_lets_no_request_hang(mak
     transfer = info(producer, consumer)
     producer.relay.expect(here, transfer, 8)
     consumer.relay.expect(there, transfer, 8)
-    producer.relay.start(here, [0, 1], 0)
+    producer.relay.start(here, [0, 1], 0, PASSED)
     wait_for(lambda: consumer.is_started(there))
-    consumer.relay.reserve(there, [5, 6], 0)
+    consumer.relay.reserve(there, [5, 6], 0, PASSED)
     engine.poll = _raise  # type: ignore[method-assign]
     producer.relay.set_aside(here)  # wakes it
     consumer.relay.abort(new_request_id())  # and this wakes the other
@@ -268,11 +269,11 @@ def _try_once(producer: Producer, consumer: Consumer, mode: str, number: int) ->
     transfer = info(producer, consumer, mode)
     producer.relay.expect(here, transfer, 11)
     consumer.relay.expect(there, transfer, 11)
-    producer.relay.start(here, [3, 1, 2], 0)
+    producer.relay.start(here, [3, 1, 2], 0, PASSED)
     if mode == "read":
         producer.compute(here, [3, 1, 2], 11, float(number))
     wait_for(lambda: consumer.is_started(there))
-    consumer.relay.reserve(there, [9, 4, 7], 0)
+    consumer.relay.reserve(there, [9, 4, 7], 0, PASSED)
     if mode == "write":
         producer.compute(here, [3, 1, 2], 11, float(number))
     wait_for(lambda: there in consumer.arrivals())
@@ -292,9 +293,9 @@ def test_a_dropped_move_is_given_up_when_the_request_is_aborted(make: Closing) -
     transfer = info(producer, consumer)
     producer.relay.expect(here, transfer, 8)
     consumer.relay.expect(there, transfer, 8)
-    producer.relay.start(here, [0, 1], 0)
+    producer.relay.start(here, [0, 1], 0, PASSED)
     wait_for(lambda: consumer.is_started(there))
-    consumer.relay.reserve(there, [5, 6], 0)
+    consumer.relay.reserve(there, [5, 6], 0, PASSED)
     producer.compute(here, [0, 1], 8, 1.0)
     consumer.relay.abort(there)
     wait_for(lambda: consumer.is_freed(there))
@@ -319,6 +320,6 @@ def test_the_engine_is_woken_by_news(make: Closing) -> None:
     here, there = new_request_id(), new_request_id()
     producer.relay.expect(here, transfer, 4)
     consumer.relay.expect(there, transfer, 4)
-    producer.relay.start(here, [0], 0)
+    producer.relay.start(here, [0], 0, PASSED)
     assert consumer.news.wait(20)
     assert consumer.is_started(there)

@@ -16,6 +16,7 @@ import msgspec
 import pytest
 from relay_pair import Consumer, wait_for
 
+from kvrelay.engine.fence import PASSED
 from kvrelay.ids import RequestId, new_request_id, new_transfer_id, new_worker_id
 from kvrelay.transfer.engines.choose import make_engine
 from kvrelay.transfer.relay.link import TransferSettings
@@ -49,7 +50,7 @@ def reserved(transport: str) -> Iterator[tuple[subprocess.Popen[str], Consumer, 
         request = new_request_id()
         consumer.relay.expect(request, transfer, 16)
         wait_for(lambda: consumer.is_started(request))
-        consumer.relay.reserve(request, [4, 5, 6, 7], 0)
+        consumer.relay.reserve(request, [4, 5, 6, 7], 0, PASSED)
         wait_for(lambda: consumer.relay.counts().in_flight == 1)
         yield child, consumer, request
     finally:
