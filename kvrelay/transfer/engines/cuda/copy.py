@@ -29,6 +29,7 @@ def _copy_kernel(table, ALIGNED: tl.constexpr, ITEM: tl.constexpr, PIECE: tl.con
     source = tl.load(row + 1) + first
     count = tl.minimum(tl.load(row + 2) - first, PIECE) // ITEM  # not above 0: this range is shorter
     if ITEM == 8:
+        count = tl.multiple_of(count, ALIGNED // ITEM)
         there = tl.multiple_of(target.to(tl.pointer_type(tl.int64)), ALIGNED)
         here = tl.multiple_of(source.to(tl.pointer_type(tl.int64)), ALIGNED)
     else:
