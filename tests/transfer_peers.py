@@ -15,6 +15,7 @@ from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 import torch
 
 from kvrelay.ids import WorkerId
@@ -28,6 +29,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 Bytes = npt.NDArray[np.uint8]
 FAKE_CARD = "cuda_ipc-fake"
 ON_CARD = ("cuda_ipc", "nixl-cuda")
+ON_A_CARD = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA card")]
 _tensors: dict[int, torch.Tensor] = {}  # memory of a card, by its address
 
 
@@ -58,6 +60,13 @@ def view(region: Region) -> Any:
         return card_bytes(region)
     assert region.buffer is not None
     return np.frombuffer(region.buffer, dtype=np.uint8)
+
+
+def floats(region: Region) -> Any:
+    """Its memory as float32 numbers: an array, or a tensor of a card."""
+    if region.address in _tensors:
+        return _tensors[region.address].view(torch.float32)
+    return view(region).view(np.float32)
 
 
 class CardBytes:

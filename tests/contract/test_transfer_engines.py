@@ -15,10 +15,21 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-import torch
 from _pytest.mark.structures import ParameterSet
 from memory_faults import Fate, FaultyEngine
-from transfer_peers import FAKE_CARD, ON_CARD, Bytes, LocalPeer, ProcessPeer, digest, engine_of, random_bytes, region_of, view
+from transfer_peers import (
+    FAKE_CARD,
+    ON_A_CARD,
+    ON_CARD,
+    Bytes,
+    LocalPeer,
+    ProcessPeer,
+    digest,
+    engine_of,
+    random_bytes,
+    region_of,
+    view,
+)
 
 from kvrelay.ids import WorkerId, new_worker_id
 from kvrelay.transfer.engines.base import Completion, MoveId, Mover, Ranges, TransferEngine, TransferError
@@ -42,8 +53,7 @@ class Case:
 
 
 def on_card(case: Case) -> ParameterSet:
-    marks = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA card")]
-    return pytest.param(case, marks=marks)
+    return pytest.param(case, marks=ON_A_CARD)
 
 
 HERE = [

@@ -14,6 +14,7 @@ import httpx
 import pytest
 import torch
 import transformers
+from parity import assert_parity, reference_tokens
 from server import Server, serve
 from tiny_models import VOCAB_SIZE, write_tokenizer
 
@@ -84,12 +85,23 @@ def expected(model: str, device: str) -> list[list[int]]:
         return complete_all(server, prompts(NUM_PROMPTS[device]))
 
 
+def assert_same(got: list[list[int]], expected: list[list[int]], model: str) -> None:
+    """Another batch may round otherwise: where the two differ, the reference says whether that was a tie."""
+    different = [number for number, tokens in enumerate(got) if tokens != expected[number]]
+    if different:
+        reference = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+        asked = prompts(len(expected))
+        for number in different:
+            tokens, ties = reference_tokens(reference, asked[number], OUTPUT_TOKENS)
+            assert_parity(got[number], tokens, ties, f"prompt {number}")
+
+
 @pytest.mark.parametrize("mode", ["write", "read"])
 def test_many_prompts_at_once_give_the_tokens_of_a_whole_worker(
     model: str, device: str, expected: list[list[int]], mode: str
 ) -> None:
     with serve(model, *options(device, "--prefill", "1", "--decode", "1", "--mode", mode)) as server:
-        assert complete_all(server, prompts(NUM_PROMPTS[device])) == expected
+        assert_same(complete_all(server, prompts(NUM_PROMPTS[device])), expected, model)
         moved = [worker["transfers"] for worker in server.idle_workers()]
         assert sum(each["bytes"] for each in moved) > 0
         assert not any(each["failed"] for each in moved)
@@ -113,4 +125,4 @@ def test_aborts_at_random_points_leave_no_block(model: str, device: str, expecte
         with ThreadPoolExecutor(AT_ONCE) as pool:
             list(pool.map(abort, range(len(points))))
         server.idle_workers(patience_s=90.0)
-        assert complete_all(server, asked[:AT_ONCE]) == expected[:AT_ONCE]
+        assert_same(complete_all(server, asked[:AT_ONCE]), expected, model)

@@ -15,11 +15,11 @@ from kvrelay.engine.fence import PASSED
 from kvrelay.errors import WrongIdError
 from kvrelay.ids import RequestId, TransferId, new_request_id, new_worker_id
 from kvrelay.transfer.engines.base import Completion, Mover, TransferError
-from kvrelay.transfer.engines.choose import make_engine
 from kvrelay.transfer.engines.memory import MemoryEngine, MemoryNetwork
 from kvrelay.transfer.region import Region
 from kvrelay.transfer.relay.link import TransferSettings
 from kvrelay.transfer.relay.thread import ThreadFailedError
+from tests.transfer_peers import FAKE_CARD, ON_A_CARD, ON_CARD
 
 FAST = TransferSettings(lease_s=3.0, hello_retry_s=0.1)
 MODES = pytest.mark.parametrize("mode", ["write", "read"])
@@ -94,12 +94,18 @@ def test_a_hand_over(make: Closing, mode: str, mover: Mover) -> None:
 @MODES
 @pytest.mark.parametrize(
     ("transport", "sizes"),
-    [("shm", (16, 24)), ("shm", (16, 32)), ("shm", (32, 16)), ("nixl", (16, 24)), ("nixl", (32, 16)), ("mooncake", (16, 24))],
+    [
+        *(("shm", sizes) for sizes in ((16, 24), (16, 32), (32, 16))),
+        *(("nixl", sizes) for sizes in ((16, 24), (32, 16))),
+        ("mooncake", (16, 24)),
+        (FAKE_CARD, (16, 24)),
+        *(pytest.param(name, (16, 24), marks=ON_A_CARD) for name in ON_CARD),
+    ],
 )
 def test_a_hand_over_through_a_real_transport(make: Closing, mode: str, sizes: tuple[int, int], transport: str) -> None:
     layouts = [msgspec.structs.replace(TINY, block_size=size, num_blocks=12) for size in sizes]
-    producer = make.producer(layout=layouts[0], engines=[make_engine(transport, new_worker_id("prefill"))])
-    consumer = make.consumer(layout=layouts[1], engines=[make_engine(transport, new_worker_id("decode"))])
+    producer = make.producer(layout=layouts[0], transport=transport)
+    consumer = make.consumer(layout=layouts[1], transport=transport)
     for skip_blocks in (0, 1):
         hand_over(producer, consumer, mode, num_tokens=75, skip_blocks=skip_blocks)
 
