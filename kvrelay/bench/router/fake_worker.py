@@ -32,10 +32,12 @@ from kvrelay.wire.serving import (
     Drain,
     Encode,
     Finish,
+    Forget,
     Hello,
     PeerLost,
     Ping,
     ReleaseKept,
+    Remember,
     SequenceOutput,
     StepOutputs,
     Submit,
@@ -137,7 +139,7 @@ class FakeWorker:
                     requests.pop(request_id, None)
             case Finish():
                 requests.pop(message.request_id, None)
-            case Ping() | PeerLost() | Drain() | ReleaseKept() | AskKept() | Encode():
+            case Ping() | PeerLost() | Drain() | ReleaseKept() | Remember() | Forget() | AskKept() | Encode():
                 pass
             case _:
                 assert_never(message)
