@@ -26,6 +26,7 @@ from kvrelay.frontend.pages.admin import change_role, drain
 from kvrelay.frontend.pages.continuations import delete_continuation, list_continuations, one_continuation
 from kvrelay.frontend.pages.info import cluster, health, index, metrics_page, models, one_model, version_page
 from kvrelay.frontend.pages.openapi import docs, openapi_page
+from kvrelay.frontend.pages.timelines import list_requests, one_request
 from kvrelay.frontend.pages.tokenize import detokenize, tokenize
 from kvrelay.frontend.prompt.images import Images
 from kvrelay.frontend.service import Service
@@ -51,6 +52,8 @@ ROUTES: tuple[tuple[str, str, Callable[[Service, Call], Awaitable[None]]], ...] 
     ("/admin/role", "POST", change_role),
     ("/health", "GET", health),
     ("/cluster", "GET", cluster),
+    ("/requests", "GET", list_requests),
+    ("/requests/{id:path}", "GET", one_request),
     ("/metrics", "GET", metrics_page),
     ("/version", "GET", version_page),
     ("/openapi.json", "GET", openapi_page),

@@ -30,7 +30,7 @@ from kvrelay.events.eviction_sync import EvictionSync
 from kvrelay.ids import RequestId, new_request_id
 from kvrelay.log import Log
 from kvrelay.metrics import Metrics
-from kvrelay.router.attempt import Attempt, Mode, OpenRequest, Plan, check_model, holder_of
+from kvrelay.router.attempt import Attempt, Mode, OpenRequest, Plan, check_model, holder_of, timeline_of
 from kvrelay.router.backend import GenerateRequest
 from kvrelay.router.continuations import Continuations
 from kvrelay.router.failover import Estranged, RetryRules, Stranded, Verdict, as_told, is_setback, judge
@@ -39,8 +39,9 @@ from kvrelay.router.peer import Leg, Peer
 from kvrelay.router.plan import Planner
 from kvrelay.router.policy import CompletionRate
 from kvrelay.router.stream import RequestStream
+from kvrelay.router.timelines import Timelines
 from kvrelay.states import FinishReason, Role
-from kvrelay.wire.serving import COMES_FIRST, BeamResult, Failure, HandedOver, Inherited, KeptNews, News, StepOutputs
+from kvrelay.wire.serving import COMES_FIRST, BeamResult, Failure, HandedOver, Inherited, KeptNews, LegTimes, News, StepOutputs
 
 log = Log("router")
 
@@ -57,6 +58,7 @@ class Dispatcher:
         *,
         mode: Mode = "write",
         rules: RetryRules | None = None,
+        timelines: Timelines | None = None,
     ) -> None:
         self._planner = planner
         self._sync = sync
@@ -64,6 +66,7 @@ class Dispatcher:
         self._rules = rules or RetryRules()
         self._metrics = metrics
         self._keeping = Keeping(continuations)
+        self.timelines = timelines or Timelines(metrics)
         self.open: dict[RequestId, OpenRequest] = {}
         self.stranded = Stranded(self._rules.wait_s, self._retry, self._give_up)
         self._estranged = Estranged()
@@ -78,12 +81,15 @@ class Dispatcher:
     def submit(self, request: GenerateRequest, excuse: str) -> RequestStream:
         """`excuse` says why there is no usable peer, if there is none."""
         stream = RequestStream(new_request_id(), request.params.n, self)
-        entry = OpenRequest(request, stream)
+        entry = OpenRequest(request, stream, timeline=timeline_of(request))
         plan = self._first_plan(entry, excuse)
+        self.timelines.begin(entry.timeline, request.arrived)
         self._keeping.begin(entry)
         try:
             self._send_first(entry, plan, excuse)
         except RequestError as error:
+            stream.error = error
+            self.timelines.ended(entry.timeline, stream)
             self._keeping.abandon(entry, error)
             raise
         self.open[stream.request_id] = entry
@@ -110,6 +116,9 @@ class Dispatcher:
     def _told(self, peer: Peer, news: News) -> None:
         if isinstance(news, KeptNews):  # of a request that has ended, mostly
             self._keeping.news(peer, news)
+            return
+        if isinstance(news, LegTimes):  # also of a request that has ended
+            self.timelines.told(peer.id, peer.record.role, news)
             return
         leg = peer.open.get(news.request_id)
         if leg is None:
@@ -159,7 +168,9 @@ class Dispatcher:
         holder = holder_of(request, self.usable, avoid) if is_first else None
         if holder is not None:
             return Plan(holder)
-        plan = self._estranged.mend(self._planner.plan(request, avoid))
+        planned = self._planner.plan(request, avoid)
+        plan = self._estranged.mend(planned)
+        self._metrics.hand_overs_avoided.inc(plan is not planned)
         if is_first:
             check_model(request, plan)
         elif plan.prefill is not None and (entry.has_diverged or plan.prefill.id in avoid):
@@ -197,8 +208,10 @@ class Dispatcher:
             return unreachable
         entry.attempt = attempt
         stream = entry.stream
+        self.timelines.sent(entry.timeline, attempt.legs.names, entry.num_attempts)
         stream.prefill, stream.decode = plan.prefill_name, plan.decode.id
         stream.transfer_id = None if attempt.transfer is None else attempt.transfer.transfer_id
+        entry.timeline.transfer_id = stream.transfer_id or ""
         if entry.request.images:
             stream.encode = plan.encode_name
         if plan.prefill is None and plan.decode.record.role is Role.DECODE:
@@ -249,6 +262,7 @@ class Dispatcher:
             entry.stream.fail(as_told(error))
             return
         self._metrics.failovers.labels(reason).inc()
+        self.timelines.again(entry.timeline, error.message)
         self._keeping.again(entry)
         log.info("sending a request again", request=entry.stream.request_id, attempt=entry.num_attempts, reason=error.message)
         if not self._retry(entry):
@@ -295,6 +309,9 @@ class Dispatcher:
         entry = self.open.pop(stream.request_id)
         if entry.deadline is not None:
             entry.deadline.cancel()
+        self.timelines.ended(entry.timeline, stream)
+        if stream.error is not None:
+            self._metrics.request_failures.labels(stream.error.kind).inc()
         self._keeping.ended(entry)
         self._sync.on_request_ended(entry.request.external_id)
         if entry.attempt is None:

@@ -78,6 +78,7 @@ class Router:
         self._planner = Planner(policy, local_prefill_tokens, metrics, index if policy == "prefix_aware" else None)
         self.continuations = Continuations(metrics, capacity=continuation_cache, max_kept_per_owner=max_kept_per_key)
         self._dispatcher = Dispatcher(self._planner, metrics, self.continuations, self._sync, mode=mode, rules=rules)
+        self.timelines = self._dispatcher.timelines
         self._search = KeptSearch(self.continuations, lambda: self._dispatcher.usable)
         self._listeners = Listeners(
             opened=self._on_opened,
@@ -205,6 +206,7 @@ class Router:
         self._peers.pop(worker_id, None)
         peer.close()
         self._feed.left(worker_id)
+        self.timelines.lost(worker_id)
         self._metrics.worker_losses.labels(peer.record.role.value, loss.value).inc()
         log.info("worker left", worker=worker_id, reason=loss.value)
         self._refresh()

@@ -85,6 +85,7 @@ class Generation:
         self._arrived = call.arrived
         self._last_step = 0.0
         self._gone = False
+        self._trace = call.trace()
         self._work = work
         self.prompt_tokens = sum(map(len, work.prompts))
         self.cached_tokens = [0] * len(work.prompts)
@@ -107,7 +108,7 @@ class Generation:
     def _submit(self, service: Service, call: Call) -> None:
         work = self._work
         timeout_s = call.remaining_s(work.request.timeout, service.options.request_timeout_s)
-        session, trace, owner = call.session(), call.trace(), owner_of(call, service.options)
+        session, trace, owner = call.session(), self._trace, owner_of(call, service.options)
         for place, (prompt, params) in enumerate(zip(work.prompts, work.params, strict=True)):
             request = GenerateRequest(
                 external_id=call.request_id,
@@ -122,6 +123,7 @@ class Generation:
                 cache_salt=work.request.cache_salt or "",
                 session=session,
                 trace=trace,
+                arrived=call.arrived,
                 timeout_s=timeout_s,
                 images=work.images,
             )
@@ -137,7 +139,11 @@ class Generation:
     def headers(self) -> list[Header]:
         """The workers that serve the request (its first prompt), and the ids of what is kept."""
         stream = self._streams[0]
-        headers = [(b"x-kvrelay-prefill", stream.prefill.encode()), (b"x-kvrelay-decode", stream.decode.encode())]
+        headers = [
+            (b"x-kvrelay-prefill", stream.prefill.encode()),
+            (b"x-kvrelay-decode", stream.decode.encode()),
+            (b"traceparent", self._trace["traceparent"].encode()),
+        ]
         if stream.transfer_id is not None:
             headers.append((b"x-kvrelay-transfer-id", stream.transfer_id.encode()))
         if stream.encode:

@@ -12,7 +12,7 @@ import msgspec
 
 from kvrelay.errors import InvalidRequestError, RequestError, TooLargeError
 from kvrelay.frontend.http.errors import JSON_TYPE, ClientGoneError, error_event, invalid_body
-from kvrelay.ids import new_answer_id
+from kvrelay.ids import new_answer_id, trace_from
 
 Scope = MutableMapping[str, Any]
 AsgiMessage = MutableMapping[str, Any]
@@ -40,7 +40,7 @@ class Call:
         self._receive = receive
         self._send = send
         self._headers: list[Header] = scope["headers"]
-        self.arrived = time.perf_counter()
+        self.arrived = time.perf_counter()  # which is the monotonic clock wherever this runs
         self.status = 0  # of the answer, once it began
         self.started = False
         self.error_event: Callable[[RequestError], bytes] = error_event  # ends a stream that has begun
@@ -70,7 +70,8 @@ class Call:
         return named
 
     def trace(self) -> dict[str, str]:
-        return {key.decode(): value.decode("latin-1") for key, value in self._headers if key in _TRACE_HEADERS}
+        """The client's trace, going on with us, or a new one: another one with each call."""
+        return trace_from({key.decode(): value.decode("latin-1") for key, value in self._headers if key in _TRACE_HEADERS})
 
     def remaining_s(self, field: float | None, server_limit_s: float) -> float | None:
         """Seconds left of what the field `timeout`, else the header, else the server allows; None: there is no limit."""
