@@ -1,27 +1,17 @@
-"""From a request's fields to SamplingParams, and to the grammar its output must follow."""
+"""From a request's fields to SamplingParams."""
 
 from __future__ import annotations
 
 import random
 from typing import Any
 
-import msgspec
-
 from kvrelay.errors import InvalidRequestError
-from kvrelay.frontend.http.errors import missing
 from kvrelay.frontend.prompt.beams import beam_search
-from kvrelay.frontend.prompt.types import (
-    JsonObjectFormat,
-    JsonSchemaFormat,
-    ResponseFormat,
-    SamplingFields,
-    StructuredOutputs,
-)
+from kvrelay.frontend.prompt.types import SamplingFields
 from kvrelay.frontend.service import Service
-from kvrelay.sampling import Grammar, GrammarKind, SamplingParams
+from kvrelay.sampling import MAX_BIAS, Grammar, SamplingParams
 
 _draw = random.SystemRandom()
-Shape = tuple[str, Grammar]  # the field that asks for a grammar, and the grammar
 
 
 def sampling_params(
@@ -38,12 +28,16 @@ def sampling_params(
 ) -> SamplingParams:
     """Validated. The caller checks fields that have another name in the request."""
     beam = beam_search(request)
-    bias = request.logit_bias or {}
-    stop_tokens = request.stop_token_ids or []
-    if bias:
-        service.check_tokens(list(bias), "logit_bias")
-    if stop_tokens:
-        service.check_tokens(stop_tokens, "stop_token_ids")
+    bias = _biases(service, request.logit_bias or {})
+    stop_tokens, bad_words = request.stop_token_ids or [], request.bad_words or []
+    named = {
+        "stop_token_ids": stop_tokens,
+        "allowed_token_ids": request.allowed_token_ids,
+        "logprob_token_ids": request.logprob_token_ids,
+    }
+    for field, tokens in named.items():
+        if tokens:
+            service.check_tokens(tokens, field)
     params = SamplingParams(
         n=samples,
         temperature=_or(request.temperature, 1.0 if beam is None else 0.0),
@@ -62,13 +56,37 @@ def sampling_params(
         include_stop_str_in_output=request.include_stop_str_in_output,
         skip_special_tokens=request.skip_special_tokens and not keeps_special,
         ignore_eos=request.ignore_eos,
+        allowed_token_ids=request.allowed_token_ids or [],
+        bad_words=bad_words,
+        bad_tokens=service.tokenizer.bad_tokens(bad_words),
         logprobs=logprobs,
+        logprob_token_ids=request.logprob_token_ids or [],
         prompt_logprobs=prompt_logprobs,
         grammar=grammar,
         beam=beam,
     )
     params.validate()
     return params
+
+
+def _biases(service: Service, given: dict[str, Any]) -> dict[int, float]:
+    """Refused with the key that is wrong."""
+    last = service.tokenizer.vocab_size - 1
+    found: dict[int, float] = {}
+    for key, value in given.items():
+        if not (key.isascii() and key.isdigit() and int(key) <= last):
+            raise _wrong_bias(f"the key {key[:100]!r} is not a token id of this model (0 to {last})", "invalid_value")
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise _wrong_bias(f"the value of {key!r} must be a number", "invalid_type")
+        if not -MAX_BIAS <= value <= MAX_BIAS:
+            side = "above_max" if value > 0 else "below_min"
+            raise _wrong_bias(f"the value of {key!r} must be between -{MAX_BIAS} and {MAX_BIAS}", f"decimal_{side}_value")
+        found[int(key)] = float(value)
+    return found
+
+
+def _wrong_bias(problem: str, code: str) -> InvalidRequestError:
+    return InvalidRequestError(f"logit_bias: {problem}", param="logit_bias", code=code)
 
 
 def _or(value: float | None, default: float) -> float:
@@ -90,8 +108,8 @@ def output_tokens(service: Service, requested: int | None, default: int | None, 
     if requested > room and service.backend.max_model_len:
         limit = service.backend.max_model_len
         raise InvalidRequestError(
-            f"this model's context holds {limit} tokens; {num_prompt_tokens} of the prompt and {requested} of the output "
-            f"are {num_prompt_tokens + requested}",
+            f"this model's maximum context length is {limit} tokens; {num_prompt_tokens} of the prompt and {requested} of the "
+            f"output are {num_prompt_tokens + requested}",
             param=field,
             code="context_length_exceeded",
         )
@@ -103,49 +121,3 @@ def check_stream(request: SamplingFields) -> None:
         raise InvalidRequestError("prompt_logprobs cannot be streamed", param="prompt_logprobs")
     if request.stream_options is not None and not request.stream:
         raise InvalidRequestError("stream_options needs stream", param="stream_options")
-
-
-def shape_of(request: SamplingFields) -> Shape | None:
-    """The one grammar that a request asks for, in one of three ways."""
-    guided = StructuredOutputs(
-        json=request.guided_json, regex=request.guided_regex, choice=request.guided_choice, grammar=request.guided_grammar
-    )
-    shapes = [
-        *_response_format(request.response_format),
-        *_structured("guided_", guided),
-        *_structured("structured_outputs.", request.structured_outputs or StructuredOutputs()),
-    ]
-    if len(shapes) > 1:
-        raise InvalidRequestError(f"{shapes[1][0]} cannot be combined with {shapes[0][0]}", param=shapes[1][0])
-    return shapes[0] if shapes else None
-
-
-def _response_format(wanted: ResponseFormat | None) -> list[Shape]:
-    if isinstance(wanted, JsonObjectFormat):
-        return [("response_format", Grammar(kind=GrammarKind.JSON_OBJECT))]
-    if isinstance(wanted, JsonSchemaFormat):
-        if wanted.json_schema.schema is None:
-            raise missing("response_format.json_schema.schema")
-        return [("response_format", _json_schema(wanted.json_schema.schema))]
-    return []
-
-
-def _structured(prefix: str, wanted: StructuredOutputs) -> list[Shape]:
-    found: list[Shape] = []
-    if wanted.json is not None:
-        found.append((f"{prefix}json", _json_schema(wanted.json)))
-    if wanted.regex is not None:
-        found.append((f"{prefix}regex", Grammar(kind=GrammarKind.REGEX, source=wanted.regex)))
-    if wanted.choice is not None:
-        choices = msgspec.json.encode(wanted.choice).decode()
-        found.append((f"{prefix}choice", Grammar(kind=GrammarKind.CHOICE, source=choices)))
-    if wanted.grammar is not None:
-        found.append((f"{prefix}grammar", Grammar(kind=GrammarKind.LARK, source=wanted.grammar)))
-    if wanted.json_object:
-        found.append((f"{prefix}json_object", Grammar(kind=GrammarKind.JSON_OBJECT)))
-    return found
-
-
-def _json_schema(schema: dict[str, Any] | str) -> Grammar:
-    source = schema if isinstance(schema, str) else msgspec.json.encode(schema).decode()
-    return Grammar(kind=GrammarKind.JSON_SCHEMA, source=source)
