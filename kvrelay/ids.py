@@ -37,8 +37,7 @@ _FORMS = {
     "KeptId": re.compile(rf"kv-{_UUID}"),
 }
 _ANSWER_ID = re.compile(r"(?:cmpl-|chatcmpl-|resp_)[0-9a-f]{32}")
-_TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-([0-9a-f]{2})(?:-.*)?")
-_NOT_SAMPLED = "00"
+_TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(?:-.*)?")
 
 
 def new_request_id() -> RequestId:
@@ -66,19 +65,24 @@ def new_answer_id(prefix: str) -> str:
     return f"{prefix}{uuid.uuid4().hex}"
 
 
-def trace_from(headers: Mapping[str, str]) -> dict[str, str]:
+def trace_from(headers: Mapping[str, str], *, sampled: bool = False) -> dict[str, str]:
     """The trace headers for those that work on a request: its trace goes on with a new parent, which is us. One that has none,
-    or none that can be read, gets a trace of its own, which no collector is asked to record."""
+    or none that can be read, gets a trace of its own; `sampled` says whether that is to be recorded."""
     known = _TRACEPARENT.fullmatch(headers.get("traceparent", ""))
-    trace_id, flags = known.groups() if known else (secrets.token_hex(16), _NOT_SAMPLED)
+    trace_id, flags = (known[1], known[3]) if known else (secrets.token_hex(16), "01" if sampled else "00")
     trace = {"traceparent": f"00-{trace_id}-{secrets.token_hex(8)}-{flags}"}
     return trace | {"tracestate": headers["tracestate"]} if known and "tracestate" in headers else trace
 
 
+def read_trace(headers: Mapping[str, str]) -> tuple[str, str, bool]:
+    """Trace id, span id of the parent, and whether the trace is recorded; empty if there is none."""
+    known = _TRACEPARENT.fullmatch(headers.get("traceparent", ""))
+    return (known[1], known[2], bool(int(known[3], 16) & 1)) if known else ("", "", False)
+
+
 def trace_id_of(headers: Mapping[str, str]) -> str:
     """Empty if there is none."""
-    known = _TRACEPARENT.fullmatch(headers.get("traceparent", ""))
-    return known[1] if known else ""
+    return read_trace(headers)[0]
 
 
 def is_answer_id(external_id: str) -> bool:

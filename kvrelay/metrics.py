@@ -162,6 +162,9 @@ class Metrics:
             "Prompts left to a decode worker because a hand-over between the chosen two failed a moment ago",
             registry=registry,
         )
+        self.spans = Counter(
+            "kvrelay_spans", "OpenTelemetry spans, by what became of them", ["outcome"], registry=registry
+        )  # outcome: sent, failed, dropped
         self.deadlines = Counter("kvrelay_deadlines", "Requests that took longer than they were given", registry=registry)
         self.local_prefills = Counter(
             "kvrelay_local_prefills", "Prompts that a decode worker was left to compute itself", registry=registry

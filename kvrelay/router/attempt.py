@@ -19,7 +19,7 @@ from typing import Literal
 import msgspec
 
 from kvrelay.errors import InvalidRequestError
-from kvrelay.ids import KeptId, RequestId, WorkerId, new_request_id, new_transfer_id, trace_id_of
+from kvrelay.ids import KeptId, RequestId, WorkerId, new_request_id, new_transfer_id, read_trace, trace_id_of
 from kvrelay.router.backend import GenerateRequest
 from kvrelay.router.peer import Leg, Peer
 from kvrelay.router.policy import tokens_of
@@ -214,7 +214,11 @@ class Attempt:
 
 
 def timeline_of(request: GenerateRequest) -> Timeline:
+    _, span_id, is_sampled = read_trace(request.trace)
     return Timeline(
+        span_id=span_id,
+        parent_span_id=request.parent_span_id,
+        is_sampled=is_sampled,
         external_id=request.external_id,
         answer_id=request.answer_id,
         owner=request.owner,

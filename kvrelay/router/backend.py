@@ -26,7 +26,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     cache_salt: str = ""
     session: str = ""  # requests of one session go to the same workers while these can take them
-    trace: Mapping[str, str] = {}
+    trace: Mapping[str, str] = {}  # W3C headers for its workers: the parent in them is the router's own span
+    parent_span_id: str = ""  # of the client's span, if it sent one
     arrived: float = 0.0  # when its client asked, by the monotonic clock; 0: when it is submitted
     timeout_s: float | None = None  # from submit to the last token
     images: Sequence[Image] = ()  # with their files

@@ -98,6 +98,7 @@ class Router:
     def close(self) -> None:
         """Open requests fail; nothing is heard of the workers any more."""
         self._dispatcher.fail_all("the server is shutting down")
+        self.timelines.close()
         self._sync.close()
         if self._ticker is not None:
             self._ticker.cancel()
@@ -258,6 +259,7 @@ class Router:
     def _tick(self) -> None:
         for peer in list(self._peers.values()):
             peer.tick()
+        self.timelines.tick()
         self._schedule_tick()
 
 

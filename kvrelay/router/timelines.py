@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from kvrelay.ids import RequestId, WorkerId
 from kvrelay.metrics import Metrics
@@ -27,6 +27,7 @@ from kvrelay.wire.serving import LegTimes
 LineState = Literal["running", "finished", "aborted", "failed"]
 
 _CAPACITY = 1024
+_SETTLE_S = 2.0
 _DRIFT = 1e-4  # seconds by which two clocks may come apart in a second
 
 
@@ -74,6 +75,17 @@ class LegLine:
                 yield stage, at + self.offset_s, end - at
 
 
+class StageLine(NamedTuple):
+    """A stage on a worker, or on the router, placed on the router's clock."""
+
+    stage: str
+    worker: str
+    role: str
+    attempt: int
+    at: float
+    seconds: float
+
+
 @dataclass(slots=True, eq=False)
 class Timeline:
     """One request. Times are of this router's monotonic clock."""
@@ -82,6 +94,9 @@ class Timeline:
     answer_id: str = ""
     owner: str = ""
     trace_id: str = ""
+    span_id: str = ""  # of the request, under which workers do their part
+    parent_span_id: str = ""  # of the client
+    is_sampled: bool = False  # whether its client wants it recorded
     parent: str = ""  # that it continues from; empty if none
     prompt_tokens: int = 0
     began_at: float = 0.0
@@ -95,6 +110,13 @@ class Timeline:
     output_tokens: int = 0
     state: LineState = "running"
     is_forgotten: bool = False  # others have taken its place
+
+    def stages(self) -> Iterable[StageLine]:
+        if self.legs:
+            yield StageLine("route", "", "router", 0, self.began_at, self.legs[0].sent_at - self.began_at)
+        for leg in self.legs:
+            for stage, at, seconds in leg.stages():
+                yield StageLine(stage.value, leg.worker, leg.role.value, leg.attempt, at, seconds)
 
     def has_name(self, name: str) -> bool:
         return name in (self.external_id, self.answer_id)
@@ -110,6 +132,9 @@ class Timelines:
         self._lines: deque[Timeline] = deque()
         self._legs: dict[RequestId, LegLine] = {}
         self._clocks: dict[WorkerId, ClockOffset] = {}
+        self._settling: deque[Timeline] = deque()  # ended; their workers may have more to say
+        self.on_settled: Callable[[Timeline], None] | None = None
+        self.on_close: Callable[[], None] = lambda: None
         self._observers = {
             Stage.QUEUE: metrics.queue_seconds,
             Stage.ENCODE: metrics.encode_seconds,
@@ -157,6 +182,20 @@ class Timelines:
         line.ended_at = self._clock()
         line.state = "aborted" if stream.aborted else "failed" if stream.failed else "finished"
         line.output_tokens, line.first_token_at = stream.num_tokens, stream.first_token_at
+        if self.on_settled is not None:
+            self._settling.append(line)
+
+    def tick(self, settled_after_s: float = _SETTLE_S) -> None:
+        """Those that ended so long ago are told; nothing more is expected of their workers."""
+        while self._settling and self._settling[0].ended_at + settled_after_s <= self._clock():
+            line = self._settling.popleft()
+            if self.on_settled is not None:
+                self.on_settled(line)
+
+    def close(self) -> None:
+        """What has ended is told at once."""
+        self.tick(0.0)
+        self.on_close()
 
     # What workers say
 
@@ -196,14 +235,17 @@ class Timelines:
         def since(at: float) -> float:
             return round((at - line.began_at) * 1000, 3)
 
-        stages = [{"stage": "route", "worker": "", "role": "router", "attempt": 0, "start_ms": 0.0}]
-        stages[0]["ms"] = since(line.legs[0].sent_at) if line.legs else 0.0
-        for leg in line.legs:
-            about = {"worker": leg.worker, "role": leg.role.value, "attempt": leg.attempt}
-            stages += [
-                {"stage": stage.value, **about, "start_ms": since(at), "ms": round(1000 * seconds, 3)}
-                for stage, at, seconds in leg.stages()
-            ]
+        stages = [
+            {
+                "stage": one.stage,
+                "worker": one.worker,
+                "role": one.role,
+                "attempt": one.attempt,
+                "start_ms": since(one.at),
+                "ms": round(1000 * one.seconds, 3),
+            }
+            for one in sorted(line.stages(), key=lambda one: one.at)
+        ]
         clocks = {
             leg.worker: {"offset_ms": round(1000 * leg.offset_s, 3), "error_ms": round(1000 * leg.error_s, 3)}
             for leg in line.legs
@@ -224,7 +266,7 @@ class Timelines:
             "first_token_ms": since(line.first_token_at) if line.first_token_at else None,
             "total_ms": since(line.ended_at or self._clock()),
             "failovers": [{"at_ms": since(at), "reason": reason} for at, reason in line.failovers],
-            "stages": sorted(stages, key=lambda stage: stage["start_ms"]),
+            "stages": stages,
             "workers": [{"id": leg.worker, "role": leg.role.value, "attempt": leg.attempt} for leg in line.legs],
             "clocks": clocks,
         }

@@ -4,6 +4,7 @@ async with open_client(server) as client:
     await client.ask({...})             one completion, checked and timed
     await client.first_token({...})     one that is streamed, timed until its first token
     await client.rest()                 until nothing is running
+    await client.num_host_blocks()      KV blocks that wait on the host
     client.num_evictions                blocks that left the workers' caches since it was opened, as their events tell
 """
 
@@ -136,6 +137,11 @@ class TwoStageClient:
                 return
             await asyncio.sleep(_LOOK_EVERY_S)
         raise BenchError(f"the workers did not come to rest within {_REST_S:g} s")
+
+    async def num_host_blocks(self) -> int:
+        """Of all workers, with KV that a request or a continuation needs."""
+        workers = (await self._client.get("/cluster")).json()["workers"]
+        return sum(worker["host_blocks"]["in_use"] for worker in workers)
 
     async def release(self, handles: list[Handle]) -> None:
         for handle in handles:

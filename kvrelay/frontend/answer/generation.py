@@ -25,7 +25,7 @@ from kvrelay.frontend.http.call import Call, Header, when_gone
 from kvrelay.frontend.http.errors import ClientGoneError
 from kvrelay.frontend.prompt.work import Work
 from kvrelay.frontend.service import Service
-from kvrelay.ids import new_kept_id
+from kvrelay.ids import new_kept_id, read_trace, trace_from
 from kvrelay.router.backend import GenerateRequest
 from kvrelay.router.parent import Parent
 from kvrelay.router.stream import RequestStream
@@ -85,7 +85,8 @@ class Generation:
         self._arrived = call.arrived
         self._last_step = 0.0
         self._gone = False
-        self._trace = call.trace()
+        self._sent_trace = call.trace()
+        self._trace = trace_from(self._sent_trace, sampled=bool(service.options.otlp_endpoint))
         self._work = work
         self.prompt_tokens = sum(map(len, work.prompts))
         self.cached_tokens = [0] * len(work.prompts)
@@ -123,6 +124,7 @@ class Generation:
                 cache_salt=work.request.cache_salt or "",
                 session=session,
                 trace=trace,
+                parent_span_id=read_trace(self._sent_trace)[1],
                 arrived=call.arrived,
                 timeout_s=timeout_s,
                 images=work.images,

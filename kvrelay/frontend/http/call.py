@@ -12,7 +12,7 @@ import msgspec
 
 from kvrelay.errors import InvalidRequestError, RequestError, TooLargeError
 from kvrelay.frontend.http.errors import JSON_TYPE, ClientGoneError, error_event, invalid_body
-from kvrelay.ids import new_answer_id, trace_from
+from kvrelay.ids import new_answer_id
 
 Scope = MutableMapping[str, Any]
 AsgiMessage = MutableMapping[str, Any]
@@ -70,8 +70,8 @@ class Call:
         return named
 
     def trace(self) -> dict[str, str]:
-        """The client's trace, going on with us, or a new one: another one with each call."""
-        return trace_from({key.decode(): value.decode("latin-1") for key, value in self._headers if key in _TRACE_HEADERS})
+        """As the client sent it."""
+        return {key.decode(): value.decode("latin-1") for key, value in self._headers if key in _TRACE_HEADERS}
 
     def remaining_s(self, field: float | None, server_limit_s: float) -> float | None:
         """Seconds left of what the field `timeout`, else the header, else the server allows; None: there is no limit."""
