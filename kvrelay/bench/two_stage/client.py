@@ -4,7 +4,7 @@ async with open_client(server) as client:
     await client.ask({...})             one completion, checked and timed
     await client.first_token({...})     one that is streamed, timed until its first token
     await client.rest()                 until nothing is running
-    await client.num_host_blocks()      KV blocks that wait on the host
+    await client.num_pinned_blocks()    blocks of kept KV that are on the device
     client.num_evictions                blocks that left the workers' caches since it was opened, as their events tell
 """
 
@@ -138,10 +138,9 @@ class TwoStageClient:
             await asyncio.sleep(_LOOK_EVERY_S)
         raise BenchError(f"the workers did not come to rest within {_REST_S:g} s")
 
-    async def num_host_blocks(self) -> int:
-        """Of all workers, with KV that a request or a continuation needs."""
+    async def num_pinned_blocks(self) -> int:
         workers = (await self._client.get("/cluster")).json()["workers"]
-        return sum(worker["host_blocks"]["in_use"] for worker in workers)
+        return sum(worker["blocks"]["pinned"] for worker in workers)
 
     async def release(self, handles: list[Handle]) -> None:
         for handle in handles:
