@@ -124,8 +124,14 @@ def stream(server: Server, prompt: Any, *, on_token: Callable[[int], bool | None
 
 
 def worker(server: Server, role: str) -> dict[str, Any]:
-    found: list[dict[str, Any]] = [entry for entry in server.get("/cluster")["workers"] if entry["role"] == role]
-    assert len(found) == 1, found
+    """The one that is up, once it is alone: one that was killed is listed until its registration ends."""
+    found: list[dict[str, Any]] = []
+
+    def is_alone() -> bool:
+        found[:] = [entry for entry in server.get("/cluster")["workers"] if entry["role"] == role]
+        return [entry["state"] for entry in found] == ["ready"]
+
+    until(is_alone)
     return found[0]
 
 
