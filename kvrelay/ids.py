@@ -69,8 +69,9 @@ def trace_from(headers: Mapping[str, str], *, sampled: bool = False) -> dict[str
     """The trace headers for those that work on a request: its trace goes on with a new parent, which is us. One that has none,
     or none that can be read, gets a trace of its own; `sampled` says whether that is to be recorded."""
     known = _TRACEPARENT.fullmatch(headers.get("traceparent", ""))
-    trace_id, flags = (known[1], known[3]) if known else (secrets.token_hex(16), "01" if sampled else "00")
-    trace = {"traceparent": f"00-{trace_id}-{secrets.token_hex(8)}-{flags}"}
+    made = secrets.token_hex(24)  # a span id, and a trace id where there is none
+    trace_id, flags = (known[1], known[3]) if known else (made[16:], "01" if sampled else "00")
+    trace = {"traceparent": f"00-{trace_id}-{made[:16]}-{flags}"}
     return trace | {"tracestate": headers["tracestate"]} if known and "tracestate" in headers else trace
 
 

@@ -19,7 +19,7 @@ from typing import Literal
 import msgspec
 
 from kvrelay.errors import InvalidRequestError
-from kvrelay.ids import KeptId, RequestId, WorkerId, new_request_id, new_transfer_id, read_trace, trace_id_of
+from kvrelay.ids import KeptId, RequestId, WorkerId, new_request_id, new_transfer_id, read_trace
 from kvrelay.router.backend import GenerateRequest
 from kvrelay.router.peer import Leg, Peer
 from kvrelay.router.policy import tokens_of
@@ -145,7 +145,7 @@ class Attempt:
         prefill = None if plan.prefill is None else Leg(plan.prefill, new_request_id(), stream, plan.prefill_tokens)
         self.plan = plan
         self.legs = Legs(encode, prefill, Leg(plan.decode, first_id, stream, tokens_of(entry.request)))
-        self._trace_id = trace_id_of(entry.request.trace)
+        self._trace_id = entry.timeline.trace_id
         self.transfer = _transfer(plan, mode, self._trace_id)
 
     @property
@@ -214,7 +214,7 @@ class Attempt:
 
 
 def timeline_of(request: GenerateRequest) -> Timeline:
-    _, span_id, is_sampled = read_trace(request.trace)
+    trace_id, span_id, is_sampled = read_trace(request.trace)
     return Timeline(
         span_id=span_id,
         parent_span_id=request.parent_span_id,
@@ -222,7 +222,7 @@ def timeline_of(request: GenerateRequest) -> Timeline:
         external_id=request.external_id,
         answer_id=request.answer_id,
         owner=request.owner,
-        trace_id=trace_id_of(request.trace),
+        trace_id=trace_id,
         parent="" if request.parent is None else request.parent.external_id,
         prompt_tokens=len(request.prompt),
     )

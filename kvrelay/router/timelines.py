@@ -135,7 +135,7 @@ class Timelines:
         self._settling: deque[Timeline] = deque()  # ended; their workers may have more to say
         self.on_settled: Callable[[Timeline], None] | None = None
         self.on_close: Callable[[], None] = lambda: None
-        self._observers = {
+        self._histograms = {
             Stage.QUEUE: metrics.queue_seconds,
             Stage.ENCODE: metrics.encode_seconds,
             Stage.PREFILL: metrics.prefill_seconds,
@@ -146,6 +146,7 @@ class Timelines:
             Stage.SWAPPED: metrics.swapped_seconds,
             Stage.RESTORE: metrics.restore_seconds,
         }
+        self._observers: dict[tuple[Role, Stage], Callable[[float], None]] = {}  # those that were needed
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -211,10 +212,15 @@ class Timelines:
             leg.times, leg.offset_s, leg.error_s = times, clock.offset_s, clock.error_s
         previous, began = times.stages[0]
         for stage, at in (*times.stages[1:], (previous, times.ended)):
-            self._observers[previous].labels(role.value).observe(max(0.0, at - began))
+            observe = self._observers.get((role, previous)) or self._observer(role, previous)
+            observe(at - began)
             previous, began = stage, at
         if times.resumed_s:
             self._metrics.embedding_resume_seconds.observe(times.resumed_s)
+
+    def _observer(self, role: Role, stage: Stage) -> Callable[[float], None]:
+        observe = self._observers[role, stage] = self._histograms[stage].labels(role.value).observe
+        return observe
 
     def lost(self, worker_id: WorkerId) -> None:
         self._clocks.pop(worker_id, None)
