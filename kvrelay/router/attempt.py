@@ -147,6 +147,7 @@ class Attempt:
         self.legs = Legs(encode, prefill, Leg(plan.decode, first_id, stream, tokens_of(entry.request)))
         self._trace_id = entry.timeline.trace_id
         self.transfer = _transfer(plan, mode, self._trace_id)
+        entry.timeline.transfer_id = "" if self.transfer is None else self.transfer.transfer_id
 
     @property
     def is_generating(self) -> bool:

@@ -60,7 +60,6 @@ class Dispatcher:
         *,
         mode: Mode = "write",
         rules: RetryRules | None = None,
-        timelines: Timelines | None = None,
     ) -> None:
         self._planner = planner
         self._sync = sync
@@ -68,10 +67,10 @@ class Dispatcher:
         self._rules = rules or RetryRules()
         self._metrics = metrics
         self._keeping = Keeping(continuations)
-        self.timelines = timelines or Timelines(metrics)
+        self.timelines = Timelines(metrics)
         self.open: dict[RequestId, OpenRequest] = {}
         self.stranded = Stranded(self._rules, self._retry, self._is_starting)
-        self._estranged = Estranged()
+        self._estranged = Estranged(on_avoided=metrics.hand_overs_avoided.inc)
         self._rate = CompletionRate()
         self.usable: list[Peer] = []
         self._starting: frozenset[Role] = frozenset()
@@ -96,8 +95,7 @@ class Dispatcher:
             if plan is not None:
                 self._send_first(entry, plan, excuse)
         except RequestError as error:
-            stream.error = error
-            self.timelines.ended(entry.timeline, stream)
+            self.timelines.refused(entry.timeline)
             self._keeping.abandon(entry, error)
             raise
         self.open[stream.request_id] = entry
@@ -128,8 +126,7 @@ class Dispatcher:
             self._keeping.news(peer, news)
             return
         if isinstance(news, LegTimes):  # also of a request that has ended
-            self.timelines.told(peer.id, peer.record.role, news)
-            return
+            return self.timelines.told(peer.id, peer.record.role, news)
         leg = peer.open.get(news.request_id)
         if leg is None:
             return
@@ -178,9 +175,7 @@ class Dispatcher:
         holder = holder_of(request, self.usable, avoid) if is_first else None
         if holder is not None:
             return Plan(holder)
-        planned = self._planner.plan(request, avoid)
-        plan = self._estranged.mend(planned)
-        self._metrics.hand_overs_avoided.inc(plan is not planned)
+        plan = self._estranged.mend(self._planner.plan(request, avoid))
         if is_first:
             check_model(request, plan)
         elif plan.prefill is not None and (entry.has_diverged or plan.prefill.id in avoid):
@@ -225,7 +220,6 @@ class Dispatcher:
         self.timelines.sent(entry.timeline, attempt.legs.names, entry.num_attempts)
         stream.prefill, stream.decode = plan.prefill_name, plan.decode.id
         stream.transfer_id = None if attempt.transfer is None else attempt.transfer.transfer_id
-        entry.timeline.transfer_id = stream.transfer_id or ""
         if entry.request.images:
             stream.encode = plan.encode_name
         if plan.prefill is None and plan.decode.record.role is Role.DECODE:
@@ -324,8 +318,6 @@ class Dispatcher:
         if entry.deadline is not None:
             entry.deadline.cancel()
         self.timelines.ended(entry.timeline, stream)
-        if stream.error is not None:
-            self._metrics.request_failures.labels(stream.error.kind).inc()
         self._keeping.ended(entry)
         self._sync.on_request_ended(entry.request.external_id)
         if entry.attempt is None:

@@ -183,8 +183,14 @@ class Timelines:
         line.ended_at = self._clock()
         line.state = "aborted" if stream.aborted else "failed" if stream.failed else "finished"
         line.output_tokens, line.first_token_at = stream.num_tokens, stream.first_token_at
+        if stream.error is not None:
+            self._metrics.request_failures.labels(stream.error.kind).inc()
         if self.on_settled is not None:
             self._settling.append(line)
+
+    def refused(self, line: Timeline) -> None:
+        """No worker has it."""
+        line.ended_at, line.state = self._clock(), "failed"
 
     def tick(self, settled_after_s: float = _SETTLE_S) -> None:
         """Those that ended so long ago are told; nothing more is expected of their workers."""

@@ -70,7 +70,7 @@ class Answer(msgspec.Struct, frozen=True):
 
     choices: list[Choice]
     usage: TokenCounts
-    kvrelay: dict[str, dict[str, Any]] = {}  # of a continuation, where its KV came from
+    kvrelay: dict[str, Any] = {}  # of a continuation, where its KV came from
 
     @property
     def is_from_kept_kv(self) -> bool:
