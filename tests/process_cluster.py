@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-START_LIMIT_S = 90.0
+START_LIMIT_S = 180.0
 _YIELDING = 5  # a niceness
 _READY = re.compile(r"kvrelay ready on http://([^:]+):(\d+).*register at (tcp://\S+?)\)")
 

@@ -124,24 +124,21 @@ class Dispatcher:
     def _told(self, peer: Peer, news: News) -> None:
         if isinstance(news, KeptNews):  # of a request that has ended, mostly
             self._keeping.news(peer, news)
-            return
-        if isinstance(news, LegTimes):  # also of a request that has ended
-            return self.timelines.told(peer.id, peer.record.role, news)
-        leg = peer.open.get(news.request_id)
-        if leg is None:
-            return
-        match news:
-            case BeamResult():
-                leg.stream.beams[news.sample] = news
-            case Inherited():
-                leg.stream.inherited = news
-            case Failure():
-                self._leg_failed(leg, news.error())
-            case HandedOver():
-                peer.breaker.succeeded()
-                peer.remove(leg)
-            case _:
-                assert_never(news)
+        elif isinstance(news, LegTimes):
+            self.timelines.told(peer.id, peer.record.role, news)
+        elif (leg := peer.open.get(news.request_id)) is not None:
+            match news:
+                case BeamResult():
+                    leg.stream.beams[news.sample] = news
+                case Inherited():
+                    leg.stream.inherited = news
+                case Failure():
+                    self._leg_failed(leg, news.error())
+                case HandedOver():
+                    peer.breaker.succeeded()
+                    peer.remove(leg)
+                case _:
+                    assert_never(news)
 
     def came_back(self, peer: Peer) -> None:
         """Its connection is open, again or for the first time: what happened before does not count."""

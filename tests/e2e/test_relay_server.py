@@ -27,7 +27,7 @@ from kvrelay.checkpoint.fetch import resolve
 from kvrelay.config import read_environment
 from kvrelay.progress import Silent
 
-PATIENCE_S = 60.0
+PATIENCE_S = 180.0  # processes start meanwhile
 MAX_LEN = 2048
 LONG_PROMPT = [3 + number * 7 % (VOCAB_SIZE - 3) for number in range(1500)]  # computed in some fifty steps
 MID_PROMPT_S = 0.3  # usually in the middle of it; nothing depends on that
