@@ -18,7 +18,7 @@ from schemathesis.checks import not_a_server_error
 from kvrelay.config import RouterOptions
 from kvrelay.errors import UnavailableError
 from kvrelay.frontend.http.call import Call
-from kvrelay.frontend.prompt.types import HARMLESS_FIELDS, ChatRequest, StreamOptions
+from kvrelay.frontend.prompt.types import HARMLESS_FIELDS, ChatRequest, FunctionTool, StreamOptions
 from kvrelay.ids import new_transfer_id
 from kvrelay.metrics import Metrics
 from tests.frontend.serving import MODEL, fake_backend, http_client, make_app, running_server, says, wait_until_idle
@@ -275,7 +275,7 @@ async def test_a_body_in_many_pieces_is_read() -> None:
 
 
 def test_harmless_fields_exist() -> None:
-    known = {*ChatRequest.__struct_fields__, *StreamOptions.__struct_fields__}
+    known = {*ChatRequest.__struct_fields__, *StreamOptions.__struct_fields__, *FunctionTool.__struct_fields__}
     assert known.issuperset(HARMLESS_FIELDS)
 
 
