@@ -74,7 +74,7 @@ class Answer(msgspec.Struct, frozen=True):
 
     @property
     def is_from_kept_kv(self) -> bool:
-        return self.kvrelay.get("continuation", {}).get("source") == "lease"
+        return bool(self.kvrelay.get("continuation", {}).get("source") == "lease")
 
 
 @dataclass(frozen=True)
