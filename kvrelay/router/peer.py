@@ -24,7 +24,19 @@ from kvrelay.states import BreakerState, FinishReason, WorkerState
 from kvrelay.wire import PROTOCOL_VERSION, check_version
 from kvrelay.wire.codec import Decoder, encode
 from kvrelay.wire.registry import ImageCounts, WorkerLoad, WorkerRecord
-from kvrelay.wire.serving import Abort, Finish, Hello, KeptTold, Ping, Refused, StepOutputs, ToRouter, ToWorker, Welcome
+from kvrelay.wire.serving import (
+    Abort,
+    Finish,
+    Forgotten,
+    Hello,
+    KeptTold,
+    Ping,
+    Refused,
+    StepOutputs,
+    ToRouter,
+    ToWorker,
+    Welcome,
+)
 
 HOST_KINDS = ("total", "free", "cached", "in_use")  # of blocks on the host
 _decoder: Decoder[ToRouter] = Decoder(ToRouter)
@@ -86,6 +98,7 @@ class Listeners:
     broken: Callable[[Peer, str], None]  # only after `opened`, once per opening
     outputs: Callable[[Peer, StepOutputs], None]
     told: Callable[[Peer, KeptTold], None]
+    forgotten: Callable[[Forgotten], None]
     malformed: Callable[[Peer, str], None]
 
 
@@ -214,6 +227,8 @@ class Peer:
                 self._on_outputs(message)
             case KeptTold():
                 self._listeners.told(self, message)
+            case Forgotten():
+                self._listeners.forgotten(message)
             case Welcome():
                 self._on_welcome(message)
             case Refused():

@@ -32,11 +32,13 @@ from kvrelay.wire.serving import (
     Drain,
     Encode,
     Finish,
+    Forget,
     Hello,
     LegTimes,
     PeerLost,
     Ping,
     ReleaseKept,
+    Remember,
     SequenceOutput,
     StepOutputs,
     Submit,
@@ -138,7 +140,7 @@ class FakeWorker:
                     requests.pop(request_id, None)
             case Finish():
                 requests.pop(message.request_id, None)
-            case Ping() | PeerLost() | Drain() | ReleaseKept() | AskKept() | Encode():
+            case Ping() | PeerLost() | Drain() | ReleaseKept() | Remember() | Forget() | AskKept() | Encode():
                 pass
             case _:
                 assert_never(message)
