@@ -124,7 +124,9 @@ async def test_a_request_that_is_aborted_has_a_timeline_too() -> None:
         for worker in cluster.workers:
             worker.allow(0)
         stream = cluster.submit(msgspec.structs.replace(ask(PROMPT), external_id="left"))
+        await cluster.until(lambda: all(worker.engine.load().waiting == 1 for worker in cluster.workers))
         stream.abort()
+        await cluster.until(lambda: not any(worker.engine.load().waiting for worker in cluster.workers))
         (shown,) = cluster.router.timelines.named("left", "")
         assert shown["state"] == "aborted"
         for worker in cluster.workers:
