@@ -267,7 +267,7 @@ async def test_a_body_in_many_pieces_is_read() -> None:
     async def send(message: Any) -> None:
         raise AssertionError
 
-    assert await Call({"headers": []}, receive, send).body(10_000) == content
+    assert await Call({"path": "/", "headers": []}, receive, send).body(10_000) == content
 
 
 def test_harmless_fields_exist() -> None:
