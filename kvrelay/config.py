@@ -188,6 +188,13 @@ class RouterOptions(Options, frozen=True, kw_only=True):
         Meta(description="when it is told: once no worker caches a block of the request, when the request ends, or never"),
     ] = "evicted"
     log_requests: Annotated[bool, Meta(description="log one line per request")] = False
+    otlp_endpoint: Annotated[
+        str,
+        Meta(
+            description="URL of an OpenTelemetry collector (OTLP over HTTP, such as http://127.0.0.1:4318/v1/traces) that gets"
+            " the stages of requests as spans; needs kvrelay[otel]"
+        ),
+    ] = ""
     allowed_media_hosts: Annotated[
         str, Meta(description="hosts from which images may be fetched, NAME or NAME:PORT, separated by commas; default is none")
     ] = ""

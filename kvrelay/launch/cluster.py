@@ -43,6 +43,7 @@ from kvrelay.planes.cluster_key import key_file, load_key
 from kvrelay.planes.curve import keyed
 from kvrelay.router.failover import RetryRules
 from kvrelay.router.router import OpenSync, Router
+from kvrelay.router.spans import SpanExport
 from kvrelay.states import Role
 
 FREE_LOCAL_PORT = "tcp://127.0.0.1:*"
@@ -137,6 +138,9 @@ def open_router(
         stored_s=options.stored_response_s,
         is_one_of_many=registry_kind(cluster) != "embedded",
     )
+    if options.otlp_endpoint:
+        spans = SpanExport(options.otlp_endpoint, metrics)
+        router.timelines.on_settled, router.timelines.on_close = spans.offer, spans.close
     return router, membership.address
 
 

@@ -179,10 +179,17 @@ async def test_headers_name_workers_and_request(stream: bool) -> None:
 async def test_trace_headers_and_request_id_reach_the_backend() -> None:
     backend = fake_backend()
     async with http_client(make_app(backend)) as client:
-        headers = {"traceparent": "00-1-2-01", "x-request-id": "mine"}
+        headers = {"traceparent": f"00-{'a1' * 16}-{'b2' * 8}-01", "tracestate": "vendor=1", "x-request-id": "mine"}
         await client.post(CHAT, json={"messages": [USER], "max_tokens": 1}, headers=headers)
-    assert backend.submitted[0].trace == {"traceparent": "00-1-2-01"}
+        unknown = await client.post(CHAT, json={"messages": [USER], "max_tokens": 1}, headers={"traceparent": "00-1-2-01"})
+    known, made = (request.trace["traceparent"].split("-") for request in backend.submitted)
+    assert known[:2] == ["00", "a1" * 16]
+    assert known[2] != "b2" * 8  # the parent of what workers do is what this server does
+    assert known[3] == "01"
+    assert backend.submitted[0].trace["tracestate"] == "vendor=1"
     assert backend.submitted[0].external_id == "mine"
+    assert "-".join(made) == unknown.headers["traceparent"], "a trace that cannot be read is replaced, and the client told"
+    assert made[3] == "00"
 
 
 async def test_metrics_count_requests_and_tokens() -> None:
@@ -193,9 +200,9 @@ async def test_metrics_count_requests_and_tokens() -> None:
         page = (await client.get("/metrics")).text
     assert f'kvrelay_requests_total{{endpoint="{CHAT}",status="200"}} 1.0' in page
     assert f'kvrelay_requests_total{{endpoint="{CHAT}",status="400"}} 1.0' in page
-    assert f"kvrelay_output_tokens_total {len(says('one two')) + 1}.0" in page
-    assert "kvrelay_ttft_seconds_count 1.0" in page
-    assert f"kvrelay_inter_token_seconds_count {len(says('one two'))}.0" in page
+    assert f"kvrelay_generation_tokens_total {len(says('one two')) + 1}.0" in page
+    assert "kvrelay_time_to_first_token_seconds_count 1.0" in page
+    assert f"kvrelay_inter_token_latency_seconds_count {len(says('one two'))}.0" in page
 
 
 @pytest.mark.parametrize(

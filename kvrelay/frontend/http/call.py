@@ -61,7 +61,7 @@ class Call:
         self._receive = receive
         self._send = send
         self._headers: list[Header] = scope["headers"]
-        self.arrived = time.perf_counter()
+        self.arrived = time.perf_counter()  # which is the monotonic clock wherever this runs
         self.status = 0  # of the answer, once it began
         self.started = False
         is_message = scope["path"] in MESSAGES_PATHS
@@ -93,6 +93,7 @@ class Call:
         return named
 
     def trace(self) -> dict[str, str]:
+        """As the client sent it."""
         return {key.decode(): value.decode("latin-1") for key, value in self._headers if key in _TRACE_HEADERS}
 
     def remaining_s(self, field: float | None, server_limit_s: float) -> float | None:

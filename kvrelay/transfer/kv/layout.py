@@ -25,6 +25,11 @@ class KVLayout(Layout, frozen=True, kw_only=True):
         return self.num_kv_heads * self.head_dim * self.item_bytes
 
     @property
+    def all_layers_bytes(self) -> int:
+        """Of one token."""
+        return self.num_layers * 2 * self.token_bytes
+
+    @property
     def block_bytes(self) -> int:
         return self.block_size * self.token_bytes
 
