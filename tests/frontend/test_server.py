@@ -18,6 +18,7 @@ from schemathesis.checks import not_a_server_error
 from kvrelay.config import RouterOptions
 from kvrelay.errors import UnavailableError
 from kvrelay.frontend.http.call import Call
+from kvrelay.frontend.pages.openapi import openapi
 from kvrelay.frontend.prompt.types import HARMLESS_FIELDS, ChatRequest, FunctionTool, StreamOptions
 from kvrelay.ids import new_transfer_id
 from kvrelay.metrics import Metrics
@@ -132,6 +133,8 @@ async def test_pages() -> None:
         metrics = await client.get("/metrics")
         assert metrics.headers["content-type"].startswith("text/plain")
         docs = await client.get("/docs")
+        methods = {method for path in openapi()["paths"].values() for method in path}
+        assert [method for method in methods if f".{method} {{ background" not in docs.text] == []
         assert docs.headers["content-type"] == "text/html; charset=utf-8"
         assert "http" not in docs.text.replace("https://", "http").split("<script>")[0]
         backend.ready = False
@@ -271,7 +274,7 @@ async def test_a_body_in_many_pieces_is_read() -> None:
     async def send(message: Any) -> None:
         raise AssertionError
 
-    assert await Call({"headers": []}, receive, send).body(10_000) == content
+    assert await Call({"path": "/", "headers": []}, receive, send).body(10_000) == content
 
 
 def test_harmless_fields_exist() -> None:
