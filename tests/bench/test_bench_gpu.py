@@ -43,7 +43,7 @@ def test_all_prompts_are_generated_from_to_the_same_length() -> None:
 SMALL = {
     **{name: LLAMA_8B[name] for name in ("architectures", "model_type", "rms_norm_eps", "hidden_act", "tie_word_embeddings")},
     "vocab_size": 300, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 4096, "bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "float32",
+    "num_key_value_heads": 2, "max_position_embeddings": 65536, "bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "float32",
 }  # fmt: skip
 
 
@@ -51,9 +51,10 @@ def test_the_relay_is_measured_over_http_whatever_the_device(monkeypatch: pytest
     monkeypatch.setattr(relay, "PROMPTS", (80, 96))
     monkeypatch.setattr(relay, "LATE_TOKENS", 128)
     monkeypatch.setattr(relay, "LONG_TOKENS", 128)
-    monkeypatch.setattr(relay, "_ENDLESS", 3500)
+    monkeypatch.setattr(relay, "STREAMS", 4)
+    monkeypatch.setattr(relay, "_ENDLESS", 30_000)  # however fast the machine is
     monkeypatch.setattr(relay, "_SETTLE_S", 0.1)
-    settings: dict[str, object] = {"device": "cpu", "threads": 1, "kv-blocks": 4096}
+    settings: dict[str, object] = {"device": "cpu", "threads": 1, "kv-blocks": 16384}
     results = relay.measure_servers(1, 1, settings, Console(quiet=True), SMALL)
     assert results["handover_ms_p50"] > -1000.0
     assert 0.0 <= results["late_bytes_share"] <= 1.0
