@@ -1,8 +1,8 @@
 """Command-line options and config files, made from the structs in `config.py`.
 
 Every field `max_batch: Annotated[int, Meta(..., description=...)] = 64` becomes `--max-batch N`, and a key `max_batch` of the
-YAML file; a bool becomes `--name` and `--no-name`. Flags win over the file, the file over the defaults. Whatever is unknown
-is an error that names the nearest thing there is.
+YAML file; a bool becomes `--name` and `--no-name`; a tuple becomes an option that may be given several times, and a list in the
+file. Flags win over the file, the file over the defaults. What is unknown is an error that names the nearest thing there is.
 """
 
 from __future__ import annotations
@@ -93,12 +93,14 @@ def _add_option(section: argparse._ArgumentGroup, field: inspect.Field) -> None:
     elif isinstance(kind, inspect.LiteralType):
         choices = [str(value) for value in kind.values]
         section.add_argument(flag, choices=choices, default=argparse.SUPPRESS, help=text, metavar="|".join(choices))
+    elif isinstance(kind, inspect.VarTupleType):
+        section.add_argument(flag, action="append", default=argparse.SUPPRESS, help=text, metavar="TEXT")
     else:
         section.add_argument(flag, default=argparse.SUPPRESS, help=text, metavar=_METAVARS[type(kind)])
 
 
 def _default_note(default: Any, kind: inspect.Type) -> str:
-    if default == "" or default is msgspec.NODEFAULT:
+    if default in ("", ()) or default is msgspec.NODEFAULT:
         return ""
     return f" (default {('on' if default else 'off') if isinstance(kind, inspect.BoolType) else default})"
 
@@ -168,7 +170,9 @@ def to_flags(options: Options) -> list[str]:
         flag = field.name.replace("_", "-")
         if value == "" and field.name in _NEVER_EMPTY:
             continue
-        if isinstance(value, bool):
+        if isinstance(value, tuple):
+            flags += [f"--{flag}={each}" for each in value]
+        elif isinstance(value, bool):
             flags.append(f"--{flag}" if value else f"--no-{flag}")
         else:
             flags.append(f"--{flag}={value}")

@@ -88,7 +88,7 @@ NAMES = tuple(_MAKERS)
 @functools.cache
 def tiny_model(name: str) -> pathlib.Path:
     """The folder of one kind of tiny checkpoint."""
-    folder = _session_folder() / name
+    folder = session_folder() / name
     torch.manual_seed(sorted(_MAKERS).index(name))
     model = _MAKERS[name]().float().eval()
     with torch.no_grad():
@@ -132,7 +132,7 @@ def write_tokenizer(folder: pathlib.Path) -> None:
 
 
 @functools.cache
-def _session_folder() -> pathlib.Path:
+def session_folder() -> pathlib.Path:
     folder = tempfile.TemporaryDirectory(prefix="kvrelay-tiny-")
     atexit.register(folder.cleanup)
     return pathlib.Path(folder.name)

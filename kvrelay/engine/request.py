@@ -16,6 +16,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from kvrelay.engine.interfaces import LoadedAdapter
 from kvrelay.ids import RequestId
 from kvrelay.sampling import SamplingParams
 from kvrelay.states import KV_EDGES, REQUEST_EDGES, FinishReason, KVState, RequestState, advance
@@ -25,12 +26,14 @@ from kvrelay.wire.serving import Image, Logprob, Resumed, Submit, TokenLogprobs
 class Request:
     """The part that all samples of a request share."""
 
-    def __init__(self, submit: Submit, arrival: int) -> None:
+    def __init__(self, submit: Submit, arrival: int, adapter: LoadedAdapter | None = None) -> None:
         self.request_id: RequestId = submit.request_id
         self.external_id = submit.external_id  # what the client knows it by
         self.params: SamplingParams = submit.params
         self.priority = submit.priority
         self.cache_salt = submit.cache_salt
+        self.adapter = adapter  # None: the base model's
+        self.adapter_digest = submit.adapter
         self.images = submit.images
         self.arrival = arrival  # order of submission; never changes, so a preempted request keeps its place
         self.num_unforked = submit.params.n - 1 if begins_anew(submit) else 0  # samples that do not exist yet
@@ -84,6 +87,10 @@ class Sequence:
     @property
     def images(self) -> list[Image]:
         return self.request.images
+
+    @property
+    def adapter(self) -> LoadedAdapter | None:
+        return self.request.adapter
 
     @property
     def num_output_tokens(self) -> int:

@@ -19,6 +19,7 @@ from kvrelay.router.continuations import Continuations
 from kvrelay.router.parent import Parent
 from kvrelay.router.stream import RequestStream
 from kvrelay.states import FinishReason, HandleState, Role
+from kvrelay.wire.registry import Adapter
 from kvrelay.wire.serving import BeamResult, Inherited, KeptNews, SequenceOutput, TokenLogprobs
 
 _WORKER = WorkerId("whole-fake")
@@ -43,6 +44,7 @@ class FakeBackend:
         self.tick_s = tick_s
         self.ready = True
         self.max_model_len = max_model_len
+        self.adapters: dict[str, Adapter] = {}
         self.refuse: RequestError | None = None  # what the next submissions get
         self.fail_after: tuple[int, RequestError] | None = None  # so many tokens, then this error
         self.transfer_id: TransferId | None = None  # of the next submissions, as if two workers served them

@@ -9,6 +9,8 @@ One forward pass: embed, then per layer
 then the final norm and the head. Only the tokens named in `logit_rows` leave the last attention: what follows it is
 per-token, and no logits are asked for of the others.
 
+What a LoRA adapter adds to a product is added to it at once, for the tokens that have the adapter.
+
 Where a token is an image's, its features stand for the embedding, and for families that have more of them these are added
 behind each of the first layers.
 """
@@ -21,7 +23,7 @@ from collections.abc import Callable
 import torch
 
 from kvrelay.checkpoint.spec import ModelSpec
-from kvrelay.kernels.base import ForwardBatch, HeadShape, ImageBatch, Kernels, LayerWeights
+from kvrelay.kernels.base import ForwardBatch, HeadShape, ImageBatch, Kernels, LayerWeights, LinearName, LoraSpans
 from kvrelay.models.layers import WeightSource, axis_of_pairs, fused_linear, linear, rotary_rows, rotary_table
 
 
@@ -40,6 +42,7 @@ class DecoderLayer:
             return source.take(f"{name}.self_attn.{part}_norm.weight", (spec.head_dim,)) if spec.qk_norm else None
 
         self._weights = LayerWeights(
+            index=index,
             shape=HeadShape(num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim),
             input_norm=source.take(f"{name}.input_layernorm.weight", (hidden,)),
             qkv=fused_linear(kernels, source, projections, [q_size, kv_size, kv_size], hidden, bias=spec.attention_bias),
@@ -63,17 +66,24 @@ class DecoderLayer:
 
     def query_and_store(self, x: torch.Tensor, cos_sin: torch.Tensor, batch: ForwardBatch, kv: torch.Tensor) -> torch.Tensor:
         """Stores the tokens' keys and values; returns their queries."""
-        weights, qkv = self._weights, self._kernels.linear(x, self._weights.qkv)
+        weights = self._weights
+        qkv = self._linear(x, "qkv", () if batch.lora is None else batch.lora.tokens)
         return self._kernels.rope_and_store(qkv, weights.shape, cos_sin, batch, kv, weights.q_norm, weights.k_norm, weights.eps)
 
     def attend(self, query: torch.Tensor, batch: ForwardBatch, kv: torch.Tensor) -> torch.Tensor:
         return self._kernels.attention(query, self._weights.shape, batch, kv, self._weights.scale)
 
-    def finish(self, attended: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    def finish(self, attended: torch.Tensor, residual: torch.Tensor, lora: LoraSpans) -> torch.Tensor:
         """All that follows attention. Adds to the residual, except for the last product, which it returns."""
         weights, kernels = self._weights, self._kernels
-        x = kernels.add_rms_norm(kernels.linear(attended, weights.output), residual, weights.post_norm, weights.eps)
-        return kernels.linear(kernels.silu_mul(kernels.linear(x, weights.gate_up)), weights.down)
+        x = kernels.add_rms_norm(self._linear(attended, "output", lora), residual, weights.post_norm, weights.eps)
+        return self._linear(kernels.silu_mul(self._linear(x, "gate_up", lora)), "down", lora)
+
+    def _linear(self, x: torch.Tensor, name: LinearName, lora: LoraSpans) -> torch.Tensor:
+        out = self._kernels.linear(x, self._weights.linear(name))
+        if lora:
+            self._kernels.add_lora(out, x, lora, self._weights.index, name)
+        return out
 
 
 class LlamaModel:
@@ -124,9 +134,11 @@ class LlamaModel:
             if index == last and batch.logit_rows.shape[0] == 0:
                 return query.new_empty((0, self.spec.vocab_size))
             attended = layer.attend(query, batch, layer_kv)
+            lora = () if batch.lora is None else batch.lora.tokens
             if index == last and not all_rows:
                 attended, residual = attended[batch.logit_rows], residual[batch.logit_rows]
-            x = layer.finish(attended, residual)
+                lora = () if batch.lora is None else batch.lora.outputs
+            x = layer.finish(attended, residual, lora)
         assert x is not None
         return self._logits(x, residual)
 

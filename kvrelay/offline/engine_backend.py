@@ -8,6 +8,7 @@ Everything runs on one event loop's thread. A step blocks it; between two steps 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any, assert_never
 
 from kvrelay.engine.engine import Engine
@@ -20,6 +21,7 @@ from kvrelay.router.continuations import Continuations
 from kvrelay.router.parent import Parent
 from kvrelay.router.stream import RequestStream
 from kvrelay.states import FinishReason, HandleState, Role
+from kvrelay.wire.registry import Adapter
 from kvrelay.wire.serving import (
     COMES_FIRST,
     BeamResult,
@@ -63,6 +65,10 @@ class EngineBackend:
         while self.ready and self._engine.has_work:
             await asyncio.sleep(0)
 
+    @property
+    def adapters(self) -> Mapping[str, Adapter]:
+        return {adapter.name: adapter for adapter in self._engine.core.limits.adapters.records()}
+
     def submit(self, request: GenerateRequest) -> RequestStream:
         assert request.timeout_s is None, "requests of the offline API have no deadline"
         if self._engine.scheduler.queue.num_waiting >= self._engine.core.options.max_queue:
@@ -81,6 +87,7 @@ class EngineBackend:
                 params=request.params,
                 priority=request.priority,
                 cache_salt=request.cache_salt,
+                adapter=request.adapter,
                 trace=dict(request.trace),
                 keep=request.keep,
                 inherit=origin.kept_id if origin is not None and origin.state is HandleState.HELD else None,

@@ -184,6 +184,7 @@ class Attempt:
             params=request.params,
             priority=request.priority,
             cache_salt=request.cache_salt,
+            adapter=request.adapter,
             trace=dict(request.trace),
             transfer=self.transfer,
             resume=_resumed(entry),
@@ -212,7 +213,7 @@ def holder_of(request: GenerateRequest, peers: Iterable[Peer], avoid: frozenset[
     if parent is None or parent.state is not HandleState.HELD or parent.worker_id in avoid:
         return None
     peer = next((peer for peer in peers if peer.id == parent.worker_id), None)
-    return peer if peer is not None and peer.has_room and peer.breaker.passes else None
+    return peer if peer is not None and peer.has_room and peer.has(request.adapter) and peer.breaker.passes else None
 
 
 def check_model(request: GenerateRequest, plan: Plan) -> None:

@@ -13,6 +13,7 @@ from kvrelay.router.parent import Parent
 from kvrelay.router.stream import RequestStream
 from kvrelay.sampling import SamplingParams
 from kvrelay.states import Role
+from kvrelay.wire.registry import Adapter
 from kvrelay.wire.serving import Image, Keep
 
 
@@ -24,6 +25,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     params: SamplingParams
     priority: int = 0
     cache_salt: str = ""
+    adapter: str = ""  # the digest of a LoRA adapter; empty: the base model
     session: str = ""  # requests of one session go to the same workers while these can take them
     trace: Mapping[str, str] = {}
     timeout_s: float | None = None  # from submit to the last token
@@ -43,6 +45,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
                 choice=self.first_choice + sample,
                 owner=self.owner,
                 cache_salt=self.cache_salt,
+                adapter=self.adapter,
                 num_prompt_tokens=len(self.prompt),
                 images=self.images,
                 kept_id=None if self.keep is None else self.keep.kept_ids[sample],
@@ -70,6 +73,10 @@ class Backend(Protocol):
     @property
     def max_model_len(self) -> int:
         """Of the workers that are up; 0 while there are none."""
+
+    @property
+    def adapters(self) -> Mapping[str, Adapter]:
+        """The LoRA adapters that requests can ask for, by name."""
 
     def submit(self, request: GenerateRequest) -> RequestStream:
         """Raises QueueFullError or UnavailableError. The caller takes the stream to its end or aborts it."""

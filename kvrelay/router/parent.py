@@ -30,6 +30,7 @@ class Parent:
     cache_salt: str
     num_prompt_tokens: int
     images: Sequence[Image] = ()
+    adapter: str = ""
     kept_id: KeptId | None = None  # None: its KV was not to be kept
     state: HandleState = HandleState.RUNNING
     tokens: Sequence[int] = ()
@@ -56,6 +57,7 @@ class Parent:
             cache_salt=info.cache_salt,
             num_prompt_tokens=info.num_prompt_tokens,
             images=info.images,
+            adapter=info.adapter,
             kept_id=info.kept_id,
             tokens=array("I", info.tokens),
             worker_id=worker_id,

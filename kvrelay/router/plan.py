@@ -121,7 +121,7 @@ class Planner:
         if self._by_role[Role.WHOLE]:
             return Plan(self._choose(Role.WHOLE, choice))
         num_tokens = len(choice.request.prompt)
-        if num_tokens <= self._local_prefill_tokens or not self._prefill_up(choice.avoid):
+        if num_tokens <= self._local_prefill_tokens or not self._prefill_up(choice):
             return Plan(self._choose(Role.DECODE, choice))
         if choice.request.params.max_tokens == 1 and choice.request.keep is None:
             return Plan(self._choose(Role.PREFILL, choice))
@@ -131,9 +131,9 @@ class Planner:
         prefill = self._choose(Role.PREFILL, choice)
         return Plan(decode, prefill, num_tokens - choice.cached.get(prefill.id, 0))
 
-    def _prefill_up(self, avoid: frozenset[str]) -> bool:
-        for peer in self._by_role[Role.PREFILL]:  # noqa: SIM110  usually the first one is: no generator is made for it
-            if peer.id not in avoid and peer.breaker.passes:
+    def _prefill_up(self, choice: _Choice) -> bool:
+        for peer in self._by_role[Role.PREFILL]:  # usually the first one is: no generator is made for it
+            if peer.id not in choice.avoid and peer.breaker.passes and peer.has(choice.request.adapter):
                 return True
         return False
 
@@ -145,7 +145,7 @@ class Planner:
         cached: dict[WorkerId, int] = {}
         for fingerprint, block_size in self._block_sizes:
             num_blocks = max(0, len(request.prompt) - 1) // block_size
-            root = _root_hash(fingerprint, request.cache_salt)
+            root = _root_hash(fingerprint, request.cache_salt, request.adapter)
             try:
                 found = _match(self._index, request.prompt, root, block_size, num_blocks)
             except OverflowError:  # a token that no vocabulary has: the worker says so to the client
@@ -155,8 +155,11 @@ class Planner:
 
     def _choose(self, role: Role, choice: _Choice) -> Peer:
         """One whose breaker is open is as good as avoided, but better than none."""
-        able = [peer for peer in self._by_role[role] if peer.has_room]
+        adapter = choice.request.adapter
+        able = [peer for peer in self._by_role[role] if peer.has_room and (not adapter or peer.has(adapter))]
         if not able:
+            if adapter and not any(peer.has(adapter) for peer in self._by_role[role]):
+                raise UnavailableError(f"no {role.value} worker has the LoRA adapter {adapter}", code="no_adapter")
             raise QueueFullError(f"the queues of all {role.value} workers are full")
         avoid = choice.avoid
         candidates = able if not avoid else [peer for peer in able if peer.id not in avoid] or able

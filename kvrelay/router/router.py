@@ -10,7 +10,7 @@ Everything runs on one event loop's thread.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from kvrelay.discovery.base import Loss, Membership
@@ -35,7 +35,7 @@ from kvrelay.router.policy import PolicyName
 from kvrelay.router.prefix_index import PrefixIndex
 from kvrelay.router.stream import RequestStream
 from kvrelay.states import Role, WorkerState
-from kvrelay.wire.registry import WorkerRecord
+from kvrelay.wire.registry import Adapter, WorkerRecord
 from kvrelay.wire.serving import PeerLost, ReleaseKept
 
 log = Log("router")
@@ -117,6 +117,16 @@ class Router:
     def max_model_len(self) -> int:
         lengths = [peer.record.max_model_len for peer in self._dispatcher.usable if peer.record.role is not Role.ENCODE]
         return min(lengths, default=0)
+
+    @property
+    def adapters(self) -> Mapping[str, Adapter]:
+        """Of two workers that have different ones of the same name, the first decides: the other gets no requests for it."""
+        found: dict[str, Adapter] = {}
+        for peer in self._dispatcher.usable:
+            if peer.record.role in (Role.WHOLE, Role.DECODE):
+                for adapter in peer.record.adapters:
+                    found.setdefault(adapter.name, adapter)
+        return found
 
     def submit(self, request: GenerateRequest) -> RequestStream:
         return self._dispatcher.submit(request, "" if self.ready else _excuse(list(self._peers.values())))

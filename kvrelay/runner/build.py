@@ -10,11 +10,13 @@ from dataclasses import dataclass
 import torch
 
 from kvrelay.checkpoint.digest import weights_digest
+from kvrelay.checkpoint.lora import named_folders
 from kvrelay.checkpoint.spec import ModelSpec, fingerprint, read_spec
 from kvrelay.config import EngineOptions, Environment, ModelOptions
-from kvrelay.engine.interfaces import Allocate, Row, StepPlan
+from kvrelay.engine.interfaces import Adapters, Allocate, LoadedAdapter, Row, StepPlan
 from kvrelay.errors import ConfigError
 from kvrelay.ids import RequestId
+from kvrelay.kernels.base import Kernels
 from kvrelay.kernels.choose import choose_kernels
 from kvrelay.kernels.native.kernels import NativeKernels
 from kvrelay.kernels.torch_kernels import TorchKernels
@@ -26,6 +28,7 @@ from kvrelay.runner.graphs import graph_sizes
 from kvrelay.runner.host_pool import make_host_pool
 from kvrelay.runner.kv_pool import KVPool, PoolSize, blocks_for, choose_pool_size, free_cpu_bytes
 from kvrelay.runner.loader import load_model
+from kvrelay.runner.lora import LoraAdapters
 from kvrelay.runner.runner import TorchRunner
 from kvrelay.runner.vision.features import FeatureStore
 from kvrelay.sampling import SamplingParams
@@ -70,6 +73,7 @@ def build_runner(
             progress=progress,
             max_positions=engine_options.max_model_len or None,
         )
+    adapters = _load_adapters(spec, kernels, model_options, dtype)
     sizes = [] if isinstance(kernels, TorchKernels | NativeKernels) else graph_sizes(engine_options.max_batch)
     size = _pool_size(model, spec, model_options, engine_options, dtype, device, sizes)
     num_blocks = size.num_blocks + bool(sizes)  # graphs need one of their own
@@ -96,6 +100,7 @@ def build_runner(
             num_threads=num_threads,
             host_pool=make_host_pool(pool, engine_options.swap_blocks),
             features=make_store(spec, engine_options, device, dtype) if features is None else features,
+            adapters=adapters,
             graph_sizes=sizes,
             progress=progress,
         )
@@ -105,6 +110,16 @@ def build_runner(
         kv_blocks=size.num_blocks, max_model_len=size.max_model_len, graphs=len(sizes),
     )  # fmt: skip
     return runner
+
+
+def _load_adapters(spec: ModelSpec, kernels: Kernels, options: ModelOptions, dtype: torch.dtype) -> Adapters | None:
+    """None where adapters are not supported."""
+    if options.device != "cpu":
+        return None
+    adapters = LoraAdapters(spec, kernels, torch.device(options.device), dtype)
+    for name, folder in named_folders(options.lora).items():
+        adapters.load(name, str(folder))
+    return adapters
 
 
 def make_store(spec: ModelSpec, options: EngineOptions, device: torch.device, dtype: torch.dtype) -> FeatureStore | None:
@@ -239,3 +254,4 @@ class _WarmUp:
     num_prompt_tokens: int
     block_table: list[int]
     images: tuple[Image, ...] = ()
+    adapter: LoadedAdapter | None = None

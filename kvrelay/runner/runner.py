@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from kvrelay.checkpoint.spec import ModelSpec
-from kvrelay.engine.interfaces import Row, RowResult, StepPlan, StepResult
+from kvrelay.engine.interfaces import Adapters, NoAdapters, Row, RowResult, StepPlan, StepResult
 from kvrelay.models.registry import Model
 from kvrelay.progress import Progress, Silent
 from kvrelay.runner.batch import BatchBuilder, LogitLayout
@@ -96,6 +96,7 @@ class TorchRunner:
         num_threads: int = 1,
         host_pool: HostPool | None = None,
         features: FeatureStore | None = None,
+        adapters: Adapters | None = None,
         graph_sizes: Sequence[int] = (),
         progress: Progress | None = None,
     ) -> None:
@@ -103,6 +104,7 @@ class TorchRunner:
         them and replayed, and the pool's last block is the runner's own."""
         self.spec = spec
         self.features = features
+        self.adapters = adapters or NoAdapters()
         self.max_model_len = max_model_len
         self.eos_token_ids = frozenset(spec.eos_token_ids)
         self.fingerprint = fingerprint

@@ -119,6 +119,7 @@ class Submit(Message, frozen=True, kw_only=True):
     params: SamplingParams
     priority: int = 0  # lower runs first
     cache_salt: str = ""  # prompts share cached KV only within a salt
+    adapter: str = ""  # the digest of a LoRA adapter; empty: the base model
     trace: dict[str, str] = {}  # W3C trace headers
     transfer: TransferInfo | None = None  # None: this worker computes prompt and output
     resume: list[Resumed] = []  # empty: all samples begin at the beginning
@@ -319,6 +320,7 @@ class KeptInfo(msgspec.Struct, frozen=True, kw_only=True):
     on_host: bool
     ttl_s: float  # what is left
     images: list[Image] = []
+    adapter: str = ""  # of the parent
 
 
 class KeptTold(Message, frozen=True, kw_only=True):

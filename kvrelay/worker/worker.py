@@ -89,6 +89,7 @@ def run_worker(
         replay_address=events.replay_address,
         block_size=engine_options.block_size,
         device=model_options.device,
+        adapters=stage.adapters.records(),
     )
     loop.after_turn = events.tell
     stage.waker.bind(loop.wake)

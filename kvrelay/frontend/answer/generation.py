@@ -106,6 +106,7 @@ class Generation:
 
     def _submit(self, service: Service, call: Call) -> None:
         work = self._work
+        adapter = service.adapter_of(work.request.model)
         timeout_s = call.remaining_s(work.request.timeout, service.options.request_timeout_s)
         session, trace, owner = call.session(), call.trace(), owner_of(call, service.options)
         for place, (prompt, params) in enumerate(zip(work.prompts, work.params, strict=True)):
@@ -120,6 +121,7 @@ class Generation:
                 params=params,
                 priority=work.request.priority,
                 cache_salt=work.request.cache_salt or "",
+                adapter=adapter,
                 session=session,
                 trace=trace,
                 timeout_s=timeout_s,
