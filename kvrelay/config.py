@@ -64,9 +64,12 @@ class EngineOptions(Options, frozen=True, kw_only=True):
     block_size: Annotated[int, Meta(ge=1, le=1024, description="tokens per KV block")] = 16
     kv_blocks: Annotated[Count, Meta(description="KV blocks per worker; 0 sizes the pool from memory")] = 0
     swap_blocks: Annotated[
-        Count,
-        Meta(description="KV blocks in host memory, for preempted requests and evicted blocks; 0 recomputes their KV"),
-    ] = 0
+        Count | Literal["auto"],
+        Meta(
+            description="KV blocks in host memory, for preempted requests, kept KV and evicted blocks; auto sizes them from"
+            " free memory; 0 recomputes their KV"
+        ),
+    ] = "auto"
     swap_timeout_s: Annotated[
         float, Meta(gt=0.0, description="seconds after which a copy to or from host memory is given up and the KV recomputed")
     ] = 5.0
@@ -310,9 +313,18 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     context_index: str = ""  # URL of the context index, where no option names one
 
 
+def check_lora(model: ModelOptions) -> None:
+    """Refuses adapters where they are not computed."""
+    if model.lora and model.device != "cpu":
+        raise ConfigError(f"--lora: LoRA adapters are computed on --device cpu only, not on {model.device}")
+    if model.lora and model.tp > 1:
+        raise ConfigError(f"--lora: LoRA adapters cannot be combined with --tp {model.tp} yet")
+
+
 def check_device(model: ModelOptions, roles: Iterable[Role]) -> None:
     """Refuses roles that would hand over memory of a GPU: a layer's listener is told when its kernels are enqueued, not when
     they have ended, so bytes could leave before they are computed."""
+    check_lora(model)
     relaying = [role.value for role in dict.fromkeys(roles) if role is not Role.WHOLE]
     if model.device != "cpu" and relaying:
         raise ConfigError(

@@ -92,11 +92,19 @@ def _add_option(section: argparse._ArgumentGroup, field: inspect.Field) -> None:
         section.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
     elif isinstance(kind, inspect.LiteralType):
         choices = [str(value) for value in kind.values]
-        section.add_argument(flag, choices=choices, default=argparse.SUPPRESS, help=text, metavar="|".join(choices))
+        section.add_argument(flag, choices=choices, default=argparse.SUPPRESS, help=text, metavar=_metavar(kind))
     elif isinstance(kind, inspect.VarTupleType):
         section.add_argument(flag, action="append", default=argparse.SUPPRESS, help=text, metavar="TEXT")
     else:
-        section.add_argument(flag, default=argparse.SUPPRESS, help=text, metavar=_METAVARS[type(kind)])
+        section.add_argument(flag, default=argparse.SUPPRESS, help=text, metavar=_metavar(kind))
+
+
+def _metavar(kind: inspect.Type) -> str:
+    if isinstance(kind, inspect.UnionType):
+        return "|".join(_metavar(_unwrap(one)[0]) for one in kind.types)
+    if isinstance(kind, inspect.LiteralType):
+        return "|".join(str(value) for value in kind.values)
+    return _METAVARS[type(kind)]
 
 
 def _default_note(default: Any, kind: inspect.Type) -> str:

@@ -102,9 +102,19 @@ def test_any_chunk_size_with_and_without_the_prefix_cache(name: str, device: str
 @pytest.mark.parametrize("block_size", [1, 5, 16])
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
 def test_forced_preemption(name: str, block_size: int, device: str) -> None:
-    engine = make_engine(name, device, block_size=block_size, kv_blocks=-(-128 // block_size), token_budget=40)
+    settings = {"block_size": block_size, "kv_blocks": -(-128 // block_size), "token_budget": 40, "swap_blocks": 0}
+    engine = make_engine(name, device, **settings)
     assert_all_equal(name, generate(engine, prompts(), MORE_TOKENS), f"{name} preempted")
     assert engine.load().preemptions > 0
+    assert engine.load().host.swapped_out == 0
+    engine.close()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_swapping_needs_no_option(device: str) -> None:
+    engine = make_engine("llama", device, kv_blocks=10, token_budget=64, swap_timeout_s=60.0)
+    assert_all_equal("llama", generate(engine, prompts(), MORE_TOKENS), "llama swapped by default")
+    assert engine.load().host.swapped_in > 0
     engine.close()
 
 

@@ -6,13 +6,14 @@ import os
 import pathlib
 import sys
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from kvrelay.checkpoint.digest import weights_digest
 from kvrelay.checkpoint.lora import named_folders
 from kvrelay.checkpoint.spec import ModelSpec, fingerprint, read_spec
-from kvrelay.config import EngineOptions, Environment, ModelOptions
+from kvrelay.config import EngineOptions, Environment, ModelOptions, check_lora
 from kvrelay.engine.interfaces import Adapters, Allocate, LoadedAdapter, Row, StepPlan
 from kvrelay.errors import ConfigError
 from kvrelay.ids import RequestId
@@ -25,7 +26,7 @@ from kvrelay.models.registry import Model
 from kvrelay.progress import Progress
 from kvrelay.runner.gpu_memory import explained, graph_bytes, kv_bytes
 from kvrelay.runner.graphs import graph_sizes
-from kvrelay.runner.host_pool import make_host_pool
+from kvrelay.runner.host_pool import HostPool, choose_host_blocks, make_host_pool
 from kvrelay.runner.kv_pool import KVPool, PoolSize, blocks_for, choose_pool_size, free_cpu_bytes
 from kvrelay.runner.loader import load_model
 from kvrelay.runner.lora import LoraAdapters
@@ -77,8 +78,8 @@ def build_runner(
     sizes = [] if isinstance(kernels, TorchKernels | NativeKernels) else graph_sizes(engine_options.max_batch)
     size = _pool_size(model, spec, model_options, engine_options, dtype, device, sizes)
     num_blocks = size.num_blocks + bool(sizes)  # graphs need one of their own
-    pool_bytes = num_blocks * engine_options.block_size * spec.kv_bytes_per_token(dtype.itemsize)
-    with explained(f"making room for {size.num_blocks} KV blocks and decode graphs", pool_bytes, device):
+    block_bytes = engine_options.block_size * spec.kv_bytes_per_token(dtype.itemsize)
+    with explained(f"making room for {size.num_blocks} KV blocks and decode graphs", num_blocks * block_bytes, device):
         pool = KVPool(
             spec,
             num_blocks=num_blocks,
@@ -87,6 +88,7 @@ def build_runner(
             device=device,
             allocate=allocate,
         )
+        host_pool = _open_host_pool(pool, engine_options.swap_blocks, num_threads)
         runner = TorchRunner(
             model,
             pool,
@@ -98,7 +100,7 @@ def build_runner(
             fingerprint=model_fingerprint(spec, model_options, folder),
             folder=folder,
             num_threads=num_threads,
-            host_pool=make_host_pool(pool, engine_options.swap_blocks),
+            host_pool=host_pool,
             features=make_store(spec, engine_options, device, dtype) if features is None else features,
             adapters=adapters,
             graph_sizes=sizes,
@@ -107,14 +109,16 @@ def build_runner(
         _warm_up(runner, engine_options.block_size)
     log.info(
         "runner ready", model=model_options.model, device=device.type, dtype=dtype_name, threads=num_threads,
-        kv_blocks=size.num_blocks, max_model_len=size.max_model_len, graphs=len(sizes),
+        kv_blocks=size.num_blocks, host_blocks=runner.num_host_blocks,
+        host_mib=runner.num_host_blocks * block_bytes >> 20, max_model_len=size.max_model_len, graphs=len(sizes),
     )  # fmt: skip
     return runner
 
 
 def _load_adapters(spec: ModelSpec, kernels: Kernels, options: ModelOptions, dtype: torch.dtype) -> Adapters | None:
-    """None where adapters are not supported."""
-    if options.device != "cpu":
+    """None where adapters are not computed."""
+    check_lora(options)
+    if options.device != "cpu" or options.tp > 1:
         return None
     adapters = LoraAdapters(spec, kernels, torch.device(options.device), dtype)
     for name, folder in named_folders(options.lora).items():
@@ -150,10 +154,26 @@ def model_fingerprint(spec: ModelSpec, options: ModelOptions, folder: pathlib.Pa
 
 def set_threads(threads: int) -> int:
     """Once per process. 0 takes every core the process may run on."""
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    num_threads = threads or cores
+    num_threads = threads or _num_cores()
     torch.set_num_threads(num_threads)
     return num_threads
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def _open_host_pool(pool: KVPool, num_blocks: int | Literal["auto"], num_threads: int) -> HostPool | None:
+    """Of a number that was not asked for, none where they cannot be had: pinned memory may be limited."""
+    if num_blocks != "auto":
+        return make_host_pool(pool, num_blocks)
+    core_share = min(1.0, num_threads / _num_cores())
+    chosen = choose_host_blocks(pool, free_bytes=free_cpu_bytes(), core_share=core_share)
+    try:
+        return make_host_pool(pool, chosen)
+    except ConfigError as error:
+        log.warning("no host blocks: KV that must make room is computed again", reason=error)
+        return None
 
 
 def cpu_flags() -> frozenset[str]:

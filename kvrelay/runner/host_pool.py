@@ -30,6 +30,8 @@ from kvrelay.native.compile import compile_and_load
 from kvrelay.runner.kv_pool import KVPool
 
 _STAGED_BLOCKS = 64  # gathered on a GPU before they are sent
+_SHARE = 0.1  # of the free memory, for the host blocks of all workers of a host together
+_MOST_BYTES = 4 * 2**30
 
 Pairs = Sequence[tuple[int, int]]
 
@@ -46,6 +48,14 @@ class HostPool(Protocol):
     def finished(self, wait_s: float) -> list[int]: ...
 
     def close(self) -> None: ...
+
+
+def choose_host_blocks(pool: KVPool, *, free_bytes: int, core_share: float) -> int:
+    """As many as the pool has, if a share of the free memory holds them. Of the host's memory, as of its cores, a worker takes
+    only its part: `serve` divides the cores among the workers it starts."""
+    budget = min(int(free_bytes * _SHARE * core_share), _MOST_BYTES)
+    block_bytes = pool.tensor.numel() * pool.tensor.element_size() // pool.num_blocks
+    return min(pool.num_blocks, budget // block_bytes)
 
 
 def make_host_pool(pool: KVPool, num_blocks: int) -> HostPool | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import pathlib
 from collections.abc import Iterator
 
@@ -10,10 +11,13 @@ import torch
 from free_sequences import FreeSequence, plan, whole
 from tiny_models import EOS_TOKEN_ID, reference_model, tiny_model
 
+from kvrelay.checkpoint.spec import read_spec
 from kvrelay.config import EngineOptions, ModelOptions, read_environment
 from kvrelay.errors import ConfigError, ModelError
 from kvrelay.progress import Silent
 from kvrelay.runner.build import build_runner, choose_device, choose_dtype, set_threads
+from kvrelay.runner.host_pool import choose_host_blocks
+from kvrelay.runner.kv_pool import KVPool
 from kvrelay.runner.runner import TorchRunner
 
 
@@ -60,6 +64,36 @@ def test_fingerprints_tell_models_and_weights_apart() -> None:
 def test_a_pool_without_a_given_size_holds_a_full_batch() -> None:
     runner = build(engine={"kv_blocks": 0, "max_batch": 4, "max_model_len": 100})
     assert (runner.num_blocks, runner.max_model_len) == (4 * 7, 100)
+
+
+def test_there_are_host_blocks_without_an_option_and_the_log_says_how_many(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("kvrelay"), "propagate", True)
+    with caplog.at_level("INFO", logger="kvrelay.build"):
+        assert build().num_host_blocks == 32
+    (line,) = [record for record in caplog.records if record.message == "runner ready"]
+    assert line.__dict__["fields"]["host_blocks"] == 32
+    assert build(engine={"swap_blocks": 0}).num_host_blocks == 0
+    assert build(engine={"swap_blocks": 5}).num_host_blocks == 5
+
+
+def test_host_blocks_that_cannot_be_had_are_done_without_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvrelay.runner.build.choose_host_blocks", lambda *_, **__: 2**50)
+    assert build().num_host_blocks == 0
+
+
+def test_host_blocks_are_a_bounded_share_of_free_memory_of_all_workers_together() -> None:
+    spec = read_spec(pathlib.Path(tiny_model("llama")))
+    pool = KVPool(spec, num_blocks=1000, block_size=16, dtype=torch.float32, device=torch.device("cpu"))
+    block_bytes = 16 * spec.kv_bytes_per_token(4)
+    assert choose_host_blocks(pool, free_bytes=2**40, core_share=1.0) == 1000  # no more than the device has
+    free_bytes = 1000 * block_bytes
+    assert choose_host_blocks(pool, free_bytes=free_bytes, core_share=1.0) == 100
+    assert choose_host_blocks(pool, free_bytes=free_bytes, core_share=0.25) == 25
+    assert choose_host_blocks(pool, free_bytes=0, core_share=1.0) == 0
+    pool.tensor = torch.empty((1,), dtype=torch.uint8).expand(1, 1, 100, 2**27)  # blocks of 128 MiB
+    assert choose_host_blocks(pool, free_bytes=2**50, core_share=1.0) == 32
 
 
 def test_a_pool_of_one_block_warms_up_too() -> None:

@@ -18,7 +18,7 @@ Who may touch what while a copy runs: a copy holds its host blocks until it has 
 any more. A copy to the host holds its blocks until it ended or took too long (what it reads then is not used). A copy to the
 device holds its blocks, as QUARANTINED, until it has really ended, since it writes.
 
-Where the host has no blocks (`--host-kv-blocks 0`), nothing comes here: all of this does nothing.
+Where the host has no blocks (`--swap-blocks 0`), nothing comes here: all of this does nothing.
 """
 
 from __future__ import annotations
