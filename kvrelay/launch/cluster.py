@@ -78,15 +78,14 @@ class WorkerSettings:
     def commands(self, roles: Sequence[Role], registry_address: str) -> list[list[str]]:
         threads = self.model.threads or max(1, len(os.sched_getaffinity(0)) // max(1, len(roles)))
         model = msgspec.structs.replace(self.model, threads=threads)
-        common = [*to_flags(self.engine), *to_flags(self.transfer), *self.flags]
+        common = [*to_flags(model), *to_flags(self.engine), *to_flags(self.transfer), *self.flags]
         places = [
             WorkerOptions(
                 role=role.value, registry=registry_address, registration_s=self.registration_s, cluster_key=self.cluster_key
             )
             for role in roles
         ]
-        models = {role: model if role is not Role.ENCODE else msgspec.structs.replace(model, lora=()) for role in roles}
-        return [worker_command([*to_flags(models[Role(place.role)]), *common, *to_flags(place)]) for place in places]
+        return [worker_command([*common, *to_flags(place)]) for place in places]
 
 
 def open_router(
