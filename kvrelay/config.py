@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Literal
 
 import msgspec
@@ -321,6 +321,13 @@ def check_lora(model: ModelOptions) -> None:
         raise ConfigError(f"--lora: LoRA adapters cannot be combined with --tp {model.tp} yet")
 
 
+class RoleOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What the workers of one role are told of their model and engine."""
+
+    model: ModelOptions
+    engine: EngineOptions
+
+
 def check_device(model: ModelOptions, roles: Iterable[Role]) -> None:
     """Refuses roles that would hand over memory of a GPU: a layer's listener is told when its kernels are enqueued, not when
     they have ended, so bytes could leave before they are computed."""
@@ -331,6 +338,17 @@ def check_device(model: ModelOptions, roles: Iterable[Role]) -> None:
             f"--device {model.device}: {' and '.join(relaying)} workers run on the CPU only, since nothing is handed over"
             " between GPUs yet; on a GPU, use workers that do everything: --whole 1 (serve) or --role whole (worker)"
         )
+
+
+def check_roles(options: Mapping[Role, RoleOptions]) -> None:
+    """Refuses roles whose workers could not work together, and devices on which they do not run."""
+    for model in dict.fromkeys(role_options.model for role_options in options.values()):
+        check_device(model, [role for role, its in options.items() if its.model == model])
+    for name in ("model", "load", "dtype"):  # block sizes, pools, batches, threads and degrees may differ
+        values = {role: msgspec.structs.asdict(its.model)[name] for role, its in options.items()}
+        if len(set(values.values())) > 1:
+            said = ", ".join(f"{value} for {role.value}" for role, value in values.items())
+            raise ConfigError(f"--{name}: {said}: workers that hand over to each other need the same")
 
 
 def read_environment() -> Environment:

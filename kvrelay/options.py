@@ -3,6 +3,9 @@
 Every field `max_batch: Annotated[int, Meta(..., description=...)] = 64` becomes `--max-batch N`, and a key `max_batch` of the
 YAML file; a bool becomes `--name` and `--no-name`; a tuple becomes an option that may be given several times, and a list in the
 file. Flags win over the file, the file over the defaults. What is unknown is an error that names the nearest thing there is.
+
+An option of a group that is taken per role has one more flag a role, `--decode-max-batch`, a key of the file too; in the file
+all that is said of a role may stand together: `decode: {workers: 2, max_batch: 64}`. It wins over what is said of all roles.
 """
 
 from __future__ import annotations
@@ -10,7 +13,8 @@ from __future__ import annotations
 import argparse
 import difflib
 import pathlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
@@ -18,7 +22,9 @@ from msgspec import inspect
 
 from kvrelay.config import Options
 from kvrelay.errors import ConfigError
+from kvrelay.states import Role
 
+_NUM_WORKERS = "workers"  # in a role's block of a config file; elsewhere the role's name stands for it
 _NEVER_EMPTY = ("api_key", "api_key_file")  # such as "$KEY" of a variable that is not set: the server would need no key
 O = TypeVar("O", bound=Options)
 _METAVARS: dict[type[inspect.Type], str] = {inspect.IntType: "N", inspect.FloatType: "X", inspect.StrType: "TEXT"}
@@ -84,10 +90,18 @@ def add_options(parser: Parser, groups: Sequence[type[Options]], *, skip: frozen
                 _add_option(section, field)
 
 
-def _add_option(section: argparse._ArgumentGroup, field: inspect.Field) -> None:
+def add_role_options(parser: Parser, groups: Sequence[type[Options]]) -> None:
+    """The same options again for each role. --help does not list them: the rule that makes them is short."""
+    for role in Role:
+        for group in groups:
+            for field in _fields(group):
+                _add_option(parser, field, role)
+
+
+def _add_option(section: argparse._ActionsContainer, field: inspect.Field, role: Role | None = None) -> None:
     kind, description = _unwrap(field.type)
-    flag = "--" + field.name.replace("_", "-")
-    text = description.replace("%", "%%") + _default_note(field.default, kind)
+    flag = flag_of(field.name, role)
+    text = argparse.SUPPRESS if role else description.replace("%", "%%") + _default_note(field.default, kind)
     if isinstance(kind, inspect.BoolType):
         section.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
     elif isinstance(kind, inspect.LiteralType):
@@ -107,45 +121,75 @@ def _metavar(kind: inspect.Type) -> str:
     return _METAVARS[type(kind)]
 
 
+def flag_of(name: str, role: Role | None = None) -> str:
+    return "--" + (name if role is None else f"{role.value}_{name}").replace("_", "-")
+
+
 def _default_note(default: Any, kind: inspect.Type) -> str:
     if default in ("", ()) or default is msgspec.NODEFAULT:
         return ""
     return f" (default {('on' if default else 'off') if isinstance(kind, inspect.BoolType) else default})"
 
 
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What the user has said, flags over file, before it is checked. Names of a role's options begin with the role."""
+
+    options: dict[str, Any]
+
+    def value(self, group: type[O], role: Role | None = None) -> O:
+        """With the defaults; for a role, with what is said of it. Raises ConfigError, which names the flag."""
+        chosen: dict[str, Any] = {}
+        for field in _fields(group):
+            for owner in (None, role):
+                flag = flag_of(field.name, owner)
+                if _key(flag) in self.options:
+                    chosen[field.name] = _checked(group, field.name, self.options[_key(flag)], flag)
+        return msgspec.convert(chosen, group, strict=False)
+
+    def of_role(self, group: type[Options], role: Role) -> list[str]:
+        """The flags of what is said of this role alone."""
+        flags = [flag_of(field.name, role) for field in _fields(group)]
+        return [flag for flag in flags if _key(flag) in self.options]
+
+
+def given(
+    namespace: argparse.Namespace,
+    groups: Sequence[type[Options]],
+    config: pathlib.Path | None,
+    per_role: Sequence[type[Options]] = (),
+) -> Given:
+    """`per_role` are those of the groups that each role may have of its own."""
+    known = _names(groups) | {_key(flag_of(name, role)) for name in _names(per_role) for role in Role}
+    from_file = _read_config(config, known) if config is not None else {}
+    return Given(from_file | {name: value for name, value in vars(namespace).items() if name in known})
+
+
 def collect(
     namespace: argparse.Namespace, groups: Sequence[type[Options]], config: pathlib.Path | None
 ) -> dict[type[Options], Options]:
     """The value of each group: defaults, then the file, then the flags."""
-    from_file = _read_config(config, groups) if config is not None else {}
-    flags = {name: value for name, value in vars(namespace).items() if name in _names(groups)}
-    values: dict[type[Options], Options] = {}
-    for group in groups:
-        chosen = {
-            field.name: (flags if field.name in flags else from_file)[field.name]
-            for field in _fields(group)
-            if field.name in flags or field.name in from_file
-        }
-        values[group] = _convert(group, chosen)
-    return values
+    said = given(namespace, groups, config)
+    return {group: said.value(group) for group in groups}
 
 
-def _convert(group: type[O], chosen: dict[str, Any]) -> O:
-    for field in _fields(group):
-        if field.name in chosen:
-            flag = "--" + field.name.replace("_", "-")
-            if chosen[field.name] == "" and field.name in _NEVER_EMPTY:
-                raise ConfigError(f"{flag} is empty: without a key, leave the option out")
-            try:
-                msgspec.convert({field.name: chosen[field.name]}, group, strict=False)
-            except msgspec.ValidationError as error:
-                reason = str(error).split(" - at ")[0].replace("`", "")
-                raise ConfigError(f"{flag} {chosen[field.name]}: {reason[0].lower()}{reason[1:]}") from error
-    return msgspec.convert(chosen, group, strict=False)
+def _key(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
 
 
-def _read_config(path: pathlib.Path, groups: Sequence[type[Options]]) -> dict[str, Any]:
-    """A flat YAML mapping. Keys are option names, with underscores or dashes."""
+def _checked(group: type[Options], name: str, value: Any, flag: str) -> Any:
+    if value == "" and name in _NEVER_EMPTY:
+        raise ConfigError(f"{flag} is empty: without a key, leave the option out")
+    try:
+        msgspec.convert({name: value}, group, strict=False)
+    except msgspec.ValidationError as error:
+        reason = str(error).split(" - at ")[0].replace("`", "")
+        raise ConfigError(f"{flag} {value}: {reason[0].lower()}{reason[1:]}") from error
+    return value
+
+
+def _read_config(path: pathlib.Path, known: set[str]) -> dict[str, Any]:
+    """A YAML mapping, flat but for a block per role. Keys are option names, with underscores or dashes."""
     import yaml
 
     try:
@@ -158,16 +202,25 @@ def _read_config(path: pathlib.Path, groups: Sequence[type[Options]]) -> dict[st
         return {}
     if not isinstance(loaded, dict):
         raise ConfigError(f"{path} must hold options as `name: value` lines")
-    known = _names(groups)
     options: dict[str, Any] = {}
-    for key, value in loaded.items():
-        name = str(key).replace("-", "_")
+    for shown, name, value in _flattened(loaded):
         if name not in known:
-            raise ConfigError(f"{path}: unknown option {str(key)!r}{suggest(name, known)}")
+            raise ConfigError(f"{path}: unknown option {shown!r}{suggest(name, known)}")
         if name in options:
             raise ConfigError(f"{path}: {name} is given twice")
         options[name] = value
     return options
+
+
+def _flattened(loaded: dict[Any, Any]) -> Iterator[tuple[str, str, Any]]:
+    """Of each option its key as it stands in the file, its name, its value."""
+    for key, value in loaded.items():
+        name = str(key).replace("-", "_")
+        if isinstance(value, dict) and name in list(Role):
+            for inner, its in value.items():
+                yield f"{key}: {inner}", name if inner == _NUM_WORKERS else f"{name}_{inner}".replace("-", "_"), its
+        else:
+            yield str(key), name, value
 
 
 def to_flags(options: Options) -> list[str]:
@@ -175,15 +228,15 @@ def to_flags(options: Options) -> list[str]:
     flags: list[str] = []
     for field in _fields(type(options)):
         value = getattr(options, field.name)
-        flag = field.name.replace("_", "-")
+        flag = flag_of(field.name)
         if value == "" and field.name in _NEVER_EMPTY:
             continue
         if isinstance(value, tuple):
-            flags += [f"--{flag}={each}" for each in value]
+            flags += [f"{flag}={each}" for each in value]
         elif isinstance(value, bool):
-            flags.append(f"--{flag}" if value else f"--no-{flag}")
+            flags.append(flag if value else f"--no-{_key(flag).replace('_', '-')}")
         else:
-            flags.append(f"--{flag}={value}")
+            flags.append(f"{flag}={value}")
     return flags
 
 

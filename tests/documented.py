@@ -20,8 +20,9 @@ from kvrelay.bench.main import SCENARIOS
 from kvrelay.cli import main as cli
 from kvrelay.cli import router, serve, worker
 from kvrelay.metrics import Metrics
-from kvrelay.options import Parser, add_options
+from kvrelay.options import Parser, add_options, flag_of
 from kvrelay.router.collector import WorkerCollector
+from kvrelay.states import Role
 
 ROOT = Path(__file__).resolve().parent.parent
 GROUPS: dict[str, type[config.Options]] = {
@@ -60,6 +61,12 @@ def shown_actions(parser: Parser) -> list[argparse.Action]:
 
 def options_of(command: str) -> set[str]:
     return {option for action in shown_actions(parser_of(command)) for option in action.option_strings}
+
+
+def role_options() -> set[str]:
+    """Those of `serve` for one role, which --help does not list. docs/cli.md tells the rule that makes them."""
+    names = {name for group in serve.PER_ROLE for name in group.__struct_fields__}
+    return {flag_of(name, role) for name in names for role in Role}
 
 
 def cli_tables() -> dict[str, list[str]]:

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from kvrelay.config import Environment, Options, read_environment
 from kvrelay.errors import ConfigError
-from kvrelay.options import Parser, add_options, collect
+from kvrelay.options import Given, Parser, add_options, given
 
 O = TypeVar("O", bound=Options)
 
@@ -20,6 +20,7 @@ class Chosen:
     """The options of one run."""
 
     values: dict[type[Options], Options]
+    given: Given
     namespace: argparse.Namespace
     environment: Environment
 
@@ -39,10 +40,13 @@ def add_model_options(parser: Parser, groups: Sequence[type[Options]], skip: fro
     return parser
 
 
-def parse(parser: Parser, argv: Sequence[str], groups: Sequence[type[Options]]) -> Chosen:
+def parse(
+    parser: Parser, argv: Sequence[str], groups: Sequence[type[Options]], per_role: Sequence[type[Options]] = ()
+) -> Chosen:
     namespace = parser.parse_strictly(argv)
     if namespace.positional_model is not None:
         if "model" in namespace:
             raise ConfigError("the model is given twice: as MODEL and with --model")
         namespace.model = namespace.positional_model
-    return Chosen(collect(namespace, groups, namespace.config), namespace, read_environment())
+    said = given(namespace, groups, namespace.config, per_role)
+    return Chosen({group: said.value(group) for group in groups}, said, namespace, read_environment())

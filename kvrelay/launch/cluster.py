@@ -14,8 +14,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -24,10 +24,11 @@ from kvrelay.config import (
     ClusterOptions,
     EngineOptions,
     ModelOptions,
+    RoleOptions,
     RouterOptions,
     TransferOptions,
     WorkerOptions,
-    check_device,
+    check_roles,
     read_environment,
 )
 from kvrelay.discovery.choose import open_membership, registry_kind
@@ -74,18 +75,23 @@ class WorkerSettings:
     registration_s: float
     cluster_key: str = ""  # its file
     flags: Sequence[str] = ()  # how they show themselves, such as --progress=plain
+    per_role: Mapping[Role, RoleOptions] = field(default_factory=dict)  # instead of `model` and `engine`
+
+    def of_role(self, role: Role) -> RoleOptions:
+        return self.per_role.get(role) or RoleOptions(model=self.model, engine=self.engine)
 
     def commands(self, roles: Sequence[Role], registry_address: str) -> list[list[str]]:
-        threads = self.model.threads or max(1, len(os.sched_getaffinity(0)) // max(1, len(roles)))
-        model = msgspec.structs.replace(self.model, threads=threads)
-        common = [*to_flags(model), *to_flags(self.engine), *to_flags(self.transfer), *self.flags]
-        places = [
-            WorkerOptions(
-                role=role.value, registry=registry_address, registration_s=self.registration_s, cluster_key=self.cluster_key
-            )
-            for role in roles
-        ]
-        return [worker_command([*common, *to_flags(place)]) for place in places]
+        share = max(1, len(os.sched_getaffinity(0)) // max(1, len(roles)))
+        return [worker_command(self._flags(role, registry_address, share)) for role in roles]
+
+    def _flags(self, role: Role, registry_address: str, share: int) -> list[str]:
+        """`share` is the number of threads of a worker that was not given one."""
+        options = self.of_role(role)
+        model = msgspec.structs.replace(options.model, model=self.model.model, threads=options.model.threads or share)
+        place = WorkerOptions(
+            role=role.value, registry=registry_address, registration_s=self.registration_s, cluster_key=self.cluster_key
+        )
+        return [*to_flags(model), *to_flags(options.engine), *to_flags(self.transfer), *self.flags, *to_flags(place)]
 
 
 def open_router(
@@ -141,7 +147,7 @@ async def local_cluster(
     Raises ConfigError, and WorkerDiedError with the reason of a worker that cannot start.
     """
     roles = worker_roles(cluster)
-    check_device(workers.model, roles)
+    check_roles({role: workers.of_role(role) for role in roles})
     with keyed(load_key(key_file(workers.cluster_key, read_environment()))):
         router, address = open_router(options, cluster, Metrics(), workers.model.model, default_listen=FREE_LOCAL_PORT)
         supervisor = Supervisor(workers.commands(roles, address))

@@ -16,7 +16,7 @@ import pathlib
 import resource
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -30,9 +30,10 @@ from kvrelay.config import (
     EngineOptions,
     Environment,
     ModelOptions,
+    RoleOptions,
     RouterOptions,
     TransferOptions,
-    check_device,
+    check_roles,
 )
 from kvrelay.errors import ConfigError
 from kvrelay.events.eviction_sync import EvictionSyncAdapter
@@ -74,10 +75,11 @@ def serve(
     transfer: TransferOptions,
     environment: Environment,
     progress: Progress,
+    per_role: Mapping[Role, RoleOptions],
 ) -> int:
-    """Runs until a signal; returns the exit status."""
+    """Runs until a signal; returns the exit status. `per_role` is what each role is told instead of `model` and `engine`."""
     roles = worker_roles(cluster)
-    check_device(model, roles)
+    check_roles({role: per_role[role] for role in roles})
 
     def commands(folder: pathlib.Path, registry_address: str) -> list[list[str]]:
         workers = WorkerSettings(
@@ -87,6 +89,7 @@ def serve(
             registration_s=cluster.registration_s,
             cluster_key=cluster.cluster_key,
             flags=["--progress=plain"] if len(roles) > 1 else [],
+            per_role=per_role,
         )
         return workers.commands(roles, registry_address)
 

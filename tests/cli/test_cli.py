@@ -10,13 +10,24 @@ import sys
 import msgspec
 import pytest
 
-from kvrelay.cli import doctor
+from kvrelay.cli import doctor, serve
 from kvrelay.cli import main as cli
-from kvrelay.config import ClusterOptions, EngineOptions, Environment, ModelOptions, Options, RouterOptions, WorkerOptions
+from kvrelay.config import (
+    ClusterOptions,
+    EngineOptions,
+    Environment,
+    ModelOptions,
+    Options,
+    RoleOptions,
+    RouterOptions,
+    TransferOptions,
+    WorkerOptions,
+    check_roles,
+)
 from kvrelay.errors import ConfigError
-from kvrelay.launch.cluster import worker_roles
+from kvrelay.launch.cluster import WorkerSettings, worker_roles
 from kvrelay.launch.console import PlainProgress, console_progress
-from kvrelay.options import Parser, add_options, collect, to_flags
+from kvrelay.options import Parser, add_options, collect, flag_of, given, to_flags
 from kvrelay.states import Role
 
 GROUPS: list[type[Options]] = [ModelOptions, EngineOptions, RouterOptions, ClusterOptions]
@@ -111,6 +122,82 @@ def test_a_config_file_sets_options_and_flags_win(tmp_path: pathlib.Path) -> Non
     file.write_text("max_batch: 7\nmax-queue: 9\nprefix_cache: false\nport: 0\n")
     options = engine("--max-batch", "8", config=file)
     assert (options.max_batch, options.max_queue, options.prefix_cache) == (8, 9, False)
+
+
+def per_role(*argv: str, config: pathlib.Path | None = None) -> dict[Role, RoleOptions]:
+    """What `kvrelay serve` would tell the workers of each role."""
+    namespace = serve.build_parser().parse_strictly(argv)
+    said = given(namespace, serve.GROUPS, config, serve.PER_ROLE)
+    options = serve.options_per_role(said, worker_roles(said.value(ClusterOptions)))
+    check_roles(options)
+    return options
+
+
+@pytest.mark.parametrize("group", serve.PER_ROLE, ids=lambda group: group.__name__)
+def test_every_option_of_model_and_engine_is_a_flag_of_each_role(group: type[Options]) -> None:
+    known = serve.build_parser().options()
+    assert {flag_of(name, role) for name in group.__struct_fields__ for role in Role} <= set(known)
+
+
+def test_an_option_of_a_role_is_for_its_workers_alone() -> None:
+    options = per_role("--max-batch", "8", "--decode-max-batch", "16", "--no-prefill-prefix-cache", "--prefill-threads=3")
+    prefill, decode = options[Role.PREFILL], options[Role.DECODE]
+    assert (prefill.engine.max_batch, decode.engine.max_batch) == (8, 16)
+    assert (prefill.engine.prefix_cache, decode.engine.prefix_cache) == (False, True)
+    assert (prefill.model.threads, decode.model.threads) == (3, 0)
+
+
+def test_each_worker_is_started_with_the_options_of_its_role() -> None:
+    options = per_role("--decode-max-batch", "16", "--decode-threads", "5")
+    settings = WorkerSettings(
+        model=ModelOptions(), engine=EngineOptions(), transfer=TransferOptions(), registration_s=4.0, per_role=options
+    )
+    prefill, decode = settings.commands([Role.PREFILL, Role.DECODE], "tcp://127.0.0.1:1")
+    assert {"--max-batch=16", "--threads=5", "--role=decode"} <= set(decode)
+    assert {"--max-batch=0", "--role=prefill"} <= set(prefill)
+
+
+def test_a_config_file_has_a_block_per_role_and_a_role_wins_over_all(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text("max_batch: 7\nprefill: 2\ndecode:\n  workers: 1\n  max-batch: 9\nprefill_max_queue: 3\n")
+    options = per_role("--max-batch", "8", config=file)
+    prefill, decode = options[Role.PREFILL].engine, options[Role.DECODE].engine
+    assert (prefill.max_batch, decode.max_batch) == (8, 9)
+    assert (prefill.max_queue, decode.max_queue) == (3, 512)
+
+
+@pytest.mark.parametrize(
+    ("argv", "complaint"),
+    [
+        (["--whole", "1", "--prefill-threads", "2"], "--prefill-threads: no prefill worker is started here"),
+        (["--encode-threads", "2"], "--encode-threads: no encode worker is started here"),
+        (["--decode-max-batch", "-1"], "--decode-max-batch -1: expected int >= 0"),
+        (["--prefill-dtype", "bfloat16"], "--dtype: bfloat16 for prefill, auto for decode"),
+        (["--decode-load", "dummy"], "--load: auto for prefill, dummy for decode"),
+        (["--decode-device", "cuda"], "--device cuda: decode workers run on the CPU only"),
+        (["--prefill-thread", "2"], "unknown option --prefill-thread; did you mean --prefill-threads?"),
+    ],
+)
+def test_options_of_roles_that_cannot_work_are_refused(argv: list[str], complaint: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        per_role(*argv)
+    assert complaint in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("decode: {max_batch: 1}\ndecode_max_batch: 2", "decode_max_batch is given twice"),
+        ("decode: {max_bach: 1}", "unknown option 'decode: max_bach'; did you mean decode_max_batch?"),
+        ("decode: {port: 1}", "unknown option 'decode: port'"),
+    ],
+)
+def test_a_block_that_cannot_work_is_refused(tmp_path: pathlib.Path, text: str, complaint: str) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        per_role(config=file)
+    assert complaint in str(error.value)
 
 
 @pytest.mark.parametrize(
