@@ -60,13 +60,9 @@ test-all: check libraries ## check, then every test with the long counts; tests 
 soak: $(DEV_STAMP) ## hurt a cluster under load for SOAK_MINUTES (30) and report what its clients saw (ARGS="--seed 7")
 	$(BIN)/python tests/chaos.py --minutes $(SOAK_MINUTES) --report build/soak.json $(ARGS)
 
-bench: $(DEV_STAMP) libraries ## measure engine, router and relay; results go to bench/results/*.json
-	@mkdir -p bench/results
-	$(BIN)/kvrelay bench engine --peer transformers --json bench/results/engine.json
-	$(BIN)/kvrelay bench router --json bench/results/router.json
-	$(BIN)/kvrelay bench relay --json bench/results/relay.json
-	$(BIN)/kvrelay bench kv --json bench/results/kv.json
-	$(BIN)/kvrelay bench two-stage --json bench/results/two-stage.json
+bench: $(DEV_STAMP) libraries ## measure everything that README shows into bench/results/<machine> and write its tables (about 40 minutes)
+	$(BIN)/kvrelay bench all $(ARGS)
+	$(BIN)/python tools/figures.py
 
 clean: ## remove .venv, caches and build outputs (fetched models stay in the user's cache folder)
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -21,6 +21,8 @@ MAX_LOGPROBS = 20
 MAX_SAMPLES = 128
 MAX_STOP_STRINGS = 16
 MAX_BEAM_WIDTH = 128
+MAX_LOGPROB_TOKENS = 1024
+MAX_BAD_WORDS = 1024
 MAX_TOKENS = 2**31 - 1  # more than any model's context holds: every output ends before, with the context
 
 Probability = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
@@ -54,7 +56,7 @@ class BeamSearch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Everything that decides the tokens of one request. Text-level fields (`stop`) are used by the router only.
+    """Everything that decides the tokens of one request. Text-level fields (`stop`, `bad_words`) are used by the router only.
 
     `stop` may be one string. None stands for no stop strings, stop tokens or biases, for a seed that is drawn, and as
     `max_tokens` for all the room behind the prompt.
@@ -77,7 +79,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     ignore_eos: bool = False
+    allowed_token_ids: list[int] = []  # no others are chosen; empty: all are allowed
+    bad_words: list[str] = []  # not to be written
+    bad_tokens: list[list[int]] = []  # the same as tokens; whoever has the tokenizer fills it in
     logprobs: int | None = None  # alternatives reported beside each sampled token; None reports nothing
+    logprob_token_ids: list[int] = []  # the alternatives to report, instead of the likeliest
     prompt_logprobs: int | None = None  # the same for each prompt token
     grammar: Grammar | None = None
     beam: BeamSearch | None = None
@@ -128,6 +134,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _require(0 <= self.min_tokens <= self.max_tokens, "min_tokens", "must be between 0 and max_tokens")
         _require(len(self.stop) <= MAX_STOP_STRINGS, "stop", f"takes at most {MAX_STOP_STRINGS} strings")
         _require(all(self.stop), "stop", "must not hold an empty string")
+        _require(len(self.bad_words) <= MAX_BAD_WORDS, "bad_words", f"takes at most {MAX_BAD_WORDS} words")
+        _require(all(self.bad_words), "bad_words", "must not hold an empty string")
+        few_ids = len(self.logprob_token_ids) <= MAX_LOGPROB_TOKENS
+        _require(few_ids, "logprob_token_ids", f"takes at most {MAX_LOGPROB_TOKENS} token ids")
+        _require(self.logprobs is not None or not self.logprob_token_ids, "logprob_token_ids", "needs logprobs")
         for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             _require(count is None or 0 <= count <= MAX_LOGPROBS, name, f"must be between 0 and {MAX_LOGPROBS}")
         if self.beam is not None:
@@ -139,6 +150,9 @@ _FOR_NONE: tuple[tuple[str, object], ...] = (
     ("stop", []),
     ("stop_token_ids", []),
     ("logit_bias", {}),
+    ("allowed_token_ids", []),
+    ("bad_words", []),
+    ("logprob_token_ids", []),
     ("seed", 0),
     ("max_tokens", MAX_TOKENS),
 )
@@ -163,6 +177,9 @@ def _validate_beam(params: SamplingParams, beam: BeamSearch) -> None:
         "presence_penalty": params.presence_penalty != 0.0,
         "frequency_penalty": params.frequency_penalty != 0.0,
         "logit_bias": bool(params.logit_bias),
+        "allowed_token_ids": bool(params.allowed_token_ids),
+        "bad_words": bool(params.bad_words),
+        "logprob_token_ids": bool(params.logprob_token_ids),
         "response_format": params.grammar is not None,
         "prompt_logprobs": params.prompt_logprobs is not None,
         "stop": bool(params.stop),

@@ -25,6 +25,7 @@ SCENARIOS = {
     "two-stage": ("two_stage.scenario", "what continuing from a request costs, against asking again; beams against requests"),
     "encode": ("encode.scenario", "what encode workers and the relay of embeddings cost, and what they are good for"),
     "gpu": ("gpu.scenario", "the engine on an NVIDIA card: against transformers, then decode and prefill of an 8B shape"),
+    "all": ("everything", "everything that README shows, at one commit (--draft: of a tree with changes)"),
 }
 _HELP = f"""\
 usage: kvrelay bench SCENARIO [--json FILE] [options]

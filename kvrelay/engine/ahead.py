@@ -106,6 +106,6 @@ def _is_plain(row: Row) -> bool:
     params = sequence.params
     if row.samples != 1 or row.prompt_logprobs or sequence.request.num_unforked or sequence.request.search is not None:
         return False
-    if params.penalised or params.grammar is not None:
+    if params.penalised or params.grammar is not None or params.bad_tokens:
         return False
     return row.start + row.count + 1 - sequence.num_prompt_tokens >= params.min_tokens

@@ -91,6 +91,8 @@ def prepare(
 ) -> Job:
     """Tokenises, checks, and draws a seed where none was given. After an origin comes its suffix, as tokens."""
     params.check_types()
+    if params.bad_words:
+        params = msgspec.structs.replace(params, bad_tokens=tokenizer.bad_tokens(params.bad_words))
     tokens = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
     wanted, keep_logprobs = params.n, params.logprobs is not None
     if best_of is not None:

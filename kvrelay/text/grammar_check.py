@@ -60,7 +60,6 @@ def to_definition(grammar: Grammar) -> str:
         grammar.source.encode()
     except UnicodeEncodeError:
         raise _refused(grammar, "it contains a lone surrogate") from None
-    matcher = llguidance.LLMatcher
     match grammar.kind:
         case GrammarKind.JSON_OBJECT:
             return _from_schema(prepare_schema(_ANY_OBJECT))
@@ -69,13 +68,29 @@ def to_definition(grammar: Grammar) -> str:
                 return _from_schema(prepare_schema(_read_schema(grammar)))
             except SchemaError as error:
                 raise _refused(grammar, str(error)) from None
+        case GrammarKind.REGEX | GrammarKind.CHOICE | GrammarKind.LARK:
+            return str(llguidance.LLMatcher.grammar_from_lark(_rules(grammar)))
+
+
+def as_lark(grammar: Grammar) -> str:
+    """As a part of a Lark rule."""
+    if grammar.kind is GrammarKind.JSON_OBJECT:
+        return f"%json {json.dumps(prepare_schema(_ANY_OBJECT))}"
+    if grammar.kind is GrammarKind.JSON_SCHEMA:
+        return f"%json {json.dumps(prepare_schema(_read_schema(grammar)))}"
+    return f"%lark {{\n{_rules(grammar)}\n}}"
+
+
+def _rules(grammar: Grammar) -> str:
+    """Of a grammar that is not about JSON, in Lark."""
+    match grammar.kind:
         case GrammarKind.REGEX:
             # \d means 0 to 9, not the digits of every script: authors expect that, and other servers do it.
-            return str(matcher.grammar_from_lark(f"start: /{llguidance.regex_to_lark(grammar.source, 'd')}/"))
+            return f"start: /{llguidance.regex_to_lark(grammar.source, 'd')}/"
         case GrammarKind.CHOICE:
-            return str(matcher.grammar_from_lark(_choices(grammar)))
-        case GrammarKind.LARK:
-            return str(matcher.grammar_from_lark(_as_lark(grammar)))
+            return _choices(grammar)
+        case _:
+            return _as_lark(grammar)
 
 
 def limits() -> llguidance.LLParserLimits:

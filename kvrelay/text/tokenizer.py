@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import pathlib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -99,6 +100,11 @@ class Tokenizer:
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
 
+    def bad_tokens(self, words: Sequence[str]) -> list[list[int]]:
+        """The tokens of words that must not be written: at the beginning of a text, and behind a space."""
+        forms = [form for word in words for form in (word, f" {word.lstrip()}")]
+        return [tokens for tokens in self.encode_batch(forms, add_special_tokens=False) if tokens] if forms else []
+
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         text: str = self._backend.decode(tokens, skip_special_tokens=skip_special_tokens)
         return text
@@ -125,6 +131,17 @@ class Tokenizer:
     def has_own_token(self, text: str) -> bool:
         """Whether the text is an added token, which no other tokens can spell."""
         return text in self._added_texts
+
+    def split_own_tokens(self, text: str) -> list[str]:
+        """The text in pieces: added tokens, and what is between them."""
+        if not self._added_texts:
+            return [text] if text else []
+        return [piece for piece in self._own_tokens.split(text) if piece]
+
+    @functools.cached_property
+    def _own_tokens(self) -> re.Pattern[str]:
+        longest_first = sorted(self._added_texts, key=len, reverse=True)
+        return re.compile(f"({'|'.join(map(re.escape, longest_first))})")
 
     @functools.cached_property
     def eos_token_id(self) -> int | None:

@@ -147,3 +147,54 @@ async def test_stop_reason(path: str, settings: dict[str, Any], finish: str, rea
     *rest, last = await ask(path, stream=True, **settings)
     assert (last["choices"][0]["finish_reason"], last["choices"][0]["stop_reason"]) == (finish, reason)
     assert all(event["choices"][0].get("stop_reason") is None for event in rest)
+
+
+# Logprobs and limits on tokens
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_completion_without_alternatives_shows_the_chosen_tokens(stream: bool) -> None:
+    answer = await ask(COMPLETIONS, logprobs=0, stream=stream, max_tokens=2)
+    for event in answer if stream else [answer]:
+        logprobs = event["choices"][0]["logprobs"]
+        assert [list(top) for top in logprobs["top_logprobs"]] == [[token] for token in logprobs["tokens"]]
+
+
+async def test_prompt_logprobs_are_there_also_if_nobody_asked() -> None:
+    assert (await ask(CHAT))["prompt_logprobs"] is None
+    assert (await ask(CHAT, prompt_logprobs=1))["prompt_logprobs"][0] is None
+    assert (await ask(COMPLETIONS))["choices"][0]["prompt_logprobs"] is None
+    assert len((await ask(COMPLETIONS, prompt_logprobs=1))["choices"][0]["prompt_logprobs"]) == len(says("hello"))
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+async def test_limits_on_tokens_reach_the_workers(path: str) -> None:
+    body = {"allowed_token_ids": [5, 6], "bad_words": ["fox"], "logprob_token_ids": [7], "logprobs": 1}
+    if path == CHAT:
+        body["logprobs"] = True
+    backend = fake_backend("one")
+    asked = {"messages": MESSAGES} if path == CHAT else {"prompt": "hello"}
+    async with http_client(make_app(backend)) as client:
+        reply = await client.post(path, json={**asked, **body})
+    assert reply.status_code == 200, reply.text
+    params = backend.submitted[0].params
+    assert (params.allowed_token_ids, params.logprob_token_ids) == ([5, 6], [7])
+    assert params.bad_tokens == [says("fox"), says(" fox")]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"allowed_token_ids": [10**6]}, "allowed_token_ids"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"bad_words": [""]}, "bad_words"),
+        ({"logprob_token_ids": [5]}, "logprob_token_ids"),
+        ({"logprob_token_ids": [10**6], "logprobs": 1}, "logprob_token_ids"),
+        ({"use_beam_search": True, "bad_words": ["a"]}, "bad_words"),
+    ],
+)
+async def test_limits_on_tokens_that_cannot_be(body: dict[str, Any], param: str) -> None:
+    async with http_client(make_app(fake_backend("one"))) as client:
+        reply = await client.post(COMPLETIONS, json={"prompt": "hello", **body})
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"].startswith(param)

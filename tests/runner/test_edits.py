@@ -132,3 +132,26 @@ def test_released_sequences_are_forgotten() -> None:
     assert len(state) == 1
     state.forget([one.key, 10**9])
     assert len(state) == 0
+
+
+def test_only_allowed_tokens_are_left() -> None:
+    logits = logits_of(2)
+    found = edited(make_state(), logits, sequence([1], [], allowed_token_ids=[7, 9]), sequence([1], []))
+    assert torch.isfinite(found[0]).nonzero()[:, 0].tolist() == [7, 9]
+    assert torch.equal(found[0, [7, 9]], logits[0, [7, 9]])
+    assert torch.equal(found[1], logits[1])
+
+
+def test_allowed_tokens_and_a_minimum_length() -> None:
+    found = edited(make_state(), logits_of(1), sequence([1], [], allowed_token_ids=[2, 9], min_tokens=3))
+    assert torch.isfinite(found[0]).nonzero()[:, 0].tolist() == [9]
+
+
+@pytest.mark.parametrize(
+    ("output", "banned"),
+    [([], [5]), ([3], [4, 5]), ([8, 3], [4, 5]), ([3, 8], [5]), ([6, 7], [5, 8]), ([7], [5])],
+)
+def test_the_last_token_of_a_bad_word_does_not_follow_the_others(output: list[int], banned: list[int]) -> None:
+    one = sequence([3, 6, 7], output, bad_tokens=[[5], [3, 4], [6, 7, 8]])
+    found = edited(make_state(), logits_of(1), one)
+    assert torch.isinf(found[0]).nonzero()[:, 0].tolist() == banned

@@ -108,3 +108,18 @@ def test_a_row_without_a_finite_logit_has_no_best() -> None:
     logits[0] = -torch.inf
     logits[1, 3] = torch.nan
     assert [row is None for row in best_logprobs(logits, 8)] == [True, True, False]
+
+
+def test_named_tokens_instead_of_the_likeliest(runner: TorchRunner) -> None:
+    tokens = list(range(3, 15))
+    params = SamplingParams(temperature=0.0, logprobs=2, logprob_token_ids=[9, 4, 30])
+    runner.launch(plan(Row(FreeSequence(tokens=tokens, block_table=[1, 2], params=params), 0, 12, 1)))
+    (result,) = runner.collect().rows
+    assert result.logprobs is not None
+    (entry,) = result.logprobs
+    expected = reference(tokens)[11]
+    assert {token for token, _ in entry.top} == {9, 4, 30}
+    assert [value for _, value in entry.top] == sorted((value for _, value in entry.top), reverse=True)
+    for token, value in entry.top:
+        assert abs(float(expected[token]) - value) < 1e-4
+    assert abs(entry.logprob - float(expected[result.tokens[0]])) < 1e-4

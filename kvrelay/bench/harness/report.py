@@ -92,8 +92,8 @@ def write_file(option: str, path: pathlib.Path, content: bytes) -> None:
 
 
 def current_commit() -> str:
-    """Of the source tree this package runs from; "+changes" when files differ from it. An exported tree names its commit in a
-    file COMMIT; "unknown" outside of both."""
+    """Of the source tree this package runs from; "+changes" when files differ from it, other than the results themselves. An
+    exported tree names its commit in a file COMMIT; "unknown" outside of both."""
     folder = pathlib.Path(__file__).resolve().parent
     exported = folder.parents[2] / "COMMIT"
     if exported.is_file():
@@ -101,7 +101,7 @@ def current_commit() -> str:
     head = _git(folder, "rev-parse", "HEAD")
     if head is None:
         return "unknown"
-    changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    changed = _git(folder.parents[2], "status", "--porcelain", "--untracked-files=no", "--", ".", ":!bench/results")
     return head + ("+changes" if changed else "")
 
 
@@ -113,16 +113,28 @@ def _git(folder: pathlib.Path, *arguments: str) -> str | None:
     return done.stdout.strip()
 
 
+def machine_name(*, card: bool) -> str:
+    """The processor and its cores, or the card."""
+    if card:
+        import torch
+
+        return torch.cuda.get_device_name()
+    return f"{_cpu_model()}, {_num_cores()} cores"
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
 def describe_hardware() -> str:
     """One line: processor, cores, memory, PyTorch, threads, GPU if there is one."""
     import torch  # late: a running scenario may want it for itself
 
-    cores = len(os.sched_getaffinity(0))
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     card = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
     return (
-        f"{_cpu_model()} ({platform.machine()}), {cores} cores, {memory_gib:.0f} GiB, Python {platform.python_version()}, "
-        f"torch {torch.__version__}, {torch.get_num_threads()} threads{card}"
+        f"{_cpu_model()} ({platform.machine()}), {_num_cores()} cores, {memory_gib:.0f} GiB, "
+        f"Python {platform.python_version()}, torch {torch.__version__}, {torch.get_num_threads()} threads{card}"
     )
 
 

@@ -40,7 +40,7 @@ class KVBench(ModelBench, frozen=True, kw_only=True):
     """What is measured, and how often."""
 
     rounds: Annotated[Positive, Meta(description="rounds; figures are medians over them")] = 5
-    profile: Annotated[str, Meta(description="file of the scheduler's profile")] = "bench/results/kv-scheduler-profile.txt"
+    profile: Annotated[str, Meta(description="file of the scheduler's profile")] = "build/kv-scheduler-profile.txt"
 
 
 class TimedRunner(FakeRunner):

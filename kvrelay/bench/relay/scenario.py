@@ -59,7 +59,7 @@ class RelayBench(ModelBench, frozen=True, kw_only=True):
     """What is measured, and how long."""
 
     seconds: Annotated[Positive, Meta(description="how long long prompts arrive, beside running requests")] = 25
-    plot: Annotated[str, Meta(description="file of the drawing")] = "bench/results/relay-itl.svg"
+    plot: Annotated[str, Meta(description="file of the drawing")] = "build/relay-itl.svg"
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ class TwoStageBench(ModelBench, frozen=True, kw_only=True):
     suffix_tokens: Annotated[Positive, Meta(description="tokens between the stages")] = 5
     beam_width: Annotated[Positive, Meta(description="beams of stage 2")] = 32
     beam_tokens: Annotated[Positive, Meta(description="tokens of stage 2")] = 3
-    plot: Annotated[str, Meta(description="file of the drawing")] = "bench/results/two-stage.svg"
+    plot: Annotated[str, Meta(description="file of the drawing")] = "build/two-stage.svg"
 
     @property
     def longest(self) -> int:

@@ -112,7 +112,14 @@ class Limits:
         params = submit.params
         if params.n > self.options.max_batch:
             raise InvalidRequestError(f"n must be at most {self.options.max_batch}, the size of a batch", param="n")
-        for name, tokens in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
+        named = {
+            "stop_token_ids": params.stop_token_ids,
+            "logit_bias": list(params.logit_bias),
+            "allowed_token_ids": params.allowed_token_ids,
+            "logprob_token_ids": params.logprob_token_ids,
+            "bad_words": [token for word in params.bad_tokens for token in word],
+        }
+        for name, tokens in named.items():
             outside = [token for token in tokens if not 0 <= token < self.model.vocab_size]
             if outside:
                 raise InvalidRequestError(

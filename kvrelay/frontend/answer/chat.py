@@ -98,7 +98,7 @@ class _Chat:
             model=self._service.answer_name(self._request.model),
             choices=[self._choice(index, reader) for index, reader in enumerate(self._readers)],
             usage=self._usage(),
-            prompt_logprobs=msgspec.UNSET if entries is None else prompt_logprobs(tokenizer, work.prompts[0], entries),
+            prompt_logprobs=None if entries is None else prompt_logprobs(tokenizer, work.prompts[0], entries),
             prompt_token_ids=self._shown_prompt() if self._request.return_token_ids else msgspec.UNSET,
             kvrelay=self._generation.provenance(),
         )

@@ -38,10 +38,10 @@ class _Choice:
         self.begun = False
         self.text = [plan.echoes[sample.prompt]]
         self.tokens: list[int] = []
-        count = plan.request.logprobs
-        self.logprobs = (
-            None if count is None else LegacyLogprobs(service.tokenizer, count, hides_special=plan.request.skip_special_tokens)
-        )
+        request, self.logprobs = plan.request, None
+        if request.logprobs is not None:
+            num_top = max(request.logprobs, len(request.logprob_token_ids or ()))
+            self.logprobs = LegacyLogprobs(service.tokenizer, num_top, hides_special=request.skip_special_tokens)
 
     def take_logprobs(self) -> CompletionLogprobs | None:
         return None if self.logprobs is None else self.logprobs.take()
@@ -152,7 +152,7 @@ class _Completion:
             finish_reason=finish_reason,
             stop_reason=choice.sample.stop_reason,
             logprobs=choice.take_logprobs(),
-            prompt_logprobs=prompt_logprobs(self._service.tokenizer, prompt, entries or []) if shows_scores else msgspec.UNSET,
+            prompt_logprobs=prompt_logprobs(self._service.tokenizer, prompt, entries or []) if shows_scores else None,
             token_ids=choice.tokens if request.return_token_ids else msgspec.UNSET,
             prompt_token_ids=prompt if request.return_token_ids else msgspec.UNSET,
             cumulative_logprob=cumulative_logprob,

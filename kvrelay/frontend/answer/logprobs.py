@@ -91,7 +91,7 @@ class LegacyLogprobs:
         taken = CompletionLogprobs(
             tokens=self._tokens,
             token_logprobs=self._probabilities,
-            top_logprobs=self._top if self._num_top else None,
+            top_logprobs=self._top,
             text_offset=self._offsets,
         )
         self._reset()

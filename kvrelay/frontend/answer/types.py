@@ -45,7 +45,7 @@ class ChatLogprobs(Output, frozen=True, kw_only=True):
 class CompletionLogprobs(Output, frozen=True, kw_only=True):
     tokens: list[str]
     token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None] | None
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -113,7 +113,7 @@ class ChatCompletion(Output, frozen=True, kw_only=True):
     usage: Usage
     object: Literal["chat.completion"] = "chat.completion"
     system_fingerprint: str | None = None
-    prompt_logprobs: list[Any] | msgspec.UnsetType = msgspec.UNSET
+    prompt_logprobs: list[Any] | None = None
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     kvrelay: Provenance | msgspec.UnsetType = msgspec.UNSET
 
@@ -124,7 +124,7 @@ class CompletionChoice(Output, frozen=True, kw_only=True):
     finish_reason: str
     stop_reason: str | int | None = None  # the stop string or the stop token that ended it
     logprobs: CompletionLogprobs | None = None
-    prompt_logprobs: list[Any] | msgspec.UnsetType = msgspec.UNSET
+    prompt_logprobs: list[Any] | None = None
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     cumulative_logprob: float | msgspec.UnsetType = msgspec.UNSET  # of beam search, as the next

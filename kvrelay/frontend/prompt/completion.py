@@ -10,7 +10,8 @@ from kvrelay.frontend.http.call import Call
 from kvrelay.frontend.http.errors import missing
 from kvrelay.frontend.prompt.beams import check_completion
 from kvrelay.frontend.prompt.continuation import keep_s, origin_of
-from kvrelay.frontend.prompt.params import check_stream, output_tokens, sampling_params, shape_of
+from kvrelay.frontend.prompt.params import check_stream, output_tokens, sampling_params
+from kvrelay.frontend.prompt.shapes import shape_of
 from kvrelay.frontend.prompt.types import CompletionRequest
 from kvrelay.frontend.prompt.work import Work
 from kvrelay.frontend.service import Service
@@ -36,7 +37,7 @@ async def prepare_completion(service: Service, call: Call, request: CompletionRe
     choices = request.n or 1
     best_of = choices if request.best_of is None else request.best_of
     _check_combinations(request, choices, best_of)
-    field, grammar = shape_of(request) or (None, None)
+    field, grammar = shape_of(request, service.tokenizer) or (None, None)
     check_completion(request, field)
     if field is not None and grammar is not None:
         await service.check_grammar(grammar, field)

@@ -13,7 +13,8 @@ from kvrelay.frontend.prompt.beams import check_chat
 from kvrelay.frontend.prompt.call_formats import CLOSE
 from kvrelay.frontend.prompt.continuation import keep_s, origin_of
 from kvrelay.frontend.prompt.images import image_parts, shifted
-from kvrelay.frontend.prompt.params import check_stream, output_tokens, sampling_params, shape_of
+from kvrelay.frontend.prompt.params import check_stream, output_tokens, sampling_params
+from kvrelay.frontend.prompt.shapes import shape_of
 from kvrelay.frontend.prompt.template import render
 from kvrelay.frontend.prompt.tools import ToolPlan, arguments_schema, plan_tools
 from kvrelay.frontend.prompt.types import ChatRequest
@@ -41,7 +42,9 @@ class Conversation:
 
 async def prepare_conversation(service: Service, call: Call, request: ChatRequest) -> Conversation:
     """Refuses all that can be refused, before a worker sees the request."""
-    field, shape = shape_of(request) or (None, None)
+    field, shape = shape_of(request, service.tokenizer) or (None, None)
+    if field is not None and shape is not None:
+        await service.check_grammar(shape, field)
     tools = plan_tools(
         request.tools,
         request.tool_choice,
@@ -50,8 +53,6 @@ async def prepare_conversation(service: Service, call: Call, request: ChatReques
         reads_calls=service.reads_tool_calls,
         form=service.call_format,
     )
-    if field is not None and shape is not None:
-        await service.check_grammar(shape, field)
     if tools.grammar is not None:
         field, shape = "tools", tools.grammar
         await _check_tools(service, tools, shape)
@@ -71,7 +72,7 @@ async def prepare_conversation(service: Service, call: Call, request: ChatReques
         tools=tools,
         reasons=reasons,
         opened=opened,
-        num_top_logprobs=_num_top_logprobs(request),
+        num_top_logprobs=None if params.logprobs is None else max(params.logprobs, len(params.logprob_token_ids)),
     )
 
 

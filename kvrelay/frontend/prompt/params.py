@@ -1,27 +1,16 @@
-"""From a request's fields to SamplingParams, and to the grammar its output must follow."""
+"""From a request's fields to SamplingParams."""
 
 from __future__ import annotations
 
 import random
-from typing import Any
-
-import msgspec
 
 from kvrelay.errors import InvalidRequestError
-from kvrelay.frontend.http.errors import missing
 from kvrelay.frontend.prompt.beams import beam_search
-from kvrelay.frontend.prompt.types import (
-    JsonObjectFormat,
-    JsonSchemaFormat,
-    ResponseFormat,
-    SamplingFields,
-    StructuredOutputs,
-)
+from kvrelay.frontend.prompt.types import SamplingFields
 from kvrelay.frontend.service import Service
-from kvrelay.sampling import Grammar, GrammarKind, SamplingParams
+from kvrelay.sampling import Grammar, SamplingParams
 
 _draw = random.SystemRandom()
-Shape = tuple[str, Grammar]  # the field that asks for a grammar, and the grammar
 
 
 def sampling_params(
@@ -39,11 +28,16 @@ def sampling_params(
     """Validated. The caller checks fields that have another name in the request."""
     beam = beam_search(request)
     bias = request.logit_bias or {}
-    stop_tokens = request.stop_token_ids or []
-    if bias:
-        service.check_tokens(list(bias), "logit_bias")
-    if stop_tokens:
-        service.check_tokens(stop_tokens, "stop_token_ids")
+    stop_tokens, bad_words = request.stop_token_ids or [], request.bad_words or []
+    named = {
+        "logit_bias": list(bias),
+        "stop_token_ids": stop_tokens,
+        "allowed_token_ids": request.allowed_token_ids,
+        "logprob_token_ids": request.logprob_token_ids,
+    }
+    for field, tokens in named.items():
+        if tokens:
+            service.check_tokens(tokens, field)
     params = SamplingParams(
         n=samples,
         temperature=_or(request.temperature, 1.0 if beam is None else 0.0),
@@ -62,7 +56,11 @@ def sampling_params(
         include_stop_str_in_output=request.include_stop_str_in_output,
         skip_special_tokens=request.skip_special_tokens and not keeps_special,
         ignore_eos=request.ignore_eos,
+        allowed_token_ids=request.allowed_token_ids or [],
+        bad_words=bad_words,
+        bad_tokens=service.tokenizer.bad_tokens(bad_words),
         logprobs=logprobs,
+        logprob_token_ids=request.logprob_token_ids or [],
         prompt_logprobs=prompt_logprobs,
         grammar=grammar,
         beam=beam,
@@ -103,49 +101,3 @@ def check_stream(request: SamplingFields) -> None:
         raise InvalidRequestError("prompt_logprobs cannot be streamed", param="prompt_logprobs")
     if request.stream_options is not None and not request.stream:
         raise InvalidRequestError("stream_options needs stream", param="stream_options")
-
-
-def shape_of(request: SamplingFields) -> Shape | None:
-    """The one grammar that a request asks for, in one of three ways."""
-    guided = StructuredOutputs(
-        json=request.guided_json, regex=request.guided_regex, choice=request.guided_choice, grammar=request.guided_grammar
-    )
-    shapes = [
-        *_response_format(request.response_format),
-        *_structured("guided_", guided),
-        *_structured("structured_outputs.", request.structured_outputs or StructuredOutputs()),
-    ]
-    if len(shapes) > 1:
-        raise InvalidRequestError(f"{shapes[1][0]} cannot be combined with {shapes[0][0]}", param=shapes[1][0])
-    return shapes[0] if shapes else None
-
-
-def _response_format(wanted: ResponseFormat | None) -> list[Shape]:
-    if isinstance(wanted, JsonObjectFormat):
-        return [("response_format", Grammar(kind=GrammarKind.JSON_OBJECT))]
-    if isinstance(wanted, JsonSchemaFormat):
-        if wanted.json_schema.schema is None:
-            raise missing("response_format.json_schema.schema")
-        return [("response_format", _json_schema(wanted.json_schema.schema))]
-    return []
-
-
-def _structured(prefix: str, wanted: StructuredOutputs) -> list[Shape]:
-    found: list[Shape] = []
-    if wanted.json is not None:
-        found.append((f"{prefix}json", _json_schema(wanted.json)))
-    if wanted.regex is not None:
-        found.append((f"{prefix}regex", Grammar(kind=GrammarKind.REGEX, source=wanted.regex)))
-    if wanted.choice is not None:
-        choices = msgspec.json.encode(wanted.choice).decode()
-        found.append((f"{prefix}choice", Grammar(kind=GrammarKind.CHOICE, source=choices)))
-    if wanted.grammar is not None:
-        found.append((f"{prefix}grammar", Grammar(kind=GrammarKind.LARK, source=wanted.grammar)))
-    if wanted.json_object:
-        found.append((f"{prefix}json_object", Grammar(kind=GrammarKind.JSON_OBJECT)))
-    return found
-
-
-def _json_schema(schema: dict[str, Any] | str) -> Grammar:
-    source = schema if isinstance(schema, str) else msgspec.json.encode(schema).decode()
-    return Grammar(kind=GrammarKind.JSON_SCHEMA, source=source)

@@ -4,6 +4,8 @@
     tool_choice auto      it may call tools; arguments of functions marked `strict` are constrained to their schemas
     required, a name      a grammar makes it call, with arguments that fit the functions' schemas
 
+A shape of the answer (`response_format`) is that of its text: an answer of calls has none.
+
 If the chat template has no variable for tools, a system message in the style of Hermes models lists them.
 """
 
@@ -20,6 +22,7 @@ from kvrelay.frontend.prompt.call_formats import CLOSE, OPEN, CallFormat
 from kvrelay.frontend.prompt.types import FunctionDefinition, FunctionTool, NamedToolChoice, ToolChoice
 from kvrelay.sampling import Grammar, GrammarKind
 from kvrelay.text.chat_template import Message
+from kvrelay.text.grammar_check import as_lark
 from kvrelay.text.json_schema import SchemaError, prepare_schema
 
 _ANY_ARGUMENTS: dict[str, Any] = {"type": "object"}
@@ -55,7 +58,7 @@ def plan_tools(
     reads_calls: bool,
     form: CallFormat,
 ) -> ToolPlan:
-    """`shape` is the grammar that the answer itself must follow."""
+    """`shape` is the grammar that the answer's text must follow, where there is one. It can be compiled."""
     if not tools:
         if choice not in (None, "none", "auto"):
             raise InvalidRequestError("tool_choice needs tools", param="tool_choice")
@@ -80,10 +83,8 @@ def _plan(
 ) -> ToolPlan:
     one_call = parallel is False
     if choice in (None, "auto"):
-        grammar = _optional_calls(tools, shape, form) if reads_calls else None
+        grammar = _optional_calls(tools, shape, one_call, form) if reads_calls else None
         return ToolPlan(tools=tools, parse=reads_calls, forced=False, grammar=grammar, one_call=one_call, form=form)
-    if shape is not None:
-        raise InvalidRequestError("tool_choice cannot be combined with a response format or grammar", param="tool_choice")
     called = [_named(tools, choice)] if isinstance(choice, NamedToolChoice) else tools
     one_call = one_call or isinstance(choice, NamedToolChoice)
     grammar = _forced_calls(called, one_call, form)
@@ -115,13 +116,10 @@ def _forced_calls(tools: list[FunctionTool], one_call: bool, form: CallFormat) -
     return _lark([f"start: {form.one if one_call else form.many}", *_bodies(tools, form, strict_only=False)])
 
 
-def _optional_calls(tools: list[FunctionTool], shape: Grammar | None, form: CallFormat) -> Grammar | None:
+def _optional_calls(tools: list[FunctionTool], shape: Grammar | None, one_call: bool, form: CallFormat) -> Grammar | None:
     """For `auto`: text or calls. Only needed if the text has a grammar of its own, or arguments must fit a schema."""
     if shape is not None:
-        if shape.kind not in (GrammarKind.JSON_OBJECT, GrammarKind.JSON_SCHEMA):
-            raise InvalidRequestError("tools cannot be combined with this grammar", param="tools")
-        schema = _one_line('{"type": "object"}' if shape.kind is GrammarKind.JSON_OBJECT else shape.source)
-        start = [f"start: answer | {form.many}", f"answer: %json {schema}"]
+        start = [f"start: answer | {form.one if one_call else form.many}", f"answer: {as_lark(shape)}"]
         return _lark([*start, *_bodies(tools, form, strict_only=True)])
     if not any(tool.function.strict for tool in tools):
         return None
@@ -174,17 +172,6 @@ def _encoded(schema: dict[str, Any]) -> str:
         return json.dumps(schema)
     except (RecursionError, ValueError) as error:
         raise InvalidRequestError("the parameters of a tool are nested too deeply", param="tools") from error
-
-
-def _one_line(source: str) -> str:
-    """A schema as a grammar has it. What is wrong with it is said when the answer's own grammar is checked."""
-    try:
-        schema = msgspec.json.decode(source, type=dict[str, Any])
-        return _encoded(prepare_schema(schema))
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise InvalidRequestError(f"the schema is not a JSON object: {error}", param="response_format") from error
-    except SchemaError as error:
-        raise InvalidRequestError(f"response_format: {error}", param="response_format") from error
 
 
 # Prompts

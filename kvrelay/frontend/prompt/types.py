@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from kvrelay.sampling import MAX_LOGPROBS, MAX_SAMPLES, MAX_STOP_STRINGS
+from kvrelay.sampling import MAX_BAD_WORDS, MAX_LOGPROB_TOKENS, MAX_LOGPROBS, MAX_SAMPLES, MAX_STOP_STRINGS
 
 MAX_COUNT = 2**31 - 1
 MAX_TIMEOUT_S = 86_400.0
@@ -152,7 +152,23 @@ class JsonSchemaFormat(Body, frozen=True, kw_only=True, tag_field="type", tag="j
     json_schema: JsonSchema
 
 
-ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
+class TagStructure(Body, frozen=True, kw_only=True):
+    begin: NotEmpty
+    schema: Schema | None = None
+    end: str
+
+
+class StructuralTagFormat(Body, frozen=True, kw_only=True, tag_field="type", tag="structural_tag"):
+    """Text in which certain tags have contents of a certain shape: the older form (`structures` and `triggers`), or `format`,
+    which `structural_tags` reads."""
+
+    structures: Annotated[list[TagStructure], Meta(min_length=1)] | None = None
+    triggers: Annotated[list[NotEmpty], Meta(min_length=1)] | None = None
+    at_least_one: bool = False
+    format: Schema | None = None
+
+
+ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat | StructuralTagFormat
 
 
 class StructuredOutputs(Body, frozen=True, kw_only=True):
@@ -161,8 +177,9 @@ class StructuredOutputs(Body, frozen=True, kw_only=True):
     json: Schema | str | None = None
     regex: str | None = None
     choice: Annotated[list[NotEmpty], Meta(min_length=1)] | None = None
-    grammar: str | None = None  # Lark
+    grammar: str | None = None  # Lark or GBNF
     json_object: bool | None = None
+    structural_tag: StructuralTagFormat | str | None = None
 
 
 class ProcessorOptions(Body, frozen=True, kw_only=True):
@@ -221,7 +238,10 @@ class SamplingFields(HarmlessFields, frozen=True, kw_only=True):
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     ignore_eos: bool = False
+    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1)] | None = None
+    bad_words: Annotated[list[NotEmpty], Meta(max_length=MAX_BAD_WORDS)] | None = None
     prompt_logprobs: NumLogprobs | None = None
+    logprob_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_LOGPROB_TOKENS)] | None = None
     truncate_prompt_tokens: Positive | None = None  # keeps that many, the last ones
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -229,7 +249,12 @@ class SamplingFields(HarmlessFields, frozen=True, kw_only=True):
     guided_json: Schema | str | None = None
     guided_regex: str | None = None
     guided_choice: Annotated[list[NotEmpty], Meta(min_length=1)] | None = None
-    guided_grammar: str | None = None  # Lark
+    guided_grammar: str | None = None  # Lark or GBNF
+    json_schema: Schema | str | None = None  # SGLang's and llama.cpp's names, up to `structural_tag`
+    regex: str | None = None
+    ebnf: str | None = None
+    grammar: str | None = None
+    structural_tag: StructuralTagFormat | str | None = None
     structured_outputs: StructuredOutputs | None = None
     return_token_ids: bool = False
     priority: Annotated[int, Meta(ge=-(2**31), le=MAX_COUNT)] = 0

@@ -1,4 +1,5 @@
-"""Changes to logits before a token is chosen: bias, then penalties, then masks (minimum length, grammar).
+"""Changes to logits before a token is chosen: bias, then penalties, then masks (minimum length, bad words, allowed tokens,
+grammar).
 
 `EditState.prepare` gathers everything a step needs from the sequences; the `LogitEdits` it returns apply to the logits later
 and read no sequence. Work is proportional to the tokens touched, not to the vocabulary; sequences without edits cost nothing.
@@ -96,8 +97,11 @@ class LogitEdits:
         if self.banned:
             logits[_places(self.banned, logits)] = -torch.inf
         if self.allowed:
-            rows = torch.tensor([row for row, _ in self.allowed], device=logits.device)
-            forbidden = torch.from_numpy(~np.stack([flags for _, flags in self.allowed])).to(logits.device)
+            together: dict[int, NDArray[np.bool_]] = {}
+            for row, flags in self.allowed:
+                together[row] = flags & together[row] if row in together else flags
+            rows = torch.tensor(list(together), device=logits.device)
+            forbidden = torch.from_numpy(~np.stack(list(together.values()))).to(logits.device)
             logits[rows] = logits[rows].masked_fill_(forbidden, -torch.inf)
 
 
@@ -136,6 +140,10 @@ class EditState:
             if params.penalised:
                 counts = self._counted(sequence)
                 edits.penalties.append(_Penalties(row, counts.ids.copy(), counts.counts.copy(), params))
+            if params.allowed_token_ids:
+                edits.allowed.append((row, self._only(params.allowed_token_ids)))
+            if params.bad_tokens and (last := _last_of_bad_words(sequence)):
+                edits.banned.append((row, last))
             if params.grammar is not None:
                 guided.append((row, sequence))
             elif self._too_short(sequence):
@@ -143,6 +151,11 @@ class EditState:
         if guided:
             self._prepare_grammars(guided, edits, failures)
         return edits, failures
+
+    def _only(self, tokens: list[int]) -> NDArray[np.bool_]:
+        allowed = np.zeros(self._vocab_size, dtype=np.bool_)
+        allowed[tokens] = True
+        return allowed
 
     def _counted(self, sequence: SequenceView) -> TokenCounts:
         counts = self._counts.get(sequence.key)
@@ -172,6 +185,16 @@ class EditState:
     def _end_tokens(self, params: SamplingParams) -> list[int]:
         ends = {*self._eos_token_ids, *params.stop_token_ids}
         return sorted(token for token in ends if 0 <= token < self._vocab_size)
+
+
+def _last_of_bad_words(sequence: SequenceView) -> list[int]:
+    """Tokens that would complete a bad word of which the output so far ends in all others."""
+    output = sequence.tokens[sequence.num_prompt_tokens :]
+    found: set[int] = set()
+    for *before, last in sequence.params.bad_tokens:
+        if not before or list(output[-len(before) :]) == before:
+            found.add(last)
+    return sorted(found)
 
 
 def _places(wanted: list[tuple[int, list[int]]], like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -25,6 +25,12 @@ def token_logprobs(logits: torch.Tensor, tokens: list[int], num_top: list[int]) 
     return found
 
 
+def named_logprobs(logits: torch.Tensor, tokens: list[int]) -> list[Logprob]:
+    """Of these tokens, from one row of logits, in falling order."""
+    values = logits.float().log_softmax(dim=-1)[torch.tensor(tokens, device=logits.device)].tolist()
+    return sorted(zip(tokens, values, strict=True), key=lambda entry: -entry[1])
+
+
 def best_logprobs(logits: torch.Tensor, count: int) -> list[list[Logprob] | None]:
     """For each row of the logits: its `count` most likely tokens in falling order, of equal ones the lower ids; None where no
     logit is finite."""

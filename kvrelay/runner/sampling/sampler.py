@@ -24,7 +24,7 @@ from kvrelay.media.placeholders import is_placeholder
 from kvrelay.runner.batch import LogitLayout
 from kvrelay.runner.sampling.draw import NOT_RESOLVED, NOT_USABLE, Draws, Filters, draw, draw_once, greedy, likeliest
 from kvrelay.runner.sampling.edits import EditState, LogitEdits
-from kvrelay.runner.sampling.logprobs import best_logprobs, token_logprobs
+from kvrelay.runner.sampling.logprobs import best_logprobs, named_logprobs, token_logprobs
 from kvrelay.sampling import uniform
 from kvrelay.wire.serving import TokenLogprobs
 
@@ -39,6 +39,7 @@ class _Wanted:
     place: int  # among `Prepared.sampled`
     samples: int
     num_top: int | None  # logprobs: alternatives beside each token; None reports nothing
+    named: list[int]  # the alternatives, if they are not to be the likeliest
 
 
 @dataclass(slots=True)
@@ -117,7 +118,8 @@ class Sampler:
             sampled.append((place, row.sequence))
             group = prepared.greedy_rows if row.sequence.params.greedy else prepared.drawn_rows
             group.append(len(prepared.wanted))
-            prepared.wanted.append(_Wanted(plan_row, place, row.samples, row.sequence.params.logprobs))
+            params = row.sequence.params
+            prepared.wanted.append(_Wanted(plan_row, place, row.samples, params.logprobs, params.logprob_token_ids))
         if prepared.drawn_rows:
             drawn = [rows[prepared.wanted[index].plan_row] for index in prepared.drawn_rows]
             prepared.filters, prepared.draws = _filters(drawn), _draws(drawn)
@@ -272,7 +274,10 @@ def _report_samples(original: torch.Tensor, wanted: list[_Wanted], results: list
         return
     rows = original if places == list(range(original.shape[0])) else original[places]
     found = iter(token_logprobs(rows, tokens, num_top))
-    for one in wanted:
+    for place, one in enumerate(wanted):
         chosen = results[one.plan_row].tokens
         logprobs: list[TokenLogprobs] = [next(found) for _ in chosen]
+        if one.named:
+            top = named_logprobs(original[place], one.named)
+            logprobs = [TokenLogprobs(each.logprob, top, each.rank) for each in logprobs]
         results[one.plan_row].logprobs = logprobs if chosen else None

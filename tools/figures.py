@@ -1,0 +1,219 @@
+"""Writes README's tables of figures from the result files: `python tools/figures.py` (`--check`: says whether they are so).
+
+A machine is a folder of bench/results whose files come from one commit (`kvrelay bench all`) and has a column; `mixed` holds
+older files of several commits and has one until its machine is measured anew. A row names the figures of one
+scenario that it shows. Its target, and whether it is missed, come from the scenario's own targets;
+what the files lack is "not measured".
+"""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import string
+import sys
+from dataclasses import dataclass
+
+import msgspec
+
+from kvrelay.bench.harness.report import BenchResult, Target
+from kvrelay.bench.main import find_scenario
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench" / "results"
+MIXED = "mixed"
+
+
+@dataclass(frozen=True)
+class Row:
+    """`shown` is a format string over the figures' names; `unit` follows the target's number."""
+
+    what: str
+    scenario: str
+    shown: str
+    unit: str = ""
+
+    def figures(self) -> list[str]:
+        return [name for _, name, _, _ in string.Formatter().parse(self.shown) if name]
+
+    def targets(self) -> dict[str, Target]:
+        known = find_scenario(self.scenario).targets
+        return {name: known[name] for name in self.figures() if name in known}
+
+    def target(self) -> str:
+        bounds = list(dict.fromkeys(self.targets().values()))
+        if len({bound.comparison for bound in bounds}) > 1:
+            return ", ".join(f"{bound}{self.unit}" for bound in bounds)
+        return f"{bounds[0].comparison} {' / '.join(f'{bound.value:g}' for bound in bounds)}{self.unit}" if bounds else ""
+
+    def cell(self, results: dict[str, float]) -> str:
+        if not all(name in results for name in self.figures()):
+            return "not measured"
+        missed = [name for name, bound in self.targets().items() if not bound.met(results[name])]
+        note = "" if not missed else " (missed)" if len(missed) == 1 or len(missed) < len(self.targets()) else " (all missed)"
+        return self.shown.format(**results) + note
+
+
+CPU_ROWS = (
+    Row("decode, batch 1: time over reading the weights once", "engine", "{decode_b1_over_weights_read:.2f}"),
+    Row(
+        "decode, batch 4 / 16 / 64: share of the roofline",
+        "engine",
+        "{roofline_share_b4:.2f} / {roofline_share_b16:.2f} / {roofline_share_b64:.2f}",
+    ),
+    Row("prefill of 512 tokens: share of the GEMM rate", "engine", "{prefill_512_gemm_share:.2f}"),
+    Row("router: added time to first token, 1 connection, p50", "router", "{added_ttft_ms_p50:.2f} ms", " ms"),
+    Row(
+        "router: streamed requests of 16 tokens per second, 32 connections; a step every 0.5 ms / instant steps",
+        "router",
+        "{streamed_rps:.0f} / {streamed_rps_instant_steps:.0f}",
+    ),
+    Row("router: share of the ideal token rate, 512 streams of 20 tokens/s", "router", "{ideal_token_share_512:.2f}"),
+    Row("router: lost of 512 simultaneous connections", "router", "{lost_512:.0f}"),
+    Row(
+        "router: a decision among 64 workers and 1,000,000 blocks, hashing 2048 tokens included, p50 / p99 (target: p99)",
+        "router",
+        "{decision_us_p50:.0f} / {decision_us_p99:.0f} us",
+        " us",
+    ),
+    Row(
+        "cluster: conversations on 2P2D, time to first token p50, `round_robin` over `prefix_aware`",
+        "router",
+        "{multiturn_ttft_p50_ratio:.1f}",
+    ),
+    Row(
+        "cluster: kill -9 of the busiest decode worker to the next token of its streams, p50 / max",
+        "router",
+        "{failover_next_token_ms_p50:.0f} / {failover_next_token_ms_max:.0f} ms",
+    ),
+    Row("cluster: the same p50 over detection plus one prefill", "router", "{failover_over_bound:.2f}"),
+    Row("cluster: processor time of an idle 2P2D cluster", "router", "{idle_cpu_percent:.1f} % of a core", " %"),
+    Row(
+        "swap: KV to the host and back over memcpy, blocks in order / scattered",
+        "kv",
+        "{swap_round_trip_over_memcpy:.2f} / {swap_round_trip_scattered_over_memcpy:.2f}",
+    ),
+    Row(
+        "swap: next token after preemption, computed again / brought back: 256 tokens; 1024 tokens; 4096 tokens",
+        "kv",
+        "{resume_by_recompute_ms_256:.0f} / {resume_by_swap_ms_256:.0f}; "
+        "{resume_by_recompute_ms_1024:.0f} / {resume_by_swap_ms_1024:.0f}; "
+        "{resume_by_recompute_ms_4096:.0f} / {resume_by_swap_ms_4096:.0f} ms",
+    ),
+    Row("engine: a step of pure Python, 256 running sequences, 100,000 blocks", "kv", "{scheduler_step_ms:.2f} ms", " ms"),
+    Row("engine: step time with the context index stopped over running", "kv", "{stopped_index_step_ratio:.2f}"),
+    Row(
+        "continuation: time to first token of stage 2, prompt computed again over tokens added to kept KV",
+        "two-stage",
+        "{ttft_reprefill_over_continuation:.0f}",
+    ),
+    Row(
+        "continuation: the same after a burst of other traffic over before",
+        "two-stage",
+        "{ttft_continuation_pressure_over_calm:.2f}",
+    ),
+    Row(
+        "continuation: that of the prefix cache alone",
+        "two-stage",
+        "{ttft_prefix_cache_pressure_over_calm:.0f}",
+    ),
+    Row("beam search 32 x 3: the beams as single requests over the search", "two-stage", "{separate_requests_over_beam:.1f}"),
+    Row(
+        "images: text time to first token p99 while images are encoded, encode + prefill + decode over `whole`",
+        "encode",
+        "{text_ttft_p99_split_over_whole:.2f}",
+    ),
+    Row(
+        "images: 10,000 tokens of embeddings with room for 1024 at first over room for all",
+        "encode",
+        "{shm_resumed_over_once:.2f}",
+    ),
+    Row("images: the same with room for 1024 throughout (nine resumes)", "encode", "{shm_many_over_once:.2f}"),
+    Row("images: embeddings over shared memory, share of the transport's raw rate", "encode", "{shm_rate_of_raw:.2f}"),
+    Row(
+        "relay: inter-token p99 while long prompts arrive, 1P1D over `whole` on the same cores", "relay", "{itl_p99_ratio:.3f}"
+    ),
+    Row("relay: these two, 1P1D / `whole`", "relay", "{itl_p99_ms_1p1d:.0f} / {itl_p99_ms_whole:.0f} ms"),
+    Row(
+        "relay: what that costs: long prompts served per minute, 1P1D / `whole`",
+        "relay",
+        "{long_prompts_per_min_1p1d:.0f} / {long_prompts_per_min_whole:.0f}",
+    ),
+    Row("relay: hand-over beyond the raw transfer and one decode step, p50", "relay", "{handover_excess_ms_p50:.1f} ms", " ms"),
+    Row("relay: share of the bytes still to send when a 2048-token prefill ends", "relay", "{unsent_share_2048:.2f}"),
+    Row(
+        "relay: shared memory over one-thread memcpy, blocks fully scattered / in order (target: the former)",
+        "relay",
+        "{shm_over_memcpy:.2f} / {shm_in_order_over_memcpy:.2f}",
+    ),
+    Row("relay: NIXL / Mooncake over the library called directly", "relay", "{nixl_over_raw:.2f} / {mooncake_over_raw:.2f}"),
+)
+CARD_ROWS = (
+    Row(
+        "decode step, 1 x 128 / 8 x 1024 / 64 x 1024 / 256 x 512 (batch x prompt tokens)",
+        "gpu",
+        "{b1_in128_itl_ms:.2f} / {b8_in1024_itl_ms:.2f} / {b64_in1024_itl_ms:.2f} / {b256_in512_itl_ms:.2f} ms",
+        " ms",
+    ),
+    Row(
+        "prefill, 512 / 2048 / 8192 tokens",
+        "gpu",
+        "{prefill_512_ms:.1f} / {prefill_2048_ms:.1f} / {prefill_8192_ms:.1f} ms",
+        " ms",
+    ),
+    Row("prefill, 16 x 2048 tokens", "gpu", "{prefill_16x2048_tok_s:.0f} tokens/s", " tokens/s"),
+    Row("share of the time that the device is idle between decode steps, batch 64", "gpu", "{gpu_idle_share_b64:.3f}"),
+)
+
+
+def read_machine(folder: pathlib.Path) -> dict[str, dict[str, float]]:
+    """Scenario -> its figures."""
+    found: dict[str, dict[str, float]] = {}
+    for path in sorted(folder.glob("*.json"), key=lambda path: path.stem):
+        result = msgspec.json.decode(path.read_bytes(), type=BenchResult)
+        found.setdefault(result.scenario, {}).update(result.results)
+    return found
+
+
+def title(folder: pathlib.Path) -> str:
+    """What the machine calls itself, and the commit."""
+    results = [msgspec.json.decode(path.read_bytes(), type=BenchResult) for path in sorted(folder.glob("*.json"))]
+    hardware = re.sub(r" Processor| CPU|\s*\([^)]*\)", "", ", ".join(results[0].hardware.split(", ")[:2]))
+    if "gpu" in {result.scenario for result in results}:
+        hardware = results[0].hardware.split(", ")[-1]
+    return f"{hardware} ({'older files of several commits' if folder.name == MIXED else results[0].commit[:7]})"
+
+
+def table(rows: tuple[Row, ...]) -> str:
+    """Of the machines that have measured a scenario of these rows."""
+    machines = [folder for folder in sorted(RESULTS.iterdir()) if {row.scenario for row in rows} & set(read_machine(folder))]
+    figures = [read_machine(folder) for folder in machines]
+    lines = [["what", "target", *map(title, machines)], ["---"] * (2 + len(machines))]
+    lines += [[row.what, row.target(), *(row.cell(found.get(row.scenario, {})) for found in figures)] for row in rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def written(readme: str) -> str:
+    for name, rows in (("cpu", CPU_ROWS), ("card", CARD_ROWS)):
+        pattern = rf"(<!-- figures:{name} .*?-->\n).*?(<!-- figures:end -->)"
+        readme, count = re.subn(
+            pattern, lambda match, rows=rows: f"{match[1]}{table(rows)}\n{match[2]}", readme, flags=re.DOTALL
+        )  # type: ignore[misc]
+        assert count == 1, f"README has no place for figures:{name}"
+    return readme
+
+
+def main(arguments: list[str]) -> int:
+    readme = ROOT / "README.md"
+    before = readme.read_text(encoding="utf-8")
+    after = written(before)
+    if "--check" not in arguments:
+        readme.write_text(after, encoding="utf-8")
+        return 0
+    if before != after:
+        print("README's figures are not those of bench/results: run python tools/figures.py", file=sys.stderr)
+    return int(before != after)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
