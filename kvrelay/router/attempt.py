@@ -213,7 +213,9 @@ def holder_of(request: GenerateRequest, peers: Iterable[Peer], avoid: frozenset[
     if parent is None or parent.state is not HandleState.HELD or parent.worker_id in avoid:
         return None
     peer = next((peer for peer in peers if peer.id == parent.worker_id), None)
-    return peer if peer is not None and peer.has_room and peer.has(request.adapter) and peer.breaker.passes else None
+    if peer is None or (request.adapter and not peer.record.has(request.adapter)):
+        return None
+    return peer if peer.has_room and peer.breaker.passes else None
 
 
 def check_model(request: GenerateRequest, plan: Plan) -> None:

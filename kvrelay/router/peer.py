@@ -143,10 +143,6 @@ class Peer:
         if record.load.steps >= self.load.steps:
             self._take_load(record.load)
 
-    def has(self, adapter: str) -> bool:
-        """Whether it can serve requests for that LoRA adapter (by digest; empty: the base model)."""
-        return not adapter or any(one.digest == adapter for one in self.record.adapters)
-
     def _take_load(self, load: WorkerLoad) -> None:
         self.load = load
         self.num_foreign_requests = max(0, load.running + load.waiting + load.transferring + load.swapped - len(self.open))

@@ -132,8 +132,9 @@ class Planner:
         return Plan(decode, prefill, num_tokens - choice.cached.get(prefill.id, 0))
 
     def _prefill_up(self, choice: _Choice) -> bool:
+        adapter = choice.request.adapter
         for peer in self._by_role[Role.PREFILL]:  # usually the first one is: no generator is made for it
-            if peer.id not in choice.avoid and peer.breaker.passes and peer.has(choice.request.adapter):
+            if peer.id not in choice.avoid and peer.breaker.passes and (not adapter or peer.record.has(adapter)):
                 return True
         return False
 
@@ -156,9 +157,9 @@ class Planner:
     def _choose(self, role: Role, choice: _Choice) -> Peer:
         """One whose breaker is open is as good as avoided, but better than none."""
         adapter = choice.request.adapter
-        able = [peer for peer in self._by_role[role] if peer.has_room and (not adapter or peer.has(adapter))]
+        able = [peer for peer in self._by_role[role] if peer.has_room and (not adapter or peer.record.has(adapter))]
         if not able:
-            if adapter and not any(peer.has(adapter) for peer in self._by_role[role]):
+            if adapter and not any(peer.record.has(adapter) for peer in self._by_role[role]):
                 raise UnavailableError(f"no {role.value} worker has the LoRA adapter {adapter}", code="no_adapter")
             raise QueueFullError(f"the queues of all {role.value} workers are full")
         avoid = choice.avoid

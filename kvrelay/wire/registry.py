@@ -127,6 +127,10 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     device: str = "cpu"  # where its model runs
     adapters: list[Adapter] = []
 
+    def has(self, digest: str) -> bool:
+        """Whether the worker has that LoRA adapter."""
+        return any(adapter.digest == digest for adapter in self.adapters)
+
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Base of all messages of this channel."""
