@@ -73,8 +73,11 @@ class Adapters(Protocol):
 
     def records(self) -> list[Adapter]: ...
 
-    def load(self, name: str, path: str) -> Adapter:
-        """In the place of one that has the name. Raises ModelError."""
+    def read(self, path: str) -> LoadedAdapter:
+        """From any thread. Raises ModelError."""
+
+    def add(self, name: str, path: str, adapter: LoadedAdapter) -> None:
+        """In the place of one that has the name."""
 
     def unload(self, name: str) -> bool:
         """False if there is none of that name. Requests that have it keep it to their end."""
@@ -89,8 +92,11 @@ class NoAdapters:
     def records(self) -> list[Adapter]:
         return []
 
-    def load(self, name: str, path: str) -> Adapter:
+    def read(self, path: str) -> LoadedAdapter:
         raise UnsupportedModelError("this worker takes no LoRA adapters")
+
+    def add(self, name: str, path: str, adapter: LoadedAdapter) -> None:
+        raise AssertionError("nothing was read")
 
     def unload(self, name: str) -> bool:
         return False

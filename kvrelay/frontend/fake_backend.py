@@ -11,10 +11,10 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvrelay.errors import NotFoundError, RequestError
+from kvrelay.errors import ConflictError, NotFoundError, RequestError
 from kvrelay.ids import KeptId, TransferId, WorkerId, new_request_id
 from kvrelay.metrics import Metrics
-from kvrelay.router.backend import DrainOrder, GenerateRequest
+from kvrelay.router.backend import AdapterChange, DrainOrder, GenerateRequest
 from kvrelay.router.continuations import Continuations
 from kvrelay.router.parent import Parent
 from kvrelay.router.stream import RequestStream
@@ -62,6 +62,17 @@ class FakeBackend:
     @property
     def num_open(self) -> int:
         return len(self._running)
+
+    async def load_adapter(self, name: str, path: str, *, in_place: bool) -> AdapterChange:
+        if name in self.adapters and not in_place:
+            raise ConflictError(f"the LoRA adapter {name!r} is loaded already", param="lora_name")
+        self.adapters[name] = Adapter(name=name, digest=f"digest of {path}", path=path)
+        return AdapterChange(name=name, workers=[_WORKER])
+
+    async def unload_adapter(self, name: str) -> AdapterChange:
+        if self.adapters.pop(name, None) is None:
+            raise NotFoundError(f"there is no LoRA adapter {name!r}", param="lora_name", code="adapter_not_found")
+        return AdapterChange(name=name, workers=[_WORKER])
 
     def submit(self, request: GenerateRequest) -> RequestStream:
         if self.refuse is not None:

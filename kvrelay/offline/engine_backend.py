@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from typing import Any, assert_never
 
 from kvrelay.engine.engine import Engine
-from kvrelay.errors import NotFoundError, QueueFullError
+from kvrelay.errors import ConflictError, NotFoundError, QueueFullError
 from kvrelay.ids import RequestId, WorkerId, new_request_id
 from kvrelay.log import Log
 from kvrelay.metrics import Metrics
-from kvrelay.router.backend import DrainOrder, GenerateRequest
+from kvrelay.router.backend import AdapterChange, DrainOrder, GenerateRequest
 from kvrelay.router.continuations import Continuations
 from kvrelay.router.parent import Parent
 from kvrelay.router.stream import RequestStream
@@ -68,6 +68,18 @@ class EngineBackend:
     @property
     def adapters(self) -> Mapping[str, Adapter]:
         return {adapter.name: adapter for adapter in self._engine.core.limits.adapters.records()}
+
+    async def load_adapter(self, name: str, path: str, *, in_place: bool) -> AdapterChange:
+        adapters = self._engine.core.limits.adapters
+        if name in self.adapters and not in_place:
+            raise ConflictError(f"the LoRA adapter {name!r} is loaded already", param="lora_name")
+        adapters.add(name, path, await asyncio.to_thread(adapters.read, path))
+        return AdapterChange(name=name, workers=[_HERE])
+
+    async def unload_adapter(self, name: str) -> AdapterChange:
+        if not self._engine.core.limits.adapters.unload(name):
+            raise NotFoundError(f"there is no LoRA adapter {name!r}", param="lora_name", code="adapter_not_found")
+        return AdapterChange(name=name, workers=[_HERE])
 
     def submit(self, request: GenerateRequest) -> RequestStream:
         assert request.timeout_s is None, "requests of the offline API have no deadline"

@@ -63,6 +63,13 @@ class DrainOrder(msgspec.Struct, frozen=True, kw_only=True):
     warning: str  # what the cluster cannot do without it; empty if others remain
 
 
+class AdapterChange(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of an order about a LoRA adapter, as `POST /v1/load_lora_adapter` and `/v1/unload_lora_adapter` answer it."""
+
+    name: str
+    workers: list[WorkerId]  # that carried it out
+
+
 class Backend(Protocol):
     """Serves prompts. Everything runs on the event loop's thread."""
 
@@ -77,6 +84,12 @@ class Backend(Protocol):
     @property
     def adapters(self) -> Mapping[str, Adapter]:
         """The LoRA adapters that requests can ask for, by name."""
+
+    async def load_adapter(self, name: str, path: str, *, in_place: bool) -> AdapterChange:
+        """On every worker. Raises ConflictError, InvalidRequestError or UnavailableError."""
+
+    async def unload_adapter(self, name: str) -> AdapterChange:
+        """On every worker. Requests that have it keep it to their end. Raises NotFoundError or UnavailableError."""
 
     def submit(self, request: GenerateRequest) -> RequestStream:
         """Raises QueueFullError or UnavailableError. The caller takes the stream to its end or aborts it."""

@@ -24,7 +24,19 @@ from kvrelay.states import FinishReason, WorkerState
 from kvrelay.wire import PROTOCOL_VERSION, check_version
 from kvrelay.wire.codec import Decoder, encode
 from kvrelay.wire.registry import ImageCounts, WorkerLoad, WorkerRecord
-from kvrelay.wire.serving import Abort, Finish, Hello, KeptTold, Ping, Refused, StepOutputs, ToRouter, ToWorker, Welcome
+from kvrelay.wire.serving import (
+    Abort,
+    AdaptersTold,
+    Finish,
+    Hello,
+    KeptTold,
+    Ping,
+    Refused,
+    StepOutputs,
+    ToRouter,
+    ToWorker,
+    Welcome,
+)
 
 _decoder: Decoder[ToRouter] = Decoder(ToRouter)
 _PING = encode(Ping())
@@ -63,6 +75,7 @@ class Listeners:
     broken: Callable[[Peer, str], None]  # only after `opened`, once per opening
     outputs: Callable[[Peer, StepOutputs], None]
     told: Callable[[Peer, KeptTold], None]
+    adapters: Callable[[Peer, AdaptersTold], None]
     malformed: Callable[[Peer, str], None]
 
 
@@ -138,8 +151,8 @@ class Peer:
     # What is known of it
 
     def update(self, record: WorkerRecord) -> None:
-        """News from the registry. Its load may be older than what the worker itself told us."""
-        self.record = record
+        """News from the registry. Its load and adapters may be older than what the worker itself told us."""
+        self.record = msgspec.structs.replace(record, adapters=self.record.adapters) if self.is_open else record
         if record.load.steps >= self.load.steps:
             self._take_load(record.load)
 
@@ -208,6 +221,9 @@ class Peer:
                 self._on_outputs(message)
             case KeptTold():
                 self._listeners.told(self, message)
+            case AdaptersTold():
+                self.record = msgspec.structs.replace(self.record, adapters=message.adapters)
+                self._listeners.adapters(self, message)
             case Welcome():
                 self._on_welcome(message)
             case Refused():
@@ -231,7 +247,7 @@ class Peer:
         if message.worker.id != self.id:
             self._break(f"{message.worker.id} answers where {self.id} was")
         elif self._closed_because:
+            self.update(message.worker)
             self._closed_because = ""
             self._was_open = True
-            self.update(message.worker)
             self._listeners.opened(self)

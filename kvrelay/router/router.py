@@ -19,8 +19,9 @@ from kvrelay.events.eviction_sync import EvictionSync
 from kvrelay.ids import RouterId, WorkerId, new_router_id
 from kvrelay.log import Log
 from kvrelay.metrics import Metrics
+from kvrelay.router.adapters import AdapterOrders, adapters_of
 from kvrelay.router.attempt import Mode
-from kvrelay.router.backend import DrainOrder, GenerateRequest
+from kvrelay.router.backend import AdapterChange, DrainOrder, GenerateRequest
 from kvrelay.router.collector import WorkerCollector
 from kvrelay.router.continuations import Continuations
 from kvrelay.router.dispatch import Dispatcher
@@ -79,11 +80,13 @@ class Router:
         self.continuations = Continuations(metrics, capacity=continuation_cache, max_kept_per_owner=max_kept_per_key)
         self._dispatcher = Dispatcher(self._planner, metrics, self.continuations, self._sync, mode=mode, rules=rules)
         self._search = KeptSearch(self.continuations, lambda: self._dispatcher.usable)
+        self._orders = AdapterOrders(lambda: self._dispatcher.usable)
         self._listeners = Listeners(
             opened=self._on_opened,
             broken=self._on_broken,
             outputs=self._dispatcher.outputs,
             told=self._search.told,
+            adapters=self._orders.told,
             malformed=self._on_malformed,
         )
         self._ticker: asyncio.TimerHandle | None = None
@@ -120,13 +123,13 @@ class Router:
 
     @property
     def adapters(self) -> Mapping[str, Adapter]:
-        """Of two workers that have different ones of the same name, the first decides: the other gets no requests for it."""
-        found: dict[str, Adapter] = {}
-        for peer in self._dispatcher.usable:
-            if peer.record.role in (Role.WHOLE, Role.DECODE):
-                for adapter in peer.record.adapters:
-                    found.setdefault(adapter.name, adapter)
-        return found
+        return adapters_of(self._dispatcher.usable)
+
+    async def load_adapter(self, name: str, path: str, *, in_place: bool) -> AdapterChange:
+        return await self._orders.load(name, path, in_place=in_place)
+
+    async def unload_adapter(self, name: str) -> AdapterChange:
+        return await self._orders.unload(name)
 
     def submit(self, request: GenerateRequest) -> RequestStream:
         return self._dispatcher.submit(request, "" if self.ready else _excuse(list(self._peers.values())))
@@ -219,6 +222,7 @@ class Router:
         log.info("worker left", worker=worker_id, reason=loss.value)
         self._refresh()
         self._search.lost(peer)
+        self._orders.lost(peer)
         self.continuations.lost(worker_id, "its worker left" if loss is Loss.LEFT else "its worker was lost")
         if loss is Loss.LEFT:
             self._dispatcher.lost(peer, "it left")
@@ -237,6 +241,7 @@ class Router:
         log.warning("the connection to a worker broke", worker=peer.id, reason=reason)
         self._refresh()
         self._search.lost(peer)
+        self._orders.lost(peer)
         self.continuations.unheard(peer.id, "the connection to its worker broke")
         self._settle(peer, reason)
 

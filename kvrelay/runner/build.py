@@ -122,7 +122,7 @@ def _load_adapters(spec: ModelSpec, kernels: Kernels, options: ModelOptions, dty
         return None
     adapters = LoraAdapters(spec, kernels, torch.device(options.device), dtype)
     for name, folder in named_folders(options.lora).items():
-        adapters.load(name, str(folder))
+        adapters.add(name, str(folder), adapters.read(str(folder)))
     return adapters
 
 

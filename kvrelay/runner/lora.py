@@ -1,6 +1,7 @@
 """LoRA adapters in memory: read from PEFT's folders, held beside the model, and found by the rows of a pass.
 
-    load      config and tensors checked against the model -> packed -> found by name, and by the digest of its content
+    read      config and tensors checked against the model -> packed; beside what else runs
+    add       found from now on by the digest of its content
     find      the engine, when a request asks for it; the request holds on to what it found
     unload    no request finds it any more; its memory goes with the last request that has it
 
@@ -49,7 +50,7 @@ class RunnerAdapter:
 
 
 class LoraAdapters:
-    """Implements `Adapters` for one model. One thread calls it."""
+    """Implements `Adapters` for one model. `read` may be called from any thread, all else from one."""
 
     def __init__(self, spec: ModelSpec, kernels: Kernels, device: torch.device, dtype: torch.dtype) -> None:
         self._spec = spec
@@ -66,14 +67,15 @@ class LoraAdapters:
     def records(self) -> list[Adapter]:
         return list(self._records.values())
 
-    def load(self, name: str, path: str) -> Adapter:
+    def read(self, path: str) -> RunnerAdapter:
         folder = pathlib.Path(path).expanduser()
-        digest = lora_digest(folder)
-        if digest not in self._loaded:
-            self._loaded[digest] = RunnerAdapter(digest, self._kernels.pack_adapter(self._read(folder, read_lora(folder))))
-        self._records[name] = record = Adapter(name=name, digest=digest, path=path)
+        return RunnerAdapter(lora_digest(folder), self._kernels.pack_adapter(self._read(folder, read_lora(folder))))
+
+    def add(self, name: str, path: str, adapter: LoadedAdapter) -> None:
+        assert isinstance(adapter, RunnerAdapter)
+        self._loaded.setdefault(adapter.digest, adapter)
+        self._records[name] = Adapter(name=name, digest=adapter.digest, path=path)
         self._drop_unnamed()
-        return record
 
     def unload(self, name: str) -> bool:
         found = self._records.pop(name, None) is not None

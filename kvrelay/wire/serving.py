@@ -12,6 +12,8 @@ router                                   worker
   | ReleaseKept --------------------------> |   no client will continue from these any more
   | AskKept ------------------------------> |   a router that did not serve the parent looks for its kept KV
   | <----------------------------- KeptTold |
+  | LoadAdapter, UnloadAdapter -----------> |   an operator's order about LoRA adapters
+  | <------------------------- AdaptersTold |   its end, to the router that gave it; and to all others which there are now
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from kvrelay.errors import (
 from kvrelay.ids import KeptId, RequestId, RouterId, TransferId, WorkerId
 from kvrelay.sampling import SamplingParams
 from kvrelay.states import FinishReason, Role
-from kvrelay.wire.registry import WorkerLoad, WorkerRecord
+from kvrelay.wire.registry import Adapter, WorkerLoad, WorkerRecord
 
 Logprob = tuple[int, float]  # token id, natural logarithm of its probability
 
@@ -180,6 +182,21 @@ class AskKept(Message, frozen=True, kw_only=True):
 
     handle: str
     owner: str
+
+
+class LoadAdapter(Message, frozen=True, kw_only=True):
+    """Read a LoRA adapter. One that has the name gives way to it. Answered by AdaptersTold."""
+
+    order: str  # the router's name for it
+    name: str
+    path: str
+
+
+class UnloadAdapter(Message, frozen=True, kw_only=True):
+    """Take no more requests for this one. Harmless if there is none. Answered by AdaptersTold."""
+
+    order: str
+    name: str
 
 
 # worker -> router
@@ -331,6 +348,14 @@ class KeptTold(Message, frozen=True, kw_only=True):
     kept: list[KeptInfo] = []
 
 
+class AdaptersTold(Message, frozen=True, kw_only=True):
+    """The adapters that the worker has now. `order` is what it answers, for the router that gave it."""
+
+    adapters: list[Adapter]
+    order: str = ""
+    error: str = ""  # why the order was not carried out; empty: it was
+
+
 class StepOutputs(Message, frozen=True, kw_only=True):
     worker_id: WorkerId
     step: int
@@ -339,5 +364,7 @@ class StepOutputs(Message, frozen=True, kw_only=True):
     news: list[News] = []
 
 
-ToWorker = Hello | Submit | Encode | Abort | Finish | Ping | PeerLost | Drain | ReleaseKept | AskKept
-ToRouter = Welcome | Refused | StepOutputs | KeptTold
+ToWorker = (
+    Hello | Submit | Encode | Abort | Finish | Ping | PeerLost | Drain | ReleaseKept | AskKept | LoadAdapter | UnloadAdapter
+)
+ToRouter = Welcome | Refused | StepOutputs | KeptTold | AdaptersTold

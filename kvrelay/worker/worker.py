@@ -91,6 +91,7 @@ def run_worker(
         device=model_options.device,
         adapters=stage.adapters.records(),
     )
+    loop.orders.adapters = stage.adapters
     loop.after_turn = events.tell
     stage.waker.bind(loop.wake)
     _handle_signals(loop, launched=tie is not None)
@@ -121,6 +122,7 @@ def _serve(loop: ServingLoop, stage: Stage, registration: Registration, options:
         vigil=vigil,
         on_refused=refused,
     )
+    loop.on_adapters = heartbeat.register_again
     vigil.start()
     heartbeat.start()
     log.info("worker listens", worker=loop.record.id, address=loop.address)

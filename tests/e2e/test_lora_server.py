@@ -93,3 +93,31 @@ def test_a_continuation_keeps_its_adapter(server: Server) -> None:
     assert child["kvrelay"]["continuation"]["source"] == "lease"
     check(child, "all", [*prompt, *parent["choices"][0]["token_ids"], 5, 6, 7])
     httpx.delete(f"{server.url}/v1/continuations/{handle}", timeout=PATIENCE_S)
+
+
+def test_an_adapter_is_loaded_and_unloaded_at_run_time(server: Server) -> None:
+    folder, prompt = str(adapter_folder(MODEL, "rslora")), PROMPTS[2]
+    loaded = post(server, "/v1/load_lora_adapter", lora_name="rslora", lora_path=folder)
+    assert loaded.status_code == 200, loaded.text
+    assert len(loaded.json()["workers"]) == 2
+    assert server.get("/v1/models/rslora")["root"] == folder
+    check(complete(server, "rslora", prompt=prompt), "rslora", prompt)
+    again = post(server, "/v1/load_lora_adapter", lora_name="rslora", lora_path=folder)
+    assert (again.status_code, again.json()["error"]["param"]) == (409, "lora_name")
+    replaced = {"lora_name": "rslora", "lora_path": str(adapter_folder(MODEL, "patterns")), "load_inplace": True}
+    assert post(server, "/v1/load_lora_adapter", **replaced).status_code == 200
+    answer = complete(server, "rslora", prompt=prompt)
+    assert_parity(answer["choices"][0]["token_ids"], *expected("patterns", tuple(prompt)), "another adapter of the same name")
+    assert post(server, "/v1/unload_lora_adapter", lora_name="rslora").status_code == 200
+    assert post(server, model="rslora", prompt=prompt).status_code == 404
+    assert post(server, "/v1/unload_lora_adapter", lora_name="rslora").status_code == 404
+    assert [model["id"] for model in server.get("/v1/models")["data"]] == ["tiny", "all", "queries"]
+
+
+def test_what_cannot_be_loaded_is_loaded_nowhere(server: Server) -> None:
+    refused = post(server, "/v1/load_lora_adapter", lora_name="none", lora_path="/nowhere")
+    assert refused.status_code == 400
+    assert "adapter_config.json" in refused.json()["error"]["message"]
+    taken = post(server, "/v1/load_lora_adapter", lora_name="tiny", lora_path="/nowhere")
+    assert (taken.status_code, taken.json()["error"]["param"]) == (400, "lora_name")
+    assert [worker["adapters"] for worker in server.get("/cluster")["workers"]] == [["all", "queries"]] * 2

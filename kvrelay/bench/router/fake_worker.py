@@ -137,7 +137,7 @@ class FakeWorker:
                     requests.pop(request_id, None)
             case Finish():
                 requests.pop(message.request_id, None)
-            case Ping() | PeerLost() | Drain() | ReleaseKept() | AskKept() | Encode():
+            case Ping() | PeerLost() | Drain() | ReleaseKept() | AskKept() | Encode() | LoadAdapter() | UnloadAdapter():
                 pass
             case _:
                 assert_never(message)
