@@ -26,7 +26,7 @@ from kvrelay.frontend.pages.admin import change_role, drain
 from kvrelay.frontend.pages.continuations import delete_continuation, list_continuations, one_continuation
 from kvrelay.frontend.pages.info import cluster, health, index, metrics_page, models, one_model, version_page
 from kvrelay.frontend.pages.openapi import docs, openapi_page
-from kvrelay.frontend.pages.tokenize import detokenize, tokenize
+from kvrelay.frontend.pages.tokenize import detokenize, tokenize, tokenizer_info
 from kvrelay.frontend.prompt.images import Images
 from kvrelay.frontend.service import Service
 from kvrelay.media.image_spec import ImageSpec
@@ -47,6 +47,7 @@ ROUTES: tuple[tuple[str, str, Callable[[Service, Call], Awaitable[None]]], ...] 
     ("/v1/models/{model:path}", "GET", one_model),
     ("/tokenize", "POST", tokenize),
     ("/detokenize", "POST", detokenize),
+    ("/tokenizer_info", "GET", tokenizer_info),
     ("/admin/drain", "POST", drain),
     ("/admin/role", "POST", change_role),
     ("/health", "GET", health),

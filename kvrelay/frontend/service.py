@@ -104,7 +104,7 @@ class Service:
             return 1
         if num_prompt_tokens >= limit:
             raise InvalidRequestError(
-                f"this model's context holds {limit} tokens, prompt and output together; "
+                f"this model's maximum context length is {limit} tokens, prompt and output together; "
                 f"the prompt alone has {num_prompt_tokens}",
                 param=param,
                 code="context_length_exceeded",

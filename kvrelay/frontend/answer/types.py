@@ -66,6 +66,7 @@ class AnswerMessage(Output, frozen=True, kw_only=True, omit_defaults=True):
     refusal: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[AnswerToolCall] | None = None
+    function_call: AnswerFunction | None = None  # instead of tool_calls, for clients that sent `functions`
 
 
 class Continuation(Output, frozen=True, kw_only=True):

@@ -15,7 +15,7 @@ from kvrelay.frontend.http.errors import JSON_TYPE, ErrorResponse
 from kvrelay.frontend.pages.admin import DrainRequest, RoleRequest
 from kvrelay.frontend.pages.continuations import ContinuationDeleted, ContinuationHandle, ContinuationList
 from kvrelay.frontend.pages.info import Model, ModelList
-from kvrelay.frontend.pages.tokenize import Detokenized, Tokenized
+from kvrelay.frontend.pages.tokenize import Detokenized, Tokenized, TokenizerInfo
 from kvrelay.frontend.prompt.responses_types import ResponsesRequest
 from kvrelay.frontend.prompt.types import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from kvrelay.frontend.service import Service
@@ -60,6 +60,7 @@ _OPERATIONS = (
     _Operation("post", "/v1/responses", "Answer, in the form of the Responses API", _GENERATE, None, ResponsesRequest, True),
     _Operation("post", "/tokenize", "Text or a conversation to token ids", _READ, Tokenized, TokenizeRequest),
     _Operation("post", "/detokenize", "Token ids to text", _READ, Detokenized, DetokenizeRequest),
+    _Operation("get", "/tokenizer_info", "The tokenizer's configuration", (401,), TokenizerInfo),
     _Operation("post", "/admin/drain", "Let a worker finish and leave", _ADMIN, DrainOrder, DrainRequest),
     _Operation("post", "/admin/role", "Let a worker finish and come back in another role", _ADMIN, DrainOrder, RoleRequest),
     _Operation("get", "/v1/continuations", "The caller's requests whose KV is kept", (401,), ContinuationList),

@@ -84,8 +84,12 @@ async def _check_tools(service: Service, tools: ToolPlan, grammar: Grammar) -> N
         for place, tool in enumerate(tools.tools):
             field = f"tools[{place}].function.parameters"
             schema = msgspec.json.encode(arguments_schema(tool.function)).decode()
-            await service.check_grammar(Grammar(kind=GrammarKind.JSON_SCHEMA, source=schema), field)
-        raise
+            try:
+                await service.check_grammar(Grammar(kind=GrammarKind.JSON_SCHEMA, source=schema), field)
+            except InvalidRequestError as error:
+                raise InvalidRequestError(f"{error.message} (function {tool.function.name!r})", param=field) from None
+        raise InvalidRequestError("tools: each can be used, but not all of them together: they are too many or too large",
+                                  param="tools") from None  # fmt: skip
 
 
 async def _prompt(service: Service, request: ChatRequest, tools: ToolPlan) -> tuple[str, list[int], list[Image]]:
