@@ -79,11 +79,15 @@ class Continuation(Output, frozen=True, kw_only=True):
     reason: str | msgspec.UnsetType = msgspec.UNSET  # why it is not kept
 
 
+Source = Literal["lease", "prefix_cache", "prefill", "prompt"]
+Continued = Literal["parent", "prefill"]
+
+
 class ContinuationSource(Output, frozen=True, kw_only=True):
     """Where the KV of a continuation's prompt came from."""
 
     of: str
-    source: Literal["lease", "prefix_cache", "prefill"]
+    source: Source
     inherited_tokens: int  # of kept KV
     computed_tokens: int
 
@@ -92,6 +96,7 @@ class Provenance(Output, frozen=True, kw_only=True):
     """kvrelay's own part of an answer."""
 
     continuation: ContinuationSource
+    continued: Continued  # the parent's tokens were the prompt, or were gone: the given prompt was computed instead
 
 
 class ChatChoice(Output, frozen=True, kw_only=True):

@@ -285,7 +285,7 @@ class SamplingFields(HarmlessFields, frozen=True, kw_only=True):
 class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Meta(min_length=1)] | None = None  # needed without continuation_of
+    messages: list[ChatMessage] | None = None  # needed, and not empty, without continuation_of
     max_tokens: Positive | None = None
     max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
@@ -315,8 +315,7 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
 class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
     """POST /v1/completions."""
 
-    # Needed without continuation_of.
-    prompt: NotEmpty | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)] | None = None
+    prompt: str | list[str | TokenId | list[TokenId]] | None = None  # needed, and not empty, without continuation_of
     max_tokens: Count | None = None  # 0 only scores the prompt, and needs echo
     logprobs: NumLogprobs | None = None
     echo: bool | None = None
