@@ -31,7 +31,7 @@ for name, next_turn in (("get_weather", must_call("get_trains")), ("get_trains",
     choice = reply.choices[0]
     call = choice.message.tool_calls[0].function
     print(f"the model calls {call.name}({json.loads(call.arguments)})")
-    turn = {"messages": None, "continuation_of": choice.continuation["id"], "continuation_suffix": suffix(reply, results[name])}
+    turn = {"continuation_of": choice.continuation["id"], "continuation_suffix": suffix(reply, results[name])}
     reply = client.chat.completions.create(messages=[], **usual, **next_turn, extra_body={**keep, **turn})
     source = reply.kvrelay["continuation"]
     print(f"  next turn: {source['inherited_tokens']} tokens inherited, {source['computed_tokens']} computed")

@@ -113,6 +113,9 @@ class RouterOptions(Options, frozen=True, kw_only=True):
     port: Annotated[int, Meta(ge=0, le=65535, description="HTTP port; 0 picks a free one")] = 8000
     api_key: Annotated[str, Meta(description="key that clients must send; separate several keys by commas")] = ""
     api_key_file: Annotated[str, Meta(description="file of API keys, one per line; it is read again when it changes")] = ""
+    allowed_origins: Annotated[
+        str, Meta(description="origins whose pages may call the server from a browser, separated by commas; * is every origin")
+    ] = ""
     max_connections: Annotated[Positive, Meta(description="HTTP connections open at once; further ones are answered 503")] = (
         16384
     )

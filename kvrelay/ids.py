@@ -33,7 +33,7 @@ _FORMS = {
     "RouterId": re.compile(r"router-[0-9a-f]{12}"),
     "KeptId": re.compile(rf"kv-{_UUID}"),
 }
-_ANSWER_ID = re.compile(r"(?:cmpl-|chatcmpl-|resp_)[0-9a-f]{32}")
+_ANSWER_ID = re.compile(r"(?:cmpl-|chatcmpl-|resp_|msg_)[0-9a-f]{32}")
 
 
 def new_request_id() -> RequestId:

@@ -23,6 +23,7 @@ MAX_STOP_STRINGS = 16
 MAX_BEAM_WIDTH = 128
 MAX_LOGPROB_TOKENS = 1024
 MAX_BAD_WORDS = 1024
+MAX_BIAS = 100
 MAX_TOKENS = 2**31 - 1  # more than any model's context holds: every output ends before, with the context
 
 Probability = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
@@ -124,11 +125,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _require(0.0 < self.repetition_penalty <= 10.0, "repetition_penalty", "must be above 0 and at most 10")
         _require(-2.0 <= self.presence_penalty <= 2.0, "presence_penalty", "must be between -2 and 2")
         _require(-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty", "must be between -2 and 2")
-        _require(
-            all(-100.0 <= b <= 100.0 for b in self.logit_bias.values()),
-            "logit_bias",
-            "values must be between -100 and 100",
-        )
+        for token, bias in self.logit_bias.items():
+            _require(-MAX_BIAS <= bias <= MAX_BIAS, "logit_bias", f"of {token} must be between -{MAX_BIAS} and {MAX_BIAS}")
         _require(-(2**63) <= self.seed < 2**63, "seed", "must fit 64 bits")
         _require(self.max_tokens >= 1, "max_tokens", "must be at least 1")
         _require(0 <= self.min_tokens <= self.max_tokens, "min_tokens", "must be between 0 and max_tokens")

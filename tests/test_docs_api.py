@@ -18,6 +18,7 @@ from kvrelay.frontend.app import ROUTES
 from kvrelay.frontend.http import call
 from kvrelay.frontend.pages.admin import DrainRequest, RoleRequest
 from kvrelay.frontend.pages.openapi import ERRORS, openapi
+from kvrelay.frontend.prompt.messages_types import CountTokensRequest, MessagesRequest
 from kvrelay.frontend.prompt.responses_types import ResponsesRequest
 from kvrelay.frontend.prompt.types import (
     HARMLESS_FIELDS,
@@ -33,7 +34,17 @@ PAGE = (ROOT / "docs/api.md").read_text(encoding="utf-8")
 FRONTEND = ROOT / "kvrelay/frontend"
 # Headers that every HTTP server has, with their usual meaning.
 PLAIN_HEADERS = {"cache-control", "connection", "content-length", "content-type"}
-REQUESTS = (ChatRequest, CompletionRequest, ResponsesRequest, TokenizeRequest, DetokenizeRequest, DrainRequest, RoleRequest)
+REQUESTS = (
+    ChatRequest,
+    CompletionRequest,
+    ResponsesRequest,
+    MessagesRequest,
+    CountTokensRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+    DrainRequest,
+    RoleRequest,
+)
 
 
 # Reading the page
@@ -99,6 +110,7 @@ def own_fields(request: type[msgspec.Struct]) -> set[str]:
         (ChatRequest, ("### Common fields", "### Chat only")),
         (CompletionRequest, ("### Common fields", "### Legacy completions only")),
         (ResponsesRequest, ("## Responses",)),
+        (MessagesRequest, ("## Messages, Anthropic's form",)),
         (TokenizeRequest, ("### Tokenize",)),
         (DetokenizeRequest, ("### Detokenize",)),
         (RoleRequest, ("## Administration",)),
@@ -115,7 +127,12 @@ def test_fields_of_a_drain_are_those_of_a_change_of_role_without_the_role() -> N
 
 @pytest.mark.parametrize(
     ("request_type", "heading"),
-    [(ChatRequest, "### Chat only"), (CompletionRequest, "### Legacy completions only"), (ResponsesRequest, "## Responses")],
+    [
+        (ChatRequest, "### Chat only"),
+        (CompletionRequest, "### Legacy completions only"),
+        (ResponsesRequest, "## Responses"),
+        (MessagesRequest, "## Messages, Anthropic's form"),
+    ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )
 def test_refused_fields(request_type: type[msgspec.Struct], heading: str) -> None:

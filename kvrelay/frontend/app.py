@@ -9,14 +9,17 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from kvrelay.config import RouterOptions
 from kvrelay.errors import ConfigError
 from kvrelay.frontend.answer.chat import chat_completions
 from kvrelay.frontend.answer.completions import completions
+from kvrelay.frontend.answer.messages import count_tokens, messages
 from kvrelay.frontend.answer.responses import responses
 from kvrelay.frontend.http.auth import ApiKeys, KeyRing
 from kvrelay.frontend.http.call import Call, Receive, Scope, Send
@@ -26,7 +29,7 @@ from kvrelay.frontend.pages.admin import change_role, drain, load_adapter, unloa
 from kvrelay.frontend.pages.continuations import delete_continuation, list_continuations, one_continuation
 from kvrelay.frontend.pages.info import cluster, health, index, metrics_page, models, one_model, version_page
 from kvrelay.frontend.pages.openapi import docs, openapi_page
-from kvrelay.frontend.pages.tokenize import detokenize, tokenize
+from kvrelay.frontend.pages.tokenize import detokenize, tokenize, tokenizer_info
 from kvrelay.frontend.prompt.images import Images
 from kvrelay.frontend.service import Service
 from kvrelay.media.image_spec import ImageSpec
@@ -40,6 +43,8 @@ ROUTES: tuple[tuple[str, str, Callable[[Service, Call], Awaitable[None]]], ...] 
     ("/v1/chat/completions", "POST", chat_completions),
     ("/v1/completions", "POST", completions),
     ("/v1/responses", "POST", responses),
+    ("/v1/messages", "POST", messages),
+    ("/v1/messages/count_tokens", "POST", count_tokens),
     ("/v1/continuations", "GET", list_continuations),
     ("/v1/continuations/{id:path}", "GET", one_continuation),
     ("/v1/continuations/{id:path}", "DELETE", delete_continuation),
@@ -47,6 +52,7 @@ ROUTES: tuple[tuple[str, str, Callable[[Service, Call], Awaitable[None]]], ...] 
     ("/v1/models/{model:path}", "GET", one_model),
     ("/tokenize", "POST", tokenize),
     ("/detokenize", "POST", detokenize),
+    ("/tokenizer_info", "GET", tokenizer_info),
     ("/admin/drain", "POST", drain),
     ("/admin/role", "POST", change_role),
     ("/v1/load_lora_adapter", "POST", load_adapter),
@@ -60,13 +66,25 @@ ROUTES: tuple[tuple[str, str, Callable[[Service, Call], Awaitable[None]]], ...] 
     ("/", "GET", index),
 )
 
+# Headers of answers that scripts of other origins may read, beside those that they always may.
+_EXPOSED_HEADERS = [
+    "x-request-id", "x-kvrelay-prefill", "x-kvrelay-decode", "x-kvrelay-transfer-id", "x-kvrelay-encode",
+    "x-kvrelay-continuation", "x-kvrelay-continued", "retry-after",
+]  # fmt: skip
+
 
 class FrontEnd(Starlette):
     """Starlette, except that known paths go straight to their endpoints: a stream is resumed once per token, and each time it
     would pass through every layer in between."""
 
     def __init__(
-        self, endpoints: Mapping[str, Endpoint], keys: KeyRing, lifespan: Lifespan | None, *, root_path: str = ""
+        self,
+        endpoints: Mapping[str, Endpoint],
+        keys: KeyRing,
+        lifespan: Lifespan | None,
+        *,
+        root_path: str = "",
+        allowed_origins: str = "",
     ) -> None:
         super().__init__(
             routes=[Route(path, endpoint) for path, endpoint in endpoints.items()],
@@ -76,7 +94,7 @@ class FrontEnd(Starlette):
         self.router.redirect_slashes = False
         self._endpoints = endpoints
         self._root_path = root_path
-        self._serve = ApiKeys(self._dispatch, keys)
+        self._serve = _with_origins(ApiKeys(self._dispatch, keys), allowed_origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._root_path and scope["type"] == "http" and f"{scope['path']}/".startswith(f"{self._root_path}/"):
@@ -112,7 +130,23 @@ def create_app(
     root_path = options.root_path
     if root_path and (not root_path.startswith("/") or root_path.endswith("/")):
         raise ConfigError(f"--root-path {root_path} must begin with a slash, and not end with one")
-    return FrontEnd(endpoints, KeyRing(options.api_key, options.api_key_file), lifespan, root_path=root_path)
+    keys = KeyRing(options.api_key, options.api_key_file)
+    return FrontEnd(endpoints, keys, lifespan, root_path=root_path, allowed_origins=options.allowed_origins)
+
+
+def _with_origins(app: ASGIApp, allowed: str) -> ASGIApp:
+    """Answers browsers that ask whether pages of other origins may use the server (CORS)."""
+    origins = [origin.strip() for origin in allowed.split(",") if origin.strip()]
+    if not origins:
+        return app
+    return CORSMiddleware(
+        app,
+        allow_origins=origins,
+        allow_methods=sorted({method for _, method, _ in ROUTES}),
+        allow_headers=["*"],
+        expose_headers=_EXPOSED_HEADERS,
+        max_age=3600,
+    )
 
 
 def _images(image_spec: ImageSpec | None, options: RouterOptions) -> Images:

@@ -15,6 +15,7 @@ from kvrelay.errors import ConfigError, InvalidRequestError, NotFoundError
 from kvrelay.frontend.http.call import Call
 from kvrelay.frontend.prompt.call_formats import format_of
 from kvrelay.frontend.prompt.images import Images
+from kvrelay.frontend.prompt.messages_types import CountTokensRequest, MessagesRequest
 from kvrelay.frontend.prompt.responses_types import ResponsesRequest
 from kvrelay.frontend.prompt.types import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from kvrelay.metrics import Metrics
@@ -24,7 +25,16 @@ from kvrelay.text.grammar_check import check_grammar
 from kvrelay.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
-R = TypeVar("R", ChatRequest, CompletionRequest, ResponsesRequest, TokenizeRequest, DetokenizeRequest)
+R = TypeVar(
+    "R",
+    ChatRequest,
+    CompletionRequest,
+    ResponsesRequest,
+    MessagesRequest,
+    CountTokensRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+)
 # Tokenising takes about 1 us per character. Longer texts go to a thread, so that streams do not stutter.
 _INLINE_CHARACTERS = 20_000
 _check_grammar = functools.lru_cache(maxsize=512)(check_grammar)
@@ -104,7 +114,7 @@ class Service:
             return 1
         if num_prompt_tokens >= limit:
             raise InvalidRequestError(
-                f"this model's context holds {limit} tokens, prompt and output together; "
+                f"this model's maximum context length is {limit} tokens, prompt and output together; "
                 f"the prompt alone has {num_prompt_tokens}",
                 param=param,
                 code="context_length_exceeded",

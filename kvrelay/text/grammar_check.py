@@ -21,6 +21,18 @@ MAX_SOURCE_CHARACTERS = 256 * 1024
 MAX_CHOICES = 4096
 _ANY_OBJECT = {"type": "object"}
 _EMPTY_REGEX = re.compile(r"Regex is empty: .*")  # and then the expression, in llguidance's own form
+# llguidance's errors: "at LINE(COLUMN): problem", then the line with a mark under it; the regex library's: the expression, a
+# mark, "error: problem".
+_PLACE = re.compile(r"^(?:at )?(\d+)\((\d+)\): ")
+_QUOTED_LINE = re.compile(r"\n\s*(?:\d+ )?\|(?s:.*)$")
+_IN_REGEX = re.compile(r"(?:at \d+\(\d+\): invalid regex .*)?regex parse error: .* error: (.*)$")
+_NAMES = {
+    GrammarKind.JSON_OBJECT: "schema",
+    GrammarKind.JSON_SCHEMA: "schema",
+    GrammarKind.REGEX: "regular expression",
+    GrammarKind.CHOICE: "list of choices",
+    GrammarKind.LARK: "grammar",
+}
 _GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 
 
@@ -99,10 +111,14 @@ def limits() -> llguidance.LLParserLimits:
 
 
 def describe(grammar: Grammar, problem: str) -> str:
-    """One line for the client, naming the field."""
-    text = " ".join(problem.replace("<non-verbose/>", "").split())
+    """One line for the client, naming the field, without the rules that we put around what the client wrote."""
+    text = " ".join(_QUOTED_LINE.sub("", problem.replace("<non-verbose/>", "")).split())
     text = _EMPTY_REGEX.sub("nothing fits it", text)
-    return f"response_format: this {grammar.kind.value} cannot be used: {text[:500]}"
+    if (inside := _IN_REGEX.search(text)) is not None and grammar.kind is not GrammarKind.LARK:
+        text = f"{text[: inside.start()]}{inside.group(1)}"
+    is_own = grammar.kind is GrammarKind.LARK and not _GBNF.search(grammar.source)
+    text = _PLACE.sub(r"line \1, column \2: " if is_own else "", text)
+    return f"response_format: this {_NAMES[grammar.kind]} cannot be used: {text[:500]}"
 
 
 def _from_schema(schema: dict[str, Any]) -> str:

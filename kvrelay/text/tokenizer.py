@@ -36,7 +36,9 @@ class Tokenizer:
         special_tokens: Mapping[str, str],
         template: str | None,
         tool_template: str | None = None,
+        config: Mapping[str, Any] | None = None,
     ) -> None:
+        self.config = dict(config or {})  # tokenizer_config.json
         self._backend = backend
         self._backend.no_truncation()
         self._backend.no_padding()
@@ -75,6 +77,7 @@ class Tokenizer:
             special_tokens=_special_tokens(config),
             template=template,
             tool_template=tool_template,
+            config=config,
         )
 
     def _segment_encoder(self, added: Iterable[tokenizers.AddedToken], pre_tokenizer: Any) -> SegmentEncoder | None:

@@ -82,6 +82,86 @@ async def test_a_parent_is_found_under_each_of_its_names(name: str) -> None:
         assert shown["state"] == "held"
 
 
+NOT_USED: list[tuple[str, dict[str, Any]]] = [
+    (COMPLETIONS, {"prompt": ""}),
+    (COMPLETIONS, {"prompt": []}),
+    (COMPLETIONS, {"prompt": "of no use"}),
+    (CHAT, {"messages": []}),
+    (CHAT, {"messages": [{"role": "user", "content": "of no use"}], "add_generation_prompt": True}),
+]
+
+
+@pytest.mark.parametrize(("path", "prompt"), NOT_USED)
+async def test_a_prompt_beside_a_parent_that_is_known_is_not_used(path: str, prompt: dict[str, Any]) -> None:
+    backend = fake_backend(ANSWER)
+    async with http_client(make_app(backend)) as client:
+        await post(client, COMPLETIONS, prompt=PROMPT, request_id="mine")
+        answer = await client.post(path, json={"continuation_of": "mine", "continuation_suffix": "!", **prompt})
+        assert answer.json()["kvrelay"]["continued"] == "parent"
+        assert answer.headers["x-kvrelay-continued"] == "parent"
+        assert list(backend.submitted[1].prompt) == [*backend.submitted[0].prompt, *says(ANSWER), 2, *says("!")]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_prompt_beside_a_parent_that_is_gone_is_computed_instead(path: str, stream: bool) -> None:
+    backend, metrics = fake_backend(ANSWER), Metrics()
+    async with http_client(make_app(backend, metrics=metrics)) as client:
+        await post(client, path, **own_prompt(path))
+        asked = {"continuation_of": "gone", "continuation_suffix": "!", "max_tokens": 64, "stream": stream}
+        answer = await client.post(path, json={**asked, **own_prompt(path)})
+        body = events_of(answer.text)[-1] if stream else answer.json()
+        told = body["kvrelay"]["continuation"]
+        assert body["kvrelay"]["continued"] == "prefill"
+        assert (told["of"], told["source"], told["inherited_tokens"]) == ("gone", "prompt", 0)
+        assert answer.headers["x-kvrelay-continued"] == "prefill"
+        assert list(backend.submitted[1].prompt) == list(backend.submitted[0].prompt)
+        assert backend.submitted[1].parent is None
+    assert 'kvrelay_continuations_total{source="prompt"} 1.0' in metrics.render().decode()
+
+
+@pytest.mark.parametrize(("path", "prompt"), [(COMPLETIONS, {"prompt": ""}), (CHAT, {"messages": []}), (CHAT, {})])
+async def test_an_empty_prompt_does_not_stand_for_a_parent_that_is_gone(path: str, prompt: dict[str, Any]) -> None:
+    async with http_client(make_app(fake_backend(ANSWER))) as client:
+        error = await post(client, path, 404, continuation_of="gone", **prompt)
+        assert error["code"] == "continuation_not_found"
+
+
+async def test_the_client_of_the_two_stage_design_runs_as_it_is_written() -> None:
+    """Stage 1 streams under an id of the client's; stage 2 is a beam search with an empty prompt beside that id."""
+    backend = fake_backend(ANSWER)
+
+    async def run(prompt: str, output_len: int, request_id: str, extra_body: dict[str, Any]) -> list[str]:
+        payload = {
+            "model": "tiny", "prompt": prompt, "repetition_penalty": 1.0, "max_tokens": output_len, "logprobs": None,
+            "stream": True, "stream_options": {"include_usage": True}, **extra_body,
+        }  # fmt: skip
+        headers = {"Authorization": "Bearer None", "x-request-id": request_id}
+        answer = await client.post(COMPLETIONS, json=payload, headers=headers)
+        assert answer.status_code == 200, answer.text
+        texts: dict[int, str] = {}
+        for chunk in events_of(answer.text):
+            for choice in chunk["choices"]:
+                texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+        return [texts[index] for index in sorted(texts)]
+
+    async with http_client(make_app(backend)) as client:
+        (thinking,) = await run(PROMPT, 200, "req-s1", {})
+        suffix = thinking + "</think>\n" + "<|sid_begin|>"
+        s2_extra_body = {
+            "n": 2,
+            "use_beam_search": True,
+            "temperature": 0.0,
+            "continuation_of": "req-s1",
+            "continuation_suffix": suffix,
+        }
+        beams = await run("", 3, "req-s2", s2_extra_body)
+        assert len(beams) == 2
+        first, second = backend.submitted
+        assert list(second.prompt) == [*first.prompt, *says(ANSWER), 2, *says(suffix)]
+        assert second.parent is not None
+
+
 async def test_token_ids_are_appended_as_they_are() -> None:
     backend = fake_backend(ANSWER)
     async with http_client(make_app(backend)) as client:
@@ -245,9 +325,7 @@ async def test_a_stop_string_ends_the_parent_where_the_client_saw_it_end() -> No
 # What is refused
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    (COMPLETIONS, {"prompt": "x"}, "prompt"),
     (COMPLETIONS, {"echo": True}, "echo"),
-    (CHAT, {"messages": [{"role": "user", "content": "x"}]}, "messages"),
     (CHAT, {"add_generation_prompt": True}, "add_generation_prompt"),
     (CHAT, {"continue_final_message": True}, "continue_final_message"),
     (CHAT, {"add_special_tokens": True}, "add_special_tokens"),
@@ -295,6 +373,9 @@ async def test_what_cannot_be_is_refused_by_name(path: str, fields: dict[str, An
     [
         (COMPLETIONS, {}, "prompt"),
         (CHAT, {}, "messages"),
+        (COMPLETIONS, {"prompt": ""}, "prompt"),
+        (COMPLETIONS, {"prompt": []}, "prompt"),
+        (CHAT, {"messages": []}, "messages"),
         (COMPLETIONS, {"prompt": "x", "continuation_suffix": "a"}, "continuation_suffix"),
         (COMPLETIONS, {"prompt": "x", "continuation_token_ids": []}, "continuation_token_ids"),
         (COMPLETIONS, {"prompt": "x", "keep_kv": True, "best_of": 2}, "keep_kv"),

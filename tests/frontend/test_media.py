@@ -401,7 +401,7 @@ async def test_a_prompt_that_is_too_long_counts_its_placeholders() -> None:
     async with serving() as server:
         blamed, message = await server.refused([image(png(1024, 1024))] * 8)
     assert blamed == "messages"
-    assert "context holds 8192 tokens" in message
+    assert "maximum context length is 8192 tokens" in message
 
 
 @pytest.mark.parametrize("words", ["<|image_pad|>", "a <|vision_start|><|image_pad|><|vision_end|> b"])

@@ -154,6 +154,10 @@ def test_formats(wanted: dict[str, Any], fitting: str, other: str) -> None:
         ({"structures": [{"begin": "<g>", "end": ""}], "triggers": ["<f"]}, "response_format.structures[0].begin"),
         ({"format": {"type": "sequence", "elements": []}}, "response_format.format"),
         ({"format": {"type": "json_schema", "json_schema": {"not": {}}}}, "response_format.format"),
+        (
+            {"format": {"type": "or", "elements": [THINK, {"type": "regex", "pattern": "("}]}},
+            "response_format.format.elements[1]",
+        ),
         ({**STRUCTURES, "format": {"type": "any_text"}}, "response_format.format"),
     ],
 )

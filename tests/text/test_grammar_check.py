@@ -59,3 +59,16 @@ def test_bad_grammars_are_refused_with_a_reason(kind: GrammarKind, source: str, 
     assert "response_format" in problem
     assert "\n" not in problem
     assert len(problem) < 700
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "problem"),
+    [
+        (GrammarKind.REGEX, "a(", "this regular expression cannot be used: unclosed group"),
+        (GrammarKind.LARK, 'start: "a"\n  | nowhere', 'this grammar cannot be used: line 1, column 8: unknown name: "nowhere"'),
+        (GrammarKind.LARK, "root ::= nowhere", "this grammar cannot be used: it is not GBNF: Rule 'nowhere' not found"),
+        (GrammarKind.JSON_SCHEMA, '{"items": {"pattern": "("}}', "this schema cannot be used: items: unclosed group"),
+    ],
+)
+def test_reasons_show_nothing_that_the_client_did_not_write(kind: GrammarKind, source: str, problem: str) -> None:
+    assert check_grammar(Grammar(kind=kind, source=source)) == f"response_format: {problem}"

@@ -7,16 +7,18 @@ from typing import Any
 
 import msgspec
 
+from kvrelay.errors import InvalidRequestError
 from kvrelay.frontend.answer import types
 from kvrelay.frontend.answer.chunks import ChunkWriter, last_bytes, usage_of
 from kvrelay.frontend.answer.deltas import Call as ToolCall
-from kvrelay.frontend.answer.deltas import Collected, Delta
+from kvrelay.frontend.answer.deltas import Collected, Delta, Reasoning
 from kvrelay.frontend.answer.generation import Generation, Step
 from kvrelay.frontend.answer.logprobs import chat_logprobs, prompt_logprobs
 from kvrelay.frontend.answer.loop import Delivery, answer, delivery_of
 from kvrelay.frontend.answer.reader import AnswerReader
 from kvrelay.frontend.http.call import Call
 from kvrelay.frontend.prompt.conversation import Conversation, prepare_conversation
+from kvrelay.frontend.prompt.old_functions import old_names, with_tools
 from kvrelay.frontend.prompt.types import ChatRequest
 from kvrelay.frontend.service import Service
 
@@ -26,7 +28,10 @@ _decoder = msgspec.json.Decoder(ChatRequest)
 async def chat_completions(service: Service, call: Call) -> None:
     request = await service.read(call, _decoder)
     call.name("chatcmpl-", request.request_id or request.rid)
-    conversation = await prepare_conversation(service, call, request)
+    try:
+        conversation = await prepare_conversation(service, call, with_tools(request))
+    except InvalidRequestError as error:
+        raise old_names(error, request) from error
     delivery = delivery_of(request.stream, request.use_beam_search)
     shape = functools.partial(_Chat, service, call, request, conversation, delivery)
     await answer(service, call, conversation.work, delivery, shape)
@@ -52,6 +57,7 @@ class _Chat:
         self._conversation = conversation
         self._delivery = delivery
         self._live = delivery is Delivery.EVENTS
+        self._is_old = request.functions is not None
         self._generation = generation
         self._readers = [AnswerReader(conversation, sample) for sample in generation.samples]
         self._tokens: list[list[int]] = [[] for _ in self._readers]
@@ -77,12 +83,21 @@ class _Chat:
         reasoning = sum(reader.reasoning_tokens for reader in self._readers)
         return usage_of(generation.prompt_tokens, generation.output_tokens, sum(generation.cached_tokens), reasoning)
 
+    def _read(self, step: Step) -> list[Delta]:
+        deltas = self._readers[step.sample.index].push(step.text, last=step.finish is not None)
+        shows_all = self._request.include_reasoning
+        return deltas if shows_all else [delta for delta in deltas if not isinstance(delta, Reasoning)]
+
+    def _finish_reason(self, reader: AnswerReader) -> str:
+        reason = reader.finish_reason()
+        return "function_call" if self._is_old and reason == "tool_calls" else reason
+
     # The whole answer
 
     def _collect(self, step: Step) -> bytes:
         index = step.sample.index
         reader = self._readers[index]
-        reader.collected.add(reader.push(step.text, last=step.finish is not None))
+        reader.collected.add(self._read(step))
         if step.token is not None:
             self._tokens[index].append(step.token)
         if step.logprobs is not None:
@@ -108,8 +123,8 @@ class _Chat:
         shows_logprobs = self._conversation.num_top_logprobs is not None
         return types.ChatChoice(
             index=index,
-            message=_message(reader.collected),
-            finish_reason=reader.finish_reason(),
+            message=_message(reader.collected, is_old=self._is_old),
+            finish_reason=self._finish_reason(reader),
             stop_reason=reader.sample.stop_reason,
             logprobs=types.ChatLogprobs(content=self._logprobs[index]) if shows_logprobs else None,
             token_ids=self._tokens[index] if self._request.return_token_ids else msgspec.UNSET,
@@ -126,13 +141,13 @@ class _Chat:
     def _event(self, step: Step) -> bytes:
         index = step.sample.index
         reader = self._readers[index]
-        delta = _delta(reader.push(step.text, last=step.finish is not None))
+        delta = _delta(self._read(step), is_old=self._is_old)
         logprobs = chat_logprobs(self._service.tokenizer, step, self._conversation.num_top_logprobs)
         choice: dict[str, Any] = {
             "index": index,
             "delta": delta,
             "logprobs": types.ChatLogprobs(content=logprobs) if logprobs else None,
-            "finish_reason": None if step.finish is None else reader.finish_reason(),
+            "finish_reason": None if step.finish is None else self._finish_reason(reader),
         }
         if step.finish is not None:
             choice["stop_reason"] = step.sample.stop_reason
@@ -150,7 +165,7 @@ class _Chat:
         return self._chunks.choice(choice, prompt + extra)
 
 
-def _message(collected: Collected) -> types.AnswerMessage:
+def _message(collected: Collected, *, is_old: bool) -> types.AnswerMessage:
     calls = [
         types.AnswerToolCall(id=call.id, function=types.AnswerFunction(name=call.name, arguments=call.arguments))
         for call in collected.calls.values()
@@ -160,11 +175,12 @@ def _message(collected: Collected) -> types.AnswerMessage:
         role="assistant",
         content=None if calls and not text else text,
         reasoning_content="".join(collected.reasoning) or None,
-        tool_calls=calls or None,
+        tool_calls=None if is_old else calls or None,
+        function_call=calls[0].function if is_old and calls else None,
     )
 
 
-def _delta(deltas: list[Delta]) -> dict[str, Any]:
+def _delta(deltas: list[Delta], *, is_old: bool) -> dict[str, Any]:
     """Several deltas of one token, as one."""
     collected = Collected()
     collected.add(deltas)
@@ -173,7 +189,12 @@ def _delta(deltas: list[Delta]) -> dict[str, Any]:
         merged["content"] = "".join(collected.text)
     if collected.reasoning:
         merged["reasoning_content"] = "".join(collected.reasoning)
-    if collected.calls:
+    if collected.calls and is_old:
+        call = collected.calls.get(0, ToolCall())
+        merged["function_call"] = (
+            {"name": call.name, "arguments": call.arguments} if call.name else {"arguments": call.arguments}
+        )
+    elif collected.calls:
         merged["tool_calls"] = [_call_delta(index, call) for index, call in collected.calls.items()]
     return merged
 

@@ -6,8 +6,8 @@ import time
 
 import msgspec
 
-from kvrelay.frontend.answer.types import Continuation, ContinuationSource, Provenance
-from kvrelay.frontend.prompt.work import Origin
+from kvrelay.frontend.answer.types import Continuation, ContinuationSource, Continued, Provenance, Source
+from kvrelay.frontend.prompt.work import LostOrigin, Origin
 from kvrelay.router.continuations import Continuations
 from kvrelay.router.parent import Parent
 from kvrelay.wire.serving import Inherited
@@ -26,16 +26,21 @@ def shown(continuations: Continuations, parent: Parent) -> Continuation:
     )
 
 
-def provenance(origin: Origin, inherited: Inherited | None, cached_tokens: int) -> Provenance:
-    """Of the whole answer: kept KV, the prefix cache, or prefill."""
+def provenance(origin: Origin | LostOrigin, inherited: Inherited | None, prompt_tokens: int, cached_tokens: int) -> Provenance:
+    """Of the whole answer: kept KV, the prefix cache, or prefill; or the prompt that came beside the parent's name."""
     taken = 0 if inherited is None else inherited.num_tokens
+    found: Source = "lease" if taken else "prefix_cache" if cached_tokens else "prefill"
     source = ContinuationSource(
         of=origin.handle,
-        source="lease" if taken else "prefix_cache" if cached_tokens else "prefill",
+        source="prompt" if isinstance(origin, LostOrigin) else found,
         inherited_tokens=taken,
-        computed_tokens=len(origin.prompt) - max(cached_tokens, taken),
+        computed_tokens=prompt_tokens - max(cached_tokens, taken),
     )
-    return Provenance(continuation=source)
+    return Provenance(continuation=source, continued=continued(origin))
+
+
+def continued(origin: Origin | LostOrigin) -> Continued:
+    return "parent" if isinstance(origin, Origin) else "prefill"
 
 
 def as_extra(source: Provenance | msgspec.UnsetType) -> bytes:

@@ -17,13 +17,13 @@ from typing import Any
 import msgspec
 
 from kvrelay.errors import InternalError, UnavailableError
-from kvrelay.frontend.answer.continuation import as_extra, provenance, shown
+from kvrelay.frontend.answer.continuation import as_extra, continued, provenance, shown
 from kvrelay.frontend.answer.merge import Merge
 from kvrelay.frontend.answer.types import Continuation, Provenance
 from kvrelay.frontend.http.auth import owner_of
 from kvrelay.frontend.http.call import Call, Header, when_gone
 from kvrelay.frontend.http.errors import ClientGoneError
-from kvrelay.frontend.prompt.work import Work
+from kvrelay.frontend.prompt.work import Origin, Work
 from kvrelay.frontend.service import Service
 from kvrelay.ids import new_kept_id
 from kvrelay.router.backend import GenerateRequest
@@ -116,7 +116,7 @@ class Generation:
                 first_choice=place * params.n,
                 owner=owner,
                 keep=Keep([new_kept_id() for _ in range(params.n)], work.keep_s, owner) if work.keep_s else None,
-                parent=None if work.origin is None else work.origin.parent,
+                parent=work.origin.parent if isinstance(work.origin, Origin) else None,
                 prompt=prompt,
                 params=params,
                 priority=work.request.priority,
@@ -137,7 +137,7 @@ class Generation:
             self.samples += samples
 
     def headers(self) -> list[Header]:
-        """The workers that serve the request (its first prompt), and the ids of what is kept."""
+        """The workers that serve the request (its first prompt), the ids of what is kept, and what a continuation became."""
         stream = self._streams[0]
         headers = [(b"x-kvrelay-prefill", stream.prefill.encode()), (b"x-kvrelay-decode", stream.decode.encode())]
         if stream.transfer_id is not None:
@@ -147,6 +147,8 @@ class Generation:
         asked = [parent.name for stream in self._streams for parent in stream.parents if parent.asked or parent.kept]
         if asked:
             headers.append((b"x-kvrelay-continuation", ",".join(asked).encode()))
+        if self._work.origin is not None:
+            headers.append((b"x-kvrelay-continued", continued(self._work.origin).encode()))
         return headers
 
     @property
@@ -168,7 +170,9 @@ class Generation:
 
     def provenance(self) -> Provenance | msgspec.UnsetType:
         origin = self._work.origin
-        return msgspec.UNSET if origin is None else provenance(origin, self._streams[0].inherited, self.cached_tokens[0])
+        if origin is None:
+            return msgspec.UNSET
+        return provenance(origin, self._streams[0].inherited, self.prompt_tokens, sum(self.cached_tokens))
 
     def last_words(self, step: Step, choice: dict[str, Any]) -> bytes:
         """What the last chunk of a choice has beyond OpenAI's: in the choice, and beside it."""

@@ -129,7 +129,7 @@ def _empty_response(service: Service, call: Call, request: ResponsesRequest) -> 
         "output": [],
         "parallel_tool_calls": request.parallel_tool_calls is not False,
         "previous_response_id": None,
-        "reasoning": {"effort": None, "summary": None},
+        "reasoning": {"effort": None, "summary": None} if request.reasoning is None else msgspec.to_builtins(request.reasoning),
         "store": False,
         "temperature": 1.0 if request.temperature is None else request.temperature,
         "text": {"format": {"type": "text"} if wanted is None else msgspec.to_builtins(wanted)},

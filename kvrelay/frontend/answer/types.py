@@ -66,6 +66,7 @@ class AnswerMessage(Output, frozen=True, kw_only=True, omit_defaults=True):
     refusal: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[AnswerToolCall] | None = None
+    function_call: AnswerFunction | None = None  # instead of tool_calls, for clients that sent `functions`
 
 
 class Continuation(Output, frozen=True, kw_only=True):
@@ -78,11 +79,15 @@ class Continuation(Output, frozen=True, kw_only=True):
     reason: str | msgspec.UnsetType = msgspec.UNSET  # why it is not kept
 
 
+Source = Literal["lease", "prefix_cache", "prefill", "prompt"]
+Continued = Literal["parent", "prefill"]
+
+
 class ContinuationSource(Output, frozen=True, kw_only=True):
     """Where the KV of a continuation's prompt came from."""
 
     of: str
-    source: Literal["lease", "prefix_cache", "prefill"]
+    source: Source
     inherited_tokens: int  # of kept KV
     computed_tokens: int
 
@@ -91,6 +96,7 @@ class Provenance(Output, frozen=True, kw_only=True):
     """kvrelay's own part of an answer."""
 
     continuation: ContinuationSource
+    continued: Continued  # the parent's tokens were the prompt, or were gone: the given prompt was computed instead
 
 
 class ChatChoice(Output, frozen=True, kw_only=True):

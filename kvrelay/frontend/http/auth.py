@@ -100,9 +100,9 @@ def owner_of(call: Call, options: RouterOptions) -> str:
 
 
 def _key(call: Call) -> bytes:
-    """Empty if the request has none."""
+    """Empty if the request has none. Anthropic's clients have a header of their own."""
     kind, _, key = (call.header(b"authorization") or b"").partition(b" ")
-    return key.strip() if kind.lower() == b"bearer" else b""
+    return key.strip() if kind.lower() == b"bearer" else (call.header(b"x-api-key") or b"").strip()
 
 
 def _signature(path: str) -> _Signature | None:

@@ -11,7 +11,16 @@ from typing import Any, TypeVar
 import msgspec
 
 from kvrelay.errors import InvalidRequestError, RequestError, TooLargeError
-from kvrelay.frontend.http.errors import JSON_TYPE, ClientGoneError, error_event, invalid_body
+from kvrelay.frontend.http.errors import (
+    JSON_TYPE,
+    MESSAGES_PATHS,
+    ClientGoneError,
+    error_body,
+    error_event,
+    invalid_body,
+    message_error_body,
+    message_error_event,
+)
 from kvrelay.ids import new_answer_id
 
 Scope = MutableMapping[str, Any]
@@ -33,7 +42,19 @@ _MAX_HEADER_ID = 256
 class Call:
     """Handlers read the body first, then either `answer` once, or `start_stream`, `write` often and `end_stream` once."""
 
-    __slots__ = ("_headers", "_receive", "_send", "arrived", "error_event", "id", "request_id", "scope", "started", "status")
+    __slots__ = (
+        "_headers",
+        "_receive",
+        "_send",
+        "arrived",
+        "error_body",
+        "error_event",
+        "id",
+        "request_id",
+        "scope",
+        "started",
+        "status",
+    )
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.scope = scope
@@ -43,7 +64,9 @@ class Call:
         self.arrived = time.perf_counter()
         self.status = 0  # of the answer, once it began
         self.started = False
-        self.error_event: Callable[[RequestError], bytes] = error_event  # ends a stream that has begun
+        is_message = scope["path"] in MESSAGES_PATHS
+        self.error_body: Callable[[RequestError], bytes] = message_error_body if is_message else error_body
+        self.error_event: Callable[[RequestError], bytes] = message_error_event if is_message else error_event  # ends a stream
         self.id = ""  # of the answer, such as chatcmpl-...
         self.request_id = ""  # what the client calls the request
 

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from kvrelay.errors import InternalError, MethodNotAllowedError, RequestError
 from kvrelay.frontend.http.call import Call, Receive, Scope, Send
-from kvrelay.frontend.http.errors import ClientGoneError, error_body, error_headers, wrong_method
+from kvrelay.frontend.http.errors import ClientGoneError, error_headers, wrong_method
 from kvrelay.log import Log
 from kvrelay.metrics import Metrics
 
@@ -74,4 +74,4 @@ async def send_error(call: Call, error: RequestError, *, allow: str = "") -> Non
     headers = error_headers(error)
     if isinstance(error, MethodNotAllowedError):
         headers.append((b"allow", allow.encode()))
-    await call.answer(error.status, error_body(error), headers)
+    await call.answer(error.status, call.error_body(error), headers)

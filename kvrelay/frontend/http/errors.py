@@ -2,12 +2,14 @@
 
 Before the answer has begun: the status, and `{"error": {"message", "type", "param", "code"}}`. Once a stream has begun, the
 status is sent: one event `data: {"error": {...}}` ends the stream without `[DONE]`. The official SDK raises APIError on it.
+Under `/v1/messages` they are as Anthropic's clients expect them: `{"type": "error", "error": {"type", "message"}}`.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import Any, Literal
 
 import msgspec
 
@@ -27,6 +29,29 @@ class ErrorResponse(msgspec.Struct, frozen=True, kw_only=True):
     error: ErrorBody
 
 
+class MessageErrorBody(msgspec.Struct, frozen=True, kw_only=True):
+    type: str
+    message: str
+
+
+class MessageError(msgspec.Struct, frozen=True, kw_only=True):
+    """As Anthropic's clients expect it."""
+
+    error: MessageErrorBody
+    type: Literal["error"] = "error"
+
+
+MESSAGES_PATHS = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
+_MESSAGE_KINDS = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
 class ClientGoneError(Exception):
     """The client closed the connection: there is no one left to answer."""
 
@@ -41,6 +66,16 @@ def error_body(error: RequestError) -> bytes:
 
 def error_event(error: RequestError) -> bytes:
     return b"data: " + error_body(error) + b"\n\n"
+
+
+def message_error_body(error: RequestError) -> bytes:
+    kind = _MESSAGE_KINDS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    body = MessageErrorBody(type=kind, message=error.message)
+    return msgspec.json.encode(MessageError(error=body))
+
+
+def message_error_event(error: RequestError) -> bytes:
+    return b"event: error\ndata: " + message_error_body(error) + b"\n\n"
 
 
 def error_headers(error: RequestError) -> list[tuple[bytes, bytes]]:
@@ -66,6 +101,12 @@ def wrong_method(method: str, path: str, allowed: str) -> MethodNotAllowedError:
 
 def missing(field: str) -> InvalidRequestError:
     return InvalidRequestError(f"missing field: {field}", param=field, code="missing_required_parameter")
+
+
+def too_short(field: str, value: str | list[Any]) -> InvalidRequestError:
+    """For an empty text or list where one item is the least."""
+    kind = "string" if isinstance(value, str) else "array"
+    return InvalidRequestError(f"{field} is empty", param=field, code=f"{kind}_below_min_length")
 
 
 def refuse(fields: Mapping[str, object], reason: str) -> None:

@@ -9,13 +9,15 @@ from typing import Any
 
 import msgspec
 
+from kvrelay.frontend.answer.messages import MessageAnswer, TokenCount
 from kvrelay.frontend.answer.types import ChatCompletion, Completion
 from kvrelay.frontend.http.call import Call
-from kvrelay.frontend.http.errors import JSON_TYPE, ErrorResponse
+from kvrelay.frontend.http.errors import JSON_TYPE, MESSAGES_PATHS, ErrorResponse, MessageError
 from kvrelay.frontend.pages.admin import DrainRequest, LoadAdapterRequest, RoleRequest, UnloadAdapterRequest
 from kvrelay.frontend.pages.continuations import ContinuationDeleted, ContinuationHandle, ContinuationList
 from kvrelay.frontend.pages.info import Model, ModelList
-from kvrelay.frontend.pages.tokenize import Detokenized, Tokenized
+from kvrelay.frontend.pages.tokenize import Detokenized, Tokenized, TokenizerInfo
+from kvrelay.frontend.prompt.messages_types import CountTokensRequest, MessagesRequest
 from kvrelay.frontend.prompt.responses_types import ResponsesRequest
 from kvrelay.frontend.prompt.types import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from kvrelay.frontend.service import Service
@@ -58,8 +60,13 @@ _OPERATIONS = (
     _Operation("post", "/v1/chat/completions", "Answer a conversation", _GENERATE, ChatCompletion, ChatRequest, True),
     _Operation("post", "/v1/completions", "Continue prompts", _GENERATE, Completion, CompletionRequest, True),
     _Operation("post", "/v1/responses", "Answer, in the form of the Responses API", _GENERATE, None, ResponsesRequest, True),
+    _Operation(
+        "post", "/v1/messages", "Answer, in the form of Anthropic's API", _GENERATE, MessageAnswer, MessagesRequest, True
+    ),
+    _Operation("post", "/v1/messages/count_tokens", "Tokens of a prompt", _READ, TokenCount, CountTokensRequest),
     _Operation("post", "/tokenize", "Text or a conversation to token ids", _READ, Tokenized, TokenizeRequest),
     _Operation("post", "/detokenize", "Token ids to text", _READ, Detokenized, DetokenizeRequest),
+    _Operation("get", "/tokenizer_info", "The tokenizer's configuration", (401,), TokenizerInfo),
     _Operation("post", "/admin/drain", "Let a worker finish and leave", _ADMIN, DrainOrder, DrainRequest),
     _Operation("post", "/admin/role", "Let a worker finish and come back in another role", _ADMIN, DrainOrder, RoleRequest),
     _Operation("post", "/v1/load_lora_adapter", "Load a LoRA adapter", _ADMIN, AdapterChange, LoadAdapterRequest),
@@ -96,7 +103,7 @@ def _docs_body() -> bytes:
 
 def openapi(root_path: str = "") -> dict[str, Any]:
     used = {each: None for operation in _OPERATIONS for each in (operation.body, operation.answer) if each is not None}
-    bodies: list[type] = [ErrorResponse, *used]
+    bodies: list[type] = [ErrorResponse, MessageError, *used]
     references, components = msgspec.json.schema_components(bodies, ref_template="#/components/schemas/{name}")
     schemas = dict(zip(bodies, references, strict=True))
     paths: dict[str, Any] = {}
@@ -122,7 +129,7 @@ def _described(operation: _Operation, schemas: dict[type, dict[str, Any]]) -> di
     if operation.streams:
         content["text/event-stream"] = {"schema": {"type": "string"}}
         about = "The answer; events if `stream` is true"
-    failed = {_JSON: {"schema": schemas[ErrorResponse]}}
+    failed = {_JSON: {"schema": schemas[MessageError if operation.path in MESSAGES_PATHS else ErrorResponse]}}
     described: dict[str, Any] = {
         "summary": operation.summary,
         "responses": {

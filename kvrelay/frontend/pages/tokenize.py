@@ -1,4 +1,4 @@
-"""POST /tokenize and POST /detokenize."""
+"""POST /tokenize, POST /detokenize and GET /tokenizer_info."""
 
 from __future__ import annotations
 
@@ -25,6 +25,26 @@ class Tokenized(msgspec.Struct, frozen=True, kw_only=True):
 
 class Detokenized(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str
+
+
+class TokenizerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """tokenizer_config.json has more fields, which are answered too."""
+
+    tokenizer_class: str
+    vocab_size: int
+    model_max_length: int
+    chat_template: str | None
+
+
+async def tokenizer_info(service: Service, call: Call) -> None:
+    tokenizer = service.tokenizer
+    own = TokenizerInfo(
+        tokenizer_class=str(tokenizer.config.get("tokenizer_class", "PreTrainedTokenizerFast")),
+        vocab_size=tokenizer.vocab_size,
+        model_max_length=service.backend.max_model_len,
+        chat_template=None if tokenizer.template is None else tokenizer.template.source,
+    )
+    await call.answer_json({**tokenizer.config, **tokenizer.special_tokens, **msgspec.structs.asdict(own)})
 
 
 async def tokenize(service: Service, call: Call) -> None:

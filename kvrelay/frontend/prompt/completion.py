@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 from kvrelay.errors import InvalidRequestError
 from kvrelay.frontend.http.call import Call
-from kvrelay.frontend.http.errors import missing
+from kvrelay.frontend.http.errors import missing, too_short
 from kvrelay.frontend.prompt.beams import check_completion
 from kvrelay.frontend.prompt.continuation import keep_s, origin_of
 from kvrelay.frontend.prompt.params import check_stream, output_tokens, sampling_params
 from kvrelay.frontend.prompt.shapes import shape_of
 from kvrelay.frontend.prompt.types import CompletionRequest
-from kvrelay.frontend.prompt.work import Work
+from kvrelay.frontend.prompt.work import Origin, Work
 from kvrelay.frontend.service import Service
 from kvrelay.sampling import Grammar, SamplingParams
 
@@ -43,12 +43,14 @@ async def prepare_completion(service: Service, call: Call, request: CompletionRe
         await service.check_grammar(grammar, field)
     seconds = keep_s(service, request, obstacle=_obstacle(request, choices, best_of))
     origin = await origin_of(service, call, request)
-    if origin is not None:
+    if isinstance(origin, Origin):
         prompts = [origin.prompt]
-    elif request.prompt is not None:
-        prompts = await _prompts(service, request.prompt, add_special_tokens=request.add_special_tokens)
-    else:
+    elif request.prompt is None:
         raise missing("prompt")
+    elif not request.prompt:
+        raise too_short("prompt", request.prompt)
+    else:
+        prompts = await _prompts(service, request.prompt, add_special_tokens=request.add_special_tokens)
     if len(prompts) * best_of > _MAX_CHOICES:
         raise InvalidRequestError(f"prompts times choices must be at most {_MAX_CHOICES}", param="prompt")
     if request.truncate_prompt_tokens is not None:
@@ -56,7 +58,7 @@ async def prepare_completion(service: Service, call: Call, request: CompletionRe
     params = [_params(service, request, tokens, best_of, grammar) for tokens in prompts]
     return CompletionPlan(
         request=request,
-        work=Work(request, prompts, params, seconds, origin, () if origin is None else origin.parent.images),
+        work=Work(request, prompts, params, seconds, origin, origin.parent.images if isinstance(origin, Origin) else ()),
         echoes=_echoes(service, request, prompts),
         num_choices=choices,
         scores_only=request.max_tokens == 0,

@@ -1,6 +1,7 @@
 """The fields of continuation.
 
 continuation_of            an earlier request: its continuation id, the id its client gave it, or its answer's id
+prompt, messages           beside it: computed instead if the earlier request's tokens are gone, and not used otherwise
 continuation_suffix        text that is appended to its tokens, tokenised alone and without special tokens,
 continuation_token_ids     or token ids; without either, the answer goes on where the earlier one ended
 keep_kv                    whether, or for how many seconds, the KV of this request is kept for continuations
@@ -10,20 +11,20 @@ from __future__ import annotations
 
 import asyncio
 
-from kvrelay.errors import ConflictError, DeadlineError, InvalidRequestError
+from kvrelay.errors import ConflictError, DeadlineError, InvalidRequestError, NotFoundError
 from kvrelay.frontend.http.auth import owner_of
 from kvrelay.frontend.http.call import Call, when_gone
 from kvrelay.frontend.http.errors import ClientGoneError, refuse
 from kvrelay.frontend.prompt.types import ChatRequest, CompletionRequest, SamplingFields
-from kvrelay.frontend.prompt.work import Origin
+from kvrelay.frontend.prompt.work import LostOrigin, Origin
 from kvrelay.frontend.service import Service
 from kvrelay.router.parent import Parent
 
 _MAX_WAIT_S = 120.0  # for a parent that is still being generated
 
 
-async def origin_of(service: Service, call: Call, request: CompletionRequest | ChatRequest) -> Origin | None:
-    """None: the request has a prompt of its own. Waits for a parent that is still being generated."""
+async def origin_of(service: Service, call: Call, request: CompletionRequest | ChatRequest) -> Origin | LostOrigin | None:
+    """None: the request has nothing but a prompt of its own. Waits for a parent that is still being generated."""
     handle = request.continuation_of
     if handle is None:
         suffixes = {
@@ -32,9 +33,15 @@ async def origin_of(service: Service, call: Call, request: CompletionRequest | C
         }
         refuse(suffixes, "needs continuation_of")
         return None
-    _check_fields(request)
+    has_prompt = bool(request.messages if isinstance(request, ChatRequest) else request.prompt)
+    _check_fields(request, has_prompt=has_prompt)
     suffix = await _suffix(service, request)
-    parent = await _parent(service, call, handle, request.timeout)
+    try:
+        parent = await _parent(service, call, handle, request.timeout)
+    except NotFoundError:
+        if not has_prompt:
+            raise
+        return LostOrigin(handle)
     if parent.cache_salt != (request.cache_salt or ""):
         reason = f"continuation_of: {handle!r} and this request have different cache_salts"
         raise InvalidRequestError(reason, param="cache_salt")
@@ -44,23 +51,23 @@ async def origin_of(service: Service, call: Call, request: CompletionRequest | C
     return Origin(handle, parent, [*parent.tokens, *suffix])
 
 
-def _check_fields(request: CompletionRequest | ChatRequest) -> None:
-    """Fields about a prompt make no sense for the tokens of another request."""
+def _check_fields(request: CompletionRequest | ChatRequest, *, has_prompt: bool) -> None:
+    """Fields about a prompt make no sense for the tokens of another request; those that say how messages are rendered, only
+    beside messages."""
     refused: dict[str, object] = {
         "prompt_logprobs": request.prompt_logprobs,
         "truncate_prompt_tokens": request.truncate_prompt_tokens,
     }
-    if isinstance(request, ChatRequest):
+    if isinstance(request, CompletionRequest):
+        refused["echo"] = request.echo or None
+    elif not has_prompt:
         refused |= {
-            "messages": request.messages,
             "add_generation_prompt": request.add_generation_prompt,
             "add_special_tokens": request.add_special_tokens or None,
             "continue_final_message": request.continue_final_message or None,
             "chat_template_kwargs": request.chat_template_kwargs,
             "mm_processor_kwargs": request.mm_processor_kwargs,
         }
-    else:
-        refused |= {"prompt": request.prompt, "echo": request.echo or None}
     refuse(refused, "cannot be combined with continuation_of")
 
 

@@ -8,7 +8,7 @@ import msgspec
 
 from kvrelay.errors import InvalidRequestError
 from kvrelay.frontend.http.call import Call
-from kvrelay.frontend.http.errors import missing
+from kvrelay.frontend.http.errors import missing, too_short
 from kvrelay.frontend.prompt.beams import check_chat
 from kvrelay.frontend.prompt.call_formats import CLOSE
 from kvrelay.frontend.prompt.continuation import keep_s, origin_of
@@ -18,7 +18,7 @@ from kvrelay.frontend.prompt.shapes import shape_of
 from kvrelay.frontend.prompt.template import render
 from kvrelay.frontend.prompt.tools import ToolPlan, arguments_schema, plan_tools
 from kvrelay.frontend.prompt.types import ChatRequest
-from kvrelay.frontend.prompt.work import Work
+from kvrelay.frontend.prompt.work import Origin, Work
 from kvrelay.frontend.service import Service
 from kvrelay.sampling import Grammar, GrammarKind, SamplingParams
 from kvrelay.wire.serving import Image
@@ -45,14 +45,7 @@ async def prepare_conversation(service: Service, call: Call, request: ChatReques
     field, shape = shape_of(request, service.tokenizer) or (None, None)
     if field is not None and shape is not None:
         await service.check_grammar(shape, field)
-    tools = plan_tools(
-        request.tools,
-        request.tool_choice,
-        request.parallel_tool_calls,
-        shape,
-        reads_calls=service.reads_tool_calls,
-        form=service.call_format,
-    )
+    tools = _tools(service, request, shape)
     if tools.grammar is not None:
         field, shape = "tools", tools.grammar
         await _check_tools(service, tools, shape)
@@ -60,12 +53,12 @@ async def prepare_conversation(service: Service, call: Call, request: ChatReques
     seconds = keep_s(service, request, obstacle="use_beam_search" if request.use_beam_search else "")
     origin = await origin_of(service, call, request)
     reasons = service.options.reasoning_parser == "think"
-    if origin is None:
-        text, tokens, images = await _prompt(service, request, tools)
-        opened = reasons and text.rstrip().endswith("<think>")
-    else:
+    if isinstance(origin, Origin):
         tokens, images = origin.prompt, list(origin.parent.images)
         opened = reasons and _left_open(service, tokens)
+    else:
+        text, tokens, images = await _prompt(service, request, tools)
+        opened = reasons and text.rstrip().endswith("<think>")
     params = _params(service, request, tokens, shape, tools)
     return Conversation(
         work=Work(request, [tokens], [params], seconds, origin, images),
@@ -73,6 +66,23 @@ async def prepare_conversation(service: Service, call: Call, request: ChatReques
         reasons=reasons,
         opened=opened,
         num_top_logprobs=None if params.logprobs is None else max(params.logprobs, len(params.logprob_token_ids)),
+    )
+
+
+async def count_prompt(service: Service, request: ChatRequest) -> int:
+    """Tokens of its prompt."""
+    tools = _tools(service, request, None)
+    return len((await _prompt(service, request, tools))[1])
+
+
+def _tools(service: Service, request: ChatRequest, shape: Grammar | None) -> ToolPlan:
+    return plan_tools(
+        request.tools,
+        request.tool_choice,
+        request.parallel_tool_calls,
+        shape,
+        reads_calls=service.reads_tool_calls,
+        form=service.call_format,
     )
 
 
@@ -84,14 +94,20 @@ async def _check_tools(service: Service, tools: ToolPlan, grammar: Grammar) -> N
         for place, tool in enumerate(tools.tools):
             field = f"tools[{place}].function.parameters"
             schema = msgspec.json.encode(arguments_schema(tool.function)).decode()
-            await service.check_grammar(Grammar(kind=GrammarKind.JSON_SCHEMA, source=schema), field)
-        raise
+            try:
+                await service.check_grammar(Grammar(kind=GrammarKind.JSON_SCHEMA, source=schema), field)
+            except InvalidRequestError as error:
+                raise InvalidRequestError(f"{error.message} (function {tool.function.name!r})", param=field) from None
+        raise InvalidRequestError("tools: each can be used, but not all of them together: they are too many or too large",
+                                  param="tools") from None  # fmt: skip
 
 
 async def _prompt(service: Service, request: ChatRequest, tools: ToolPlan) -> tuple[str, list[int], list[Image]]:
     """As text, and as tokens with placeholders for images."""
     if request.messages is None:
         raise missing("messages")
+    if not request.messages:
+        raise too_short("messages", request.messages)
     parts = image_parts(service.images, request)
     text = await render(service, request, request.messages, tools.tools)
     if request.add_special_tokens:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 from kvrelay.errors import InvalidRequestError
 from kvrelay.frontend.prompt.beams import beam_search
 from kvrelay.frontend.prompt.types import SamplingFields
 from kvrelay.frontend.service import Service
-from kvrelay.sampling import Grammar, SamplingParams
+from kvrelay.sampling import MAX_BIAS, Grammar, SamplingParams
 
 _draw = random.SystemRandom()
 
@@ -27,10 +28,9 @@ def sampling_params(
 ) -> SamplingParams:
     """Validated. The caller checks fields that have another name in the request."""
     beam = beam_search(request)
-    bias = request.logit_bias or {}
+    bias = _biases(service, request.logit_bias or {})
     stop_tokens, bad_words = request.stop_token_ids or [], request.bad_words or []
     named = {
-        "logit_bias": list(bias),
         "stop_token_ids": stop_tokens,
         "allowed_token_ids": request.allowed_token_ids,
         "logprob_token_ids": request.logprob_token_ids,
@@ -69,6 +69,26 @@ def sampling_params(
     return params
 
 
+def _biases(service: Service, given: dict[str, Any]) -> dict[int, float]:
+    """Refused with the key that is wrong."""
+    last = service.tokenizer.vocab_size - 1
+    found: dict[int, float] = {}
+    for key, value in given.items():
+        if not (key.isascii() and key.isdigit() and int(key) <= last):
+            raise _wrong_bias(f"the key {key[:100]!r} is not a token id of this model (0 to {last})", "invalid_value")
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise _wrong_bias(f"the value of {key!r} must be a number", "invalid_type")
+        if not -MAX_BIAS <= value <= MAX_BIAS:
+            side = "above_max" if value > 0 else "below_min"
+            raise _wrong_bias(f"the value of {key!r} must be between -{MAX_BIAS} and {MAX_BIAS}", f"decimal_{side}_value")
+        found[int(key)] = float(value)
+    return found
+
+
+def _wrong_bias(problem: str, code: str) -> InvalidRequestError:
+    return InvalidRequestError(f"logit_bias: {problem}", param="logit_bias", code=code)
+
+
 def _or(value: float | None, default: float) -> float:
     return default if value is None else value
 
@@ -88,8 +108,8 @@ def output_tokens(service: Service, requested: int | None, default: int | None, 
     if requested > room and service.backend.max_model_len:
         limit = service.backend.max_model_len
         raise InvalidRequestError(
-            f"this model's context holds {limit} tokens; {num_prompt_tokens} of the prompt and {requested} of the output "
-            f"are {num_prompt_tokens + requested}",
+            f"this model's maximum context length is {limit} tokens; {num_prompt_tokens} of the prompt and {requested} of the "
+            f"output are {num_prompt_tokens + requested}",
             param=field,
             code="context_length_exceeded",
         )

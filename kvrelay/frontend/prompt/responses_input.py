@@ -55,6 +55,7 @@ def chat_request(request: ResponsesRequest) -> chat.ChatRequest:
         )
     shows_logprobs = bool(request.include) or request.top_logprobs is not None
     return chat.ChatRequest(
+        model=request.model,
         messages=_read_input(request)[0],
         temperature=request.temperature,
         top_p=request.top_p,

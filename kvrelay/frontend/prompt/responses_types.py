@@ -21,13 +21,14 @@ from kvrelay.frontend.prompt.types import (
     Penalty,
     Positive,
     RefusalPart,
+    Replayed,
     Schema,
     TextFormat,
 )
 from kvrelay.sampling import MAX_STOP_STRINGS
 
 
-class InputText(Body, frozen=True, kw_only=True, tag_field="type", tag="input_text"):
+class InputText(Replayed, frozen=True, kw_only=True, tag_field="type", tag="input_text"):
     text: str
 
 
@@ -35,26 +36,27 @@ class InputImage(Body, frozen=True, kw_only=True, tag_field="type", tag="input_i
     image_url: str
     detail: Literal["auto", "low", "high"] | None = None
     file_id: None = None
+    cache_control: Any = None
 
 
-class OutputText(Body, frozen=True, kw_only=True, tag_field="type", tag="output_text"):
+class OutputText(Replayed, frozen=True, kw_only=True, tag_field="type", tag="output_text"):
     text: str
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
 
 
-class SummaryText(Body, frozen=True, kw_only=True, tag_field="type", tag="summary_text"):
+class SummaryText(Replayed, frozen=True, kw_only=True, tag_field="type", tag="summary_text"):
     text: str
 
 
-class ReasoningText(Body, frozen=True, kw_only=True, tag_field="type", tag="reasoning_text"):
+class ReasoningText(Replayed, frozen=True, kw_only=True, tag_field="type", tag="reasoning_text"):
     text: str
 
 
 InputPart = InputText | InputImage | OutputText | RefusalPart | SummaryText | ReasoningText
 
 
-class InputItem(Body, frozen=True, kw_only=True):
+class InputItem(Replayed, frozen=True, kw_only=True):
     """A message, a call, the result of one, or reasoning. One struct, because `type` may be absent for messages."""
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
@@ -85,7 +87,15 @@ class JsonSchemaText(Body, frozen=True, kw_only=True, tag_field="type", tag="jso
 
 class TextOptions(Body, frozen=True, kw_only=True):
     format: TextFormat | JsonObjectFormat | JsonSchemaText | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: str | None = None  # a hint that is not used
+
+
+class ReasoningOptions(Body, frozen=True, kw_only=True):
+    """Hints that are not used."""
+
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
 
 
 class ResponsesTool(FunctionDefinition, frozen=True, kw_only=True, omit_defaults=False, tag_field="type", tag="function"):
@@ -125,6 +135,7 @@ class ResponsesRequest(HarmlessFields, frozen=True, kw_only=True):
     tools: Annotated[list[ResponsesTool], Meta(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponsesNamedTool | None = None
     parallel_tool_calls: bool | None = None
+    reasoning: ReasoningOptions | None = None
     truncation: Literal["disabled"] | None = None
     background: bool | None = None  # true is refused
     access_programs: None = None
@@ -135,4 +146,3 @@ class ResponsesRequest(HarmlessFields, frozen=True, kw_only=True):
     moderation: None = None
     previous_response_id: None = None
     prompt: None = None
-    reasoning: None = None

@@ -16,8 +16,7 @@ import msgspec
 from kvrelay.errors import InvalidRequestError
 from kvrelay.frontend.prompt.types import Body, NotEmpty, Schema, StructuralTagFormat
 from kvrelay.sampling import Grammar, GrammarKind
-from kvrelay.text.grammar_check import as_lark
-from kvrelay.text.json_schema import SchemaError
+from kvrelay.text.grammar_check import as_lark, check_grammar
 from kvrelay.text.tokenizer import Tokenizer
 
 
@@ -147,10 +146,11 @@ class _Writer:
         return [self.write(each, f"{path}.{key}[{place}]") for place, each in enumerate(elements)]
 
     def _grammar(self, kind: GrammarKind, source: str, path: str) -> str:
-        try:
-            return self._rule(as_lark(Grammar(kind=kind, source=source)))
-        except SchemaError as error:
-            raise InvalidRequestError(f"{path}: {error}", param=path) from None
+        grammar = Grammar(kind=kind, source=source)
+        problem = check_grammar(grammar)
+        if problem is not None:
+            raise InvalidRequestError(f"{path}: {problem.removeprefix('response_format: ')}", param=path)
+        return self._rule(as_lark(grammar))
 
     def _rule(self, body: str, *, lazy: bool = False) -> str:
         name = f"part_{len(self.rules)}"

@@ -10,6 +10,7 @@ import msgspec
 from kvrelay.errors import InvalidRequestError
 from kvrelay.frontend.prompt import types
 from kvrelay.frontend.prompt.images import template_parts, text_of
+from kvrelay.frontend.prompt.old_functions import with_tool_calls
 from kvrelay.frontend.prompt.tools import hermes_messages, tools_for_template
 from kvrelay.frontend.service import Service
 from kvrelay.text.chat_template import RESERVED_VARIABLES, Message
@@ -31,7 +32,7 @@ async def render(
     if reserved:
         field = f"chat_template_kwargs.{min(reserved)}"
         raise InvalidRequestError(f"{field} cannot be set by clients", param=field)
-    shown = [template_message(message, place) for place, message in enumerate(messages)]
+    shown = [template_message(message, place) for place, message in enumerate(with_tool_calls(messages))]
     add_prompt = not request.continue_final_message if request.add_generation_prompt is None else request.add_generation_prompt
 
     def work() -> str:

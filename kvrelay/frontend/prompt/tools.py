@@ -178,8 +178,9 @@ def _encoded(schema: dict[str, Any]) -> str:
 
 
 def tools_for_template(tools: Sequence[FunctionTool]) -> list[dict[str, Any]]:
-    """As clients wrote them, without the fields they left out."""
-    return [msgspec.to_builtins(tool) for tool in tools]
+    """As clients wrote them, without the fields they left out, and without hints to servers."""
+    functions = [msgspec.structs.replace(tool.function, cache_control=None) for tool in tools]
+    return [{"type": "function", "function": msgspec.to_builtins(function)} for function in functions]
 
 
 def hermes_messages(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[Message]:

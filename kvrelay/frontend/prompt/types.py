@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from kvrelay.sampling import MAX_BAD_WORDS, MAX_LOGPROB_TOKENS, MAX_LOGPROBS, MAX_SAMPLES, MAX_STOP_STRINGS
+from kvrelay.sampling import MAX_BAD_WORDS, MAX_BIAS, MAX_LOGPROB_TOKENS, MAX_LOGPROBS, MAX_SAMPLES, MAX_STOP_STRINGS
 
 MAX_COUNT = 2**31 - 1
 MAX_TIMEOUT_S = 86_400.0
@@ -30,6 +30,7 @@ Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 NotEmpty = Annotated[str, Meta(min_length=1)]
 Identifier = Annotated[str, Meta(min_length=1, max_length=256)]
 Schema = dict[str, Any]
+_BIASES = {"additionalProperties": {"type": "number", "minimum": -MAX_BIAS, "maximum": MAX_BIAS}}
 
 
 class Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -39,11 +40,15 @@ class Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 # Messages
 
 
-class TextPart(Body, frozen=True, kw_only=True, tag_field="type", tag="text"):
+class Replayed(Body, frozen=True, kw_only=True, forbid_unknown_fields=False):
+    """Part of a conversation. Clients send back what they were given, with additions of their own: these are not used."""
+
+
+class TextPart(Replayed, frozen=True, kw_only=True, tag_field="type", tag="text"):
     text: str
 
 
-class RefusalPart(Body, frozen=True, kw_only=True, tag_field="type", tag="refusal"):
+class RefusalPart(Replayed, frozen=True, kw_only=True, tag_field="type", tag="refusal"):
     refusal: str
 
 
@@ -58,19 +63,20 @@ class ImagePart(Body, frozen=True, kw_only=True, tag_field="type", tag="image_ur
     image_url: ImageUrl
     min_pixels: Positive | None = None
     max_pixels: Positive | None = None
+    cache_control: Any = None  # Anthropic's hint: prompts are cached anyway
 
 
-class CalledFunction(Body, frozen=True, kw_only=True):
+class CalledFunction(Replayed, frozen=True, kw_only=True):
     name: str
     arguments: str  # JSON
 
 
-class ToolCall(Body, frozen=True, kw_only=True, tag_field="type", tag="function"):
+class ToolCall(Replayed, frozen=True, kw_only=True, tag_field="type", tag="function"):
     id: str
     function: CalledFunction
 
 
-class SystemMessage(Body, frozen=True, kw_only=True, tag_field="role", tag="system"):
+class SystemMessage(Replayed, frozen=True, kw_only=True, tag_field="role", tag="system"):
     content: str | list[TextPart]
     name: str | None = None
 
@@ -79,12 +85,12 @@ class DeveloperMessage(SystemMessage, frozen=True, kw_only=True, tag="developer"
     """Rendered as a system message: no template of the models served here knows the role."""
 
 
-class UserMessage(Body, frozen=True, kw_only=True, tag_field="role", tag="user"):
+class UserMessage(Replayed, frozen=True, kw_only=True, tag_field="role", tag="user"):
     content: str | list[TextPart | ImagePart]
     name: str | None = None
 
 
-class AssistantMessage(Body, frozen=True, kw_only=True, tag_field="role", tag="assistant"):
+class AssistantMessage(Replayed, frozen=True, kw_only=True, tag_field="role", tag="assistant"):
     content: str | list[TextPart | RefusalPart] | None = None
     name: str | None = None
     refusal: str | None = None
@@ -92,17 +98,23 @@ class AssistantMessage(Body, frozen=True, kw_only=True, tag_field="role", tag="a
     reasoning_content: str | None = None
     reasoning: str | None = None
     audio: None = None
-    function_call: None = None
-    annotations: list[Any] | None = None  # part of an answer that clients send back unchanged
+    function_call: CalledFunction | None = None  # of old clients, as the role `function`
 
 
-class ToolMessage(Body, frozen=True, kw_only=True, tag_field="role", tag="tool"):
+class FunctionMessage(Replayed, frozen=True, kw_only=True, tag_field="role", tag="function"):
+    """The result of a call, as old clients write it."""
+
+    name: str
+    content: str | list[TextPart] | None = None
+
+
+class ToolMessage(Replayed, frozen=True, kw_only=True, tag_field="role", tag="tool"):
     content: str | list[TextPart]
     tool_call_id: str
     name: str | None = None
 
 
-ChatMessage = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage
+ChatMessage = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage | FunctionMessage
 
 
 # Tools
@@ -113,10 +125,12 @@ class FunctionDefinition(Body, frozen=True, kw_only=True, omit_defaults=True):
     description: str | None = None
     parameters: Schema | None = None
     strict: bool | None = None
+    cache_control: Any = None
 
 
 class FunctionTool(Body, frozen=True, kw_only=True, tag_field="type", tag="function"):
     function: FunctionDefinition
+    cache_control: Any = None
 
 
 class FunctionName(Body, frozen=True, kw_only=True):
@@ -211,7 +225,7 @@ class HarmlessFields(Body, frozen=True, kw_only=True):
     prompt_cache_retention: str | None = None
 
 
-HARMLESS_FIELDS = (*HarmlessFields.__struct_fields__, "include_obfuscation")
+HARMLESS_FIELDS = (*HarmlessFields.__struct_fields__, "include_obfuscation", "cache_control")
 
 
 class SamplingFields(HarmlessFields, frozen=True, kw_only=True):
@@ -225,7 +239,7 @@ class SamplingFields(HarmlessFields, frozen=True, kw_only=True):
     repetition_penalty: Annotated[float, Meta(gt=0.0, le=10.0)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: dict[TokenId, Annotated[float, Meta(ge=-100.0, le=100.0)]] | None = None
+    logit_bias: Annotated[dict[str, Any], Meta(extra_json_schema=_BIASES)] | None = None  # `params` checks what is in it
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     n: NumSamples | None = None
     use_beam_search: bool | None = None
@@ -271,7 +285,7 @@ class SamplingFields(HarmlessFields, frozen=True, kw_only=True):
 class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Meta(min_length=1)] | None = None  # needed without continuation_of
+    messages: list[ChatMessage] | None = None  # needed, and not empty, without continuation_of
     max_tokens: Positive | None = None
     max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
@@ -285,23 +299,23 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     mm_processor_kwargs: ProcessorOptions | None = None
     modalities: list[Literal["text"]] | None = None
-    verbosity: Literal["medium"] | None = None
+    include_reasoning: bool = True  # in answers
+    reasoning_effort: str | None = None  # a hint, as the next: no model here knows of it
+    verbosity: str | None = None
+    functions: Annotated[list[FunctionDefinition], Meta(min_length=1, max_length=128)] | None = None  # old names of tools
+    function_call: Literal["none", "auto"] | FunctionName | None = None
     audio: None = None
     chat_template: None = None
     documents: None = None
-    function_call: None = None
-    functions: None = None
     moderation: None = None
     prediction: None = None
-    reasoning_effort: None = None
     web_search_options: None = None
 
 
 class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
     """POST /v1/completions."""
 
-    # Needed without continuation_of.
-    prompt: NotEmpty | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)] | None = None
+    prompt: str | list[str | TokenId | list[TokenId]] | None = None  # needed, and not empty, without continuation_of
     max_tokens: Count | None = None  # 0 only scores the prompt, and needs echo
     logprobs: NumLogprobs | None = None
     echo: bool | None = None

@@ -21,6 +21,13 @@ class Origin:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class LostOrigin:
+    """A request whose tokens are gone: the prompt that came beside its name is computed instead."""
+
+    handle: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Work:
     """What is to be generated."""
 
@@ -28,5 +35,5 @@ class Work:
     prompts: list[list[int]]
     params: Sequence[SamplingParams]  # one per prompt: max_tokens may differ
     keep_s: float  # how long its KV is kept for continuations; 0: not at all
-    origin: Origin | None  # what its one prompt continues from
+    origin: Origin | LostOrigin | None  # what its one prompt continues from, or was to continue from
     images: Sequence[Image]  # of a conversation, which is one prompt

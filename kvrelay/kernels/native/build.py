@@ -1,6 +1,7 @@
 """Compiles the C kernels on first use and loads them.
 
-1. The name of the library is a digest of sources, flags, compiler and processor, so a cached one always fits.
+1. The name of the library is a digest of sources, flags, compiler and processor, so a cached one always fits: machines that
+   share a cache folder each find the library for their own kind (AVX-512, AVX2, NEON, or plain C).
 2. Not cached: compiled under a lock (two workers that start at once compile once), into a temporary name, then renamed, so
    that a half-written library is never seen.
 3. Loaded with ctypes, which lets other Python threads run during a call.
@@ -37,12 +38,15 @@ class KernelsUnavailableError(Exception):
     """Why there are no native kernels here. Never leaves this package: the reference kernels serve instead."""
 
 
-def load_library(cache_dir: pathlib.Path, compilers: Sequence[str] = _COMPILERS) -> ctypes.CDLL:
-    """The compiled kernels, ready to be called. Takes a few seconds the first time."""
+def load_library(
+    cache_dir: pathlib.Path, compilers: Sequence[str] = _COMPILERS, processor: Sequence[str] = _THIS_PROCESSOR
+) -> ctypes.CDLL:
+    """The compiled kernels, ready to be called. Takes a few seconds the first time. `processor` is what the compiler is told
+    of it: by default to use all that this one has."""
     if not sys.platform.startswith("linux"):
         raise KernelsUnavailableError(f"they are built on Linux only, not on {sys.platform}")
     runtime = _loaded_openmp()
-    library = _cached_library(cache_dir / "kernels", _find_compiler(compilers))
+    library = _cached_library(cache_dir / "kernels", _find_compiler(compilers), processor)
     try:
         functions = (runtime.GOMP_parallel, runtime.omp_get_thread_num, runtime.omp_get_num_threads)
     except AttributeError as error:
@@ -52,8 +56,8 @@ def load_library(cache_dir: pathlib.Path, compilers: Sequence[str] = _COMPILERS)
     return library
 
 
-def _cached_library(folder: pathlib.Path, compiler: str) -> ctypes.CDLL:
-    name = f"kernels-{_digest(compiler)}.so"
+def _cached_library(folder: pathlib.Path, compiler: str, processor: Sequence[str]) -> ctypes.CDLL:
+    name = f"kernels-{_digest(compiler, processor)}.so"
     with _writable(folder) as place, _locked(place / "lock"):
         path = place / name
         if path.exists():
@@ -61,7 +65,7 @@ def _cached_library(folder: pathlib.Path, compiler: str) -> ctypes.CDLL:
                 return ctypes.CDLL(str(path))
             except OSError:  # damaged, by a full disk say
                 path.unlink()
-        _compile(compiler, path)
+        _compile(compiler, processor, path)
         try:
             return ctypes.CDLL(str(path))
         except OSError as error:
@@ -98,12 +102,12 @@ def _find_compiler(names: Sequence[str]) -> str:
     raise KernelsUnavailableError(f"there is no C compiler on PATH (looked for {', '.join(names)})")
 
 
-def _compile(compiler: str, path: pathlib.Path) -> None:
+def _compile(compiler: str, processor: Sequence[str], path: pathlib.Path) -> None:
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     sources = [str(source) for source in sorted(_FOLDER.glob("*.c"))]
     try:
-        for processor in (_THIS_PROCESSOR, ()):
-            command = [compiler, *_FLAGS, *processor, "-o", str(temporary), *sources, "-lm"]
+        for known in (processor, ()):
+            command = [compiler, *_FLAGS, *known, "-o", str(temporary), *sources, "-lm"]
             result = _run(command)
             if result.returncode == 0:
                 temporary.replace(path)
@@ -123,11 +127,11 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
         raise KernelsUnavailableError(f"{command[0]} did not run: {error}") from error
 
 
-def _digest(compiler: str) -> str:
+def _digest(compiler: str, processor: Sequence[str]) -> str:
     digest = hashlib.sha256()
     for source in sorted([*_FOLDER.glob("*.c"), *_FOLDER.glob("*.h")]):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
-    for fact in (*_FLAGS, _run([compiler, "--version"]).stdout, platform.machine(), _processor()):
+    for fact in (*_FLAGS, *processor, _run([compiler, "--version"]).stdout, platform.machine(), _processor()):
         digest.update(fact.encode() + b"\0")
     return digest.hexdigest()[:24]
 

@@ -1,0 +1,132 @@
+/* Blocks of a linear layer for AVX2 and AVX-512.
+ *
+ * A block of rows is first copied, tile by tile, to [inputs][rows of the tile]: so a tile reads one short run of floats for each
+ * input, and the copy stays in the second-level cache while the panels go by. While a panel's tiles are computed, all of them
+ * fetch an even share of the panel that comes next, so that reading weights hides behind arithmetic. Few rows wait for memory
+ * alone: they go through two panels at a time, for the processor's own prefetcher reads two streams faster than one. */
+#include "transpose.h"
+
+#define VECTORS 2 /* per panel */
+#if LANES == 16   /* and 32 registers */
+#define TILE_ROWS 14
+#define PAIR_ROWS 7
+#else /* 16 registers */
+#define TILE_ROWS 6
+#define PAIR_ROWS 3
+#endif
+#define PANEL (VECTORS * LANES)
+#define ROW_BLOCK (98 / TILE_ROWS * TILE_ROWS)
+#define COPY_FLOATS (1L << 16) /* a quarter of a second-level cache of 1 MiB */
+#define DEPTH_BLOCK 1024       /* inputs whose part of a panel stays there too */
+#define AHEAD 1024             /* floats: how far a panel that only one tile reads is fetched ahead of its use */
+#define LINE 16                /* floats of a cache line */
+
+/* What a tile is computed from: x[depth][rows], and panels that are `panel_stride` apart. */
+struct Operands {
+    const float *x, *panel, *fetch;
+    long depth, panel_stride, fetch_step;
+};
+
+/* out[rows][panels * PANEL] (+)= x[depth][rows] * panel[depth][panels * PANEL]. A tile that is alone fetches the weights that it
+ * comes to soon, one of several its share of the next panel. */
+INLINE void tile(const int rows, const int panels, const int alone, const struct Operands *from, float *out, long out_stride,
+                 int resume) {
+    const float *x = from->x, *panel = from->panel, *fetch = from->fetch;
+    const long panel_stride = from->panel_stride, fetch_step = from->fetch_step;
+    vec sum[TILE_ROWS][2 * VECTORS];
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int v = 0; v < panels * VECTORS; v++)
+            sum[r][v] = resume ? load(out + r * out_stride + v * LANES) : splat(0.0f);
+    for (long k = from->depth; k > 0; k--) {
+        vec weight[2 * VECTORS];
+        UNROLL for (int p = 0; alone && p < panels; p++)
+            UNROLL for (int line = 0; line < PANEL; line += LINE)
+                __builtin_prefetch(panel + p * panel_stride + AHEAD + line);
+        if (!alone) __builtin_prefetch(fetch, 0, 2), fetch += fetch_step;
+        UNROLL for (int v = 0; v < panels * VECTORS; v++)
+            weight[v] = load(panel + v / VECTORS * panel_stride + v % VECTORS * LANES);
+        UNROLL for (int r = 0; r < rows; r++) {
+            vec input = splat(x[r]);
+            UNROLL for (int v = 0; v < panels * VECTORS; v++) sum[r][v] = multiply_add(weight[v], input, sum[r][v]);
+        }
+        x += rows, panel += PANEL;
+    }
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int v = 0; v < panels * VECTORS; v++) store(out + r * out_stride + v * LANES, sum[r][v]);
+}
+
+/* One function per size, so that each has the registers to itself. */
+typedef void (*Tile)(const struct Operands *from, float *out, long out_stride, int resume);
+#define TILE(name, rows, panels, alone)                                                                                       \
+    static __attribute__((noinline)) void name##rows(const struct Operands *from, float *out, long out_stride, int resume) {  \
+        tile(rows, panels, alone, from, out, out_stride, resume);                                                             \
+    }
+#define TILES(rows) TILE(alone_, rows, 1, 1) TILE(one_of_, rows, 1, 0)
+#define PAIR(rows) TILE(pair_, rows, 2, 1)
+TILES(1) TILES(2) TILES(3) TILES(4) TILES(5) TILES(6) PAIR(1) PAIR(2) PAIR(3)
+#if LANES == 16
+TILES(7) TILES(8) TILES(9) TILES(10) TILES(11) TILES(12) TILES(13) TILES(14) PAIR(4) PAIR(5) PAIR(6) PAIR(7)
+#define LIST_PAIRS {NULL, pair_1, pair_2, pair_3, pair_4, pair_5, pair_6, pair_7}
+#define LIST(name)                                                                                                            \
+    {NULL,     name##1, name##2, name##3,  name##4,  name##5,  name##6, name##7,                                              \
+     name##8, name##9, name##10, name##11, name##12, name##13, name##14}
+#else
+#define LIST_PAIRS {NULL, pair_1, pair_2, pair_3}
+#define LIST(name) {NULL, name##1, name##2, name##3, name##4, name##5, name##6}
+#endif
+static const Tile ALONE[] = LIST(alone_), ONE_OF[] = LIST(one_of_), PAIRS[] = LIST_PAIRS;
+
+/* x[rows][depth] -> copy[depth][rows]; writes a little behind it, too. */
+static void copy_tile(const float *x, long x_stride, long rows, long depth, float *copy) {
+    const float *row[LANES];
+    for (long r = 0; r < LANES; r++) row[r] = x + MINIMUM(r, rows - 1) * x_stride;
+    transpose(row, depth, copy, rows);
+}
+
+/* A block of rows: its inputs, its outputs, and those of the last panel, some of which are beyond the weight's and dropped. */
+struct Block {
+    const float *x;
+    float *out, *last_out;
+    long rows;
+};
+
+/* Some inputs of some panels. */
+static void block_inputs(const struct Linear *job, const struct Block *block, struct Share panels, long begin, long depth) {
+    float copy[COPY_FLOATS + LANES] __attribute__((aligned(64)));
+    const float *x = block->x + begin;
+    long rows = block->rows, tiles = (rows + TILE_ROWS - 1) / TILE_ROWS, panel_stride = job->in_features * PANEL;
+    for (long t = 0; t < tiles && rows > 1; t++) {
+        long first = rows * t / tiles, last = rows * (t + 1) / tiles;
+        copy_tile(x + first * job->in_features, job->in_features, last - first, depth, copy + first * depth);
+    }
+    for (long p = panels.begin, step; p < panels.end; p += step) {
+        int whole = (p + 1) * PANEL <= job->out_features, pair = p + 2 <= panels.end && (p + 2) * PANEL <= job->out_features;
+        step = pair && rows <= PAIR_ROWS ? 2 : 1;
+        const float *panel = job->panels + p * panel_stride + begin * PANEL;
+        struct Operands from = {rows > 1 ? copy : x, panel, panel + panel_stride, depth, panel_stride, PANEL / tiles};
+        float *out = whole ? block->out + p * PANEL : block->last_out;
+        long stride = whole ? job->out_features : PANEL;
+        const Tile *functions = step == 2 ? PAIRS : tiles == 1 ? ALONE : ONE_OF;
+        for (long t = 0; t < tiles; t++) {
+            long first = rows * t / tiles, last = rows * (t + 1) / tiles;
+            from.fetch = panel + panel_stride + depth * PANEL * t / tiles;
+            functions[last - first](&from, out + first * stride, stride, begin > 0);
+            from.x += (last - first) * depth;
+        }
+    }
+}
+
+static void linear_block(const struct Linear *job, long first, long rows, struct Share panels) {
+    float last_out[ROW_BLOCK * PANEL];
+    struct Block block = {job->x + first * job->in_features, job->out + first * job->out_features, last_out, rows};
+    long room = rows > 1 ? COPY_FLOATS / rows : job->in_features, most = rows > TILE_ROWS ? MINIMUM(room, DEPTH_BLOCK) : room;
+    long blocks = (job->in_features + most - 1) / most;
+    for (long b = 0; b < blocks; b++) {
+        long begin = job->in_features * b / blocks, end = job->in_features * (b + 1) / blocks;
+        block_inputs(job, &block, panels, begin, end - begin);
+    }
+    long rest = job->out_features % PANEL;
+    if (rest && panels.end * PANEL > job->out_features)
+        for (long r = 0; r < rows; r++)
+            memcpy(block.out + (r + 1) * job->out_features - rest, last_out + r * PANEL, (size_t)rest * sizeof(float));
+}
