@@ -45,5 +45,5 @@ def test_each_prompt_has_its_adapter_and_a_child_its_parents(workers: dict[str, 
 
 
 def test_an_adapter_that_cannot_be_read_is_named() -> None:
-    with pytest.raises(ModelError, match="adapter_config.json"):
+    with pytest.raises(ModelError, match=r"adapter_config\.json"):
         LLM(str(tiny_model(MODEL)), lora=["x=/nowhere"], kv_blocks=64, progress=False)

@@ -33,6 +33,7 @@ from kvrelay.wire.serving import (
     Encode,
     Finish,
     Hello,
+    LoadAdapter,
     PeerLost,
     Ping,
     ReleaseKept,
@@ -40,6 +41,7 @@ from kvrelay.wire.serving import (
     StepOutputs,
     Submit,
     ToWorker,
+    UnloadAdapter,
     Welcome,
 )
 
