@@ -129,6 +129,9 @@ class RouterOptions(Options, frozen=True, kw_only=True):
     failover_wait_s: Annotated[
         float, Meta(ge=0.0, description="seconds that a request whose worker was lost waits for another worker")
     ] = 10.0
+    start_wait_s: Annotated[
+        float, Meta(ge=0.0, description="seconds that a request without a worker waits while one that it needs is starting")
+    ] = 120.0
     shutdown_wait_s: Annotated[Count, Meta(description="seconds that running responses have to end after SIGTERM")] = 5
     served_model_name: Annotated[
         str,

@@ -21,7 +21,7 @@ from tiny_models import VOCAB_SIZE
 from kvrelay.offline.llm import LLM
 from kvrelay.sampling import SamplingParams
 
-HANG_S = 60.0
+HANG_S = 180.0  # only a guard: on a busy machine a worker takes half a minute to start
 _LONGEST_PROMPT = 150
 _SPECIAL_TOKENS = 3
 _LEAVING = 0.08  # of the clients go before the end

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import pathlib
 import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -12,6 +14,8 @@ sys.path[:0] = [str(pathlib.Path(__file__).parent), str(pathlib.Path(__file__).p
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("KVRELAY_OFFLINE", "0")  # the default model may be fetched
 
+
+LONG_TIMEOUT_S = 1800
 
 # Files that wait for processes and clocks, the longest first: beside them the rest, which only computes, fills the cores.
 _FIRST = (
@@ -41,6 +45,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return next((index for index, prefix in enumerate(_FIRST) if name.startswith(prefix)), len(_FIRST))
 
     items.sort(key=turn)
+    for item in items:  # a guard against what hangs, not a measure of how busy a machine is
+        if item.get_closest_marker("long") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(LONG_TIMEOUT_S))
+
+
+@pytest.fixture(autouse=True)
+def _untouched_log() -> Iterator[None]:
+    """A command that runs in this process sets up the log for good. The next test finds it as if none had: pytest adds
+    its handler to loggers that do not propagate, and would then hear every line twice."""
+    yield
+    for name in ("kvrelay", "uvicorn.error"):
+        logger = logging.getLogger(name)
+        logger.handlers[:], logger.filters[:], logger.propagate = [], [], True
+        logger.setLevel(logging.NOTSET)
 
 
 @pytest.fixture(scope="session")

@@ -122,7 +122,7 @@ class EtcdServer:
         process.send_signal(signal.SIGCONT)
         process.send_signal(number)
         try:
-            process.wait(10)
+            process.wait(60)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

@@ -22,7 +22,7 @@ from kvrelay.states import WorkerState
 from kvrelay.wire.registry import WorkerLoad, WorkerRecord
 
 LEASE_S = 1.0
-PATIENCE_S = 15.0
+PATIENCE_S = 60.0
 
 
 class View:
@@ -77,7 +77,7 @@ class Etcdctl:
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
         request = urllib.request.Request(self._url + path, msgspec.json.encode(body))
-        with urllib.request.urlopen(request, timeout=10) as response:
+        with urllib.request.urlopen(request, timeout=60) as response:
             return json.loads(response.read())
 
     def put(self, key: bytes, value: bytes) -> None:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-START_LIMIT_S = 90.0
+START_LIMIT_S = 180.0
 _YIELDING = 5  # a niceness
 _READY = re.compile(r"kvrelay ready on http://([^:]+):(\d+).*register at (tcp://\S+?)\)")
 
@@ -115,7 +115,7 @@ class ProcessCluster:
         """Forgets workers that have ended."""
         self.workers = [worker for worker in self.workers if worker.alive]
 
-    def get(self, path: str, timeout_s: float = 10.0) -> Any:
+    def get(self, path: str, timeout_s: float = 60.0) -> Any:
         with urllib.request.urlopen(self.url + path, timeout=timeout_s) as response:
             return json.loads(response.read())
 
@@ -153,15 +153,15 @@ class ProcessCluster:
             worker.signal(signal.SIGKILL)
         self.router.terminate()
         try:
-            self.router.wait(15)
+            self.router.wait(60)
         except subprocess.TimeoutExpired:
             self.router.kill()
-            self.router.wait(15)
+            self.router.wait(60)
         if self.router.stdout is not None:
             self.router.stdout.close()
         for worker in self.workers:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                worker.process.wait(15)
+                worker.process.wait(60)
 
 
 def _command(*arguments: str) -> list[str]:

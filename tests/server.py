@@ -45,7 +45,7 @@ class Server:
         assert self.url, "the server did not come up:\n" + "\n".join(self.lines[-40:])
 
     def get(self, path: str) -> Any:
-        with urllib.request.urlopen(self.url + path, timeout=30) as response:
+        with urllib.request.urlopen(self.url + path, timeout=60) as response:
             return json.loads(response.read())
 
     def stop(self) -> None:
@@ -56,9 +56,9 @@ class Server:
         finally:
             if self.process.poll() is None:
                 self.process.kill()
-        self._reader.join(10)
+        self._reader.join(60)
 
-    def idle_workers(self, patience_s: float = 30.0) -> list[dict[str, Any]]:
+    def idle_workers(self, patience_s: float = 60.0) -> list[dict[str, Any]]:
         """The leak check: waits until nothing runs, then fails if any block is held."""
         deadline = time.monotonic() + patience_s
         while True:

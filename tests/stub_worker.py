@@ -15,6 +15,7 @@ from kvrelay.states import FinishReason, Role, WorkerState
 from kvrelay.wire import PROTOCOL_VERSION
 from kvrelay.wire.registry import BlockCounts, WorkerLoad, WorkerRecord
 from kvrelay.wire.serving import (
+    Encode,
     Failure,
     Finish,
     Inherited,
@@ -149,6 +150,9 @@ class StubEngine:
         if not samples:
             del self._open[finish.request_id]
 
+    def encode(self, message: Encode) -> None:
+        """As of one that is slow: nothing comes of it."""
+
     def step(self) -> StepOutputs:
         if self.stuck_s:
             time.sleep(self.stuck_s)
@@ -249,13 +253,13 @@ class StubWorker:
     def stop(self) -> None:
         """Ends in order: leaves the registry, tells open requests."""
         self.loop.stop_asked = True
-        self._thread.join(10)
+        self._thread.join(60)
 
     def drain(self) -> None:
         self.loop.drain_asked = True
 
     def join(self) -> None:
-        self._thread.join(10)
+        self._thread.join(60)
         assert not self._thread.is_alive()
 
     def crash(self) -> None:

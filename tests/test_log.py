@@ -3,22 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 
 import pytest
 
 from kvrelay import log as logging_module
 from kvrelay.log import Log, configure, take_over
-
-
-@pytest.fixture(autouse=True)
-def _as_before() -> Iterator[None]:
-    logger = logging.getLogger("kvrelay")
-    handlers, level, propagate = list(logger.handlers), logger.level, logger.propagate
-    yield
-    logger.handlers[:] = handlers
-    logger.setLevel(level)
-    logger.propagate = propagate
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from kvrelay.wire.events import EVENTS_VERSION
 from kvrelay.wire.registry import FromRegistry, Register, Registered, RegistryRefused
 from kvrelay.wire.serving import Hello, Refused, ToRouter, Welcome
 
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 OTHERS = [0, PROTOCOL_VERSION - 1, PROTOCOL_VERSION + 1]
 REMEDY = "run the same version of kvrelay on both"
 

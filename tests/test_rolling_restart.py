@@ -13,7 +13,7 @@ from kvrelay.router.backend import GenerateRequest
 from kvrelay.router.router import Router
 from kvrelay.sampling import SamplingParams
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 NUM_WORKERS = 3
 NUM_CLIENTS = 8
 NUM_TOKENS = 20

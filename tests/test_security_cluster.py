@@ -23,7 +23,7 @@ from kvrelay.planes.cluster_key import derive, load_key, write_new_key
 from kvrelay.router.backend import GenerateRequest
 from kvrelay.router.router import Router
 
-PATIENCE_S = 60.0
+PATIENCE_S = 180.0  # processes start meanwhile
 FAKE_WORKER = pathlib.Path(__file__).parent / "worker" / "fake_worker_process.py"
 SMALL: dict[str, Any] = {"kv_blocks": 64, "max_batch": 8, "threads": 1}
 

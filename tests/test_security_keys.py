@@ -32,12 +32,9 @@ def _key_of_this_process() -> Iterator[None]:
 
 @pytest.fixture
 def _same_process_afterwards() -> Iterator[None]:
-    """Commands set up the log and the threads of their process, and here that is the process of all tests."""
+    """Commands set up the threads of their process, and here that is the process of all tests."""
     interval_s = sys.getswitchinterval()
-    logger = logging.getLogger("kvrelay")
-    before = (logger.handlers[:], logger.level, logger.propagate)
     yield
-    logger.handlers[:], logger.level, logger.propagate = before
     sys.setswitchinterval(interval_s)
 
 

@@ -30,7 +30,7 @@ from kvrelay.wire.events import Replay
 from kvrelay.wire.registry import Register
 from kvrelay.wire.serving import Hello
 
-PATIENCE_MS = 10_000
+PATIENCE_MS = 60_000
 KEY, OTHER = derive(b"k" * 32), derive(b"o" * 32)
 MARKER = "words-that-nobody-else-may-read"
 PUBLISHER = new_worker_id("whole")

@@ -4,5 +4,6 @@
 - `harness/`    what scenarios share: options and parts (`scenario.py`), child processes (`child.py`), workers behind a router
                 of this process (`cluster.py`) or behind `kvrelay serve` (`server.py`), an engine without one (`engine.py`),
                 prompts (`workload.py`), the drawing (`plot.py`), the result (`report.py`)
-- the others    a scenario each: `machine.py`, or a folder whose `scenario.py` has its options and parts
+- `compare.py`  two result files side by side
+- the others    a scenario each: `machine.py`, `everything.py`, or a folder whose `scenario.py` has its options and parts
 """

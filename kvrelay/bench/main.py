@@ -9,7 +9,9 @@ import sys
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 
+from kvrelay.bench import compare
 from kvrelay.bench.harness import report
 from kvrelay.bench.harness.scenario import BenchOptions, Scenario
 from kvrelay.errors import ConfigError, KVRelayError
@@ -25,12 +27,15 @@ SCENARIOS = {
     "two-stage": ("two_stage.scenario", "what continuing from a request costs, against asking again; beams against requests"),
     "encode": ("encode.scenario", "what encode workers and the relay of embeddings cost, and what they are good for"),
     "gpu": ("gpu.scenario", "the engine on an NVIDIA card: against transformers, then decode and prefill of an 8B shape"),
+    "serve": ("serve.scenario", "any OpenAI-compatible server under traffic from a seed"),
+    "slo": ("slo.scenario", "the highest rate of requests that meets targets: one whole worker, 1P1D, 2P1D"),
     "all": ("everything", "everything that README shows, at one commit (--draft: of a tree with changes)"),
 }
 _HELP = f"""\
 usage: kvrelay bench SCENARIO [--json FILE] [options]
+       kvrelay bench compare A B
 
-Measures this installation and says how far it is from what is possible.
+Measures this installation and says how far it is from what is possible. `compare` shows two result files side by side.
 
 scenarios:
 {chr(10).join(f"  {name:<11} {summary}" for name, (_, summary) in SCENARIOS.items())}
@@ -47,9 +52,12 @@ def run(argv: list[str]) -> int:
         print(_HELP, end="")
         return 0 if argv else 2
     try:
-        _run_scenario(argv, console)
+        if argv[0] == "compare":
+            compare.run(argv[1:], Console())
+        else:
+            _run_scenario(argv, console)
     except KVRelayError as error:
-        console.print(f"[red]error:[/] {error}", highlight=False, soft_wrap=True)
+        console.print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         console.print("stopped")
@@ -66,14 +74,16 @@ def find_scenario(name: str) -> Scenario[Any]:
 
 
 def unused_options(scenario: Scenario[Any]) -> frozenset[str]:
-    """A scenario of one part has no `--only`."""
-    return frozenset({"only"}) if len(scenario.parts) == 1 else frozenset()
+    """A scenario of one part has no `--only`; what is given without its name is no option."""
+    return frozenset({"only"} if len(scenario.parts) == 1 else ()) | {scenario.positional}
 
 
 def _parse(name: str, scenario: Scenario[Any], argv: list[str]) -> BenchOptions:
     parts = [f"  {part:<11} {scenario.parts[part].title}" for part in scenario.parts if len(scenario.parts) > 1]
     epilog = "\n".join(["parts:", *parts]) if parts else None
     parser = Parser(prog=f"kvrelay bench {name}", description=f"Measures {SCENARIOS[name][1]}.", epilog=epilog)
+    if positional := scenario.positional:
+        parser.add_argument(positional, metavar=positional.upper(), help="what is measured")
     add_options(parser, [scenario.options], skip=unused_options(scenario))
     options = collect(parser.parse_strictly(argv), [scenario.options], None)[scenario.options]
     assert isinstance(options, BenchOptions)

@@ -10,7 +10,6 @@ of its engine, so one that is stuck does not answer; give a busy one a few secon
 from __future__ import annotations
 
 import sys
-import time
 import urllib.parse
 
 import zmq
@@ -20,7 +19,7 @@ from kvrelay.errors import ConfigError, UnavailableError
 from kvrelay.ids import new_router_id
 from kvrelay.options import Parser
 from kvrelay.planes.cluster_key import key_file, load_key
-from kvrelay.planes.curve import connecting, keyed
+from kvrelay.planes.curve import connecting, exchange, keyed
 from kvrelay.states import WorkerState
 from kvrelay.wire import PROTOCOL_VERSION
 from kvrelay.wire.codec import Decoder, encode
@@ -75,15 +74,14 @@ def ask(address: str, timeout_s: float) -> str:
 def worker_state(address: str, timeout_s: float) -> str:
     """Says Hello once. Outputs meant for another router never come here, but a load report of ours may."""
     decoder: Decoder[ToRouter] = Decoder(ToRouter)
-    deadline = time.monotonic() + timeout_s
     with connecting(zmq.DEALER) as socket:
         try:
             socket.connect(address)
         except zmq.ZMQError as error:
             raise ConfigError(f"{address!r} is no address to connect to: {error.strerror or error}") from error
-        socket.send(encode(Hello(version=PROTOCOL_VERSION, router_id=new_router_id(), silence_s=_FORGET_S)))
-        while (left_ms := round((deadline - time.monotonic()) * 1000)) > 0 and socket.poll(left_ms):
-            match decoder.decode(socket.recv()):
+        hello = encode(Hello(version=PROTOCOL_VERSION, router_id=new_router_id(), silence_s=_FORGET_S))
+        for answer in exchange(socket, hello, timeout_s):
+            match decoder.decode(answer):
                 case Welcome(worker=worker):
                     return worker.state.value
                 case Refused(reason=reason):

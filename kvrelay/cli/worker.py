@@ -59,13 +59,13 @@ def _run_worker(chosen: Chosen, tie: LauncherTie | None) -> int:
     from kvrelay.worker.build import stage_of
     from kvrelay.worker.worker import run_worker
 
-    place, shown = chosen.of(WorkerOptions), chosen.namespace.progress
+    place, transfer, shown = chosen.of(WorkerOptions), chosen.of(TransferOptions), chosen.namespace.progress
     return run_worker(
         chosen.of(ModelOptions),
         chosen.of(EngineOptions),
         place,
         chosen.environment,
         Silent() if shown == "none" else console_progress(plain=shown == "plain"),
-        stage_of(Role(place.role), chosen.of(TransferOptions), place.worker_host, place.signal_port),
+        lambda setup: stage_of(Role(place.role), transfer, place.worker_host, place.signal_port)(setup),  # loads libraries
         tie=tie,
     )

@@ -20,7 +20,7 @@ from kvrelay.discovery.members import Members, check_ttl
 from kvrelay.errors import ConfigError, ProtocolError
 from kvrelay.ids import WorkerId
 from kvrelay.log import Log
-from kvrelay.planes.curve import Socket, connecting, listening
+from kvrelay.planes.curve import Socket, connecting, exchange, listening
 from kvrelay.planes.loop_socket import LoopSocket, bound_address
 from kvrelay.states import WorkerState
 from kvrelay.wire import PROTOCOL_VERSION, check_version
@@ -163,7 +163,7 @@ class EmbeddedRegistration:
 
     def __init__(self, address: str, *, timeout_s: float = 1.0) -> None:
         self._address = address
-        self._timeout_ms = max(1, round(timeout_s * 1000))
+        self._timeout_s = timeout_s
         self._decoder: Decoder[FromRegistry] = Decoder(FromRegistry)
         self._registered: Register | None = None
         self._socket = self._connect()
@@ -207,12 +207,9 @@ class EmbeddedRegistration:
 
     def _ask(self, message: Register | Renew | Leave) -> FromRegistry | None:
         """One question, one answer. After a silence the socket is new, so that a late answer meets no other question."""
-        try:
-            self._socket.send(encode(message), zmq.DONTWAIT)
-            if self._socket.poll(self._timeout_ms, zmq.POLLIN):
-                return self._decoder.decode(self._socket.recv())
-        except zmq.Again:
-            pass
+        answer = next(exchange(self._socket, encode(message), self._timeout_s), None)
+        if answer is not None:
+            return self._decoder.decode(answer)
         self._socket.close(linger=0)
         self._socket = self._connect()
         return None

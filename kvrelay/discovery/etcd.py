@@ -184,7 +184,10 @@ class EtcdRegistration:
     def register(self, record: WorkerRecord, ttl_s: float) -> bool:
         check_record(record)
         check_ttl(ttl_s)
-        self._record, self._ttl_s = record, math.ceil(ttl_s)  # etcd counts whole seconds
+        is_other_ttl, self._ttl_s = math.ceil(ttl_s) != self._ttl_s, math.ceil(ttl_s)  # etcd counts whole seconds
+        self._record = record
+        if is_other_ttl:
+            self._lease = None  # the old one ends by itself; the key moves to the new one
         try:
             self._hold(record)
         except RefusedError as error:

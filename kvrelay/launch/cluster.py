@@ -115,7 +115,7 @@ def open_router(
         registration_s=cluster.registration_s,
         model=served_name,
         router_id=router_id,
-        rules=RetryRules(max_retries=options.max_retries, wait_s=options.failover_wait_s),
+        rules=RetryRules(max_retries=options.max_retries, wait_s=options.failover_wait_s, start_wait_s=options.start_wait_s),
         sync=sync,
         continuation_cache=options.continuation_cache,
         max_kept_per_key=options.max_kept_per_key,

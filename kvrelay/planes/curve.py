@@ -3,6 +3,7 @@
     use_key(key)        once, before any socket: what this process does from now on is done with that key
     listening(kind)     to be bound: takes only peers that hold the cluster key, if there is one
     connecting(kind)    to be connected: shows that it holds the key
+    exchange(socket)    a question and its answers, for as long as is given
 
 With a key every connection is encrypted and both ends have proven themselves (CURVE) before a byte of a message is read. The
 listening end asks a second time: a thread, the guard, answers ZMQ's question (ZAP) whether a client's public key is the one
@@ -17,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
@@ -82,6 +84,18 @@ def connecting(kind: int, options: Options = MappingProxyType({})) -> Socket:
         socket.setsockopt(zmq.CURVE_PUBLICKEY, key.client_public)
         socket.setsockopt(zmq.CURVE_SECRETKEY, key.client_secret)
     return socket
+
+
+def exchange(socket: Socket, question: bytes, timeout_s: float) -> Iterator[bytes]:
+    """Asks, and gives what is answered within `timeout_s`. A connection that breaks may take back an answer that a
+    poll has seen, and a question that has no way out yet waits in `send`: neither is waited for any longer than that."""
+    deadline = time.monotonic() + timeout_s
+    with contextlib.suppress(zmq.Again):
+        socket.setsockopt(zmq.SNDTIMEO, round(timeout_s * 1000))
+        socket.send(question)
+        while (left_ms := round((deadline - time.monotonic()) * 1000)) > 0:
+            socket.setsockopt(zmq.RCVTIMEO, left_ms)
+            yield socket.recv()
 
 
 def _new_socket(kind: int, options: Options) -> Socket:

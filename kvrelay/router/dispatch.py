@@ -44,6 +44,8 @@ from kvrelay.wire.serving import COMES_FIRST, BeamResult, Failure, HandedOver, I
 
 log = Log("router")
 
+_NO_ENCODER = "no encode worker is up, and the request has images"
+
 
 class Dispatcher:
     """Owns the table of open requests. The router tells it which peers may be used."""
@@ -65,28 +67,36 @@ class Dispatcher:
         self._metrics = metrics
         self._keeping = Keeping(continuations)
         self.open: dict[RequestId, OpenRequest] = {}
-        self.stranded = Stranded(self._rules.wait_s, self._retry, self._give_up)
+        self.stranded = Stranded(self._rules, self._retry, self._is_starting)
         self._estranged = Estranged()
         self._rate = CompletionRate()
         self.usable: list[Peer] = []
+        self._starting: frozenset[Role] = frozenset()
 
-    def use(self, peers: list[Peer]) -> None:
+    def use(self, peers: list[Peer], starting: frozenset[Role] = frozenset()) -> None:
+        """And the roles of workers that are starting."""
         self.usable = peers
+        self._starting = starting
         self._planner.use(peers)
         self.stranded.try_now()
 
-    def submit(self, request: GenerateRequest, excuse: str) -> RequestStream:
-        """`excuse` says why there is no usable peer, if there is none."""
+    def submit(self, request: GenerateRequest, excuse: str, *, may_wait: bool) -> RequestStream:
+        """`excuse` says why there is no usable peer, if there is none. `may_wait`: for one that starts, as a request that lost
+        its worker does."""
         stream = RequestStream(new_request_id(), request.params.n, self)
         entry = OpenRequest(request, stream)
-        plan = self._first_plan(entry, excuse)
+        has_to_wait = may_wait and self._rules.start_wait_s > 0.0 and self._is_starting(entry)
+        plan = None if has_to_wait else self._first_plan(entry, excuse)
         self._keeping.begin(entry)
         try:
-            self._send_first(entry, plan, excuse)
+            if plan is not None:
+                self._send_first(entry, plan, excuse)
         except RequestError as error:
             self._keeping.abandon(entry, error)
             raise
         self.open[stream.request_id] = entry
+        if plan is None:
+            self.stranded.add(entry, UnavailableError(excuse or _NO_ENCODER, code="no_worker"))
         if request.timeout_s is not None:
             entry.deadline = asyncio.get_running_loop().call_later(request.timeout_s, self._expired, entry)
         self._metrics.dispatched.inc()
@@ -165,6 +175,10 @@ class Dispatcher:
         elif plan.prefill is not None and (entry.has_diverged or plan.prefill.id in avoid):
             plan = Plan(plan.decode)  # which computes the prompt itself
         return plan if not request.images else self._planner.with_encoders(plan, request, avoid, trust_caches=is_first)
+
+    def _is_starting(self, entry: OpenRequest) -> bool:
+        """Whether a worker is starting that the request lacks. Prefill workers are none: others compute prompts too."""
+        return bool(self._starting) and not self._starting.isdisjoint(self._planner.lacking(entry.request))
 
     def _first_plan(self, entry: OpenRequest, excuse: str) -> Plan:
         if not self._planner.ready:
@@ -263,8 +277,12 @@ class Dispatcher:
         for _ in range(len(self.usable)):
             try:
                 plan = self._plan(entry)
-            except (QueueFullError, UnavailableError, InvalidRequestError):
+            except (QueueFullError, UnavailableError):
                 return False
+            except InvalidRequestError as error:
+                if not entry.num_attempts:  # it has waited for the worker that can tell
+                    entry.stream.fail(error)
+                return not entry.num_attempts
             if plan.decode.id in entry.avoid or any(share.peer.id in entry.avoid for share in plan.encode):
                 return False
             unreachable = self._send(entry, plan)
@@ -272,10 +290,6 @@ class Dispatcher:
                 return True
             entry.avoid.add(unreachable.id)
         return False
-
-    def _give_up(self, entry: OpenRequest, error: RequestError) -> None:
-        waited = f"and no other worker came up within {self._rules.wait_s:g} s"
-        entry.stream.fail(UnavailableError(f"{error.message}; {waited}", code=error.code))
 
     def _drop_attempt(self, entry: OpenRequest) -> None:
         for leg in entry.legs:

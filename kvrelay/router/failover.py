@@ -1,7 +1,8 @@
 """What becomes of a request whose worker is gone or could not go on.
 
     judge      whose fault is an error that a worker reports: the client's, the worker's, or of no concern any more
-    Stranded   requests that lost their worker when no other was up: tried again as soon as one is, for a while
+    Stranded   requests that have no worker, and none is up: tried again as soon as one is, for a while, and for longer while
+               one that they need is starting
     Estranged  pairs of workers between which a hand-over has failed: not tried again for a while
 
 A request that breaks two workers is not given to a third: it may be what breaks them.
@@ -28,6 +29,7 @@ _LOOK_EVERY_S = 0.2  # room in a queue comes without any word
 class RetryRules:
     max_retries: int = 5
     wait_s: float = 10.0  # how long a request that lost its worker waits for another
+    start_wait_s: float = 120.0  # how long a request waits while a worker that it needs is starting
 
 
 class Verdict(enum.Enum):
@@ -104,25 +106,33 @@ class Estranged:
         return plan if until <= self._clock() else Plan(plan.decode)
 
 
+@dataclass(slots=True)
+class _Waiting:
+    entry: OpenRequest
+    error: RequestError  # why it has no worker
+    since: float
+    alone_since: float  # since when no worker that it needs has been starting
+
+
 @dataclass(slots=True, eq=False)
 class Stranded:
     """Holds requests without a worker. On the loop that made the first of them wait."""
 
-    wait_s: float
+    rules: RetryRules
     retry: Callable[[OpenRequest], bool]
-    give_up: Callable[[OpenRequest, RequestError], None]
-    _waiting: dict[str, tuple[OpenRequest, RequestError, float]] = field(default_factory=dict, init=False)
+    is_starting: Callable[[OpenRequest], bool]  # whether a worker that it needs is
+    _waiting: dict[str, _Waiting] = field(default_factory=dict, init=False)
     _timer: asyncio.TimerHandle | None = field(default=None, init=False)
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def add(self, entry: OpenRequest, error: RequestError) -> None:
-        if self.wait_s <= 0.0:
-            self.give_up(entry, error)
-            return
         loop = asyncio.get_running_loop()
-        self._waiting[entry.stream.request_id] = (entry, error, loop.time() + self.wait_s)
+        waiting = _Waiting(entry, error, loop.time(), loop.time())
+        if self._gave_up(waiting, loop.time()):
+            return
+        self._waiting[entry.stream.request_id] = waiting
         if self._timer is None:
             self._timer = loop.call_later(_LOOK_EVERY_S, self._look)
 
@@ -131,8 +141,8 @@ class Stranded:
 
     def try_now(self) -> None:
         """A worker may have come up."""
-        for request_id, (entry, _, _) in list(self._waiting.items()):
-            if request_id in self._waiting and self.retry(entry):
+        for request_id, waiting in list(self._waiting.items()):
+            if request_id in self._waiting and self.retry(waiting.entry):
                 self._waiting.pop(request_id, None)
 
     def close(self) -> None:
@@ -145,9 +155,22 @@ class Stranded:
         self._timer = None
         self.try_now()
         loop = asyncio.get_running_loop()
-        for entry, error, deadline in list(self._waiting.values()):
-            if deadline <= loop.time():
-                self.discard(entry)
-                self.give_up(entry, error)
+        for waiting in list(self._waiting.values()):
+            self._gave_up(waiting, loop.time())
         if self._waiting:
             self._timer = loop.call_later(_LOOK_EVERY_S, self._look)
+
+    def _gave_up(self, waiting: _Waiting, now: float) -> bool:
+        """Ends a request that has waited for long enough, and says for what."""
+        if self.is_starting(waiting.entry):
+            waiting.alone_since = now
+            if now - waiting.since < self.rules.start_wait_s:
+                return False
+            waited = f"a worker is starting, but was not up within {self.rules.start_wait_s:g} s"
+        elif now - waiting.alone_since < self.rules.wait_s:
+            return False
+        else:
+            waited = f"no other worker came up within {self.rules.wait_s:g} s"
+        self.discard(waiting.entry)
+        waiting.entry.stream.fail(UnavailableError(f"{waiting.error.message}; {waited}", code=waiting.error.code))
+        return True

@@ -20,7 +20,7 @@ from kvrelay.ids import RequestId, RouterId, WorkerId
 from kvrelay.planes.connection import Connection
 from kvrelay.router.policy import FOREIGN_REQUEST_TOKENS
 from kvrelay.router.stream import RequestStream
-from kvrelay.states import FinishReason, WorkerState
+from kvrelay.states import BreakerState, FinishReason, WorkerState
 from kvrelay.wire import PROTOCOL_VERSION, check_version
 from kvrelay.wire.codec import Decoder, encode
 from kvrelay.wire.registry import ImageCounts, WorkerLoad, WorkerRecord
@@ -42,6 +42,28 @@ _decoder: Decoder[ToRouter] = Decoder(ToRouter)
 _PING = encode(Ping())
 # What GET /cluster shows of a load as it is
 _SHOWN = ("running", "waiting", "transferring", "swapped", "steps", "preemptions", "connections", "inherited_tokens")
+
+
+def describe(record: WorkerRecord, load: WorkerLoad, state: WorkerState) -> dict[str, Any]:
+    """What GET /cluster shows of any worker, also of one that cannot be reached yet."""
+    return {
+        "id": record.id,
+        "role": record.role.value,
+        "state": state.value,
+        "host": record.host,
+        "pid": record.pid,
+        **{name: getattr(load, name) for name in _SHOWN},
+        "blocks": msgspec.to_builtins(load.blocks),
+        "transfers": msgspec.to_builtins(load.transfers),
+        "images": msgspec.to_builtins(load.images or ImageCounts()),
+        "address": record.serving_address,
+        "events_address": record.events_address,
+        "replay_address": record.replay_address,
+        "in_flight": 0,
+        "kept_kv": load.kept,
+        "breaker": BreakerState.CLOSED.value,
+        "adapters": [adapter.name for adapter in record.adapters],
+    }
 
 
 @dataclass(slots=True, eq=False)
@@ -180,25 +202,8 @@ class Peer:
 
     def describe(self) -> dict[str, Any]:
         """Its entry in GET /cluster."""
-        record, load = self.record, self.load
-        described = {
-            "id": record.id,
-            "role": record.role.value,
-            "state": self.state.value,
-            "host": record.host,
-            "pid": record.pid,
-            **{name: getattr(load, name) for name in _SHOWN},
-            "blocks": msgspec.to_builtins(load.blocks),
-            "transfers": msgspec.to_builtins(load.transfers),
-            "images": msgspec.to_builtins(load.images or ImageCounts()),
-            "address": record.serving_address,
-            "events_address": record.events_address,
-            "replay_address": record.replay_address,
-            "in_flight": len(self.open),
-            "kept_kv": load.kept,
-            "breaker": self.breaker.state.value,
-            "adapters": [adapter.name for adapter in record.adapters],
-        }
+        described = describe(self.record, self.load, self.state)
+        described |= {"in_flight": len(self.open), "breaker": self.breaker.state.value}
         if self.problem:
             described["problem"] = self.problem
         return described

@@ -37,6 +37,9 @@ _FIRST_LOOK_BLOCKS = 128  # of a prompt; the rest is hashed only if a worker has
 _MAX_SESSIONS = 65_536
 _MAX_IMAGES = 16_384  # of which it is known which worker encoded them
 
+_GENERATING = frozenset({Role.WHOLE, Role.DECODE})
+_ENCODING = frozenset({Role.ENCODE})
+
 K = TypeVar("K")
 
 _root_hash = functools.lru_cache(maxsize=1024)(hashing.root_hash)
@@ -74,6 +77,13 @@ class Planner:
     @property
     def ready(self) -> bool:
         return bool(self._by_role[Role.WHOLE] or self._by_role[Role.DECODE])
+
+    def lacking(self, request: GenerateRequest) -> frozenset[Role]:
+        """Workers of any of these roles would let the request go on; empty if it is not for want of a worker that it waits."""
+        if not self.ready:
+            return _GENERATING
+        needs_encoder = bool(request.images) and not self._by_role[Role.ENCODE] and not self._by_role[Role.WHOLE]
+        return _ENCODING if needs_encoder else frozenset()
 
     def plan(self, request: GenerateRequest, avoid: frozenset[str] = frozenset()) -> Plan:
         """Raises QueueFullError, or UnavailableError without a reason, which the caller knows better. Workers in `avoid` are

@@ -1,6 +1,6 @@
 """The router: knows the workers, links to each, and serves requests through them (`Backend`).
 
-    registry: joined  -> a Peer, which connects -> Welcome -> usable
+    registry: joined  -> a Peer, which connects -> Welcome -> usable; one that is starting has no address yet
     registry: changed -> state and load
     registry: left, or the connection broke -> its requests go elsewhere (`Dispatcher.lost`)
 
@@ -30,7 +30,7 @@ from kvrelay.router.event_feed import EventFeed, NoFeed
 from kvrelay.router.failover import RetryRules
 from kvrelay.router.kept import KeptSearch
 from kvrelay.router.parent import Parent
-from kvrelay.router.peer import Listeners, Peer
+from kvrelay.router.peer import Listeners, Peer, describe
 from kvrelay.router.plan import Planner
 from kvrelay.router.policy import PolicyName
 from kvrelay.router.prefix_index import PrefixIndex
@@ -73,6 +73,8 @@ class Router:
         self._registration_s = registration_s
         self._model = model
         self._peers: dict[WorkerId, Peer] = {}
+        self._starting: dict[WorkerId, WorkerRecord] = {}  # until they are open, or have left
+        self._max_model_len = 0
         index = PrefixIndex() if policy == "prefix_aware" or sync is not None else None
         self._sync = EvictionSync() if sync is None or index is None else sync(is_held=index.holds)
         self._feed = NoFeed() if index is None else EventFeed(index, metrics, self._sync)
@@ -108,6 +110,7 @@ class Router:
         for peer in self._peers.values():
             peer.close()
         self._peers.clear()
+        self._starting.clear()
         self._refresh()
 
     # Backend
@@ -118,8 +121,8 @@ class Router:
 
     @property
     def max_model_len(self) -> int:
-        lengths = [peer.record.max_model_len for peer in self._dispatcher.usable if peer.record.role is not Role.ENCODE]
-        return min(lengths, default=0)
+        """Of the workers that are up, or were up last; 0 if none has ever been."""
+        return self._max_model_len
 
     @property
     def adapters(self) -> Mapping[str, Adapter]:
@@ -132,7 +135,7 @@ class Router:
         return await self._orders.unload(name)
 
     def submit(self, request: GenerateRequest) -> RequestStream:
-        return self._dispatcher.submit(request, "" if self.ready else _excuse(list(self._peers.values())))
+        return self._dispatcher.submit(request, "" if self.ready else self._excuse(), may_wait=self.max_model_len > 0)
 
     async def find_parent(self, handle: str, owner: str, *, wait_s: float) -> Parent:
         if self.continuations.is_unheard_of(handle, owner):
@@ -160,7 +163,8 @@ class Router:
             "ready": self.ready,
             "in_flight": len(self._dispatcher.open),
             "stranded": len(self._dispatcher.stranded),
-            "workers": [peer.describe() for peer in self._peers.values()],
+            "workers": [peer.describe() for peer in self._peers.values()]
+            + [describe(record, record.load, record.state) for record in self._unreached()],
         }
 
     def drain(self, worker_id: str, role: Role | None = None) -> DrainOrder:
@@ -170,6 +174,10 @@ class Router:
         self.continuations.lost(order.worker, "its worker leaves")
         self._refresh()
         return order
+
+    def _unreached(self) -> list[WorkerRecord]:
+        """Workers that are starting and have no address yet."""
+        return [record for record in self._starting.values() if record.id not in self._peers]
 
     # For the launcher
 
@@ -186,6 +194,11 @@ class Router:
     # What the registry says
 
     def _on_joined(self, record: WorkerRecord) -> None:
+        if record.state is WorkerState.STARTING:
+            log.info("worker starts", worker=record.id, pid=record.pid)
+            self._starting[record.id] = record
+            self._refresh()
+            return
         try:
             peer = Peer(record, self._listeners, router_id=self.router_id, silence_s=self._registration_s)
         except ProtocolError as error:
@@ -212,7 +225,11 @@ class Router:
 
     def _on_left(self, worker_id: WorkerId, loss: Loss) -> None:
         peer = self._peers.get(worker_id)
+        was_starting = self._starting.pop(worker_id, None) is not None
         if peer is None:
+            if was_starting:
+                log.info("worker left before it was ready", worker=worker_id, reason=loss.value)
+                self._refresh()
             return
         peer.drain()
         self._peers.pop(worker_id, None)
@@ -233,6 +250,7 @@ class Router:
 
     def _on_opened(self, peer: Peer) -> None:
         log.info("worker ready", worker=peer.id)
+        self._starting.pop(peer.id, None)
         self._dispatcher.came_back(peer)
         self._refresh()
 
@@ -262,7 +280,10 @@ class Router:
         for peer in reachable:
             same = peer.record.fingerprint == reachable[0].record.fingerprint
             peer.refusal = "" if same else f"it serves another model or layout than {reachable[0].id}"
-        self._dispatcher.use([peer for peer in reachable if peer.usable])
+        usable = [peer for peer in reachable if peer.usable]
+        lengths = [peer.record.max_model_len for peer in usable if peer.record.role is not Role.ENCODE]
+        self._max_model_len = min(lengths, default=self._max_model_len)
+        self._dispatcher.use(usable, frozenset(record.role for record in self._starting.values()))
         self._changed.set()
 
     def _schedule_tick(self) -> None:
@@ -273,10 +294,10 @@ class Router:
             peer.tick()
         self._schedule_tick()
 
-
-def _excuse(peers: list[Peer]) -> str:
-    """Why none of these can take a request."""
-    problems = [f"{peer.id}: {peer.problem}" for peer in peers if peer.problem]
-    if problems:
-        return f"no worker can take requests ({'; '.join(problems)})"
-    return "no decode worker is up" if peers else "no worker has registered yet"
+    def _excuse(self) -> str:
+        """Why no worker can take a request."""
+        problems = [f"{peer.id}: {peer.problem}" for peer in self._peers.values() if peer.problem]
+        problems += [f"{record.id}: it is starting" for record in self._unreached()]
+        if problems:
+            return f"no worker can take requests ({'; '.join(problems)})"
+        return "no decode worker is up" if self._peers else "no worker has registered yet"

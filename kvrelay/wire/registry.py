@@ -1,7 +1,7 @@
 """The registry plane: who is alive, in which role, where, and how loaded. A worker's DEALER talks to the registry's ROUTER.
 
 worker                                     registry
-  | Register(record, ttl_s) ----------------> |
+  | Register(record, ttl_s) ----------------> |   STARTING, before it loads anything; then, once more, READY
   | <------------ Registered | RegistryRefused |
   | Renew(worker_id, state, load) every ttl/3 > |   not renewed for ttl_s: the worker is considered dead
   | <--------------- Registered | Unknown      |   Unknown: register again (the registry restarted)
@@ -105,20 +105,21 @@ class Adapter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What others know of a worker. `id` names one incarnation of its process."""
+    """What others know of a worker. `id` names one incarnation of its process. One that is STARTING has no address, fingerprint
+    and length yet."""
 
     id: WorkerId
     role: Role
     state: WorkerState
     host: str
     pid: int
-    serving_address: str
     model: str
-    fingerprint: str  # equal for workers that can replace each other: model, dtype, layout
-    max_model_len: int
     max_batch: int
     max_queue: int
     version: int  # protocol version
+    serving_address: str = ""
+    fingerprint: str = ""  # equal for workers that can replace each other: model, dtype, layout
+    max_model_len: int = 0
     load: WorkerLoad = WorkerLoad()
     signal_address: str = ""  # where a prefill worker's consumers connect
     events_address: str = ""  # where the worker publishes what its cache holds (wire/events.py); empty: it does not

@@ -1,4 +1,4 @@
-"""The worker process: builds its stage, listens, registers, serves, drains, leaves.
+"""The worker process: registers as starting, builds its stage, listens, registers as ready, serves, drains, leaves.
 
 SIGTERM          drains: takes nothing new, finishes what it has, leaves the registry, ends with status 0
 a second one     stops at once: open requests fail with 503
@@ -18,6 +18,8 @@ import socket
 import sys
 from types import FrameType
 
+import msgspec
+
 from kvrelay.config import EngineOptions, Environment, ModelOptions, WorkerOptions, check_device
 from kvrelay.discovery.base import Registration
 from kvrelay.discovery.choose import open_registration
@@ -36,6 +38,7 @@ from kvrelay.worker.launcher import LauncherTie
 from kvrelay.worker.restart import execute_again
 from kvrelay.worker.serving import EngineFailedError, ServingLoop
 from kvrelay.worker.stage import BuildStage, Setup, Stage
+from kvrelay.worker.starting import announced
 from kvrelay.worker.vigil import Vigil
 
 log = Log("worker")
@@ -65,30 +68,35 @@ def run_worker(
     use_key(load_key(key_file(worker_options.cluster_key, environment)))
     warn_if_open("--worker-host", worker_options.worker_host)
     registration = open_registration(worker_options.registry)
-    stage = build_stage(Setup(worker_id, model_options, engine_options, environment, progress))
+    record = WorkerRecord(
+        id=worker_id,
+        role=role,
+        state=WorkerState.STARTING,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        model=model_options.model,
+        max_batch=engine_options.max_batch,
+        max_queue=engine_options.max_queue,
+        version=PROTOCOL_VERSION,
+        block_size=engine_options.block_size,
+        device=model_options.device,
+    )
+    with announced(registration, record, worker_options.registration_s):
+        stage = build_stage(Setup(worker_id, model_options, engine_options, environment, progress))
     gc.collect()
     gc.freeze()  # what exists now lives as long as the process
     loop = ServingLoop(stage.engine, host=worker_options.worker_host, port=worker_options.worker_port)
     events = CacheEvents(stage.recorder, worker_id, worker_options)
-    loop.record = WorkerRecord(
-        id=worker_id,
-        role=role,
+    loop.record = msgspec.structs.replace(
+        record,
         state=WorkerState.READY,
-        host=socket.gethostname(),
-        pid=os.getpid(),
         serving_address=loop.address,
-        model=model_options.model,
         fingerprint=stage.fingerprint,
         max_model_len=stage.max_model_len,
-        max_batch=engine_options.max_batch,
-        max_queue=engine_options.max_queue,
-        version=PROTOCOL_VERSION,
         load=loop.status.load,
         signal_address=stage.signal_address,
         events_address=events.events_address,
         replay_address=events.replay_address,
-        block_size=engine_options.block_size,
-        device=model_options.device,
         adapters=stage.adapters.records(),
     )
     loop.orders.adapters = stage.adapters

@@ -42,7 +42,7 @@ class FakeRouter:
         await self._socket.send(encode(message))
 
     async def receive(self) -> ToRouter:
-        return self._decoder.decode(await asyncio.wait_for(self._socket.recv(), 20))
+        return self._decoder.decode(await asyncio.wait_for(self._socket.recv(), 60))
 
     async def step(self) -> StepOutputs:
         message = await self.receive()
@@ -61,7 +61,7 @@ async def shared_router() -> AsyncIterator[FakeRouter]:
     membership.start(joined.set_result, lambda record: None, lambda worker, loss: None)
     with Child(CORE) as child:
         await asyncio.to_thread(child.keep, FakeWorker, membership.address, "m", [10, 11, 12])
-        record = await asyncio.wait_for(joined, 20)
+        record = await asyncio.wait_for(joined, 60)
         fake = FakeRouter(child, record.serving_address)
         await fake.send(Hello(version=PROTOCOL_VERSION, router_id=new_router_id()))
         assert isinstance(await fake.receive(), Welcome)

@@ -26,7 +26,7 @@ from kvrelay.wire.registry import WorkerLoad, WorkerRecord
 from kvrelay.wire.serving import Hello, ToWorker, Welcome
 
 LEASE_S = 0.6
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 
 
 class Watcher:

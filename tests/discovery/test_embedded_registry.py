@@ -67,7 +67,7 @@ class Registry:
 
     async def ask(self, *frames: bytes) -> FromRegistry:
         await self.socket.send_multipart(frames)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             return self._decoder.decode(await self.socket.recv())
 
     def close(self) -> None:
@@ -157,7 +157,7 @@ async def test_a_registry_that_restarts_learns_its_workers_again() -> None:
     joined: list[WorkerRecord] = []
     second = EmbeddedMembership(address)
     second.start(joined.append, lambda _: None, lambda *_: None)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not await asyncio.to_thread(registration.renew, WorkerState.DRAINING, WorkerLoad(running=2)):
             pass
     assert joined == [msgspec.structs.replace(record, state=WorkerState.DRAINING, load=WorkerLoad(running=2))]

@@ -125,7 +125,7 @@ async def test_a_watch_of_what_was_compacted_says_so(server: EtcdServer) -> None
     revision = (await asyncio.to_thread(control.post, "/v3/kv/range", {"key": PREFIX}))["header"]["revision"]
     await asyncio.to_thread(control.post, "/v3/kv/compaction", {"revision": revision, "physical": True})
     watch = Watch(create_request=WatchRange(key=PREFIX, range_end=PREFIX_END, start_revision=1))
-    async with new_async_client(1.0) as client, asyncio.timeout(5):
+    async with new_async_client(1.0) as client, asyncio.timeout(60):
         news = AsyncGateway(client, server.url, timeout_s=1.0).watch(watch)
         while not (piece := await anext(news)).canceled:
             pass

@@ -14,7 +14,7 @@ from server import Server, serve
 from tiny_models import tiny_model
 
 BODY = {"prompt": "The quick brown fox", "temperature": 0, "max_tokens": 6}
-PATIENCE_S = 60.0
+PATIENCE_S = 180.0  # processes start meanwhile
 
 
 def complete(server: Server) -> Any:

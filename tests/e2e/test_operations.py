@@ -18,7 +18,7 @@ from tiny_models import tiny_model
 
 from kvrelay.cli import main as cli
 
-PATIENCE_S = 60.0
+PATIENCE_S = 180.0  # processes start meanwhile
 
 
 def until(condition: Callable[[], object]) -> None:

@@ -27,7 +27,7 @@ from kvrelay.checkpoint.fetch import resolve
 from kvrelay.config import read_environment
 from kvrelay.progress import Silent
 
-PATIENCE_S = 60.0
+PATIENCE_S = 180.0  # processes start meanwhile
 MAX_LEN = 2048
 LONG_PROMPT = [3 + number * 7 % (VOCAB_SIZE - 3) for number in range(1500)]  # computed in some fifty steps
 MID_PROMPT_S = 0.3  # usually in the middle of it; nothing depends on that
@@ -124,8 +124,14 @@ def stream(server: Server, prompt: Any, *, on_token: Callable[[int], bool | None
 
 
 def worker(server: Server, role: str) -> dict[str, Any]:
-    found: list[dict[str, Any]] = [entry for entry in server.get("/cluster")["workers"] if entry["role"] == role]
-    assert len(found) == 1, found
+    """The one that is up, once it is alone: one that was killed is listed until its registration ends."""
+    found: list[dict[str, Any]] = []
+
+    def is_alone() -> bool:
+        found[:] = [entry for entry in server.get("/cluster")["workers"] if entry["role"] == role]
+        return [entry["state"] for entry in found] == ["ready"]
+
+    until(is_alone)
     return found[0]
 
 

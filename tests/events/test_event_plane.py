@@ -104,7 +104,7 @@ async def plane(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Plane]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.002)
 
@@ -247,7 +247,7 @@ async def test_a_restarted_worker_on_the_same_ports_is_another_worker(plane: Pla
 
 async def rebound(plane: Plane, ports: tuple[int, int]) -> EventPublisher:
     """The old sockets may take a moment to go."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while True:
             try:
                 return plane.publisher(ports=ports)

@@ -429,6 +429,6 @@ async def test_at_random_what_is_told_is_exactly_what_is_gone(seed: int) -> None
 
 
 async def until_told(world: World, names: list[str]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while world.told != names:
             await asyncio.sleep(0.002)

@@ -35,7 +35,7 @@ class World:
         return int(self.metrics.eviction_sync.labels(outcome)._value.get())
 
     async def sent(self) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await self.queue.until_idle()
 
 
@@ -48,7 +48,7 @@ async def world() -> AsyncIterator[World]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.001)
 

@@ -76,7 +76,7 @@ async def workers() -> AsyncIterator[list[EngineWorker]]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.005)
 
@@ -86,7 +86,7 @@ async def ask(router: Router, prompt: list[int]) -> tuple[str, list[int], int]:
     params = SamplingParams(max_tokens=20, temperature=0.0)
     stream = router.submit(GenerateRequest(external_id="client", prompt=prompt, params=params))
     tokens, cached = [], 0
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while outputs := await stream.next():
             for output in outputs:
                 tokens += output.tokens

@@ -67,7 +67,7 @@ class World:
 @pytest.fixture
 async def world() -> AsyncIterator[World]:
     made = World()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await made.router.until_usable(2)
     yield made
     made.router.close()
@@ -76,13 +76,13 @@ async def world() -> AsyncIterator[World]:
 
 
 async def drain(stream: RequestStream) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while await stream.next():
             pass
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.005)
 

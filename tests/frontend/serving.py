@@ -67,7 +67,7 @@ def running_server(app: FrontEnd) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}"
     finally:
         server.should_exit = True
-        thread.join(timeout=10)
+        thread.join(timeout=60)
 
 
 def wait_until_idle(backend: FakeBackend) -> None:

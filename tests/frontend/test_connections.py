@@ -19,7 +19,7 @@ from kvrelay.frontend.http.connections import limited
 from kvrelay.launch.serve import HttpServer
 from tests.frontend.serving import fake_backend, make_app
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 LIMIT = 4
 GET = b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n"
 

@@ -300,7 +300,7 @@ async def test_images_are_read_off_the_event_loop(monkeypatch: pytest.MonkeyPatc
 
     def waiting(data: bytes, limits: Any) -> tuple[int, int]:
         begun.set()
-        assert go.wait(10)
+        assert go.wait(60)
         return 64, 64
 
     monkeypatch.setattr(media_module, "check", waiting)

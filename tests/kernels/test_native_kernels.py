@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 import os
 import pathlib
@@ -296,7 +295,6 @@ def test_without_a_compiler_one_line_says_why(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(logging.getLogger("kvrelay"), "propagate", True)
     assert isinstance(choose_kernels(CPU, torch.float32, environment(tmp_path)), TorchKernels)
     (record,) = caplog.records
     assert "no C compiler" in str(record.__dict__["fields"]["reason"])

@@ -26,7 +26,7 @@ from kvrelay.launch.supervise import Supervisor
 from kvrelay.states import Role
 from kvrelay.wire.launcher import Becomes, Ends, encode_line
 
-PATIENCE_S = 60.0
+PATIENCE_S = 180.0  # processes start meanwhile
 TINY = ("--max-batch", "8", "--kv-blocks", "64", "--registration-s", "2")
 ONE = ("--whole", "1", *TINY)
 

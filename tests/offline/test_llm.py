@@ -162,6 +162,15 @@ def test_a_parameter_of_another_type_is_refused_by_name(alone: LLM, field: str, 
     assert refused.value.param == field
 
 
+def test_bad_words_and_other_tokens_than_allowed_ones_are_not_written(llm: LLM) -> None:
+    written = llm.generate(PROMPTS[0], greedy(12))[0].outputs[0].token_ids
+    words = {token: llm.tokenizer.decode([token]) for token in written}
+    alone = next(token for token, word in words.items() if llm.tokenizer.encode(word, add_special_tokens=False) == [token])
+    assert alone not in llm.generate(PROMPTS[0], greedy(12, bad_words=[words[alone]]))[0].outputs[0].token_ids
+    allowed = sorted({*written})[:2]
+    assert {*llm.generate(PROMPTS[0], greedy(12, allowed_token_ids=allowed))[0].outputs[0].token_ids} <= {*allowed}
+
+
 def test_samples_differ_and_their_seed_decides_them(llm: LLM) -> None:
     (first,) = tokens(llm.generate(PROMPTS[0], warm(n=3, seed=7)))
     assert len({tuple(sample) for sample in first}) == 3

@@ -31,7 +31,7 @@ async def test_a_child_of_a_request_with_images_encodes_nothing() -> None:
         stream = cluster.submit(kept(ask(prompt)))
         said = (await collect(stream)).tokens[0]
         parent = stream.parents[0]
-        async with asyncio.timeout(20.0):
+        async with asyncio.timeout(60):
             await cluster.router.continuations.until_ended(parent, "", 20.0)
         assert parent.state is HandleState.HELD, parent.reason
         whole = Prompt([*prompt.tokens, *said, *SUFFIX], list(parent.images), prompt.pixels)

@@ -228,6 +228,26 @@ async def abort_under_load(seed: int, count: int, shape: Shape) -> None:
         await asyncio.gather(*(client(index) for index in range(2 * count)))
 
 
+@pytest.mark.parametrize(("mode", "rounds"), [("write", 46), ("read", 45)])
+async def test_500_aborts_in_all_at_every_point(mode: str, rounds: int) -> None:
+    """46 x 6 and 45 x 5: in read mode nothing is reserved before the prompt is computed."""
+    transports: list[HeldBack] = []
+    points = [point for point in POINTS if reachable(point, mode)]
+    async with relay(shape("shm", mode, transports)) as cluster:
+        brakes = Brakes(cluster, transports)
+        expected = (await cluster.answer(ask(PROMPT))).said
+        await cluster.idle()
+        for _ in range(rounds):
+            for point in points:
+                brakes.stop()
+                stream = cluster.submit(ask(PROMPT, **LONG))
+                await brakes.bring(stream, point)
+                stream.abort()
+                brakes.release()
+                await cluster.idle()
+        assert (await cluster.answer(ask(PROMPT))).said == expected
+
+
 @pytest.mark.parametrize("mode", ["write", "read"])
 async def test_aborts_at_random_moments_under_load(mode: str) -> None:
     await abort_under_load(3, 40, Shape(prefill=2, decode=2, mode=mode, num_blocks=(64, 48), token_budget=64))  # type: ignore[arg-type]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from cluster import Answer, Cluster, Shape, ask, random_prompts, relay, run_alone, solo
+from cluster import Answer, Cluster, Shape, ask, collect, random_prompts, relay, run_alone, solo
+from relay.test_relay_continuation import child_of, continuing, held
 from tiny_models import EOS_TOKEN_ID, VOCAB_SIZE, tiny_model
 
 from kvrelay.config import EngineOptions, ModelOptions, read_environment
@@ -34,6 +35,26 @@ async def test_a_search_of_32_beams_costs_one_prefill_and_one_transfer(mode: str
     assert len(expected.tokens) == 32
     assert answer.said == expected.said
     assert answer.logprobs == expected.logprobs
+
+
+@pytest.mark.parametrize("mode", ["write", "read"])
+async def test_a_search_that_continues_a_request_computes_its_suffix_only(mode: str) -> None:
+    """On the worker that keeps the parent's KV: no prefill, no transfer, and the hypotheses of a search from scratch."""
+    suffix = [5, 6, 7]
+    async with continuing(Shape(mode=mode, eos_one_in=12, prefix_cache=False)) as cluster:  # type: ignore[arg-type]
+        parent = await held(cluster, random_prompts(1, seed=7)[0] * 2, max_tokens=6)
+        request = child_of(parent, suffix, beam=BeamSearch(width=8), n=8, max_tokens=5, logprobs=1)
+        (prefill,), (decode,) = ([worker.engine.load() for worker in side] for side in (cluster.prefill, cluster.decode))
+        stream = cluster.submit(request)
+        answer = await collect(stream)
+        assert stream.inherited is not None
+        assert stream.inherited.num_tokens == len(parent.tokens) - 1
+        after = cluster.decode[0].engine.load()
+        assert after.prompt_tokens - decode.prompt_tokens == len(suffix) + 1  # and the last token, which had no KV yet
+        assert (after.transfers.done, cluster.prefill[0].engine.load().prompt_tokens) == (1, prefill.prompt_tokens)
+        (expected,) = solo([request], cluster.shape)
+        assert len(expected.tokens) == 8
+        assert (answer.said, answer.logprobs) == (expected.said, expected.logprobs)
 
 
 async def test_searches_of_every_width_with_other_requests_on_a_small_pool() -> None:

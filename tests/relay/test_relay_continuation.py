@@ -50,7 +50,7 @@ async def continuing(shape: Shape) -> AsyncIterator[Cluster]:
 
 async def parent_of(cluster: Cluster, stream: RequestStream, sample: int = 0) -> Parent:
     parent = stream.parents[sample]
-    async with asyncio.timeout(20.0):
+    async with asyncio.timeout(60):
         await cluster.router.continuations.until_ended(parent, "", 20.0)
     return parent
 

@@ -215,6 +215,7 @@ async def test_penalties_seeds_and_grammars_go_on_across_the_hand_over(mode: str
         {"grammar": digits, "max_tokens": 12},
         {"grammar": digits, "temperature": 1.0, "seed": 6, "n": 3, "max_tokens": 12},
         {"logit_bias": {7: 30.0}, "repetition_penalty": 5.0},
+        {"allowed_token_ids": list(range(40, 60)), "bad_tokens": [[41], [42, 43]], "temperature": 1.0, "seed": 3},
         {"temperature": 1.0, "seed": 8, "n": 2, "top_k": 20, "top_p": 0.9},
         {"logprobs": 4, "prompt_logprobs": 2, "temperature": 0.5, "seed": 9, "min_p": 0.01},
     ]

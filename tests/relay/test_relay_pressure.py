@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 
 import pytest
@@ -44,6 +45,16 @@ async def through_small_pools(seed: int, shape: Shape, pauses: list[float]) -> C
 @pytest.mark.parametrize("seed", [1, 2, 3])
 async def test_pools_that_hold_two_requests_never_wait_for_each_other(mode: str, seed: int) -> None:
     await through_small_pools(seed, Shape(mode=mode, **SMALL), [0.0])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mode", ["write", "read"])
+async def test_nor_with_a_seed_that_was_never_tried(mode: str) -> None:
+    """KVRELAY_PRESSURE_SEED repeats one that failed."""
+    seed = int(os.environ.get("KVRELAY_PRESSURE_SEED", random.SystemRandom().randrange(1 << 32)))
+    print(f"KVRELAY_PRESSURE_SEED={seed}")  # shown where the test fails
+    draw = random.Random(seed)
+    pauses = [draw.choice([0.0, 0.0, 0.001, 0.01]) for _ in range(draw.randint(1, 8))]
+    await through_small_pools(seed, Shape(mode=mode, **SMALL), pauses)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("transfer", ["nixl", pytest.param("mooncake", marks=pytest.mark.long)])

@@ -37,7 +37,7 @@ from kvrelay.transfer.relay.parts import RelayParts
 from kvrelay.wire.kv import Layout
 from kvrelay.wire.serving import Failure, Resumed, StepOutputs, Submit, TokenLogprobs, TransferInfo, of_kind
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 PROMPT = [7 * number % 300 + 3 for number in range(37)]
 Mode = Literal["write", "read"]
 

@@ -23,7 +23,7 @@ from kvrelay.sampling import SamplingParams
 SCRIPT = pathlib.Path(__file__).parent / "router_process.py"
 ROOT = SCRIPT.parents[2]
 LEASE_S = 1.0
-PATIENCE_S = 15.0
+PATIENCE_S = 60.0
 
 
 class Cluster:

@@ -26,7 +26,7 @@ from kvrelay.wire.codec import Decoder, encode
 from kvrelay.wire.registry import WorkerLoad, WorkerRecord
 from kvrelay.wire.serving import Drain, Hello, Ping, Refused, SequenceOutput, StepOutputs, Submit, ToWorker, Welcome
 
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 
 
 class GivenMembership:

@@ -22,7 +22,7 @@ from kvrelay.sampling import SamplingParams
 from kvrelay.states import FinishReason
 from kvrelay.wire.serving import Image
 
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 
 
 class Cluster:
@@ -86,7 +86,7 @@ async def cluster() -> AsyncIterator[Cluster]:
 @pytest.fixture
 async def quick_cluster() -> AsyncIterator[Cluster]:
     """With a short registration time, for tests in which a worker falls silent."""
-    made = Cluster(registration_s=0.6)
+    made = Cluster(registration_s=2.0)
     yield made
     await made.close()
 
@@ -296,18 +296,18 @@ async def test_closing_fails_what_is_open_and_tells_the_worker() -> None:
     await cluster.close()
 
 
-async def test_an_idle_connection_outlives_many_registration_times(quick_cluster: Cluster) -> None:
+async def test_an_idle_connection_outlives_its_registration_time(quick_cluster: Cluster) -> None:
     worker = await quick_cluster.add_ready()
     worker.engine.gate.clear()
     stream = quick_cluster.router.submit(ask([6]))
-    await asyncio.sleep(3 * quick_cluster.registration_s)
+    await asyncio.sleep(2 * quick_cluster.registration_s)
     worker.engine.gate.set()
     assert await tokens_of(stream) == {0: expected([6], 5)}
 
 
 async def test_a_stuck_engine_loses_its_registration_and_comes_back(quick_cluster: Cluster) -> None:
     worker = await quick_cluster.add_ready(watchdog_s=0.3)
-    worker.engine.stuck_s = 2.0
+    worker.engine.stuck_s = 3 * quick_cluster.registration_s
     stream = quick_cluster.router.submit(ask([1], max_tokens=1))
     with pytest.raises(UnavailableError, match="did not renew its registration"):
         await stream.next()

@@ -22,7 +22,7 @@ from kvrelay.states import FinishReason, HandleState, Role
 from kvrelay.wire.serving import Keep
 
 PROMPT = [1, 2, 3]
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 
 
 @pytest.fixture

@@ -47,7 +47,7 @@ def output(stream: RequestStream, position: int, tokens: list[int], *, sample: i
 
 async def drain(stream: RequestStream) -> list[int]:
     tokens: list[int] = []
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while outputs := await stream.next():
             for piece in outputs:
                 assert [-entry.logprob for entry in piece.logprobs or []] == piece.tokens

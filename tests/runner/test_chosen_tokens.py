@@ -25,6 +25,7 @@ _EDITS: list[dict[str, object]] = [
     {"logit_bias": {5: 4.0, 17: -100.0}},
     {"repetition_penalty": 1.4, "frequency_penalty": 0.5},
     {"min_tokens": 5, "max_tokens": 9},
+    {"allowed_token_ids": list(range(3, 30)), "bad_tokens": [[9], [4, 5]]},
 ]
 _FILTERS: list[dict[str, object]] = [
     {},

@@ -50,7 +50,7 @@ def wide_embedding(number: int, num_tokens: int) -> Embedding:
     return embedding(number, num_tokens, row_bytes=HIDDEN * 2 * 4)
 
 
-def wait_for(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+def wait_for(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"

@@ -363,6 +363,14 @@ class KVWorld(World[ProducerSide, ConsumerSide, Plan]):
         self.plans.append(plan)
         return plan
 
+    @property
+    def num_without_room(self) -> int:
+        waiting = {work.plan.number for side in self.producers.values() for work in side.requests.values() if not work.blocks}
+        waiting |= {
+            work.plan.number for side in self.consumers.values() for work in side.requests.values() if work.blocks is None
+        }
+        return len(waiting)
+
     # Under faults
 
     def submit(self, draw: random.Random) -> Plan:

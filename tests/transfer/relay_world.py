@@ -259,6 +259,11 @@ class World(Generic[PS, CS, P], abc.ABC):
     def work_on(self, late: bool) -> None:
         """Everything that can be done is; `late`: what could not be done until now is given up."""
 
+    @property
+    def num_without_room(self) -> int:
+        """Transfers that wait for blocks which others hold."""
+        return 0
+
     # Workers
 
     def add_producer(self) -> PS:

@@ -320,5 +320,5 @@ def test_the_engine_is_woken_by_news(make: Closing) -> None:
     producer.relay.expect(here, transfer, 4)
     consumer.relay.expect(there, transfer, 4)
     producer.relay.start(here, [0], 0)
-    assert consumer.news.wait(20)
+    assert consumer.news.wait(60)
     assert consumer.is_started(there)

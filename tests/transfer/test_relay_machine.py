@@ -21,7 +21,7 @@ from relay_world import Frame, Side, World
 from toy_world import ToyWorld
 
 MAX_PLANS = 6
-BOUND_LEASES = 3  # everything is back within so many leases after the last fault
+BOUND_LEASES = 3  # everything is back within so many leases after the last fault, and one more for each transfer without room
 WORLDS: dict[str, Callable[[random.Random], World[Any, Any, Any]]] = {
     "kv": KVWorld.drawn,
     "embedding": EmbeddingWorld.drawn,
@@ -140,7 +140,8 @@ class Faults:
         for side in world.sides():
             side.engine.fail_next = False
         dead += [worker for plan in world.plans for worker in plan.workers if worker not in world.fabric]
-        bound_s = int(BOUND_LEASES * world.settings.lease_s)
+        # What holds the room that a transfer waits for may be ended by its lease only.
+        bound_s = int((BOUND_LEASES + world.num_without_room) * world.settings.lease_s)
         for second in range(bound_s):
             world.settle()
             for worker in dead:

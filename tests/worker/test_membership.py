@@ -34,8 +34,8 @@ from kvrelay.states import Role
 
 SCRIPT = pathlib.Path(__file__).parent / "fake_worker_process.py"
 ROOT = SCRIPT.parents[2]
-PATIENCE_S = 60.0
-LEASE_S = 1.0
+PATIENCE_S = 180.0  # processes start meanwhile
+LEASE_S = 2.0  # a shorter one takes workers for hung that only wait for their turn on a busy machine
 NEVER_S = 600.0  # a transfer lease that no test outlives: nothing can end by it
 NUM_CLIENTS = 6
 Entry = dict[str, Any]

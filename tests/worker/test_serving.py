@@ -32,7 +32,7 @@ from kvrelay.wire.serving import (
     of_kind,
 )
 
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 
 
 class Peer:

@@ -25,7 +25,7 @@ from kvrelay.sampling import SamplingParams
 
 SCRIPT = pathlib.Path(__file__).parent / "fake_worker_process.py"
 ROOT = SCRIPT.parents[2]
-PATIENCE_S = 30.0
+PATIENCE_S = 180.0  # processes start meanwhile
 
 
 @pytest.fixture

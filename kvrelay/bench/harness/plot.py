@@ -6,6 +6,7 @@ import math
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import assert_never
 from xml.sax.saxutils import escape
 
 from kvrelay.bench.harness.report import percentile, write_file
@@ -33,11 +34,22 @@ class Bars:
     logarithmic: bool
 
 
-def write_plot(path: pathlib.Path, panels: Sequence[Dots | Bars]) -> None:
+@dataclass(frozen=True)
+class Lines:
+    """Points (x, share from 0 to 1) of each name."""
+
+    title: str
+    series: Mapping[str, Sequence[tuple[float, float]]]
+
+
+Panel = Dots | Bars | Lines
+
+
+def write_plot(path: pathlib.Path, panels: Sequence[Panel]) -> None:
     write_file("--plot", path, draw(panels).encode())
 
 
-def draw(panels: Sequence[Dots | Bars]) -> str:
+def draw(panels: Sequence[Panel]) -> str:
     width = (_WIDTH - _LEFT - _RIGHT - _GAP * (len(panels) - 1)) / len(panels)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif" font-size="12">',
@@ -46,7 +58,15 @@ def draw(panels: Sequence[Dots | Bars]) -> str:
     for place, panel in enumerate(panels):
         left = _LEFT + place * (width + _GAP)
         parts.append(_text(left, 20, panel.title, "start", size=15))
-        parts += _dots(panel, left, left + width) if isinstance(panel, Dots) else _bars(panel, left, left + width)
+        match panel:
+            case Dots():
+                parts += _dots(panel, left, left + width)
+            case Bars():
+                parts += _bars(panel, left, left + width)
+            case Lines():
+                parts += _lines(panel, left, left + width)
+            case _:
+                assert_never(panel)
     return "\n".join([*parts, "</svg>", ""])
 
 
@@ -98,6 +118,20 @@ def _bars(panel: Bars, left: float, right: float) -> list[str]:
             parts.append(_text(x + 14, top - 5, f"{value:.3g}", size=11))
             if index == 0:
                 parts.append(_text(middle, _BOTTOM + 18, group))
+    return parts
+
+
+def _lines(panel: Lines, left: float, right: float) -> list[str]:
+    ticks = sorted({x for points in panel.series.values() for x, _ in points})
+    places = {x: left + (number + 0.5) * (right - left) / len(ticks) for number, x in enumerate(ticks)}
+    parts = [_text(place, _BOTTOM + 18, f"{x:g}") for x, place in places.items()]
+    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
+        y = _BOTTOM - share * (_BOTTOM - _TOP)
+        parts += [_line(left, right, y, "#ddd"), _text(left - 8, y + 4, f"{share:.0%}", "end")]
+    for index, (name, points) in enumerate(panel.series.items()):
+        path = " ".join(f"{places[x]:.1f},{_BOTTOM - share * (_BOTTOM - _TOP):.1f}" for x, share in points)
+        parts.append(f'<polyline points="{path}" stroke="{_COLOURS[index]}" stroke-width="2" fill="none"/>')
+        parts += _legend(left + 120 * index, index, name)
     return parts
 
 

@@ -38,9 +38,13 @@ class ModelBench(BenchOptions, frozen=True, kw_only=True):
     ] = "auto"
 
     def local_model(self, threads: int = 0) -> ModelOptions:
-        """For workers: a folder, which none of them fetches again."""
-        folder = resolve(self.model, read_environment(), console_progress())
-        return ModelOptions(model=str(folder), load=self.load, dtype="float32", threads=threads)
+        return local_model(self.model, self.load, threads)
+
+
+def local_model(model: str, load: Literal["auto", "dummy"] = "auto", threads: int = 0) -> ModelOptions:
+    """For workers: a folder, which none of them fetches again."""
+    folder = resolve(model, read_environment(), console_progress())
+    return ModelOptions(model=str(folder), load=load, dtype="float32", threads=threads)
 
 
 O = TypeVar("O", bound=BenchOptions)
@@ -59,6 +63,7 @@ class Part(Generic[O_contra]):
 class Scenario(Generic[O]):
     options: type[O]
     parts: Mapping[str, Part[O]]
+    positional: str = ""  # the option that is given without its name
 
     @property
     def targets(self) -> dict[str, Target]:

@@ -39,17 +39,30 @@ class Server:
 
 @contextlib.contextmanager
 def serve(
-    model: ModelOptions, settings: Mapping[str, object], *, prefill: int, decode: int, log: str = "warning"
+    model: ModelOptions,
+    settings: Mapping[str, object],
+    *,
+    whole: int = 0,
+    prefill: int = 0,
+    decode: int = 0,
+    log: str = "warning",
 ) -> Iterator[Server]:
     """`settings` are further options of `kvrelay serve`, without their dashes. `model.model` is a folder."""
     port = free_port()
     url = f"http://{HOST}:{port}"
-    options = {"load": model.load, "prefill": prefill, "decode": decode, "host": HOST, "port": port, **settings}
+    workers = {"whole": whole, "prefill": prefill, "decode": decode}
+    options = {
+        "load": model.load,
+        **{name: count for name, count in workers.items() if count},
+        "host": HOST,
+        "port": port,
+        **settings,
+    }
     flags = [f"--{name}={value}" for name, value in options.items()]
 
     def all_ready(cluster: Any) -> bool:
         states = [worker["state"] for worker in cluster["workers"]]
-        return states == ["ready"] * (prefill + decode)
+        return states == ["ready"] * sum(workers.values())
 
     with Command(["serve", model.model, *flags], environment={"KVRELAY_LOG": log}) as process:
         yield Server(url, process, await_page(f"{url}/cluster", process, "the workers were not ready", all_ready)["workers"])

@@ -18,7 +18,7 @@ from kvrelay.discovery.etcd_gateway import Endpoints, Gateway, NoAnswerError, Ra
 from kvrelay.errors import ConfigError, KVRelayError
 from kvrelay.ids import new_worker_id
 from kvrelay.planes.cluster_key import ClusterKey, load_key
-from kvrelay.planes.curve import connecting, keyed
+from kvrelay.planes.curve import connecting, exchange, keyed
 from kvrelay.states import Role, WorkerState
 from kvrelay.wire.codec import Decoder, encode
 from kvrelay.wire.registry import FromRegistry, RegistryRefused, Renew, WorkerLoad
@@ -202,8 +202,8 @@ def _renew_unknown(address: str) -> FromRegistry | None:
     unknown = Renew(worker_id=new_worker_id(Role.WHOLE.value), state=WorkerState.STARTING, load=WorkerLoad())
     with connecting(zmq.DEALER) as socket_:
         socket_.connect(address)
-        socket_.send(encode(unknown))
-        return decoder.decode(socket_.recv()) if socket_.poll(round(_PATIENCE_S * 1000)) else None
+        answer = next(exchange(socket_, encode(unknown), _PATIENCE_S), None)
+        return None if answer is None else decoder.decode(answer)
 
 
 def _check_etcd(address: str) -> Finding:

@@ -6,19 +6,26 @@
  * partitions of PARTITION, both counted from the start of the context. Within a partition the softmax is kept up to date tile
  * by tile; partitions are merged in order. So a line's result depends on its query and context only - not on the batch, the
  * chunk, the block size, or whether the partitions of a long context were shared out to threads: keys that a line may not see
- * weigh exactly 0. */
+ * weigh exactly 0. How a tile is computed is in attention_wide.h (AVX2, AVX-512) and attention_narrow.h (all others). */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "common.h"
 
+#if LANES >= 8
+#define LINE_TILE (LANES == 16 ? 12 : 6)
+#define MAX_LINES 128
+#define TILE_KEYS 128
+#define PARTITION 512
+#define QUERIES(group) (MAX_LINES / (group)) /* of a task */
+#else
+#define LINE_TILE 4
+#define MAX_LINES 64
 #define TILE_KEYS 64
 #define PARTITION 128
-#define MAX_LINES 64
-#define CHUNK 16 /* of a head's dimensions */
-#define CHUNK_VECTORS (CHUNK / LANES)
-#define LINE_TILE 4
+#define QUERIES(group) ((group) <= 4 ? 16 : MAX_LINES / (group))
+#endif
 #define STRIDE (AT_ONCE * LANES) /* of the softmax */
 #define NOTHING (-1e30f)         /* the largest score of no keys; finite, so that differences are no NaN */
 #define WORTH_SHARING (1L << 16) /* multiply-adds */
@@ -41,45 +48,9 @@ struct Task {
 
 /* Softmax so far: the largest score, the sum of weights, and the weighted values. */
 struct Part {
-    float largest, sum;
     float values[MAX_HEAD_DIM];
+    float largest, sum;
 };
-
-/* scores[lines][4] = q[lines] . key[4] */
-INLINE void score_tile(const int lines, const float *q, const float *const *row, long head, long dim, float *scores) {
-    const float *key[4] = {row[0] + head, row[1] + head, row[2] + head, row[3] + head};
-    vec sum[LINE_TILE][4];
-    UNROLL for (int l = 0; l < lines; l++) UNROLL for (int k = 0; k < 4; k++) sum[l][k] = splat(0.0f);
-    for (long d = 0; d < dim; d += LANES) {
-        vec keys[4];
-        UNROLL for (int k = 0; k < 4; k++) keys[k] = load(key[k] + d);
-        UNROLL for (int l = 0; l < lines; l++) {
-            vec query = load(q + l * dim + d);
-            UNROLL for (int k = 0; k < 4; k++) sum[l][k] = multiply_add(query, keys[k], sum[l][k]);
-        }
-    }
-    UNROLL for (int l = 0; l < lines; l++) sums_of_four(sum[l][0], sum[l][1], sum[l][2], sum[l][3], scores + l * TILE_KEYS);
-}
-
-/* part[lines].values[to..] += weights[lines][keys] * value[keys][from..], for one chunk of dimensions. A chunk is a cache line,
- * so each step also fetches one line of the keys that come next. */
-INLINE void weigh_tile(const int lines, const float *weights, const float *const *value, long keys, long from,
-                       const float *const *next_key, long next_from, struct Part *part, long to) {
-    vec sum[LINE_TILE][CHUNK_VECTORS];
-    UNROLL for (int l = 0; l < lines; l++)
-        UNROLL for (int v = 0; v < CHUNK_VECTORS; v++) sum[l][v] = load(part[l].values + to + v * LANES);
-    for (long k = 0; k < keys; k++) {
-        vec values[CHUNK_VECTORS];
-        __builtin_prefetch(next_key[k] + next_from);
-        UNROLL for (int v = 0; v < CHUNK_VECTORS; v++) values[v] = load(value[k] + from + v * LANES);
-        UNROLL for (int l = 0; l < lines; l++) {
-            vec weight = splat(weights[l * TILE_KEYS + k]);
-            UNROLL for (int v = 0; v < CHUNK_VECTORS; v++) sum[l][v] = multiply_add(weight, values[v], sum[l][v]);
-        }
-    }
-    UNROLL for (int l = 0; l < lines; l++)
-        UNROLL for (int v = 0; v < CHUNK_VECTORS; v++) store(part[l].values + to + v * LANES, sum[l][v]);
-}
 
 /* Where some consecutive keys and values are: of the first KV head, the others' follow. */
 struct Tile {
@@ -92,27 +63,6 @@ struct Fetch {
     const float *const *rows;
     long head;
 };
-
-/* `head` is where a KV head's floats begin. The first lines to read a tile's keys fetch the values that belong to them. */
-#define LINES(n)                                                                                                              \
-    static __attribute__((noinline)) void scores_##n(const float *q, const struct Tile *tile, long head, long dim,            \
-                                                     float *scores, int fetch_values) {                                       \
-        for (long k = 0; k < tile->keys; k += 4) {                                                                            \
-            for (long d = 0; fetch_values && d < dim; d += CHUNK)                                                             \
-                UNROLL for (int i = 0; i < 4; i++) __builtin_prefetch(tile->value[k + i] + head + d);                         \
-            score_tile(n, q, tile->key + k, head, dim, scores + k);                                                           \
-        }                                                                                                                     \
-    }                                                                                                                         \
-    static __attribute__((noinline)) void weigh_##n(const float *weights, const struct Tile *tile, const struct Fetch *next,  \
-                                                    long keys, long head, long dim, struct Part *part) {                      \
-        for (long d = 0; d < dim; d += CHUNK)                                                                                 \
-            weigh_tile(n, weights, tile->value, keys, head + d, next->rows, next->head + d, part, d);                         \
-    }
-LINES(1) LINES(2) LINES(3) LINES(4)
-typedef void (*Scores)(const float *, const struct Tile *, long, long, float *, int);
-typedef void (*Weigh)(const float *, const struct Tile *, const struct Fetch *, long, long, long, struct Part *);
-static const Scores SCORES[] = {NULL, scores_1, scores_2, scores_3, scores_4};
-static const Weigh WEIGH[] = {NULL, weigh_1, weigh_2, weigh_3, weigh_4};
 
 /* Turns a line's scores into weights, of which the first `seen` count, and makes room for them in its part. */
 static void soften(float *scores, long seen, long keys, long dim, struct Part *part) {
@@ -127,7 +77,7 @@ static void soften(float *scores, long seen, long keys, long dim, struct Part *p
     for (long k = 0; k < width; k += STRIDE) {
         vec weight[AT_ONCE];
         EACH weight[i] = load(scores + k + i * LANES) - splat(largest);
-        exponentials(AT_ONCE, weight);
+        exponentials(AT_ONCE, 1, weight);
         EACH store(scores + k + i * LANES, weight[i]);
         EACH sum[i] += weight[i];
     }
@@ -173,23 +123,18 @@ static void find_tile(const struct Attention *job, long row, long first, long en
     }
 }
 
-/* Adds a tile to the lines of one KV head. `position` is the first query's; line l belongs to query l / group. */
-static void attend_tile(const struct Attention *job, const struct Tile *tile, const struct Fetch *next, long position,
-                        long kv_head, long num_lines, const float *q, struct Part *parts) {
-    long dim = job->dim, head = kv_head * dim;
-    for (long first = 0; first < num_lines; first += LINE_TILE) {
-        float scores[LINE_TILE * TILE_KEYS] __attribute__((aligned(64)));
-        long lines = MINIMUM(LINE_TILE, num_lines - first), most = 0;
-        SCORES[lines](q + first * dim, tile, head, dim, scores, first == 0);
-        for (long l = 0; l < lines; l++) {
-            long seen = position + (first + l) / job->group + 1 - tile->first;
-            seen = seen < 0 ? 0 : MINIMUM(seen, tile->keys);
-            most = seen > most ? seen : most;
-            soften(scores + l * TILE_KEYS, seen, tile->keys, dim, parts + first + l);
-        }
-        WEIGH[lines](scores, tile, next, most, head, dim, parts + first);
-    }
+/* A task's line: where its floats are in the queries, and in the output too. */
+static long place_of(const struct Attention *job, const struct Task *task, long line) {
+    long lines = task->queries * job->group, kv_head = task->first_head + line / lines;
+    long token = job->query_start[task->row] + task->first_query + line % lines / job->group;
+    return (token * job->heads + kv_head * job->group + line % job->group) * job->dim;
 }
+
+#if LANES >= 8
+#include "attention_wide.h"
+#else
+#include "attention_narrow.h"
+#endif
 
 /* One partition's part of every line of a task. */
 static void attend_partition(const struct Attention *job, const struct Task *task, long position, long partition,
@@ -211,21 +156,6 @@ static void attend_partition(const struct Attention *job, const struct Task *tas
     }
 }
 
-/* A task's line: where its floats are in the queries, and in the output too. */
-static long place_of(const struct Attention *job, const struct Task *task, long line) {
-    long lines = task->queries * job->group, kv_head = task->first_head + line / lines;
-    long token = job->query_start[task->row] + task->first_query + line % lines / job->group;
-    return (token * job->heads + kv_head * job->group + line % job->group) * job->dim;
-}
-
-/* The lines' queries side by side, times the scale. */
-static void copy_queries(const struct Attention *job, const struct Task *task, float *q) {
-    for (long l = 0; l < task->queries * job->group * task->kv_heads; l++) {
-        const float *from = job->q + place_of(job, task, l);
-        for (long d = 0; d < job->dim; d++) *q++ = from[d] * job->scale;
-    }
-}
-
 static void write_lines(const struct Attention *job, const struct Task *task, const struct Part *parts) {
     for (long l = 0; l < task->queries * job->group * task->kv_heads; l++) {
         float *out = job->out + place_of(job, task, l);
@@ -244,7 +174,7 @@ static long position_of(const struct Attention *job, const struct Task *task) {
 }
 
 static void attend_whole(const struct Attention *job, const struct Task *task) {
-    float q[MAX_LINES * MAX_HEAD_DIM] __attribute__((aligned(64)));
+    float q[MAX_LINES * MAX_HEAD_DIM + LANES] __attribute__((aligned(64)));
     struct Part totals[MAX_LINES], parts[MAX_LINES];
     long position = position_of(job, task);
     copy_queries(job, task, q);
@@ -269,7 +199,7 @@ static void split_share(void *arguments) {
     struct Attention *job = arguments;
     long taken;
     while ((taken = __atomic_fetch_add(&job->next_task, 1, __ATOMIC_RELAXED)) < job->num_tasks * job->max_parts) {
-        float q[MAX_LINES * MAX_HEAD_DIM] __attribute__((aligned(64)));
+        float q[MAX_LINES * MAX_HEAD_DIM + LANES] __attribute__((aligned(64)));
         const struct Task *task = job->tasks + taken / job->max_parts;
         long partition = taken % job->max_parts, position = position_of(job, task);
         if (partition * PARTITION > position) continue;
@@ -314,12 +244,13 @@ static long make_tasks(struct Attention *job, struct Task *tasks) {
 EXPORT int attention(const float *q, const float *keys, const float *values, const int32_t *query_start,
                      const int32_t *context_lens, const int32_t *tables, float *out, long rows, long table_stride,
                      long block_size, long heads, long kv_heads, long dim, float scale, int threads) {
-    long group = heads / kv_heads, per_task = group <= 4 ? 16 : MAX_LINES / group;
+    long group = heads / kv_heads, per_task = QUERIES(group);
     struct Attention job = {.q = q, .keys = keys, .values = values, .query_start = query_start, .context_lens = context_lens,
                             .tables = tables, .out = out, .rows = rows, .table_stride = table_stride, .block_size = block_size,
                             .heads = heads, .kv_heads = kv_heads, .dim = dim, .scale = scale, .group = group,
                             .queries_per_task = per_task};
     long work = make_tasks(&job, NULL);
+    for (; job.queries_per_task > 16 && job.num_tasks < 4L * threads; make_tasks(&job, NULL)) job.queries_per_task /= 2;
     int worth_sharing = work >= WORTH_SHARING;
     /* Whole rows keep all threads busy unless there are too few of them, or one is longer than a thread's part of all. */
     int uneven = job.num_tasks % threads != 0 || job.most_work * threads > work + work / 4;

@@ -96,7 +96,17 @@ INLINE float sum_lanes(vec value) {
 }
 
 INLINE float largest_lane(vec value) {
-#ifdef LANE_MULTIPLY
+#if LANES >= 8
+#if LANES == 16
+    __m256 half = _mm256_max_ps(_mm512_castps512_ps256((__m512)value),
+                                _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd((__m512)value), 1)));
+#else
+    __m256 half = (__m256)value;
+#endif
+    __m128 four = _mm_max_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+    four = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
+#elif defined(LANE_MULTIPLY)
     return vmaxvq_f32((float32x4_t)value);
 #else
     float largest = value[0];
@@ -109,11 +119,12 @@ INLINE float largest_lane(vec value) {
 #define EACH UNROLL for (int i = 0; i < count; i++)
 
 /* x = e^x for `count` <= AT_ONCE vectors, within 2 units of the last place; exactly 0 below -88, exactly 1 at 0, at most e^88,
- * NaN for NaN. Each lane is computed alike whatever the count. */
-INLINE void exponentials(const int count, vec *x) {
+ * NaN for NaN. Each lane is computed alike whatever the count, and whether it is known that none is above 0. */
+INLINE void exponentials(const int count, const int at_most_0, vec *x) {
     const vec round = splat(12582912.0f); /* adding it leaves the nearest integer in the low bits */
     vec shifted[AT_ONCE], rest[AT_ONCE], sum[AT_ONCE];
-    EACH x[i] = -maximum(splat(-88.0f), -maximum(splat(-88.02f), x[i]));
+    EACH x[i] = maximum(splat(-88.02f), x[i]);
+    if (!at_most_0) EACH x[i] = -maximum(splat(-88.0f), -x[i]);
     EACH shifted[i] = multiply_add(x[i], splat(1.44269504088896341f), round);
     EACH sum[i] = shifted[i] - round;
     EACH rest[i] = multiply_add(sum[i], splat(-0.693145751953125f), x[i]);
@@ -129,7 +140,7 @@ INLINE void exponentials(const int count, vec *x) {
 
 INLINE float exponential(float x) {
     vec value = splat(x);
-    exponentials(1, &value);
+    exponentials(1, 0, &value);
     return value[0];
 }
 

@@ -70,7 +70,7 @@ INLINE void silu_stride(const float *gate, const float *up, float *out) {
     const int count = AT_ONCE;
     vec weight[AT_ONCE];
     EACH weight[i] = -load(gate + i * LANES);
-    exponentials(AT_ONCE, weight);
+    exponentials(AT_ONCE, 0, weight);
     EACH store(out + i * LANES, load(gate + i * LANES) / (1.0f + weight[i]) * load(up + i * LANES));
 }
 
