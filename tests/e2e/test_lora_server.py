@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import json
+import os
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -23,7 +26,17 @@ PATIENCE_S = 120.0
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     lora = [f"--lora={name}={adapter_folder(MODEL, name)}" for name in ("all", "queries")]
-    small = ["--kv-blocks", "100", "--threads", "1", "--local-prefill-tokens", "0", "--check-invariants", "--port", "0"]
+    small = [
+        "--kv-blocks",
+        "100",
+        "--threads",
+        "1",
+        "--local-prefill-tokens",
+        "0",
+        "--check-invariants",
+        "--failover-wait-s",
+        "120",
+    ]
     with serve(str(tiny_model(MODEL)), "--served-model-name", "tiny", *small, *lora) as running:
         yield running
         running.idle_workers()
@@ -121,3 +134,24 @@ def test_what_cannot_be_loaded_is_loaded_nowhere(server: Server) -> None:
     taken = post(server, "/v1/load_lora_adapter", lora_name="tiny", lora_path="/nowhere")
     assert (taken.status_code, taken.json()["error"]["param"]) == (400, "lora_name")
     assert [worker["adapters"] for worker in server.get("/cluster")["workers"]] == [["all", "queries"]] * 2
+
+
+def test_a_stream_whose_worker_is_killed_goes_on_with_its_adapter(server: Server) -> None:
+    prompt, num_tokens = PROMPTS[0], 150
+    body = {"model": "all", "prompt": prompt, "temperature": 0, "max_tokens": num_tokens, "ignore_eos": True}
+    tokens: list[int] = []
+    with httpx.stream(
+        "POST", server.url + "/v1/completions", json={**body, "stream": True, "return_token_ids": True}, timeout=PATIENCE_S
+    ) as response:
+        for line in response.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            chunk = json.loads(line.removeprefix("data: "))
+            assert "error" not in chunk, chunk
+            for choice in chunk["choices"]:
+                tokens += choice.get("token_ids") or []
+            if len(tokens) == 2:
+                os.kill(
+                    next(each["pid"] for each in server.get("/cluster")["workers"] if each["role"] == "decode"), signal.SIGKILL
+                )
+    assert_parity(tokens, *reference_tokens(adapted_model(MODEL, "all"), prompt, num_tokens), "killed")
