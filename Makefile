@@ -9,7 +9,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install serve check libraries test test-all soak bench clean
+.PHONY: help install serve check libraries test test-all soak bench docs clean
 .DELETE_ON_ERROR:
 
 comma := ,
@@ -63,6 +63,9 @@ soak: $(DEV_STAMP) ## hurt a cluster under load for SOAK_MINUTES (30) and report
 bench: $(DEV_STAMP) libraries ## measure everything that README shows into bench/results/<machine> and write its tables (about 40 minutes)
 	$(BIN)/kvrelay bench all $(ARGS)
 	$(BIN)/python tools/figures.py
+
+docs: $(DEV_STAMP) ## build the documentation site into build/site; a broken link fails
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean: ## remove .venv, caches and build outputs (fetched models stay in the user's cache folder)
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

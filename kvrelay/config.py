@@ -179,6 +179,10 @@ class RouterOptions(Options, frozen=True, kw_only=True):
     continuation_cache: Annotated[
         Count, Meta(description="finished requests whose tokens are remembered, so that they can be continued from")
     ] = 1024
+    max_stored_responses: Annotated[
+        Count, Meta(description="responses that are stored (`store`), so that they can be had again")
+    ] = 1024
+    stored_response_s: Annotated[float, Meta(gt=0.0, description="seconds for which a response is stored")] = 3600.0
     context_index: Annotated[
         str,
         Meta(

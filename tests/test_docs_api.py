@@ -99,8 +99,8 @@ def fields_of(request: type[msgspec.Struct]) -> set[str]:
 
 
 def own_fields(request: type[msgspec.Struct]) -> set[str]:
-    """All but the harmless ones, which stand in a list of their own."""
-    harmless = fields_of(HarmlessFields) if issubclass(request, HarmlessFields) else set()
+    """All but the harmless ones, which stand in a list of their own unless the request makes use of them."""
+    harmless = fields_of(HarmlessFields) - set(request.__annotations__) if issubclass(request, HarmlessFields) else set()
     return fields_of(request) - harmless
 
 

@@ -25,7 +25,7 @@ from kvrelay.states import WorkerState
 from kvrelay.wire import PROTOCOL_VERSION
 from kvrelay.wire.codec import Decoder, encode
 from kvrelay.wire.registry import WorkerLoad, WorkerRecord
-from kvrelay.wire.serving import AdaptersTold, Hello, KeptTold, Refused, StepOutputs, ToRouter, Welcome
+from kvrelay.wire.serving import AdaptersTold, Forgotten, Hello, KeptTold, Refused, StepOutputs, ToRouter, Welcome
 
 log = Log("discovery")
 
@@ -129,8 +129,8 @@ class _Watch:
                 record = self._membership.members.get(self.address)
                 if record is not None and record.id == message.worker_id:
                     self._membership.heard(self, msgspec.structs.replace(record, load=message.load))
-            case KeptTold():
-                pass  # not asked on this connection
+            case KeptTold() | Forgotten():
+                pass  # of no concern on this connection
             case AdaptersTold():
                 record = self._membership.members.get(self.address)
                 if record is not None:

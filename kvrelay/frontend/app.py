@@ -29,6 +29,7 @@ from kvrelay.frontend.pages.admin import change_role, drain, load_adapter, unloa
 from kvrelay.frontend.pages.continuations import delete_continuation, list_continuations, one_continuation
 from kvrelay.frontend.pages.info import cluster, health, index, metrics_page, models, one_model, version_page
 from kvrelay.frontend.pages.openapi import docs, openapi_page
+from kvrelay.frontend.pages.responses import delete_response, one_response
 from kvrelay.frontend.pages.tokenize import detokenize, tokenize, tokenizer_info
 from kvrelay.frontend.prompt.images import Images
 from kvrelay.frontend.service import Service
@@ -43,6 +44,8 @@ ROUTES: tuple[tuple[str, str, Callable[[Service, Call], Awaitable[None]]], ...] 
     ("/v1/chat/completions", "POST", chat_completions),
     ("/v1/completions", "POST", completions),
     ("/v1/responses", "POST", responses),
+    ("/v1/responses/{id}", "GET", one_response),
+    ("/v1/responses/{id}", "DELETE", delete_response),
     ("/v1/messages", "POST", messages),
     ("/v1/messages/count_tokens", "POST", count_tokens),
     ("/v1/continuations", "GET", list_continuations),

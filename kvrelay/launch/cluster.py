@@ -119,6 +119,9 @@ def open_router(
         sync=sync,
         continuation_cache=options.continuation_cache,
         max_kept_per_key=options.max_kept_per_key,
+        max_stored=options.max_stored_responses,
+        stored_s=options.stored_response_s,
+        is_one_of_many=registry_kind(cluster) != "embedded",
     )
     return router, membership.address
 

@@ -34,6 +34,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     answer_id: str = ""  # another name under which it can be continued from; requests of one answer share it
     first_choice: int = 0  # the place of its first sample among the choices of that answer
     keep: Keep | None = None  # KV that is to be kept when it ends
+    is_stored: bool = False  # its answer is to be remembered
     parent: Parent | None = None  # the prompt begins with all of this one's tokens
 
     def as_parents(self) -> list[Parent]:
@@ -48,6 +49,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
                 adapter=self.adapter,
                 num_prompt_tokens=len(self.prompt),
                 images=self.images,
+                is_stored=self.is_stored,
                 kept_id=None if self.keep is None else self.keep.kept_ids[sample],
             )
             for sample in range(self.params.n)

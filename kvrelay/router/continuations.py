@@ -4,35 +4,34 @@
     ended     a sample has its last token (or its client left): its tokens are known
     told      its worker says whether it keeps the KV: HELD, or KNOWN
     lost      that worker is gone or drains: HELD becomes KNOWN
-    adopt     another router served it, and its worker told us of the kept KV
+    adopt     another router served it, and a worker told us of the kept KV, or of what that router had remembered
     find      a client names a parent, by the id of its kept KV, by the id it gave the request, or by the answer's id
 
 Everything is looked up within an owner (a digest of the API key): what belongs to another is as unknown as what never was.
 Parents whose KV is kept are remembered for as long as it is; of the others that have ended, the `capacity` samples that ended,
-or were continued from, last. Why the rest is gone is remembered for a while too, so that the client can be told.
+or were continued from, last; and, for a time, those whose answers are stored. Why the rest is gone is remembered for a while
+too, so that the client can be told.
 
 One event loop's thread. Nothing here talks to workers: `told` returns False where kept KV should be released.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from array import array
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 from kvrelay.errors import ConflictError, InvalidRequestError, NotFoundError
 from kvrelay.ids import KeptId, RequestId, WorkerId
 from kvrelay.metrics import Metrics
+from kvrelay.router.names import Names
 from kvrelay.router.parent import Parent
+from kvrelay.router.shelf import Shelf
 from kvrelay.states import HandleState
 from kvrelay.wire.serving import KeptInfo, KeptNews
 
 NEWS_WAIT_S = 30.0  # how long after a sample's end its worker may say whether its KV is kept
-MAX_IMAGE_BYTES = 256 << 20  # of requests whose KV is not kept: their images are needed to compute it again
-_MAX_REASONS = 4096  # handles that are gone, of which it is known why
-
-_Name = tuple[str, str]  # owner, and what it calls a request
 
 
 class Continuations:
@@ -44,18 +43,20 @@ class Continuations:
         *,
         capacity: int = 1024,
         max_kept_per_owner: int = 64,
+        max_stored: int = 1024,
+        stored_s: float = 3600.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._metrics = metrics
-        self._capacity = capacity
         self._max_kept = max_kept_per_owner
         self._clock = clock
-        self._names: dict[_Name, list[Parent]] = {}  # all choices of one answer, under each of its names
+        self._names = Names()
         self._kept: dict[KeptId, Parent] = {}
         self._held: dict[str, set[Parent]] = {}  # by owner: parents whose KV is kept, or was asked to be
-        self._ended: OrderedDict[Parent, None] = OrderedDict()  # KNOWN; the one unused for longest comes first
-        self._num_image_bytes = 0  # in the files of those
-        self._reasons: OrderedDict[_Name, str] = OrderedDict()
+        self._ended = Shelf(capacity)  # KNOWN
+        self._stored = Shelf(max_stored)  # as these, of those whose answers are stored
+        self._stored_s = stored_s
+        self.on_known: Callable[[Parent], None] = lambda parent: None  # all of it is known, or more than before
         metrics.kept_kv.set_function(lambda: sum(parent.state is HandleState.HELD for parent in self._all_held()))
 
     def __len__(self) -> int:
@@ -65,7 +66,7 @@ class Continuations:
 
     def begun(self, parents: list[Parent]) -> list[Parent]:
         """All samples of a request. Those to be kept are `asked`, unless their owner has all the kept KV that it may have."""
-        self._name(parents)
+        self._names.give(parents)
         if parents[0].kept_id is not None:
             self._ask(parents)
         return parents
@@ -87,10 +88,20 @@ class Continuations:
         parent.tokens, parent.ended = tokens, True
         parent.unheard_until = self._clock() + NEWS_WAIT_S
         self._conclude(parent)
+        if not parent.is_stored:
+            self.on_known(parent)
 
     def cut(self, parent: Parent, num_output_tokens: int) -> None:
         """Its client saw less of it than was thought."""
         parent.tokens = parent.tokens[: parent.num_prompt_tokens + num_output_tokens]
+        self.on_known(parent)
+
+    def store(self, parent: Parent, record: bytes) -> None:
+        """The answer of one that is to be stored is complete."""
+        parent.record, parent.forget_at = record, self._clock() + self._stored_s
+        if parent.state is HandleState.KNOWN:
+            self._shelve(parent)
+        self.on_known(parent)
 
     def failed(self, parent: Parent, reason: str) -> None:
         if parent.state is HandleState.RUNNING:
@@ -139,13 +150,32 @@ class Continuations:
         for info in kept:
             if info.kept_id in self._kept:
                 continue
-            family = self._names.setdefault((info.owner, info.external_id), [])
-            parent = Parent.of_kept(info, choice=len(family), worker_id=worker_id, fingerprint=fingerprint)
+            choice = len(self._names.get(info.owner, info.external_id))
+            parent = Parent.of_kept(info, choice=choice, worker_id=worker_id, fingerprint=fingerprint)
             parent.expires_at = self._clock() + info.ttl_s
-            family.append(parent)
+            self._names.join(parent)
             self._kept[info.kept_id] = parent
             self._held.setdefault(parent.owner, set()).add(parent)
             parent.become(HandleState.HELD)
+
+    def adopt_known(self, known: Parent, forget_in_s: float) -> None:
+        """Another router served it, and had it remembered. Its KV, if it is kept, was adopted before."""
+        forget_at = self._clock() + forget_in_s if known.record else math.inf
+        kept = None if known.kept_id is None else self._kept.get(known.kept_id)
+        if kept is not None:
+            kept.answer_id, kept.is_stored, kept.record, kept.forget_at = (
+                known.answer_id,
+                known.is_stored,
+                known.record,
+                forget_at,
+            )
+            self._names.join(kept)
+        elif all(known.choice != other.choice for other in self._names.get(known.owner, known.answer_id or known.external_id)):
+            known.forget_at = forget_at
+            self._names.join(known)
+            if known.kept_id is not None:
+                self._kept[known.kept_id] = known
+            self._remember(known)
 
     # What clients ask
 
@@ -157,24 +187,23 @@ class Continuations:
                 f"{_shown(handle)} has {len(parents)} choices: name the continuation id of one of them",
                 param="continuation_of",
             )
-        if parents[0] in self._ended:
-            self._ended.move_to_end(parents[0])
+        self._shelf(parents[0]).use(parents[0])
         return parents[0]
 
     def find_all(self, handle: str, owner: str) -> list[Parent]:
         """All choices of that name, at least one. Raises NotFoundError."""
         kept = self._kept.get(KeptId(handle))
-        parents = [kept] if kept is not None and kept.owner == owner else self._names.get((owner, handle), [])
+        parents = [kept] if kept is not None and kept.owner == owner else self._names.get(owner, handle)
         left = self._looked_at(parents)
         if not left:
-            raise _not_found(handle, self._reasons.get((owner, handle), ""))
+            raise _not_found(handle, self._names.why(owner, handle))
         return left
 
     def is_unheard_of(self, handle: str, owner: str) -> bool:
         """Neither here, nor known to be gone: another router may know it."""
         kept = self._kept.get(KeptId(handle))
-        known = (owner, handle) in self._names or (kept is not None and kept.owner == owner)
-        return not known and (owner, handle) not in self._reasons
+        known = bool(self._names.get(owner, handle)) or (kept is not None and kept.owner == owner)
+        return not known and not self._names.why(owner, handle)
 
     def has_ended(self, handle: str, owner: str) -> bool:
         """Whether `find` gives one that need not be waited for, nor looked for elsewhere."""
@@ -248,6 +277,8 @@ class Continuations:
             self._release(parent, "its KV is not kept any longer: the time asked for is over")
         elif parent.state is HandleState.RUNNING and parent.ended and parent.asked and parent.unheard_until <= now:
             self.refused(parent, "its worker did not say whether it keeps it", "no_answer")
+        elif parent.state is HandleState.KNOWN and parent.forget_at <= now:
+            self._go(parent, "it was stored for a time that is over")
 
     def _release(self, parent: Parent, reason: str) -> None:
         parent.reason, parent.num_blocks, parent.asked = reason, 0, False
@@ -256,46 +287,28 @@ class Continuations:
 
     def _remember(self, parent: Parent) -> None:
         parent.become(HandleState.KNOWN)
-        self._ended[parent] = None
-        self._num_image_bytes += _num_image_bytes(parent)
-        while len(self._ended) > self._capacity or self._num_image_bytes > MAX_IMAGE_BYTES:
-            self._go(next(iter(self._ended)), "it was forgotten: others have ended since")
+        self._shelve(parent)
+
+    def _shelve(self, parent: Parent) -> None:
+        for oldest in self._shelf(parent).add(parent):
+            self._go(oldest, "it was forgotten: others have ended since")
+
+    def _shelf(self, parent: Parent) -> Shelf:
+        return self._stored if parent.is_stored else self._ended
 
     def _go(self, parent: Parent, reason: str) -> None:
         if parent.state is HandleState.GONE:
             return
-        if parent in self._ended:
-            del self._ended[parent]
-            self._num_image_bytes -= _num_image_bytes(parent)
-        parent.reason, parent.tokens, parent.images, parent.asked = reason, (), (), False
+        self._shelf(parent).remove(parent)
+        parent.reason, parent.tokens, parent.images, parent.record, parent.asked = reason, (), (), b"", False
         self._not_held(parent)
         if parent.kept_id is not None and self._kept.get(parent.kept_id) is parent:
             del self._kept[parent.kept_id]
-            self._explain((parent.owner, parent.kept_id), reason)
-        for name in _names_of(parent):
-            family = self._names.get(name, [])
-            if parent in family:
-                family.remove(parent)
-                if not family:
-                    del self._names[name]
-                    self._explain(name, reason)
+            self._names.explain(parent.owner, parent.kept_id, reason)
+        self._names.take(parent, reason)
         parent.become(HandleState.GONE)
 
-    def _explain(self, name: _Name, reason: str) -> None:
-        self._reasons[name] = reason
-        self._reasons.move_to_end(name)
-        if len(self._reasons) > _MAX_REASONS:
-            self._reasons.popitem(last=False)
-
-    # Names and quota
-
-    def _name(self, parents: list[Parent]) -> None:
-        """Under a name that is used again, the latest request is found. Prompts of one request share theirs."""
-        for name in _names_of(parents[0]):
-            family = self._names.get(name)
-            same = family and family[0].answer_id and family[0].answer_id == parents[0].answer_id
-            self._names[name] = [*family, *parents] if family and same else list(parents)
-            self._reasons.pop(name, None)
+    # Quota
 
     def _ask(self, parents: list[Parent]) -> None:
         owner = parents[0].owner
@@ -322,11 +335,6 @@ class Continuations:
         return self._looked_at([parent for held in self._held.values() for parent in held])
 
 
-def _names_of(parent: Parent) -> list[_Name]:
-    names = {parent.external_id, parent.answer_id} - {""}
-    return [(parent.owner, name) for name in names]
-
-
 def _shown(handle: str) -> str:
     return repr(handle[:200])
 
@@ -338,7 +346,3 @@ def _not_found(handle: str, reason: str) -> NotFoundError:
         param="continuation_of",
         code="continuation_not_found",
     )
-
-
-def _num_image_bytes(parent: Parent) -> int:
-    return sum(len(image.data) for image in parent.images)

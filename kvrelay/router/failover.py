@@ -164,7 +164,7 @@ class Stranded:
         """Ends a request that has waited for long enough, and says for what."""
         if self.is_starting(waiting.entry):
             waiting.alone_since = now
-            if now - waiting.since < self.rules.start_wait_s:
+            if now - waiting.since < max(self.rules.start_wait_s, self.rules.wait_s):
                 return False
             waited = f"a worker is starting, but was not up within {self.rules.start_wait_s:g} s"
         elif now - waiting.alone_since < self.rules.wait_s:

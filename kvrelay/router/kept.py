@@ -1,24 +1,38 @@
 """What the router and its workers say to each other about kept KV, around the table of continuations.
 
 Keeping      in the life of one request: the worker that generates is asked to keep its KV, and says whether it does
-KeptSearch   for a request that another router served: every worker that could keep its KV is asked
+KeptSearch   for a request that another router served: every worker is asked for its KV, and for what it remembers of it
+share        for other routers: workers remember what a router knows of a request that has ended
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from kvrelay.errors import DeadlineError, RequestError
 from kvrelay.ids import WorkerId
+from kvrelay.log import Log
 from kvrelay.router.attempt import OpenRequest
 from kvrelay.router.continuations import Continuations
 from kvrelay.router.parent import Parent
 from kvrelay.router.peer import Leg, Peer
 from kvrelay.states import FinishReason, Role, WorkerState
-from kvrelay.wire.serving import AskKept, Finish, Keep, KeptNews, KeptTold, ReleaseKept
+from kvrelay.wire.serving import (
+    AskKept,
+    Finish,
+    Keep,
+    KeptInfo,
+    KeptNews,
+    KeptTold,
+    ParentInfo,
+    ReleaseKept,
+    Remember,
+)
 
+log = Log("router")
 _ANSWER_WITHIN_S = 1.0
 
 
@@ -103,6 +117,8 @@ class Keeping:
 class _Question:
     unanswered: set[WorkerId]
     answered: asyncio.Future[None]
+    kept: list[tuple[Peer, KeptInfo]] = field(default_factory=list)
+    known: list[ParentInfo] = field(default_factory=list)
 
     def answered_by(self, worker_id: WorkerId) -> None:
         self.unanswered.discard(worker_id)
@@ -123,23 +139,52 @@ class KeptSearch:
         question = self._questions.get((handle, owner))
         if question is None:
             message = AskKept(handle=handle, owner=owner)
-            holders = [peer for peer in self.peers() if peer.record.role in (Role.DECODE, Role.WHOLE)]
-            asked = {peer.id for peer in holders if peer.send(message)}
+            asked = {peer.id for peer in _holders(self.peers()) if peer.send(message)}
             if not asked:
                 return
             question = _Question(asked, asyncio.get_running_loop().create_future())
             self._questions[handle, owner] = question
         await asyncio.wait((question.answered,), timeout=_ANSWER_WITHIN_S)
-        self._questions.pop((handle, owner), None)
+        if self._questions.pop((handle, owner), None) is not None:
+            self._adopt(question)
+
+    def _adopt(self, question: _Question) -> None:
+        """Kept KV first: what is remembered of it has more names for it."""
+        for peer, kept in question.kept:
+            self.continuations.adopt(peer.id, peer.record.fingerprint, [kept])
+        for info in question.known:
+            try:
+                known = Parent.of_known(info)
+            except ValueError as error:
+                log.seldom("what a worker remembered cannot be read", request=info.external_id, reason=error)
+                continue
+            self.continuations.adopt_known(known, info.forget_at - time.time())
 
     def told(self, peer: Peer, told: KeptTold) -> None:
         question = self._questions.get((told.handle, told.owner))
         if question is None:  # it was not asked, or is not waited for any more
             return
-        mine = [kept for kept in told.kept if kept.owner == told.owner]
-        self.continuations.adopt(peer.id, peer.record.fingerprint, mine)
+        question.kept += [(peer, kept) for kept in told.kept if kept.owner == told.owner]
+        question.known += [known for known in told.known if known.owner == told.owner]
         question.answered_by(peer.id)
 
     def lost(self, peer: Peer) -> None:
         for question in self._questions.values():
             question.answered_by(peer.id)
+
+
+def share(parent: Parent, peers: Iterable[Peer], now: float) -> None:
+    """Has an ended request remembered for other routers: by the worker that generated it, and by another one in case the
+    first is lost. `now` is the clock of `Continuations`."""
+    holders = sorted(_holders(peers), key=lambda peer: (peer.id != parent.worker_id, peer.id))
+    if not holders:
+        return
+    others = holders[1:]
+    chosen = [holders[0], *([others[sum(parent.external_id.encode()) % len(others)]] if others else [])]
+    message = Remember(parent=parent.info(time.time() + parent.forget_at - now if parent.record else 0.0))
+    for peer in chosen:
+        peer.send(message)
+
+
+def _holders(peers: Iterable[Peer]) -> list[Peer]:
+    return [peer for peer in peers if peer.record.role is not Role.ENCODE]

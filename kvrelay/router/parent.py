@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from kvrelay.ids import KeptId, RequestId, WorkerId
 from kvrelay.states import HANDLE_EDGES, HandleState, advance
-from kvrelay.wire.serving import Image, KeptInfo, KeptNews
+from kvrelay.wire.serving import Image, KeptInfo, KeptNews, ParentInfo
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -44,6 +44,9 @@ class Parent:
     ended: bool = False
     unheard_until: float = 0.0  # after its end: until then the worker may say whether it keeps it
     news: KeptNews | None = None
+    is_stored: bool = False  # its client wants to have its answer again: `record`, once it is complete
+    record: bytes = b""
+    forget_at: float = float("inf")  # of a stored one
     _waiters: list[asyncio.Future[None]] = field(default_factory=list)
 
     @classmethod
@@ -65,6 +68,44 @@ class Parent:
             num_blocks=info.num_blocks,
             asked=True,
             ended=True,
+        )
+
+    @classmethod
+    def of_known(cls, info: ParentInfo) -> Parent:
+        """Another router served it, and had it remembered. Raises ValueError if its tokens are not whole."""
+        tokens = array("I")
+        tokens.frombytes(info.tokens)
+        return cls(
+            external_id=info.external_id,
+            answer_id=info.answer_id,
+            choice=info.choice,
+            owner=info.owner,
+            adapter=info.adapter,
+            cache_salt=info.cache_salt,
+            num_prompt_tokens=info.num_prompt_tokens,
+            images=info.images,
+            kept_id=info.kept_id,
+            tokens=tokens,
+            ended=True,
+            is_stored=bool(info.record),
+            record=info.record,
+        )
+
+    def info(self, forget_at: float) -> ParentInfo:
+        """For other routers. It has ended."""
+        return ParentInfo(
+            external_id=self.external_id,
+            answer_id=self.answer_id,
+            choice=self.choice,
+            owner=self.owner,
+            cache_salt=self.cache_salt,
+            adapter=self.adapter,
+            num_prompt_tokens=self.num_prompt_tokens,
+            tokens=array("I", self.tokens).tobytes(),
+            kept_id=self.kept_id,
+            images=list(self.images),
+            record=self.record,
+            forget_at=forget_at,
         )
 
     @property

@@ -28,6 +28,7 @@ from kvrelay.wire.serving import (
     Abort,
     AdaptersTold,
     Finish,
+    Forgotten,
     Hello,
     KeptTold,
     Ping,
@@ -98,6 +99,7 @@ class Listeners:
     outputs: Callable[[Peer, StepOutputs], None]
     told: Callable[[Peer, KeptTold], None]
     adapters: Callable[[Peer, AdaptersTold], None]
+    forgotten: Callable[[Forgotten], None]
     malformed: Callable[[Peer, str], None]
 
 
@@ -229,6 +231,8 @@ class Peer:
             case AdaptersTold():
                 self.record = msgspec.structs.replace(self.record, adapters=message.adapters)
                 self._listeners.adapters(self, message)
+            case Forgotten():
+                self._listeners.forgotten(message)
             case Welcome():
                 self._on_welcome(message)
             case Refused():

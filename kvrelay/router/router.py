@@ -10,11 +10,13 @@ Everything runs on one event loop's thread.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from kvrelay.discovery.base import Loss, Membership
-from kvrelay.errors import ProtocolError
+from kvrelay.errors import NotFoundError, ProtocolError
 from kvrelay.events.eviction_sync import EvictionSync
 from kvrelay.ids import RouterId, WorkerId, new_router_id
 from kvrelay.log import Log
@@ -28,7 +30,7 @@ from kvrelay.router.dispatch import Dispatcher
 from kvrelay.router.drain import order_drain
 from kvrelay.router.event_feed import EventFeed, NoFeed
 from kvrelay.router.failover import RetryRules
-from kvrelay.router.kept import KeptSearch
+from kvrelay.router.kept import KeptSearch, share
 from kvrelay.router.parent import Parent
 from kvrelay.router.peer import Listeners, Peer, describe
 from kvrelay.router.plan import Planner
@@ -37,7 +39,7 @@ from kvrelay.router.prefix_index import PrefixIndex
 from kvrelay.router.stream import RequestStream
 from kvrelay.states import Role, WorkerState
 from kvrelay.wire.registry import Adapter, WorkerRecord
-from kvrelay.wire.serving import PeerLost, ReleaseKept
+from kvrelay.wire.serving import Forget, Forgotten, PeerLost, ReleaseKept
 
 log = Log("router")
 
@@ -66,7 +68,11 @@ class Router:
         sync: OpenSync | None = None,
         continuation_cache: int = 1024,
         max_kept_per_key: int = 64,
+        max_stored: int = 1024,
+        stored_s: float = 3600.0,
+        is_one_of_many: bool = False,
     ) -> None:
+        """With `is_one_of_many`, other routers may serve the same workers: they are to know what this one served."""
         self.router_id = router_id or new_router_id()
         self._membership = membership
         self._metrics = metrics
@@ -79,8 +85,17 @@ class Router:
         self._sync = EvictionSync() if sync is None or index is None else sync(is_held=index.holds)
         self._feed = NoFeed() if index is None else EventFeed(index, metrics, self._sync)
         self._planner = Planner(policy, local_prefill_tokens, metrics, index if policy == "prefix_aware" else None)
-        self.continuations = Continuations(metrics, capacity=continuation_cache, max_kept_per_owner=max_kept_per_key)
+        self.continuations = Continuations(
+            metrics,
+            capacity=continuation_cache,
+            max_kept_per_owner=max_kept_per_key,
+            max_stored=max_stored,
+            stored_s=stored_s,
+        )
         self._dispatcher = Dispatcher(self._planner, metrics, self.continuations, self._sync, mode=mode, rules=rules)
+        self._is_one_of_many = is_one_of_many
+        if is_one_of_many:
+            self.continuations.on_known = lambda parent: share(parent, self._dispatcher.usable, time.monotonic())
         self._search = KeptSearch(self.continuations, lambda: self._dispatcher.usable)
         self._orders = AdapterOrders(lambda: self._dispatcher.usable)
         self._listeners = Listeners(
@@ -89,6 +104,7 @@ class Router:
             outputs=self._dispatcher.outputs,
             told=self._search.told,
             adapters=self._orders.told,
+            forgotten=self._on_forgotten,
             malformed=self._on_malformed,
         )
         self._ticker: asyncio.TimerHandle | None = None
@@ -155,6 +171,9 @@ class Router:
             peer = None if parent.worker_id is None else self._peers.get(parent.worker_id)
             if peer is not None and parent.kept_id is not None:
                 peer.send(ReleaseKept(kept_ids=[parent.kept_id]))
+        if self._is_one_of_many:
+            for peer in self._dispatcher.usable:
+                peer.send(Forget(handle=handle, owner=owner))
 
     def cluster(self) -> dict[str, Any]:
         return {
@@ -262,6 +281,10 @@ class Router:
         self._orders.lost(peer)
         self.continuations.unheard(peer.id, "the connection to its worker broke")
         self._settle(peer, reason)
+
+    def _on_forgotten(self, message: Forgotten) -> None:
+        with contextlib.suppress(NotFoundError):
+            self.continuations.delete(message.handle, message.owner)
 
     def _on_malformed(self, peer: Peer, reason: str) -> None:
         self._metrics.malformed.labels("serving").inc()

@@ -10,7 +10,9 @@ router                                   worker
   | PeerLost -----------------------------> |   another worker is gone: transfers with it fail at once
   | Drain --------------------------------> |   finish what you have, then leave (or come back in another role)
   | ReleaseKept --------------------------> |   no client will continue from these any more
-  | AskKept ------------------------------> |   a router that did not serve the parent looks for its kept KV
+  | Remember, Forget ---------------------> |   a request that has ended, for the other routers
+  | <---------------------------- Forgotten |   by another router
+  | AskKept ------------------------------> |   a router that did not serve the parent looks for it
   | <----------------------------- KeptTold |
   | LoadAdapter, UnloadAdapter -----------> |   an operator's order about LoRA adapters
   | <------------------------- AdaptersTold |   its end, to the router that gave it; and to all others which there are now
@@ -175,6 +177,34 @@ class Drain(Message, frozen=True, kw_only=True):
 
 class ReleaseKept(Message, frozen=True, kw_only=True):
     kept_ids: list[KeptId]
+
+
+class ParentInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One sample of a request that has ended, as its router knows it: all that another router needs to go on from it."""
+
+    external_id: str
+    answer_id: str
+    choice: int
+    owner: str
+    cache_salt: str
+    num_prompt_tokens: int
+    tokens: bytes  # prompt and output, 4 bytes each in the order of this machine
+    kept_id: KeptId | None = None
+    images: list[Image] = []
+    record: bytes = b""  # of a stored answer
+    forget_at: float = 0.0  # of a stored answer: Unix time
+    adapter: str = ""  # the digest of its LoRA adapter
+
+
+class Remember(Message, frozen=True, kw_only=True):
+    parent: ParentInfo
+
+
+class Forget(Message, frozen=True, kw_only=True):
+    """Its client has deleted it."""
+
+    handle: str
+    owner: str
 
 
 class AskKept(Message, frozen=True, kw_only=True):
@@ -346,6 +376,14 @@ class KeptTold(Message, frozen=True, kw_only=True):
     handle: str
     owner: str
     kept: list[KeptInfo] = []
+    known: list[ParentInfo] = []
+
+
+class Forgotten(Message, frozen=True, kw_only=True):
+    """Another router was told to delete it."""
+
+    handle: str
+    owner: str
 
 
 class AdaptersTold(Message, frozen=True, kw_only=True):
@@ -364,7 +402,6 @@ class StepOutputs(Message, frozen=True, kw_only=True):
     news: list[News] = []
 
 
-ToWorker = (
-    Hello | Submit | Encode | Abort | Finish | Ping | PeerLost | Drain | ReleaseKept | AskKept | LoadAdapter | UnloadAdapter
-)
-ToRouter = Welcome | Refused | StepOutputs | KeptTold | AdaptersTold
+AboutParents = Remember | Forget | AskKept | ReleaseKept
+ToWorker = Hello | Submit | Encode | Abort | Finish | Ping | PeerLost | Drain | AboutParents | LoadAdapter | UnloadAdapter
+ToRouter = Welcome | Refused | StepOutputs | KeptTold | Forgotten | AdaptersTold

@@ -35,6 +35,8 @@ from kvrelay.wire.serving import (
     Encode,
     Failure,
     Finish,
+    Forget,
+    Forgotten,
     Hello,
     KeptTold,
     LoadAdapter,
@@ -42,6 +44,7 @@ from kvrelay.wire.serving import (
     Ping,
     Refused,
     ReleaseKept,
+    Remember,
     StepOutputs,
     Submit,
     ToWorker,
@@ -52,6 +55,7 @@ from kvrelay.worker.adapters import AdapterOrders
 from kvrelay.worker.callers import Caller, Callers
 from kvrelay.worker.checks import check_submit, check_transfers
 from kvrelay.worker.recent import Recent
+from kvrelay.worker.remembered import Remembered
 from kvrelay.worker.serving_engine import ServingEngine
 from kvrelay.worker.status import Status
 
@@ -83,6 +87,7 @@ class ServingLoop:
         self._decoder: Decoder[ToWorker] = Decoder(ToWorker)
         self._callers = Callers()
         self._submitted: Recent[RequestId] = Recent(_REMEMBERED_IDS)  # blocks may be held under an id after its request ended
+        self._remembered = Remembered()
         self._load_untold = False
         self._next_check = 0.0
         self.num_malformed = 0
@@ -191,11 +196,28 @@ class ServingLoop:
                 self.orders.load(identity, message)
             case UnloadAdapter():
                 self._tell_adapters(identity, self.orders.unload(message))
+            case Remember():
+                self._remembered.add(message.parent)
+            case Forget():
+                self._on_forget(router, message)
             case AskKept():
-                kept = self._engine.find_kept(message.handle, message.owner)
-                try_send(self._socket, (identity, encode(KeptTold(handle=message.handle, owner=message.owner, kept=kept))))
+                try_send(self._socket, (identity, encode(self._known_of(message.handle, message.owner))))
             case _:
                 assert_never(message)
+
+    def _on_forget(self, router: Caller, forget: Forget) -> None:
+        self._remembered.forget(forget.handle, forget.owner)
+        told = encode(Forgotten(handle=forget.handle, owner=forget.owner))
+        for other in self._callers:
+            if other is not router:
+                try_send(self._socket, (other.identity, told))
+
+    def _known_of(self, handle: str, owner: str) -> KeptTold:
+        """The kept KV is found under every name that its router remembered it by."""
+        known = self._remembered.find(handle, owner)
+        names = dict.fromkeys([handle, *(parent.kept_id for parent in known if parent.kept_id is not None)])
+        kept = {info.kept_id: info for name in names for info in self._engine.find_kept(name, owner)}
+        return KeptTold(handle=handle, owner=owner, kept=list(kept.values()), known=known)
 
     def _on_hello(self, identity: bytes, hello: Hello) -> None:
         """A router that says Hello again has lost what it had here."""

@@ -6,7 +6,7 @@ import pytest
 
 from kvrelay.bench.engine import scenario as engine
 from kvrelay.bench.engine.scenario import Round, summarise
-from kvrelay.bench.engine.work import Limits, decode_work, head_weights, layer_weights, prefill_work
+from kvrelay.bench.engine.work import Limits, attention_flops, decode_work, head_weights, layer_weights, prefill_work
 from kvrelay.bench.harness.report import percentile
 from kvrelay.checkpoint.rope import RopeSpec
 from kvrelay.checkpoint.spec import ModelSpec
@@ -62,6 +62,7 @@ def test_figures_are_medians_of_the_ratios_of_each_round() -> None:
     assert results["decode_best_ms_b1"] == pytest.approx(0.9 * 1.2 * weights_s * 1e3)
     assert results["faster_than_transformers_b16"] == pytest.approx(2.0)
     assert results["prefill_512_gemm_share"] == pytest.approx(0.8)
+    assert results["prefill_2048_gemm_share"] == pytest.approx(0.6)
     assert set(engine.TARGETS) <= set(results)
 
 
@@ -73,11 +74,14 @@ def test_without_a_peer_nothing_is_said_about_it() -> None:
 
 def _round(slowness: float, decode_s: float) -> Round:
     prefill_s = prefill_work(SMOLLM2, engine.PREFILL_TOKENS, 4).flops / LIMITS.flops_per_s / 0.8
+    long_flops = prefill_work(SMOLLM2, 2048, 4).flops + attention_flops(SMOLLM2, 2048)
+    long_prefill_s = long_flops / LIMITS.flops_per_s / 0.6
     return Round(
         Limits(bytes_per_s=LIMITS.bytes_per_s / slowness, flops_per_s=LIMITS.flops_per_s / slowness),
         decode_s=dict.fromkeys(engine.BATCHES, decode_s * slowness),
         best_decode_s=dict.fromkeys(engine.BATCHES, 0.9 * decode_s * slowness),
         prefill_s=prefill_s * slowness,
+        long_prefill_s=long_prefill_s * slowness,
         peer_decode_s=dict.fromkeys(engine.BATCHES, 2 * decode_s * slowness),
         peer_prefill_s=3 * prefill_s * slowness,
     )

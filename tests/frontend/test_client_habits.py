@@ -151,6 +151,7 @@ async def test_a_prompt_that_is_too_long(path: str, body: dict[str, Any], param:
         ({"x": 1}, "'x'", "invalid_value"),
         ({"-1": 1}, "'-1'", "invalid_value"),
         ({"5": 1, "999999": 1}, "'999999'", "invalid_value"),
+        ({"1" * 5000: 1}, "'1111", "invalid_value"),
         ({"5": 101}, "'5'", "decimal_above_max_value"),
         ({"5": 1, "6": -101.5}, "'6'", "decimal_below_min_value"),
         ({"7": "much"}, "'7'", "invalid_type"),

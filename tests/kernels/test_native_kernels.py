@@ -18,6 +18,7 @@ from kvrelay.kernels.base import AttentionBatch, ForwardBatch, HeadShape
 from kvrelay.kernels.choose import choose_kernels
 from kvrelay.kernels.native.build import KernelsUnavailableError, load_library
 from kvrelay.kernels.native.kernels import NativeKernels
+from kvrelay.kernels.native.room import WeightRoom
 from kvrelay.kernels.torch_kernels import TorchKernels
 
 CPU = torch.device("cpu")
@@ -274,6 +275,22 @@ def test_rope_and_store(kernels: NativeKernels, shape: HeadShape, with_norms: bo
     last = make_batch(queries[-1:], [queries[-1] + 9], 16)
     alone = kernels.rope_and_store(qkv[-queries[-1] :], shape, cos_sin, last, kv, *norms, 1e-6)
     assert torch.equal(alone, got[-queries[-1] :])
+
+
+# ---- memory of weights ----
+
+
+def test_weights_lie_side_by_side_on_lines_of_their_own() -> None:
+    asked: list[tuple[int, int]] = []
+    room = WeightRoom(lambda address, size_bytes: asked.append((address, size_bytes)))
+    taken = [room.take(num_floats) for num_floats in (1, 17, 0, 5000, 1 << 22, 1 << 24, 3)]
+    for index, weights in enumerate(taken):
+        weights.fill_(index)
+    assert [tensor.numel() for tensor in taken] == [1, 17, 0, 5000, 1 << 22, 1 << 24, 3]
+    assert all(bool((tensor == index).all()) for index, tensor in enumerate(taken))
+    assert all(tensor.data_ptr() % 64 == 0 for tensor in taken if tensor.numel())
+    assert taken[1].data_ptr() == taken[0].data_ptr() + 64
+    assert all(address % (1 << 21) == 0 and size_bytes % (1 << 21) == 0 for address, size_bytes in asked)
 
 
 # ---- building and choosing ----

@@ -9,7 +9,6 @@ import pytest
 from kvrelay.errors import InvalidRequestError, NotFoundError
 from kvrelay.ids import WorkerId, new_kept_id, new_request_id
 from kvrelay.metrics import Metrics
-from kvrelay.router import continuations as module
 from kvrelay.router.backend import GenerateRequest
 from kvrelay.router.continuations import NEWS_WAIT_S, Continuations
 from kvrelay.router.parent import Parent
@@ -199,7 +198,7 @@ def test_what_another_router_kept_is_adopted_once() -> None:
 
 
 def test_reasons_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MAX_REASONS", 2)
+    monkeypatch.setattr("kvrelay.router.names._MAX_REASONS", 2)
     table = Table()
     for name in "abc":
         table.finish(name)

@@ -94,6 +94,15 @@ async def test_before_any_worker_was_up_a_request_is_told_at_once(cluster: Clust
             cluster.router.submit(ask([5]))
 
 
+async def test_a_start_wait_of_zero_leaves_the_other_wait(cluster: Cluster) -> None:
+    rules = cluster.router._dispatcher.stranded.rules
+    cluster.router._dispatcher.stranded.rules = type(rules)(wait_s=PATIENCE_S, start_wait_s=0.0)
+    async with starting(cluster):
+        stream, begun = await lose_its_worker(cluster)
+        await cluster.add_ready()
+        assert [*begun, *(token for _, token in await tokens_of_rest(stream))] == expected([5], 300)
+
+
 async def test_a_successor_that_does_not_come_up_in_time_is_named_as_the_reason(cluster: Cluster) -> None:
     rules = cluster.router._dispatcher.stranded.rules
     cluster.router._dispatcher.stranded.rules = type(rules)(wait_s=0.1, start_wait_s=0.3)

@@ -11,6 +11,7 @@ STEPS = {1: 24, 4: 16, 16: 10, 64: 6}  # timed decode steps a round
 WARM_STEPS = 2
 CONTEXT = 128  # tokens a sequence holds when its timed steps begin, and one more
 PREFILL_TOKENS = 512
+LONG_PREFILL_TOKENS = 2048
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +54,11 @@ def decode_work(spec: ModelSpec, batch: int, context: int, element_bytes: int) -
         kv_bytes=batch * context * spec.kv_bytes_per_token(element_bytes),
         flops=batch * (2 * weights + attention),
     )
+
+
+def attention_flops(spec: ModelSpec, tokens: int) -> int:
+    """Of a whole prompt: every token sees itself and those before it."""
+    return 4 * spec.num_layers * spec.num_heads * spec.head_dim * tokens * (tokens + 1) // 2
 
 
 def prefill_work(spec: ModelSpec, tokens: int, element_bytes: int) -> StepWork:

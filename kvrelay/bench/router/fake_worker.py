@@ -32,11 +32,13 @@ from kvrelay.wire.serving import (
     Drain,
     Encode,
     Finish,
+    Forget,
     Hello,
     LoadAdapter,
     PeerLost,
     Ping,
     ReleaseKept,
+    Remember,
     SequenceOutput,
     StepOutputs,
     Submit,
@@ -139,7 +141,9 @@ class FakeWorker:
                     requests.pop(request_id, None)
             case Finish():
                 requests.pop(message.request_id, None)
-            case Ping() | PeerLost() | Drain() | ReleaseKept() | AskKept() | Encode() | LoadAdapter() | UnloadAdapter():
+            case Ping() | PeerLost() | Drain() | ReleaseKept() | Remember() | Forget() | AskKept() | Encode():
+                pass
+            case LoadAdapter() | UnloadAdapter():
                 pass
             case _:
                 assert_never(message)

@@ -116,6 +116,7 @@ class Generation:
                 first_choice=place * params.n,
                 owner=owner,
                 keep=Keep([new_kept_id() for _ in range(params.n)], work.keep_s, owner) if work.keep_s else None,
+                is_stored=work.is_stored,
                 parent=work.origin.parent if isinstance(work.origin, Origin) else None,
                 prompt=prompt,
                 params=params,

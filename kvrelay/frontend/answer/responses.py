@@ -1,7 +1,8 @@
-"""POST /v1/responses: text (and function calls) in, text (and function calls) out. Nothing is stored."""
+"""POST /v1/responses: text (and function calls) in, text (and function calls) out. What is stored: `prompt/stored.py`."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 from typing import Any
@@ -18,8 +19,10 @@ from kvrelay.frontend.answer.types import TokenLogprob
 from kvrelay.frontend.http.call import Call
 from kvrelay.frontend.http.errors import error_fields
 from kvrelay.frontend.prompt.conversation import Conversation, prepare_conversation
-from kvrelay.frontend.prompt.responses_input import chat_request, own_names
+from kvrelay.frontend.prompt.responses_input import chat_request, input_messages, output_messages, own_names
 from kvrelay.frontend.prompt.responses_types import ResponsesRequest
+from kvrelay.frontend.prompt.stored import StoredResponse, head_of, origin_after, previous_of, record_of
+from kvrelay.frontend.prompt.types import ChatMessage
 from kvrelay.frontend.service import Service
 from kvrelay.states import FinishReason
 
@@ -30,12 +33,17 @@ _encode = msgspec.json.Encoder().encode
 async def responses(service: Service, call: Call) -> None:
     request = await service.read(call, _decoder)
     call.name("resp_", None)
+    previous = await previous_of(service, call, request)
+    history = [] if previous is None else previous.stored.messages
     try:
-        conversation = await prepare_conversation(service, call, chat_request(request))
+        wanted = chat_request(request, history)
+        origin = None if previous is None else await origin_after(service, request, wanted, previous)
+        conversation = await prepare_conversation(service, call, wanted, origin)
     except InvalidRequestError as error:
-        raise own_names(error, request) from error
-    shape = functools.partial(_Response, service, call, request, conversation)
-    await answer(service, call, conversation.work, delivery_of(request.stream), shape)
+        raise own_names(error, request, history) from error
+    shape = functools.partial(_Response, service, call, request, conversation, history)
+    work = dataclasses.replace(conversation.work, is_stored=request.store is not False)
+    await answer(service, call, work, delivery_of(request.stream), shape)
 
 
 class _Response:
@@ -44,9 +52,17 @@ class _Response:
     shows_kept = False
 
     def __init__(
-        self, service: Service, call: Call, request: ResponsesRequest, conversation: Conversation, generation: Generation
+        self,
+        service: Service,
+        call: Call,
+        request: ResponsesRequest,
+        conversation: Conversation,
+        history: list[ChatMessage],
+        generation: Generation,
     ) -> None:
         self._service = service
+        self._request = request
+        self._history = history
         self._conversation = conversation
         self._generation = generation
         self._streams = bool(request.stream)
@@ -80,8 +96,17 @@ class _Response:
             "output": self._items.items,
             "usage": self._usage(),
         }
+        if not isinstance(origin := self._generation.provenance(), msgspec.UnsetType):
+            self._response["kvrelay"] = origin
+        if self._request.store is not False:
+            self._store()
         self._emit(f"response.{status}", response=self._response)
         return self._pending() if self._streams else _encode(self._response)
+
+    def _store(self) -> None:
+        messages = [*self._history, *input_messages(self._request), *output_messages(self._items.items)]
+        stored = StoredResponse(body=_encode(self._response), messages=messages, head=head_of(self._request))
+        self._service.backend.continuations.store(self._reader.sample.parent, record_of(stored))
 
     def _usage(self) -> dict[str, Any]:
         generation = self._generation
@@ -128,9 +153,9 @@ def _empty_response(service: Service, call: Call, request: ResponsesRequest) -> 
         "model": service.answer_name(request.model),
         "output": [],
         "parallel_tool_calls": request.parallel_tool_calls is not False,
-        "previous_response_id": None,
+        "previous_response_id": request.previous_response_id,
         "reasoning": {"effort": None, "summary": None} if request.reasoning is None else msgspec.to_builtins(request.reasoning),
-        "store": False,
+        "store": request.store is not False,
         "temperature": 1.0 if request.temperature is None else request.temperature,
         "text": {"format": {"type": "text"} if wanted is None else msgspec.to_builtins(wanted)},
         "tool_choice": "auto" if request.tool_choice is None else msgspec.to_builtins(request.tool_choice),

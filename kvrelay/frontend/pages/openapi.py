@@ -16,6 +16,7 @@ from kvrelay.frontend.http.errors import JSON_TYPE, MESSAGES_PATHS, ErrorRespons
 from kvrelay.frontend.pages.admin import DrainRequest, LoadAdapterRequest, RoleRequest, UnloadAdapterRequest
 from kvrelay.frontend.pages.continuations import ContinuationDeleted, ContinuationHandle, ContinuationList
 from kvrelay.frontend.pages.info import Model, ModelList
+from kvrelay.frontend.pages.responses import ResponseDeleted
 from kvrelay.frontend.pages.tokenize import Detokenized, Tokenized, TokenizerInfo
 from kvrelay.frontend.prompt.messages_types import CountTokensRequest, MessagesRequest
 from kvrelay.frontend.prompt.responses_types import ResponsesRequest
@@ -26,13 +27,14 @@ from kvrelay.version import version
 
 _JSON = "application/json"
 _ONE = "/v1/continuations/{id}"
+_RESPONSE = "/v1/responses/{id}"
 _GENERATE = (400, 401, 404, 409, 413, 429, 500, 503, 504)
 _READ = (400, 401, 404, 413, 500)
 _ADMIN = (400, 401, 404, 409, 413, 500, 503)
 ERRORS = {
     400: "A field is wrong; `param` names it",
     401: "No API key, or a wrong one",
-    404: "No such path, model, worker or continuation",
+    404: "No such path, model, worker, response or continuation",
     409: "The worker is already draining, or already has that role; or the request to continue from is still running",
     413: "The body is too large",
     429: "The queue is full; see Retry-After",
@@ -74,6 +76,8 @@ _OPERATIONS = (
     _Operation("get", "/v1/continuations", "The caller's requests whose KV is kept", (401,), ContinuationList),
     _Operation("get", _ONE, "One request that can be continued from", (400, 401, 404), ContinuationHandle),
     _Operation("delete", _ONE, "Give up what is kept of a request", (401, 404), ContinuationDeleted),
+    _Operation("get", _RESPONSE, "One stored response", (400, 401, 404)),
+    _Operation("delete", _RESPONSE, "Forget a stored response", (401, 404), ResponseDeleted),
     _Operation("get", "/v1/models", "The model that is served", (401,), ModelList),
     _Operation("get", "/v1/models/{model}", "One model", (401, 404), Model),
     _Operation("get", "/health", "Whether requests can be served", (503,)),

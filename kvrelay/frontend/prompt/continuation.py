@@ -37,7 +37,7 @@ async def origin_of(service: Service, call: Call, request: CompletionRequest | C
     _check_fields(request, has_prompt=has_prompt)
     suffix = await _suffix(service, request)
     try:
-        parent = await _parent(service, call, handle, request.timeout)
+        parent = await parent_of(service, call, handle, request.timeout)
     except NotFoundError:
         if not has_prompt:
             raise
@@ -86,7 +86,8 @@ async def _suffix(service: Service, request: SamplingFields) -> list[int]:
     return encoded
 
 
-async def _parent(service: Service, call: Call, handle: str, timeout_s: float | None) -> Parent:
+async def parent_of(service: Service, call: Call, handle: str, timeout_s: float | None) -> Parent:
+    """The one of that name, once it has ended. Raises as `Backend.find_parent`, and ClientGoneError."""
     backend, owner = service.backend, owner_of(call, service.options)
     if backend.continuations.has_ended(handle, owner):
         return backend.continuations.find(handle, owner)

@@ -40,8 +40,10 @@ class Conversation:
         return not self.reasons and not self.tools.parse
 
 
-async def prepare_conversation(service: Service, call: Call, request: ChatRequest) -> Conversation:
-    """Refuses all that can be refused, before a worker sees the request."""
+async def prepare_conversation(
+    service: Service, call: Call, request: ChatRequest, origin: Origin | None = None
+) -> Conversation:
+    """Refuses all that can be refused, before a worker sees the request. With an `origin` it continues from that one."""
     field, shape = shape_of(request, service.tokenizer) or (None, None)
     if field is not None and shape is not None:
         await service.check_grammar(shape, field)
@@ -51,17 +53,17 @@ async def prepare_conversation(service: Service, call: Call, request: ChatReques
         await _check_tools(service, tools, shape)
     check_chat(request, tools, field)
     seconds = keep_s(service, request, obstacle="use_beam_search" if request.use_beam_search else "")
-    origin = await origin_of(service, call, request)
+    found = origin or await origin_of(service, call, request)
     reasons = service.options.reasoning_parser == "think"
-    if isinstance(origin, Origin):
-        tokens, images = origin.prompt, list(origin.parent.images)
+    if isinstance(found, Origin):
+        tokens, images = found.prompt, list(found.parent.images)
         opened = reasons and _left_open(service, tokens)
     else:
         text, tokens, images = await _prompt(service, request, tools)
         opened = reasons and text.rstrip().endswith("<think>")
     params = _params(service, request, tokens, shape, tools)
     return Conversation(
-        work=Work(request, [tokens], [params], seconds, origin, images),
+        work=Work(request, [tokens], [params], seconds, found, images),
         tools=tools,
         reasons=reasons,
         opened=opened,

@@ -80,6 +80,10 @@ def shifted(images: list[Image], num_cut: int) -> list[Image]:
     return [msgspec.structs.replace(image, start=image.start - num_cut) for image in images]
 
 
+def has_images(messages: Sequence[ChatMessage]) -> bool:
+    return bool(_find_parts(messages))
+
+
 def refuse_parts(messages: Sequence[ChatMessage], where: str) -> None:
     for part in _find_parts(messages):
         raise InvalidRequestError(f"{part.field}: {where} takes no images", param=part.field)

@@ -12,6 +12,7 @@ from kvrelay.frontend.service import Service
 from kvrelay.sampling import MAX_BIAS, Grammar, SamplingParams
 
 _draw = random.SystemRandom()
+_LONGEST_ID = 10  # digits of a token id
 
 
 def sampling_params(
@@ -74,7 +75,7 @@ def _biases(service: Service, given: dict[str, Any]) -> dict[int, float]:
     last = service.tokenizer.vocab_size - 1
     found: dict[int, float] = {}
     for key, value in given.items():
-        if not (key.isascii() and key.isdigit() and int(key) <= last):
+        if not (key.isascii() and key.isdigit() and len(key) <= _LONGEST_ID and int(key) <= last):
             raise _wrong_bias(f"the key {key[:100]!r} is not a token id of this model (0 to {last})", "invalid_value")
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise _wrong_bias(f"the value of {key!r} must be a number", "invalid_type")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import msgspec
 
 from kvrelay.errors import InvalidRequestError
 from kvrelay.frontend.http.errors import missing
@@ -19,6 +21,7 @@ from kvrelay.frontend.prompt.responses_types import (
 )
 
 T = TypeVar("T")
+Messages = Sequence[chat.ChatMessage]
 _TOOL = re.compile(r"tools\[\d+\]\.function\.")
 _MESSAGE = re.compile(r"messages\[(\d+)\]")
 
@@ -32,10 +35,10 @@ _NAMES = (
 )
 
 
-def own_names(error: InvalidRequestError, request: ResponsesRequest) -> InvalidRequestError:
+def own_names(error: InvalidRequestError, request: ResponsesRequest, history: Messages) -> InvalidRequestError:
     """The error with the field names of this endpoint."""
     place = _MESSAGE.match(error.param or "")
-    sources = [] if place is None else _read_input(request)[1]
+    sources = [] if place is None else _read_input(request, history)[1]
     names = [(place.group(), sources[int(place.group(1))])] if place is not None and sources else []
     if (tool := _TOOL.match(error.param or "")) is not None:
         names.append((tool.group(), tool.group().removesuffix("function.")))
@@ -46,17 +49,19 @@ def own_names(error: InvalidRequestError, request: ResponsesRequest) -> InvalidR
     return error
 
 
-def chat_request(request: ResponsesRequest) -> chat.ChatRequest:
+def chat_request(request: ResponsesRequest, history: Messages) -> chat.ChatRequest:
+    """`history` is the conversation before the input, without the instructions of then."""
     if request.background:
         raise InvalidRequestError(
-            "background: true is not supported: responses are not stored, so that none could be fetched later",
+            "background: true is not supported: a response is generated while its client waits",
             param="background",
             code="unsupported_parameter",
         )
     shows_logprobs = bool(request.include) or request.top_logprobs is not None
     return chat.ChatRequest(
         model=request.model,
-        messages=_read_input(request)[0],
+        messages=_read_input(request, history)[0],
+        keep_kv=_keep_kv(request),
         temperature=request.temperature,
         top_p=request.top_p,
         top_k=request.top_k,
@@ -98,11 +103,35 @@ def _format(request: ResponsesRequest) -> chat.ResponseFormat | None:
     return wanted
 
 
-def _read_input(request: ResponsesRequest) -> tuple[list[chat.ChatMessage], list[str]]:
+def _keep_kv(request: ResponsesRequest) -> bool | None:
+    """Whether the next response is likely to continue from this one; None: the server decides."""
+    if request.store or (request.store is None and request.previous_response_id is not None):
+        return True
+    return None
+
+
+def input_messages(request: ResponsesRequest) -> list[chat.ChatMessage]:
+    """What this request adds to the conversation."""
+    messages = _read_input(request, ())[0]
+    return messages if request.instructions is None else messages[1:]
+
+
+def output_messages(items: list[dict[str, Any]]) -> list[chat.ChatMessage]:
+    """The items of an answer, as messages of the conversation that goes on."""
+    reader = _ItemReader()
+    for item in msgspec.convert(items, list[InputItem]):
+        reader.read(item, "output")
+    reader.end()
+    return reader.messages
+
+
+def _read_input(request: ResponsesRequest, history: Messages) -> tuple[list[chat.ChatMessage], list[str]]:
     """The messages, and for each the field that it comes from."""
     reader = _ItemReader()
     if request.instructions is not None:
         reader.add(chat.SystemMessage(content=request.instructions), "instructions")
+    for message in history:
+        reader.add(message, "previous_response_id")
     if isinstance(request.input, str):
         reader.add(chat.UserMessage(content=request.input), "input")
         return reader.messages, reader.fields

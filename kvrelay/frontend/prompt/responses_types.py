@@ -1,7 +1,4 @@
-"""What clients may send to POST /v1/responses. The rules of `types` hold.
-
-Nothing is stored, so what refers to earlier responses (`previous_response_id`, `conversation`) is refused by name.
-"""
+"""What clients may send to POST /v1/responses. The rules of `types` hold."""
 
 from __future__ import annotations
 
@@ -15,6 +12,7 @@ from kvrelay.frontend.prompt.types import (
     FunctionDefinition,
     FunctionName,
     HarmlessFields,
+    Identifier,
     JsonObjectFormat,
     NotEmpty,
     NumLogprobs,
@@ -128,6 +126,8 @@ class ResponsesRequest(HarmlessFields, frozen=True, kw_only=True):
     stop: NotEmpty | Annotated[list[NotEmpty], Meta(max_length=MAX_STOP_STRINGS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     top_logprobs: NumLogprobs | None = None
+    previous_response_id: Identifier | None = None
+    store: bool | None = None  # default true
     include: list[Literal["message.output_text.logprobs"]] | None = None
     stream: bool | None = None
     stream_options: ResponsesStreamOptions | None = None
@@ -144,5 +144,4 @@ class ResponsesRequest(HarmlessFields, frozen=True, kw_only=True):
     image: None = None
     max_tool_calls: None = None
     moderation: None = None
-    previous_response_id: None = None
     prompt: None = None

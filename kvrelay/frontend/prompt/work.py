@@ -37,3 +37,4 @@ class Work:
     keep_s: float  # how long its KV is kept for continuations; 0: not at all
     origin: Origin | LostOrigin | None  # what its one prompt continues from, or was to continue from
     images: Sequence[Image]  # of a conversation, which is one prompt
+    is_stored: bool = False  # its answer is to be remembered

@@ -14,9 +14,9 @@
 #include "common.h"
 
 #if LANES >= 8
-#define LINE_TILE (LANES == 16 ? 12 : 6)
+#define LINE_TILE (LANES == 16 ? 14 : 6)
 #define MAX_LINES 128
-#define TILE_KEYS 128
+#define TILE_KEYS 256
 #define PARTITION 512
 #define QUERIES(group) (MAX_LINES / (group)) /* of a task */
 #else

@@ -70,9 +70,10 @@ LINES(1) LINES(2) LINES(3) LINES(4) LINES(5) LINES(6)
 typedef void (*Scores)(const float *, const float *, long, long, float *);
 typedef void (*Weigh)(const float *, const struct Values *, long, long, const struct Fetch *, struct Part *);
 #if LANES == 16
-LINES(7) LINES(8) LINES(9) LINES(10) LINES(11) LINES(12)
+LINES(7) LINES(8) LINES(9) LINES(10) LINES(11) LINES(12) LINES(13) LINES(14)
 #define LIST(name)                                                                                                            \
-    {NULL, name##1, name##2, name##3, name##4, name##5, name##6, name##7, name##8, name##9, name##10, name##11, name##12}
+    {NULL,    name##1, name##2,  name##3,  name##4,  name##5,  name##6, name##7,                                              \
+     name##8, name##9, name##10, name##11, name##12, name##13, name##14}
 #else
 #define LIST(name) {NULL, name##1, name##2, name##3, name##4, name##5, name##6}
 #endif

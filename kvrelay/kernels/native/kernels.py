@@ -29,6 +29,7 @@ from kvrelay.kernels.base import (
 from kvrelay.kernels.native.batch import BatchPointers, NativePacked, check_batch, is_plain, norm_pointer
 from kvrelay.kernels.native.layer import SIGNATURE, NativeLayer, Workspaces
 from kvrelay.kernels.native.lora import NativeAdapter, native_spans
+from kvrelay.kernels.native.room import WeightRoom
 from kvrelay.kernels.torch_kernels import TorchKernels
 
 _MAX_HEAD_DIM = 256
@@ -38,6 +39,7 @@ _MAX_GROUP = 64  # query heads per KV head
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
 _SIGNATURES: dict[str, tuple[type, ...]] = {
     "panel_width": (),
+    "prefer_huge_pages": (_POINTER, _LONG),
     "pack_linear": (_POINTER,) * 2 + (_LONG,) * 2 + (_INT,),
     "linear": (_POINTER,) * 4 + (_LONG,) * 3 + (_INT,),
     "add_lora": (_POINTER,) * 3 + (_LONG,) * 2 + (_INT,) + (_LONG,) * 2 + (_INT,),
@@ -59,12 +61,13 @@ def _function(library: ctypes.CDLL, name: str) -> Callable[..., int]:
 
 
 class NativeKernels:
-    """Implements `Kernels`. Remembers only the last batch's addresses, so one instance may serve any number of models and
-    threads. A batch's tensors may be refilled between passes but not replaced."""
+    """Implements `Kernels`. Remembers only the last batch's addresses and where the next weights go, so one instance may serve
+    any number of models and threads. A batch's tensors may be refilled between passes but not replaced."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._reference = TorchKernels()
         self._panel_width = int(_function(library, "panel_width")())
+        self._weights = WeightRoom(_function(library, "prefer_huge_pages"))
         self._pack_linear = _function(library, "pack_linear")
         self._linear = _function(library, "linear")
         self._add_lora = _function(library, "add_lora")
@@ -81,7 +84,7 @@ class NativeKernels:
         out_features, in_features = weight.shape
         weight = weight.float().contiguous()
         num_panels = -(-out_features // self._panel_width)
-        panels = torch.empty(num_panels * self._panel_width * in_features)
+        panels = self._weights.take(num_panels * self._panel_width * in_features)
         bias = None if bias is None else bias.float().contiguous()
         assert bias is None or bias.shape == (out_features,)
         self._pack_linear(weight.data_ptr(), panels.data_ptr(), in_features, out_features, torch.get_num_threads())

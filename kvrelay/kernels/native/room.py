@@ -1,0 +1,39 @@
+"""Memory for packed weights: large pieces in huge pages, with weights side by side. A piece is freed with the last of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+
+_HUGE_PAGE_BYTES = 1 << 21
+_PIECE_BYTES = 1 << 26
+_LINE_FLOATS = 16  # a cache line
+_FLOAT_BYTES = 4
+
+
+class WeightRoom:
+    """Hands out pieces front to back. What was never written to is not resident, so a piece that is not full costs nothing."""
+
+    def __init__(self, prefer_huge_pages: Callable[[int, int], object]) -> None:
+        self._prefer_huge_pages = prefer_huge_pages
+        self._left = torch.empty(0)
+        self._lock = threading.Lock()
+
+    def take(self, num_floats: int) -> torch.Tensor:
+        """Uninitialised, at the start of a cache line."""
+        whole_lines = -(-num_floats // _LINE_FLOATS) * _LINE_FLOATS
+        with self._lock:
+            if whole_lines > self._left.numel():
+                self._left = self._new_piece(max(whole_lines * _FLOAT_BYTES, _PIECE_BYTES))
+            taken, self._left = self._left[:num_floats], self._left[whole_lines:]
+        return taken
+
+    def _new_piece(self, size_bytes: int) -> torch.Tensor:
+        size_bytes = -(-size_bytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
+        memory = torch.empty((size_bytes + _HUGE_PAGE_BYTES) // _FLOAT_BYTES)
+        skipped = -memory.data_ptr() % _HUGE_PAGE_BYTES
+        piece = memory[skipped // _FLOAT_BYTES :][: size_bytes // _FLOAT_BYTES]
+        self._prefer_huge_pages(piece.data_ptr(), size_bytes)
+        return piece
