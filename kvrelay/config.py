@@ -235,12 +235,31 @@ class ClusterOptions(Options, frozen=True, kw_only=True):
     ] = ""
 
 
+class CardOptions(Options, frozen=True, kw_only=True):
+    """How workers share NVIDIA cards."""
+
+    devices: Annotated[
+        str,
+        Meta(description="cards of the workers, such as 0,1: each takes the next one; default is the first card for all"),
+    ] = ""
+    mps: Annotated[
+        Literal["auto", "off"],
+        Meta(description="auto starts NVIDIA's MPS where workers share a card, so that they compute at the same time"),
+    ] = "auto"
+    prefill_sms: Annotated[
+        int, Meta(ge=1, le=100, description="percent of a card's multiprocessors that a prefill worker may use under MPS")
+    ] = 100
+
+
 class TransferOptions(Options, frozen=True, kw_only=True):
     """How KV and embeddings move between workers."""
 
     transfer: Annotated[
-        Literal["auto", "shm", "nixl", "mooncake"],
-        Meta(description="transport; auto is shared memory on one host, otherwise the best that both workers have"),
+        Literal["auto", "shm", "cuda_ipc", "nixl", "mooncake"],
+        Meta(
+            description="transport; auto is shared memory (cuda_ipc on NVIDIA cards) on one host, otherwise the best that both"
+            " workers have"
+        ),
     ] = "auto"
     transfer_lease_s: Annotated[
         float,
@@ -321,6 +340,8 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     native_kernels: bool  # compile and use the C kernels where a compiler is found
     cluster_key: str = ""  # file of the cluster key, where no option names one
     context_index: str = ""  # URL of the context index, where no option names one
+    visible_cards: str = ""  # CUDA_VISIBLE_DEVICES
+    mps_folder: str = ""  # where NVIDIA's MPS listens, if it runs already
 
 
 def check_lora(model: ModelOptions) -> None:
@@ -339,14 +360,12 @@ class RoleOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_device(model: ModelOptions, roles: Iterable[Role]) -> None:
-    """Refuses roles that would hand over memory of a GPU: a layer's listener is told when its kernels are enqueued, not when
-    they have ended, so bytes could leave before they are computed."""
+    """Refuses what is not handed over between GPUs yet: embeddings; and what `check_lora` refuses."""
     check_lora(model)
-    relaying = [role.value for role in dict.fromkeys(roles) if role is not Role.WHOLE]
-    if model.device != "cpu" and relaying:
+    if model.device != "cpu" and Role.ENCODE in roles:
         raise ConfigError(
-            f"--device {model.device}: {' and '.join(relaying)} workers run on the CPU only, since nothing is handed over"
-            " between GPUs yet; on a GPU, use workers that do everything: --whole 1 (serve) or --role whole (worker)"
+            f"--device {model.device}: encode workers run on the CPU only, since embeddings are not handed over between GPUs;"
+            " a worker on a GPU encodes the images of its prompts itself: --whole 1 (serve) or --role whole (worker)"
         )
 
 
@@ -359,6 +378,10 @@ def check_roles(options: Mapping[Role, RoleOptions]) -> None:
         if len(set(values.values())) > 1:
             said = ", ".join(f"{value} for {role.value}" for role, value in values.items())
             raise ConfigError(f"--{name}: {said}: workers that hand over to each other need the same")
+    devices = {role: options[role].model.device for role in (Role.PREFILL, Role.DECODE) if role in options}
+    if len(set(devices.values())) > 1:
+        said = ", ".join(f"{device} for {role.value}" for role, device in devices.items())
+        raise ConfigError(f"--device: {said}: KV is not handed over between a card and a host")
 
 
 def read_environment() -> Environment:
@@ -370,4 +393,6 @@ def read_environment() -> Environment:
         native_kernels=os.environ.get("KVRELAY_NATIVE", "1") != "0",
         cluster_key=os.environ.get("KVRELAY_CLUSTER_KEY", ""),
         context_index=os.environ.get("CONTEXTPILOT_INDEX_URL", ""),
+        visible_cards=os.environ.get("CUDA_VISIBLE_DEVICES", ""),
+        mps_folder=os.environ.get("CUDA_MPS_PIPE_DIRECTORY", ""),
     )

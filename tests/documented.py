@@ -30,6 +30,7 @@ GROUPS: dict[str, type[config.Options]] = {
     "Engine": config.EngineOptions,
     "Router": config.RouterOptions,
     "Cluster": config.ClusterOptions,
+    "Cards": config.CardOptions,
     "Transfer": config.TransferOptions,
     "Worker": config.WorkerOptions,
 }

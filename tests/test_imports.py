@@ -52,8 +52,8 @@ TOP = frozenset({"__init__", "__main__", "cli", "bench"})
 # Folder of runner/ or engine/ that outsiders may use where only a narrow door is open: (importer, part) -> module prefixes.
 DOORS: dict[tuple[str, str], tuple[str, ...]] = {
     ("engine", "media"): ("kvrelay.media.placeholders",),
-    ("runner", "engine"): ("kvrelay.engine.interfaces",),
-    ("transfer", "engine"): ("kvrelay.engine.movers",),
+    ("runner", "engine"): ("kvrelay.engine.interfaces", "kvrelay.engine.fence"),
+    ("transfer", "engine"): ("kvrelay.engine.movers", "kvrelay.engine.fence"),
 }
 
 FORBIDDEN_LIBRARIES: dict[str, frozenset[str]] = {

@@ -11,41 +11,107 @@ import signal
 import subprocess
 import sys
 import time
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
+import torch
 
 from kvrelay.ids import WorkerId
 from kvrelay.transfer.engines.base import TransferEngine
 from kvrelay.transfer.engines.choose import make_engine
+from kvrelay.transfer.engines.cuda.ipc import CudaIpcEngine
 from kvrelay.transfer.region import Region, shared_region
+from tests.fake_card import FakeCard, card_bytes, card_region
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 Bytes = npt.NDArray[np.uint8]
+FAKE_CARD = "cuda_ipc-fake"
+ON_CARD = ("cuda_ipc", "nixl-cuda")
+ON_A_CARD = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA card")]
+_tensors: dict[int, torch.Tensor] = {}  # memory of a card, by its address
 
 
-def view(region: Region) -> Bytes:
+def engine_of(name: str, worker: WorkerId) -> TransferEngine:
+    """By the name of a case: `cuda_ipc-fake` is cuda_ipc without a card, `nixl-cuda` is nixl with memory of one."""
+    if name == FAKE_CARD:
+        return CudaIpcEngine(worker, FakeCard)
+    return make_engine(name.removesuffix("-cuda").removesuffix("-tcp"), worker)
+
+
+def region_of(name: str, size: int) -> Region:
+    """Of the kind that the case moves."""
+    if name == FAKE_CARD:
+        return card_region(size)
+    if name not in ON_CARD:
+        return shared_region(size)
+    memory = torch.zeros(size, dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
+    _tensors[memory.data_ptr()] = memory
+    return Region(address=memory.data_ptr(), size_bytes=size, device="cuda:0")
+
+
+def view(region: Region) -> Any:
+    """Its bytes, as an array or like one."""
+    if region.address in _tensors:
+        return CardBytes(_tensors[region.address])
+    if region.device != "cpu":
+        return card_bytes(region)
     assert region.buffer is not None
     return np.frombuffer(region.buffer, dtype=np.uint8)
+
+
+def floats(region: Region) -> Any:
+    """Its memory as float32 numbers: an array, or a tensor of a card."""
+    if region.address in _tensors:
+        return _tensors[region.address].view(torch.float32)
+    return view(region).view(np.float32)
+
+
+class CardBytes:
+    """Memory of a card, as tests use an array. What is written is there when the call returns."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def __array__(self, dtype: object = None, copy: object = None) -> Bytes:
+        torch.cuda.synchronize()
+        found: Bytes = self._tensor.cpu().numpy()
+        return found
+
+    def __getitem__(self, key: Any) -> Any:
+        return np.asarray(self)[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._tensor[key] = torch.as_tensor(value, dtype=torch.uint8, device=self._tensor.device)
+        torch.cuda.synchronize()
+
+    def __eq__(self, other: object) -> Any:
+        return np.asarray(self) == other
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def copy(self) -> Bytes:
+        return np.asarray(self).copy()
 
 
 def random_bytes(size: int, seed: int) -> Bytes:
     return np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
 
 
-def digest(memory: Bytes) -> str:
-    return hashlib.sha256(memory).hexdigest()
+def digest(memory: Any) -> str:
+    return hashlib.sha256(np.ascontiguousarray(memory)).hexdigest()
 
 
 class LocalPeer:
     """Another engine in this process."""
 
-    def __init__(self, engine: TransferEngine, worker: WorkerId, size: int, seed: int) -> None:
+    def __init__(self, engine: TransferEngine, worker: WorkerId, region: Region, seed: int) -> None:
         self.worker = worker
         self.engine = engine
-        self.region = shared_region(size)
-        view(self.region)[:] = random_bytes(size, seed)
+        self.region = region
+        view(region)[:] = random_bytes(region.size_bytes, seed)
         engine.register(self.region)
         self.info = engine.local_info()
 
@@ -124,7 +190,7 @@ def _pipe(pipe: IO[str] | None) -> IO[str]:
 
 def main() -> None:
     name, worker, size, seed = sys.argv[1:]
-    peer = LocalPeer(make_engine(name, WorkerId(worker)), WorkerId(worker), int(size), int(seed))
+    peer = LocalPeer(engine_of(name, WorkerId(worker)), WorkerId(worker), region_of(name, int(size)), int(seed))
     print(peer.info.hex(), flush=True)
     for line in sys.stdin:
         match line.split():

@@ -5,13 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvrelay.cli.model_command import add_model_options, parse
-from kvrelay.config import ClusterOptions, EngineOptions, ModelOptions, Options, RoleOptions, RouterOptions, TransferOptions
+from kvrelay.config import (
+    CardOptions,
+    ClusterOptions,
+    EngineOptions,
+    ModelOptions,
+    Options,
+    RoleOptions,
+    RouterOptions,
+    TransferOptions,
+)
 from kvrelay.errors import ConfigError
 from kvrelay.log import configure
 from kvrelay.options import Given, Parser, add_role_options
 from kvrelay.states import Role
 
-GROUPS: list[type[Options]] = [ModelOptions, EngineOptions, RouterOptions, ClusterOptions, TransferOptions]
+GROUPS: list[type[Options]] = [ModelOptions, EngineOptions, RouterOptions, ClusterOptions, CardOptions, TransferOptions]
 PER_ROLE: list[type[Options]] = [ModelOptions, EngineOptions]
 _EPILOG = """\
 examples:
@@ -50,6 +59,7 @@ def run(argv: list[str]) -> int:
         chosen.environment,
         console_progress(),
         options_per_role(chosen.given, worker_roles(chosen.of(ClusterOptions))),
+        chosen.of(CardOptions),
     )
 
 

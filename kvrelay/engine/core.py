@@ -81,7 +81,8 @@ def build_core(
     outbox, keys = Outbox(), counter()
     swap = Swap(kv, runner, clock=clock, timeout_s=options.swap_timeout_s)
     kept = KeptKV(kv, swap, outbox, clock=clock, keys=keys, share=share, most=most, verify=options.check_invariants)
-    incoming, outgoing = Incoming(consumer or NoRelay(), kv), Outgoing(producer or NoRelay(), kv)
+    incoming = Incoming(consumer or NoRelay(), kv, runner.fence)
+    outgoing = Outgoing(producer or NoRelay(), kv, runner.fence)
     seen = images or Images(NoFeatures(), timeout_s=0.0, clock=clock)
     limits = Limits(
         worker_id=worker_id,

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from kvrelay.engine.fence import Fence
 from kvrelay.errors import UnsupportedModelError
 from kvrelay.ids import RequestId
 from kvrelay.sampling import SamplingParams
@@ -21,6 +22,9 @@ from kvrelay.wire.serving import Image, Logprob, TokenLogprobs
 
 Allocate = Callable[[int], Any]
 """Gives a writable buffer of so many zeroed bytes: KV memory that transfers can reach. None: any memory will do."""
+
+
+LayerListener = Callable[[int, Fence], None]
 
 
 class SequenceView(Protocol):
@@ -179,9 +183,13 @@ class Runner(Protocol):
     def finished_copies(self, wait_s: float = 0.0) -> list[int]:
         """Tickets of copies that ended, each once, in any order. If there are none, waits up to `wait_s` for one."""
 
-    def on_layer(self, listener: Callable[[int], None]) -> None:
-        """The listener is told in the middle of a pass, from the thread that launched it, each time a layer's KV of all rows
-        is stored: layer 0, 1, ..."""
+    def on_layer(self, listener: LayerListener) -> None:
+        """The listener is told in the middle of a pass, from the thread that launched it, each time a layer of all rows was
+        launched: layer 0, 1, ... The layer's KV is stored when the fence has passed. A runner with a listener does not run
+        ahead."""
+
+    def fence(self) -> Fence:
+        """Behind everything launched so far, collected or not: a plan without samples may be collected while it runs."""
 
     @property
     def runs_ahead(self) -> bool:

@@ -30,6 +30,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn, Protocol
 
+from kvrelay.engine.fence import Fence
 from kvrelay.ids import RequestId, WorkerId
 from kvrelay.wire.registry import MappingCounts, TransferCounts
 from kvrelay.wire.serving import FirstToken, TransferInfo
@@ -93,16 +94,19 @@ class Mover(Protocol):
 
 
 class Producer(Mover, Protocol):
-    def start(self, request_id: RequestId, blocks: Sequence[int], num_computed: int) -> None:
-        """The prompt has all its blocks; the first `num_computed` tokens are in them already (from the prefix cache)."""
+    def start(self, request_id: RequestId, blocks: Sequence[int], num_computed: int, fence: Fence) -> None:
+        """The prompt has all its blocks; the first `num_computed` tokens are in them (from the prefix cache) once the fence
+        has passed."""
 
     def begin_step(self, rows: Sequence[tuple[RequestId, int]]) -> None:
         """A forward pass starts that computes each request's tokens up to the given count."""
 
-    def layer_done(self, layer: int) -> None:
-        """The pass has stored this layer's KV for all its rows. Called in the middle of the pass: cheap."""
+    def layer_done(self, layer: int, fence: Fence) -> None:
+        """The pass has stored this layer's KV for all its rows once the fence has passed. Called in the middle of the pass:
+        cheap."""
 
-    def end_step(self) -> None: ...
+    def end_step(self) -> None:
+        """Everything of the pass was launched. Its layers' fences may not have passed yet."""
 
     def finish(self, request_id: RequestId, first_tokens: list[FirstToken]) -> None: ...
 
@@ -113,8 +117,9 @@ class Producer(Mover, Protocol):
 
 
 class Consumer(Mover, Protocol):
-    def reserve(self, request_id: RequestId, blocks: Sequence[int], skip_tokens: int) -> None:
-        """Blocks for the tokens from `skip_tokens` on, which is a multiple of the block size."""
+    def reserve(self, request_id: RequestId, blocks: Sequence[int], skip_tokens: int, fence: Fence) -> None:
+        """Blocks for the tokens from `skip_tokens` on, which is a multiple of the block size. A pass that was launched for a
+        sequence which had them before may still write them until the fence has passed."""
 
     def poll(self) -> ConsumerNews: ...
 

@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from kvrelay.config import (
+    CardOptions,
     ClusterOptions,
     EngineOptions,
     ModelOptions,
@@ -34,6 +35,7 @@ from kvrelay.config import (
 from kvrelay.discovery.choose import open_membership, registry_kind
 from kvrelay.errors import ConfigError
 from kvrelay.ids import new_router_id
+from kvrelay.launch.cards import Place, place
 from kvrelay.launch.supervise import Supervisor, worker_command
 from kvrelay.metrics import Metrics
 from kvrelay.options import to_flags
@@ -76,18 +78,30 @@ class WorkerSettings:
     cluster_key: str = ""  # its file
     flags: Sequence[str] = ()  # how they show themselves, such as --progress=plain
     per_role: Mapping[Role, RoleOptions] = field(default_factory=dict)  # instead of `model` and `engine`
+    cards: Sequence[str] = ("",)  # of `launch.cards.visible_cards`
+    card_options: CardOptions = field(default_factory=CardOptions)
+    mps: Mapping[str, str] = field(default_factory=dict)  # variables by which a worker finds it
 
     def of_role(self, role: Role) -> RoleOptions:
         return self.per_role.get(role) or RoleOptions(model=self.model, engine=self.engine)
 
     def commands(self, roles: Sequence[Role], registry_address: str) -> list[list[str]]:
         share = max(1, len(os.sched_getaffinity(0)) // max(1, len(roles)))
-        return [worker_command(self._flags(role, registry_address, share)) for role in roles]
+        places = place([(role, self.of_role(role).model) for role in roles], self.cards, self.card_options, self.mps)
+        return [
+            [*where.prefix(), *worker_command(self._flags(role, registry_address, share, where))]
+            for role, where in zip(roles, places, strict=True)
+        ]
 
-    def _flags(self, role: Role, registry_address: str, share: int) -> list[str]:
+    def _flags(self, role: Role, registry_address: str, share: int, where: Place) -> list[str]:
         """`share` is the number of threads of a worker that was not given one."""
         options = self.of_role(role)
-        model = msgspec.structs.replace(options.model, model=self.model.model, threads=options.model.threads or share)
+        model = msgspec.structs.replace(
+            options.model,
+            model=self.model.model,
+            threads=options.model.threads or share,
+            gpu_memory=where.gpu_memory,
+        )
         place = WorkerOptions(
             role=role.value, registry=registry_address, registration_s=self.registration_s, cluster_key=self.cluster_key
         )

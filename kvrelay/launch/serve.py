@@ -26,6 +26,7 @@ import uvloop
 from kvrelay.checkpoint.fetch import resolve
 from kvrelay.checkpoint.lora import named_folders
 from kvrelay.config import (
+    CardOptions,
     ClusterOptions,
     EngineOptions,
     Environment,
@@ -41,6 +42,7 @@ from kvrelay.events.removals import RemovalQueue
 from kvrelay.frontend.app import create_app
 from kvrelay.frontend.http.connections import close_slow, limited
 from kvrelay.frontend.service import served_names
+from kvrelay.launch.cards import sharing, visible_cards
 from kvrelay.launch.cluster import FREE_LOCAL_PORT, WorkerSettings, open_router, until_ready, worker_roles
 from kvrelay.launch.supervise import Supervisor
 from kvrelay.log import Log, take_over
@@ -76,10 +78,12 @@ def serve(
     environment: Environment,
     progress: Progress,
     per_role: Mapping[Role, RoleOptions],
+    card_options: CardOptions,
 ) -> int:
     """Runs until a signal; returns the exit status. `per_role` is what each role is told instead of `model` and `engine`."""
     roles = worker_roles(cluster)
     check_roles({role: per_role[role] for role in roles})
+    cards = visible_cards(card_options, environment)
 
     def commands(folder: pathlib.Path, registry_address: str) -> list[list[str]]:
         workers = WorkerSettings(
@@ -90,10 +94,14 @@ def serve(
             cluster_key=cluster.cluster_key,
             flags=["--progress=plain"] if len(roles) > 1 else [],
             per_role=per_role,
+            cards=cards,
+            card_options=card_options,
+            mps=mps,
         )
         return workers.commands(roles, registry_address)
 
-    return _route(model, router, cluster, environment, progress, roles, commands, default_listen=FREE_LOCAL_PORT)
+    with sharing([(role, per_role[role].model) for role in roles], cards, card_options, environment) as mps:
+        return _route(model, router, cluster, environment, progress, roles, commands, default_listen=FREE_LOCAL_PORT)
 
 
 def route(

@@ -27,7 +27,7 @@ def order_drain(peers: Mapping[WorkerId, Peer], worker_id: str, role: Role | Non
         raise ConflictError(f"worker {peer.id} is draining already", param="worker", code="already_draining")
     if role is peer.record.role:
         raise ConflictError(f"worker {peer.id} is a {role.value} worker already", param="role", code="same_role")
-    if role is not None and role is not Role.WHOLE and peer.record.device != "cpu":  # it would start again, be refused, and end
+    if role is Role.ENCODE and peer.record.device != "cpu":  # it would start again, be refused, and end
         reason = f"runs on {peer.record.device}, and {role.value} workers run on the CPU only"
         raise ConflictError(f"worker {peer.id} {reason}", param="role", code="wrong_device")
     if not peer.send(Drain(role=role)):

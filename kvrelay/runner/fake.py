@@ -22,7 +22,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrelay.engine.interfaces import Allocate, Row, RowFailure, RowResult, SequenceView, StepPlan, StepResult
+from kvrelay.engine.fence import PASSED, Fence
+from kvrelay.engine.interfaces import Allocate, LayerListener, Row, RowFailure, RowResult, SequenceView, StepPlan, StepResult
 from kvrelay.wire.kv import Layout
 from kvrelay.wire.serving import Logprob, TokenLogprobs
 
@@ -104,7 +105,7 @@ class FakeRunner:
         self._copy_delay = copy_delay
         self._copies: dict[int, _Copies] = {}
         self._num_copies = 0
-        self._on_layer: Callable[[int], None] | None = None
+        self._on_layer: LayerListener | None = None
         self._known: dict[int, _Known] = {}
         self._step_time_s = step_time_s
         self._busy_until_s = 0.0
@@ -150,8 +151,11 @@ class FakeRunner:
     def num_known_sequences(self) -> int:
         return len(self._known)
 
-    def on_layer(self, listener: Callable[[int], None]) -> None:
+    def on_layer(self, listener: LayerListener) -> None:
         self._on_layer = listener
+
+    def fence(self) -> Fence:
+        return PASSED
 
     def launch(self, plan: StepPlan) -> None:
         assert len(self._launched) < MAX_LAUNCHED, "collect a plan before launching a third"
@@ -163,7 +167,7 @@ class FakeRunner:
             self._store.run(rows)
         if self._on_layer is not None and rows:
             for layer in range(_NUM_LAYERS):
-                self._on_layer(layer)
+                self._on_layer(layer, PASSED)
         signatures = self._signatures(rows)
         result = StepResult(rows=self._answer(rows, signatures))
         self._busy_until_s = max(time.monotonic(), self._busy_until_s) + self._step_time_s

@@ -23,10 +23,12 @@ from dataclasses import dataclass
 import torch
 
 from kvrelay.checkpoint.spec import ModelSpec
-from kvrelay.engine.interfaces import Adapters, NoAdapters, Row, RowResult, StepPlan, StepResult
+from kvrelay.engine.fence import PASSED, Fence
+from kvrelay.engine.interfaces import Adapters, LayerListener, NoAdapters, Row, RowResult, StepPlan, StepResult
 from kvrelay.models.registry import Model
 from kvrelay.progress import Progress, Silent
 from kvrelay.runner.batch import BatchBuilder, LogitLayout
+from kvrelay.runner.cuda_fence import CudaFence
 from kvrelay.runner.graphs import DecodeGraphs
 from kvrelay.runner.host_pool import HostPool
 from kvrelay.runner.kv_pool import KVPool, blocks_for
@@ -143,7 +145,7 @@ class TorchRunner:
         )
         self._sampler = Sampler(edits)
         self._launched: deque[_Launched] = deque()
-        self._on_layer: Callable[[int], None] | None = None
+        self._on_layer: Callable[[int], None] | None = None  # of the model
 
     @property
     def layout(self) -> Layout:
@@ -154,8 +156,11 @@ class TorchRunner:
         """KV memory, for the relay."""
         return self._pool.tensor
 
-    def on_layer(self, listener: Callable[[int], None]) -> None:
-        self._on_layer = listener
+    def on_layer(self, listener: LayerListener) -> None:
+        self._on_layer = lambda layer: listener(layer, self.fence())
+
+    def fence(self) -> Fence:
+        return CudaFence(self._pool.tensor.device) if self._pool.tensor.device.type == "cuda" else PASSED
 
     @property
     def num_blocks(self) -> int:

@@ -48,5 +48,6 @@ def relay_parts(setup: Setup, image_spec: ImageSpec, fingerprint: str, reach: Re
         dtype=dtype_name,
         item_bytes=DTYPES[dtype_name].itemsize,
     )
-    engines = open_engines(reach.options.transfer, setup.worker_id, reach.host, "cpu")
+    name = "auto" if reach.options.transfer == "cuda_ipc" else reach.options.transfer
+    engines = open_engines(name, setup.worker_id, reach.host, "cpu")
     return embedding_parts(setup.worker_id, layout, engines, fingerprint, reach.options, reach.waker)

@@ -18,6 +18,7 @@ def open_engines(name: str, worker_id: WorkerId, host: str, device: str) -> list
     """For memory on `device`. Where only this machine can reach it, shared memory is all that is needed."""
     try:
         if name != "auto":
+            choose.probe(name, device)
             return [choose.make_engine(name, worker_id, host)]
         names = choose.available(device)
         if "shm" in names and ipaddress.ip_address(host).is_loopback:
@@ -26,8 +27,12 @@ def open_engines(name: str, worker_id: WorkerId, host: str, device: str) -> list
     except (TransferError, ValueError) as error:
         raise ConfigError(f"--transfer {name}: {error}") from error
     if not engines:
-        raise ConfigError(f"--transfer auto: no transport can move memory on {device}; install kvrelay[nixl]")
+        raise ConfigError(f"--transfer auto: no transport can move memory on {device}{_hint(device)}")
     return engines
+
+
+def _hint(device: str) -> str:
+    return "; install kvrelay[nixl]" if device == "cpu" else ": cuda_ipc needs NVIDIA's driver (kvrelay doctor)"
 
 
 @contextlib.contextmanager

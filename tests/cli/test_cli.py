@@ -174,7 +174,10 @@ def test_a_config_file_has_a_block_per_role_and_a_role_wins_over_all(tmp_path: p
         (["--decode-max-batch", "-1"], "--decode-max-batch -1: expected int >= 0"),
         (["--prefill-dtype", "bfloat16"], "--dtype: bfloat16 for prefill, auto for decode"),
         (["--decode-load", "dummy"], "--load: auto for prefill, dummy for decode"),
-        (["--decode-device", "cuda"], "--device cuda: decode workers run on the CPU only"),
+        (
+            ["--decode-device", "cuda"],
+            "--device: cpu for prefill, cuda for decode: KV is not handed over between",
+        ),
         (["--prefill-thread", "2"], "unknown option --prefill-thread; did you mean --prefill-threads?"),
     ],
 )

@@ -9,6 +9,7 @@ import socket
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
+import torch
 from etcd_server import etcd_server
 from stub_worker import StubWorker
 
@@ -68,6 +69,28 @@ def test_limits(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None
     monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, 524288))
     found = host.check_open_files()
     assert (grade(found), found.found) == (Grade.WARN, "1024 at once (may be raised to 524288)")
+
+
+def test_transports_of_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    found = host.check_card_transports()
+    assert (grade(found), found.found) == (Grade.OK, "none is needed: no NVIDIA card")
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    reasons = {"cuda_ipc": "", "nixl": "nixl moves host memory", "mooncake": "not installed"}
+    monkeypatch.setattr(host, "_refusal", lambda name: reasons[name])
+    found = host.check_card_transports()
+    assert (grade(found), found.found) == (
+        Grade.OK,
+        "cuda_ipc: can be used on one host; nixl: nixl moves host memory; mooncake: not installed",
+    )
+    reasons["cuda_ipc"] = "cuda_ipc needs NVIDIA's driver"
+    assert grade(host.check_card_transports()) is Grade.WARN
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
+def test_what_a_transport_says_of_a_card_that_is_not_here() -> None:
+    assert host._refusal("cuda_ipc").startswith("cuda_ipc needs NVIDIA's driver")
+    assert "has not been shown" in host._refusal("nixl")
 
 
 def test_shared_memory_and_kernel(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

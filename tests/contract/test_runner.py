@@ -12,6 +12,7 @@ from free_sequences import FreeSequence, last, plan, whole
 from tiny_models import EOS_TOKEN_ID, VOCAB_SIZE, tiny_model
 
 from kvrelay.checkpoint.spec import read_spec
+from kvrelay.engine.fence import Fence
 from kvrelay.engine.interfaces import Row, RowResult, Runner, StepPlan
 from kvrelay.kernels.torch_kernels import TorchKernels
 from kvrelay.progress import Silent
@@ -340,6 +341,22 @@ def test_copies_run_beside_a_step_and_each_ticket_is_told_once(runner: Runner) -
     stayed = FreeSequence(tokens=[*sequence.tokens, 5], block_table=[1, 2, 31])
     results = run(runner, plan(last(moved), last(stayed)))
     assert results[0].tokens == results[1].tokens
+
+
+def test_layers_are_told_in_order_with_fences_that_pass(runner: Runner) -> None:
+    told: list[tuple[int, Fence]] = []
+    runner.on_layer(lambda layer, fence: told.append((layer, fence)))
+    assert not runner.runs_ahead
+    sequence = FreeSequence(tokens=prompt(4), block_table=[0])
+    runner.launch(StepPlan(rows=[Row(sequence, 0, 3, 0)]))  # no token comes of it: it may be collected while it runs
+    runner.collect()
+    behind = runner.fence()
+    runner.launch(StepPlan(rows=[Row(sequence, 3, 1, 1)]))
+    runner.collect()
+    layers = [layer for layer, _ in told]
+    assert layers == [*range(len(told) // 2)] * 2
+    assert behind.passed()  # a token is here that was computed later
+    assert all(fence.passed() for _, fence in told)
 
 
 def test_closing_drops_what_is_under_way(runner: Runner) -> None:

@@ -1,6 +1,7 @@
 """The contract of kvrelay/transfer/engines/base.py, held against every engine: the fake one and the real ones.
 
-NIXL and Mooncake are not optional here: where they are not installed these tests fail.
+NIXL and Mooncake are not optional here: where they are not installed these tests fail. `cuda_ipc` runs on host memory for
+want of a card, and with `-m cuda` on one, as does NIXL with a card's memory.
 """
 
 from __future__ import annotations
@@ -14,8 +15,21 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from _pytest.mark.structures import ParameterSet
 from memory_faults import Fate, FaultyEngine
-from transfer_peers import Bytes, LocalPeer, ProcessPeer, digest, random_bytes, view
+from transfer_peers import (
+    FAKE_CARD,
+    ON_A_CARD,
+    ON_CARD,
+    Bytes,
+    LocalPeer,
+    ProcessPeer,
+    digest,
+    engine_of,
+    random_bytes,
+    region_of,
+    view,
+)
 
 from kvrelay.ids import WorkerId, new_worker_id
 from kvrelay.transfer.engines.base import Completion, MoveId, Mover, Ranges, TransferEngine, TransferError
@@ -31,18 +45,25 @@ CALL_S = 2.0  # only a guard: no call waits for a peer
 
 @dataclass(frozen=True)
 class Case:
-    """`engine` with its peer here or in a process of its own. `nixl-tcp` is nixl as it works between hosts."""
+    """`engine` with its peer here or in a process of its own. `nixl-tcp` is nixl as it works between hosts, `nixl-cuda` nixl
+    with memory of a card, `cuda_ipc-fake` cuda_ipc without one."""
 
     engine: str
     in_process: bool = False
 
-    @property
-    def real_engine(self) -> str:
-        return self.engine.removesuffix("-tcp")
+
+def on_card(case: Case) -> ParameterSet:
+    return pytest.param(case, marks=ON_A_CARD)
 
 
-HERE = [Case("memory-producer"), Case("memory-consumer"), Case("shm"), Case("nixl"), Case("mooncake")]
-IN_PROCESS = [Case(name, in_process=True) for name in ("shm", "nixl", "nixl-tcp", "mooncake")]
+HERE = [
+    *(Case(name) for name in ("memory-producer", "memory-consumer", "shm", "nixl", "mooncake", FAKE_CARD)),
+    *(on_card(Case(name)) for name in ON_CARD),
+]
+IN_PROCESS = [
+    *(Case(name, in_process=True) for name in ("shm", "nixl", "nixl-tcp", "mooncake", FAKE_CARD)),
+    *(on_card(Case(name, in_process=True)) for name in ON_CARD),
+]
 
 
 def name_of(case: Case) -> str:
@@ -56,7 +77,7 @@ class Pair:
         self.case = case
         self.network = MemoryNetwork()
         self.worker = new_worker_id("prefill")
-        self.region: Region = shared_region(SIZE)
+        self.region: Region = region_of(case.engine, SIZE)
         self.memory: Bytes = view(self.region)
         with self._environment():
             self.engine = self.make(self.worker)
@@ -68,13 +89,13 @@ class Pair:
     def make(self, worker: WorkerId) -> TransferEngine:
         if self.case.engine.startswith("memory"):
             return MemoryEngine(worker, self.network, mover=Mover(self.case.engine.removeprefix("memory-")))
-        return make_engine(self.case.real_engine, worker)
+        return engine_of(self.case.engine, worker)
 
     def _make_peer(self) -> LocalPeer | ProcessPeer:
         worker = new_worker_id("decode")
         if self.case.in_process:
-            return ProcessPeer(self.case.real_engine, worker, REMOTE_SIZE, seed=1)
-        return LocalPeer(self.make(worker), worker, REMOTE_SIZE, seed=1)
+            return ProcessPeer(self.case.engine, worker, REMOTE_SIZE, seed=1)
+        return LocalPeer(self.make(worker), worker, region_of(self.case.engine, REMOTE_SIZE), seed=1)
 
     @contextmanager
     def _environment(self) -> Iterator[None]:
@@ -339,7 +360,7 @@ def test_info_of_another_engine_is_refused() -> None:
 def test_nothing_works_before_register_and_a_second_register_is_refused(case: Case) -> None:
     network, worker = MemoryNetwork(), new_worker_id("prefill")
     engine: TransferEngine = (
-        MemoryEngine(worker, network) if case.engine.startswith("memory") else make_engine(case.engine, worker)
+        MemoryEngine(worker, network) if case.engine.startswith("memory") else engine_of(case.engine, worker)
     )
     for call in (
         engine.local_info,
@@ -349,9 +370,9 @@ def test_nothing_works_before_register_and_a_second_register_is_refused(case: Ca
     ):
         with pytest.raises(TransferError):
             call()
-    engine.register(shared_region(4096))
+    engine.register(region_of(case.engine, 4096))
     with pytest.raises(TransferError):
-        engine.register(shared_region(4096))
+        engine.register(region_of(case.engine, 4096))
     engine.close()
 
 
@@ -376,7 +397,7 @@ def test_a_killed_peer_leaves_no_move_open(process_pair: Pair) -> None:
     if pair.engine.mover is Mover.PRODUCER:
         moves.append(pair.engine.write(pair.peer.worker, whole()))
     last = pair.ends(*moves)[-1]
-    assert last.error != "" or pair.engine.name == "shm"  # where the dead peer's memory stays readable
+    assert last.error != "" or pair.engine.name in ("shm", "cuda_ipc")  # where the dead peer's memory stays readable
 
 
 def test_a_peer_that_died_before_the_first_move_leaves_none_open(process_pair: Pair) -> None:
@@ -384,7 +405,7 @@ def test_a_peer_that_died_before_the_first_move_leaves_none_open(process_pair: P
     pair.process.kill()
     pair.engine.add_peer(other, pair.peer.info)
     (completion,) = pair.ends(pair.engine.read(other, whole()))
-    assert completion.error != ""
+    assert completion.error != "" or pair.engine.name == "cuda_ipc"  # the driver finds what this process has mapped before
 
 
 def test_no_call_waits_for_a_peer_that_hangs(process_pair: Pair) -> None:
@@ -442,7 +463,7 @@ def test_a_move_that_has_ended_rests_even_if_its_peer_hung(process_pair: Pair) -
 def test_a_dead_memory_peer_fails_moves() -> None:
     network, dying = MemoryNetwork(), new_worker_id("decode")
     engine = FaultyEngine(new_worker_id("prefill"), network, faults=[Fate(), Fate(kills_peer=True)])
-    peer = LocalPeer(FaultyEngine(dying, network), dying, REMOTE_SIZE, seed=1)
+    peer = LocalPeer(FaultyEngine(dying, network), dying, shared_region(REMOTE_SIZE), seed=1)
     engine.register(shared_region(SIZE))
     engine.add_peer(dying, peer.info)
     assert ends_of(engine, engine.read(dying, whole()))[0].error == ""

@@ -10,6 +10,7 @@ from test_engine import VOCAB, Collected, solo
 
 from kvrelay.config import EngineOptions
 from kvrelay.engine.engine import Engine
+from kvrelay.engine.fence import Fence
 from kvrelay.engine.movers import Arrival, ConsumerNews, ProducerNews
 from kvrelay.errors import HandOverError
 from kvrelay.ids import RequestId, WorkerId, new_request_id, new_transfer_id
@@ -37,14 +38,14 @@ class ScriptedProducer:
     def expect(self, request_id: RequestId, transfer: TransferInfo, num_tokens: int) -> None:
         self.calls.append(("expect", request_id, num_tokens))
 
-    def start(self, request_id: RequestId, blocks: Sequence[int], num_computed: int) -> None:
+    def start(self, request_id: RequestId, blocks: Sequence[int], num_computed: int, fence: Fence) -> None:
         self.calls.append(("start", request_id, num_computed))
         self.blocks[request_id] = list(blocks)
 
     def begin_step(self, rows: Sequence[tuple[RequestId, int]]) -> None:
         self.calls.append(("begin_step", *rows))
 
-    def layer_done(self, layer: int) -> None:
+    def layer_done(self, layer: int, fence: Fence) -> None:
         self.calls.append(("layer_done", layer))
 
     def end_step(self) -> None:
@@ -97,7 +98,7 @@ class ScriptedConsumer:
     def expect(self, request_id: RequestId, transfer: TransferInfo, num_tokens: int) -> None:
         self.expected[request_id] = num_tokens
 
-    def reserve(self, request_id: RequestId, blocks: Sequence[int], skip_tokens: int) -> None:
+    def reserve(self, request_id: RequestId, blocks: Sequence[int], skip_tokens: int, fence: Fence) -> None:
         self.reserved[request_id] = (list(blocks), skip_tokens)
 
     def abort(self, request_id: RequestId) -> None:

@@ -123,12 +123,11 @@ async def test_a_submit_carries_the_whole_request(scripted: Scripted) -> None:
     assert (submit.params.seed, submit.cache_salt) == (9, "s")
 
 
-@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE, Role.ENCODE])
-async def test_a_worker_on_a_gpu_is_not_told_to_take_a_role_that_it_could_not_start_in(scripted: Scripted, role: Role) -> None:
+async def test_a_worker_on_a_gpu_is_not_told_to_take_a_role_that_it_could_not_start_in(scripted: Scripted) -> None:
     scripted.record = msgspec.structs.replace(scripted.record, device="cuda")
     await scripted.open()
-    with pytest.raises(ConflictError, match=f"runs on cuda, and {role.value} workers run on the CPU only") as refused:
-        scripted.router.drain(scripted.record.id, role)
+    with pytest.raises(ConflictError, match="runs on cuda, and encode workers run on the CPU only") as refused:
+        scripted.router.drain(scripted.record.id, Role.ENCODE)
     assert (refused.value.param, refused.value.code) == ("role", "wrong_device")
     assert scripted.router.ready
     scripted.router.drain(scripted.record.id)

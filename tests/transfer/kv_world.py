@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from relay_world import Side, World
 
+from kvrelay.engine.fence import PASSED
 from kvrelay.engine.movers import Arrival, ConsumerNews, ProducerNews
 from kvrelay.ids import RequestId, TransferId, WorkerId, new_request_id, new_transfer_id
 from kvrelay.transfer.engines.base import Mover
@@ -101,6 +102,7 @@ class Computing:
     computed: int = 0
     finished: bool = False
     wanted: bool = True  # not set aside
+    given: tuple[int, ...] = ()  # the blocks, as the relay was told of them
 
 
 class ProducerSide(Side[Plan]):
@@ -111,8 +113,8 @@ class ProducerSide(Side[Plan]):
         self.requests: dict[RequestId, Computing] = {}
         self.aborted: set[RequestId] = set()
         self.step: tuple[Computing, int, int] | None = None
-        self.steps = producing.Steps()
-        self.num_steps = 0
+        self.steps = producing.Steps(lambda request: self.machine.table.named(request))
+        self.rows: producing.Rows = []
 
     def make_machine(self) -> producing.SendingMachine:
         return ProducerMachine(self.desk)
@@ -133,7 +135,8 @@ class ProducerSide(Side[Plan]):
         work.blocks, work.computed, work.finished = blocks, num_cached, False
         for layer in range(LAYERS):
             self._store(work, 0, num_cached, layer)
-        self.machine.tell(plan.on_producer, lambda sending: sending.start(tuple(blocks), num_cached, self.world.now))
+        work.given = given = tuple(blocks)
+        self.machine.tell(plan.on_producer, lambda sending: sending.start(given, num_cached, self.world.now))
         return True
 
     def begin_step(self, plan: Plan, tokens: int) -> bool:
@@ -142,9 +145,8 @@ class ProducerSide(Side[Plan]):
             return False
         upto = min(plan.num_tokens, work.computed + tokens)
         self.step = (work, upto, 0)
-        self.num_steps += 1
-        sending = self.machine.table.named(plan.on_producer)
-        self.steps.begin(self.num_steps, [(sending, upto)] if sending is not None else [])
+        self.rows = [(plan.on_producer, work.given, upto)]
+        self.steps.begin(self.rows)
         return True
 
     def compute_layer(self) -> None:
@@ -153,17 +155,21 @@ class ProducerSide(Side[Plan]):
             return
         work, upto, layer = self.step
         self._store(work, work.computed, upto, layer)
-        self.steps.progress = (self.num_steps, layer + 1)
+        self.steps.layer_done(self.rows, layer + 1, PASSED)
         self.steps.look()
         self.step = (work, upto, layer + 1)
         if layer + 1 == LAYERS:
             self.step = None
             work.computed = upto
-            self.steps.end()
+            self._end_step()
             if upto == work.plan.num_tokens and work.blocks:
                 work.finished = True
                 first = [FirstToken(0, work.plan.number)]
-                self.machine.tell(work.plan.on_producer, lambda sending: sending.finish(first))
+                self.machine.tell(work.plan.on_producer, lambda sending: sending.finish(work.given, first))
+
+    def _end_step(self) -> None:
+        self.steps.ended(self.rows)
+        self.steps.look()
 
     def compute_all(self, plan: Plan, chunk: int = 1_000) -> None:
         while self.step is not None or self.begin_step(plan, chunk):
@@ -211,7 +217,7 @@ class ProducerSide(Side[Plan]):
     def _give_back(self, work: Computing) -> None:
         if self.step is not None and self.step[0] is work:
             self.step = None
-            self.steps.end()
+            self._end_step()
         self.pool.give_back(work.blocks)
         work.blocks, work.computed, work.finished = [], 0, False
 

@@ -10,20 +10,19 @@ import time
 import msgspec
 from relay_pair import Producer
 
-from kvrelay.ids import new_request_id, new_worker_id
-from kvrelay.transfer.engines.choose import make_engine
+from kvrelay.engine.fence import PASSED
+from kvrelay.ids import new_request_id
 from kvrelay.transfer.relay.link import TransferSettings
 from kvrelay.wire.serving import TransferInfo
 
 
 def main(transport: str, lease_s: str) -> None:
-    engine = make_engine(transport, new_worker_id("prefill"))
-    producer = Producer(engines=[engine], settings=TransferSettings(lease_s=float(lease_s), hello_retry_s=0.1))
+    producer = Producer(transport=transport, settings=TransferSettings(lease_s=float(lease_s), hello_retry_s=0.1))
     print(json.dumps({"worker": producer.id, "address": producer.relay.signal_address}), flush=True)
     transfer = msgspec.json.decode(sys.stdin.readline(), type=TransferInfo)
     request = new_request_id()
     producer.relay.expect(request, transfer, 16)
-    producer.relay.start(request, [0, 1, 2, 3], 8)
+    producer.relay.start(request, [0, 1, 2, 3], 8, PASSED)
     while True:
         time.sleep(1)
         producer.relay.poll()

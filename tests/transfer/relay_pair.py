@@ -6,9 +6,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-import numpy as np
+import torch
 from memory_faults import Fate, FaultyEngine
 
+from kvrelay.engine.fence import PASSED
 from kvrelay.engine.movers import Arrival
 from kvrelay.ids import RequestId, new_transfer_id, new_worker_id
 from kvrelay.transfer.engines.base import Mover, TransferEngine
@@ -16,10 +17,10 @@ from kvrelay.transfer.engines.memory import MemoryNetwork
 from kvrelay.transfer.kv.consumer import RelayConsumer
 from kvrelay.transfer.kv.layout import KVLayout
 from kvrelay.transfer.kv.producer import RelayProducer
-from kvrelay.transfer.region import shared_region
 from kvrelay.transfer.relay.link import TransferSettings
 from kvrelay.transfer.relay.parts import RelayParts
 from kvrelay.wire.serving import FirstToken, TransferInfo
+from tests.transfer_peers import engine_of, floats, region_of
 
 TINY = KVLayout(num_layers=2, num_blocks=32, block_size=4, num_kv_heads=1, head_dim=2, dtype="float32", item_bytes=4)
 
@@ -45,14 +46,17 @@ class Side:
         fingerprint: str = "tiny/float32",
         settings: TransferSettings | None = None,
         engines: Sequence[TransferEngine] | None = None,
+        transport: str = "",
     ) -> None:
+        """`transport` is a real one, by the name of its case in the contract of transfer engines."""
         self.network = network or MemoryNetwork()
         self.id = new_worker_id(role)
         self.layout = layout
-        self.region = shared_region(layout.size_bytes)
-        assert self.region.buffer is not None
+        self.region = region_of(transport, layout.size_bytes)
         shape = (layout.num_layers, 2, layout.num_blocks, layout.block_size, layout.head_dim)
-        self.memory = np.frombuffer(self.region.buffer, dtype=np.float32).reshape(shape)
+        self.memory = floats(self.region).reshape(shape)
+        if transport:
+            engines = [engine_of(transport, self.id)]
         self.news = threading.Event()
         self.parts = RelayParts(
             worker_id=self.id,
@@ -99,7 +103,9 @@ class Producer(Side):
             for layer in range(self.layout.num_layers):
                 for token in range(start, stop):
                     self.memory[layer, :, blocks[token // size], token % size] = kv(value, token, layer)
-                self.relay.layer_done(layer)
+                if self.region.device != "cpu" and torch.cuda.is_available():
+                    torch.cuda.synchronize()
+                self.relay.layer_done(layer, PASSED)
             self.relay.end_step()
         self.relay.finish(request, [FirstToken(0, int(value))])
 

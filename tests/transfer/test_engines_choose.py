@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 
 import pytest
+import torch
 
 from kvrelay.ids import new_worker_id
 from kvrelay.transfer.engines.base import Mover, TransferError
-from kvrelay.transfer.engines.choose import available, make_engine, pick
+from kvrelay.transfer.engines.choose import available, make_engine, pick, probe
 
 
 def test_all_engines_for_host_memory_work_here() -> None:
@@ -16,8 +17,28 @@ def test_all_engines_for_host_memory_work_here() -> None:
     assert available("cpu") == ["shm", "nixl", "mooncake"]
 
 
-def test_only_nixl_moves_memory_of_a_card() -> None:
-    assert available("cuda:0") == ["nixl"]
+def test_only_cuda_ipc_moves_memory_of_a_card() -> None:
+    assert available("cuda:0") == (["cuda_ipc"] if torch.cuda.is_available() else [])
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "reason"),
+    [
+        ("cuda_ipc", "cpu", "cuda_ipc moves memory of NVIDIA cards, not memory on cpu"),
+        ("shm", "cuda:0", "shm moves host memory on Linux, not memory on cuda:0"),
+        ("nixl", "cuda:0", "nixl moves host memory; that it moves memory on cuda:0 has not been shown: use cuda_ipc"),
+        ("mooncake", "cuda:0", "mooncake moves host memory"),
+        ("tcp", "cpu", "no transfer engine is called 'tcp'"),
+    ],
+)
+def test_an_engine_that_cannot_move_that_memory_says_so(name: str, device: str, reason: str) -> None:
+    with pytest.raises(TransferError, match=reason):
+        probe(name, device)
+
+
+def test_a_card_and_a_host_have_no_engine_in_common_and_the_error_says_why() -> None:
+    with pytest.raises(TransferError, match="one has its memory on a card and the other on its host"):
+        pick(["cuda_ipc"], ["shm", "nixl"], same_host=True)
 
 
 @pytest.mark.parametrize(
@@ -28,6 +49,8 @@ def test_only_nixl_moves_memory_of_a_card() -> None:
         (["mooncake", "nixl", "shm"], ["mooncake", "nixl"], True, "nixl"),
         (["shm", "mooncake"], ["shm", "nixl", "mooncake"], False, "mooncake"),
         (["nixl"], ["nixl"], True, "nixl"),
+        (["cuda_ipc", "nixl"], ["cuda_ipc", "nixl"], True, "cuda_ipc"),
+        (["cuda_ipc", "nixl"], ["cuda_ipc", "nixl"], False, "nixl"),
     ],
 )
 def test_the_best_that_both_have_is_picked(mine: list[str], theirs: list[str], same_host: bool, picked: str) -> None:
@@ -41,15 +64,18 @@ def test_no_common_engine_is_an_error_that_names_both_lists(mine: list[str], the
     assert all(name in str(raised.value) for name in [*mine, *theirs])
 
 
-@pytest.mark.parametrize(("name", "mover"), [("shm", Mover.CONSUMER), ("nixl", Mover.PRODUCER), ("mooncake", Mover.PRODUCER)])
+@pytest.mark.parametrize(
+    ("name", "mover"),
+    [("cuda_ipc", Mover.CONSUMER), ("shm", Mover.CONSUMER), ("nixl", Mover.PRODUCER), ("mooncake", Mover.PRODUCER)],
+)
 def test_engines_are_made_by_name(name: str, mover: Mover) -> None:
     engine = make_engine(name, new_worker_id("prefill"))
     assert (engine.name, engine.mover) == (name, mover)
 
 
-@pytest.mark.parametrize("name", ["memory", "auto", "cuda_ipc", ""])
+@pytest.mark.parametrize("name", ["memory", "auto", ""])
 def test_an_unknown_name_is_refused_with_those_there_are(name: str) -> None:
-    with pytest.raises(TransferError, match="shm, nixl, mooncake"):
+    with pytest.raises(TransferError, match="cuda_ipc, shm, nixl, mooncake"):
         make_engine(name, new_worker_id("prefill"))
 
 

@@ -25,7 +25,7 @@ class World:
     def __init__(self, faults: Iterable[Fate]) -> None:
         self.network = MemoryNetwork()
         self.there: WorkerId = new_worker_id("decode")
-        self.peer = LocalPeer(FaultyEngine(self.there, self.network), self.there, SIZE, seed=1)
+        self.peer = LocalPeer(FaultyEngine(self.there, self.network), self.there, shared_region(SIZE), seed=1)
         self.engine = FaultyEngine(new_worker_id("prefill"), self.network, faults=faults)
         self.region: Region = shared_region(SIZE)
         self.engine.register(self.region)

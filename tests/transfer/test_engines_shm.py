@@ -42,7 +42,7 @@ def completion_of(engine: TransferEngine) -> Completion:
 @pytest.fixture
 def producer() -> LocalPeer:
     worker = new_worker_id("prefill")
-    return LocalPeer(ShmEngine(worker), worker, SIZE, seed=1)
+    return LocalPeer(ShmEngine(worker), worker, shared_region(SIZE), seed=1)
 
 
 def told(info: bytes) -> ShmInfo:
@@ -148,7 +148,7 @@ def _open_and_close() -> None:
 
 def _read_and_close() -> None:
     worker = new_worker_id("prefill")
-    producer = LocalPeer(ShmEngine(worker), worker, SIZE, seed=1)
+    producer = LocalPeer(ShmEngine(worker), worker, shared_region(SIZE), seed=1)
     engine, region = consumer()
     engine.add_peer(worker, producer.info)
     engine.read(worker, WHOLE)

@@ -7,6 +7,7 @@ import pytest
 from relay_pair import Consumer, Producer, info, wait_for
 from test_kv_faults import MODES, MOVERS, Pair
 
+from kvrelay.engine.fence import PASSED
 from kvrelay.ids import new_request_id
 from kvrelay.states import ConsumerState, ProducerState
 from kvrelay.transfer.engines.base import Mover
@@ -180,9 +181,9 @@ def test_a_relay_that_hears_of_a_lost_producer_fails_the_transfer_and_frees_when
         producer.relay.expect(here, transfer, 8)
         consumer.relay.expect(there, transfer, 8)
         consumer.relay.expect(waiting, info(producer, consumer), 8)  # the producer has not heard of this one
-        producer.relay.start(here, [0, 1], 0)
+        producer.relay.start(here, [0, 1], 0, PASSED)
         wait_for(lambda: consumer.is_started(there))
-        consumer.relay.reserve(there, [5, 6], 0)
+        consumer.relay.reserve(there, [5, 6], 0, PASSED)
         consumer.relay.peer_lost(producer.id)
         wait_for(lambda: {there, waiting} <= set(consumer.arrivals()))
         assert {arrival.error for arrival in consumer.arrivals().values()} == {f"the producer was lost: {LOST}"}

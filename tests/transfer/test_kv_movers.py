@@ -11,14 +11,15 @@ import pytest
 from memory_faults import random_faults
 from relay_pair import TINY, Consumer, Producer, info, wait_for
 
+from kvrelay.engine.fence import PASSED
 from kvrelay.errors import WrongIdError
 from kvrelay.ids import RequestId, TransferId, new_request_id, new_worker_id
 from kvrelay.transfer.engines.base import Completion, Mover, TransferError
-from kvrelay.transfer.engines.choose import make_engine
 from kvrelay.transfer.engines.memory import MemoryEngine, MemoryNetwork
 from kvrelay.transfer.region import Region
 from kvrelay.transfer.relay.link import TransferSettings
 from kvrelay.transfer.relay.thread import ThreadFailedError
+from tests.transfer_peers import FAKE_CARD, ON_A_CARD, ON_CARD
 
 FAST = TransferSettings(lease_s=3.0, hello_retry_s=0.1)
 MODES = pytest.mark.parametrize("mode", ["write", "read"])
@@ -58,13 +59,13 @@ def hand_over(producer: Producer, consumer: Consumer, mode: str, *, num_tokens: 
     consumer.relay.expect(there, transfer, num_tokens)
     value = float(random.randrange(1, 1000))
     blocks = random.sample(range(producer.layout.num_blocks), -(-num_tokens // producer.layout.block_size))
-    producer.relay.start(here, blocks, 0)
+    producer.relay.start(here, blocks, 0, PASSED)
     if mode == "read":
         producer.compute(here, blocks, num_tokens, value)
     wait_for(lambda: consumer.is_started(there))
     skip = skip_blocks * consumer.layout.block_size
     mine = random.sample(range(consumer.layout.num_blocks), -(-(num_tokens - skip) // consumer.layout.block_size))
-    consumer.relay.reserve(there, mine, skip)
+    consumer.relay.reserve(there, mine, skip, PASSED)
     if mode == "write":
         producer.compute(here, blocks, num_tokens, value)
     wait_for(lambda: there in consumer.arrivals())
@@ -93,12 +94,18 @@ def test_a_hand_over(make: Closing, mode: str, mover: Mover) -> None:
 @MODES
 @pytest.mark.parametrize(
     ("transport", "sizes"),
-    [("shm", (16, 24)), ("shm", (16, 32)), ("shm", (32, 16)), ("nixl", (16, 24)), ("nixl", (32, 16)), ("mooncake", (16, 24))],
+    [
+        *(("shm", sizes) for sizes in ((16, 24), (16, 32), (32, 16))),
+        *(("nixl", sizes) for sizes in ((16, 24), (32, 16))),
+        ("mooncake", (16, 24)),
+        (FAKE_CARD, (16, 24)),
+        *(pytest.param(name, (16, 24), marks=ON_A_CARD) for name in ON_CARD),
+    ],
 )
 def test_a_hand_over_through_a_real_transport(make: Closing, mode: str, sizes: tuple[int, int], transport: str) -> None:
     layouts = [msgspec.structs.replace(TINY, block_size=size, num_blocks=12) for size in sizes]
-    producer = make.producer(layout=layouts[0], engines=[make_engine(transport, new_worker_id("prefill"))])
-    consumer = make.consumer(layout=layouts[1], engines=[make_engine(transport, new_worker_id("decode"))])
+    producer = make.producer(layout=layouts[0], transport=transport)
+    consumer = make.consumer(layout=layouts[1], transport=transport)
     for skip_blocks in (0, 1):
         hand_over(producer, consumer, mode, num_tokens=75, skip_blocks=skip_blocks)
 
@@ -126,14 +133,14 @@ def test_setting_aside_and_a_late_reserve(make: Closing) -> None:
     transfer = info(producer, consumer)
     producer.relay.expect(here, transfer, 8)
     consumer.relay.expect(there, transfer, 8)
-    producer.relay.start(here, [0, 1], 0)
+    producer.relay.start(here, [0, 1], 0, PASSED)
     producer.compute(here, [0, 1], 8, 3.0)
     producer.relay.set_aside(here)
     wait_for(lambda: producer.poll() or here in producer.set_aside)
     wait_for(lambda: consumer.is_started(there))
-    consumer.relay.reserve(there, [5, 6], 0)
+    consumer.relay.reserve(there, [5, 6], 0, PASSED)
     wait_for(lambda: producer.poll() or here in producer.restart)
-    producer.relay.start(here, [7, 8], 0)
+    producer.relay.start(here, [7, 8], 0, PASSED)
     producer.compute(here, [7, 8], 8, 3.0)
     wait_for(lambda: there in consumer.arrivals())
     assert consumer.arrivals()[there].error == ""
@@ -147,9 +154,9 @@ def test_a_consumer_aborts_and_gets_its_blocks_back(make: Closing) -> None:
     transfer = info(producer, consumer)
     producer.relay.expect(here, transfer, 8)
     consumer.relay.expect(there, transfer, 8)
-    producer.relay.start(here, [0, 1], 0)
+    producer.relay.start(here, [0, 1], 0, PASSED)
     wait_for(lambda: consumer.is_started(there))
-    consumer.relay.reserve(there, [5, 6], 0)
+    consumer.relay.reserve(there, [5, 6], 0, PASSED)
     consumer.relay.abort(there)
     wait_for(lambda: consumer.is_freed(there))
     wait_for(lambda: producer.is_released(here))
@@ -165,9 +172,9 @@ def test_a_producer_that_closes_ends_its_transfers_with_a_reason(make: Closing) 
     transfer = info(producer, consumer)
     producer.relay.expect(here, transfer, 8)
     consumer.relay.expect(there, transfer, 8)
-    producer.relay.start(here, [0, 1], 0)
+    producer.relay.start(here, [0, 1], 0, PASSED)
     wait_for(lambda: consumer.is_started(there))
-    consumer.relay.reserve(there, [5, 6], 0)
+    consumer.relay.reserve(there, [5, 6], 0, PASSED)
     producer.close()
     assert producer.failures()[here] == "the worker closes"
     wait_for(lambda: consumer.is_freed(there))
@@ -181,9 +188,9 @@ def test_a_consumer_that_closes_frees_everything(make: Closing) -> None:
     transfer = info(producer, consumer)
     producer.relay.expect(here, transfer, 8)
     consumer.relay.expect(there, transfer, 8)
-    producer.relay.start(here, [0, 1], 0)
+    producer.relay.start(here, [0, 1], 0, PASSED)
     wait_for(lambda: consumer.is_started(there))
-    consumer.relay.reserve(there, [5, 6], 0)
+    consumer.relay.reserve(there, [5, 6], 0, PASSED)
     consumer.close()
     assert consumer.arrivals()[there].error == "the worker closes"
     assert consumer.is_freed(there)
@@ -204,9 +211,9 @@ def test_a_fault_in_the_thread_fails_every_transfer_and_lets_no_request_hang(mak
     transfer = info(producer, consumer)
     producer.relay.expect(here, transfer, 8)
     consumer.relay.expect(there, transfer, 8)
-    producer.relay.start(here, [0, 1], 0)
+    producer.relay.start(here, [0, 1], 0, PASSED)
     wait_for(lambda: consumer.is_started(there))
-    consumer.relay.reserve(there, [5, 6], 0)
+    consumer.relay.reserve(there, [5, 6], 0, PASSED)
     engine.poll = _raise  # type: ignore[method-assign]
     producer.relay.set_aside(here)  # wakes it
     consumer.relay.abort(new_request_id())  # and this wakes the other
@@ -268,11 +275,11 @@ def _try_once(producer: Producer, consumer: Consumer, mode: str, number: int) ->
     transfer = info(producer, consumer, mode)
     producer.relay.expect(here, transfer, 11)
     consumer.relay.expect(there, transfer, 11)
-    producer.relay.start(here, [3, 1, 2], 0)
+    producer.relay.start(here, [3, 1, 2], 0, PASSED)
     if mode == "read":
         producer.compute(here, [3, 1, 2], 11, float(number))
     wait_for(lambda: consumer.is_started(there))
-    consumer.relay.reserve(there, [9, 4, 7], 0)
+    consumer.relay.reserve(there, [9, 4, 7], 0, PASSED)
     if mode == "write":
         producer.compute(here, [3, 1, 2], 11, float(number))
     wait_for(lambda: there in consumer.arrivals())
@@ -292,9 +299,9 @@ def test_a_dropped_move_is_given_up_when_the_request_is_aborted(make: Closing) -
     transfer = info(producer, consumer)
     producer.relay.expect(here, transfer, 8)
     consumer.relay.expect(there, transfer, 8)
-    producer.relay.start(here, [0, 1], 0)
+    producer.relay.start(here, [0, 1], 0, PASSED)
     wait_for(lambda: consumer.is_started(there))
-    consumer.relay.reserve(there, [5, 6], 0)
+    consumer.relay.reserve(there, [5, 6], 0, PASSED)
     producer.compute(here, [0, 1], 8, 1.0)
     consumer.relay.abort(there)
     wait_for(lambda: consumer.is_freed(there))
@@ -319,6 +326,6 @@ def test_the_engine_is_woken_by_news(make: Closing) -> None:
     here, there = new_request_id(), new_request_id()
     producer.relay.expect(here, transfer, 4)
     consumer.relay.expect(there, transfer, 4)
-    producer.relay.start(here, [0], 0)
+    producer.relay.start(here, [0], 0, PASSED)
     assert consumer.news.wait(60)
     assert consumer.is_started(there)

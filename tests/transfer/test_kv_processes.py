@@ -16,10 +16,11 @@ import msgspec
 import pytest
 from relay_pair import Consumer, wait_for
 
-from kvrelay.ids import RequestId, new_request_id, new_transfer_id, new_worker_id
-from kvrelay.transfer.engines.choose import make_engine
+from kvrelay.engine.fence import PASSED
+from kvrelay.ids import RequestId, new_request_id, new_transfer_id
 from kvrelay.transfer.relay.link import TransferSettings
 from kvrelay.wire.serving import TransferInfo
+from tests.transfer_peers import FAKE_CARD, ON_A_CARD
 
 HERE = pathlib.Path(__file__).resolve().parent
 LEASE_S = 1.0
@@ -31,8 +32,7 @@ def reserved(transport: str) -> Iterator[tuple[subprocess.Popen[str], Consumer, 
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent.parent), str(HERE)])}
     command = [sys.executable, str(HERE / "relay_child.py"), transport, str(LEASE_S)]
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
-    engines = [make_engine(transport, new_worker_id("decode"))]
-    consumer = Consumer(engines=engines, settings=TransferSettings(lease_s=LEASE_S, hello_retry_s=0.1))
+    consumer = Consumer(transport=transport, settings=TransferSettings(lease_s=LEASE_S, hello_retry_s=0.1))
     try:
         assert child.stdout is not None
         assert child.stdin is not None
@@ -49,7 +49,7 @@ def reserved(transport: str) -> Iterator[tuple[subprocess.Popen[str], Consumer, 
         request = new_request_id()
         consumer.relay.expect(request, transfer, 16)
         wait_for(lambda: consumer.is_started(request))
-        consumer.relay.reserve(request, [4, 5, 6, 7], 0)
+        consumer.relay.reserve(request, [4, 5, 6, 7], 0, PASSED)
         wait_for(lambda: consumer.relay.counts().in_flight == 1)
         yield child, consumer, request
     finally:
@@ -58,7 +58,7 @@ def reserved(transport: str) -> Iterator[tuple[subprocess.Popen[str], Consumer, 
         child.wait()
 
 
-@pytest.mark.parametrize("transport", ["shm", "nixl", "mooncake"])
+@pytest.mark.parametrize("transport", ["shm", "nixl", "mooncake", FAKE_CARD, pytest.param("cuda_ipc", marks=ON_A_CARD)])
 def test_a_killed_producer_is_found_out_and_the_blocks_come_back(transport: str) -> None:
     with reserved(transport) as (child, consumer, request):
         child.kill()
@@ -78,8 +78,9 @@ def test_a_stopped_writer_keeps_the_blocks_quarantined_until_it_goes_on() -> Non
         wait_for(lambda: consumer.is_freed(request))
 
 
-def test_where_the_consumer_copies_a_stopped_producer_holds_nothing_up() -> None:
-    with reserved("shm") as (child, consumer, request):
+@pytest.mark.parametrize("transport", ["shm", FAKE_CARD, pytest.param("cuda_ipc", marks=ON_A_CARD)])
+def test_where_the_consumer_copies_a_stopped_producer_holds_nothing_up(transport: str) -> None:
+    with reserved(transport) as (child, consumer, request):
         child.send_signal(signal.SIGSTOP)
         wait_for(lambda: request in consumer.arrivals())
         wait_for(lambda: consumer.is_freed(request))

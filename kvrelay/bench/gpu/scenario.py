@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvrelay.bench.gpu.parity import check_families
+from kvrelay.bench.gpu.relay import measure_relay
 from kvrelay.bench.gpu.speed import measure_speed
 from kvrelay.bench.harness.report import Target, format_figure
 from kvrelay.bench.harness.scenario import BenchOptions, Part, Results, Scenario
@@ -29,6 +30,18 @@ _FAST = {
     "gpu_idle_share_b64": Target("<=", 0.03),
     "start_to_first_token_s": Target("<=", 30.0),
 }
+_RELAY = {
+    "ipc_over_device_copy_2048": Target(">=", 0.5),
+    "handover_ms_p50": Target("<=", 1.5),
+    "late_bytes_share": Target("<=", 0.05),
+    **{f"ttft_excess_{length}_ms": Target("<=", 3.0) for length in (128, 512, 2048)},
+    "ttft_whole_128_ms": Target("<=", 20.0),
+    "ttft_whole_512_ms": Target("<=", 20.0),
+    "ttft_whole_2048_ms": Target("<=", 56.0),
+    "ttft_whole_8192_ms": Target("<=", 231.0),
+    "itl_p99_ms_1p1d": Target("<=", 8.0),
+    "itl_max_ms_1p1d": Target("<=", 40.0),
+}
 # One H200, the same shapes: vLLM 0.26, and what its memory and arithmetic allow.
 ANCHORS = {
     "b1_in128_itl_ms": (4.83, 3.5),
@@ -45,7 +58,11 @@ ANCHORS = {
 class GpuBench(BenchOptions, frozen=True, kw_only=True):
     """How often it is measured."""
 
-    rounds: Annotated[Positive, Meta(description="rounds; figures are the best of them")] = 3
+    rounds: Annotated[Positive, Meta(description="rounds; figures are the best of them, those of the relay the median")] = 3
+    seconds: Annotated[Positive, Meta(description="how long long prompts arrive beside running requests (relay)")] = 15
+    prefill_sms: Annotated[
+        int, Meta(ge=1, le=100, description="percent of the card's multiprocessors that prefill may use under MPS (relay)")
+    ] = 100
 
 
 def check(options: GpuBench, console: Console) -> Results:
@@ -62,6 +79,11 @@ def measure(options: GpuBench, console: Console) -> Results:
     results = measure_speed(options.rounds, console)
     _show_anchors(results, console)
     return results
+
+
+def relay(options: GpuBench, console: Console) -> Results:
+    _need_card()
+    return measure_relay(options.rounds, options.seconds, options.prefill_sms, console)
 
 
 def _need_card() -> None:
@@ -84,5 +106,6 @@ SCENARIO = Scenario(
     {
         "parity": Part("the tokens and logits of transformers", check, _CORRECT),
         "speed": Part("decode and prefill of a Llama-3.1-8B shape", measure, _FAST),
+        "relay": Part("prefill and decode apart on one card, over HTTP", relay, _RELAY, by_default=False),
     },
 )

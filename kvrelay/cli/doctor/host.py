@@ -104,6 +104,32 @@ def check_transport(name: str) -> Finding:
     return warn(found, remedy or f"pip install 'kvrelay[{name}]'")
 
 
+def check_card_transports() -> Finding:
+    """Which transports move memory of a card here, and why the others do not."""
+    if shutil.which("nvidia-smi") is None:
+        return ok("none is needed: no NVIDIA card")
+    reasons = {name: _refusal(name) for name in ("cuda_ipc", "nixl", "mooncake")}
+    found = "; ".join(f"{name}: {reason or 'can be used on one host'}" for name, reason in reasons.items())
+    if reasons["cuda_ipc"]:
+        return warn(found, "on cards, use --whole workers, or make NVIDIA's driver usable here")
+    return ok(found)
+
+
+def _refusal(name: str) -> str:
+    """In a process of its own, as `check_transport`."""
+    script = f"from kvrelay.transfer.engines.choose import probe; probe({name!r}, 'cuda:0')"
+    try:
+        result = subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, timeout=_IMPORT_LIMIT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return "does not answer within a minute"
+    if result.returncode == 0:
+        return ""
+    last = (result.stderr.strip().splitlines() or [""])[-1]
+    return last.partition("TransferError: ")[2] or f"ends with status {result.returncode}"
+
+
 def check_ucx(addresses: dict[str, str]) -> Finding:
     """NIXL moves bytes by UCX, which may choose any interface that is up, also one that peers do not reach."""
     names = ("UCX_TLS", "UCX_NET_DEVICES", "UCX_TCP_PORT_RANGE")

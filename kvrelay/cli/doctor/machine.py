@@ -13,6 +13,7 @@ import sys
 import zmq
 
 from kvrelay.cli.doctor.finding import Checks, Finding, Grade
+from kvrelay.cli.doctor.host import check_card_transports
 from kvrelay.config import Environment, ModelOptions
 
 _LIBRARIES = ("torch", "numpy", "safetensors", "tokenizers", "llguidance", "msgspec", "pyzmq", "uvicorn", "uvloop")
@@ -28,6 +29,7 @@ def machine_checks(environment: Environment, port: int) -> Checks:
         "cpu": check_cpu,
         "memory": check_memory,
         "gpu": check_gpu,
+        "gpu transports": check_card_transports,
         "compiler": lambda: check_compiler(environment),
         "cache folder": lambda: check_cache(environment.cache_dir),
         "default model": lambda: check_model(environment),

@@ -9,6 +9,9 @@ poll        released: the blocks come back; set aside: they come back for now; r
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from kvrelay.engine.fence import Fence
 from kvrelay.engine.interfaces import StepPlan
 from kvrelay.engine.memory.block_pool import Holder
 from kvrelay.engine.memory.kv_cache import KVCache
@@ -21,9 +24,10 @@ from kvrelay.wire.serving import FirstToken, Submit
 class Outgoing:
     """Which prompts are being handed on, and the blocks kept for their peers."""
 
-    def __init__(self, producer: Producer, kv: KVCache) -> None:
+    def __init__(self, producer: Producer, kv: KVCache, fence: Callable[[], Fence]) -> None:
         self.producer = producer
         self._kv = kv
+        self._fence = fence
         self._submits: dict[RequestId, Submit] = {}  # from expect until released or aborted
         self._started: set[RequestId] = set()  # the producer was told of their blocks
         self._first_tokens: dict[RequestId, list[FirstToken]] = {}  # of prompts that finished, also when set aside since
@@ -49,15 +53,15 @@ class Outgoing:
             if request_id in self._submits:
                 if request_id not in self._started:
                     self._started.add(request_id)
-                    self.producer.start(request_id, row.sequence.block_table, row.start)
+                    self.producer.start(request_id, row.sequence.block_table, row.start, self._fence())
                 rows.append((request_id, row.start + row.count))
         self._in_step = bool(rows)
         if rows:
             self.producer.begin_step(rows)
 
-    def layer_done(self, layer: int) -> None:
+    def layer_done(self, layer: int, fence: Fence) -> None:
         if self._in_step:
-            self.producer.layer_done(layer)
+            self.producer.layer_done(layer, fence)
 
     def end_step(self) -> None:
         if self._in_step:

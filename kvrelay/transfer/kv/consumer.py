@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvrelay.engine.fence import Fence
 from kvrelay.engine.movers import Arrival, ConsumerNews
 from kvrelay.ids import RequestId
 from kvrelay.transfer.kv.counts import mapping_counts, transfer_counts
@@ -12,6 +13,7 @@ from kvrelay.transfer.kv.layout import KVLayout
 from kvrelay.transfer.kv.plan import TransferMeta, transfer_meta
 from kvrelay.transfer.kv.receiving import Receiving
 from kvrelay.transfer.relay.consumer import ConsumerMachine
+from kvrelay.transfer.relay.fenced import Fenced
 from kvrelay.transfer.relay.parts import RelayParts
 from kvrelay.transfer.relay.thread import clock
 from kvrelay.transfer.relay.turns import ConsumerTurns, Front
@@ -40,7 +42,8 @@ class RelayConsumer(Front[ConsumerTurns[KVLayout, ConsumerNews]]):
         self._untold: set[RequestId] = set()  # the engine has not heard how they ended
         self._lent: set[RequestId] = set()  # the relay has blocks for them
         self._open: set[RequestId] = set()  # either
-        super().__init__(ConsumerTurns(KV, parts, ConsumerNews))
+        self._fenced = Fenced()
+        super().__init__(ConsumerTurns(KV, parts, ConsumerNews, self._fenced.look))
 
     def expect(self, request_id: RequestId, transfer: TransferInfo, num_tokens: int) -> None:
         """Raises WrongIdError."""
@@ -49,11 +52,12 @@ class RelayConsumer(Front[ConsumerTurns[KVLayout, ConsumerNews]]):
         self._open.add(request_id)
         self._turns.call(lambda: expect(self._turns.machine, meta, transfer.signal_address, clock()))
 
-    def reserve(self, request_id: RequestId, blocks: Sequence[int], skip_tokens: int) -> None:
+    def reserve(self, request_id: RequestId, blocks: Sequence[int], skip_tokens: int, fence: Fence) -> None:
         given = tuple(blocks)
         self._lent.add(request_id)
         self._open.add(request_id)
-        self._turns.call(lambda: reserve(self._turns.machine, request_id, given, skip_tokens, clock()))
+        self._fenced.put(fence, lambda: reserve(self._turns.machine, request_id, given, skip_tokens, clock()))
+        self._turns.call(self._fenced.look)
 
     def abort(self, request_id: RequestId) -> None:
         self._untold.discard(request_id)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
+from kvrelay.engine.fence import PASSED, Fence
 from kvrelay.engine.movers import ProducerNews
 from kvrelay.ids import RequestId
 from kvrelay.states import ProducerState
@@ -12,6 +13,7 @@ from kvrelay.transfer.kv.kind import KV
 from kvrelay.transfer.kv.layout import KVLayout
 from kvrelay.transfer.kv.plan import TransferMeta, transfer_meta
 from kvrelay.transfer.kv.sending import Sending
+from kvrelay.transfer.relay.fenced import LOOK_S, Fenced
 from kvrelay.transfer.relay.kind import FAILED
 from kvrelay.transfer.relay.parts import RelayParts
 from kvrelay.transfer.relay.producer import ProducerMachine
@@ -20,39 +22,63 @@ from kvrelay.transfer.relay.turns import Front, ProducerTurns
 from kvrelay.wire.registry import MappingCounts, TransferCounts
 from kvrelay.wire.serving import FirstToken, TransferInfo
 
-# How often the thread looks for finished layers while a pass computes something that is being sent. Waking it with every layer
-# would hand it the interpreter just when the model needs it; so it mostly runs while the model is inside a kernel.
-_LAYER_S = 0.001
-
 SendingMachine = ProducerMachine[Sending, KVLayout, ProducerNews]
 
 
+Rows = list[tuple[RequestId, tuple[int, ...], int]]
+"""What a pass computes: requests, their blocks, and their tokens up to which count."""
+
+
 class Steps:
-    """The forward pass under way, as far as it computes what is handed over. For the transfer thread, but for `progress`."""
+    """Forward passes that compute what is handed over. Several may be under way: what is said of a pass holds as far as its
+    fences have passed, and of a later pass not before.
 
-    def __init__(self) -> None:
-        self.progress = (0, 0)  # step, layers of it that are done: written by the engine's thread alone
-        self._seen = (0, 0)
-        self._step = 0  # of the engine, as far as this thread has heard
-        self._rows: list[tuple[Sending, int]] = []
+    While a pass computes something that is being sent, the thread looks for finished layers now and then. Waking it with every
+    layer would hand it the interpreter just when the model needs it; so it mostly runs while the model is inside a kernel."""
 
-    def begin(self, step: int, rows: list[tuple[Sending, int]]) -> None:
-        self._step, self._rows = step, rows
+    def __init__(self, find: Callable[[RequestId], Sending | None]) -> None:
+        self._find = find
+        self._fenced = Fenced()
+        self._rows: Rows = []  # of the last pass, while it is launched
 
-    def end(self) -> None:
-        for sending, tokens in self._rows:
-            sending.computed(tokens)
-        self._rows = []
+    # By the engine's thread
+
+    def layer_done(self, rows: Rows, layers: int, fence: Fence) -> None:
+        self._fenced.put(fence, lambda: self._computing(rows, layers))
+
+    def ended(self, rows: Rows) -> None:
+        self._fenced.put(PASSED, lambda: self._computed(rows))
+
+    def put(self, fence: Fence, action: Callable[[], object]) -> None:
+        """Behind what was said before."""
+        self._fenced.put(fence, action)
+
+    # By the transfer thread
+
+    def begin(self, rows: Rows) -> None:
+        self._rows = rows
 
     def look(self) -> float:
-        """The pause until the next look is short while a layer of the pass could be moved as soon as it is computed."""
-        step, layers = progress = self.progress
-        if progress != self._seen and step <= self._step:
-            self._seen = progress
-            if step == self._step:
-                for sending, tokens in self._rows:
-                    sending.computing(tokens, layers)
-        return _LAYER_S if any(sending.state is ProducerState.SENDING for sending, _ in self._rows) else 1.0
+        """The pause until the next look is short while a layer of a pass could be moved as soon as it is computed."""
+        pause_s = self._fenced.look()
+        is_sent = any(sending.state is ProducerState.SENDING for sending, _, _ in self._found(self._rows))
+        return LOOK_S if is_sent else pause_s
+
+    def _computing(self, rows: Rows, layers: int) -> None:
+        for sending, blocks, tokens in self._found(rows):
+            sending.computing(blocks, tokens, layers)
+
+    def _computed(self, rows: Rows) -> None:
+        for sending, blocks, tokens in self._found(rows):
+            sending.computed(blocks, tokens)
+        if self._rows is rows:
+            self._rows = []
+
+    def _found(self, rows: Rows) -> Iterator[tuple[Sending, tuple[int, ...], int]]:
+        for request_id, blocks, tokens in rows:
+            sending = self._find(request_id)
+            if sending is not None:
+                yield sending, blocks, tokens
 
 
 def expect(machine: SendingMachine, meta: TransferMeta, now: float) -> None:
@@ -70,11 +96,11 @@ class RelayProducer(Front[ProducerTurns[KVLayout, ProducerNews]]):
 
     def __init__(self, parts: RelayParts[KVLayout], *, listen_host: str = "127.0.0.1", listen_port: int = 0) -> None:
         """Raises TransferError if a transport cannot register the region, ZMQError if the address cannot be bound."""
-        self._steps = Steps()
+        self._steps = Steps(lambda request_id: self._turns.machine.table.named(request_id))
         self._open: set[RequestId] = set()
-        self._lent: set[RequestId] = set()  # of these, those whose blocks the relay has
+        self._lent: dict[RequestId, tuple[int, ...]] = {}  # of these, those whose blocks the relay has
         self._aborted: set[RequestId] = set()  # of these, those whose blocks the engine waits for
-        self._step = 0
+        self._rows: Rows = []  # of the pass that is being launched
         super().__init__(ProducerTurns(KV, parts, ProducerNews, (listen_host, listen_port), self._steps.look))
         self.signal_address = self._turns.socket.address
 
@@ -84,30 +110,30 @@ class RelayProducer(Front[ProducerTurns[KVLayout, ProducerNews]]):
         self._open.add(request_id)
         self._turns.call(lambda: expect(self._turns.machine, meta, clock()))
 
-    def start(self, request_id: RequestId, blocks: Sequence[int], num_computed: int) -> None:
+    def start(self, request_id: RequestId, blocks: Sequence[int], num_computed: int, fence: Fence) -> None:
         given = tuple(blocks)
         if request_id in self._open:
-            self._lent.add(request_id)
-        self._tell(request_id, lambda sending: sending.start(given, num_computed, clock()))
+            self._lent[request_id] = given
+        self._tell(request_id, lambda sending: sending.start(given, 0, clock()))
+        if num_computed:
+            self._behind(fence, request_id, lambda sending: sending.computed(given, num_computed))
 
     def begin_step(self, rows: Sequence[tuple[RequestId, int]]) -> None:
-        self._step += 1
-        step, listed = self._step, list(rows)
+        lent = self._lent
+        listed = self._rows = [(request_id, lent[request_id], tokens) for request_id, tokens in rows if request_id in lent]
+        self._turns.call(lambda: self._steps.begin(listed))
 
-        def begin() -> None:
-            found = ((self._turns.machine.table.named(request_id), tokens) for request_id, tokens in listed)
-            self._steps.begin(step, [(sending, tokens) for sending, tokens in found if sending is not None])
-
-        self._turns.call(begin)
-
-    def layer_done(self, layer: int) -> None:
-        self._steps.progress = (self._step, layer + 1)
+    def layer_done(self, layer: int, fence: Fence) -> None:
+        self._steps.layer_done(self._rows, layer + 1, fence)
 
     def end_step(self) -> None:
-        self._turns.call(self._steps.end)
+        self._steps.ended(self._rows)
+        self._turns.call(self._steps.look)
 
     def finish(self, request_id: RequestId, first_tokens: list[FirstToken]) -> None:
-        self._tell(request_id, lambda sending: sending.finish(first_tokens))
+        """Behind the pass that the tokens were sampled from."""
+        if (given := self._lent.get(request_id)) is not None:
+            self._behind(PASSED, request_id, lambda sending: sending.finish(given, first_tokens))
 
     def set_aside(self, request_id: RequestId) -> None:
         self._tell(request_id, Sending.set_aside)
@@ -122,6 +148,10 @@ class RelayProducer(Front[ProducerTurns[KVLayout, ProducerNews]]):
     def _tell(self, request_id: RequestId, action: Callable[[Sending], None]) -> None:
         self._turns.call(lambda: self._turns.machine.tell(request_id, action))
 
+    def _behind(self, fence: Fence, request_id: RequestId, action: Callable[[Sending], None]) -> None:
+        self._steps.put(fence, lambda: self._turns.machine.tell(request_id, action))
+        self._turns.call(self._steps.look)
+
     def poll(self) -> ProducerNews:
         ended = self._turns.ended  # read first: what the thread said before its end must not be missed
         news = ProducerNews()
@@ -131,7 +161,7 @@ class RelayProducer(Front[ProducerTurns[KVLayout, ProducerNews]]):
             news.restart += each.restart
             news.failed += each.failed
         for request_id in news.set_aside:
-            self._lent.discard(request_id)
+            self._lent.pop(request_id, None)
             if request_id in self._aborted:  # the two crossed: nothing more will be said of it
                 self._forget(request_id)
         for request_id in news.released:
@@ -146,8 +176,9 @@ class RelayProducer(Front[ProducerTurns[KVLayout, ProducerNews]]):
         return news
 
     def _forget(self, request_id: RequestId) -> None:
-        for known in (self._open, self._lent, self._aborted):
-            known.discard(request_id)
+        self._lent.pop(request_id, None)
+        self._open.discard(request_id)
+        self._aborted.discard(request_id)
 
     def counts(self) -> TransferCounts:
         return transfer_counts(self._turns.machine)

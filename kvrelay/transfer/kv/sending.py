@@ -78,17 +78,19 @@ class Sending(SendingTransfer[ProducerState, KVLayout, ProducerNews]):
             else:
                 self.on_open(self.meta.peer)
 
-    def computing(self, next_tokens: int, layers: int) -> None:
+    # `blocks` are, in these three, those that `start` was given: what is said of earlier ones, set aside since, is of no use.
+
+    def computing(self, blocks: tuple[int, ...], next_tokens: int, layers: int) -> None:
         """A forward pass has stored the KV up to `next_tokens` of the first `layers` layers."""
-        if self._blocks:
+        if self._blocks and blocks is self._blocks:
             self._progress = Progress(self._progress.num_tokens, next_tokens, layers)
 
-    def computed(self, num_tokens: int) -> None:
-        if self._blocks:
+    def computed(self, blocks: tuple[int, ...], num_tokens: int) -> None:
+        if self._blocks and blocks is self._blocks:
             self._progress = Progress(max(num_tokens, self._progress.num_tokens))
 
-    def finish(self, first_tokens: list[FirstToken]) -> None:
-        if not self._blocks or self.is_over:
+    def finish(self, blocks: tuple[int, ...], first_tokens: list[FirstToken]) -> None:
+        if not self._blocks or blocks is not self._blocks or self.is_over:
             return
         self._progress = Progress(self.meta.num_tokens)
         self._first_tokens = first_tokens

@@ -21,6 +21,7 @@ from kvrelay.errors import ProtocolError
 from kvrelay.ids import WorkerId
 from kvrelay.transfer.relay.consumer import ConsumerMachine
 from kvrelay.transfer.relay.desk import Desk
+from kvrelay.transfer.relay.fenced import IDLE_S
 from kvrelay.transfer.relay.kind import Kind, Layout
 from kvrelay.transfer.relay.machine import Machine
 from kvrelay.transfer.relay.parts import RelayParts
@@ -43,8 +44,12 @@ class _Turns(TransferThread, Generic[M, L, N]):
     machine: M
     sockets: ProducerSocket | ConsumerSockets
 
-    def __init__(self, kind: Kind[L], parts: RelayParts[L], no_news: Callable[[], N]) -> None:
+    def __init__(
+        self, kind: Kind[L], parts: RelayParts[L], no_news: Callable[[], N], look: Callable[[], float] = lambda: IDLE_S
+    ) -> None:
+        """`look` is called in every turn, and returns the longest pause until the next."""
         super().__init__(f"{kind.name}-{parts.worker_id}", on_end=parts.on_news)
+        self._look = look
         self._kind = kind
         self._parts = parts
         self._no_news = no_news
@@ -92,12 +97,10 @@ class ProducerTurns(_Turns[ProducerMachine[Any, L, N], L, N]):
         parts: RelayParts[L],
         no_news: Callable[[], N],
         listen: tuple[str, int],
-        look: Callable[[], float] = lambda: _TICK_S,
+        look: Callable[[], float] = lambda: IDLE_S,
     ) -> None:
-        """`look` is called at the begin and end of every turn, and returns the longest pause until the next."""
-        super().__init__(kind, parts, no_news)
+        super().__init__(kind, parts, no_news, look)
         self._listen = listen
-        self._look = look
         self._tick_at = 0.0
 
     def begin(self, poller: zmq.Poller) -> None:
@@ -147,6 +150,7 @@ class ConsumerTurns(_Turns[ConsumerMachine[Any, L, N], L, N]):
 
     def turn(self) -> float:
         self.run_commands()
+        look_s = self._look()
         self._connect()
         now = clock()
         for peer, frame in self.dealers.receive():
@@ -161,7 +165,7 @@ class ConsumerTurns(_Turns[ConsumerMachine[Any, L, N], L, N]):
         self.machine.tick(now)
         self.machine.pump(now)
         self._say()
-        within_s = self.machine.next_tick(now)
+        within_s = min(self.machine.next_tick(now), look_s)
         return min(within_s, _PROBE_S) if self.dealers.probing else within_s
 
     def _connect(self) -> None:

@@ -1,0 +1,227 @@
+"""Prefill and decode on one card, over HTTP, beside one worker that does both: a Llama-3.1-8B shape with random weights.
+
+time to first token   one request at a time, of prompts never seen before
+hand-over             from token 1 to token 2, beyond one decode step
+late bytes            the share of the KV that moved when the prompt was computed
+time between tokens   of 16 streams, while prompts of 8192 tokens arrive back to back
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import pathlib
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import tokenizers
+import uvloop
+from rich.console import Console
+
+from kvrelay.bench.gpu.copies import measure_copies
+from kvrelay.bench.gpu.speed import LLAMA_8B
+from kvrelay.bench.harness.report import percentile
+from kvrelay.bench.harness.scenario import Results
+from kvrelay.bench.harness.server import Server, serve
+from kvrelay.config import ModelOptions
+from kvrelay.errors import BenchError
+
+PROMPTS = (128, 512, 2048, 8192)
+LATE_TOKENS = 2048
+STREAMS, STREAM_TOKENS, LONG_TOKENS = 16, 128, 8192
+_HANDOVER_TOKENS, _HANDED_OVER = 512, 9  # of the prompt; of the output, for the time of a step
+_WARM = 2
+_ENDLESS = 20_000  # tokens: no stream ends before it is aborted
+_SETTLE_S = 1.0
+_ANSWER_S = 120.0
+_MAX_LENGTH = 40_000
+
+
+@dataclass(slots=True, eq=False)
+class Stream:
+    """One request, and when its tokens came."""
+
+    began_at: float = 0.0
+    tokens_at: list[float] = field(default_factory=list)
+
+    @property
+    def ttft_ms(self) -> float:
+        return (self.tokens_at[0] - self.began_at) * 1e3
+
+
+class Client:
+    """Reads lines off a socket, since an HTTP library would take longer for a token than a decode step may."""
+
+    def __init__(self, server: Server, vocabulary: int, seed: int = 1) -> None:
+        url = httpx.URL(server.url)
+        self._host, self._port = url.host, url.port or 80
+        self._url = server.url
+        self._random = random.Random(seed)
+        self._vocabulary = vocabulary
+
+    def draw(self, num_tokens: int) -> list[int]:
+        return [self._random.randrange(self._vocabulary) for _ in range(num_tokens)]
+
+    async def ask(self, num_tokens: int, max_tokens: int) -> Stream:
+        stream = Stream()
+        await asyncio.wait_for(self.follow(stream, self.draw(num_tokens), max_tokens), _ANSWER_S)
+        if len(stream.tokens_at) != max_tokens:
+            raise BenchError(f"a request had {len(stream.tokens_at)} tokens, not {max_tokens}")
+        return stream
+
+    async def follow(self, stream: Stream, prompt: list[int], max_tokens: int) -> None:
+        """One event is one token: nothing is detokenised together."""
+        asked = {"prompt": prompt, "max_tokens": max_tokens, "stream": True, "ignore_eos": True, "temperature": 0}
+        body = json.dumps(asked).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: {self._host}\r\ncontent-type: application/json\r\n"
+        reader, writer = await asyncio.open_connection(self._host, self._port)
+        try:
+            stream.began_at = time.perf_counter()
+            writer.write(f"{head}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body)
+            status = await reader.readline()
+            if b" 200 " not in status:
+                raise BenchError(f"the server answered {status.decode().strip()}: {(await reader.read(2000)).decode()}")
+            async for line in reader:
+                if line.startswith(b"data: {"):
+                    if b'"error"' in line:
+                        raise BenchError(f"a request failed: {line.decode().strip()}")
+                    if len(stream.tokens_at) < max_tokens:
+                        stream.tokens_at.append(time.perf_counter())
+        finally:
+            writer.close()
+
+    async def workers(self) -> list[dict[str, Any]]:
+        """Once nothing is open any more."""
+        async with httpx.AsyncClient(base_url=self._url) as client:
+            deadline = time.monotonic() + _ANSWER_S
+            while time.monotonic() < deadline:
+                workers: list[dict[str, Any]] = (await client.get("/cluster")).json()["workers"]
+                if not any(worker[name] for worker in workers for name in ("running", "waiting", "transferring")):
+                    return workers
+                await asyncio.sleep(0.2)
+        raise BenchError("the workers did not come to rest")
+
+
+async def ttft(client: Client, name: str, rounds: int) -> Results:
+    results = {}
+    for length in PROMPTS:
+        streams = [await client.ask(length, 2) for _ in range(_WARM + rounds)]
+        results[f"ttft_{name}_{length}_ms"] = statistics.median(stream.ttft_ms for stream in streams[_WARM:])
+    return results
+
+
+async def handover(client: Client, rounds: int) -> Results:
+    streams = [await client.ask(_HANDOVER_TOKENS, _HANDED_OVER) for _ in range(_WARM + 4 * rounds)]
+    times = [stream.tokens_at for stream in streams[_WARM:]]
+    steps = [statistics.median(end - begin for begin, end in itertools.pairwise(at[1:])) for at in times]
+    beyond = [at[1] - at[0] - step for at, step in zip(times, steps, strict=True)]
+    return {"handover_ms_p50": statistics.median(beyond) * 1e3, "decode_step_ms_p50": statistics.median(steps) * 1e3}
+
+
+async def late_share(client: Client, rounds: int) -> Results:
+    before = _moved(await client.workers())
+    for _ in range(rounds):
+        await client.ask(LATE_TOKENS, 2)
+    after = _moved(await client.workers())
+    moved, late = after[0] - before[0], after[1] - before[1]
+    if not moved:
+        raise BenchError("no bytes were handed over")
+    return {"late_bytes_share": late / moved}
+
+
+def _moved(workers: list[dict[str, Any]]) -> tuple[int, int]:
+    transfers = [worker["transfers"] for worker in workers]
+    if any(each["failed"] for each in transfers):
+        raise BenchError(f"a transfer failed: {transfers}")
+    return sum(each["bytes"] for each in transfers), sum(each["late_bytes"] for each in transfers)
+
+
+async def gaps(client: Client, name: str, seconds: int) -> Results:
+    """The next long prompt comes when the last one is answered."""
+    streams = [Stream() for _ in range(STREAMS)]
+    tasks = [asyncio.create_task(client.follow(stream, client.draw(STREAM_TOKENS), _ENDLESS)) for stream in streams]
+    try:
+        while any(len(stream.tokens_at) < 2 for stream in streams):
+            _check(tasks)
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(_SETTLE_S)
+        began_at, prompts = time.perf_counter(), 0
+        while time.perf_counter() - began_at < seconds:
+            await client.ask(LONG_TOKENS, 2)
+            prompts += 1
+        ended_at = time.perf_counter()
+        _check(tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    lengths = [
+        end - begin
+        for stream in streams
+        for begin, end in itertools.pairwise(stream.tokens_at)
+        if began_at <= end <= ended_at
+    ]  # fmt: skip
+    shares = {"p50": 50, "p99": 99, "max": 100}
+    results = {f"itl_{figure}_ms_{name}": percentile(lengths, share) * 1e3 for figure, share in shares.items()}
+    return results | {f"prompts_per_min_{name}": prompts * 60 / (ended_at - began_at)}
+
+
+def _check(tasks: list[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        if task.done():
+            task.result()
+            raise BenchError("a running request ended early")
+
+
+@contextlib.contextmanager
+def model_folder(shape: dict[str, Any]) -> Iterator[pathlib.Path]:
+    """With a tokenizer of as many words as the model knows."""
+    with tempfile.TemporaryDirectory(prefix="kvrelay-gpu-") as base:
+        folder = pathlib.Path(base)
+        (folder / "config.json").write_text(json.dumps(shape), encoding="utf-8")
+        words = {f"w{index}": index for index in range(shape["vocab_size"])}
+        tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0")).save(str(folder / "tokenizer.json"))
+        yield folder
+
+
+async def _apart(server: Server, shape: dict[str, Any], rounds: int, seconds: int) -> Results:
+    client = Client(server, shape["vocab_size"])
+    results = await ttft(client, "1p1d", rounds)
+    results |= await handover(client, rounds)
+    results |= await late_share(client, rounds)
+    return results | await gaps(client, "1p1d", seconds)
+
+
+async def _whole(server: Server, shape: dict[str, Any], rounds: int, seconds: int) -> Results:
+    client = Client(server, shape["vocab_size"])
+    return await ttft(client, "whole", rounds) | await gaps(client, "whole", seconds)
+
+
+def measure_servers(
+    rounds: int, seconds: int, settings: dict[str, object], console: Console, shape: dict[str, Any] = LLAMA_8B
+) -> Results:
+    """`settings` are options of `kvrelay serve`: the device, and how prefill and decode share it."""
+    results: Results = {}
+    with model_folder(shape) as folder:
+        model = ModelOptions(model=str(folder), load="dummy")
+        common = {"max-model-len": min(_MAX_LENGTH, shape["max_position_embeddings"]), **settings}
+        with console.status("1 prefill + 1 decode"), serve(model, common, prefill=1, decode=1) as server:
+            results |= uvloop.run(_apart(server, shape, rounds, seconds))
+        with console.status("1 whole"), serve(model, common, whole=1) as server:
+            results |= uvloop.run(_whole(server, shape, rounds, seconds))
+    for length in PROMPTS:
+        results[f"ttft_excess_{length}_ms"] = results[f"ttft_1p1d_{length}_ms"] - results[f"ttft_whole_{length}_ms"]
+    return results
+
+
+def measure_relay(rounds: int, seconds: int, prefill_sms: int, console: Console) -> Results:
+    results = measure_copies(console)
+    return results | measure_servers(rounds, seconds, {"device": "cuda", "prefill-sms": prefill_sms}, console)

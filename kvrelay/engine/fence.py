@@ -1,0 +1,27 @@
+"""How far a device has come with what it was given.
+
+A card computes behind its host: when a call that launched work returns, the work has been queued, not done. Whoever lets others
+touch memory that the work reads or writes needs a fence put behind it, and waits until the fence has passed.
+
+Each fence belongs to one moment and is never put up again elsewhere, so several may be waited for by several threads while
+further passes are launched.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Fence(Protocol):
+    def passed(self) -> bool:
+        """Whether everything launched before it has been computed. Once true, always true. Any thread may ask, and none
+        waits."""
+
+
+class _Passed:
+    def passed(self) -> bool:
+        return True
+
+
+PASSED: Fence = _Passed()
+"""Of a device that is done with what it was given when the call returns: a CPU."""

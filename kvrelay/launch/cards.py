@@ -1,0 +1,147 @@
+"""NVIDIA cards that the workers of this machine share: who computes where, with how much memory, and whether at the same time.
+
+    visible_cards    what --devices and CUDA_VISIBLE_DEVICES leave
+    place            each worker's card, in turn, and its share of the card's memory
+    sharing          NVIDIA's MPS, from before the first worker starts until the last one has ended
+
+Without MPS, processes on one card take turns of some milliseconds: a decode step waits while another worker computes a prompt.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+import shutil
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from kvrelay.config import CardOptions, Environment, ModelOptions
+from kvrelay.errors import ConfigError
+from kvrelay.log import Log
+from kvrelay.states import Role
+
+log = Log("serve")
+
+_CONTROL = "nvidia-cuda-mps-control"
+_CONTROL_S = 30.0
+_MEMORY_WEIGHTS = {Role.PREFILL: 2, Role.DECODE: 3, Role.WHOLE: 3, Role.ENCODE: 1}  # decode keeps KV for longer
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a worker computes. `card` is empty where it has none, or the first one that it sees."""
+
+    gpu_memory: float
+    card: str = ""
+    variables: dict[str, str] = field(default_factory=dict)  # of its environment
+
+    def prefix(self) -> list[str]:
+        """Of its command."""
+        return ["env", *(f"{name}={value}" for name, value in self.variables.items())] if self.variables else []
+
+
+def visible_cards(options: CardOptions, environment: Environment) -> list[str]:
+    """As CUDA_VISIBLE_DEVICES names them. An empty name is the first card. Raises ConfigError."""
+    visible = [name.strip() for name in environment.visible_cards.split(",") if name.strip()]
+    if not options.devices:
+        return [""]
+    chosen = [name.strip() for name in options.devices.split(",")]
+    for name in chosen:
+        if not name.isdecimal() or (visible and int(name) >= len(visible)):
+            told = f"; CUDA_VISIBLE_DEVICES leaves {len(visible)}, counted from 0" if visible else ""
+            raise ConfigError(f"--devices {options.devices}: {name!r} is no card{told}")
+    return [visible[int(name)] if visible else name for name in chosen]
+
+
+def place(
+    workers: Sequence[tuple[Role, ModelOptions]], cards: Sequence[str], options: CardOptions, mps: Mapping[str, str]
+) -> list[Place]:
+    """One place for each worker. `mps` are the variables by which a process finds MPS; none: it does not run."""
+    on_card = [model.device == "cuda" for _, model in workers]
+    turns = iter(range(len(workers)))
+    names = [cards[next(turns) % len(cards)] if is_on_card else "" for is_on_card in on_card]
+    shares = _memory_shares(workers, names)
+    return [
+        Place(share, name, _variables(role, name, options, mps)) if is_on_card else Place(model.gpu_memory)
+        for (role, model), name, share, is_on_card in zip(workers, names, shares, on_card, strict=True)
+    ]
+
+
+def _memory_shares(workers: Sequence[tuple[Role, ModelOptions]], names: Sequence[str]) -> list[float]:
+    """As they were asked for, where that fits; else each card's workers get parts of it by their roles."""
+    shares = [model.gpu_memory for _, model in workers]
+    for card in set(names):
+        here = [
+            index
+            for index, (_, model) in enumerate(workers)
+            if model.device == "cuda" and names[index] == card
+        ]  # fmt: skip
+        if sum(shares[index] for index in here) > 1.0:
+            whole = sum(_MEMORY_WEIGHTS[workers[index][0]] for index in here)
+            for index in here:
+                shares[index] = round(shares[index] * _MEMORY_WEIGHTS[workers[index][0]] / whole, 3)
+    return shares
+
+
+def _variables(role: Role, card: str, options: CardOptions, mps: Mapping[str, str]) -> dict[str, str]:
+    variables = {"CUDA_VISIBLE_DEVICES": card} if card else {}
+    if mps:
+        variables |= mps
+        if role is Role.PREFILL and options.prefill_sms < 100:
+            variables["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = str(options.prefill_sms)
+    return variables
+
+
+@contextlib.contextmanager
+def sharing(
+    workers: Sequence[tuple[Role, ModelOptions]], cards: Sequence[str], options: CardOptions, environment: Environment
+) -> Iterator[dict[str, str]]:
+    """Starts MPS where workers share a card and it does not run yet, and ends it. Gives the variables by which a process
+    finds it; none where it does not run."""
+    placed = place(workers, cards, options, {})
+    counts = Counter(its.card for its, (_, model) in zip(placed, workers, strict=True) if model.device == "cuda")
+    if not counts or max(counts.values()) < 2:
+        yield {}
+    elif environment.mps_folder:
+        yield {"CUDA_MPS_PIPE_DIRECTORY": environment.mps_folder}
+    elif options.mps == "off" or shutil.which(_CONTROL) is None:
+        reason = "it is switched off (--mps)" if options.mps == "off" else f"there is no {_CONTROL}"
+        log.warning("workers share a card without MPS and take turns: tokens come milliseconds later", reason=reason)
+        yield {}
+    else:
+        with _running_mps() as variables:
+            yield variables
+
+
+@contextlib.contextmanager
+def _running_mps() -> Iterator[dict[str, str]]:
+    with tempfile.TemporaryDirectory(prefix="kvrelay-mps-", ignore_cleanup_errors=True) as base:
+        folders = {"CUDA_MPS_PIPE_DIRECTORY": pathlib.Path(base) / "pipe", "CUDA_MPS_LOG_DIRECTORY": pathlib.Path(base) / "log"}
+        for folder in folders.values():
+            folder.mkdir()
+        variables = {name: str(folder) for name, folder in folders.items()}
+        if not _control(variables, ["-d"]):
+            yield {}
+            return
+        try:
+            yield variables
+        finally:
+            _control(variables, [], "quit\n")
+
+
+def _control(variables: Mapping[str, str], arguments: list[str], say: str = "") -> bool:
+    """The daemon serves every card: workers choose theirs."""
+    assigned = [f"{name}={value}" for name, value in variables.items()]
+    command = ["env", "-u", "CUDA_VISIBLE_DEVICES", *assigned, _CONTROL, *arguments]
+    try:
+        result = subprocess.run(command, input=say, capture_output=True, text=True, timeout=_CONTROL_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        log.warning("MPS does not answer", command=" ".join([_CONTROL, *arguments]), error=error)
+        return False
+    if result.returncode != 0:
+        said = (result.stderr or result.stdout).strip()
+        log.warning("MPS refuses", command=" ".join([_CONTROL, *arguments]), status=result.returncode, said=said)
+    return result.returncode == 0

@@ -1,0 +1,1 @@
+"""Workers on one host whose KV is on NVIDIA cards."""

@@ -1,0 +1,35 @@
+"""What `cuda_ipc` needs of a card.
+
+Real cards are in `nvidia.py`; the one of the tests is host memory that another process can map.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from kvrelay.transfer.engines.base import Ranges
+
+HANDLE_BYTES = 64
+
+
+class Copier(Protocol):
+    """Copies within the memory of a card and of its peers, beside what else the card does. One thread has it."""
+
+    def copy(self, to_address: int, from_address: int, ranges: Ranges) -> None:
+        """Returns when every byte is there, and what is launched then sees it. Blocks without Python's lock."""
+
+
+class Card(Protocol):
+    """Every call may come from any thread, and may raise TransferError."""
+
+    def export(self, address: int, size_bytes: int) -> tuple[bytes, int]:
+        """A handle by which other processes of this host reach the allocation that holds this memory, and the memory's offset
+        in it. The allocation must outlive every process that has opened it."""
+
+    def open(self, handle: bytes) -> int:
+        """The address here of an allocation that another process has exported, also one of another card. Opening it again
+        gives the same address; each is closed once."""
+
+    def close(self, address: int) -> None: ...
+
+    def copier(self) -> Copier: ...

@@ -1,0 +1,83 @@
+"""Many ranges in one launch: a Triton kernel over a table of addresses, since the KV of a prompt is thousands of small pieces.
+
+Each program copies up to `_PIECE_BYTES` of one range. Ranges are cut on the host only where their lengths differ so much that
+most programs would find nothing to do.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from kvrelay.transfer.engines.base import Ranges
+from kvrelay.transfer.engines.ranges import cut
+
+_PIECE_BYTES = 32 << 10
+_STEP_BYTES = 8 << 10  # of a program, at a time
+_MOST_PIECES = 65535  # of a launch's second dimension
+_IDLE_FACTOR = 4  # programs there may be for each that has something to do
+
+
+@triton.jit
+def _copy_kernel(table, ALIGNED: tl.constexpr, ITEM: tl.constexpr, PIECE: tl.constexpr, STEP: tl.constexpr):
+    """`table` has rows of target, source and size in bytes, all multiples of ALIGNED; ITEM bytes are copied as one number."""
+    row = table + tl.program_id(0).to(tl.int64) * 3
+    first = tl.program_id(1).to(tl.int64) * PIECE
+    target = tl.load(row) + first
+    source = tl.load(row + 1) + first
+    count = tl.minimum(tl.load(row + 2) - first, PIECE) // ITEM  # not above 0: this range is shorter
+    if ITEM == 8:
+        count = tl.multiple_of(count, ALIGNED // ITEM)
+        there = tl.multiple_of(target.to(tl.pointer_type(tl.int64)), ALIGNED)
+        here = tl.multiple_of(source.to(tl.pointer_type(tl.int64)), ALIGNED)
+    else:
+        there = target.to(tl.pointer_type(tl.uint8))
+        here = source.to(tl.pointer_type(tl.uint8))
+    for start in range(0, PIECE // ITEM, STEP):
+        places = start + tl.arange(0, STEP)
+        inside = places < count
+        tl.store(there + places, tl.load(here + places, mask=inside), mask=inside)
+
+
+def launch_copies(table: Ranges, stream: torch.cuda.Stream) -> None:
+    """Queues them on the stream, which is the current one."""
+    launch_on(table, stream.device)
+
+
+def launch_on(table: Ranges, device: torch.device) -> None:
+    table, num_pieces = shaped(table)
+    aligned = alignment(table)
+    item = 8 if aligned >= 8 else 1
+    sent = torch.from_numpy(np.ascontiguousarray(table))
+    if device.type == "cuda":
+        sent = sent.pin_memory().to(device, non_blocking=True)
+    _copy_kernel[(len(table), num_pieces)](
+        sent, ALIGNED=aligned, ITEM=item, PIECE=_PIECE_BYTES, STEP=_STEP_BYTES // item, num_warps=8
+    )
+
+
+def shaped(table: Ranges) -> tuple[Ranges, int]:
+    """The table, cut where that saves programs, and how many pieces its longest range has."""
+    pieces = -(-table[:, 2] // _PIECE_BYTES)
+    most = int(pieces.max())
+    if most > _MOST_PIECES or len(table) * most > _IDLE_FACTOR * int(pieces.sum()):
+        return cut(table, _PIECE_BYTES), 1
+    return table, most
+
+
+def alignment(table: Ranges) -> int:
+    """The largest of 16, 8 and 1 that divides every address and size."""
+    bits = int(np.bitwise_or.reduce(table, axis=None))
+    return 16 if bits % 16 == 0 else 8 if bits % 8 == 0 else 1
+
+
+def warm_up(device: torch.device) -> None:
+    """Compiles the kernel for each alignment, and tries it. Raises whatever Triton raises, or RuntimeError."""
+    source = torch.arange(4096, dtype=torch.int64, device=device)
+    target = torch.zeros_like(source)
+    for offset, size in ((0, 32768), (8, 8), (3, 17)):
+        launch_on(np.array([[target.data_ptr() + offset, source.data_ptr() + offset, size]], dtype=np.int64), device)
+    if not torch.equal(source, target):
+        raise RuntimeError("the kernel does not copy what it should")

@@ -1,0 +1,85 @@
+"""A real card: the driver shares memory, PyTorch has the streams, Triton the copy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from kvrelay.log import Log
+from kvrelay.transfer.engines.base import Ranges, TransferError
+from kvrelay.transfer.engines.cuda.card import Copier
+from kvrelay.transfer.engines.cuda.driver import Driver
+
+_log = Log("transfer.cuda")
+
+Launch = Callable[[Ranges, torch.cuda.Stream], None]
+"""Queues copies on the stream: rows of target address, source address, size."""
+
+
+class NvidiaCard:
+    """Implements `Card`."""
+
+    def __init__(self, device: str) -> None:
+        self._device = torch.device("cuda", torch.device(device).index or 0)
+        self._driver = Driver(self._device.index)
+        self._launch = choose_launch(self._driver, self._device)
+
+    def export(self, address: int, size_bytes: int) -> tuple[bytes, int]:
+        base, size = self._driver.allocation_of(address)
+        if address + size_bytes > base + size:
+            raise TransferError(
+                "cuda_ipc: the KV pool spans several allocations, which cannot be shared: unset expandable_segments in "
+                "PYTORCH_CUDA_ALLOC_CONF"
+            )
+        return self._driver.handle_of(base), address - base
+
+    def open(self, handle: bytes) -> int:
+        return self._driver.open(handle)
+
+    def close(self, address: int) -> None:
+        self._driver.close(address)
+
+    def copier(self) -> Copier:
+        return StreamCopier(self._launch, self._device)
+
+
+class StreamCopier:
+    """Implements `Copier` on a stream of its own. PyTorch's streams do not wait for its default stream, where models run."""
+
+    def __init__(self, launch: Launch, device: torch.device) -> None:
+        self._launch = launch
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def copy(self, to_address: int, from_address: int, ranges: Ranges) -> None:
+        table = ranges + np.array([to_address, from_address, 0])
+        try:
+            with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+                self._launch(table, self._stream)
+                self._done.record(self._stream)
+            self._done.synchronize()  # without Python's lock
+        except RuntimeError as error:  # PyTorch's and Triton's
+            raise TransferError(f"cuda_ipc: the copy failed: {error}") from error
+
+
+def choose_launch(driver: Driver, device: torch.device) -> Launch:
+    """Triton's, compiled here and now, where it can be; else one call of the driver for each range."""
+    try:
+        from kvrelay.transfer.engines.cuda.copy import launch_copies, warm_up
+
+        warm_up(device)
+    except Exception as error:  # noqa: BLE001  Triton is not installed, or finds no compiler: it may raise anything
+        _log.warning("Triton cannot copy here; the driver copies range by range, which is slower", error=error)
+        return by_driver(driver)
+    return launch_copies
+
+
+def by_driver(driver: Driver) -> Launch:
+    def launch(table: Ranges, stream: torch.cuda.Stream) -> None:
+        for to_address, from_address, size in table.tolist():
+            driver.copy(to_address, from_address, size, stream.cuda_stream)
+
+    return launch

@@ -1,0 +1,128 @@
+"""Prefill and decode of a real server on each device: the tokens of one whole worker, and no block left by aborts.
+
+On a card both workers share it, and KV moves by cuda_ipc."""
+
+from __future__ import annotations
+
+import pathlib
+import random
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+import torch
+import transformers
+from parity import assert_parity, reference_tokens
+from server import Server, serve
+from tiny_models import VOCAB_SIZE, write_tokenizer
+
+MAX_LEN = 1024
+AT_ONCE = 32
+OUTPUT_TOKENS = 24
+_NO_CARD = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA card")
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda, _NO_CARD])]
+NUM_PROMPTS = {"cpu": 12, "cuda": 200}
+NUM_ABORTS = {"cpu": 8, "cuda": 100}
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[str]:
+    with tempfile.TemporaryDirectory(prefix="kvrelay-device-") as folder:
+        torch.manual_seed(5)
+        config = transformers.LlamaConfig(
+            vocab_size=VOCAB_SIZE, hidden_size=256, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=MAX_LEN, initializer_range=0.3, bos_token_id=0, eos_token_id=2,
+            pad_token_id=0,
+        )  # fmt: skip
+        transformers.LlamaForCausalLM(config).float().save_pretrained(folder)
+        write_tokenizer(pathlib.Path(folder))
+        yield folder
+
+
+def options(device: str, *more: str) -> list[str]:
+    """Small chunks, so that several passes of a prompt are under way at once."""
+    pool = ["--kv-blocks", "2048", "--token-budget", "96", "--threads", "1", "--served-model-name", "tiny"]
+    return [*pool, "--device", device, "--dtype", "float32", "--local-prefill-tokens", "0", "--check-invariants", *more]
+
+
+def prompts(count: int) -> list[list[int]]:
+    """Of all lengths; every fourth begins as another one does."""
+    draw = random.Random(7)
+    drawn: list[list[int]] = []
+    for number in range(count):
+        tokens = [draw.randrange(3, VOCAB_SIZE) for _ in range(draw.randrange(1, 700))]
+        if number % 4 == 3:
+            shared = draw.choice(drawn)
+            tokens = shared[: draw.randrange(1, len(shared) + 1)] + tokens[:100]
+        drawn.append(tokens)
+    return drawn
+
+
+def complete(server: Server, prompt: list[int]) -> list[int]:
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": OUTPUT_TOKENS, "temperature": 0, "ignore_eos": True}
+    answer = httpx.post(f"{server.url}/v1/completions", json={**body, "return_token_ids": True}, timeout=120.0)
+    assert answer.status_code == 200, answer.text
+    tokens: list[int] = answer.json()["choices"][0]["token_ids"]
+    return tokens
+
+
+def complete_all(server: Server, asked: list[list[int]]) -> list[list[int]]:
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        return list(pool.map(lambda prompt: complete(server, prompt), asked))
+
+
+@pytest.fixture(scope="module", params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(scope="module")
+def expected(model: str, device: str) -> list[list[int]]:
+    with serve(model, *options(device, "--whole", "1")) as server:
+        return complete_all(server, prompts(NUM_PROMPTS[device]))
+
+
+def assert_same(got: list[list[int]], expected: list[list[int]], model: str) -> None:
+    """Another batch may round otherwise: where the two differ, the reference says whether that was a tie."""
+    different = [number for number, tokens in enumerate(got) if tokens != expected[number]]
+    if different:
+        reference = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+        asked = prompts(len(expected))
+        for number in different:
+            tokens, ties = reference_tokens(reference, asked[number], OUTPUT_TOKENS)
+            assert_parity(got[number], tokens, ties, f"prompt {number}")
+
+
+@pytest.mark.parametrize("mode", ["write", "read"])
+def test_many_prompts_at_once_give_the_tokens_of_a_whole_worker(
+    model: str, device: str, expected: list[list[int]], mode: str
+) -> None:
+    with serve(model, *options(device, "--prefill", "1", "--decode", "1", "--mode", mode)) as server:
+        assert_same(complete_all(server, prompts(NUM_PROMPTS[device])), expected, model)
+        moved = [worker["transfers"] for worker in server.idle_workers()]
+        assert sum(each["bytes"] for each in moved) > 0
+        assert not any(each["failed"] for each in moved)
+
+
+@pytest.mark.parametrize("mode", ["write", "read"])
+def test_aborts_at_random_points_leave_no_block(model: str, device: str, expected: list[list[int]], mode: str) -> None:
+    draw = random.Random(11)
+    points = [draw.random() * 0.3 for _ in range(NUM_ABORTS[device])]
+    asked = prompts(NUM_PROMPTS[device])
+
+    def abort(number: int) -> None:
+        body = {"model": "tiny", "prompt": asked[number % len(asked)], "max_tokens": 300, "stream": True, "ignore_eos": True}
+        try:
+            with httpx.Client(timeout=httpx.Timeout(60.0, read=points[number])) as client:
+                client.post(f"{server.url}/v1/completions", json=body)
+        except httpx.TimeoutException:
+            return  # the client has left
+
+    with serve(model, *options(device, "--prefill", "1", "--decode", "1", "--mode", mode)) as server:
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            list(pool.map(abort, range(len(points))))
+        server.idle_workers(patience_s=90.0)
+        assert_same(complete_all(server, asked[:AT_ONCE]), expected, model)

@@ -1,0 +1,67 @@
+"""The kernel that copies many ranges in one launch: on a card, or in Triton's interpreter."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from triton_here import DEVICE, HAS_TRITON, ON_CARD
+
+if not HAS_TRITON:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+
+from kvrelay.transfer.engines.base import Ranges
+from kvrelay.transfer.engines.cuda.copy import alignment, launch_on, shaped, warm_up
+
+pytestmark = [pytest.mark.cuda] if ON_CARD else []
+
+SIZE = 400_000
+
+
+def table_of(target: torch.Tensor, source: torch.Tensor, ranges: Ranges) -> Ranges:
+    return ranges + np.array([target.data_ptr(), source.data_ptr(), 0])
+
+
+def check(ranges: Ranges) -> None:
+    random = torch.Generator().manual_seed(1)
+    source = torch.randint(0, 256, (SIZE,), dtype=torch.uint8, generator=random)
+    expected = torch.zeros(SIZE, dtype=torch.uint8)
+    for to, start, size in ranges.tolist():
+        expected[to : to + size] = source[start : start + size]
+    there, target = source.to(DEVICE), torch.zeros(SIZE, dtype=torch.uint8, device=DEVICE)
+    launch_on(table_of(target, there, ranges), DEVICE)
+    assert torch.equal(target.cpu(), expected)
+
+
+@pytest.mark.parametrize("multiple", [16, 8, 4, 1])
+def test_exactly_the_ranges_are_copied_whatever_their_alignment(multiple: int) -> None:
+    random = np.random.default_rng(multiple)
+    places = random.permutation(40)[:30] * 8192
+    starts = random.permutation(40)[:30] * 8192
+    sizes = random.integers(1, 8192 // multiple, 30) * multiple
+    check(np.column_stack((places + multiple, starts, sizes)).astype(np.int64))
+
+
+def test_a_range_of_many_pieces_and_one_of_few() -> None:
+    check(np.array([[0, 64, 200_000], [200_016, 8, 16], [300_000, 300_000, 65_536]], dtype=np.int64))
+
+
+def test_one_long_range_among_short_ones_is_cut_and_equal_ones_are_not() -> None:
+    short = np.array([[index * 64, index * 64, 64] for index in range(1000)], dtype=np.int64)
+    table, pieces = shaped(short)
+    assert (len(table), pieces) == (1000, 1)
+    table, pieces = shaped(np.concatenate((short, [[100_000, 100_000, 1 << 20]])))
+    assert (len(table), pieces) == (1000 + 32, 1)
+    assert int(table[:, 2].sum()) == 64_000 + (1 << 20)
+    table, pieces = shaped(np.array([[0, 0, 1 << 20], [1 << 20, 1 << 20, 1 << 20]], dtype=np.int64))
+    assert (len(table), pieces) == (2, 32)
+
+
+def test_alignment_is_that_of_every_number() -> None:
+    assert alignment(np.array([[16, 32, 48], [64, 16, 160]], dtype=np.int64)) == 16
+    assert alignment(np.array([[16, 32, 48], [64, 24, 160]], dtype=np.int64)) == 8
+    assert alignment(np.array([[16, 32, 48], [64, 16, 161]], dtype=np.int64)) == 1
+
+
+def test_it_is_tried_before_it_is_used() -> None:
+    warm_up(DEVICE)
