@@ -23,9 +23,18 @@ from kvrelay.log import Log
 from kvrelay.planes.connection import Connection
 from kvrelay.states import WorkerState
 from kvrelay.wire import PROTOCOL_VERSION
+from kvrelay.wire.adapters import AdaptersTold
 from kvrelay.wire.codec import Decoder, encode
 from kvrelay.wire.registry import WorkerLoad, WorkerRecord
-from kvrelay.wire.serving import AdaptersTold, Forgotten, Hello, KeptTold, Refused, StepOutputs, ToRouter, Welcome
+from kvrelay.wire.serving import (
+    Forgotten,
+    Hello,
+    KeptTold,
+    Refused,
+    StepOutputs,
+    ToRouter,
+    Welcome,
+)
 
 log = Log("discovery")
 

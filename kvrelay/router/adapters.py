@@ -17,8 +17,8 @@ from kvrelay.log import Log
 from kvrelay.router.backend import AdapterChange
 from kvrelay.router.peer import Peer
 from kvrelay.states import Role
+from kvrelay.wire.adapters import AdaptersTold, LoadAdapter, UnloadAdapter
 from kvrelay.wire.registry import Adapter
-from kvrelay.wire.serving import AdaptersTold, LoadAdapter, UnloadAdapter
 
 _ANSWER_WITHIN_S = 120.0  # large adapters on slow disks
 

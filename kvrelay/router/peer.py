@@ -22,11 +22,11 @@ from kvrelay.router.policy import FOREIGN_REQUEST_TOKENS
 from kvrelay.router.stream import RequestStream
 from kvrelay.states import BreakerState, FinishReason, WorkerState
 from kvrelay.wire import PROTOCOL_VERSION, check_version
+from kvrelay.wire.adapters import AdaptersTold
 from kvrelay.wire.codec import Decoder, encode
 from kvrelay.wire.registry import ImageCounts, WorkerLoad, WorkerRecord
 from kvrelay.wire.serving import (
     Abort,
-    AdaptersTold,
     Finish,
     Forgotten,
     Hello,

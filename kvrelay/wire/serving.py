@@ -37,7 +37,8 @@ from kvrelay.errors import (
 from kvrelay.ids import KeptId, RequestId, RouterId, TransferId, WorkerId
 from kvrelay.sampling import SamplingParams
 from kvrelay.states import FinishReason, Role
-from kvrelay.wire.registry import Adapter, WorkerLoad, WorkerRecord
+from kvrelay.wire.adapters import AdaptersTold, LoadAdapter, UnloadAdapter
+from kvrelay.wire.registry import WorkerLoad, WorkerRecord
 
 Logprob = tuple[int, float]  # token id, natural logarithm of its probability
 
@@ -214,21 +215,6 @@ class AskKept(Message, frozen=True, kw_only=True):
     owner: str
 
 
-class LoadAdapter(Message, frozen=True, kw_only=True):
-    """Read a LoRA adapter. One that has the name gives way to it. Answered by AdaptersTold."""
-
-    order: str  # the router's name for it
-    name: str
-    path: str
-
-
-class UnloadAdapter(Message, frozen=True, kw_only=True):
-    """Take no more requests for this one. Harmless if there is none. Answered by AdaptersTold."""
-
-    order: str
-    name: str
-
-
 # worker -> router
 
 
@@ -384,14 +370,6 @@ class Forgotten(Message, frozen=True, kw_only=True):
 
     handle: str
     owner: str
-
-
-class AdaptersTold(Message, frozen=True, kw_only=True):
-    """The adapters that the worker has now. `order` is what it answers, for the router that gave it."""
-
-    adapters: list[Adapter]
-    order: str = ""
-    error: str = ""  # why the order was not carried out; empty: it was
 
 
 class StepOutputs(Message, frozen=True, kw_only=True):

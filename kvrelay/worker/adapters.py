@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from kvrelay.engine.interfaces import Adapters, LoadedAdapter, NoAdapters
 from kvrelay.errors import ModelError
 from kvrelay.log import Log
-from kvrelay.wire.serving import AdaptersTold, LoadAdapter, UnloadAdapter
+from kvrelay.wire.adapters import AdaptersTold, LoadAdapter, UnloadAdapter
 
 log = Log("worker")
 

@@ -25,11 +25,11 @@ from kvrelay.planes.curve import Socket, listening
 from kvrelay.planes.loop_socket import bound_address, try_send
 from kvrelay.states import Role, WorkerState
 from kvrelay.wire import PROTOCOL_VERSION, check_version
+from kvrelay.wire.adapters import AdaptersTold, LoadAdapter, UnloadAdapter
 from kvrelay.wire.codec import Decoder, encode
 from kvrelay.wire.registry import WorkerLoad, WorkerRecord
 from kvrelay.wire.serving import (
     Abort,
-    AdaptersTold,
     AskKept,
     Drain,
     Encode,
@@ -39,7 +39,6 @@ from kvrelay.wire.serving import (
     Forgotten,
     Hello,
     KeptTold,
-    LoadAdapter,
     PeerLost,
     Ping,
     Refused,
@@ -48,7 +47,6 @@ from kvrelay.wire.serving import (
     StepOutputs,
     Submit,
     ToWorker,
-    UnloadAdapter,
     Welcome,
 )
 from kvrelay.worker.adapters import AdapterOrders

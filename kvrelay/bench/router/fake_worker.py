@@ -24,6 +24,7 @@ from kvrelay.planes.cluster_key import key_file, load_key
 from kvrelay.planes.curve import listening, use_key
 from kvrelay.states import FinishReason, Role, WorkerState
 from kvrelay.wire import PROTOCOL_VERSION
+from kvrelay.wire.adapters import LoadAdapter, UnloadAdapter
 from kvrelay.wire.codec import Decoder, encode
 from kvrelay.wire.registry import BlockCounts, WorkerLoad, WorkerRecord
 from kvrelay.wire.serving import (
@@ -34,7 +35,6 @@ from kvrelay.wire.serving import (
     Finish,
     Forget,
     Hello,
-    LoadAdapter,
     PeerLost,
     Ping,
     ReleaseKept,
@@ -43,7 +43,6 @@ from kvrelay.wire.serving import (
     StepOutputs,
     Submit,
     ToWorker,
-    UnloadAdapter,
     Welcome,
 )
 
