@@ -172,3 +172,16 @@ def until_open(count: int) -> None:
         names = [os.readlink(path) for path in pathlib.Path("/proc/self/fd").iterdir() if path.is_symlink()]
         assert time.monotonic() < deadline, names
         time.sleep(0.01)
+
+
+def test_a_kernel_without_a_boot_id_is_told_apart_by_its_name_and_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = pathlib.Path.read_text
+
+    def refuse(path: pathlib.Path, encoding: str) -> str:
+        if path.name == "boot_id":
+            raise FileNotFoundError(path)
+        return read(path, encoding=encoding)
+
+    monkeypatch.setattr(pathlib.Path, "read_text", refuse)
+    assert host_identity() == host_identity()
+    assert host_identity().startswith(os.uname().nodename)

@@ -52,7 +52,11 @@ class ShmInfo(msgspec.Struct, frozen=True, tag="shm", forbid_unknown_fields=True
 
 def host_identity() -> str:
     """Equal for two processes exactly if they can share memory by `shm`: one kernel, and sockets that see each other."""
-    boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    try:
+        boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:  # a sandbox whose kernel has no such file
+        stat = pathlib.Path("/proc/stat").read_text(encoding="ascii")
+        boot = f"{os.uname().nodename}-{stat.partition('btime ')[2].partition(chr(10))[0]}"
     return f"{boot}/{pathlib.Path('/proc/self/ns/net').stat().st_ino}"
 
 
