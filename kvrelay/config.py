@@ -40,12 +40,9 @@ class ModelOptions(Options, frozen=True, kw_only=True):
         Literal["auto", "float32", "bfloat16"], Meta(description="precision; auto is float32 on cpu, bfloat16 on cuda")
     ] = "auto"
     threads: Annotated[Count, Meta(description="CPU threads per worker; 0 shares the cores among the workers")] = 0
-    tp: Annotated[Positive, Meta(description="tensor-parallel degree")] = 1
+    tp: Annotated[Positive, Meta(description="tensor parallelism: processes among which a worker's model is split")] = 1
     lora: Annotated[
-        tuple[str, ...],
-        Meta(
-            description="LoRA adapter as PEFT saves it, NAME=FOLDER; clients ask for NAME as model; may be given several times"
-        ),
+        tuple[str, ...], Meta(description="LoRA adapter as PEFT saves it, NAME=FOLDER; clients ask for NAME; can be repeated")
     ] = ()
     gpu_memory: Annotated[float, Meta(gt=0.0, le=1.0, description="share of GPU memory a worker may use")] = 0.9
     attention: Annotated[
@@ -194,6 +191,13 @@ class RouterOptions(Options, frozen=True, kw_only=True):
         Meta(description="when it is told: once no worker caches a block of the request, when the request ends, or never"),
     ] = "evicted"
     log_requests: Annotated[bool, Meta(description="log one line per request")] = False
+    otlp_endpoint: Annotated[
+        str,
+        Meta(
+            description="URL of an OpenTelemetry collector (OTLP over HTTP, such as http://127.0.0.1:4318/v1/traces) that gets"
+            " the stages of requests as spans; needs kvrelay[otel]"
+        ),
+    ] = ""
     allowed_media_hosts: Annotated[
         str, Meta(description="hosts from which images may be fetched, NAME or NAME:PORT, separated by commas; default is none")
     ] = ""
@@ -326,6 +330,9 @@ class WorkerOptions(Options, frozen=True, kw_only=True):
     cluster_key: Annotated[
         str, Meta(description="file with the key that routers and workers share; without it any process can connect to them")
     ] = ""
+    data_parallel_rank: Annotated[
+        Count, Meta(description="number by which requests address this worker among those of its role; several may share one")
+    ] = 0
     watchdog_s: Annotated[
         float, Meta(gt=0.0, description="seconds inside one engine step after which a worker is considered stuck")
     ] = 120.0
@@ -344,14 +351,6 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     mps_folder: str = ""  # where NVIDIA's MPS listens, if it runs already
 
 
-def check_lora(model: ModelOptions) -> None:
-    """Refuses adapters where they are not computed."""
-    if model.lora and model.device != "cpu":
-        raise ConfigError(f"--lora: LoRA adapters are computed on --device cpu only, not on {model.device}")
-    if model.lora and model.tp > 1:
-        raise ConfigError(f"--lora: LoRA adapters cannot be combined with --tp {model.tp} yet")
-
-
 class RoleOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What the workers of one role are told of their model and engine."""
 
@@ -360,8 +359,7 @@ class RoleOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_device(model: ModelOptions, roles: Iterable[Role]) -> None:
-    """Refuses what is not handed over between GPUs yet: embeddings; and what `check_lora` refuses."""
-    check_lora(model)
+    """Refuses what is not handed over between GPUs yet: embeddings."""
     if model.device != "cpu" and Role.ENCODE in roles:
         raise ConfigError(
             f"--device {model.device}: encode workers run on the CPU only, since embeddings are not handed over between GPUs;"

@@ -27,6 +27,7 @@ KVRelayError
 ├── ContextIndexError            a context index could not be told something; it may pass
 │   ├── IndexNotReadyError       it has no index yet
 │   └── IndexRefusedError        it would refuse the same again
+├── RankDiedError                a rank of a tensor-parallel worker has ended, and with it the worker
 ├── WorkerDiedError              a worker that `serve` started ended before it was ready, or too often
 ├── EngineClosedError            submitted to an engine that is draining or gone
 └── BenchError                   a benchmark that could not be carried out
@@ -180,6 +181,10 @@ class IndexNotReadyError(ContextIndexError):
 
 class IndexRefusedError(ContextIndexError):
     """The context index does not take what it was told, and would not take it the next time."""
+
+
+class RankDiedError(KVRelayError):
+    """A worker without one of its ranks can compute nothing."""
 
 
 class WorkerDiedError(KVRelayError):

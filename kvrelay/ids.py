@@ -5,6 +5,8 @@
 - `TransferId` names one attempt to move a request's KV between two workers: "xfer-{uuid}". The router makes it.
 - `WorkerId`   names one incarnation of a worker process: "{role}-{random}". A restarted process has a new one.
 - `RouterId`   names one incarnation of a router process: "router-{random}".
+- A trace id   names what a client follows through several services: 32 hexadecimal digits of its W3C `traceparent` header, or
+  made here. It is carried along and written into log lines; nothing is looked up by it.
 - `KeptId`    names the kept KV of one finished sample: "kv-{uuid}". The router makes it; a client may name it.
 
 The id a client sees or chose (`external_id`) is plain text and is never used as any of these.
@@ -15,6 +17,7 @@ from __future__ import annotations
 import re
 import secrets
 import uuid
+from collections.abc import Mapping
 from typing import NewType
 
 from kvrelay.errors import WrongIdError
@@ -34,6 +37,7 @@ _FORMS = {
     "KeptId": re.compile(rf"kv-{_UUID}"),
 }
 _ANSWER_ID = re.compile(r"(?:cmpl-|chatcmpl-|resp_|msg_)[0-9a-f]{32}")
+_TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(?:-.*)?")
 
 
 def new_request_id() -> RequestId:
@@ -59,6 +63,27 @@ def new_router_id() -> RouterId:
 def new_answer_id(prefix: str) -> str:
     """What a client calls its request if it has no name for it: the id of our answer, such as chatcmpl-..."""
     return f"{prefix}{uuid.uuid4().hex}"
+
+
+def trace_from(headers: Mapping[str, str], *, sampled: bool = False) -> dict[str, str]:
+    """The trace headers for those that work on a request: its trace goes on with a new parent, which is us. One that has none,
+    or none that can be read, gets a trace of its own; `sampled` says whether that is to be recorded."""
+    known = _TRACEPARENT.fullmatch(headers.get("traceparent", ""))
+    made = secrets.token_hex(24)  # a span id, and a trace id where there is none
+    trace_id, flags = (known[1], known[3]) if known else (made[16:], "01" if sampled else "00")
+    trace = {"traceparent": f"00-{trace_id}-{made[:16]}-{flags}"}
+    return trace | {"tracestate": headers["tracestate"]} if known and "tracestate" in headers else trace
+
+
+def read_trace(headers: Mapping[str, str]) -> tuple[str, str, bool]:
+    """Trace id, span id of the parent, and whether the trace is recorded; empty if there is none."""
+    known = _TRACEPARENT.fullmatch(headers.get("traceparent", ""))
+    return (known[1], known[2], bool(int(known[3], 16) & 1)) if known else ("", "", False)
+
+
+def trace_id_of(headers: Mapping[str, str]) -> str:
+    """Empty if there is none."""
+    return read_trace(headers)[0]
 
 
 def is_answer_id(external_id: str) -> bool:

@@ -47,15 +47,95 @@ class Metrics:
             registry=registry,
         )  # source: lease, prefix_cache, prefill
         self.inherited_tokens = Counter("kvrelay_inherited_tokens", "Prompt tokens whose KV was inherited", registry=registry)
-        self.output_tokens = Counter("kvrelay_output_tokens", "Tokens generated for clients", registry=registry)
+        self.output_tokens = Counter("kvrelay_generation_tokens", "Tokens generated for clients", registry=registry)
         self.ttft_seconds = Histogram(
-            "kvrelay_ttft_seconds", "From a request's arrival to its first token", buckets=_LATENCY_BUCKETS, registry=registry
+            "kvrelay_time_to_first_token_seconds",
+            "From a request's arrival to its first token",
+            buckets=_LATENCY_BUCKETS,
+            registry=registry,
         )
         self.inter_token_seconds = Histogram(
-            "kvrelay_inter_token_seconds", "Between two tokens of a sequence", buckets=_LATENCY_BUCKETS, registry=registry
+            "kvrelay_inter_token_latency_seconds",
+            "Between two tokens of a sequence",
+            buckets=_LATENCY_BUCKETS,
+            registry=registry,
         )
         self.request_seconds = Histogram(
-            "kvrelay_request_seconds", "From a request's arrival to its end", buckets=_DURATION_BUCKETS, registry=registry
+            "kvrelay_e2e_request_latency_seconds",
+            "From a request's arrival to its end",
+            buckets=_DURATION_BUCKETS,
+            registry=registry,
+        )
+
+        # Workers time these; the router that sent the request counts them (router/timelines.py).
+        self.queue_seconds = Histogram(
+            "kvrelay_request_queue_time_seconds",
+            "Of a request on a worker: waiting for its turn, for blocks or for images",
+            ["role"],
+            buckets=_LATENCY_BUCKETS,
+            registry=registry,
+        )
+        self.encode_seconds = Histogram(
+            "kvrelay_request_encode_time_seconds",
+            "Of a request on a worker: its images in the vision tower",
+            ["role"],
+            buckets=_LATENCY_BUCKETS,
+            registry=registry,
+        )
+        self.prefill_seconds = Histogram(
+            "kvrelay_request_prefill_time_seconds",
+            "Of a request on a worker: computing its prompt",
+            ["role"],
+            buckets=_LATENCY_BUCKETS,
+            registry=registry,
+        )
+        self.reserve_seconds = Histogram(
+            "kvrelay_request_reserve_time_seconds",
+            "Of a request on a decode worker: until its prompt was begun elsewhere and there was room for it",
+            ["role"],
+            buckets=_LATENCY_BUCKETS,
+            registry=registry,
+        )
+        self.transfer_seconds = Histogram(
+            "kvrelay_transfer_seconds",
+            "From reserved blocks to all of the KV in them; from an encode worker, until embeddings were taken",
+            ["role"],
+            buckets=_LATENCY_BUCKETS,
+            registry=registry,
+        )
+        self.hand_over_seconds = Histogram(
+            "kvrelay_hand_over_seconds",
+            "From a computed prompt to the decode worker having all of it",
+            ["role"],
+            buckets=_LATENCY_BUCKETS,
+            registry=registry,
+        )
+        self.decode_seconds = Histogram(
+            "kvrelay_request_decode_time_seconds",
+            "Of a request on a worker: from its first token there to its last",
+            ["role"],
+            buckets=_LATENCY_BUCKETS,
+            registry=registry,
+        )
+        self.swapped_seconds = Histogram(
+            "kvrelay_swapped_seconds",
+            "Of a request on a worker: its KV on the host",
+            ["role"],
+            buckets=_LATENCY_BUCKETS,
+            registry=registry,
+        )
+        self.restore_seconds = Histogram(
+            "kvrelay_restore_seconds",
+            "Of a request on a worker: its KV on the way from the host",
+            ["role"],
+            buckets=_LATENCY_BUCKETS,
+            registry=registry,
+        )
+        self.embedding_resume_seconds = Histogram(
+            "kvrelay_embedding_resume_seconds",
+            "From the first part of an embedding that did not fit at once to its last",
+            buckets=_LATENCY_BUCKETS,
+            registry=registry,
         )
 
         # The router counts these.
@@ -74,6 +154,17 @@ class Metrics:
             ["reason"],
             registry=registry,
         )  # reason: lost, or the kind of error
+        self.request_failures = Counter(
+            "kvrelay_request_failures", "Requests that ended with an error after a worker had them", ["kind"], registry=registry
+        )  # kind: that of the error, as clients see it
+        self.hand_overs_avoided = Counter(
+            "kvrelay_hand_overs_avoided",
+            "Prompts left to a decode worker because a hand-over between the chosen two failed a moment ago",
+            registry=registry,
+        )
+        self.spans = Counter(
+            "kvrelay_spans", "OpenTelemetry spans, by what became of them", ["outcome"], registry=registry
+        )  # outcome: sent, failed, dropped
         self.deadlines = Counter("kvrelay_deadlines", "Requests that took longer than they were given", registry=registry)
         self.local_prefills = Counter(
             "kvrelay_local_prefills", "Prompts that a decode worker was left to compute itself", registry=registry

@@ -26,6 +26,20 @@ class RequestState(enum.StrEnum):
     FINISHED = "finished"  # has its one FinishReason; holds nothing
 
 
+class Stage(enum.StrEnum):
+    """What a worker does for a request at a time: a piece of the request's timeline."""
+
+    QUEUE = "queue"  # waits for its turn, for blocks, or for images
+    ENCODE = "encode"  # its images are in the vision tower
+    PREFILL = "prefill"  # its prompt is computed, or computed again
+    RESERVE = "reserve"  # a decode worker waits until the prompt is begun elsewhere and has blocks for it
+    TRANSFER = "transfer"  # KV is on its way to a decode worker; or embeddings on theirs, from an encode worker
+    HAND_OVER = "hand_over"  # the prompt is computed, and the decode worker does not have all of it yet
+    DECODE = "decode"  # from its first token on
+    SWAPPED = "swapped"  # its KV is on the host
+    RESTORE = "restore"  # KV is on its way from the host
+
+
 class KVState(enum.StrEnum):
     """Of a sequence's KV cache."""
 

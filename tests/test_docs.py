@@ -87,7 +87,7 @@ def test_every_metric_is_documented_as_it_is() -> None:
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_every_metric_that_a_page_names_exists(path: Path) -> None:
     known = documented.metric_names()
-    for name in re.findall(r"`(kvrelay_[a-z_]+\*?)", path.read_text(encoding="utf-8")):
+    for name in re.findall(r"`(kvrelay_[a-z0-9_]+\*?)", path.read_text(encoding="utf-8")):
         assert any(each.startswith(name[:-1]) for each in known) if name.endswith("*") else name in known, name
 
 

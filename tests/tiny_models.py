@@ -83,14 +83,20 @@ _MAKERS: dict[str, Callable[[], Any]] = {
     "qwen3": _qwen3,
 }
 NAMES = tuple(_MAKERS)
+_BY_KV_HEADS: dict[str, Callable[[], Any]] = {  # to be split among ranks; 3 cannot be split evenly
+    "kv1": lambda: _llama(num_key_value_heads=1),
+    "kv2": lambda: _llama(num_key_value_heads=2, attention_bias=True, mlp_bias=True),
+    "kv3": lambda: _llama(hidden_size=96, num_attention_heads=6, num_key_value_heads=3),
+    "kv8": lambda: _llama(num_attention_heads=8, num_key_value_heads=8, tie_word_embeddings=False),
+}
 
 
 @functools.cache
 def tiny_model(name: str) -> pathlib.Path:
     """The folder of one kind of tiny checkpoint."""
     folder = session_folder() / name
-    torch.manual_seed(sorted(_MAKERS).index(name))
-    model = _MAKERS[name]().float().eval()
+    torch.manual_seed(sorted(_MAKERS).index(name) if name in _MAKERS else 1000 + sorted(_BY_KV_HEADS).index(name))
+    model = (_MAKERS | _BY_KV_HEADS)[name]().float().eval()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter.dim() == 1:  # transformers makes biases 0 and norms 1, which would hide their loss

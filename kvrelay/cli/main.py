@@ -21,6 +21,7 @@ _COMMANDS = {
     "drain": "let a worker finish what it has and leave",
     "role": "let a worker finish what it has and come back in another role",
     "events": "show live what the workers' KV caches do",
+    "top": "show live what a server's workers and requests do",
     "bench": "measure this installation",
     "doctor": "check this machine and say what to do",
     "probe": "ask a worker or a router whether it is ready",

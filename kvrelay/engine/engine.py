@@ -26,10 +26,11 @@ from kvrelay.engine.requests.beam import Beams
 from kvrelay.engine.requests.commit import Commit
 from kvrelay.engine.requests.endings import Endings
 from kvrelay.engine.requests.images import Images
+from kvrelay.engine.requests.stages import Stages
 from kvrelay.errors import InternalError, RequestError, UnavailableError
 from kvrelay.ids import KeptId, RequestId, WorkerId
 from kvrelay.log import Log
-from kvrelay.states import FinishReason, FreeReason
+from kvrelay.states import FinishReason, FreeReason, Stage
 from kvrelay.wire.registry import WorkerLoad
 from kvrelay.wire.serving import Encode, Finish, HandedOver, KeptInfo, SequenceOutput, StepOutputs, Submit
 
@@ -68,6 +69,7 @@ class Engine:
         self.kv = core.kv
         self.scheduler = core.scheduler
         self.requests = core.requests  # those that have not ended
+        self._clock = clock
         self._runner = runner
         self._worker_id = worker_id
         self._beams = Beams(core)
@@ -111,14 +113,18 @@ class Engine:
         error = UnavailableError(f"worker {self._worker_id} makes no embeddings for others")
         self.core.outbox.fail(encode.request_id, error)
 
-    def _enqueue(self, submit: Submit) -> Request:
-        request = Request(submit, next(self._arrivals), self.core.limits.adapter_of(submit))
+    def _enqueue(self, submit: Submit, stages: Stages | None = None) -> Request:
+        """`stages`: those of a prompt that was computed before and is again."""
+        takes_over = self.core.limits.takes_over and submit.transfer is not None
+        first = Stage.RESERVE if takes_over else Stage.QUEUE
+        adapter = self.core.limits.adapter_of(submit)
+        request = Request(submit, next(self._arrivals), stages or Stages(first, self._clock), adapter)
         request.sequences = first_sequences(submit, request, self.core.keys)
         if submit.params.beam is not None:
             self._beams.begin(request, submit, hands_on=self.core.limits.hands_on and submit.transfer is not None)
         self.requests[submit.request_id] = request
         for sequence in request.sequences:
-            if self.core.limits.takes_over and submit.transfer is not None:
+            if takes_over and submit.transfer is not None:
                 self.core.incoming.expect(sequence, submit.transfer)
             else:
                 self.scheduler.queue.add(sequence)
@@ -202,7 +208,7 @@ class Engine:
         return WorkerLoad(
             running=len(self.scheduler.running),
             waiting=self._num_waiting,
-            transferring=len(self.scheduler.loading) + len(self.core.incoming.transferring),  # from the host, or by a peer
+            transferring=self._num_transferring,
             swapped=len(self.scheduler.swapped),
             blocks=self.kv.pool.counts(),
             host=self.core.swap.counts(),
@@ -228,6 +234,11 @@ class Engine:
     def _is_saving_kept(self) -> bool:
         """Then the blocks come back when a step polls. A worker that is to end does not wait for that."""
         return self.core.swap.is_saving_kept and not self._draining
+
+    @property
+    def _num_transferring(self) -> int:
+        """From the host, from a peer, or to one: prompts that are computed and whose peer does not have everything yet."""
+        return len(self.scheduler.loading) + len(self.core.incoming.transferring) + len(self.core.outgoing.held)
 
     @property
     def _num_waiting(self) -> int:
@@ -292,14 +303,14 @@ class Engine:
         if self.core.images.has_news:
             self._stalled = False
             for request, error in self.core.images.poll():
-                log.warning("an image will not come", request=request.request_id, reason=error)
+                log.warning("an image will not come", request=request.request_id, reason=error, trace=request.trace_id)
                 self._endings.fail(request, error)
             self.scheduler.recall()
 
     def _start_again(self, submit: Submit) -> None:
         """A prompt that was set aside. Its adapter may have been unloaded meanwhile."""
         try:
-            self._enqueue(submit)
+            self._enqueue(submit, self._endings.stages_again(submit.request_id))
         except RequestError as error:
             self.core.outbox.fail(submit.request_id, error)
 

@@ -20,8 +20,20 @@ from kvrelay.sampling import SamplingParams
 from kvrelay.wire.registry import Adapter
 from kvrelay.wire.serving import Image, Logprob, TokenLogprobs
 
-Allocate = Callable[[int], Any]
-"""Gives a writable buffer of so many zeroed bytes: KV memory that transfers can reach. None: any memory will do."""
+
+class Memory(Protocol):
+    """Host memory. `fd` is set where other processes can map it."""
+
+    @property
+    def buffer(self) -> Any:
+        """Writable."""
+
+    @property
+    def fd(self) -> int | None: ...
+
+
+Allocate = Callable[[int], Memory]
+"""Gives so many zeroed bytes: KV memory that transfers and the other ranks of a worker can reach. None: any memory will do."""
 
 
 LayerListener = Callable[[int, Fence], None]

@@ -17,7 +17,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from kvrelay.engine.interfaces import LoadedAdapter
-from kvrelay.ids import RequestId
+from kvrelay.engine.requests.stages import Stages
+from kvrelay.ids import RequestId, trace_id_of
 from kvrelay.sampling import SamplingParams
 from kvrelay.states import KV_EDGES, REQUEST_EDGES, FinishReason, KVState, RequestState, advance
 from kvrelay.wire.serving import Image, Logprob, Resumed, Submit, TokenLogprobs
@@ -26,15 +27,21 @@ from kvrelay.wire.serving import Image, Logprob, Resumed, Submit, TokenLogprobs
 class Request:
     """The part that all samples of a request share."""
 
-    def __init__(self, submit: Submit, arrival: int, adapter: LoadedAdapter | None = None) -> None:
+    def __init__(
+        self, submit: Submit, arrival: int, stages: Stages | None = None, adapter: LoadedAdapter | None = None
+    ) -> None:
         self.request_id: RequestId = submit.request_id
         self.external_id = submit.external_id  # what the client knows it by
+        self.trace_id = trace_id_of(submit.trace)
+        self.transfer_id = None if submit.transfer is None else submit.transfer.transfer_id  # of its hand-over
+        self.stages = stages or Stages()
         self.params: SamplingParams = submit.params
         self.priority = submit.priority
         self.cache_salt = submit.cache_salt
         self.adapter = adapter  # None: the base model's
         self.adapter_digest = submit.adapter
         self.images = submit.images
+        self.resumed_s = 0.0  # how long its images took that came in several rounds
         self.arrival = arrival  # order of submission; never changes, so a preempted request keeps its place
         self.num_unforked = submit.params.n - 1 if begins_anew(submit) else 0  # samples that do not exist yet
         tells_prompt = submit.params.prompt_logprobs is not None and (not submit.resume or Resumed(0, []) in submit.resume)
@@ -80,6 +87,10 @@ class Sequence:
 
     def become(self, state: RequestState) -> None:
         self.state = advance(REQUEST_EDGES, self.state, state)
+        first = self.request.sequences[:1]
+        if first and first[0] is self:
+            num_new = self.num_uncomputed
+            self.request.stages.follow(state, has_prompt=num_new == 0 or (num_new == 1 and self.num_output_tokens > 0))
 
     def kv_become(self, state: KVState) -> None:
         self.kv_state = advance(KV_EDGES, self.kv_state, state)

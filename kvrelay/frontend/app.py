@@ -30,6 +30,7 @@ from kvrelay.frontend.pages.continuations import delete_continuation, list_conti
 from kvrelay.frontend.pages.info import cluster, health, index, metrics_page, models, one_model, version_page
 from kvrelay.frontend.pages.openapi import docs, openapi_page
 from kvrelay.frontend.pages.responses import delete_response, one_response
+from kvrelay.frontend.pages.timelines import list_requests, one_request
 from kvrelay.frontend.pages.tokenize import detokenize, tokenize, tokenizer_info
 from kvrelay.frontend.prompt.images import Images
 from kvrelay.frontend.service import Service
@@ -62,6 +63,8 @@ ROUTES: tuple[tuple[str, str, Callable[[Service, Call], Awaitable[None]]], ...] 
     ("/v1/unload_lora_adapter", "POST", unload_adapter),
     ("/health", "GET", health),
     ("/cluster", "GET", cluster),
+    ("/requests", "GET", list_requests),
+    ("/requests/{id:path}", "GET", one_request),
     ("/metrics", "GET", metrics_page),
     ("/version", "GET", version_page),
     ("/openapi.json", "GET", openapi_page),

@@ -18,6 +18,7 @@ from kvrelay.router.backend import AdapterChange, DrainOrder, GenerateRequest
 from kvrelay.router.continuations import Continuations
 from kvrelay.router.parent import Parent
 from kvrelay.router.stream import RequestStream
+from kvrelay.router.timelines import Timelines
 from kvrelay.states import FinishReason, HandleState, Role
 from kvrelay.wire.registry import Adapter
 from kvrelay.wire.serving import BeamResult, Inherited, KeptNews, SequenceOutput, TokenLogprobs
@@ -54,6 +55,7 @@ class FakeBackend:
         self.workers: dict[str, Role] = {}  # that can be drained
         self.drained: list[tuple[str, Role | None]] = []
         self.continuations = Continuations(Metrics())
+        self.timelines = Timelines(Metrics())
         self.keeps: bool | None = True  # whether KV is kept that is to be kept; None: the worker never says
         self.released: list[KeptId] = []
         self._running: dict[RequestStream, _Running] = {}

@@ -43,6 +43,7 @@ from kvrelay.planes.cluster_key import key_file, load_key
 from kvrelay.planes.curve import keyed
 from kvrelay.router.failover import RetryRules
 from kvrelay.router.router import OpenSync, Router
+from kvrelay.router.spans import SpanExport
 from kvrelay.states import Role
 
 FREE_LOCAL_PORT = "tcp://127.0.0.1:*"
@@ -88,13 +89,14 @@ class WorkerSettings:
     def commands(self, roles: Sequence[Role], registry_address: str) -> list[list[str]]:
         share = max(1, len(os.sched_getaffinity(0)) // max(1, len(roles)))
         places = place([(role, self.of_role(role).model) for role in roles], self.cards, self.card_options, self.mps)
+        ranks = [list(roles[:number]).count(role) for number, role in enumerate(roles)]
         return [
-            [*where.prefix(), *worker_command(self._flags(role, registry_address, share, where))]
-            for role, where in zip(roles, places, strict=True)
+            [*where.prefix(), *worker_command(self._flags(role, rank, registry_address, share, where))]
+            for role, rank, where in zip(roles, ranks, places, strict=True)
         ]
 
-    def _flags(self, role: Role, registry_address: str, share: int, where: Place) -> list[str]:
-        """`share` is the number of threads of a worker that was not given one."""
+    def _flags(self, role: Role, rank: int, registry_address: str, share: int, where: Place) -> list[str]:
+        """`rank` is the worker's number in its role, `share` the number of threads of a worker that was not given one."""
         options = self.of_role(role)
         model = msgspec.structs.replace(
             options.model,
@@ -103,7 +105,11 @@ class WorkerSettings:
             gpu_memory=where.gpu_memory,
         )
         place = WorkerOptions(
-            role=role.value, registry=registry_address, registration_s=self.registration_s, cluster_key=self.cluster_key
+            role=role.value,
+            registry=registry_address,
+            registration_s=self.registration_s,
+            cluster_key=self.cluster_key,
+            data_parallel_rank=rank,
         )
         return [*to_flags(model), *to_flags(options.engine), *to_flags(self.transfer), *self.flags, *to_flags(place)]
 
@@ -137,6 +143,9 @@ def open_router(
         stored_s=options.stored_response_s,
         is_one_of_many=registry_kind(cluster) != "embedded",
     )
+    if options.otlp_endpoint:
+        spans = SpanExport(options.otlp_endpoint, metrics)
+        router.timelines.on_settled, router.timelines.on_close = spans.offer, spans.close
     return router, membership.address
 
 

@@ -11,6 +11,9 @@ per-token, and no logits are asked for of the others.
 
 What a LoRA adapter adds to a product is added to it at once, for the tokens that have the adapter.
 
+A rank of a tensor-parallel model has some of the heads and some of the columns between gate and down, so what it adds to the
+residual is one summand: the ranks add theirs up. Rank 0 has the embedding and the head besides.
+
 Where a token is an image's, its features stand for the embedding, and for families that have more of them these are added
 behind each of the first layers.
 """
@@ -23,15 +26,17 @@ from collections.abc import Callable
 import torch
 
 from kvrelay.checkpoint.spec import ModelSpec
-from kvrelay.kernels.base import ForwardBatch, HeadShape, ImageBatch, Kernels, LayerWeights, LinearName, LoraSpans
+from kvrelay.kernels.base import ForwardBatch, HeadShape, ImageBatch, Kernels, LayerWeights, LinearName, LoraSpans, Packed
+from kvrelay.kernels.ranks import Ranks
 from kvrelay.models.layers import WeightSource, axis_of_pairs, fused_linear, linear, rotary_rows, rotary_table
 
 
 class DecoderLayer:
     """The weights of one layer and what is done with them."""
 
-    def __init__(self, spec: ModelSpec, kernels: Kernels, source: WeightSource, index: int) -> None:
+    def __init__(self, spec: ModelSpec, kernels: Kernels, source: WeightSource, index: int, ranks: Ranks | None) -> None:
         self._kernels = kernels
+        self._ranks = ranks
         name, hidden, inner = f"model.layers.{index}", spec.hidden_size, spec.intermediate_size
         q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         projections = [f"{name}.self_attn.{part}_proj" for part in "qkv"]
@@ -55,7 +60,7 @@ class DecoderLayer:
             eps=spec.rms_norm_eps,
             scale=spec.head_dim**-0.5,
         )
-        self.fused = kernels.fuse(self._weights)
+        self.fused = kernels.fuse(self._weights) if ranks is None else None
 
     def input_norm(self, x: torch.Tensor | None, residual: torch.Tensor) -> torch.Tensor:
         """Of the residual, to which `x` is added; for the first layer there is nothing to add yet."""
@@ -76,14 +81,39 @@ class DecoderLayer:
     def finish(self, attended: torch.Tensor, residual: torch.Tensor, lora: LoraSpans) -> torch.Tensor:
         """All that follows attention. Adds to the residual, except for the last product, which it returns."""
         weights, kernels = self._weights, self._kernels
-        x = kernels.add_rms_norm(self._linear(attended, "output", lora), residual, weights.post_norm, weights.eps)
-        return self._linear(kernels.silu_mul(self._linear(x, "gate_up", lora)), "down", lora)
+        x = self._of_all(self._linear(attended, "output", lora))
+        x = kernels.add_rms_norm(x, residual, weights.post_norm, weights.eps)
+        return self._of_all(self._linear(kernels.silu_mul(self._linear(x, "gate_up", lora)), "down", lora))
 
     def _linear(self, x: torch.Tensor, name: LinearName, lora: LoraSpans) -> torch.Tensor:
+        """Adapters are refused where there are several ranks: what they add to a share of a product is not known here."""
         out = self._kernels.linear(x, self._weights.linear(name))
         if lora:
             self._kernels.add_lora(out, x, lora, self._weights.index, name)
         return out
+
+    def _of_all(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self._ranks is None else self._ranks.add_up(x)
+
+
+class _Ends:
+    """What is before the first layer and behind the last."""
+
+    def __init__(self, spec: ModelSpec, kernels: Kernels, source: WeightSource) -> None:
+        self._kernels = kernels
+        self._eps = spec.rms_norm_eps
+        vocabulary = (spec.vocab_size, spec.hidden_size)
+        self._embedding = kernels.pack(source.take("model.embed_tokens.weight", vocabulary), None)
+        self._norm = source.take("model.norm.weight", (spec.hidden_size,))
+        self._head: Packed = self._embedding
+        if not spec.tie_word_embeddings:
+            self._head = kernels.pack(source.take("lm_head.weight", vocabulary), None)
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return self._kernels.embed(token_ids, self._embedding)
+
+    def logits(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return self._kernels.linear(self._kernels.add_rms_norm(x, residual, self._norm, self._eps), self._head)
 
 
 class LlamaModel:
@@ -91,17 +121,21 @@ class LlamaModel:
     called from one thread at a time."""
 
     def __init__(
-        self, spec: ModelSpec, kernels: Kernels, source: WeightSource, *, device: torch.device, max_positions: int
+        self,
+        spec: ModelSpec,
+        kernels: Kernels,
+        source: WeightSource,
+        *,
+        device: torch.device,
+        max_positions: int,
+        ranks: Ranks | None = None,
     ) -> None:
+        """With `ranks`, spec and source are those of one rank."""
         self.spec = spec
         self._kernels = kernels
-        vocabulary = (spec.vocab_size, spec.hidden_size)
-        self._embedding = kernels.pack(source.take("model.embed_tokens.weight", vocabulary), None)
-        self._layers = [DecoderLayer(spec, kernels, source, index) for index in range(spec.num_layers)]
-        self._norm = source.take("model.norm.weight", (spec.hidden_size,))
-        self._head = (
-            self._embedding if spec.tie_word_embeddings else kernels.pack(source.take("lm_head.weight", vocabulary), None)
-        )
+        self._ranks = ranks
+        self._ends = _Ends(spec, kernels, source) if ranks is None or ranks.rank == 0 else None  # of the other ranks, rank 0's
+        self._layers = [DecoderLayer(spec, kernels, source, index, ranks) for index in range(spec.num_layers)]
         self._kv: torch.Tensor | None = None
         self._kv_layers: tuple[torch.Tensor, ...] = ()
         self._cos_sin = rotary_table(spec.rope, spec.head_dim, max_positions, device)
@@ -111,10 +145,9 @@ class LlamaModel:
     def forward(self, batch: ForwardBatch, kv: torch.Tensor, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
         """kv is [layers, 2, blocks, block_size, kv_heads, head_dim]; returns logits [len(logit_rows), vocabulary] in the
         model's dtype. `on_layer` is told of each layer whose KV is stored."""
-        residual = self._kernels.embed(batch.token_ids, self._embedding)
+        residual = self._embedded(batch, kv.dtype)
         cos_sin, images = self._cos_sin, batch.images
         if images is not None:
-            residual[images.places] = images.embeddings()
             batch, cos_sin = self._with_own_rotation(batch, images)
         x: torch.Tensor | None = None
         last = len(self._layers) - 1
@@ -129,18 +162,34 @@ class LlamaModel:
                 continue
             x = layer.input_norm(x, residual)
             query = layer.query_and_store(x, cos_sin, batch, layer_kv)
-            if on_layer is not None:
-                on_layer(index)
             if index == last and batch.logit_rows.shape[0] == 0:
+                if self._ranks is not None:
+                    self._ranks.meet()
+                if on_layer is not None:
+                    on_layer(index)
                 return query.new_empty((0, self.spec.vocab_size))
+            if on_layer is not None and self._ranks is None:
+                on_layer(index)
             attended = layer.attend(query, batch, layer_kv)
             lora = () if batch.lora is None else batch.lora.tokens
             if index == last and not all_rows:
                 attended, residual = attended[batch.logit_rows], residual[batch.logit_rows]
                 lora = () if batch.lora is None else batch.lora.outputs
             x = layer.finish(attended, residual, lora)
+            if on_layer is not None and self._ranks is not None:
+                on_layer(index)  # the other ranks have stored theirs, or there would be no sum
         assert x is not None
-        return self._logits(x, residual)
+        return x[:0] if self._ends is None else self._ends.logits(x, residual)
+
+    def _embedded(self, batch: ForwardBatch, dtype: torch.dtype) -> torch.Tensor:
+        if self._ends is None:
+            shape = (batch.token_ids.shape[0], self.spec.hidden_size)
+            residual = torch.empty(shape, dtype=dtype, device=batch.token_ids.device)
+        else:
+            residual = self._ends.embed(batch.token_ids)
+            if batch.images is not None:
+                residual[batch.images.places] = batch.images.embeddings()
+        return residual if self._ranks is None else self._ranks.spread(residual)
 
     def _with_own_rotation(self, batch: ForwardBatch, images: ImageBatch) -> tuple[ForwardBatch, torch.Tensor]:
         """An image's tokens are turned by three positions, which no row of the table has: the pass gets a table of its own, of
@@ -155,7 +204,3 @@ class LlamaModel:
         if kv is not self._kv:
             self._kv, self._kv_layers = kv, kv.unbind(0)
         return self._kv_layers
-
-    def _logits(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        x = self._kernels.add_rms_norm(x, residual, self._norm, self.spec.rms_norm_eps)
-        return self._kernels.linear(x, self._head)

@@ -20,6 +20,7 @@ from kvrelay.router.backend import AdapterChange, DrainOrder, GenerateRequest
 from kvrelay.router.continuations import Continuations
 from kvrelay.router.parent import Parent
 from kvrelay.router.stream import RequestStream
+from kvrelay.router.timelines import Timelines
 from kvrelay.states import FinishReason, HandleState, Role
 from kvrelay.wire.registry import Adapter
 from kvrelay.wire.serving import (
@@ -30,6 +31,7 @@ from kvrelay.wire.serving import (
     HandedOver,
     Inherited,
     KeptNews,
+    LegTimes,
     News,
     StepOutputs,
     Submit,
@@ -47,6 +49,7 @@ class EngineBackend:
         self.ready = True
         self.max_model_len = engine.core.options.max_model_len  # 0: the model's own limit
         self.continuations = Continuations(Metrics(), capacity=continuation_cache, max_kept_per_owner=max_kept)
+        self.timelines = Timelines(Metrics())  # none are written: there is one process
         self._engine = engine
         self._open: dict[RequestId, tuple[GenerateRequest, RequestStream]] = {}
         self._has_work = asyncio.Event()
@@ -192,6 +195,8 @@ class EngineBackend:
                 stream.inherited = news
             case Failure():
                 stream.fail(news.error())
+            case LegTimes():
+                pass
             case HandedOver():
                 raise AssertionError("only engines of prefill and encode workers hand requests over")
             case _:

@@ -19,11 +19,12 @@ from typing import Literal
 import msgspec
 
 from kvrelay.errors import InvalidRequestError
-from kvrelay.ids import KeptId, WorkerId, new_request_id, new_transfer_id
+from kvrelay.ids import KeptId, RequestId, WorkerId, new_request_id, new_transfer_id, read_trace
 from kvrelay.router.backend import GenerateRequest
 from kvrelay.router.peer import Leg, Peer
 from kvrelay.router.policy import tokens_of
 from kvrelay.router.stream import RequestStream
+from kvrelay.router.timelines import Timeline
 from kvrelay.states import HandleState, Role
 from kvrelay.wire.serving import EmbeddingTransfer, Encode, Image, Keep, Resumed, Submit, TransferInfo
 
@@ -85,6 +86,10 @@ class Legs:
     prefill: Leg | None
     decode: Leg
 
+    @property
+    def names(self) -> list[tuple[RequestId, WorkerId, Role]]:
+        return [(leg.request_id, leg.peer.id, leg.peer.record.role) for leg in self]
+
     def __iter__(self) -> Iterator[Leg]:
         """In the order in which they are sent."""
         yield from self.encode
@@ -110,6 +115,7 @@ class OpenRequest:
     num_internal_errors: int = 0
     avoid: set[WorkerId] = field(default_factory=set)  # workers that failed it
     deadline: asyncio.TimerHandle | None = None
+    timeline: Timeline = field(default_factory=Timeline)
 
     @property
     def legs(self) -> Iterable[Leg]:
@@ -130,7 +136,7 @@ class OpenRequest:
 class Attempt:
     """Made for a plan. `send` gives every worker its message, or none of them."""
 
-    __slots__ = ("legs", "plan", "transfer")
+    __slots__ = ("_trace_id", "legs", "plan", "transfer")
 
     def __init__(self, entry: OpenRequest, plan: Plan, mode: Mode) -> None:
         stream = entry.stream
@@ -139,7 +145,9 @@ class Attempt:
         prefill = None if plan.prefill is None else Leg(plan.prefill, new_request_id(), stream, plan.prefill_tokens)
         self.plan = plan
         self.legs = Legs(encode, prefill, Leg(plan.decode, first_id, stream, tokens_of(entry.request)))
-        self.transfer = _transfer(plan, mode)
+        self._trace_id = entry.timeline.trace_id
+        self.transfer = _transfer(plan, mode, self._trace_id)
+        entry.timeline.transfer_id = "" if self.transfer is None else self.transfer.transfer_id
 
     @property
     def is_generating(self) -> bool:
@@ -164,7 +172,7 @@ class Attempt:
         if images and (plan.encode or plan.computing.record.role is not Role.WHOLE):
             images = [msgspec.structs.replace(image, data=b"") for image in images]
         for leg, share in zip(legs.encode, plan.encode, strict=True):
-            transfers = _embedding_transfers(share, plan.computing)
+            transfers = _embedding_transfers(share, plan.computing, self._trace_id)
             embeddings += transfers
             yield (
                 leg,
@@ -207,13 +215,30 @@ class Attempt:
         return parent.kept_id if self.plan.decode.id == parent.worker_id else None
 
 
+def timeline_of(request: GenerateRequest) -> Timeline:
+    trace_id, span_id, is_sampled = read_trace(request.trace)
+    return Timeline(
+        span_id=span_id,
+        parent_span_id=request.parent_span_id,
+        is_sampled=is_sampled,
+        external_id=request.external_id,
+        answer_id=request.answer_id,
+        owner=request.owner,
+        trace_id=trace_id,
+        parent="" if request.parent is None else request.parent.external_id,
+        prompt_tokens=len(request.prompt),
+    )
+
+
 def holder_of(request: GenerateRequest, peers: Iterable[Peer], avoid: frozenset[str]) -> Peer | None:
     """The worker that keeps the KV of the request's parent, if it can take the request."""
     parent = request.parent
     if parent is None or parent.state is not HandleState.HELD or parent.worker_id in avoid:
         return None
     peer = next((peer for peer in peers if peer.id == parent.worker_id), None)
-    if peer is None or (request.adapter and not peer.record.has(request.adapter)):
+    if peer is None or request.data_parallel_rank not in (None, peer.record.data_parallel_rank):
+        return None
+    if request.adapter and not peer.record.has(request.adapter):
         return None
     return peer if peer.has_room and peer.breaker.passes else None
 
@@ -234,7 +259,7 @@ def _resumed(entry: OpenRequest) -> list[Resumed]:
     return resume if len(resume) < entry.request.params.n or any(sample.tokens for sample in resume) else []
 
 
-def _transfer(plan: Plan, mode: Mode) -> TransferInfo | None:
+def _transfer(plan: Plan, mode: Mode, trace_id: str) -> TransferInfo | None:
     if plan.prefill is None:
         return None
     return TransferInfo(
@@ -243,10 +268,11 @@ def _transfer(plan: Plan, mode: Mode) -> TransferInfo | None:
         producer=plan.prefill.id,
         consumer=plan.decode.id,
         signal_address=plan.prefill.record.signal_address,
+        trace_id=trace_id,
     )
 
 
-def _embedding_transfers(share: EncodeShare, computing: Peer) -> list[EmbeddingTransfer]:
+def _embedding_transfers(share: EncodeShare, computing: Peer, trace_id: str) -> list[EmbeddingTransfer]:
     return [
         EmbeddingTransfer(
             transfer_id=new_transfer_id(),
@@ -254,6 +280,7 @@ def _embedding_transfers(share: EncodeShare, computing: Peer) -> list[EmbeddingT
             producer=share.peer.id,
             consumer=computing.id,
             signal_address=share.peer.record.signal_address,
+            trace_id=trace_id,
         )
         for image in share.images
     ]

@@ -11,6 +11,7 @@ from kvrelay.ids import WorkerId
 from kvrelay.router.continuations import Continuations
 from kvrelay.router.parent import Parent
 from kvrelay.router.stream import RequestStream
+from kvrelay.router.timelines import Timelines
 from kvrelay.sampling import SamplingParams
 from kvrelay.states import Role
 from kvrelay.wire.registry import Adapter
@@ -26,8 +27,11 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     cache_salt: str = ""
     adapter: str = ""  # the digest of a LoRA adapter; empty: the base model
+    data_parallel_rank: int | None = None  # of the worker that is to generate; None: of any
     session: str = ""  # requests of one session go to the same workers while these can take them
-    trace: Mapping[str, str] = {}
+    trace: Mapping[str, str] = {}  # W3C headers for its workers: the parent in them is the router's own span
+    parent_span_id: str = ""  # of the client's span, if it sent one
+    arrived: float = 0.0  # when its client asked, by the monotonic clock; 0: when it is submitted
     timeout_s: float | None = None  # from submit to the last token
     images: Sequence[Image] = ()  # with their files
     owner: str = ""  # whose request it is: a digest of the API key; empty where no keys are asked for
@@ -47,6 +51,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
                 owner=self.owner,
                 cache_salt=self.cache_salt,
                 adapter=self.adapter,
+                data_parallel_rank=self.data_parallel_rank,
                 num_prompt_tokens=len(self.prompt),
                 images=self.images,
                 is_stored=self.is_stored,
@@ -109,6 +114,10 @@ class Backend(Protocol):
 
     async def delete_parents(self, handle: str, owner: str) -> None:
         """None of them can be continued from any more, and no worker keeps their KV. Raises NotFoundError."""
+
+    @property
+    def timelines(self) -> Timelines:
+        """What became of the last requests."""
 
     def cluster(self) -> dict[str, Any]:
         """The JSON of GET /cluster."""

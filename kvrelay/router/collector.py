@@ -8,7 +8,7 @@ import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvrelay.router.peer import Peer
+from kvrelay.router.peer import HOST_KINDS, Peer
 from kvrelay.wire.registry import BlockCounts, ImageCounts, WorkerLoad
 
 _TOTALS = {
@@ -47,7 +47,6 @@ _MAPPING = {
     "malformed": "Frames on the signal plane that were no message",
 }
 _STATES = ("running", "waiting", "transferring", "swapped")
-_HOST_KINDS = ("total", "free", "cached", "in_use")
 _NO_IMAGES = ImageCounts()  # of a worker whose model takes none
 _GAUGES: dict[str, tuple[str, Callable[[Peer], float]]] = {
     "up": ("Whether the worker takes requests", lambda peer: peer.usable),
@@ -71,7 +70,7 @@ class WorkerCollector(Collector):
         kinds = BlockCounts.__struct_fields__
         yield _gauge_by(peers, "blocks", "KV blocks, by what holds them", "kind", kinds, lambda load: load.blocks)
         help_text = "KV blocks on the host, by what holds them"
-        yield _gauge_by(peers, "host_blocks", help_text, "kind", _HOST_KINDS, lambda load: load.host)
+        yield _gauge_by(peers, "host_blocks", help_text, "kind", HOST_KINDS, lambda load: load.host)
         yield from _counters(peers, "", _TOTALS, lambda load: load)
         yield from _counters(peers, "host_", _HOST, lambda load: load.host)
         yield from _counters(peers, "transfers_", _TRANSFERS, lambda load: load.transfers)

@@ -30,7 +30,7 @@ from kvrelay.events.eviction_sync import EvictionSync
 from kvrelay.ids import RequestId, new_request_id
 from kvrelay.log import Log
 from kvrelay.metrics import Metrics
-from kvrelay.router.attempt import Attempt, Mode, OpenRequest, Plan, check_model, holder_of
+from kvrelay.router.attempt import Attempt, Mode, OpenRequest, Plan, check_model, holder_of, timeline_of
 from kvrelay.router.backend import GenerateRequest
 from kvrelay.router.continuations import Continuations
 from kvrelay.router.failover import Estranged, RetryRules, Stranded, Verdict, as_told, is_setback, judge
@@ -39,8 +39,9 @@ from kvrelay.router.peer import Leg, Peer
 from kvrelay.router.plan import Planner
 from kvrelay.router.policy import CompletionRate
 from kvrelay.router.stream import RequestStream
+from kvrelay.router.timelines import Timelines
 from kvrelay.states import FinishReason, Role
-from kvrelay.wire.serving import COMES_FIRST, BeamResult, Failure, HandedOver, Inherited, KeptNews, News, StepOutputs
+from kvrelay.wire.serving import COMES_FIRST, BeamResult, Failure, HandedOver, Inherited, KeptNews, LegTimes, News, StepOutputs
 
 log = Log("router")
 
@@ -66,9 +67,10 @@ class Dispatcher:
         self._rules = rules or RetryRules()
         self._metrics = metrics
         self._keeping = Keeping(continuations)
+        self.timelines = Timelines(metrics)
         self.open: dict[RequestId, OpenRequest] = {}
         self.stranded = Stranded(self._rules, self._retry, self._is_starting)
-        self._estranged = Estranged()
+        self._estranged = Estranged(on_avoided=metrics.hand_overs_avoided.inc)
         self._rate = CompletionRate()
         self.usable: list[Peer] = []
         self._starting: frozenset[Role] = frozenset()
@@ -84,14 +86,16 @@ class Dispatcher:
         """`excuse` says why there is no usable peer, if there is none. `may_wait`: for one that starts, as a request that lost
         its worker does."""
         stream = RequestStream(new_request_id(), request.params.n, self)
-        entry = OpenRequest(request, stream)
+        entry = OpenRequest(request, stream, timeline=timeline_of(request))
         has_to_wait = may_wait and self._rules.start_wait_s > 0.0 and self._is_starting(entry)
         plan = None if has_to_wait else self._first_plan(entry, excuse)
+        self.timelines.begin(entry.timeline, request.arrived)
         self._keeping.begin(entry)
         try:
             if plan is not None:
                 self._send_first(entry, plan, excuse)
         except RequestError as error:
+            self.timelines.refused(entry.timeline)
             self._keeping.abandon(entry, error)
             raise
         self.open[stream.request_id] = entry
@@ -120,22 +124,21 @@ class Dispatcher:
     def _told(self, peer: Peer, news: News) -> None:
         if isinstance(news, KeptNews):  # of a request that has ended, mostly
             self._keeping.news(peer, news)
-            return
-        leg = peer.open.get(news.request_id)
-        if leg is None:
-            return
-        match news:
-            case BeamResult():
-                leg.stream.beams[news.sample] = news
-            case Inherited():
-                leg.stream.inherited = news
-            case Failure():
-                self._leg_failed(leg, news.error())
-            case HandedOver():
-                peer.breaker.succeeded()
-                peer.remove(leg)
-            case _:
-                assert_never(news)
+        elif isinstance(news, LegTimes):
+            self.timelines.told(peer.id, peer.record.role, news)
+        elif (leg := peer.open.get(news.request_id)) is not None:
+            match news:
+                case BeamResult():
+                    leg.stream.beams[news.sample] = news
+                case Inherited():
+                    leg.stream.inherited = news
+                case Failure():
+                    self._leg_failed(leg, news.error())
+                case HandedOver():
+                    peer.breaker.succeeded()
+                    peer.remove(leg)
+                case _:
+                    assert_never(news)
 
     def came_back(self, peer: Peer) -> None:
         """Its connection is open, again or for the first time: what happened before does not count."""
@@ -169,7 +172,7 @@ class Dispatcher:
         holder = holder_of(request, self.usable, avoid) if is_first else None
         if holder is not None:
             return Plan(holder)
-        plan = self._estranged.mend(self._planner.plan(request, avoid))
+        plan = self._estranged.mend(self._planner.plan(request, avoid, again=not is_first))
         if is_first:
             check_model(request, plan)
         elif plan.prefill is not None and (entry.has_diverged or plan.prefill.id in avoid):
@@ -211,7 +214,9 @@ class Dispatcher:
             return unreachable
         entry.attempt = attempt
         stream = entry.stream
+        self.timelines.sent(entry.timeline, attempt.legs.names, entry.num_attempts)
         stream.prefill, stream.decode = plan.prefill_name, plan.decode.id
+        stream.data_parallel_rank = plan.decode.record.data_parallel_rank
         stream.transfer_id = None if attempt.transfer is None else attempt.transfer.transfer_id
         if entry.request.images:
             stream.encode = plan.encode_name
@@ -263,6 +268,7 @@ class Dispatcher:
             entry.stream.fail(as_told(error))
             return
         self._metrics.failovers.labels(reason).inc()
+        self.timelines.again(entry.timeline, error.message)
         self._keeping.again(entry)
         log.info("sending a request again", request=entry.stream.request_id, attempt=entry.num_attempts, reason=error.message)
         if not self._retry(entry):
@@ -309,6 +315,7 @@ class Dispatcher:
         entry = self.open.pop(stream.request_id)
         if entry.deadline is not None:
             entry.deadline.cancel()
+        self.timelines.ended(entry.timeline, stream)
         self._keeping.ended(entry)
         self._sync.on_request_ended(entry.request.external_id)
         if entry.attempt is None:

@@ -70,8 +70,9 @@ class Estranged:
     """Each worker may be well and reachable from here, and yet not from the other. Then the one that generates computes the
     prompt itself, until the pair is tried again."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, on_avoided: Callable[[], None] = lambda: None) -> None:
         self._clock = clock
+        self._on_avoided = on_avoided
         self._until: dict[tuple[WorkerId, WorkerId], float] = {}
 
     def blame(self, entry: OpenRequest, plan: Plan, peer: Peer, error: RequestError) -> None:
@@ -103,7 +104,10 @@ class Estranged:
         if not self._until or plan.prefill is None:  # the usual case
             return plan
         until = self._until.get((plan.prefill.id, plan.decode.id), 0.0)
-        return plan if until <= self._clock() else Plan(plan.decode)
+        if until <= self._clock():
+            return plan
+        self._on_avoided()
+        return Plan(plan.decode)
 
 
 @dataclass(slots=True)

@@ -31,6 +31,7 @@ class Parent:
     num_prompt_tokens: int
     images: Sequence[Image] = ()
     adapter: str = ""
+    data_parallel_rank: int | None = None  # that it asked for
     kept_id: KeptId | None = None  # None: its KV was not to be kept
     state: HandleState = HandleState.RUNNING
     tokens: Sequence[int] = ()

@@ -39,6 +39,7 @@ from kvrelay.wire.serving import (
     Welcome,
 )
 
+HOST_KINDS = ("total", "free", "cached", "in_use")  # of blocks on the host
 _decoder: Decoder[ToRouter] = Decoder(ToRouter)
 _PING = encode(Ping())
 # What GET /cluster shows of a load as it is
@@ -53,8 +54,10 @@ def describe(record: WorkerRecord, load: WorkerLoad, state: WorkerState) -> dict
         "state": state.value,
         "host": record.host,
         "pid": record.pid,
+        "data_parallel_rank": record.data_parallel_rank,
         **{name: getattr(load, name) for name in _SHOWN},
         "blocks": msgspec.to_builtins(load.blocks),
+        "host_blocks": {kind: getattr(load.host, kind) for kind in HOST_KINDS},
         "transfers": msgspec.to_builtins(load.transfers),
         "images": msgspec.to_builtins(load.images or ImageCounts()),
         "address": record.serving_address,

@@ -9,7 +9,8 @@
                                        embedding before, unless it is overloaded, else the least loaded one; with no encode
                                        worker up, a whole worker encodes it itself, and others cannot
 
-The policy chooses among several. Where no worker has room the client is told to come back; where there is no worker, why.
+The policy chooses among several; a request may name the data parallel rank of the worker that is to generate. Where no worker
+has room the client is told to come back; where there is no worker, why.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from kvrelay.errors import QueueFullError, UnavailableError
+from kvrelay.errors import InvalidRequestError, QueueFullError, UnavailableError
 from kvrelay.ids import WorkerId
 from kvrelay.metrics import Metrics
 from kvrelay.native import hashing
@@ -59,6 +60,7 @@ class Planner:
         self._encoded_by: _Latest[str] = _Latest(_MAX_IMAGES)
         self._by_role: dict[Role, list[Peer]] = {role: [] for role in Role}
         self._by_id: dict[Role, dict[WorkerId, Peer]] = {role: {} for role in Role}
+        self._ranks: dict[Role, set[int]] = {role: set() for role in Role}  # that workers have, or had
         self._block_sizes: dict[tuple[str, int], None] = {}  # fingerprint and block size of the workers that publish events
         if index is not None:
             hashing.prepare()
@@ -71,6 +73,7 @@ class Planner:
             record = peer.record
             self._by_role[record.role].append(peer)
             self._by_id[record.role][peer.id] = peer
+            self._ranks[record.role].add(record.data_parallel_rank)
             if record.events_address and record.block_size:
                 self._block_sizes[record.fingerprint, record.block_size] = None
 
@@ -85,12 +88,14 @@ class Planner:
         needs_encoder = bool(request.images) and not self._by_role[Role.ENCODE] and not self._by_role[Role.WHOLE]
         return _ENCODING if needs_encoder else frozenset()
 
-    def plan(self, request: GenerateRequest, avoid: frozenset[str] = frozenset()) -> Plan:
-        """Raises QueueFullError, or UnavailableError without a reason, which the caller knows better. Workers in `avoid` are
-        chosen only if no other can be; a prefill worker among them is not, since the decode worker can do without."""
+    def plan(self, request: GenerateRequest, avoid: frozenset[str] = frozenset(), *, again: bool = False) -> Plan:
+        """Raises QueueFullError, InvalidRequestError for a data parallel rank that never was, or UnavailableError without a
+        reason, which the caller knows better. Workers in `avoid` are chosen only if no other can be; a prefill worker
+        among them is not, since the decode worker can do without. `again`: it was sent before, and goes on in another rank if
+        its own is gone."""
         if not self.ready:
             raise UnavailableError("no worker can generate")
-        choice = _Choice(request, self.cached_tokens(request), avoid)
+        choice = _Choice(request, self.cached_tokens(request), avoid, again)
         plan = self._plan(choice)
         for peer in plan.peers if choice.cached else ():
             if tokens := choice.cached.get(peer.id):
@@ -133,7 +138,8 @@ class Planner:
         num_tokens = len(choice.request.prompt)
         if num_tokens <= self._local_prefill_tokens or not self._prefill_up(choice):
             return Plan(self._choose(Role.DECODE, choice))
-        if choice.request.params.max_tokens == 1 and choice.request.keep is None:
+        is_addressed = choice.request.data_parallel_rank is not None
+        if choice.request.params.max_tokens == 1 and choice.request.keep is None and not is_addressed:
             return Plan(self._choose(Role.PREFILL, choice))
         decode = self._choose(Role.DECODE, choice)
         if num_tokens - choice.cached.get(decode.id, 0) <= self._local_prefill_tokens:
@@ -166,8 +172,10 @@ class Planner:
 
     def _choose(self, role: Role, choice: _Choice) -> Peer:
         """One whose breaker is open is as good as avoided, but better than none."""
-        adapter = choice.request.adapter
-        able = [peer for peer in self._by_role[role] if peer.has_room and (not adapter or peer.record.has(adapter))]
+        adapter, peers = choice.request.adapter, self._by_role[role]
+        if choice.request.data_parallel_rank is not None and role is not Role.PREFILL:
+            peers = self._of_rank(choice.request.data_parallel_rank, role, peers, again=choice.again)
+        able = [peer for peer in peers if peer.has_room and (not adapter or peer.record.has(adapter))]
         if not able:
             if adapter and not any(peer.record.has(adapter) for peer in self._by_role[role]):
                 raise UnavailableError(f"no {role.value} worker has the LoRA adapter {adapter}", code="no_adapter")
@@ -181,6 +189,18 @@ class Planner:
         if choice.request.session:
             self._sessions.put((choice.request.session, role), peer.id)
         return peer
+
+    def _of_rank(self, rank: int, role: Role, peers: list[Peer], *, again: bool) -> list[Peer]:
+        """Raises InvalidRequestError, or UnavailableError if the rank's worker is away."""
+        found = [peer for peer in peers if peer.record.data_parallel_rank == rank]
+        if found or again:
+            return found or peers
+        if rank in self._ranks[role]:
+            raise UnavailableError(f"data parallel rank {rank}: its {role.value} worker is not up", code="no_worker")
+        known = ", ".join(map(str, sorted(self._ranks[role])))
+        raise InvalidRequestError(
+            f"data_parallel_rank: there is no rank {rank}; {role.value} workers have {known}", param="data_parallel_rank"
+        )
 
     def _pick(self, role: Role, candidates: list[Peer], choice: _Choice) -> Peer:
         if choice.request.session:
@@ -197,6 +217,7 @@ class _Choice:
     request: GenerateRequest
     cached: Mapping[WorkerId, int]
     avoid: frozenset[str]
+    again: bool
 
 
 class _Latest(OrderedDict[K, WorkerId]):

@@ -93,6 +93,7 @@ class Router:
             stored_s=stored_s,
         )
         self._dispatcher = Dispatcher(self._planner, metrics, self.continuations, self._sync, mode=mode, rules=rules)
+        self.timelines = self._dispatcher.timelines
         self._is_one_of_many = is_one_of_many
         if is_one_of_many:
             self.continuations.on_known = lambda parent: share(parent, self._dispatcher.usable, time.monotonic())
@@ -118,6 +119,7 @@ class Router:
     def close(self) -> None:
         """Open requests fail; nothing is heard of the workers any more."""
         self._dispatcher.fail_all("the server is shutting down")
+        self.timelines.close()
         self._sync.close()
         if self._ticker is not None:
             self._ticker.cancel()
@@ -254,6 +256,7 @@ class Router:
         self._peers.pop(worker_id, None)
         peer.close()
         self._feed.left(worker_id)
+        self.timelines.lost(worker_id)
         self._metrics.worker_losses.labels(peer.record.role.value, loss.value).inc()
         log.info("worker left", worker=worker_id, reason=loss.value)
         self._refresh()
@@ -315,6 +318,7 @@ class Router:
     def _tick(self) -> None:
         for peer in list(self._peers.values()):
             peer.tick()
+        self.timelines.tick()
         self._schedule_tick()
 
     def _excuse(self) -> str:

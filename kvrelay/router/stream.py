@@ -10,6 +10,7 @@ Outputs are ordered by (sample, position). What was already seen is dropped; wha
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import Protocol
 
@@ -44,6 +45,7 @@ class RequestStream:
     _: KW_ONLY
     prefill: str = ""  # worker ids, for the response headers
     decode: str = ""
+    data_parallel_rank: int = 0  # of the worker that generates
     encode: str = ""  # of the workers that make the embeddings of its images; empty for text
     transfer_id: TransferId | None = None  # of the hand-over, if two workers serve the request
     aborted: bool = field(default=False, init=False)
@@ -51,6 +53,7 @@ class RequestStream:
     parents: list[Parent] = field(default_factory=list, init=False)  # its samples, as requests that continue from them see them
     inherited: Inherited | None = field(default=None, init=False)  # what it took of its own parent's KV
     error: RequestError | None = field(default=None, init=False)  # that ended it
+    first_token_at: float = field(default=0.0, init=False)  # by the monotonic clock; 0 before it
     _tokens: list[list[int]] = field(init=False)
     _running: set[int] = field(init=False)
     _pending: list[SequenceOutput] = field(default_factory=list, init=False)
@@ -78,6 +81,10 @@ class RequestStream:
     @property
     def has_tokens(self) -> bool:
         return any(self._tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self._tokens))
 
     def tokens(self, sample: int) -> list[int]:
         """All that has come of it so far; once it has ended, what its client saw."""
@@ -173,6 +180,8 @@ class RequestStream:
         return None
 
     def _accept(self, output: SequenceOutput) -> None:
+        if not self.first_token_at:
+            self.first_token_at = time.monotonic()
         self._pending.append(output)
         self._tokens[output.sample] += output.tokens
         if output.finish is not None:

@@ -11,9 +11,9 @@ from typing import Literal
 import torch
 
 from kvrelay.checkpoint.digest import weights_digest
-from kvrelay.checkpoint.lora import named_folders
+from kvrelay.checkpoint.lora import check_lora, named_folders
 from kvrelay.checkpoint.spec import ModelSpec, fingerprint, read_spec
-from kvrelay.config import EngineOptions, Environment, ModelOptions, check_lora
+from kvrelay.config import EngineOptions, Environment, ModelOptions
 from kvrelay.engine.interfaces import Adapters, Allocate, LoadedAdapter, Row, StepPlan
 from kvrelay.errors import ConfigError
 from kvrelay.ids import RequestId
@@ -27,12 +27,15 @@ from kvrelay.progress import Progress
 from kvrelay.runner.gpu_memory import explained, graph_bytes, kv_bytes
 from kvrelay.runner.graphs import graph_sizes
 from kvrelay.runner.host_pool import HostPool, choose_host_blocks, make_host_pool
-from kvrelay.runner.kv_pool import KVPool, PoolSize, blocks_for, choose_pool_size, free_cpu_bytes
+from kvrelay.runner.kv_pool import KVPool, PoolSize, blocks_for, choose_pool_size, free_cpu_bytes, token_bytes
 from kvrelay.runner.loader import load_model
 from kvrelay.runner.lora import LoraAdapters
+from kvrelay.runner.ranks.group import LeadingModel, OnDeath, RankGroup
+from kvrelay.runner.ranks.shares import check_split
 from kvrelay.runner.runner import TorchRunner
 from kvrelay.runner.vision.features import FeatureStore
 from kvrelay.sampling import SamplingParams
+from kvrelay.wire.ranks import RankSetup
 from kvrelay.wire.serving import Image
 
 _BFLOAT16_FLAGS = frozenset({"bf16", "avx512_bf16", "amx_bf16"})
@@ -50,18 +53,20 @@ def build_runner(
     progress: Progress,
     allocate: Allocate | None = None,
     features: FeatureStore | None = None,
+    on_rank_death: OnDeath | None = None,
 ) -> TorchRunner:
     """Raises ConfigError or ModelError. The runner has computed once, so its first request is not slower than the others.
 
-    `features` is the store of an encoder in the same process; else a model that takes images gets one of its own."""
-    if model_options.tp > 1:
-        raise ConfigError(f"--tp {model_options.tp}: tensor parallelism is not supported yet; use --tp 1")
+    `features` is the store of an encoder in the same process; else a model that takes images gets one of its own.
+    With several ranks, `allocate` must give memory that they can map, and `on_rank_death` is told when one has ended."""
+    check_lora(model_options)
     engine_options = engine_options.for_device(model_options.device)
     device = choose_device(model_options)
     dtype_name = choose_dtype(model_options, cpu_flags())
     dtype = DTYPES[dtype_name]
-    num_threads = set_threads(model_options.threads)
+    num_threads = set_threads(model_options.threads, model_options.tp)
     spec = read_spec(folder)
+    group = _start_ranks(model_options, engine_options, folder, environment, dtype_name, spec, on_rank_death)
     kernels = choose_kernels(device, dtype, environment, model_options)
     with explained("loading weights", weight_elements(spec) * dtype.itemsize, device):
         model = load_model(
@@ -73,12 +78,13 @@ def build_runner(
             load=model_options.load,
             progress=progress,
             max_positions=engine_options.max_model_len or None,
+            ranks=None if group is None else group.ranks,
         )
     adapters = _load_adapters(spec, kernels, model_options, dtype)
     sizes = [] if isinstance(kernels, TorchKernels | NativeKernels) else graph_sizes(engine_options.max_batch)
     size = _pool_size(model, spec, model_options, engine_options, dtype, device, sizes)
     num_blocks = size.num_blocks + bool(sizes)  # graphs need one of their own
-    block_bytes = engine_options.block_size * spec.kv_bytes_per_token(dtype.itemsize)
+    block_bytes = engine_options.block_size * token_bytes(spec, dtype, model_options.tp)
     with explained(f"making room for {size.num_blocks} KV blocks and decode graphs", num_blocks * block_bytes, device):
         pool = KVPool(
             spec,
@@ -87,8 +93,12 @@ def build_runner(
             dtype=dtype,
             device=device,
             allocate=allocate,
+            num_ranks=model_options.tp,
         )
-        host_pool = _open_host_pool(pool, engine_options.swap_blocks, num_threads)
+        host_pool = _open_host_pool(pool, engine_options.swap_blocks, num_threads * model_options.tp)
+        if group is not None:
+            group.share(pool.descriptor, num_blocks, engine_options.block_size)
+            model = LeadingModel(model, group)
         runner = TorchRunner(
             model,
             pool,
@@ -105,6 +115,7 @@ def build_runner(
             adapters=adapters,
             graph_sizes=sizes,
             progress=progress,
+            ranks=group,
         )
         _warm_up(runner, engine_options.block_size)
     log.info(
@@ -117,13 +128,43 @@ def build_runner(
 
 def _load_adapters(spec: ModelSpec, kernels: Kernels, options: ModelOptions, dtype: torch.dtype) -> Adapters | None:
     """None where adapters are not computed."""
-    check_lora(options)
     if options.device != "cpu" or options.tp > 1:
         return None
     adapters = LoraAdapters(spec, kernels, torch.device(options.device), dtype)
     for name, folder in named_folders(options.lora).items():
         adapters.add(name, str(folder), adapters.read(str(folder)))
     return adapters
+
+
+def _start_ranks(
+    model_options: ModelOptions,
+    engine_options: EngineOptions,
+    folder: pathlib.Path,
+    environment: Environment,
+    dtype_name: str,
+    spec: ModelSpec,
+    on_death: OnDeath | None,
+) -> RankGroup | None:
+    """None for a worker of one rank."""
+    num_ranks = model_options.tp
+    if num_ranks == 1:
+        return None
+    if model_options.device != "cpu":
+        raise ConfigError(f"--tp {num_ranks}: a model is split among processes on the CPU only; on a GPU, use --tp 1")
+    if spec.vision is not None:
+        raise ConfigError(f"--tp {num_ranks}: models that take images are not split yet; use --tp 1")
+    check_split(spec, num_ranks)
+    setup = RankSetup(
+        rank=0,
+        num_ranks=num_ranks,
+        folder=str(folder),
+        model=model_options,
+        dtype=dtype_name,
+        num_threads=torch.get_num_threads(),
+        max_positions=engine_options.max_model_len,
+        log_level=environment.log_level,
+    )
+    return RankGroup(setup, on_death)
 
 
 def make_store(spec: ModelSpec, options: EngineOptions, device: torch.device, dtype: torch.dtype) -> FeatureStore | None:
@@ -152,9 +193,9 @@ def model_fingerprint(spec: ModelSpec, options: ModelOptions, folder: pathlib.Pa
     return f"{fingerprint(spec, choose_dtype(options, cpu_flags()))}-{weights}"
 
 
-def set_threads(threads: int) -> int:
-    """Once per process. 0 takes every core the process may run on."""
-    num_threads = threads or _num_cores()
+def set_threads(threads: int, num_ranks: int = 1) -> int:
+    """Once per process. 0 takes every core the process may run on. Ranks of one worker share its threads."""
+    num_threads = max(1, (threads or _num_cores()) // num_ranks)
     torch.set_num_threads(num_threads)
     return num_threads
 
@@ -215,7 +256,7 @@ def _pool_size(
             )
     else:
         free_bytes = free_cpu_bytes()
-    return choose_pool_size(spec, options, dtype=dtype, free_bytes=free_bytes, device=device)
+    return choose_pool_size(spec, options, dtype=dtype, free_bytes=free_bytes, device=device, num_ranks=model_options.tp)
 
 
 def _feature_bytes(spec: ModelSpec, options: EngineOptions) -> int:

@@ -310,7 +310,7 @@ class _SignatureStore:
         self._host: Hashes = np.zeros((_NUM_LAYERS, 2, num_host_blocks, block_size), dtype=np.uint64)
         self._num_blocks = num_blocks
         shape = (_NUM_LAYERS, 2, num_blocks, block_size)
-        memory = bytearray(8 * int(np.prod(shape))) if allocate is None else allocate(8 * int(np.prod(shape)))
+        memory = bytearray(8 * int(np.prod(shape))) if allocate is None else allocate(8 * int(np.prod(shape))).buffer
         self.planes: Hashes = np.frombuffer(memory, dtype=np.uint64).reshape(shape)  # the same in every layer, K and V
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:

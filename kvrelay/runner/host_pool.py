@@ -54,7 +54,7 @@ def choose_host_blocks(pool: KVPool, *, free_bytes: int, core_share: float) -> i
     """As many as the pool has, if a share of the free memory holds them. Of the host's memory, as of its cores, a worker takes
     only its part: `serve` divides the cores among the workers it starts."""
     budget = min(int(free_bytes * _SHARE * core_share), _MOST_BYTES)
-    block_bytes = pool.tensor.numel() * pool.tensor.element_size() // pool.num_blocks
+    block_bytes = pool.every_rank.numel() * pool.every_rank.element_size() // pool.num_blocks
     return min(pool.num_blocks, budget // block_bytes)
 
 
@@ -73,10 +73,10 @@ class CpuHostPool:
 
     def __init__(self, pool: KVPool, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self._pool = _bytes_of(pool.tensor)
-        layers, two, _, *block = pool.tensor.shape
+        self._pool = _bytes_of(pool.every_rank)
+        layers, two, _, *block = pool.every_rank.shape
         self._num_planes = layers * two
-        self._piece_bytes = math.prod(block) * pool.tensor.element_size()
+        self._piece_bytes = math.prod(block) * pool.every_rank.element_size()
         self._host = np.zeros(num_blocks * self._num_planes * self._piece_bytes, dtype=np.uint8)  # no page is touched yet
         self._copy = _best_copy()
         self._num_begun = 0
@@ -122,8 +122,8 @@ class CudaHostPool:
 
     def __init__(self, pool: KVPool, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self._pool = pool.tensor
-        layers, two, _, *block = pool.tensor.shape
+        self._pool = pool.every_rank
+        layers, two, _, *block = pool.every_rank.shape
         self._host = torch.empty((num_blocks, layers, two, *block), dtype=self._pool.dtype, pin_memory=True)
         self._staged = torch.empty((layers, two, _STAGED_BLOCKS, *block), dtype=self._pool.dtype, device=self._pool.device)
         self._crossing = torch.empty((_STAGED_BLOCKS, layers, two, *block), dtype=self._pool.dtype, device=self._pool.device)

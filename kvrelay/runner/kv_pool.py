@@ -15,6 +15,7 @@ import math
 import os
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import torch
 
@@ -23,7 +24,7 @@ from kvrelay.config import EngineOptions
 from kvrelay.engine.interfaces import Allocate
 from kvrelay.errors import ConfigError
 from kvrelay.log import Log
-from kvrelay.wire.kv import Layout
+from kvrelay.wire.kv import Layout, heads_per_rank
 
 CPU_SHARE = 0.15  # of the memory that is free
 CPU_MOST_BYTES = 4 * 2**30
@@ -40,7 +41,8 @@ class PoolSize:
 
 
 class KVPool:
-    """One tensor [layers, 2, blocks, block_size, kv_heads, head_dim], allocated once, zeroed."""
+    """One tensor [layers, 2, blocks, block_size, kv_heads, head_dim], allocated once, zeroed. Of a tensor-parallel worker it
+    is rank 0's; `every_rank` [ranks * layers, ...] has those of the others behind it."""
 
     def __init__(
         self,
@@ -51,8 +53,11 @@ class KVPool:
         dtype: torch.dtype,
         device: torch.device,
         allocate: Allocate | None = None,
+        num_ranks: int = 1,
     ) -> None:
-        shape = (spec.num_layers, 2, num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
+        """`spec` is the whole model's. Several ranks need memory that they can map."""
+        num_heads = heads_per_rank(spec.num_kv_heads, num_ranks)
+        shape = (num_ranks * spec.num_layers, 2, num_blocks, block_size, num_heads, spec.head_dim)
         self.layout = Layout(
             num_layers=spec.num_layers,
             num_blocks=num_blocks,
@@ -61,12 +66,16 @@ class KVPool:
             head_dim=spec.head_dim,
             dtype=str(dtype).removeprefix("torch."),
             item_bytes=dtype.itemsize,
+            tp=num_ranks,
         )
+        self.descriptor: int | None = None  # of its memory, where others can map it
         if allocate is not None and device.type == "cpu":
-            buffer = allocate(math.prod(shape) * dtype.itemsize)
-            self.tensor = torch.frombuffer(buffer, dtype=dtype).view(shape)
+            memory = allocate(math.prod(shape) * dtype.itemsize)
+            self.descriptor = memory.fd
+            self.every_rank = torch.frombuffer(memory.buffer, dtype=dtype).view(shape)
         else:
-            self.tensor = _zeros(shape, dtype, device)
+            self.every_rank = _zeros(shape, dtype, device)
+        self.tensor = self.every_rank[: spec.num_layers]
 
     @property
     def num_blocks(self) -> int:
@@ -81,12 +90,13 @@ class KVPool:
             origins[target] = origins.get(source, source)
         targets = torch.tensor(list(origins), device=self.tensor.device)
         sources = torch.tensor(list(origins.values()), device=self.tensor.device)
+        kv = self.every_rank
         # All sources are read before the first target is written, so chains and even exchanges come out right.
-        self.tensor.index_copy_(2, targets, self.tensor.index_select(2, sources))
+        kv.index_copy_(2, targets, kv.index_select(2, sources))
 
 
 def choose_pool_size(
-    spec: ModelSpec, options: EngineOptions, *, dtype: torch.dtype, free_bytes: int, device: torch.device
+    spec: ModelSpec, options: EngineOptions, *, dtype: torch.dtype, free_bytes: int, device: torch.device, num_ranks: int = 1
 ) -> PoolSize:
     """`free_bytes` is what the pool may use on a GPU, and what is free on a CPU."""
     options = options.for_device("cuda" if device.type == "cuda" else "cpu")
@@ -95,7 +105,7 @@ def choose_pool_size(
         raise ConfigError(
             f"--max-model-len {options.max_model_len} is more than the model's {spec.max_position_embeddings} positions"
         )
-    block_bytes = spec.kv_bytes_per_token(dtype.itemsize) * options.block_size
+    block_bytes = token_bytes(spec, dtype, num_ranks) * options.block_size
     num_blocks = options.kv_blocks or _blocks_from_memory(options, longest, block_bytes, free_bytes, device)
     return _fit(num_blocks, longest, options, block_bytes)
 
@@ -132,6 +142,12 @@ def _fit(num_blocks: int, longest: int, options: EngineOptions, block_bytes: int
         model=longest, max_model_len=room, kv_blocks=num_blocks, block_size=options.block_size,
     )  # fmt: skip
     return PoolSize(num_blocks=num_blocks, max_model_len=room)
+
+
+def token_bytes(spec: ModelSpec, dtype: torch.dtype, num_ranks: int = 1) -> int:
+    """Of a token's KV in all ranks, some of which may have the same heads."""
+    pooled = msgspec.structs.replace(spec, num_kv_heads=num_ranks * heads_per_rank(spec.num_kv_heads, num_ranks))
+    return pooled.kv_bytes_per_token(dtype.itemsize)
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:

@@ -20,11 +20,13 @@ from kvrelay.checkpoint.spec import ModelSpec
 from kvrelay.checkpoint.vision_spec import VisionSpec
 from kvrelay.errors import MissingTensorError, ModelError, WrongShapeError
 from kvrelay.kernels.base import Kernels
+from kvrelay.kernels.ranks import Ranks
 from kvrelay.log import Log
 from kvrelay.models.registry import Model, model_class
 from kvrelay.models.vision import VISION_PREFIX, VisionTower
 from kvrelay.models.vision_towers import make_tower
 from kvrelay.progress import Progress
+from kvrelay.runner.ranks.shares import RankShare, RankSource
 
 WHOLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -42,9 +44,10 @@ def load_model(
     load: Literal["auto", "dummy"],
     progress: Progress,
     max_positions: int | None = None,
+    ranks: Ranks | None = None,
 ) -> Model:
     """`load="dummy"` makes deterministic random weights and reads no file. `max_positions` bounds the rotary table, for a
-    model that will be run with a shorter context than its own."""
+    model that will be run with a shorter context than its own. With `ranks`, the share of one of them."""
     source: CheckpointSource | DummySource
     if load == "dummy":
         source = DummySource(device, dtype, progress)
@@ -53,10 +56,16 @@ def load_model(
     progress.start("loading weights" if load == "auto" else "making random weights", _num_tensors(spec), unit="tensors")
     try:
         positions = min(max_positions or spec.max_position_embeddings, spec.max_position_embeddings)
-        model = model_class(spec.architecture)(spec, kernels, source, device=device, max_positions=positions)
+        build = model_class(spec.architecture)
+        if ranks is None:
+            model = build(spec, kernels, source, device=device, max_positions=positions)
+        else:
+            share = RankShare(spec, ranks.rank, ranks.num_ranks)
+            model = build(share.spec, kernels, RankSource(share, source), device=device, max_positions=positions, ranks=ranks)
     finally:
         progress.done()
-    source.finish(spec)
+    if ranks is None or ranks.rank == 0:
+        source.finish(spec)
     return model
 
 

@@ -32,6 +32,7 @@ from kvrelay.runner.cuda_fence import CudaFence
 from kvrelay.runner.graphs import DecodeGraphs
 from kvrelay.runner.host_pool import HostPool
 from kvrelay.runner.kv_pool import KVPool, blocks_for
+from kvrelay.runner.ranks.group import RankGroup
 from kvrelay.runner.sampling.draw import NOT_RESOLVED
 from kvrelay.runner.sampling.edits import EditState
 from kvrelay.runner.sampling.grammar import Grammars
@@ -101,9 +102,10 @@ class TorchRunner:
         adapters: Adapters | None = None,
         graph_sizes: Sequence[int] = (),
         progress: Progress | None = None,
+        ranks: RankGroup | None = None,
     ) -> None:
         """`features` holds those of images; without it the runner takes none. With `graph_sizes`, decode steps are padded to
-        them and replayed, and the pool's last block is the runner's own."""
+        them and replayed, and the pool's last block is the runner's own. `ranks` are ended with the runner."""
         self.spec = spec
         self.features = features
         self.adapters = adapters or NoAdapters()
@@ -113,6 +115,7 @@ class TorchRunner:
         self._model = model
         self._pool = pool
         self._host_pool = host_pool
+        self.ranks = ranks
         device = pool.tensor.device
         self._builder = BatchBuilder(
             block_size=block_size,
@@ -272,6 +275,8 @@ class TorchRunner:
         self._launched.clear()
         if self._host_pool is not None:
             self._host_pool.close()
+        if self.ranks is not None:
+            self.ranks.close()
 
 
 def _image_rows(spec: ModelSpec, features: FeatureStore | None, device: torch.device) -> ImageRows | None:

@@ -28,20 +28,34 @@ from kvrelay.states import ConsumerState, ProducerState
 from kvrelay.wire.relay import FromConsumer, FromProducer, Heartbeat, HeartbeatAck, Map, Mapped, TransferMessage, reader
 from kvrelay.wire.serving import FirstToken
 
-KV_VERSION = 2  # of this channel alone
+KV_VERSION = 3  # of this channel alone
+MAX_RANKS = 32  # of a worker
+
+
+def heads_per_rank(num_kv_heads: int, tp: int) -> int:
+    """As many for each rank, so that their shares of memory have one shape."""
+    return -(-num_kv_heads // tp)
+
+
+def heads_of(num_kv_heads: int, tp: int, rank: int) -> range:
+    """The KV heads of one rank. Where they cannot be split evenly, neighbours have some of them twice; where there are more
+    ranks than heads, several ranks in a row have the same one."""
+    count = heads_per_rank(num_kv_heads, tp)
+    first = min(rank * count, num_kv_heads - count) if tp <= num_kv_heads else rank * num_kv_heads // tp
+    return range(first, first + count)
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
-    """The shape of a worker's KV memory: [layers, 2, blocks, block_size, kv_heads, head_dim]."""
+    """The shape of a worker's KV memory: [ranks, layers, 2, blocks, block_size, kv_heads of a rank, head_dim]."""
 
     num_layers: int
     num_blocks: int
     block_size: int
-    num_kv_heads: int
+    num_kv_heads: int  # of the model
     head_dim: int
     dtype: str  # such as "float32"
     item_bytes: int
-    tp: int = 1
+    tp: int = 1  # ranks of the worker
 
 
 # Consumer -> producer

@@ -36,7 +36,7 @@ from kvrelay.errors import (
 )
 from kvrelay.ids import KeptId, RequestId, RouterId, TransferId, WorkerId
 from kvrelay.sampling import SamplingParams
-from kvrelay.states import FinishReason, Role
+from kvrelay.states import FinishReason, Role, Stage
 from kvrelay.wire.adapters import AdaptersTold, LoadAdapter, UnloadAdapter
 from kvrelay.wire.registry import WorkerLoad, WorkerRecord
 
@@ -72,6 +72,7 @@ class TransferInfo(msgspec.Struct, frozen=True, kw_only=True):
     producer: WorkerId
     consumer: WorkerId
     signal_address: str  # where the producer listens
+    trace_id: str = ""  # of the request, for log lines
 
 
 class Resumed(msgspec.Struct, frozen=True, array_like=True):
@@ -109,6 +110,7 @@ class EmbeddingTransfer(msgspec.Struct, frozen=True, kw_only=True):
     producer: WorkerId
     consumer: WorkerId
     signal_address: str  # where the producer listens
+    trace_id: str = ""  # of the request, for log lines
 
 
 class Submit(Message, frozen=True, kw_only=True):
@@ -331,7 +333,18 @@ class BeamResult(StepNews, frozen=True, array_like=True):
     score: float
 
 
-News = Failure | HandedOver | KeptNews | Inherited | BeamResult
+class LegTimes(StepNews, frozen=True, array_like=True):
+    """Once for each request that a worker accepted, when it has ended there: the stages that it went through, each with the
+    moment at which it began, and the end of the last. Seconds of the worker's own clock; the first is when the request came,
+    and the last is when this was said."""
+
+    request_id: RequestId
+    stages: list[tuple[Stage, float]]
+    ended: float
+    resumed_s: float = 0.0  # from the first part of an embedding that did not fit at once to its last; the longest
+
+
+News = Failure | HandedOver | KeptNews | Inherited | BeamResult | LegTimes
 AnyNews = TypeVar("AnyNews", bound=StepNews)
 COMES_FIRST = (Inherited, BeamResult)  # to be heard before the tokens of the same message, with which a request may end
 

@@ -18,6 +18,7 @@ from kvrelay.wire.serving import (
     HandedOver,
     Inherited,
     KeptNews,
+    LegTimes,
     News,
     SequenceOutput,
     StepOutputs,
@@ -26,6 +27,7 @@ from kvrelay.wire.serving import (
 from kvrelay.worker.recent import Recent
 
 _REMEMBERED_KEPT = 4096
+_REMEMBERED_ENDED = 1024
 
 
 @dataclass(slots=True, eq=False)
@@ -52,6 +54,7 @@ class Callers:
     def __init__(self) -> None:
         self._routers: dict[bytes, Caller] = {}
         self._owners: dict[RequestId, Caller] = {}
+        self._ended: dict[RequestId, Caller] = {}  # the last ones, of which it is to be told how long they took
         self._kept: Recent[RequestId] = Recent(_REMEMBERED_KEPT)
         self._awaited: dict[RequestId, tuple[Caller, set[int]]] = {}  # samples of which it is to be told whether they are kept
 
@@ -74,6 +77,7 @@ class Callers:
     def forget(self, caller: Caller) -> None:
         """Its requests have been closed."""
         self._routers.pop(caller.identity, None)
+        self._ended = {request_id: other for request_id, other in self._ended.items() if other is not caller}
         for request_id in [request_id for request_id, (awaiting, _) in self._awaited.items() if awaiting is caller]:
             del self._awaited[request_id]
 
@@ -102,6 +106,9 @@ class Callers:
         for request_id in request_ids:
             del caller.open[request_id]
             del self._owners[request_id]
+            self._ended[request_id] = caller
+        while len(self._ended) > _REMEMBERED_ENDED:
+            del self._ended[next(iter(self._ended))]
 
     def close_sample(self, caller: Caller, request_id: RequestId, sample: int) -> None:
         samples = caller.open[request_id]
@@ -140,6 +147,8 @@ class Callers:
             case Failure():
                 self._awaited.pop(news.request_id, None)
                 return self._owners.get(news.request_id)
+            case LegTimes():
+                return self._owners.get(news.request_id) or self._ended.pop(news.request_id, None)
             case KeptNews():
                 caller, samples = self._awaited.get(news.request_id, (None, set()))
                 samples.discard(news.sample)

@@ -7,6 +7,7 @@ drop      no request waits for it any more: aborted, and the encode worker stops
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -34,6 +35,7 @@ class _Coming:
     owner: RequestId  # whose transfer it is: when it ends, so does the transfer
     waiters: set[RequestId]
     pieces: list[Piece] = field(default_factory=list)
+    resumed_at: float | None = None  # when its first round was here, if that was not all
 
 
 class EmbeddingIntake:
@@ -47,6 +49,7 @@ class EmbeddingIntake:
         self._merge_size = merge_size
         self._by_digest: dict[str, _Coming] = {}
         self._by_transfer: dict[TransferId, _Coming] = {}
+        self._resumed_s: dict[RequestId, float] = {}
         self._num_shared = 0
         self._num_failed = 0  # not those that were refused
 
@@ -60,7 +63,7 @@ class EmbeddingIntake:
             return
         coming = _Coming(image, transfer.transfer_id, request_id, {request_id})
         self._by_digest[image.digest] = self._by_transfer[transfer.transfer_id] = coming
-        self._consumer.expect(transfer.transfer_id, transfer.producer, transfer.signal_address)
+        self._consumer.expect(transfer.transfer_id, transfer.producer, transfer.signal_address, trace_id=transfer.trace_id)
 
     def drop(self, request_id: RequestId) -> None:
         for coming in list(self._by_digest.values()):
@@ -92,6 +95,9 @@ class EmbeddingIntake:
                 failures += self._fail(coming, error)
         return failures
 
+    def resumed_s(self, request_id: RequestId) -> float:
+        return self._resumed_s.pop(request_id, 0.0)
+
     def counts(self) -> ImageCounts:
         counts = self._consumer.counts()
         return ImageCounts(
@@ -110,7 +116,12 @@ class EmbeddingIntake:
         """Pieces that lie in the pool are copied out of it with the last one. Returns why the embedding cannot be used."""
         coming.pieces += arrival.pieces
         if not arrival.is_complete:
+            coming.resumed_at = coming.resumed_at or time.monotonic()
             return ""
+        if coming.resumed_at is not None:
+            for request_id in coming.waiters:
+                took_s = time.monotonic() - coming.resumed_at
+                self._resumed_s[request_id] = max(took_s, self._resumed_s.get(request_id, 0.0))
         self._forget(coming)
         image = coming.image
         fill_ids = np.concatenate([piece.fill_ids for piece in coming.pieces])

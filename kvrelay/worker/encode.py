@@ -15,11 +15,13 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from kvrelay.engine.requests.stages import Stages
 from kvrelay.errors import InternalError, InvalidRequestError, QueueFullError, RequestError, UnavailableError
 from kvrelay.ids import KeptId, RequestId, TransferId, WorkerId
 from kvrelay.log import Log
 from kvrelay.runner.vision.encoder import Encoder
 from kvrelay.runner.vision.feature_rows import to_rows
+from kvrelay.states import Stage
 from kvrelay.transfer.embedding.mover import EmbeddingProducer, EmbeddingTooLargeError
 from kvrelay.transfer.embedding.pool import Embedding
 from kvrelay.wire.registry import ImageCounts, TransferCounts, WorkerLoad
@@ -71,6 +73,7 @@ class EncodeEngine:
         self._merge_size = merge_size
         self._max_queue = max_queue
         self._open: dict[RequestId, set[TransferId]] = {}  # what was neither taken nor refused yet
+        self._stages: dict[RequestId, Stages] = {}  # of the same requests
         self._owners: dict[TransferId, RequestId] = {}
         self._waiting: deque[_Job] = deque()  # for the tower
         self._made: deque[_Job] = deque()  # for room in the relay's pool
@@ -89,6 +92,7 @@ class EncodeEngine:
             self._news.append(Failure.of(encode.request_id, error))
             return
         self._open[encode.request_id] = {transfer.transfer_id for transfer in encode.transfers}
+        self._stages[encode.request_id] = Stages()
         for image, transfer in zip(encode.images, encode.transfers, strict=True):
             self._owners[transfer.transfer_id] = encode.request_id
             self._producer.expect(transfer.transfer_id, [transfer.consumer])
@@ -174,7 +178,7 @@ class EncodeEngine:
             left.discard(sent.transfer_id)
             if not left:
                 del self._open[request_id]
-                self._news.append(HandedOver(request_id))
+                self._news += [self._stages.pop(request_id).times(request_id), HandedOver(request_id)]
 
     def _next_batch(self) -> list[_Job]:
         batch: list[_Job] = []
@@ -192,6 +196,8 @@ class EncodeEngine:
         if not batch:
             return
         self._made.extend(batch)  # from here on they are let go as such, also if they fail
+        for job in batch:
+            self._stages[job.request_id].enter(Stage.ENCODE)
         errors = self._encoder.encode([job.image for job in batch])
         for job in batch:
             error = errors.get(job.image.digest)
@@ -207,6 +213,7 @@ class EncodeEngine:
                 self._fail(job.request_id, InvalidRequestError(str(error), param="messages"))
                 continue
             if not self._pool_full:
+                self._stages[job.request_id].enter(Stage.TRANSFER)
                 self._made.popleft()
                 self._store.release(job.image.digest)
 
@@ -238,6 +245,7 @@ class EncodeEngine:
         transfers = self._open.pop(request_id, None)
         if transfers is None:
             return False
+        self._news.append(self._stages.pop(request_id).times(request_id))
         for transfer_id in transfers:
             del self._owners[transfer_id]
             self._producer.abort(transfer_id)

@@ -56,6 +56,9 @@ class LocalEncoder:
             if image.digest in errors
         ]
 
+    def resumed_s(self, request_id: RequestId) -> float:
+        return 0.0
+
     def counts(self) -> ImageCounts:
         return ImageCounts(encoded=self._encoder.num_encoded, hits=self._encoder.num_hits)
 

@@ -5,8 +5,6 @@ memory for KV that peers can reach -> runner in it -> transports registered with
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from kvrelay.config import TransferOptions
@@ -31,11 +29,19 @@ def relay_stage(role: Role, options: TransferOptions, host: str, port: int = 0) 
     def build(setup: Setup) -> Stage:
         shared: list[Region] = []  # host memory that other processes can map; none on a GPU
 
-        def allocate(size_bytes: int) -> Any:
+        def allocate(size_bytes: int) -> Region:
             shared.append(shared_region(size_bytes))
-            return shared[0].buffer
+            return shared[0]
 
-        runner = build_runner(setup.model, setup.engine, setup.folder, setup.environment, setup.progress, allocate)
+        runner = build_runner(
+            setup.model,
+            setup.engine,
+            setup.folder,
+            setup.environment,
+            setup.progress,
+            allocate,
+            on_rank_death=setup.on_rank_death,
+        )
         waker = Waker()
         parts = RelayParts(
             worker_id=setup.worker_id,

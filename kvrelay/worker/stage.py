@@ -50,6 +50,7 @@ class Setup:
     engine: EngineOptions
     environment: Environment
     progress: Progress
+    on_rank_death: Callable[[str], None] | None = None  # None: the next step raises RankDiedError
 
     @functools.cached_property
     def folder(self) -> pathlib.Path:

@@ -13,6 +13,7 @@ from kvrelay.media.image_spec import read_image_spec
 from kvrelay.progress import Progress
 from kvrelay.runner.build import build_runner
 from kvrelay.text.tokenizer import Tokenizer
+from kvrelay.transfer.region import shared_region
 from kvrelay.worker.images import Reach, open_images
 from kvrelay.worker.stage import BuildStage, Setup, Stage, Waker, publishes_events
 
@@ -39,7 +40,16 @@ def build_engine(
 def _join(setup: Setup, reach: Reach | None = None) -> tuple[Engine, Stage]:
     encoder = _open_encoder(setup)
     features = None if encoder is None else encoder.store
-    runner = build_runner(setup.model, setup.engine, setup.folder, setup.environment, setup.progress, features=features)
+    runner = build_runner(
+        setup.model,
+        setup.engine,
+        setup.folder,
+        setup.environment,
+        setup.progress,
+        shared_region if setup.model.tp > 1 else None,
+        features=features,
+        on_rank_death=setup.on_rank_death,
+    )
     engine = Engine(
         options=setup.engine,
         runner=runner,

@@ -80,9 +80,10 @@ def run_worker(
         version=PROTOCOL_VERSION,
         block_size=engine_options.block_size,
         device=model_options.device,
+        data_parallel_rank=worker_options.data_parallel_rank,
     )
     with announced(registration, record, worker_options.registration_s):
-        stage = build_stage(Setup(worker_id, model_options, engine_options, environment, progress))
+        stage = build_stage(Setup(worker_id, model_options, engine_options, environment, progress, _end_at_once))
     gc.collect()
     gc.freeze()  # what exists now lives as long as the process
     loop = ServingLoop(stage.engine, host=worker_options.worker_host, port=worker_options.worker_port)
@@ -147,6 +148,13 @@ def _serve(loop: ServingLoop, stage: Stage, registration: Registration, options:
         raise refusals[0]
     log.info("worker ends", worker=loop.record.id, status=status)
     return status
+
+
+def _end_at_once(reason: str) -> None:
+    """As if killed: its peers and the router go on without it, and its supervisor starts another. To answer the open
+    requests, and be it with an error, would end streams that can go on elsewhere."""
+    log.error("worker ends at once", reason=reason)
+    os._exit(1)
 
 
 def _handle_signals(loop: ServingLoop, *, launched: bool) -> None:

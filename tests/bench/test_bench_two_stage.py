@@ -40,9 +40,9 @@ def test_tied_results_may_change_places() -> None:
 
 def bench_with(calm: dict[str, float], pressed: dict[str, float]) -> TwoStageRun:
     bench = TwoStageRun(TwoStageBench(requests=1), 100)
-    for outcomes, times in ((bench.calm, calm), (bench.pressed, pressed)):
+    for outcomes, times, on_device in ((bench.calm, calm, [88]), (bench.pressed, pressed, [0, 44])):
         for way, seconds in times.items():
-            outcomes[way] = Outcome([seconds], 2.0, [705], [705], 7, {0: answer(BEAMS)}, [way == "continuation"] * 2)
+            outcomes[way] = Outcome([seconds], 2.0, [705], [705], 7, {0: answer(BEAMS)}, [way == "continuation"] * 2, on_device)
     bench.separate_s, bench.together_s = [4.0, 3.0], [1.0, 0.5]
     return bench
 
@@ -59,6 +59,8 @@ def test_ways_are_compared_within_one_run() -> None:
     assert figures["separate_requests_over_beam"] == pytest.approx(6.0)
     assert figures["identical_outputs"] == 1.0
     assert figures["leases_kept"] == 1.0
+    assert figures["kept_blocks_moved"] == 44
+    assert figures["kept_share_moved"] == pytest.approx(0.5)
     assert figures["ttft_ms_continuation_pressure"] == pytest.approx(60.0)
     assert set(TARGETS) <= set(figures)
 
@@ -83,6 +85,8 @@ def test_a_pool_holds_the_kept_kv_and_one_search_beside_it() -> None:
     search = 45 + 31 * 2  # the prompt, and for every other beam its output and a copy of the tail
     assert work.pool_blocks - pinned >= search
     assert int(settings["max-model-len"]) >= 500 + 200 + 5 + 3
+    blocks_of_press = 32 * (work.press_tokens + 4) // 16
+    assert work.pool_blocks - 44 < blocks_of_press < work.pool_blocks, "beside it there is no room for the KV of one parent"
 
 
 def test_the_drawing_shows_every_way_twice() -> None:
@@ -110,4 +114,6 @@ def test_a_whole_run(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str])
     assert results["prefilled_tokens_prefix_cache"] < 32 < results["prefilled_tokens_prefix_cache_pressure"]
     assert results["ttft_prefilled_tokens_prefix_cache"] < 32 < results["ttft_prefilled_tokens_prefix_cache_pressure"]
     assert results["evictions_continuation_pressure"] > 0
+    assert results["kept_share_moved"] == 1.0
+    assert results["kept_blocks_moved"] > 0
     assert (tmp_path / "plot.svg").read_text().startswith("<svg")

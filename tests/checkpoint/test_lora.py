@@ -13,9 +13,9 @@ from lora_adapters import adapter_folder
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
 
-from kvrelay.checkpoint.lora import CONFIG_NAME, WEIGHTS_NAME, lora_digest, named_folders, read_lora
+from kvrelay.checkpoint.lora import CONFIG_NAME, WEIGHTS_NAME, check_lora, lora_digest, named_folders, read_lora
 from kvrelay.checkpoint.spec import read_spec
-from kvrelay.config import ModelOptions, check_lora
+from kvrelay.config import ModelOptions
 from kvrelay.errors import ConfigError, ModelError
 from kvrelay.kernels.torch_kernels import TorchKernels
 from kvrelay.runner.lora import LoraAdapters

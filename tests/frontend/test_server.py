@@ -18,6 +18,7 @@ from schemathesis.checks import not_a_server_error
 from kvrelay.config import RouterOptions
 from kvrelay.errors import UnavailableError
 from kvrelay.frontend.http.call import Call
+from kvrelay.frontend.pages.openapi import openapi
 from kvrelay.frontend.prompt.types import HARMLESS_FIELDS, ChatRequest, FunctionTool, StreamOptions
 from kvrelay.ids import new_transfer_id
 from kvrelay.metrics import Metrics
@@ -132,6 +133,8 @@ async def test_pages() -> None:
         metrics = await client.get("/metrics")
         assert metrics.headers["content-type"].startswith("text/plain")
         docs = await client.get("/docs")
+        methods = {method for path in openapi()["paths"].values() for method in path}
+        assert [method for method in methods if f".{method} {{ background" not in docs.text] == []
         assert docs.headers["content-type"] == "text/html; charset=utf-8"
         assert "http" not in docs.text.replace("https://", "http").split("<script>")[0]
         backend.ready = False
@@ -176,10 +179,17 @@ async def test_headers_name_workers_and_request(stream: bool) -> None:
 async def test_trace_headers_and_request_id_reach_the_backend() -> None:
     backend = fake_backend()
     async with http_client(make_app(backend)) as client:
-        headers = {"traceparent": "00-1-2-01", "x-request-id": "mine"}
+        headers = {"traceparent": f"00-{'a1' * 16}-{'b2' * 8}-01", "tracestate": "vendor=1", "x-request-id": "mine"}
         await client.post(CHAT, json={"messages": [USER], "max_tokens": 1}, headers=headers)
-    assert backend.submitted[0].trace == {"traceparent": "00-1-2-01"}
+        unknown = await client.post(CHAT, json={"messages": [USER], "max_tokens": 1}, headers={"traceparent": "00-1-2-01"})
+    known, made = (request.trace["traceparent"].split("-") for request in backend.submitted)
+    assert known[:2] == ["00", "a1" * 16]
+    assert known[2] != "b2" * 8  # the parent of what workers do is what this server does
+    assert known[3] == "01"
+    assert backend.submitted[0].trace["tracestate"] == "vendor=1"
     assert backend.submitted[0].external_id == "mine"
+    assert "-".join(made) == unknown.headers["traceparent"], "a trace that cannot be read is replaced, and the client told"
+    assert made[3] == "00"
 
 
 async def test_metrics_count_requests_and_tokens() -> None:
@@ -190,9 +200,9 @@ async def test_metrics_count_requests_and_tokens() -> None:
         page = (await client.get("/metrics")).text
     assert f'kvrelay_requests_total{{endpoint="{CHAT}",status="200"}} 1.0' in page
     assert f'kvrelay_requests_total{{endpoint="{CHAT}",status="400"}} 1.0' in page
-    assert f"kvrelay_output_tokens_total {len(says('one two')) + 1}.0" in page
-    assert "kvrelay_ttft_seconds_count 1.0" in page
-    assert f"kvrelay_inter_token_seconds_count {len(says('one two'))}.0" in page
+    assert f"kvrelay_generation_tokens_total {len(says('one two')) + 1}.0" in page
+    assert "kvrelay_time_to_first_token_seconds_count 1.0" in page
+    assert f"kvrelay_inter_token_latency_seconds_count {len(says('one two'))}.0" in page
 
 
 @pytest.mark.parametrize(
@@ -264,7 +274,7 @@ async def test_a_body_in_many_pieces_is_read() -> None:
     async def send(message: Any) -> None:
         raise AssertionError
 
-    assert await Call({"headers": []}, receive, send).body(10_000) == content
+    assert await Call({"path": "/", "headers": []}, receive, send).body(10_000) == content
 
 
 def test_harmless_fields_exist() -> None:

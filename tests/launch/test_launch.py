@@ -114,11 +114,11 @@ def test_a_killed_worker_is_replaced(folder: str) -> None:
 
 
 def test_a_worker_that_cannot_start_ends_serve_with_its_reason(folder: str) -> None:
-    command = [sys.executable, "-m", "kvrelay", "serve", folder, "--port", "0", "--tp", "2"]
+    command = [sys.executable, "-m", "kvrelay", "serve", folder, "--port", "0", "--tp", "7"]
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
     assert result.returncode == 2
     assert result.stdout == ""
-    assert re.match(r"error: worker \d could not start: --tp 2", result.stderr.rstrip().splitlines()[-1])
+    assert re.match(r"error: worker \d could not start: --tp 7", result.stderr.rstrip().splitlines()[-1])
 
 
 def test_a_port_in_use_is_one_line(folder: str) -> None:

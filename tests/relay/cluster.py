@@ -74,6 +74,7 @@ class Shape:
     check_invariants: bool = True
     eos_one_in: int = 0
     checkpoint: str = ""  # a folder: the real runner instead of the fake one
+    tp: tuple[int, int] = (1, 1)  # ranks of a prefill and of a decode worker, with a checkpoint
     settings: TransferSettings = TransferSettings()
     wrap: Callable[[TransferEngine], TransferEngine] | None = None  # around each transport of the fake runner's workers
 
@@ -343,16 +344,17 @@ class Cluster:
     def _real_stage(self, role: Role, worker_id: WorkerId, options: EngineOptions) -> Stage:
         assert self.shape.transfer != "memory"
         build = relay_stage(role, TransferOptions(transfer=self.shape.transfer), "127.0.0.1")
-        model = ModelOptions(model=self.shape.checkpoint, dtype="float32", threads=1)
+        tp = self.shape.tp[role is Role.DECODE]
+        model = ModelOptions(model=self.shape.checkpoint, dtype="float32", threads=1, tp=tp)
         return build(Setup(worker_id, model, options, read_environment(), Silent()))
 
     def _fake_stage(self, role: Role, worker_id: WorkerId, options: EngineOptions) -> Stage:
         """What `worker/relay.py` does, around the fake runner."""
         regions: list[Region] = []
 
-        def allocate(size_bytes: int) -> Any:
+        def allocate(size_bytes: int) -> Region:
             regions.append(shared_region(size_bytes))
-            return regions[0].buffer
+            return regions[0]
 
         runner = FakeRunner(
             num_blocks=options.kv_blocks,

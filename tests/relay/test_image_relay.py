@@ -92,6 +92,23 @@ async def test_the_text_before_a_image_is_computed_while_it_is_encoded_and_other
         assert (await collect(stuck)).error is None
 
 
+async def test_the_first_image_of_a_prompt_is_used_before_the_second_has_arrived() -> None:
+    prompt = make_prompt("qwen3_vl", TWO, "What differs?")
+    first, second = prompt.images
+    async with images(Shape(encode=2, prefill=1, decode=1)) as cluster:
+        for worker in cluster.of(Role.ENCODE):
+            worker.allow(0)
+        stream = cluster.submit(ask(prompt))
+        await cluster.until(lambda: all(w.engine.load().waiting == 1 for w in cluster.of(Role.ENCODE)))
+        early, late = sorted(cluster.of(Role.ENCODE), key=lambda w: w.engine._waiting[0].image.digest != first.digest)
+        early.allow(None)
+        await cluster.until(lambda: cluster.prefill.engine.load().prompt_tokens == second.start)
+        assert second.start >= first.start + first.num_tokens
+        assert cluster.prefill.images.relayed == 1
+        late.allow(None)
+        assert (await collect(stream)).tokens[0] == reference_output("qwen3_vl", prompt, 6)[0]
+
+
 async def test_an_encode_worker_that_dies_is_replaced_by_another() -> None:
     prompt = make_prompt("qwen3_vl", TWO, "What differs?")
     async with images(Shape(encode=2, prefill=1, decode=1)) as cluster:

@@ -57,9 +57,9 @@ class Side:
         )
         regions: list[Region] = []
 
-        def allocate(size_bytes: int) -> Any:
+        def allocate(size_bytes: int) -> Region:
             regions.append(shared_region(size_bytes))
-            return regions[0].buffer
+            return regions[0]
 
         runner, layout, vocab, eos, fingerprint = _runner(checkpoint, options, allocate)
         self.producer: RelayProducer | None = None

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from registry_records import make_record
 
-from kvrelay.errors import QueueFullError, UnavailableError
+from kvrelay.errors import InvalidRequestError, QueueFullError, UnavailableError
 from kvrelay.ids import WorkerId, new_worker_id
 from kvrelay.metrics import Metrics
 from kvrelay.native.hashing import extend_hashes, root_hash
@@ -31,10 +31,15 @@ class Breaker:
 class Worker:
     """As much of a peer as a planner looks at."""
 
-    def __init__(self, role: Role, block_size: int = 16) -> None:
+    def __init__(self, role: Role, block_size: int = 16, rank: int = 0) -> None:
         self.id: WorkerId = new_worker_id(role.value)
         self.record: WorkerRecord = make_record(
-            id=self.id, role=role, block_size=block_size, events_address="tcp://127.0.0.1:1", fingerprint="model"
+            id=self.id,
+            role=role,
+            block_size=block_size,
+            events_address="tcp://127.0.0.1:1",
+            fingerprint="model",
+            data_parallel_rank=rank,
         )
         self.has_room = True
         self.load_tokens = 0
@@ -55,10 +60,12 @@ class World:
         extend_hashes(hashes, root_hash("model", salt), tokens, size, len(tokens) // size)
         self.index.add(worker.id, hashes)
 
-    def plan(self, prompt: list[int] = PROMPT, *, avoid: set[str] = frozenset(), **fields: Any) -> tuple[Any, Any]:  # type: ignore[assignment]
+    def plan(
+        self, prompt: list[int] = PROMPT, *, avoid: frozenset[str] | set[str] = frozenset(), again: bool = False, **fields: Any
+    ) -> tuple[Any, Any]:
         params = fields.pop("params", SamplingParams(max_tokens=50))
         request = GenerateRequest(external_id="x", prompt=prompt, params=params, **fields)
-        plan = self.planner.plan(request, frozenset(avoid))
+        plan = self.planner.plan(request, frozenset(avoid), again=again)
         return plan.prefill, plan.decode
 
 
@@ -256,3 +263,37 @@ def test_sessions_are_forgotten_in_the_end(monkeypatch: pytest.MonkeyPatch) -> N
     for number in range(100):
         world.plan(session=f"chat {number}")
     assert len(world.planner._sessions) == 8
+
+
+# Data parallel ranks
+
+
+@pytest.mark.parametrize("role", [Role.DECODE, Role.WHOLE])
+def test_a_rank_is_the_worker_that_generates_whatever_is_cached_or_short_or_loaded(role: Role) -> None:
+    workers = [Worker(role, rank=rank) for rank in range(3)]
+    prefills = [Worker(Role.PREFILL, rank=rank) for rank in range(2)] if role is Role.DECODE else []
+    world = World("prefix_aware", *prefills, *workers)
+    world.cache(workers[0], PROMPT)
+    workers[2].load_tokens = 100_000
+    for rank, worker in enumerate(workers):
+        for prompt, params in ((PROMPT, SamplingParams(max_tokens=1)), (PROMPT[:9], SamplingParams(max_tokens=9))):
+            assert world.plan(prompt, data_parallel_rank=rank, params=params)[1] is worker
+
+
+def test_an_unknown_rank_is_the_clients_mistake_and_one_that_is_away_is_not() -> None:
+    workers = [Worker(Role.WHOLE, rank=rank) for rank in range(2)]
+    world = World("least_loaded", *workers)
+    with pytest.raises(InvalidRequestError, match="there is no rank 2; whole workers have 0, 1"):
+        world.plan(data_parallel_rank=2)
+    world.planner.use(workers[:1])  # type: ignore[arg-type]
+    with pytest.raises(UnavailableError, match="rank 1: its whole worker is not up"):
+        world.plan(data_parallel_rank=1)
+    assert world.plan(data_parallel_rank=1, again=True)[1] is workers[0]
+
+
+def test_a_rank_that_is_full_is_waited_for() -> None:
+    workers = [Worker(Role.WHOLE, rank=rank) for rank in range(2)]
+    world = World("least_loaded", *workers)
+    workers[1].has_room = False
+    with pytest.raises(QueueFullError):
+        world.plan(data_parallel_rank=1)

@@ -5,6 +5,8 @@ Each on both kinds of transports: the producer writes, or the consumer copies.
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 from embedding_world import EmbeddingWorld, EncodeSide, Plan, PrefillSide
 
@@ -82,6 +84,22 @@ def test_large_data_2000_of_1024_needs_one_resume(mover: Mover) -> None:
     first, last = pair.prefill.arrivals[pair.plan.transfer_id]
     assert (first.num_tokens, first.is_complete) == (1024, False), "the first images can be used before the last arrive"
     assert (last.num_tokens, last.is_complete) == (2000, True)
+
+
+@both_movers
+def test_an_embedding_in_several_rounds_is_one_warning_with_its_numbers(
+    mover: Mover, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("kvrelay"), "propagate", True)
+    with caplog.at_level(logging.WARNING, logger="kvrelay.relay"):
+        pair = Pair(EmbeddingWorld(mover, pool_tokens=(16384, 1024)), 10_000)
+        pair.world.settle()
+    (record,) = caplog.records
+    fields = record.__dict__["fields"]
+    assert record.levelname == "WARNING"
+    assert (fields["tokens"], fields["first_round"], fields["resumes"]) == (10_000, 1024, 9)
+    assert (fields["transfer"], fields["producer"]) == (pair.plan.transfer_id, pair.encoder.id)
+    assert fields["ms"] >= 0.0
 
 
 @both_movers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -37,7 +38,7 @@ def test_exactly_the_wanted_tokens_arrive_where_they_belong(
     start = min(skip + cut, stop)
     source = rng.integers(1, 255, local.size_bytes, dtype=np.uint8)
     arrived = np.zeros(remote.size_bytes, dtype=np.uint8)
-    for here, there, size in move_ranges(placed, target, (start, stop), layers):
+    for here, there, size in move_ranges(placed, target, (start, stop), layers, writes=True):
         arrived[there : there + size] = source[here : here + size]
 
     before = source.reshape(3, 2, local.num_blocks, sizes[0], 24)
@@ -53,9 +54,61 @@ def test_exactly_the_wanted_tokens_arrive_where_they_belong(
 
 def test_neighbouring_blocks_move_as_one_range_per_plane() -> None:
     here = layout(16, 10)
-    ranges = move_ranges(Placement(here, [2, 3, 4]), Placement(here, [5, 6, 7]), (0, 48), (0, 3))
+    ranges = move_ranges(Placement(here, [2, 3, 4]), Placement(here, [5, 6, 7]), (0, 48), (0, 3), writes=True)
     assert len(ranges) == 6  # three layers, K and V
     assert ranges[:, 2].tolist() == [3 * here.block_bytes] * 6
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    ranks=st.tuples(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 3, 4])),
+    num_heads=st.sampled_from([1, 2, 3, 4, 8]),
+    sizes=st.tuples(st.integers(1, 9), st.integers(1, 9)),
+    length=st.integers(1, 20),
+    writes=st.booleans(),
+    seed=st.integers(0, 2**32),
+)
+def test_every_rank_gets_its_heads_whatever_the_numbers_of_ranks(
+    ranks: tuple[int, int], num_heads: int, sizes: tuple[int, int], length: int, writes: bool, seed: int
+) -> None:
+    """Heads are split, merged and repeated; the bytes tell layer, plane, token and head."""
+    rng = np.random.default_rng(seed)
+    shapes = [
+        KVLayout(
+            num_layers=2, num_blocks=-(-length // size) + 2, block_size=size, num_kv_heads=num_heads, head_dim=4, dtype="int8",
+            item_bytes=1, tp=count,
+        )
+        for size, count in zip(sizes, ranks, strict=True)
+    ]  # fmt: skip
+    places = [Placement(each, rng.permutation(each.num_blocks)[: -(-length // each.block_size)].tolist()) for each in shapes]
+    full = rng.integers(1, 255, (2, 2, length, num_heads, 4), dtype=np.uint8)
+    sender, receiver = (0, 1) if writes else (1, 0)
+    memory = [np.zeros(each.size_bytes, dtype=np.uint8) for each in shapes]
+    memory[sender][:] = spread_over(full, places[sender])
+    for here, there, size in move_ranges(places[0], places[1], (0, length), (0, 2), writes=writes):
+        source, target = (here, there) if writes else (there, here)
+        memory[receiver][target : target + size] = memory[sender][source : source + size]
+    assert np.array_equal(memory[receiver], spread_over(full, places[receiver]))
+
+
+def spread_over(full: npt.NDArray[np.uint8], place: Placement[KVLayout]) -> npt.NDArray[np.uint8]:
+    """The memory of a worker that has this KV [layers, 2, tokens, heads, bytes], and nothing else."""
+    shape = place.layout
+    num_heads = len(shape.heads(0))
+    kv = np.zeros((shape.tp, shape.num_layers, 2, shape.num_blocks, shape.block_size, num_heads, 4), dtype=np.uint8)
+    for rank in range(shape.tp):
+        heads = shape.heads(rank)
+        assert len(heads) == num_heads
+        for token in range(full.shape[2]):
+            index, offset = divmod(token, shape.block_size)
+            kv[rank, :, :, place.blocks[index], offset] = full[:, :, token, heads.start : heads.stop]
+    return kv.reshape(-1)
+
+
+def test_ranks_with_the_same_heads_move_whole_blocks() -> None:
+    here = KVLayout(num_layers=3, num_blocks=8, block_size=16, num_kv_heads=2, head_dim=3, dtype="float32", item_bytes=4, tp=2)
+    ranges = move_ranges(Placement(here, [2, 3]), Placement(here, [5, 6]), (0, 32), (0, 3), writes=True)
+    assert ranges[:, 2].tolist() == [2 * here.block_bytes] * 12  # two ranks, three layers, K and V
 
 
 def test_what_does_not_fit_together_is_named() -> None:

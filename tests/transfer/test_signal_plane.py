@@ -131,7 +131,7 @@ def test_a_consumer_that_has_not_said_hello_is_told_to(raw: Callable[[str], RawC
     [
         ({"num_layers": 9}, "num_layers is 2 here and 9 there"),
         ({"dtype": "bfloat16"}, "dtype is float32 here and bfloat16 there"),
-        ({"tp": 2}, "tp is 1 here and 2 there"),
+        ({"tp": 99}, "heads in 99 ranks"),
         ({"block_size": 0}, "blocks of 0 tokens"),
     ],
 )

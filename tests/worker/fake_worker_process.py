@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import Any
 
 from kvrelay.config import EngineOptions, ModelOptions, WorkerOptions, read_environment
 from kvrelay.engine.engine import Engine
@@ -35,9 +34,9 @@ def stage_of(role: Role, transfer: str, transfer_lease_s: float, step_time_s: fl
         worker_id, options = setup.worker_id, setup.engine
         regions: list[Region] = []
 
-        def allocate(size_bytes: int) -> Any:
+        def allocate(size_bytes: int) -> Region:
             regions.append(shared_region(size_bytes))
-            return regions[0].buffer
+            return regions[0]
 
         runner = FakeRunner(
             num_blocks=NUM_BLOCKS,

@@ -66,7 +66,7 @@ def kv_ranges(layout: KVLayout, tokens: int, *, scattered: bool = True) -> Range
     else:
         places = [list(range(layout.num_blocks))] * 2
     here, there = (Placement(layout, place[:count]) for place in places)
-    return move_ranges(here, there, (0, tokens), (0, layout.num_layers))
+    return move_ranges(here, there, (0, tokens), (0, layout.num_layers), writes=True)
 
 
 @dataclass

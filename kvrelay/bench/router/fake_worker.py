@@ -22,7 +22,7 @@ from kvrelay.discovery.embedded import EmbeddedRegistration
 from kvrelay.ids import RequestId, new_worker_id
 from kvrelay.planes.cluster_key import key_file, load_key
 from kvrelay.planes.curve import listening, use_key
-from kvrelay.states import FinishReason, Role, WorkerState
+from kvrelay.states import FinishReason, Role, Stage, WorkerState
 from kvrelay.wire import PROTOCOL_VERSION
 from kvrelay.wire.adapters import LoadAdapter, UnloadAdapter
 from kvrelay.wire.codec import Decoder, encode
@@ -35,6 +35,7 @@ from kvrelay.wire.serving import (
     Finish,
     Forget,
     Hello,
+    LegTimes,
     PeerLost,
     Ping,
     ReleaseKept,
@@ -153,7 +154,15 @@ class FakeWorker:
             if not requests:
                 continue
             outputs = [self._next_token(request) for request in requests.values()]
-            self._send(identity, StepOutputs(worker_id=self._record.id, step=self._step, load=self._load(), outputs=outputs))
+            ended = [requests[output.request_id] for output in outputs if output.finish is not None]
+            step = StepOutputs(
+                worker_id=self._record.id,
+                step=self._step,
+                load=self._load(),
+                outputs=outputs,
+                news=[_times(request) for request in ended],
+            )
+            self._send(identity, step)
             now = time.perf_counter()
             self._times.extend(now - request.received_at for request in requests.values() if request.position == 1)
             for output in outputs:
@@ -173,6 +182,12 @@ class FakeWorker:
 
     def _send(self, identity: bytes, message: Welcome | StepOutputs) -> None:
         self._socket.send_multipart([identity, encode(message)])
+
+
+def _times(request: _OpenRequest) -> LegTimes:
+    now = time.monotonic()
+    stages = [(Stage.QUEUE, request.received_at), (Stage.PREFILL, request.received_at), (Stage.DECODE, now)]
+    return LegTimes(request.request_id, stages, now)
 
 
 def fake_record(role: Role, address: str, model: str, max_model_len: int) -> WorkerRecord:

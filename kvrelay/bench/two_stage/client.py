@@ -4,6 +4,7 @@ async with open_client(server) as client:
     await client.ask({...})             one completion, checked and timed
     await client.first_token({...})     one that is streamed, timed until its first token
     await client.rest()                 until nothing is running
+    await client.num_pinned_blocks()    blocks of kept KV that are on the device
     client.num_evictions                blocks that left the workers' caches since it was opened, as their events tell
 """
 
@@ -69,11 +70,11 @@ class Answer(msgspec.Struct, frozen=True):
 
     choices: list[Choice]
     usage: TokenCounts
-    kvrelay: dict[str, dict[str, Any]] = {}  # of a continuation, where its KV came from
+    kvrelay: dict[str, Any] = {}  # of a continuation, where its KV came from
 
     @property
     def is_from_kept_kv(self) -> bool:
-        return self.kvrelay.get("continuation", {}).get("source") == "lease"
+        return bool(self.kvrelay.get("continuation", {}).get("source") == "lease")
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,10 @@ class TwoStageClient:
                 return
             await asyncio.sleep(_LOOK_EVERY_S)
         raise BenchError(f"the workers did not come to rest within {_REST_S:g} s")
+
+    async def num_pinned_blocks(self) -> int:
+        workers = (await self._client.get("/cluster")).json()["workers"]
+        return sum(worker["blocks"]["pinned"] for worker in workers)
 
     async def release(self, handles: list[Handle]) -> None:
         for handle in handles:

@@ -8,7 +8,8 @@ Stage 2 is asked for in four ways: as a new prompt that no cache has, after ever
 (`continuation`). Each way runs on the same server with a cache salt of its own, so that none finds what another left.
 
 Then a burst of other traffic, as much as the workers' pools hold, passes and has ended (`_pressure`), and stage 2 is asked for
-again. Time to first token is that of a greedy answer of two tokens, alone on the server, for a parent not searched from.
+again. The burst needs the blocks of kept KV too, which therefore moves to the host; that it did is counted. Time to first token
+is that of a greedy answer of two tokens, alone on the server, for a parent not searched from; of kept KV, after a burst each.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ TARGETS = {
     "separate_requests_over_beam": Target(">=", 3.0),
     "identical_outputs": Target(">=", 1.0),
     "leases_kept": Target(">=", 1.0),
+    "kept_share_moved": Target(">=", 1.0),
 }
 _BLOCK_SIZE = 16
 _KEEP_S = 1800
@@ -52,6 +54,8 @@ _SHOWN_CANDIDATES = 20  # as many as the API shows
 _TIE = 1e-3  # total logprobs so close are a tie: which of them is listed first depends on how a batch was cut
 _BURST_OUTPUT = 8  # tokens of one of its requests
 _PROBES = 15  # of a continuation's time to first token
+_BURSTS = 5  # each followed by one such probe
+_PRESS_PROMPT = 4  # tokens, so few that the worker that generates computes them
 
 
 class TwoStageBench(ModelBench, frozen=True, kw_only=True):
@@ -81,9 +85,14 @@ class TwoStageBench(ModelBench, frozen=True, kw_only=True):
 
     @property
     def pool_blocks(self) -> int:
-        """As few as hold all kept KV and a search beside it, since a burst has to fill them."""
+        """As few as hold all kept KV, and beside it every search at once and a thought, since a burst has to fill them."""
         search = _blocks(self.longest) + (self.beam_width - 1) * (_blocks(self.beam_tokens) + 1)
-        return self.kept_blocks + search + 4
+        return self.kept_blocks + self.requests * search + _blocks(self.longest) + 4
+
+    @property
+    def press_tokens(self) -> int:
+        """Of each of `beam_width` samples which together leave no room for any kept KV."""
+        return min((self.pool_blocks - 2) // self.beam_width * _BLOCK_SIZE, self.longest) - _PRESS_PROMPT
 
     def settings(self) -> dict[str, object]:
         """Of the server."""
@@ -120,6 +129,7 @@ class Outcome:
     evictions: int = 0
     beams: dict[int, Answer] = field(default_factory=dict)
     from_kept_kv: list[bool] = field(default_factory=list)  # of the searches
+    kept_on_device: list[int] = field(default_factory=list)  # blocks of kept KV, before each probe
 
 
 def measure(options: TwoStageBench, console: Console) -> Results:
@@ -172,15 +182,18 @@ class TwoStageRun:
         calm = self.calm[way] = Outcome()
         parents, before = await self._both_stages(way, calm), self._server.num_evictions
         probed = parents.pop()
-        await self._probe(way, probed, calm)
+        await self._probe(way, probed, calm, _PROBES if way == "continuation" else 1)
         if way == "continuation":
             self._status.update(f"{title}: one search, and the same by single requests")
             await self._compare_search(parents[0])
-        self._status.update(f"{title}: a burst of other traffic")
-        await self._burst()
+        pressed = self.pressed[way] = Outcome()
+        for burst in range(_BURSTS if way == "continuation" else 1):
+            self._status.update(f"{title}: a burst of other traffic")
+            await self._burst()
+            if burst == 0:
+                pressed.evictions = self._server.num_evictions - before
+            await self._probe(way, probed, pressed, 1)
         self._status.update(f"{title}: stage 2 again")
-        pressed = self.pressed[way] = Outcome(evictions=self._server.num_evictions - before)
-        await self._probe(way, probed, pressed)
         began_at = time.perf_counter()
         await asyncio.gather(*(self._search(way, parent, pressed) for parent in parents))
         pressed.wall_s = self._stage_1_s + time.perf_counter() - began_at
@@ -228,10 +241,10 @@ class TwoStageRun:
         outcome.from_kept_kv.append(timed.answer.is_from_kept_kv)
         return timed
 
-    async def _probe(self, way: Way, parent: Parent, outcome: Outcome) -> None:
+    async def _probe(self, way: Way, parent: Parent, outcome: Outcome, repeats: int) -> None:
         """A prompt that a cache has seen once is no first time any more, so only what leaves nothing behind is repeated."""
         await self._server.rest()
-        repeats = {"sequential": 1, "pipelined": 1, "prefix_cache": 1, "continuation": _PROBES}[way]
+        outcome.kept_on_device.append(await self._server.num_pinned_blocks())
         for _ in range(repeats):
             fields = {"max_tokens": 2, "temperature": 0}  # of one token alone, a decode worker would not be asked
             seconds, prefilled = await self._server.first_token({**self._stage_2(way, parent), **fields})
@@ -253,12 +266,20 @@ class TwoStageRun:
     # Around them
 
     async def _burst(self) -> None:
-        """Prompts that no cache has, as many as fill every block of both workers, and nothing of them left running."""
+        """Prompts that no cache has, as many as fill every block of both workers one after the other, and a request that fills
+        the decode worker's at once. Nothing of them is left running."""
         number = next(self._bursts)
         count = math.ceil(self._work.pool_blocks / (self._work.burst_tokens // _BLOCK_SIZE))  # full blocks are what caches hold
         prompts = [self._draw(f"burst {number} {index}", self._work.burst_tokens) for index in range(count)]
         await asyncio.gather(*(self._server.ask({"prompt": prompt, "max_tokens": _BURST_OUTPUT}) for prompt in prompts))
+        await self._press()
         await self._server.rest()
+
+    async def _press(self) -> None:
+        """A request that needs the blocks of the worker that generates for itself, nearly all at once."""
+        prompt = self._draw("press", _PRESS_PROMPT)
+        samples = {"n": self._work.beam_width, "max_tokens": self._work.press_tokens, "temperature": 1.0, "seed": 1}
+        await self._server.ask({"prompt": prompt, **samples})
 
     async def _compare_search(self, parent: Parent) -> None:
         """A search against its beams as single requests, a step at a time: those that lead to its results, and others, so that
@@ -293,10 +314,12 @@ class TwoStageRun:
         reprefill_s = statistics.median([*calm["sequential"].ttft_s, *calm["pipelined"].ttft_s])
         results = {
             "ttft_reprefill_over_continuation": reprefill_s / ttft_s(calm, "continuation"),
-            "ttft_continuation_pressure_over_calm": min(pressed["continuation"].ttft_s) / min(calm["continuation"].ttft_s),
+            "ttft_continuation_pressure_over_calm": ttft_s(pressed, "continuation") / ttft_s(calm, "continuation"),
             "ttft_prefix_cache_pressure_over_calm": ttft_s(pressed, "prefix_cache") / ttft_s(calm, "prefix_cache"),
             "separate_requests_over_beam": min(self.separate_s) / min(self.together_s),
             "identical_outputs": self.identical_share(),
+            "kept_blocks_moved": self.num_moved,
+            "kept_share_moved": self.num_moved / self._work.kept_blocks,
             "leases_kept": statistics.mean([*calm["continuation"].from_kept_kv, *pressed["continuation"].from_kept_kv]),
         }
         for suffix, outcomes in (("", calm), ("_pressure", pressed)):
@@ -307,6 +330,11 @@ class TwoStageRun:
                 results[f"prefilled_tokens_{way}{suffix}"] = statistics.mean(outcome.prefilled_tokens)
                 results[f"evictions_{way}{suffix}"] = outcome.evictions
         return results
+
+    @property
+    def num_moved(self) -> int:
+        """Blocks of kept KV that were on the device, and after no burst were."""
+        return min(self.calm["continuation"].kept_on_device) - max(self.pressed["continuation"].kept_on_device)
 
     def identical_share(self) -> float:
         """Of all searches after the first way's."""

@@ -16,7 +16,7 @@ from kvrelay.engine.requests.beam import Beams
 from kvrelay.engine.requests.endings import Endings
 from kvrelay.errors import HandOverError, InternalError, InvalidRequestError, RequestError
 from kvrelay.log import Log
-from kvrelay.states import FinishReason, RequestState
+from kvrelay.states import FinishReason, RequestState, Stage
 from kvrelay.wire.serving import FirstToken, Logprob, SequenceOutput, TokenLogprobs
 
 log = Log("engine")
@@ -97,6 +97,7 @@ class Commit:
         if row.samples == 0:
             return
         if row.samples == 1 and not self._hands_on:  # the usual case
+            sequence.request.stages.enter(Stage.DECODE)
             self._append(sequence, answer.tokens[0], None if answer.logprobs is None else answer.logprobs[0])
             if sequence.finish_reason is not None:
                 self._endings.settle(sequence.request)
@@ -112,6 +113,7 @@ class Commit:
                 ],
             )
             return
+        sequence.request.stages.enter(Stage.DECODE)
         samples = [sequence, *self._fork(sequence)]
         for sample, token, entry in zip(samples, answer.tokens, logprobs, strict=True):
             self._append(sample, token, entry)
@@ -132,6 +134,7 @@ class Commit:
         if sequence.request_id in self._outgoing:
             self._hand_on(sequence, [self._beams.first_token(sequence, candidates)])
             return
+        sequence.request.stages.enter(Stage.DECODE)
         if not self._beams.take(sequence, candidates):
             return
         request = sequence.request
@@ -192,7 +195,11 @@ class Commit:
     def arrived(self, sequence: Sequence, arrival: Arrival) -> None:
         """If it failed, the prompt has to be computed after all: the router decides where."""
         if arrival.error:
-            log.warning("hand-over failed", request=sequence.request_id, reason=arrival.error)
+            request = sequence.request
+            log.warning(
+                "hand-over failed",
+                request=request.request_id, transfer=request.transfer_id, reason=arrival.error, trace=request.trace_id,
+            )  # fmt: skip
             reason = f"the hand-over from the prefill worker failed: {arrival.error}"
             self._endings.fail(sequence.request, HandOverError(reason, by_producer=arrival.by_producer))
             return

@@ -11,10 +11,14 @@ from __future__ import annotations
 
 from kvrelay.engine.core import Core
 from kvrelay.engine.request import Request, Sequence
+from kvrelay.engine.requests.stages import Stages
 from kvrelay.errors import RequestError
 from kvrelay.ids import RequestId
-from kvrelay.states import FinishReason, FreeReason, RequestState
+from kvrelay.log import Log
+from kvrelay.states import FinishReason, FreeReason, RequestState, Stage
 from kvrelay.wire.events import Freed
+
+log = Log("engine")
 
 
 class Endings:
@@ -23,7 +27,7 @@ class Endings:
     def __init__(self, core: Core) -> None:
         self._core = core
         self.released: list[int] = []  # keys of sequences that the runner has not been told to forget yet
-        self._handing_on: dict[RequestId, tuple[str, list[bytes]]] = {}  # client's id and hashes of prompts that ended here
+        self._handing_on: dict[RequestId, Request] = {}  # prompts that ended here, and are on their way
 
     def end(self, sequence: Sequence, reason: FinishReason) -> None:
         self._core.kept.ended(sequence)
@@ -71,30 +75,43 @@ class Endings:
         self.released.append(sequence.key)
         del self._core.requests[sequence.request_id]
         self._end_images(request)
-        if self._core.kv.recorder.is_heard:
-            self._handing_on[sequence.request_id] = (request.external_id, _hashes(request))
+        request.stages.enter(Stage.HAND_OVER)
+        self._handing_on[sequence.request_id] = request
+
+    def stages_again(self, request_id: RequestId) -> Stages | None:
+        """Of a prompt that was set aside and is to be computed again: it goes on where it was."""
+        request = self._handing_on.pop(request_id, None)
+        return None if request is None else request.stages
 
     def handed_on(self, request_id: RequestId, reason: FreeReason) -> None:
         """Or will not be: routers that follow the cache learn that it is over here."""
-        handing_on = self._handing_on.pop(request_id, None)
-        if handing_on is not None:
-            self._tell_freed(*handing_on, reason)
+        request = self._handing_on.pop(request_id, None)
+        if request is None:
+            return
+        if reason is FreeReason.HANDED_OVER:
+            log.info(
+                "KV handed over",
+                request=request_id, transfer=request.transfer_id, tokens=len(request.sequences[0].tokens),
+                ms=round(1000 * request.stages.seconds_in(Stage.HAND_OVER), 1), trace=request.trace_id,
+            )  # fmt: skip
+        self._tell_over(request, reason)
 
     def _forget(self, request: Request, reason: FreeReason) -> None:
         self._core.kept.forget(request.request_id)
         self._end_images(request)
-        if self._core.kv.recorder.is_heard:
-            self._tell_freed(request.external_id, _hashes(request), reason)
+        self._tell_over(request, reason)
 
     def _end_images(self, request: Request) -> None:
         if request.images:
-            self._core.images.end(request.request_id)
+            request.resumed_s = self._core.images.end(request.request_id)
 
-    def _tell_freed(self, external_id: str, hashes: list[bytes], reason: FreeReason) -> None:
-        """With those of its full blocks that the prefix cache still has."""
+    def _tell_over(self, request: Request, reason: FreeReason) -> None:
+        """Routers hear how long it took; those that follow the cache, which of its full blocks that still has."""
+        self._core.outbox.news.append(request.stages.times(request.request_id, request.resumed_s))
         kv = self._core.kv
-        found = [digest for digest in hashes if kv.is_findable(digest)]
-        kv.recorder.lived(Freed(request=external_id, reason=reason, hashes=found))
+        if kv.recorder.is_heard:
+            found = [digest for digest in _hashes(request) if kv.is_findable(digest)]
+            kv.recorder.lived(Freed(request=request.external_id, reason=reason, hashes=found))
 
 
 def _hashes(request: Request) -> list[bytes]:

@@ -61,6 +61,10 @@ class ImageSource(Protocol):
     def poll(self) -> list[ImageFailure]:
         """Whatever came is in `Features`; what will not come is told once."""
 
+    def resumed_s(self, request_id: RequestId) -> float:
+        """How long the embeddings of a request took that came in several rounds, after the first round; the longest. Said
+        once."""
+
     def counts(self) -> ImageCounts: ...
 
     def close(self) -> None: ...
@@ -151,10 +155,12 @@ class Images:
         ):
             self._let_go(wants)
 
-    def end(self, request_id: RequestId) -> None:
+    def end(self, request_id: RequestId) -> float:
+        """Returns how long its embeddings took that came in several rounds."""
         wants = self._wants.pop(request_id)
         self._undeliverable.pop(request_id, None)
         self._let_go(wants)
+        return 0.0 if self._relay is None else self._relay.resumed_s(request_id)
 
     @property
     def has_news(self) -> bool:

@@ -25,7 +25,7 @@ from kvrelay.frontend.http.call import Call, Header, when_gone
 from kvrelay.frontend.http.errors import ClientGoneError
 from kvrelay.frontend.prompt.work import Origin, Work
 from kvrelay.frontend.service import Service
-from kvrelay.ids import new_kept_id
+from kvrelay.ids import new_kept_id, read_trace, trace_from
 from kvrelay.router.backend import GenerateRequest
 from kvrelay.router.parent import Parent
 from kvrelay.router.stream import RequestStream
@@ -85,6 +85,8 @@ class Generation:
         self._arrived = call.arrived
         self._last_step = 0.0
         self._gone = False
+        self._sent_trace = call.trace()
+        self._trace = trace_from(self._sent_trace, sampled=bool(service.options.otlp_endpoint))
         self._work = work
         self.prompt_tokens = sum(map(len, work.prompts))
         self.cached_tokens = [0] * len(work.prompts)
@@ -108,7 +110,11 @@ class Generation:
         work = self._work
         adapter = service.adapter_of(work.request.model)
         timeout_s = call.remaining_s(work.request.timeout, service.options.request_timeout_s)
-        session, trace, owner = call.session(), call.trace(), owner_of(call, service.options)
+        session, trace, owner = call.session(), self._trace, owner_of(call, service.options)
+        parent = work.origin.parent if isinstance(work.origin, Origin) else None
+        rank = call.data_parallel_rank(work.request.data_parallel_rank)
+        if rank is None and parent is not None:
+            rank = parent.data_parallel_rank
         for place, (prompt, params) in enumerate(zip(work.prompts, work.params, strict=True)):
             request = GenerateRequest(
                 external_id=call.request_id,
@@ -117,14 +123,17 @@ class Generation:
                 owner=owner,
                 keep=Keep([new_kept_id() for _ in range(params.n)], work.keep_s, owner) if work.keep_s else None,
                 is_stored=work.is_stored,
-                parent=work.origin.parent if isinstance(work.origin, Origin) else None,
+                parent=parent,
                 prompt=prompt,
                 params=params,
                 priority=work.request.priority,
                 cache_salt=work.request.cache_salt or "",
                 adapter=adapter,
+                data_parallel_rank=rank,
                 session=session,
                 trace=trace,
+                parent_span_id=read_trace(self._sent_trace)[1],
+                arrived=call.arrived,
                 timeout_s=timeout_s,
                 images=work.images,
             )
@@ -140,7 +149,12 @@ class Generation:
     def headers(self) -> list[Header]:
         """The workers that serve the request (its first prompt), the ids of what is kept, and what a continuation became."""
         stream = self._streams[0]
-        headers = [(b"x-kvrelay-prefill", stream.prefill.encode()), (b"x-kvrelay-decode", stream.decode.encode())]
+        headers = [
+            (b"x-kvrelay-prefill", stream.prefill.encode()),
+            (b"x-kvrelay-decode", stream.decode.encode()),
+            (b"x-data-parallel-rank", str(stream.data_parallel_rank).encode()),
+            (b"traceparent", self._trace["traceparent"].encode()),
+        ]
         if stream.transfer_id is not None:
             headers.append((b"x-kvrelay-transfer-id", stream.transfer_id.encode()))
         if stream.encode:

@@ -36,6 +36,7 @@ _EVENT_STREAM: list[Header] = [
     (b"x-accel-buffering", b"no"),
 ]
 _TRACE_HEADERS = (b"traceparent", b"tracestate")
+_MAX_RANK_DIGITS = 9
 _MAX_HEADER_ID = 256
 
 
@@ -61,7 +62,7 @@ class Call:
         self._receive = receive
         self._send = send
         self._headers: list[Header] = scope["headers"]
-        self.arrived = time.perf_counter()
+        self.arrived = time.perf_counter()  # which is the monotonic clock wherever this runs
         self.status = 0  # of the answer, once it began
         self.started = False
         is_message = scope["path"] in MESSAGES_PATHS
@@ -93,6 +94,7 @@ class Call:
         return named
 
     def trace(self) -> dict[str, str]:
+        """As the client sent it."""
         return {key.decode(): value.decode("latin-1") for key, value in self._headers if key in _TRACE_HEADERS}
 
     def remaining_s(self, field: float | None, server_limit_s: float) -> float | None:
@@ -112,6 +114,18 @@ class Call:
         if not (math.isfinite(limit_s) and limit_s > 0.0):
             raise InvalidRequestError("x-request-timeout must be a number of seconds above 0", param="x-request-timeout")
         return limit_s
+
+    def data_parallel_rank(self, field: int | None) -> int | None:
+        """That of the field, else of vLLM's header; None: any will do."""
+        header = self.header(b"x-data-parallel-rank")
+        if header is None:
+            return field
+        if not header.isdigit() or len(header) > _MAX_RANK_DIGITS:
+            raise InvalidRequestError("x-data-parallel-rank must be a number from 0 on", param="x-data-parallel-rank")
+        if field not in (None, int(header)):
+            reason = f"x-data-parallel-rank is {int(header)} and data_parallel_rank is {field}"
+            raise InvalidRequestError(reason, param="data_parallel_rank")
+        return int(header)
 
     async def read(self, decoder: msgspec.json.Decoder[T], limit: int) -> T:
         """The body as one of our structs, or the 400 that says where it is wrong. The content type is not looked at: OpenAI

@@ -76,6 +76,7 @@ async def index(service: Service, call: Call) -> None:
         "api": "/v1",
         "health": "/health",
         "cluster": "/cluster",
+        "requests": "/requests",
         "metrics": "/metrics",
     }
     root = service.options.root_path

@@ -82,6 +82,8 @@ _OPERATIONS = (
     _Operation("get", "/v1/models/{model}", "One model", (401, 404), Model),
     _Operation("get", "/health", "Whether requests can be served", (503,)),
     _Operation("get", "/cluster", "Workers, their load and their KV blocks", (401,)),
+    _Operation("get", "/requests", "The last requests, with the stages of each", (400, 401)),
+    _Operation("get", "/requests/{id}", "The stages of one request", (401, 404)),
     _Operation("get", "/metrics", "Prometheus metrics", (), content_type="text/plain"),
     _Operation("get", "/version", "Versions", (401,)),
 )

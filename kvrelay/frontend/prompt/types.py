@@ -272,6 +272,7 @@ class SamplingFields(HarmlessFields, frozen=True, kw_only=True):
     structured_outputs: StructuredOutputs | None = None
     return_token_ids: bool = False
     priority: Annotated[int, Meta(ge=-(2**31), le=MAX_COUNT)] = 0
+    data_parallel_rank: Annotated[int, Meta(ge=0, le=MAX_COUNT)] | None = None  # of the worker that is to generate
     timeout: Annotated[float, Meta(gt=0.0, le=MAX_TIMEOUT_S)] | None = None  # seconds from arrival to the last token
     cache_salt: Identifier | None = None
     continuation_of: Identifier | None = None  # an earlier request, instead of a prompt

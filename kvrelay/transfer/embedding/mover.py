@@ -104,12 +104,19 @@ def offer(
 
 
 def expect_receiving(
-    machine: ReceivingMachine, rooms: Rooms, transfer_id: TransferId, producer: WorkerId, address: str, num: int, now: float
+    machine: ReceivingMachine,
+    rooms: Rooms,
+    transfer_id: TransferId,
+    producer: WorkerId,
+    address: str,
+    num: int,
+    now: float,
+    trace_id: str = "",
 ) -> None:
     """An embedding comes from there. `num` consumers get it, this one included."""
 
     def make(link: ProducerLink[EmbeddingLayout]) -> EmbeddingReceiving:
-        return EmbeddingReceiving(transfer_id, link, rooms, machine.desk, num, now)
+        return EmbeddingReceiving(transfer_id, link, rooms, machine.desk, num, now, trace_id)
 
     if reason := machine.expect(transfer_id, producer, address, make, now):
         machine.desk.news.append(EmbeddingArrival(transfer_id=transfer_id, error=reason))
@@ -185,17 +192,23 @@ class EmbeddingConsumer(Front[ConsumerTurns[EmbeddingLayout, list[EmbeddingArriv
         self._kept: dict[TransferId, tuple[int, ...]] = {}  # complete, and not released
         super().__init__(ConsumerTurns(EMBEDDINGS, parts.for_relay(), list[EmbeddingArrival]))
 
-    def expect(self, transfer_id: TransferId, producer: WorkerId, signal_address: str, required_dst_info_num: int = 1) -> None:
+    def expect(
+        self,
+        transfer_id: TransferId,
+        producer: WorkerId,
+        signal_address: str,
+        required_dst_info_num: int = 1,
+        trace_id: str = "",
+    ) -> None:
         """Raises WrongIdError."""
         self._open.add(transfer_id)
-        self._expect(transfer_id, producer, signal_address, required_dst_info_num)
+        self._expect(transfer_id, producer, signal_address, required_dst_info_num, trace_id)
 
-    def _expect(self, transfer_id: TransferId, producer: WorkerId, address: str, num: int) -> None:
+    def _expect(self, transfer_id: TransferId, producer: WorkerId, address: str, num: int, trace_id: str = "") -> None:
         as_transfer_id(transfer_id)
         as_worker_id(producer)
-        self._turns.call(
-            lambda: expect_receiving(self._turns.machine, self._rooms, transfer_id, producer, address, num, clock())
-        )
+        machine, rooms = self._turns.machine, self._rooms
+        self._turns.call(lambda: expect_receiving(machine, rooms, transfer_id, producer, address, num, clock(), trace_id))
 
     def refuse(self, transfer_id: TransferId, producer: WorkerId, signal_address: str) -> None:
         """Instead of `expect`: the embedding is not needed, and its producer should not wait for us. Nothing of it moves."""

@@ -22,6 +22,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvrelay.ids import TransferId
+from kvrelay.log import Log
 from kvrelay.states import EMBEDDING_EDGES, ROUND_EDGES, EmbeddingState, EndedBy, RoundState, advance
 from kvrelay.transfer.blocks import Placement, placed_blocks
 from kvrelay.transfer.embedding.arrival import EmbeddingArrival, Round
@@ -37,6 +38,8 @@ from kvrelay.transfer.relay.seam import ReceivingTransfer
 from kvrelay.wire.embedding import Done, Init, Partial, Received, Resume
 from kvrelay.wire.relay import TransferMessage
 
+log = Log("relay")
+
 
 class EmbeddingReceiving(ReceivingTransfer[EmbeddingState, EmbeddingLayout, list[EmbeddingArrival]]):
     """Driven by the machine that holds it; calls the transfer engine of its link."""
@@ -49,17 +52,21 @@ class EmbeddingReceiving(ReceivingTransfer[EmbeddingState, EmbeddingLayout, list
         desk: ReceivingDesk,
         required_dst_info_num: int,
         now: float,
+        trace_id: str = "",
     ) -> None:
         super().__init__(transfer_id, transfer_id, link, EmbeddingState.BOOTSTRAPPING, desk, now)
         self._rooms = rooms
         self._pool = rooms.pool
         self._required_dst_info_num = required_dst_info_num
+        self._trace_id = trace_id
         self._round = RoundState.OPEN
         self._room: Room | None = None
         self._first_token = 0  # of the present round
         self._asked_at = now  # the present round was asked for
         self._notice: Partial | Done | None = None  # its answer
         self._total_tokens = 0  # told by the first notice
+        self._num_resumes = 0
+        self._num_first_tokens = 0  # of the first round, if there are several
         self._aux: tuple[int, ...] = ()
         self._arrived: Round | None = None  # to be copied out, once the message that asks for the next has been sent
         self._leaving: Round | None = None  # to be copied out
@@ -222,7 +229,7 @@ class EmbeddingReceiving(ReceivingTransfer[EmbeddingState, EmbeddingLayout, list
                 return
         arrived = Round(self._room.blocks, self._first_token, stop - self._first_token)
         if stop == total:
-            self._succeed(arrived)
+            self._succeed(arrived, now)
             return
         if self.state is EmbeddingState.WAITING_FOR_INPUT:
             self._advance(EmbeddingState.TRANSFERRING)
@@ -240,6 +247,8 @@ class EmbeddingReceiving(ReceivingTransfer[EmbeddingState, EmbeddingLayout, list
                 self._fail(Failure(str(error)))
                 return
         self._desk.counts.resumes += 1
+        self._num_resumes += 1
+        self._num_first_tokens = self._num_first_tokens or arrived.num_tokens
         self._first_token = arrived.first_token + arrived.num_tokens
         self._ask_first(now)
 
@@ -259,11 +268,17 @@ class EmbeddingReceiving(ReceivingTransfer[EmbeddingState, EmbeddingLayout, list
     def _pieces(self, arrived: Round) -> list[Piece]:
         return self._pool.pieces(arrived.blocks, arrived.first_token, arrived.num_tokens)
 
-    def _succeed(self, arrived: Round) -> None:
+    def _succeed(self, arrived: Round, now: float) -> None:
         """The owner of the embedding releases its room."""
         self._advance_round(RoundState.COMPLETE)
         self._advance(EmbeddingState.SUCCESS)
         self._rooms.note_length(self._total_tokens)
+        if self._num_resumes:
+            log.warning(
+                "an embedding came in several rounds", transfer=self.transfer_id, producer=self.link.peer,
+                tokens=self._total_tokens, first_round=self._num_first_tokens, resumes=self._num_resumes,
+                ms=round((now - self.expected_at) * 1000, 1), trace=self._trace_id,
+            )  # fmt: skip
         self._send(Received(transfer_id=self.transfer_id))
         self._desk.news.append(
             EmbeddingArrival(

@@ -31,6 +31,7 @@ class TransferMeta(msgspec.Struct, frozen=True, kw_only=True):
     peer: WorkerId
     mode: Literal["write", "read"]
     num_tokens: int  # of the prompt
+    trace_id: str = ""
 
 
 def transfer_meta(request_id: RequestId, transfer: TransferInfo, peer: WorkerId, num_tokens: int) -> TransferMeta:
@@ -43,6 +44,7 @@ def transfer_meta(request_id: RequestId, transfer: TransferInfo, peer: WorkerId,
         peer=peer,
         mode=transfer.mode,
         num_tokens=num_tokens,
+        trace_id=transfer.trace_id,
     )
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any, assert_never
 
 from kvrelay.engine.movers import Arrival, ConsumerNews
+from kvrelay.log import Log
 from kvrelay.states import CONSUMER_EDGES, ConsumerState, EndedBy, ProducerState, advance
 from kvrelay.transfer.blocks import Placement, placed_blocks
 from kvrelay.transfer.engines.base import TransferError
@@ -26,6 +27,8 @@ from kvrelay.transfer.relay.seam import ReceivingTransfer
 from kvrelay.wire.kv import Computed, NotReady, Pull, ReadDone, Ready, Release, Reserve, Starting, WriteDone
 from kvrelay.wire.relay import TransferMessage
 from kvrelay.wire.serving import FirstToken
+
+log = Log("relay")
 
 _Said = Starting | Computed | WriteDone | Ready | NotReady
 
@@ -109,7 +112,7 @@ class Receiving(ReceivingTransfer[ConsumerState, KVLayout, ConsumerNews]):
             case Computed():
                 self._computed(message)
             case WriteDone():
-                self._write_done(message)
+                self._write_done(message, now)
             case Ready():
                 self._ready(message)
             case NotReady():
@@ -133,13 +136,13 @@ class Receiving(ReceivingTransfer[ConsumerState, KVLayout, ConsumerNews]):
             raise TransferError(f"{progress.furthest} computed tokens of a prompt of {self.meta.num_tokens}")
         self._may_copy(message.blocks, progress)
 
-    def _write_done(self, message: WriteDone) -> None:
+    def _write_done(self, message: WriteDone, now: float) -> None:
         """Raises TransferError as `_computed`."""
         if self._copies:
             self._may_copy(message.blocks, Progress(self.meta.num_tokens))
             self._first_tokens = message.first_tokens
         else:
-            self._succeed(message.first_tokens)
+            self._succeed(message.first_tokens, now)
 
     def _ready(self, message: Ready) -> None:
         """In answer to a Pull. Raises TransferError as `_computed`."""
@@ -225,7 +228,7 @@ class Receiving(ReceivingTransfer[ConsumerState, KVLayout, ConsumerNews]):
         assert self._reservation is not None
         layout, engine = self.link.parts()
         here = Placement(self._desk.layout, self._reservation.blocks, self._reservation.skip_tokens)
-        ranges = move_ranges(here, Placement(layout, self._remote_blocks), plan.tokens, plan.layers)
+        ranges = move_ranges(here, Placement(layout, self._remote_blocks), plan.tokens, plan.layers, writes=False)
         return self._begin(self.meta.peer, engine, ranges, writes=False)
 
     def _everything_read(self) -> bool:
@@ -237,7 +240,7 @@ class Receiving(ReceivingTransfer[ConsumerState, KVLayout, ConsumerNews]):
             return
         assert self._first_tokens is not None
         self._send(ReadDone(transfer_id=self.transfer_id))
-        self._succeed(self._first_tokens)
+        self._succeed(self._first_tokens, now)
 
     # Ends
 
@@ -251,9 +254,16 @@ class Receiving(ReceivingTransfer[ConsumerState, KVLayout, ConsumerNews]):
         if self._reservation is not None:
             self._desk.news.freed.append(self.meta.request_id)
 
-    def _succeed(self, first_tokens: list[FirstToken]) -> None:
+    def _succeed(self, first_tokens: list[FirstToken], now: float) -> None:
         """The blocks are the engine's, with what is in them."""
+        assert self._reservation is not None
         self._ending.let_go()
+        num_tokens = self.meta.num_tokens - self._reservation.skip_tokens
+        log.info(
+            "KV taken over", request=self.meta.request_id, transfer=self.transfer_id, producer=self.meta.peer,
+            tokens=num_tokens, bytes=num_tokens * self._desk.layout.all_layers_bytes,
+            ms=round((now - self._reserved_at) * 1000, 1), trace=self.meta.trace_id,
+        )  # fmt: skip
         self._desk.news.arrived.append(Arrival(self.meta.request_id, first_tokens))
         self._advance(ConsumerState.DONE)
 

@@ -284,7 +284,7 @@ class Sending(SendingTransfer[ProducerState, KVLayout, ProducerNews]):
         layout, engine = self._link.parts()
         here = Placement(self._desk.layout, self._blocks)
         there = Placement(layout, self._reservation.blocks, self._reservation.skip_tokens)
-        ranges = move_ranges(here, there, plan.tokens, plan.layers)
+        ranges = move_ranges(here, there, plan.tokens, plan.layers, writes=True)
         return self._begin(self.meta.peer, engine, ranges, writes=True)
 
     def _finish_if_written(self) -> None:

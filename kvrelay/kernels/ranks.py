@@ -1,0 +1,242 @@
+"""How the ranks of a tensor-parallel model meet: sums of what each has computed, and what rank 0 has for all.
+
+`SharedRanks`       on one host: memory that all ranks have mapped, and a C function that waits in it. A sum of one token's
+                    activations takes a few microseconds.
+`DistributedRanks`  torch.distributed: gloo where there is no compiler.
+
+Each rank has a counter and two places for its numbers, used in turn. In turn n a rank writes into its place n mod 2, sets its
+counter to n, and waits until every counter has reached n; then it reads all places. It comes back to a place in turn n + 2,
+when every counter has passed n + 1 and so every rank has read what stood there. Sums are made in the order of the ranks, so
+every rank has the same bits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import functools
+import mmap
+import os
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+from kvrelay.errors import RankDiedError
+from kvrelay.native.compile import compile_and_load
+
+_HEADER_BYTES = 4096
+_PLACE_FLOATS = 1 << 18
+_FOR_EVER = datetime.timedelta(days=365)
+
+_SOURCE = f"""
+#include <limits.h>
+#include <linux/futex.h>
+#include <stdint.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+enum {{ HEADER = {_HEADER_BYTES}, FLOATS = {_PLACE_FLOATS}, SPINS = 2000 }};
+
+struct Ranks {{
+    char *memory;
+    int64_t rank, count, turn;
+}};
+
+struct Counter {{ /* a cache line of its own */
+    uint32_t turn, num_waiting;
+    char rest[56];
+}};
+
+static struct Counter *counter(struct Ranks *ranks, int64_t rank) {{ return (struct Counter *)ranks->memory + rank; }}
+
+static float *place(struct Ranks *ranks, int64_t rank) {{
+    return (float *)(ranks->memory + HEADER) + (rank * 2 + (ranks->turn & 1)) * FLOATS;
+}}
+
+static int is_behind(uint32_t turn, struct Ranks *ranks) {{ return (int32_t)(turn - (uint32_t)ranks->turn) < 0; }}
+
+/* Looks for a while, then sleeps until the other rank, which may have no processor now, wakes it. */
+static void look_again_later(struct Ranks *ranks, struct Counter *other, long looks) {{
+    if (looks < SPINS) {{
+#if defined(__x86_64__)
+        __builtin_ia32_pause();
+#endif
+        return;
+    }}
+    struct timespec limit = {{0, 20000000}}; /* a rank that has ended wakes nobody */
+    __atomic_fetch_add(&other->num_waiting, 1, __ATOMIC_SEQ_CST);
+    uint32_t seen = __atomic_load_n(&other->turn, __ATOMIC_SEQ_CST);
+    if (is_behind(seen, ranks)) syscall(SYS_futex, &other->turn, FUTEX_WAIT, seen, &limit, 0, 0);
+    __atomic_fetch_sub(&other->num_waiting, 1, __ATOMIC_SEQ_CST);
+}}
+
+/* -1 if a rank has ended: the line behind the counters says so. */
+static int meet(struct Ranks *ranks) {{
+    struct Counter *own = counter(ranks, ranks->rank), *ended = counter(ranks, ranks->count);
+    __atomic_store_n(&own->turn, (uint32_t)ranks->turn, __ATOMIC_SEQ_CST);
+    if (__atomic_load_n(&own->num_waiting, __ATOMIC_SEQ_CST)) syscall(SYS_futex, &own->turn, FUTEX_WAKE, INT_MAX, 0, 0, 0);
+    for (int64_t rank = 0; rank < ranks->count; rank++) {{
+        struct Counter *other = counter(ranks, rank);
+        for (long looks = 0; is_behind(__atomic_load_n(&other->turn, __ATOMIC_ACQUIRE), ranks); looks++) {{
+            if (__atomic_load_n(&ended->turn, __ATOMIC_RELAXED)) return -1;
+            look_again_later(ranks, other, looks);
+        }}
+    }}
+    return 0;
+}}
+
+/* x becomes the sum of every rank's x. */
+int kvrelay_add_up(struct Ranks *ranks, float *x, int64_t count) {{
+    for (int64_t first = 0; first < count; first += FLOATS) {{
+        int64_t size = count - first < FLOATS ? count - first : FLOATS;
+        ranks->turn++;
+        memcpy(place(ranks, ranks->rank), x + first, size * sizeof(float));
+        if (meet(ranks)) return -1;
+        memcpy(x + first, place(ranks, 0), size * sizeof(float));
+        for (int64_t rank = 1; rank < ranks->count; rank++) {{
+            const float *theirs = place(ranks, rank);
+            for (int64_t i = 0; i < size; i++) x[first + i] += theirs[i];
+        }}
+    }}
+    return 0;
+}}
+
+/* Rank 0's bytes become everyone's. */
+int kvrelay_spread(struct Ranks *ranks, char *bytes, int64_t count) {{
+    for (int64_t first = 0; first < count; first += FLOATS * sizeof(float)) {{
+        int64_t size = count - first < (int64_t)(FLOATS * sizeof(float)) ? count - first : (int64_t)(FLOATS * sizeof(float));
+        ranks->turn++;
+        if (ranks->rank == 0) memcpy(place(ranks, 0), bytes + first, size);
+        if (meet(ranks)) return -1;
+        if (ranks->rank != 0) memcpy(bytes + first, place(ranks, 0), size);
+    }}
+    return 0;
+}}
+
+int kvrelay_meet(struct Ranks *ranks) {{
+    ranks->turn++;
+    return meet(ranks);
+}}
+
+void kvrelay_end(struct Ranks *ranks) {{ __atomic_store_n(&counter(ranks, ranks->count)->turn, 1, __ATOMIC_RELAXED); }}
+"""
+
+
+class Ranks(Protocol):
+    """One rank's view of all. Every rank makes the same calls in the same order. Raises RankDiedError."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def num_ranks(self) -> int: ...
+
+    def add_up(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of every rank's `x`, which may be overwritten."""
+
+    def spread(self, x: torch.Tensor) -> torch.Tensor:
+        """Rank 0's `x`; the others' is overwritten."""
+
+    def meet(self) -> None:
+        """Returns when every rank has called it: what each wrote before is written."""
+
+    def end(self) -> None:
+        """From any thread: a rank has died, so nobody need wait any longer."""
+
+
+class _State(ctypes.Structure):
+    _fields_ = [("memory", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("rank", "count", "turn"))]
+
+
+def shared_bytes(num_ranks: int) -> int:
+    """The size of the memory in which so many ranks meet."""
+    return _HEADER_BYTES + num_ranks * 2 * _PLACE_FLOATS * 4
+
+
+@functools.cache
+def shared_functions() -> ctypes.CDLL | None:
+    """None where there is no compiler."""
+    library = compile_and_load("ranks", _SOURCE, ("-O3",))
+    if library is not None:
+        pointer, number = ctypes.c_void_p, ctypes.c_int64
+        library.kvrelay_add_up.argtypes = library.kvrelay_spread.argtypes = (pointer, pointer, number)
+        library.kvrelay_meet.argtypes = library.kvrelay_end.argtypes = (pointer,)
+        library.kvrelay_end.restype = None
+    return library
+
+
+class SharedRanks:
+    """Implements `Ranks` in host memory behind a file descriptor, which is zero when the first rank comes."""
+
+    def __init__(self, library: ctypes.CDLL, descriptor: int, rank: int, num_ranks: int) -> None:
+        self.rank, self.num_ranks = rank, num_ranks
+        self._library = library
+        self._memory = mmap.mmap(descriptor, shared_bytes(num_ranks))
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self._state = _State(address, rank, num_ranks, 0)
+        self._address = ctypes.addressof(self._state)
+
+    def add_up(self, x: torch.Tensor) -> torch.Tensor:
+        summed = x.float().contiguous()
+        _check(self._library.kvrelay_add_up(self._address, summed.data_ptr(), summed.numel()))
+        return summed.to(x.dtype)
+
+    def spread(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.contiguous()
+        _check(self._library.kvrelay_spread(self._address, x.data_ptr(), x.numel() * x.element_size()))
+        return x
+
+    def meet(self) -> None:
+        _check(self._library.kvrelay_meet(self._address))
+
+    def end(self) -> None:
+        self._library.kvrelay_end(self._address)
+
+
+class DistributedRanks:
+    """Implements `Ranks` with torch.distributed."""
+
+    def __init__(self, store_port: int, rank: int, num_ranks: int, store: TCPStore | None = None) -> None:
+        """`store` is rank 0's."""
+        self.rank, self.num_ranks = rank, num_ranks
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        store = store or TCPStore("127.0.0.1", store_port, is_master=False)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=_FOR_EVER)
+
+    def add_up(self, x: torch.Tensor) -> torch.Tensor:
+        summed = x.contiguous()
+        _ask(lambda: dist.all_reduce(summed))
+        return summed
+
+    def spread(self, x: torch.Tensor) -> torch.Tensor:
+        whole = x.contiguous()
+        _ask(lambda: dist.broadcast(whole, 0))
+        return whole
+
+    def meet(self) -> None:
+        _ask(dist.barrier)
+
+    def end(self) -> None:
+        """Gloo sees a closed connection by itself."""
+
+
+def open_store() -> TCPStore:
+    """Where ranks on this host find each other; `port` tells the others."""
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def _check(status: int) -> None:
+    if status != 0:
+        raise RankDiedError("a rank of this worker has ended")
+
+
+def _ask(collective: object) -> None:
+    assert callable(collective)
+    try:
+        collective()
+    except RuntimeError as error:
+        raise RankDiedError(f"a rank of this worker has ended: {error}") from error

@@ -1,0 +1,1 @@
+"""A worker's model split among several processes: tensor parallelism."""

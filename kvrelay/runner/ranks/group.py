@@ -1,0 +1,171 @@
+"""Rank 0's side: starts the other ranks, tells them every pass, and sees their death.
+
+    RankGroup(...)  ->  load own share  ->  group.share(KV memory)  ->  passes  ->  close
+
+All ranks of a worker are processes of one host and have their KV in one piece of memory, each its share. So rank 0 alone
+copies blocks, swaps them and hands them over for all; the others compute and nothing else. A rank that dies is the worker's
+death: `on_death` is told at once, by a thread that watches the connections, and whoever waits for the rank is woken.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import assert_never
+
+import msgspec
+import torch
+
+from kvrelay.errors import ConfigError, RankDiedError
+from kvrelay.kernels.base import ForwardBatch
+from kvrelay.kernels.ranks import DistributedRanks, Ranks, SharedRanks, open_store, shared_bytes, shared_functions
+from kvrelay.log import Log
+from kvrelay.models.registry import Model
+from kvrelay.runner.ranks.passes import to_pass
+from kvrelay.wire.codec import encode
+from kvrelay.wire.ranks import KVMemory, Loaded, RankFailed, RankMessage, RankSetup, read_from_rank
+
+log = Log("ranks")
+
+_END_S = 5.0
+
+OnDeath = Callable[[str], None]
+
+
+class _Rank:
+    """One other rank, from its start to its end."""
+
+    def __init__(self, setup: RankSetup, memory_fd: int) -> None:
+        self.number = setup.rank
+        self.link, theirs = socket.socketpair()
+        with theirs:
+            descriptors = [theirs.fileno(), memory_fd]
+            command = [sys.executable, "-m", "kvrelay.runner.ranks.process", *map(str, descriptors)]
+            self.process = subprocess.Popen(command, pass_fds=descriptors, stdin=subprocess.DEVNULL)
+        self._connection = Connection(os.dup(self.link.fileno()))
+        self.tell(encode(setup))
+
+    def tell(self, message: bytes) -> None:
+        try:
+            self._connection.send_bytes(message)
+        except OSError as error:
+            raise RankDiedError(f"rank {self.number} has ended: {error}") from error
+
+    def give(self, descriptor: int) -> None:
+        socket.send_fds(self.link, [b"\0"], [descriptor])
+
+    def until_loaded(self) -> None:
+        """Raises ConfigError with the rank's own reason."""
+        try:
+            message = read_from_rank.decode(self._connection.recv_bytes())
+        except (EOFError, OSError):
+            raise ConfigError(f"rank {self.number} ended while it started") from None
+        match message:
+            case Loaded():
+                return
+            case RankFailed():
+                raise ConfigError(message.reason)
+            case _:
+                assert_never(message)
+
+    def close(self) -> None:
+        self._connection.close()
+        self.link.close()
+        try:
+            self.process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+class RankGroup:
+    """The other ranks of a worker. Used by the thread that runs the model; `on_death` is called from another one."""
+
+    def __init__(self, setup: RankSetup, on_death: OnDeath | None = None) -> None:
+        """`setup` is that of rank 0, from which those of the others follow."""
+        self._on_death = on_death
+        self._closing = False
+        self._others: list[_Rank] = []
+        self._wakes, self._wake = socket.socketpair()
+        memory_fd = os.memfd_create("kvrelay-ranks", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(memory_fd, shared_bytes(setup.num_ranks))
+            library = shared_functions()
+            store = open_store() if library is None else None
+            setup = msgspec.structs.replace(setup, store_port=0 if store is None else store.port)
+            for rank in range(1, setup.num_ranks):
+                self._others.append(_Rank(msgspec.structs.replace(setup, rank=rank), memory_fd))
+            self.ranks: Ranks = (
+                DistributedRanks(setup.store_port, 0, setup.num_ranks, store)
+                if library is None
+                else SharedRanks(library, memory_fd, 0, setup.num_ranks)
+            )
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            os.close(memory_fd)
+        self._watch: threading.Thread | None = None
+
+    def share(self, descriptor: int | None, num_blocks: int, block_size: int) -> None:
+        """The worker's KV memory, with every rank. Returns when all are ready. Raises ConfigError."""
+        assert descriptor is not None, "ranks need memory that they can map"
+        for other in self._others:
+            other.until_loaded()
+            other.tell(encode(KVMemory(num_blocks=num_blocks, block_size=block_size)))
+            other.give(descriptor)
+        for other in self._others:
+            other.until_loaded()
+        self._watch = threading.Thread(target=self._see_death, name="ranks", daemon=True)
+        self._watch.start()
+
+    def tell(self, message: RankMessage) -> None:
+        encoded = encode(message)
+        for other in self._others:
+            other.tell(encoded)
+
+    @property
+    def pids(self) -> list[int]:
+        return [other.process.pid for other in self._others]
+
+    def _see_death(self) -> None:
+        """After the start no rank says anything, so whatever there is to read is its end."""
+        poll = select.poll()
+        numbers = {other.link.fileno(): other.number for other in self._others}
+        for descriptor in (*numbers, self._wakes.fileno()):
+            poll.register(descriptor, select.POLLIN)
+        (descriptor, _), *_ = poll.poll()
+        if self._closing or descriptor not in numbers:
+            return
+        reason = f"rank {numbers[descriptor]} has ended"
+        log.error("a rank has ended, and the worker with it", rank=numbers[descriptor])
+        if self._on_death is not None:
+            self._on_death(reason)
+        self.ranks.end()
+
+    def close(self) -> None:
+        """No rank is left afterwards. May be called twice."""
+        self._closing = True
+        self._wake.close()
+        for other in self._others:
+            other.close()
+        self._others.clear()
+
+
+class LeadingModel:
+    """Implements `Model` for rank 0: tells the others of each pass and takes part in it."""
+
+    def __init__(self, model: Model, group: RankGroup) -> None:
+        self.spec = model.spec
+        self._model = model
+        self._group = group
+
+    def forward(self, batch: ForwardBatch, kv: torch.Tensor, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
+        self._group.tell(to_pass(batch))
+        return self._model.forward(batch, kv, on_layer)

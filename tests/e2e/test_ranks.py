@@ -1,0 +1,142 @@
+"""Workers of several ranks as processes: what a client sees, and what is left when a rank dies."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import os
+import signal
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from parity import assert_parity, reference_tokens
+from process_cluster import ProcessCluster, WorkerProcess
+from server import Server, is_idle, serve
+from tiny_models import reference_model, tiny_model
+
+PATIENCE_S = 90.0
+PROMPT = list(range(5, 125))
+NUM_TOKENS = 12
+FLAGS = ("--kv-blocks", "128", "--max-batch", "8", "--threads", "1")
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.05)
+
+
+def gone(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def ranks_of(pid: int) -> list[psutil.Process]:
+    """The other ranks of the worker with this process id."""
+    children = psutil.Process(pid).children(recursive=True)
+    return [child for child in children if "kvrelay.runner.ranks.process" in child.cmdline()]
+
+
+def tokens_of(url: str, prompt: list[int] = PROMPT, num_tokens: int = NUM_TOKENS) -> list[int]:
+    body = {
+        "prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, "return_token_ids": True
+    }  # fmt: skip
+    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
+        tokens: list[int] = json.loads(response.read())["choices"][0]["token_ids"]
+        return tokens
+
+
+def check(tokens: list[int], prompt: list[int] = PROMPT, num_tokens: int = NUM_TOKENS) -> None:
+    assert_parity(tokens, *reference_tokens(reference_model("kv2"), prompt, num_tokens), "ranks")
+
+
+def workers(server: Server) -> list[dict[str, Any]]:
+    shown: list[dict[str, Any]] = server.get("/cluster")["workers"]
+    return shown
+
+
+def test_one_worker_of_two_ranks_gives_the_tokens_of_transformers_and_leaves_no_process() -> None:
+    with serve(str(tiny_model("kv2")), "--whole", "1", "--tp", "2", *FLAGS) as server:
+        (worker,) = workers(server)
+        started = ranks_of(worker["pid"])
+        assert len(started) == 1
+        check(tokens_of(server.url))
+        server.idle_workers()
+        server.stop()
+        until(lambda: all(map(gone, started)))
+
+
+def test_degrees_differ_by_role_and_a_killed_router_leaves_no_rank() -> None:
+    options = ("--prefill-tp", "2", "--decode-tp", "1", "--local-prefill-tokens", "0")
+    with serve(str(tiny_model("kv2")), *options, *FLAGS) as server:
+        started = [rank for worker in workers(server) for rank in ranks_of(worker["pid"])]
+        assert len(started) == 1
+        check(tokens_of(server.url))
+        server.process.kill()
+        server.process.wait()
+        until(lambda: all(map(gone, started)))
+
+
+@pytest.mark.parametrize("mode", ["write", "read"])
+def test_a_rank_killed_in_mid_transfer_is_one_failure_and_the_request_goes_on_elsewhere(mode: str, tmp_path: Path) -> None:
+    """The prefill worker's second rank stands still, so that the transfer has begun and cannot end; then it is killed."""
+    flags = ("--tp", "2", "--token-budget", "32", *FLAGS)
+    router = ("--mode", mode, "--local-prefill-tokens", "0")
+    with (
+        ProcessCluster(
+            str(tiny_model("kv2")), tmp_path, registration_s=4.0, router_flags=router, worker_flags=flags
+        ) as cluster,
+        concurrent.futures.ThreadPoolExecutor() as pool,
+    ):
+        prefill, decode = cluster.add("prefill"), cluster.add("decode")
+        cluster.until_ready(2)
+        check(tokens_of(cluster.url, PROMPT[:50]), PROMPT[:50])
+        (rank,) = ranks_of(prefill.pid)
+        rank.suspend()
+        answer = pool.submit(tokens_of, cluster.url)
+        cluster.until(lambda: entry(cluster, decode)["transfers"]["in_flight"] == 1)
+        spare = cluster.add("prefill")
+        cluster.until_ready(3)
+        os.kill(rank.pid, signal.SIGKILL)
+        check(answer.result(PATIENCE_S))
+        prefill.process.wait(PATIENCE_S)
+        assert gone(rank)
+        cluster.until(lambda: is_idle(entry(cluster, decode)) and is_idle(entry(cluster, spare)))
+        transfers = entry(cluster, decode)["transfers"]
+        assert (transfers["failed"], transfers["done"]) == (1, 2)
+        check(tokens_of(cluster.url, PROMPT[:70]), PROMPT[:70])
+
+
+def test_streams_go_on_elsewhere_when_a_rank_of_their_decode_worker_is_killed(tmp_path: Path) -> None:
+    num_tokens = 100
+    with (
+        ProcessCluster(str(tiny_model("kv2")), tmp_path, registration_s=4.0, worker_flags=("--tp", "2", *FLAGS)) as cluster,
+        concurrent.futures.ThreadPoolExecutor() as pool,
+    ):
+        first, second = cluster.add("whole"), cluster.add("whole")
+        cluster.until_ready(2)
+        asked = [PROMPT[: 20 + index] for index in range(6)]
+        (rank,) = ranks_of(first.pid)
+        rank.suspend()  # so that those it takes part in cannot end
+        answers = [pool.submit(tokens_of, cluster.url, prompt, num_tokens) for prompt in asked]
+        cluster.until(lambda: cluster.get("/cluster")["in_flight"] > 0)
+        rank.kill()
+        for prompt, answer in zip(asked, answers, strict=True):
+            check(answer.result(PATIENCE_S), prompt, num_tokens)
+        first.process.wait(PATIENCE_S)
+        cluster.until(lambda: is_idle(entry(cluster, second)))
+
+
+def entry(cluster: ProcessCluster, worker: WorkerProcess) -> dict[str, Any]:
+    """As GET /cluster shows this worker."""
+    (found,) = [shown for shown in cluster.shown() if shown["pid"] == worker.pid]
+    return found

@@ -1,0 +1,97 @@
+"""A model split among ranks: what each of them has, how they meet, and that together they are the model."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from tiny_models import tiny_model
+
+from kvrelay.checkpoint.spec import read_spec
+from kvrelay.config import EngineOptions, ModelOptions, read_environment
+from kvrelay.errors import ConfigError, RankDiedError
+from kvrelay.kernels.ranks import SharedRanks, shared_bytes, shared_functions
+from kvrelay.progress import Silent
+from kvrelay.runner.build import build_runner
+from kvrelay.runner.ranks.shares import RankShare, check_split
+from kvrelay.transfer.region import shared_region
+
+
+@pytest.mark.parametrize(("name", "num_ranks"), [("kv1", 4), ("kv2", 2), ("kv2", 4), ("kv3", 2), ("kv3", 3), ("kv8", 4)])
+def test_every_head_and_column_is_summed_once(name: str, num_ranks: int) -> None:
+    whole = read_spec(tiny_model(name))
+    shares = [RankShare(whole, rank, num_ranks) for rank in range(num_ranks)]
+    assert len({share.spec for share in shares}) == 1
+    assert [head for share in shares for head in share.heads[share.num_repeated_heads :]] == list(range(whole.num_heads))
+    assert [column for share in shares for column in share.inner] == list(range(whole.intermediate_size))
+    group = whole.num_heads // whole.num_kv_heads
+    for share in shares:
+        assert {head // group for head in share.heads} == set(share.kv_heads)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "says"),
+    [("kv2", 5, "48 columns"), ("kv2", 3, "4 heads that share 2 KV heads"), ("kv2", 48, "32 ranks"), ("kv8", 6, "without any")],
+)
+def test_a_number_that_cannot_work_is_refused(name: str, num_ranks: int, says: str) -> None:
+    with pytest.raises(ConfigError, match=f"--tp {num_ranks}: .*{says}"):
+        check_split(read_spec(tiny_model(name)), num_ranks)
+
+
+def test_ranks_on_a_gpu_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--tp 2|--device cuda"):
+        build_runner(
+            ModelOptions(device="cuda", tp=2), EngineOptions(), tiny_model("kv2"), read_environment(), Silent(), shared_region
+        )
+
+
+@pytest.fixture
+def meeting() -> Iterator[list[SharedRanks]]:
+    library = shared_functions()
+    if library is None:
+        pytest.skip("no C compiler")
+    descriptor = os.memfd_create("ranks")
+    os.ftruncate(descriptor, shared_bytes(3))
+    yield [SharedRanks(library, descriptor, rank, 3) for rank in range(3)]
+    os.close(descriptor)
+
+
+def test_sums_of_any_size_are_the_same_for_all(meeting: list[SharedRanks]) -> None:
+    sizes = [1, 5, 576, (1 << 18) + 3, 7, 1 << 19]
+    results: list[list[torch.Tensor]] = [[] for _ in meeting]
+
+    def work(ranks: SharedRanks) -> None:
+        for size in sizes:
+            x = torch.full((size,), float(ranks.rank + 1))
+            results[ranks.rank].append(ranks.add_up(x))
+            ranks.meet()
+            results[ranks.rank].append(ranks.spread(torch.full((size,), float(ranks.rank + 7))))
+
+    threads = [threading.Thread(target=work, args=[ranks]) for ranks in meeting]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for result in results:
+        for index, size in enumerate(sizes):
+            assert torch.equal(result[2 * index], torch.full((size,), 6.0))
+            assert torch.equal(result[2 * index + 1], torch.full((size,), 7.0))
+
+
+def test_whoever_waits_for_a_dead_rank_is_told(meeting: list[SharedRanks]) -> None:
+    failures: list[RankDiedError] = []
+
+    def wait() -> None:
+        try:
+            meeting[0].add_up(torch.ones(3))
+        except RankDiedError as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    meeting[1].end()
+    thread.join()
+    assert len(failures) == 1
