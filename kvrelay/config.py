@@ -41,6 +41,9 @@ class ModelOptions(Options, frozen=True, kw_only=True):
     ] = "auto"
     threads: Annotated[Count, Meta(description="CPU threads per worker; 0 shares the cores among the workers")] = 0
     tp: Annotated[Positive, Meta(description="tensor parallelism: processes among which a worker's model is split")] = 1
+    lora: Annotated[
+        tuple[str, ...], Meta(description="LoRA adapter as PEFT saves it, NAME=FOLDER; clients ask for NAME; can be repeated")
+    ] = ()
     gpu_memory: Annotated[float, Meta(gt=0.0, le=1.0, description="share of GPU memory a worker may use")] = 0.9
     attention: Annotated[
         Literal["auto", "triton", "torch"],

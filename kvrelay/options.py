@@ -1,8 +1,8 @@
 """Command-line options and config files, made from the structs in `config.py`.
 
 Every field `max_batch: Annotated[int, Meta(..., description=...)] = 64` becomes `--max-batch N`, and a key `max_batch` of the
-YAML file; a bool becomes `--name` and `--no-name`. Flags win over the file, the file over the defaults. Whatever is unknown
-is an error that names the nearest thing there is.
+YAML file; a bool becomes `--name` and `--no-name`; a tuple becomes an option that may be given several times, and a list in the
+file. Flags win over the file, the file over the defaults. What is unknown is an error that names the nearest thing there is.
 
 An option of a group that is taken per role has one more flag a role, `--decode-max-batch`, a key of the file too; in the file
 all that is said of a role may stand together: `decode: {workers: 2, max_batch: 64}`. It wins over what is said of all roles.
@@ -107,6 +107,8 @@ def _add_option(section: argparse._ActionsContainer, field: inspect.Field, role:
     elif isinstance(kind, inspect.LiteralType):
         choices = [str(value) for value in kind.values]
         section.add_argument(flag, choices=choices, default=argparse.SUPPRESS, help=text, metavar=_metavar(kind))
+    elif isinstance(kind, inspect.VarTupleType):
+        section.add_argument(flag, action="append", default=argparse.SUPPRESS, help=text, metavar="TEXT")
     else:
         section.add_argument(flag, default=argparse.SUPPRESS, help=text, metavar=_metavar(kind))
 
@@ -124,7 +126,7 @@ def flag_of(name: str, role: Role | None = None) -> str:
 
 
 def _default_note(default: Any, kind: inspect.Type) -> str:
-    if default == "" or default is msgspec.NODEFAULT:
+    if default in ("", ()) or default is msgspec.NODEFAULT:
         return ""
     return f" (default {('on' if default else 'off') if isinstance(kind, inspect.BoolType) else default})"
 
@@ -229,7 +231,9 @@ def to_flags(options: Options) -> list[str]:
         flag = flag_of(field.name)
         if value == "" and field.name in _NEVER_EMPTY:
             continue
-        if isinstance(value, bool):
+        if isinstance(value, tuple):
+            flags += [f"{flag}={each}" for each in value]
+        elif isinstance(value, bool):
             flags.append(flag if value else f"--no-{_key(flag).replace('_', '-')}")
         else:
             flags.append(f"{flag}={value}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field
 
-from kvrelay.engine.interfaces import Row, StepPlan
+from kvrelay.engine.interfaces import LoadedAdapter, Row, StepPlan
 from kvrelay.ids import RequestId, new_request_id
 from kvrelay.sampling import SamplingParams
 from kvrelay.wire.serving import Image
@@ -25,6 +25,7 @@ class FreeSequence:
     key: int = field(default_factory=lambda: next(_keys))
     request_id: RequestId = field(default_factory=new_request_id)
     images: tuple[Image, ...] = ()
+    adapter: LoadedAdapter | None = None
 
     def __post_init__(self) -> None:
         if self.num_prompt_tokens < 0:

@@ -94,7 +94,7 @@ _BY_KV_HEADS: dict[str, Callable[[], Any]] = {  # to be split among ranks; 3 can
 @functools.cache
 def tiny_model(name: str) -> pathlib.Path:
     """The folder of one kind of tiny checkpoint."""
-    folder = _session_folder() / name
+    folder = session_folder() / name
     torch.manual_seed(sorted(_MAKERS).index(name) if name in _MAKERS else 1000 + sorted(_BY_KV_HEADS).index(name))
     model = (_MAKERS | _BY_KV_HEADS)[name]().float().eval()
     with torch.no_grad():
@@ -138,7 +138,7 @@ def write_tokenizer(folder: pathlib.Path) -> None:
 
 
 @functools.cache
-def _session_folder() -> pathlib.Path:
+def session_folder() -> pathlib.Path:
     folder = tempfile.TemporaryDirectory(prefix="kvrelay-tiny-")
     atexit.register(folder.cleanup)
     return pathlib.Path(folder.name)

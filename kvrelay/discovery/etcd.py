@@ -242,7 +242,7 @@ class EtcdRegistration:
 
     def _is_due(self, record: WorkerRecord) -> bool:
         told = self._told
-        if told is None or record.state != told.state:
+        if told is None or record.state != told.state or record.adapters != told.adapters:
             return True
         age_s = self._clock() - self._told_at
         return age_s >= _CHECK_EVERY_S or (record.load != told.load and age_s >= _LOAD_EVERY_S)

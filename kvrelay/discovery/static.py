@@ -23,9 +23,18 @@ from kvrelay.log import Log
 from kvrelay.planes.connection import Connection
 from kvrelay.states import WorkerState
 from kvrelay.wire import PROTOCOL_VERSION
+from kvrelay.wire.adapters import AdaptersTold
 from kvrelay.wire.codec import Decoder, encode
 from kvrelay.wire.registry import WorkerLoad, WorkerRecord
-from kvrelay.wire.serving import Forgotten, Hello, KeptTold, Refused, StepOutputs, ToRouter, Welcome
+from kvrelay.wire.serving import (
+    Forgotten,
+    Hello,
+    KeptTold,
+    Refused,
+    StepOutputs,
+    ToRouter,
+    Welcome,
+)
 
 log = Log("discovery")
 
@@ -131,6 +140,10 @@ class _Watch:
                     self._membership.heard(self, msgspec.structs.replace(record, load=message.load))
             case KeptTold() | Forgotten():
                 pass  # of no concern on this connection
+            case AdaptersTold():
+                record = self._membership.members.get(self.address)
+                if record is not None:
+                    self._membership.heard(self, msgspec.structs.replace(record, adapters=message.adapters))
             case _:
                 assert_never(message)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import count as counter
 
 from kvrelay.config import EngineOptions
-from kvrelay.engine.interfaces import Runner
+from kvrelay.engine.interfaces import Adapters, Runner
 from kvrelay.engine.memory.kept import KeptKV
 from kvrelay.engine.memory.kv_cache import KVCache
 from kvrelay.engine.memory.swap import Swap
@@ -66,6 +66,7 @@ def build_core(
     producer: Producer | None,
     consumer: Consumer | None,
     images: Images | None,
+    adapters: Adapters,
     clock: Callable[[], float],
 ) -> Core:
     kv = KVCache(
@@ -91,6 +92,7 @@ def build_core(
         hands_on=producer is not None,
         takes_over=consumer is not None,
         takes_images=images is not None,
+        adapters=adapters,
         num_pinnable_blocks=min(share, most),
     )
     return Core(

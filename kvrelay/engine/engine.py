@@ -18,7 +18,7 @@ from kvrelay.config import EngineOptions
 from kvrelay.engine import invariants
 from kvrelay.engine.ahead import RunAhead, without_ended
 from kvrelay.engine.core import build_core
-from kvrelay.engine.interfaces import Runner, StepPlan, StepResult
+from kvrelay.engine.interfaces import Adapters, NoAdapters, Runner, StepPlan, StepResult
 from kvrelay.engine.movers import Consumer, Producer
 from kvrelay.engine.request import Request, first_sequences
 from kvrelay.engine.requests.admission import ModelLimits
@@ -55,6 +55,7 @@ class Engine:
         producer: Producer | None = None,
         consumer: Consumer | None = None,
         images: Images | None = None,
+        adapters: Adapters | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         options = options.for_device("cpu")  # a card's budgets are chosen before
@@ -62,8 +63,9 @@ class Engine:
             eos_token_ids=eos_token_ids, max_model_len=max_model_len, vocab_size=vocab_size, cache_seed=cache_seed
         )
         self.core = core = build_core(
-            options, runner, model, worker_id, producer=producer, consumer=consumer, images=images, clock=clock
-        )
+            options, runner, model, worker_id,
+            producer=producer, consumer=consumer, images=images, adapters=adapters or NoAdapters(), clock=clock,
+        )  # fmt: skip
         self.kv = core.kv
         self.scheduler = core.scheduler
         self.requests = core.requests  # those that have not ended
@@ -115,7 +117,8 @@ class Engine:
         """`stages`: those of a prompt that was computed before and is again."""
         takes_over = self.core.limits.takes_over and submit.transfer is not None
         first = Stage.RESERVE if takes_over else Stage.QUEUE
-        request = Request(submit, next(self._arrivals), stages or Stages(first, self._clock))
+        adapter = self.core.limits.adapter_of(submit)
+        request = Request(submit, next(self._arrivals), stages or Stages(first, self._clock), adapter)
         request.sequences = first_sequences(submit, request, self.core.keys)
         if submit.params.beam is not None:
             self._beams.begin(request, submit, hands_on=self.core.limits.hands_on and submit.transfer is not None)
@@ -290,7 +293,7 @@ class Engine:
             restarts, ended = self.core.outgoing.poll()
             self._stalled = False
             for submit in restarts:
-                self._enqueue(submit, self._endings.stages_again(submit.request_id))
+                self._start_again(submit)
             for request_id, reason in ended:
                 self._handed_on(request_id, reason)
         if self.core.incoming.consumer.has_news:
@@ -303,6 +306,13 @@ class Engine:
                 log.warning("an image will not come", request=request.request_id, reason=error, trace=request.trace_id)
                 self._endings.fail(request, error)
             self.scheduler.recall()
+
+    def _start_again(self, submit: Submit) -> None:
+        """A prompt that was set aside. Its adapter may have been unloaded meanwhile."""
+        try:
+            self._enqueue(submit, self._endings.stages_again(submit.request_id))
+        except RequestError as error:
+            self.core.outbox.fail(submit.request_id, error)
 
     def _handed_on(self, request_id: RequestId, reason: str) -> None:
         """A hand-over ended. Usually the prompt was finished long ago; if not, it is not wanted any more."""

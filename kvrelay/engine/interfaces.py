@@ -14,8 +14,10 @@ from typing import Any, Protocol
 import msgspec
 
 from kvrelay.engine.fence import Fence
+from kvrelay.errors import UnsupportedModelError
 from kvrelay.ids import RequestId
 from kvrelay.sampling import SamplingParams
+from kvrelay.wire.registry import Adapter
 from kvrelay.wire.serving import Image, Logprob, TokenLogprobs
 
 
@@ -67,6 +69,53 @@ class SequenceView(Protocol):
     @property
     def images(self) -> List[Image]:
         """Of the prompt, in order of their places in it."""
+
+    @property
+    def adapter(self) -> LoadedAdapter | None:
+        """None: the base model's."""
+
+
+class LoadedAdapter(Protocol):
+    """A LoRA adapter that a runner has in memory, at least as long as anything refers to it."""
+
+    @property
+    def digest(self) -> str: ...
+
+
+class Adapters(Protocol):
+    """The LoRA adapters of a runner. Requests name them by the digest of their content, clients by their names."""
+
+    def find(self, digest: str) -> LoadedAdapter | None: ...
+
+    def records(self) -> list[Adapter]: ...
+
+    def read(self, path: str) -> LoadedAdapter:
+        """From any thread. Raises ModelError."""
+
+    def add(self, name: str, path: str, adapter: LoadedAdapter) -> None:
+        """In the place of one that has the name."""
+
+    def unload(self, name: str) -> bool:
+        """False if there is none of that name. Requests that have it keep it to their end."""
+
+
+class NoAdapters:
+    """Of a runner that takes none."""
+
+    def find(self, digest: str) -> LoadedAdapter | None:
+        return None
+
+    def records(self) -> list[Adapter]:
+        return []
+
+    def read(self, path: str) -> LoadedAdapter:
+        raise UnsupportedModelError("this worker takes no LoRA adapters")
+
+    def add(self, name: str, path: str, adapter: LoadedAdapter) -> None:
+        raise AssertionError("nothing was read")
+
+    def unload(self, name: str) -> bool:
+        return False
 
 
 class Row(msgspec.Struct, gc=False):

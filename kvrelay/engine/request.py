@@ -16,6 +16,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from kvrelay.engine.interfaces import LoadedAdapter
 from kvrelay.engine.requests.stages import Stages
 from kvrelay.ids import RequestId, trace_id_of
 from kvrelay.sampling import SamplingParams
@@ -26,7 +27,9 @@ from kvrelay.wire.serving import Image, Logprob, Resumed, Submit, TokenLogprobs
 class Request:
     """The part that all samples of a request share."""
 
-    def __init__(self, submit: Submit, arrival: int, stages: Stages | None = None) -> None:
+    def __init__(
+        self, submit: Submit, arrival: int, stages: Stages | None = None, adapter: LoadedAdapter | None = None
+    ) -> None:
         self.request_id: RequestId = submit.request_id
         self.external_id = submit.external_id  # what the client knows it by
         self.trace_id = trace_id_of(submit.trace)
@@ -35,6 +38,8 @@ class Request:
         self.params: SamplingParams = submit.params
         self.priority = submit.priority
         self.cache_salt = submit.cache_salt
+        self.adapter = adapter  # None: the base model's
+        self.adapter_digest = submit.adapter
         self.images = submit.images
         self.resumed_s = 0.0  # how long its images took that came in several rounds
         self.arrival = arrival  # order of submission; never changes, so a preempted request keeps its place
@@ -93,6 +98,10 @@ class Sequence:
     @property
     def images(self) -> list[Image]:
         return self.request.images
+
+    @property
+    def adapter(self) -> LoadedAdapter | None:
+        return self.request.adapter
 
     @property
     def num_output_tokens(self) -> int:

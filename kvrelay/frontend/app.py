@@ -25,7 +25,7 @@ from kvrelay.frontend.http.auth import ApiKeys, KeyRing
 from kvrelay.frontend.http.call import Call, Receive, Scope, Send
 from kvrelay.frontend.http.endpoint import Endpoint, Handler
 from kvrelay.frontend.http.errors import error_body, unknown_path
-from kvrelay.frontend.pages.admin import change_role, drain
+from kvrelay.frontend.pages.admin import change_role, drain, load_adapter, unload_adapter
 from kvrelay.frontend.pages.continuations import delete_continuation, list_continuations, one_continuation
 from kvrelay.frontend.pages.info import cluster, health, index, metrics_page, models, one_model, version_page
 from kvrelay.frontend.pages.openapi import docs, openapi_page
@@ -59,6 +59,8 @@ ROUTES: tuple[tuple[str, str, Callable[[Service, Call], Awaitable[None]]], ...] 
     ("/tokenizer_info", "GET", tokenizer_info),
     ("/admin/drain", "POST", drain),
     ("/admin/role", "POST", change_role),
+    ("/v1/load_lora_adapter", "POST", load_adapter),
+    ("/v1/unload_lora_adapter", "POST", unload_adapter),
     ("/health", "GET", health),
     ("/cluster", "GET", cluster),
     ("/requests", "GET", list_requests),

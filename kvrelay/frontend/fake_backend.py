@@ -11,15 +11,16 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvrelay.errors import NotFoundError, RequestError
+from kvrelay.errors import ConflictError, NotFoundError, RequestError
 from kvrelay.ids import KeptId, TransferId, WorkerId, new_request_id
 from kvrelay.metrics import Metrics
-from kvrelay.router.backend import DrainOrder, GenerateRequest
+from kvrelay.router.backend import AdapterChange, DrainOrder, GenerateRequest
 from kvrelay.router.continuations import Continuations
 from kvrelay.router.parent import Parent
 from kvrelay.router.stream import RequestStream
 from kvrelay.router.timelines import Timelines
 from kvrelay.states import FinishReason, HandleState, Role
+from kvrelay.wire.registry import Adapter
 from kvrelay.wire.serving import BeamResult, Inherited, KeptNews, SequenceOutput, TokenLogprobs
 
 _WORKER = WorkerId("whole-fake")
@@ -44,6 +45,7 @@ class FakeBackend:
         self.tick_s = tick_s
         self.ready = True
         self.max_model_len = max_model_len
+        self.adapters: dict[str, Adapter] = {}
         self.refuse: RequestError | None = None  # what the next submissions get
         self.fail_after: tuple[int, RequestError] | None = None  # so many tokens, then this error
         self.transfer_id: TransferId | None = None  # of the next submissions, as if two workers served them
@@ -62,6 +64,17 @@ class FakeBackend:
     @property
     def num_open(self) -> int:
         return len(self._running)
+
+    async def load_adapter(self, name: str, path: str, *, in_place: bool) -> AdapterChange:
+        if name in self.adapters and not in_place:
+            raise ConflictError(f"the LoRA adapter {name!r} is loaded already", param="lora_name")
+        self.adapters[name] = Adapter(name=name, digest=f"digest of {path}", path=path)
+        return AdapterChange(name=name, workers=[_WORKER])
+
+    async def unload_adapter(self, name: str) -> AdapterChange:
+        if self.adapters.pop(name, None) is None:
+            raise NotFoundError(f"there is no LoRA adapter {name!r}", param="lora_name", code="adapter_not_found")
+        return AdapterChange(name=name, workers=[_WORKER])
 
     def submit(self, request: GenerateRequest) -> RequestStream:
         if self.refuse is not None:

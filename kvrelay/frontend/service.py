@@ -66,14 +66,23 @@ class Service:
     async def read(self, call: Call, decoder: msgspec.json.Decoder[R]) -> R:
         """The body of a request that may name its model."""
         request = await call.read(decoder, self.options.max_body_bytes)
-        self.check_model(request.model)
+        self.adapter_of(request.model)
         return request
 
-    def check_model(self, name: str | None) -> None:
-        if name is not None and name not in self.models:
-            served = ", ".join(map(repr, self.models))
+    def adapter_of(self, name: str | None) -> str:
+        """The digest of the LoRA adapter of that name; empty for the model itself. Raises NotFoundError."""
+        if name is None or name in self.models:
+            return ""
+        adapters = self.backend.adapters
+        if name not in adapters:
+            served = ", ".join(map(repr, [*self.models, *adapters]))
             raise NotFoundError(f"the model {name[:200]!r} does not exist; this server serves {served}",
                                 param="model", code="model_not_found")  # fmt: skip
+        return adapters[name].digest
+
+    def answer_name(self, name: str | None) -> str:
+        """What an answer calls the model that a request asked for: an adapter by its name, the model always by its first."""
+        return self.model if name is None or name in self.models else name
 
     async def off_loop_if_long(self, length: int, work: Callable[[], T]) -> T:
         return work() if length <= _INLINE_CHARACTERS else await asyncio.to_thread(work)

@@ -13,8 +13,9 @@ kv_heads, head_dim]. The slot of a token is block * block_size + offset.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 
@@ -67,6 +68,53 @@ class ImageBatch:
         return self.features.shape[1] // (1 + self.num_deepstack)
 
 
+LinearName = Literal["qkv", "output", "gate_up", "down"]
+LINEARS: tuple[LinearName, ...] = ("qkv", "output", "gate_up", "down")
+
+
+@dataclass(frozen=True, slots=True)
+class LoraPart:
+    """What an adapter adds to neighbouring outputs of a linear layer: x a^T b, from output `first` on."""
+
+    first: int
+    a: torch.Tensor  # [rank, in]
+    b: torch.Tensor  # [rank, outputs], scaled
+
+    @property
+    def end(self) -> int:
+        return self.first + self.b.shape[1]
+
+
+LoraLayer = dict[LinearName, list[LoraPart]]  # what an adapter adds to the linear layers of one decoder layer
+
+
+class PackedAdapter(Protocol):
+    """A LoRA adapter's weights in the layout that its kernels like best."""
+
+    @property
+    def num_layers(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LoraSpan:
+    """Neighbouring rows that have the same adapter."""
+
+    begin: int
+    end: int
+    adapter: PackedAdapter
+
+
+LoraSpans = tuple[LoraSpan, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoraBatch:
+    """Which tokens of a pass have adapters, if any has. All others are the base model's."""
+
+    tokens: LoraSpans
+    outputs: LoraSpans  # the same of `logit_rows`
+
+
 @dataclass(slots=True)
 class ForwardBatch:
     """The inputs of one forward pass over `num_tokens` tokens of all rows, concatenated."""
@@ -77,6 +125,7 @@ class ForwardBatch:
     attention: AttentionBatch
     logit_rows: torch.Tensor  # [outputs] int64: the tokens whose logits are wanted, and no others
     images: ImageBatch | None = None  # None: no token is an image's
+    lora: LoraBatch | None = None  # None: no token has an adapter
 
 
 class Packed(Protocol):
@@ -93,6 +142,7 @@ class Packed(Protocol):
 class LayerWeights:
     """All that a decoder layer is made of."""
 
+    index: int  # among the model's layers
     shape: HeadShape
     input_norm: torch.Tensor
     qkv: Packed
@@ -104,6 +154,17 @@ class LayerWeights:
     down: Packed
     eps: float
     scale: float
+
+    def linear(self, name: LinearName) -> Packed:
+        match name:
+            case "qkv":
+                return self.qkv
+            case "output":
+                return self.output
+            case "gate_up":
+                return self.gate_up
+            case "down":
+                return self.down
 
 
 class FusedLayer(Protocol):
@@ -126,6 +187,12 @@ class Kernels(Protocol):
 
     def linear(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:
         """x [tokens, in] -> [tokens, out]."""
+
+    def pack_adapter(self, layers: Sequence[LoraLayer]) -> PackedAdapter:
+        """Takes over the weights of a LoRA adapter."""
+
+    def add_lora(self, out: torch.Tensor, x: torch.Tensor, spans: LoraSpans, layer: int, name: LinearName) -> None:
+        """Adds to `out`, which is linear(x), what the adapters of its rows change of it."""
 
     def embed(self, token_ids: torch.Tensor, packed: Packed) -> torch.Tensor:
         """Rows of a packed [vocabulary, hidden] weight (the embedding, which a tied head shares)."""

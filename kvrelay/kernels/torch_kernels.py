@@ -12,12 +12,23 @@ Attention over paged KV:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
-from kvrelay.kernels.base import AttentionBatch, ForwardBatch, HeadShape, LayerWeights, Packed
+from kvrelay.kernels.base import (
+    AttentionBatch,
+    ForwardBatch,
+    HeadShape,
+    LayerWeights,
+    LinearName,
+    LoraLayer,
+    LoraSpans,
+    Packed,
+    PackedAdapter,
+)
 
 _MAX_SCORES = 1 << 24  # attention scores (queries x context, all heads) materialised at once: 64 MiB of float32
 _MAX_GATHERED = 1 << 26  # KV elements gathered at once: 256 MiB of float32
@@ -40,6 +51,15 @@ class TorchPacked:
         return self.weight.shape[1]
 
 
+@dataclass(frozen=True, slots=True)
+class TorchAdapter:
+    layers: Sequence[LoraLayer]
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+
 class TorchKernels:
     """Implements `Kernels`. Stateless, so one instance may serve any number of models."""
 
@@ -52,6 +72,16 @@ class TorchKernels:
     def linear(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:
         assert isinstance(packed, TorchPacked)
         return F.linear(x, packed.weight, packed.bias)
+
+    def pack_adapter(self, layers: Sequence[LoraLayer]) -> PackedAdapter:
+        return TorchAdapter(layers)
+
+    def add_lora(self, out: torch.Tensor, x: torch.Tensor, spans: LoraSpans, layer: int, name: LinearName) -> None:
+        for span in spans:
+            assert isinstance(span.adapter, TorchAdapter)
+            rows, inputs = out[span.begin : span.end], x[span.begin : span.end]
+            for part in span.adapter.layers[layer].get(name, ()):
+                rows[:, part.first : part.end] += inputs @ part.a.T @ part.b
 
     def embed(self, token_ids: torch.Tensor, packed: Packed) -> torch.Tensor:
         assert isinstance(packed, TorchPacked)

@@ -24,6 +24,7 @@ import uvicorn
 import uvloop
 
 from kvrelay.checkpoint.fetch import resolve
+from kvrelay.checkpoint.lora import named_folders
 from kvrelay.config import (
     CardOptions,
     ClusterOptions,
@@ -129,7 +130,11 @@ def _route(
         tokenizer, image_spec = Tokenizer.load(folder, chat_template=router.chat_template), read_image_spec(folder)
         if Role.ENCODE in roles and image_spec is None:
             raise ConfigError(f"--encode: {model.model} is a text model; it has no images to encode")
-        served_name = served_names(router, model.model)[0]
+        served = served_names(router, model.model)
+        taken = sorted(set(served) & set(named_folders(model.lora)))
+        if taken:
+            raise ConfigError(f"--lora {taken[0]}=...: that is a name of the model itself")
+        served_name = served[0]
 
         async def main() -> int:
             front = Front(router, cluster, served_name, tokenizer, image_spec, default_listen=default_listen)

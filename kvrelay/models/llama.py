@@ -9,6 +9,8 @@ One forward pass: embed, then per layer
 then the final norm and the head. Only the tokens named in `logit_rows` leave the last attention: what follows it is
 per-token, and no logits are asked for of the others.
 
+What a LoRA adapter adds to a product is added to it at once, for the tokens that have the adapter.
+
 A rank of a tensor-parallel model has some of the heads and some of the columns between gate and down, so what it adds to the
 residual is one summand: the ranks add theirs up. Rank 0 has the embedding and the head besides.
 
@@ -24,7 +26,7 @@ from collections.abc import Callable
 import torch
 
 from kvrelay.checkpoint.spec import ModelSpec
-from kvrelay.kernels.base import ForwardBatch, HeadShape, ImageBatch, Kernels, LayerWeights, Packed
+from kvrelay.kernels.base import ForwardBatch, HeadShape, ImageBatch, Kernels, LayerWeights, LinearName, LoraSpans, Packed
 from kvrelay.kernels.ranks import Ranks
 from kvrelay.models.layers import WeightSource, axis_of_pairs, fused_linear, linear, rotary_rows, rotary_table
 
@@ -45,6 +47,7 @@ class DecoderLayer:
             return source.take(f"{name}.self_attn.{part}_norm.weight", (spec.head_dim,)) if spec.qk_norm else None
 
         self._weights = LayerWeights(
+            index=index,
             shape=HeadShape(num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim),
             input_norm=source.take(f"{name}.input_layernorm.weight", (hidden,)),
             qkv=fused_linear(kernels, source, projections, [q_size, kv_size, kv_size], hidden, bias=spec.attention_bias),
@@ -68,18 +71,26 @@ class DecoderLayer:
 
     def query_and_store(self, x: torch.Tensor, cos_sin: torch.Tensor, batch: ForwardBatch, kv: torch.Tensor) -> torch.Tensor:
         """Stores the tokens' keys and values; returns their queries."""
-        weights, qkv = self._weights, self._kernels.linear(x, self._weights.qkv)
+        weights = self._weights
+        qkv = self._linear(x, "qkv", () if batch.lora is None else batch.lora.tokens)
         return self._kernels.rope_and_store(qkv, weights.shape, cos_sin, batch, kv, weights.q_norm, weights.k_norm, weights.eps)
 
     def attend(self, query: torch.Tensor, batch: ForwardBatch, kv: torch.Tensor) -> torch.Tensor:
         return self._kernels.attention(query, self._weights.shape, batch, kv, self._weights.scale)
 
-    def finish(self, attended: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    def finish(self, attended: torch.Tensor, residual: torch.Tensor, lora: LoraSpans) -> torch.Tensor:
         """All that follows attention. Adds to the residual, except for the last product, which it returns."""
         weights, kernels = self._weights, self._kernels
-        x = self._of_all(kernels.linear(attended, weights.output))
+        x = self._of_all(self._linear(attended, "output", lora))
         x = kernels.add_rms_norm(x, residual, weights.post_norm, weights.eps)
-        return self._of_all(kernels.linear(kernels.silu_mul(kernels.linear(x, weights.gate_up)), weights.down))
+        return self._of_all(self._linear(kernels.silu_mul(self._linear(x, "gate_up", lora)), "down", lora))
+
+    def _linear(self, x: torch.Tensor, name: LinearName, lora: LoraSpans) -> torch.Tensor:
+        """Adapters are refused where there are several ranks: what they add to a share of a product is not known here."""
+        out = self._kernels.linear(x, self._weights.linear(name))
+        if lora:
+            self._kernels.add_lora(out, x, lora, self._weights.index, name)
+        return out
 
     def _of_all(self, x: torch.Tensor) -> torch.Tensor:
         return x if self._ranks is None else self._ranks.add_up(x)
@@ -160,9 +171,11 @@ class LlamaModel:
             if on_layer is not None and self._ranks is None:
                 on_layer(index)
             attended = layer.attend(query, batch, layer_kv)
+            lora = () if batch.lora is None else batch.lora.tokens
             if index == last and not all_rows:
                 attended, residual = attended[batch.logit_rows], residual[batch.logit_rows]
-            x = layer.finish(attended, residual)
+                lora = () if batch.lora is None else batch.lora.outputs
+            x = layer.finish(attended, residual, lora)
             if on_layer is not None and self._ranks is not None:
                 on_layer(index)  # the other ranks have stored theirs, or there would be no sum
         assert x is not None

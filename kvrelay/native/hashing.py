@@ -1,11 +1,11 @@
 """Names for full blocks of tokens, equal in every process: engines cache KV under them, routers look for it by them.
 
-    root = hash(model and layout, cache salt)
+    root = hash(model and layout, LoRA adapter, cache salt)
     root -> hash(root, block 0) -> hash(that, block 1) -> ...
 
-The hash of a block covers its tokens and, through its parent's hash, all tokens before it. Different models, layouts, salts
-and block sizes never meet. A hash is 16 bytes of BLAKE2b over the parent's hash and the tokens as little-endian 32-bit
-integers, so a block of 16 tokens is one round of the compression function.
+The hash of a block covers its tokens and, through its parent's hash, all tokens before it. Different models, layouts,
+adapters, salts and block sizes never meet. A hash is 16 bytes of BLAKE2b over the parent's hash and the tokens as little-endian
+32-bit integers, so a block of 16 tokens is one round of the compression function.
 
 A whole prompt is hashed by one native call (hashing.c) where there is a compiler; `block_hash` says what it computes.
 """
@@ -29,9 +29,10 @@ _PLAIN_SIZE = 1 if sys.version_info < (3, 12) else 8  # how CPython marks a posi
 _HashBlocks = Callable[[Sequence[int], int, int, int, bytes], bytes]
 
 
-def root_hash(cache_seed: str, cache_salt: str) -> bytes:
-    """Where a chain starts. `cache_seed` is the fingerprint of the workers that share KV."""
-    seed = cache_seed.encode()
+def root_hash(cache_seed: str, cache_salt: str, adapter: str = "") -> bytes:
+    """Where a chain starts. `cache_seed` is the fingerprint of the workers that share KV, `adapter` the digest of a LoRA
+    adapter, which changes KV as another model does."""
+    seed = (f"{cache_seed}+{adapter}" if adapter else cache_seed).encode()
     return hashlib.blake2b(len(seed).to_bytes(8, "little") + seed + cache_salt.encode(), digest_size=HASH_BYTES).digest()
 
 

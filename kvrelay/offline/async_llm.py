@@ -33,6 +33,7 @@ class AsyncLLM(Base):
         best_of: int | None = None,
         priority: int = 0,
         keep_kv: KeepKV = None,
+        lora: str | None = None,
         trace_headers: Mapping[str, str] | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Everything generated so far, each time there is more, until `finished`. Leaving the loop early aborts.
@@ -41,7 +42,8 @@ class AsyncLLM(Base):
         """
         self._check_open()
         name = self._new_name(request_id)
-        job = prepare(self.tokenizer, prompt, params or SamplingParams(), best_of, self._keep_ttl_s(keep_kv))
+        ttl_s, adapter = self._keep_ttl_s(keep_kv), self._adapter(lora)
+        job = prepare(self.tokenizer, prompt, params or SamplingParams(), best_of, ttl_s, adapter=adapter)
         async with contextlib.aclosing(self._generate(name, job, priority, trace_headers)) as outputs:
             async for output in outputs:
                 yield output

@@ -67,6 +67,26 @@ class Base:
         self._closed = True
         self._service.close()
 
+    def load_lora(self, name: str, path: str, *, replace: bool = False) -> None:
+        """From now on `lora=name` is this adapter. Raises ModelError or RequestError."""
+        self._check_open()
+        self._service.run(self._service.backend.load_adapter(name, path, in_place=replace))
+
+    def unload_lora(self, name: str) -> None:
+        """Raises NotFoundError."""
+        self._check_open()
+        self._service.run(self._service.backend.unload_adapter(name))
+
+    def _adapter(self, lora: str | None) -> str:
+        """The digest of the adapter of that name; empty for the base model."""
+        if lora is None:
+            return ""
+        adapters = self._service.backend.adapters
+        if lora not in adapters:
+            known = ", ".join(map(repr, adapters)) or "none"
+            raise NotFoundError(f"there is no LoRA adapter {lora!r}; there are {known}", param="lora", code="model_not_found")
+        return adapters[lora].digest
+
     def _check_open(self) -> None:
         if self._closed:
             raise EngineClosedError(f"this {type(self).__name__} is closed")
@@ -93,7 +113,7 @@ async def find_origin(backend: Backend, name: ParentName) -> Origin:
     if isinstance(name, RequestOutput) and name.finished:
         return await _given_back(backend, name)
     found = await _find(backend, _handle_of(name))
-    return Origin(of=found.name, tokens=list(found.tokens), parent=found)
+    return Origin(of=found.name, tokens=list(found.tokens), parent=found, adapter=found.adapter)
 
 
 async def _given_back(backend: Backend, output: RequestOutput) -> Origin:
@@ -105,12 +125,12 @@ async def _given_back(backend: Backend, output: RequestOutput) -> Origin:
     sample = output.outputs[0]
     tokens = [*output.prompt_token_ids, *sample.token_ids]
     if sample.continuation is None:
-        return Origin(of=output.request_id, tokens=tokens, parent=None)
+        return Origin(of=output.request_id, tokens=tokens, parent=None, adapter=output.adapter)
     try:
         parent = await _find(backend, sample.continuation.handle)
     except NotFoundError:
         parent = None
-    return Origin(of=sample.continuation.handle, tokens=tokens, parent=parent)
+    return Origin(of=sample.continuation.handle, tokens=tokens, parent=parent, adapter=output.adapter)
 
 
 async def _find(backend: Backend, handle: str) -> Parent:

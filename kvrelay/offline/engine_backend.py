@@ -8,19 +8,21 @@ Everything runs on one event loop's thread. A step blocks it; between two steps 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any, assert_never
 
 from kvrelay.engine.engine import Engine
-from kvrelay.errors import NotFoundError, QueueFullError
+from kvrelay.errors import ConflictError, NotFoundError, QueueFullError
 from kvrelay.ids import RequestId, WorkerId, new_request_id
 from kvrelay.log import Log
 from kvrelay.metrics import Metrics
-from kvrelay.router.backend import DrainOrder, GenerateRequest
+from kvrelay.router.backend import AdapterChange, DrainOrder, GenerateRequest
 from kvrelay.router.continuations import Continuations
 from kvrelay.router.parent import Parent
 from kvrelay.router.stream import RequestStream
 from kvrelay.router.timelines import Timelines
 from kvrelay.states import FinishReason, HandleState, Role
+from kvrelay.wire.registry import Adapter
 from kvrelay.wire.serving import (
     COMES_FIRST,
     BeamResult,
@@ -66,6 +68,22 @@ class EngineBackend:
         while self.ready and self._engine.has_work:
             await asyncio.sleep(0)
 
+    @property
+    def adapters(self) -> Mapping[str, Adapter]:
+        return {adapter.name: adapter for adapter in self._engine.core.limits.adapters.records()}
+
+    async def load_adapter(self, name: str, path: str, *, in_place: bool) -> AdapterChange:
+        adapters = self._engine.core.limits.adapters
+        if name in self.adapters and not in_place:
+            raise ConflictError(f"the LoRA adapter {name!r} is loaded already", param="lora_name")
+        adapters.add(name, path, await asyncio.to_thread(adapters.read, path))
+        return AdapterChange(name=name, workers=[_HERE])
+
+    async def unload_adapter(self, name: str) -> AdapterChange:
+        if not self._engine.core.limits.adapters.unload(name):
+            raise NotFoundError(f"there is no LoRA adapter {name!r}", param="lora_name", code="adapter_not_found")
+        return AdapterChange(name=name, workers=[_HERE])
+
     def submit(self, request: GenerateRequest) -> RequestStream:
         assert request.timeout_s is None, "requests of the offline API have no deadline"
         if self._engine.scheduler.queue.num_waiting >= self._engine.core.options.max_queue:
@@ -84,6 +102,7 @@ class EngineBackend:
                 params=request.params,
                 priority=request.priority,
                 cache_salt=request.cache_salt,
+                adapter=request.adapter,
                 trace=dict(request.trace),
                 keep=request.keep,
                 inherit=origin.kept_id if origin is not None and origin.state is HandleState.HELD else None,

@@ -41,6 +41,7 @@ class Generation:
             params=job.params,
             priority=priority,
             trace=trace or {},
+            adapter=job.adapter,
             keep=job.keep,
             parent=None if job.origin is None else job.origin.parent,
         )

@@ -47,19 +47,25 @@ class LLM(Base):
         best_of: int | None = None,
         priority: int = 0,
         keep_kv: KeepKV = None,
+        lora: str | Sequence[str | None] | None = None,
         progress: bool | None = None,
     ) -> list[RequestOutput]:
         """One output per prompt, in their order. Prompts are texts or lists of token ids; a single one may stand alone.
 
         A seed of 0, the default, draws a new one for each prompt that is sampled. The first prompt that cannot be served
         raises, and nothing of the others is left behind. With `keep_kv` each output has a `continuation`.
+        `lora` names an adapter of the option `lora`, for all prompts or one by one; None is the base model. A child has its
+        parent's.
         """
         self._check_open()
         batch = _as_batch(prompts)
         settings = _as_params(params, len(batch))
         ttl_s = self._keep_ttl_s(keep_kv)
-        pairs = zip(batch, settings, strict=True)
-        jobs = [prepare(self.tokenizer, prompt, sampling, best_of, ttl_s) for prompt, sampling in pairs]
+        adapters = [self._adapter(name) for name in _as_names(lora, len(batch))]
+        jobs = [
+            prepare(self.tokenizer, prompt, sampling, best_of, ttl_s, adapter=adapter)
+            for prompt, sampling, adapter in zip(batch, settings, adapters, strict=True)
+        ]
         return self._generate(jobs, priority, progress)
 
     @overload
@@ -123,12 +129,13 @@ class LLM(Base):
         n: int | None = None,
         length_penalty: float = 1.0,
         early_stopping: bool | Literal["never"] = False,
+        lora: str | Sequence[str | None] | None = None,
         **settings: Any,
     ) -> list[RequestOutput]:
         """The likeliest `n` (default: all `width`) continuations of each prompt, best first. `settings` are SamplingParams'."""
         beam = BeamSearch(width=width, length_penalty=length_penalty, early_stopping=early_stopping)
         sampling = SamplingParams(temperature=0.0, n=n or width, max_tokens=max_tokens, beam=beam, **settings)
-        return self.generate(prompts, sampling)
+        return self.generate(prompts, sampling, lora=lora)
 
     def _generate(self, jobs: list[Job], priority: int, progress: bool | None) -> list[RequestOutput]:
         shown = self._progress if progress is None else shown_progress(progress)
@@ -211,3 +218,11 @@ def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: 
     if len(params) != count:
         raise ConfigError(f"{count} prompts but {len(params)} SamplingParams")
     return list(params)
+
+
+def _as_names(lora: str | Sequence[str | None] | None, count: int) -> list[str | None]:
+    if lora is None or isinstance(lora, str):
+        return [lora] * count
+    if len(lora) != count:
+        raise ConfigError(f"{count} prompts but {len(lora)} names of LoRA adapters")
+    return list(lora)

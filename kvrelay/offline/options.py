@@ -50,6 +50,8 @@ def split_options(model: str, options: dict[str, Any]) -> OfflineOptions:
     if misplaced and not relay:
         raise ConfigError(f"{misplaced[0]} is about worker processes: give prefill=1, decode=1 (or whole=N) too")
     values = {"model": model, **options}
+    if isinstance(lora := values.get("lora"), dict):
+        values["lora"] = [f"{name}={folder}" for name, folder in lora.items()]
     return OfflineOptions(
         model=_group(ModelOptions, values),
         engine=_group(EngineOptions, values),

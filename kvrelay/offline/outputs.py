@@ -42,6 +42,7 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
     of: str
     tokens: list[int]
     parent: Parent | None  # None: all that is known of it are these tokens
+    adapter: str = ""
 
 
 class CompletionOutput(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,6 +68,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     continued: Continued | None = None  # of a child
+    adapter: str = ""  # the digest of its LoRA adapter; empty: the base model's
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,6 +81,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     keep_logprobs: bool  # whether the caller asked for them; choosing the best needs them anyway
     keep: Keep | None = None
     origin: Origin | None = None
+    adapter: str = ""  # the digest of a LoRA adapter; empty: the base model
 
 
 def prepare(
@@ -88,6 +91,7 @@ def prepare(
     best_of: int | None,
     keep_ttl_s: float | None = None,
     origin: Origin | None = None,
+    adapter: str = "",
 ) -> Job:
     """Tokenises, checks, and draws a seed where none was given. After an origin comes its suffix, as tokens."""
     params.check_types()
@@ -112,6 +116,7 @@ def prepare(
         keep_logprobs=keep_logprobs,
         keep=None if keep_ttl_s is None else Keep([new_kept_id() for _ in range(params.n)], keep_ttl_s),
         origin=origin,
+        adapter=adapter if origin is None else origin.adapter,
     )
 
 
@@ -216,6 +221,7 @@ class Assembly:
             cached_tokens=self._cached_tokens,
             prompt_logprobs=self._prompt_logprobs,
             continued=None if self._job.origin is None else self._continued(self._job.origin),
+            adapter=self._job.adapter,
         )
 
     def _continued(self, origin: Origin) -> Continued:

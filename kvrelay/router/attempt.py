@@ -192,6 +192,7 @@ class Attempt:
             params=request.params,
             priority=request.priority,
             cache_salt=request.cache_salt,
+            adapter=request.adapter,
             trace=dict(request.trace),
             transfer=self.transfer,
             resume=_resumed(entry),
@@ -236,6 +237,8 @@ def holder_of(request: GenerateRequest, peers: Iterable[Peer], avoid: frozenset[
         return None
     peer = next((peer for peer in peers if peer.id == parent.worker_id), None)
     if peer is None or request.data_parallel_rank not in (None, peer.record.data_parallel_rank):
+        return None
+    if request.adapter and not peer.record.has(request.adapter):
         return None
     return peer if peer.has_room and peer.breaker.passes else None
 

@@ -14,6 +14,7 @@ from kvrelay.router.stream import RequestStream
 from kvrelay.router.timelines import Timelines
 from kvrelay.sampling import SamplingParams
 from kvrelay.states import Role
+from kvrelay.wire.registry import Adapter
 from kvrelay.wire.serving import Image, Keep
 
 
@@ -25,6 +26,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     params: SamplingParams
     priority: int = 0
     cache_salt: str = ""
+    adapter: str = ""  # the digest of a LoRA adapter; empty: the base model
     data_parallel_rank: int | None = None  # of the worker that is to generate; None: of any
     session: str = ""  # requests of one session go to the same workers while these can take them
     trace: Mapping[str, str] = {}  # W3C headers for its workers: the parent in them is the router's own span
@@ -48,6 +50,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
                 choice=self.first_choice + sample,
                 owner=self.owner,
                 cache_salt=self.cache_salt,
+                adapter=self.adapter,
                 data_parallel_rank=self.data_parallel_rank,
                 num_prompt_tokens=len(self.prompt),
                 images=self.images,
@@ -67,6 +70,13 @@ class DrainOrder(msgspec.Struct, frozen=True, kw_only=True):
     warning: str  # what the cluster cannot do without it; empty if others remain
 
 
+class AdapterChange(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of an order about a LoRA adapter, as `POST /v1/load_lora_adapter` and `/v1/unload_lora_adapter` answer it."""
+
+    name: str
+    workers: list[WorkerId]  # that carried it out
+
+
 class Backend(Protocol):
     """Serves prompts. Everything runs on the event loop's thread."""
 
@@ -77,6 +87,16 @@ class Backend(Protocol):
     @property
     def max_model_len(self) -> int:
         """Of the workers that are up; 0 while there are none."""
+
+    @property
+    def adapters(self) -> Mapping[str, Adapter]:
+        """The LoRA adapters that requests can ask for, by name."""
+
+    async def load_adapter(self, name: str, path: str, *, in_place: bool) -> AdapterChange:
+        """On every worker. Raises ConflictError, InvalidRequestError or UnavailableError."""
+
+    async def unload_adapter(self, name: str) -> AdapterChange:
+        """On every worker. Requests that have it keep it to their end. Raises NotFoundError or UnavailableError."""
 
     def submit(self, request: GenerateRequest) -> RequestStream:
         """Raises QueueFullError or UnavailableError. The caller takes the stream to its end or aborts it."""

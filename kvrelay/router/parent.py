@@ -30,6 +30,7 @@ class Parent:
     cache_salt: str
     num_prompt_tokens: int
     images: Sequence[Image] = ()
+    adapter: str = ""
     data_parallel_rank: int | None = None  # that it asked for
     kept_id: KeptId | None = None  # None: its KV was not to be kept
     state: HandleState = HandleState.RUNNING
@@ -60,6 +61,7 @@ class Parent:
             cache_salt=info.cache_salt,
             num_prompt_tokens=info.num_prompt_tokens,
             images=info.images,
+            adapter=info.adapter,
             kept_id=info.kept_id,
             tokens=array("I", info.tokens),
             worker_id=worker_id,
@@ -79,6 +81,7 @@ class Parent:
             answer_id=info.answer_id,
             choice=info.choice,
             owner=info.owner,
+            adapter=info.adapter,
             cache_salt=info.cache_salt,
             num_prompt_tokens=info.num_prompt_tokens,
             images=info.images,
@@ -97,6 +100,7 @@ class Parent:
             choice=self.choice,
             owner=self.owner,
             cache_salt=self.cache_salt,
+            adapter=self.adapter,
             num_prompt_tokens=self.num_prompt_tokens,
             tokens=array("I", self.tokens).tobytes(),
             kept_id=self.kept_id,

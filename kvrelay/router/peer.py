@@ -22,6 +22,7 @@ from kvrelay.router.policy import FOREIGN_REQUEST_TOKENS
 from kvrelay.router.stream import RequestStream
 from kvrelay.states import BreakerState, FinishReason, WorkerState
 from kvrelay.wire import PROTOCOL_VERSION, check_version
+from kvrelay.wire.adapters import AdaptersTold
 from kvrelay.wire.codec import Decoder, encode
 from kvrelay.wire.registry import ImageCounts, WorkerLoad, WorkerRecord
 from kvrelay.wire.serving import (
@@ -65,6 +66,7 @@ def describe(record: WorkerRecord, load: WorkerLoad, state: WorkerState) -> dict
         "in_flight": 0,
         "kept_kv": load.kept,
         "breaker": BreakerState.CLOSED.value,
+        "adapters": [adapter.name for adapter in record.adapters],
     }
 
 
@@ -99,6 +101,7 @@ class Listeners:
     broken: Callable[[Peer, str], None]  # only after `opened`, once per opening
     outputs: Callable[[Peer, StepOutputs], None]
     told: Callable[[Peer, KeptTold], None]
+    adapters: Callable[[Peer, AdaptersTold], None]
     forgotten: Callable[[Forgotten], None]
     malformed: Callable[[Peer, str], None]
 
@@ -175,8 +178,8 @@ class Peer:
     # What is known of it
 
     def update(self, record: WorkerRecord) -> None:
-        """News from the registry. Its load may be older than what the worker itself told us."""
-        self.record = record
+        """News from the registry. Its load and adapters may be older than what the worker itself told us."""
+        self.record = msgspec.structs.replace(record, adapters=self.record.adapters) if self.is_open else record
         if record.load.steps >= self.load.steps:
             self._take_load(record.load)
 
@@ -228,6 +231,9 @@ class Peer:
                 self._on_outputs(message)
             case KeptTold():
                 self._listeners.told(self, message)
+            case AdaptersTold():
+                self.record = msgspec.structs.replace(self.record, adapters=message.adapters)
+                self._listeners.adapters(self, message)
             case Forgotten():
                 self._listeners.forgotten(message)
             case Welcome():
@@ -253,7 +259,7 @@ class Peer:
         if message.worker.id != self.id:
             self._break(f"{message.worker.id} answers where {self.id} was")
         elif self._closed_because:
+            self.update(message.worker)
             self._closed_because = ""
             self._was_open = True
-            self.update(message.worker)
             self._listeners.opened(self)

@@ -136,7 +136,7 @@ class Planner:
         if self._by_role[Role.WHOLE]:
             return Plan(self._choose(Role.WHOLE, choice))
         num_tokens = len(choice.request.prompt)
-        if num_tokens <= self._local_prefill_tokens or not self._prefill_up(choice.avoid):
+        if num_tokens <= self._local_prefill_tokens or not self._prefill_up(choice):
             return Plan(self._choose(Role.DECODE, choice))
         is_addressed = choice.request.data_parallel_rank is not None
         if choice.request.params.max_tokens == 1 and choice.request.keep is None and not is_addressed:
@@ -147,9 +147,10 @@ class Planner:
         prefill = self._choose(Role.PREFILL, choice)
         return Plan(decode, prefill, num_tokens - choice.cached.get(prefill.id, 0))
 
-    def _prefill_up(self, avoid: frozenset[str]) -> bool:
-        for peer in self._by_role[Role.PREFILL]:  # noqa: SIM110  usually the first one is: no generator is made for it
-            if peer.id not in avoid and peer.breaker.passes:
+    def _prefill_up(self, choice: _Choice) -> bool:
+        adapter = choice.request.adapter
+        for peer in self._by_role[Role.PREFILL]:  # usually the first one is: no generator is made for it
+            if peer.id not in choice.avoid and peer.breaker.passes and (not adapter or peer.record.has(adapter)):
                 return True
         return False
 
@@ -161,7 +162,7 @@ class Planner:
         cached: dict[WorkerId, int] = {}
         for fingerprint, block_size in self._block_sizes:
             num_blocks = max(0, len(request.prompt) - 1) // block_size
-            root = _root_hash(fingerprint, request.cache_salt)
+            root = _root_hash(fingerprint, request.cache_salt, request.adapter)
             try:
                 found = _match(self._index, request.prompt, root, block_size, num_blocks)
             except OverflowError:  # a token that no vocabulary has: the worker says so to the client
@@ -171,11 +172,13 @@ class Planner:
 
     def _choose(self, role: Role, choice: _Choice) -> Peer:
         """One whose breaker is open is as good as avoided, but better than none."""
-        peers = self._by_role[role]
+        adapter, peers = choice.request.adapter, self._by_role[role]
         if choice.request.data_parallel_rank is not None and role is not Role.PREFILL:
             peers = self._of_rank(choice.request.data_parallel_rank, role, peers, again=choice.again)
-        able = [peer for peer in peers if peer.has_room]
+        able = [peer for peer in peers if peer.has_room and (not adapter or peer.record.has(adapter))]
         if not able:
+            if adapter and not any(peer.record.has(adapter) for peer in self._by_role[role]):
+                raise UnavailableError(f"no {role.value} worker has the LoRA adapter {adapter}", code="no_adapter")
             raise QueueFullError(f"the queues of all {role.value} workers are full")
         avoid = choice.avoid
         candidates = able if not avoid else [peer for peer in able if peer.id not in avoid] or able

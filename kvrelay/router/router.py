@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from kvrelay.discovery.base import Loss, Membership
@@ -21,8 +21,9 @@ from kvrelay.events.eviction_sync import EvictionSync
 from kvrelay.ids import RouterId, WorkerId, new_router_id
 from kvrelay.log import Log
 from kvrelay.metrics import Metrics
+from kvrelay.router.adapters import AdapterOrders, adapters_of
 from kvrelay.router.attempt import Mode
-from kvrelay.router.backend import DrainOrder, GenerateRequest
+from kvrelay.router.backend import AdapterChange, DrainOrder, GenerateRequest
 from kvrelay.router.collector import WorkerCollector
 from kvrelay.router.continuations import Continuations
 from kvrelay.router.dispatch import Dispatcher
@@ -37,7 +38,7 @@ from kvrelay.router.policy import PolicyName
 from kvrelay.router.prefix_index import PrefixIndex
 from kvrelay.router.stream import RequestStream
 from kvrelay.states import Role, WorkerState
-from kvrelay.wire.registry import WorkerRecord
+from kvrelay.wire.registry import Adapter, WorkerRecord
 from kvrelay.wire.serving import Forget, Forgotten, PeerLost, ReleaseKept
 
 log = Log("router")
@@ -97,11 +98,13 @@ class Router:
         if is_one_of_many:
             self.continuations.on_known = lambda parent: share(parent, self._dispatcher.usable, time.monotonic())
         self._search = KeptSearch(self.continuations, lambda: self._dispatcher.usable)
+        self._orders = AdapterOrders(lambda: self._dispatcher.usable)
         self._listeners = Listeners(
             opened=self._on_opened,
             broken=self._on_broken,
             outputs=self._dispatcher.outputs,
             told=self._search.told,
+            adapters=self._orders.told,
             forgotten=self._on_forgotten,
             malformed=self._on_malformed,
         )
@@ -138,6 +141,16 @@ class Router:
     def max_model_len(self) -> int:
         """Of the workers that are up, or were up last; 0 if none has ever been."""
         return self._max_model_len
+
+    @property
+    def adapters(self) -> Mapping[str, Adapter]:
+        return adapters_of(self._dispatcher.usable)
+
+    async def load_adapter(self, name: str, path: str, *, in_place: bool) -> AdapterChange:
+        return await self._orders.load(name, path, in_place=in_place)
+
+    async def unload_adapter(self, name: str) -> AdapterChange:
+        return await self._orders.unload(name)
 
     def submit(self, request: GenerateRequest) -> RequestStream:
         return self._dispatcher.submit(request, "" if self.ready else self._excuse(), may_wait=self.max_model_len > 0)
@@ -248,6 +261,7 @@ class Router:
         log.info("worker left", worker=worker_id, reason=loss.value)
         self._refresh()
         self._search.lost(peer)
+        self._orders.lost(peer)
         self.continuations.lost(worker_id, "its worker left" if loss is Loss.LEFT else "its worker was lost")
         if loss is Loss.LEFT:
             self._dispatcher.lost(peer, "it left")
@@ -267,6 +281,7 @@ class Router:
         log.warning("the connection to a worker broke", worker=peer.id, reason=reason)
         self._refresh()
         self._search.lost(peer)
+        self._orders.lost(peer)
         self.continuations.unheard(peer.id, "the connection to its worker broke")
         self._settle(peer, reason)
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from kvrelay.engine.interfaces import Row, StepPlan
 from kvrelay.kernels.base import AttentionBatch, ForwardBatch
 from kvrelay.runner.inputs import Inputs, make_inputs
+from kvrelay.runner.lora import lora_batch
 from kvrelay.runner.tables import BlockTables
 from kvrelay.runner.vision.images import ImageRows
 
@@ -26,6 +27,12 @@ class LogitLayout:
     sampled: list[tuple[int, int]]  # row of the plan, row of the logits it samples from, or whose best tokens it asks for
     prompts: list[tuple[int, int, int]]  # row of the plan, first of its prompt positions in the logits, how many
     num_rows: int
+
+    def groups(self) -> list[tuple[int, int]]:
+        """Row of the plan and number of logits of each group, in the order of the logits."""
+        groups = [(first, row, count) for row, first, count in self.prompts]
+        groups += [(place, row, 1) for row, place in self.sampled]
+        return [(row, count) for _, row, count in sorted(groups)]
 
 
 class BatchBuilder:
@@ -94,6 +101,7 @@ class BatchBuilder:
             ),
             logit_rows=inputs.tensor("logit_rows", len(wanted)),
             images=images,
+            lora=lora_batch(rows, query_start, layout.groups),
         )
         return batch, layout
 

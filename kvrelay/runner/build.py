@@ -11,11 +11,13 @@ from typing import Literal
 import torch
 
 from kvrelay.checkpoint.digest import weights_digest
+from kvrelay.checkpoint.lora import check_lora, named_folders
 from kvrelay.checkpoint.spec import ModelSpec, fingerprint, read_spec
 from kvrelay.config import EngineOptions, Environment, ModelOptions
-from kvrelay.engine.interfaces import Allocate, Row, StepPlan
+from kvrelay.engine.interfaces import Adapters, Allocate, LoadedAdapter, Row, StepPlan
 from kvrelay.errors import ConfigError
 from kvrelay.ids import RequestId
+from kvrelay.kernels.base import Kernels
 from kvrelay.kernels.choose import choose_kernels
 from kvrelay.kernels.native.kernels import NativeKernels
 from kvrelay.kernels.torch_kernels import TorchKernels
@@ -27,6 +29,7 @@ from kvrelay.runner.graphs import graph_sizes
 from kvrelay.runner.host_pool import HostPool, choose_host_blocks, make_host_pool
 from kvrelay.runner.kv_pool import KVPool, PoolSize, blocks_for, choose_pool_size, free_cpu_bytes, token_bytes
 from kvrelay.runner.loader import load_model
+from kvrelay.runner.lora import LoraAdapters
 from kvrelay.runner.ranks.group import LeadingModel, OnDeath, RankGroup
 from kvrelay.runner.ranks.shares import check_split
 from kvrelay.runner.runner import TorchRunner
@@ -56,6 +59,7 @@ def build_runner(
 
     `features` is the store of an encoder in the same process; else a model that takes images gets one of its own.
     With several ranks, `allocate` must give memory that they can map, and `on_rank_death` is told when one has ended."""
+    check_lora(model_options)
     engine_options = engine_options.for_device(model_options.device)
     device = choose_device(model_options)
     dtype_name = choose_dtype(model_options, cpu_flags())
@@ -76,6 +80,7 @@ def build_runner(
             max_positions=engine_options.max_model_len or None,
             ranks=None if group is None else group.ranks,
         )
+    adapters = _load_adapters(spec, kernels, model_options, dtype)
     sizes = [] if isinstance(kernels, TorchKernels | NativeKernels) else graph_sizes(engine_options.max_batch)
     size = _pool_size(model, spec, model_options, engine_options, dtype, device, sizes)
     num_blocks = size.num_blocks + bool(sizes)  # graphs need one of their own
@@ -107,6 +112,7 @@ def build_runner(
             num_threads=num_threads,
             host_pool=host_pool,
             features=make_store(spec, engine_options, device, dtype) if features is None else features,
+            adapters=adapters,
             graph_sizes=sizes,
             progress=progress,
             ranks=group,
@@ -118,6 +124,16 @@ def build_runner(
         host_mib=runner.num_host_blocks * block_bytes >> 20, max_model_len=size.max_model_len, graphs=len(sizes),
     )  # fmt: skip
     return runner
+
+
+def _load_adapters(spec: ModelSpec, kernels: Kernels, options: ModelOptions, dtype: torch.dtype) -> Adapters | None:
+    """None where adapters are not computed."""
+    if options.device != "cpu" or options.tp > 1:
+        return None
+    adapters = LoraAdapters(spec, kernels, torch.device(options.device), dtype)
+    for name, folder in named_folders(options.lora).items():
+        adapters.add(name, str(folder), adapters.read(str(folder)))
+    return adapters
 
 
 def _start_ranks(
@@ -299,3 +315,4 @@ class _WarmUp:
     num_prompt_tokens: int
     block_table: list[int]
     images: tuple[Image, ...] = ()
+    adapter: LoadedAdapter | None = None

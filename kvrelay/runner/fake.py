@@ -296,7 +296,7 @@ class _Longer:
 
     def __init__(self, sequence: SequenceView, token: int) -> None:
         self.key, self.request_id, self.sample = sequence.key, sequence.request_id, sequence.sample
-        self.params, self.images = sequence.params, sequence.images
+        self.params, self.images, self.adapter = sequence.params, sequence.images, sequence.adapter
         self.tokens = [*sequence.tokens, token]
         self.num_prompt_tokens = sequence.num_prompt_tokens
         self.block_table = list(sequence.block_table)

@@ -24,7 +24,7 @@ import torch
 
 from kvrelay.checkpoint.spec import ModelSpec
 from kvrelay.engine.fence import PASSED, Fence
-from kvrelay.engine.interfaces import LayerListener, Row, RowResult, StepPlan, StepResult
+from kvrelay.engine.interfaces import Adapters, LayerListener, NoAdapters, Row, RowResult, StepPlan, StepResult
 from kvrelay.models.registry import Model
 from kvrelay.progress import Progress, Silent
 from kvrelay.runner.batch import BatchBuilder, LogitLayout
@@ -99,6 +99,7 @@ class TorchRunner:
         num_threads: int = 1,
         host_pool: HostPool | None = None,
         features: FeatureStore | None = None,
+        adapters: Adapters | None = None,
         graph_sizes: Sequence[int] = (),
         progress: Progress | None = None,
         ranks: RankGroup | None = None,
@@ -107,6 +108,7 @@ class TorchRunner:
         them and replayed, and the pool's last block is the runner's own. `ranks` are ended with the runner."""
         self.spec = spec
         self.features = features
+        self.adapters = adapters or NoAdapters()
         self.max_model_len = max_model_len
         self.eos_token_ids = frozenset(spec.eos_token_ids)
         self.fingerprint = fingerprint

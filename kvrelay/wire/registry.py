@@ -96,6 +96,14 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     images: ImageCounts | None = None  # of a worker whose model takes none
 
 
+class Adapter(msgspec.Struct, frozen=True, kw_only=True):
+    """A LoRA adapter that a worker has loaded."""
+
+    name: str  # what clients ask for it by, as for a model
+    digest: str  # of its content: adapters that compute the same have the same
+    path: str  # where the worker read it
+
+
 class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """What others know of a worker. `id` names one incarnation of its process. One that is STARTING has no address, fingerprint
     and length yet."""
@@ -119,6 +127,11 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int = 0  # tokens per KV block, for routers, which hash prompts; 0: not told
     device: str = "cpu"  # where its model runs
     data_parallel_rank: int = 0  # by which requests can address it, among the workers of its role
+    adapters: list[Adapter] = []
+
+    def has(self, digest: str) -> bool:
+        """Whether the worker has that LoRA adapter."""
+        return any(adapter.digest == digest for adapter in self.adapters)
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):

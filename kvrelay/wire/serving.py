@@ -14,6 +14,8 @@ router                                   worker
   | <---------------------------- Forgotten |   by another router
   | AskKept ------------------------------> |   a router that did not serve the parent looks for it
   | <----------------------------- KeptTold |
+  | LoadAdapter, UnloadAdapter -----------> |   an operator's order about LoRA adapters
+  | <------------------------- AdaptersTold |   its end, to the router that gave it; and to all others which there are now
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from kvrelay.errors import (
 from kvrelay.ids import KeptId, RequestId, RouterId, TransferId, WorkerId
 from kvrelay.sampling import SamplingParams
 from kvrelay.states import FinishReason, Role, Stage
+from kvrelay.wire.adapters import AdaptersTold, LoadAdapter, UnloadAdapter
 from kvrelay.wire.registry import WorkerLoad, WorkerRecord
 
 Logprob = tuple[int, float]  # token id, natural logarithm of its probability
@@ -123,6 +126,7 @@ class Submit(Message, frozen=True, kw_only=True):
     params: SamplingParams
     priority: int = 0  # lower runs first
     cache_salt: str = ""  # prompts share cached KV only within a salt
+    adapter: str = ""  # the digest of a LoRA adapter; empty: the base model
     trace: dict[str, str] = {}  # W3C trace headers
     transfer: TransferInfo | None = None  # None: this worker computes prompt and output
     resume: list[Resumed] = []  # empty: all samples begin at the beginning
@@ -192,6 +196,7 @@ class ParentInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     images: list[Image] = []
     record: bytes = b""  # of a stored answer
     forget_at: float = 0.0  # of a stored answer: Unix time
+    adapter: str = ""  # the digest of its LoRA adapter
 
 
 class Remember(Message, frozen=True, kw_only=True):
@@ -361,6 +366,7 @@ class KeptInfo(msgspec.Struct, frozen=True, kw_only=True):
     on_host: bool
     ttl_s: float  # what is left
     images: list[Image] = []
+    adapter: str = ""  # of the parent
 
 
 class KeptTold(Message, frozen=True, kw_only=True):
@@ -387,5 +393,6 @@ class StepOutputs(Message, frozen=True, kw_only=True):
     news: list[News] = []
 
 
-ToWorker = Hello | Submit | Encode | Abort | Finish | Ping | PeerLost | Drain | ReleaseKept | Remember | Forget | AskKept
-ToRouter = Welcome | Refused | StepOutputs | KeptTold | Forgotten
+AboutParents = Remember | Forget | AskKept | ReleaseKept
+ToWorker = Hello | Submit | Encode | Abort | Finish | Ping | PeerLost | Drain | AboutParents | LoadAdapter | UnloadAdapter
+ToRouter = Welcome | Refused | StepOutputs | KeptTold | Forgotten | AdaptersTold

@@ -11,6 +11,8 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
+
 from kvrelay.discovery.base import Registration
 from kvrelay.errors import ProtocolError
 from kvrelay.log import Log
@@ -36,6 +38,7 @@ class Heartbeat:
     def __post_init__(self) -> None:
         self._wake = threading.Event()
         self._stopping = False
+        self._changed: WorkerRecord | None = None  # what the registry has not been told
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def start(self) -> None:
@@ -43,6 +46,11 @@ class Heartbeat:
 
     def soon(self) -> None:
         """The state changed: renew now, not at the next turn."""
+        self._wake.set()
+
+    def register_again(self, record: WorkerRecord) -> None:
+        """The record changed. From the engine's thread."""
+        self._changed = record
         self._wake.set()
 
     def stop(self) -> None:
@@ -80,8 +88,17 @@ class Heartbeat:
         stuck_for_s = self.status.stuck_for_s()
         if stuck_for_s > self.watchdog_s:
             log.error("the engine is stuck; not renewing the registration", seconds=round(stuck_for_s))
-        elif not self.registration.renew(self.status.state, self.status.load):
+        elif not self._say_again():
             log.warning("the registry did not answer; trying again")
+
+    def _say_again(self) -> bool:
+        changed, state, load = self._changed, self.status.state, self.status.load
+        if changed is None:
+            return self.registration.renew(state, load)
+        registered = self.registration.register(msgspec.structs.replace(changed, state=state, load=load), self.registration_s)
+        if registered and self._changed is changed:
+            self._changed = None
+        return registered
 
     def _pause(self) -> None:
         self._wake.wait(self.registration_s / 3)

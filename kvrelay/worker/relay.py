@@ -67,6 +67,7 @@ def relay_stage(role: Role, options: TransferOptions, host: str, port: int = 0) 
             producer=producer,
             consumer=consumer,
             images=open_images(setup, runner, reach=Reach(options, host, waker)),
+            adapters=runner.adapters,
         )
         return Stage(
             engine=engine,
@@ -75,6 +76,7 @@ def relay_stage(role: Role, options: TransferOptions, host: str, port: int = 0) 
             signal_address="" if producer is None else producer.signal_address,
             recorder=engine.kv.record_events() if publishes_events(setup.engine) else None,
             waker=waker,
+            adapters=runner.adapters,
         )
 
     return build

@@ -25,6 +25,7 @@ from kvrelay.planes.curve import Socket, listening
 from kvrelay.planes.loop_socket import bound_address, try_send
 from kvrelay.states import Role, WorkerState
 from kvrelay.wire import PROTOCOL_VERSION, check_version
+from kvrelay.wire.adapters import AdaptersTold, LoadAdapter, UnloadAdapter
 from kvrelay.wire.codec import Decoder, encode
 from kvrelay.wire.registry import WorkerLoad, WorkerRecord
 from kvrelay.wire.serving import (
@@ -48,6 +49,7 @@ from kvrelay.wire.serving import (
     ToWorker,
     Welcome,
 )
+from kvrelay.worker.adapters import AdapterOrders
 from kvrelay.worker.callers import Caller, Callers
 from kvrelay.worker.checks import check_submit, check_transfers
 from kvrelay.worker.recent import Recent
@@ -94,6 +96,8 @@ class ServingLoop:
         self.stop_asked = False
         self.next_role: Role | None = None  # what to come back as after draining
         self.after_turn: Callable[[], None] = lambda: None  # called by `run` after every step, and while idle
+        self.on_adapters: Callable[[WorkerRecord], None] = lambda _: None  # the record has other adapters now
+        self.orders = AdapterOrders(self.wake)
         self._is_over: Callable[[], bool] = lambda: False
 
     def run(self, on_draining: Callable[[], None], is_over: Callable[[], bool] = lambda: False) -> None:
@@ -107,6 +111,8 @@ class ServingLoop:
                 on_draining()
             if self._receive():
                 self._forget_silent_routers()
+            for identity, told in self.orders.take():
+                self._tell_adapters(identity, told)
             if self._engine.has_work:
                 self._step()
             else:
@@ -184,6 +190,10 @@ class ServingLoop:
                 log.info("told to drain again", role=message.role)
             case ReleaseKept():
                 self._engine.release_kept(message.kept_ids)
+            case LoadAdapter():
+                self.orders.load(identity, message)
+            case UnloadAdapter():
+                self._tell_adapters(identity, self.orders.unload(message))
             case Remember():
                 self._remembered.add(message.parent)
             case Forget():
@@ -220,6 +230,18 @@ class ServingLoop:
         assert self.record is not None
         record = msgspec.structs.replace(self.record, state=self.status.state, load=self._load())
         try_send(self._socket, (identity, encode(Welcome(version=PROTOCOL_VERSION, worker=record))))
+
+    def _tell_adapters(self, identity: bytes, told: AdaptersTold) -> None:
+        """The router that gave the order learns its end; all others, if it changed anything, which adapters there are."""
+        assert self.record is not None
+        try_send(self._socket, (identity, encode(told)))
+        if told.adapters == self.record.adapters:
+            return
+        self.record = msgspec.structs.replace(self.record, adapters=told.adapters)
+        self.on_adapters(self.record)
+        for router in self._callers:
+            if router.identity != identity:
+                try_send(self._socket, (router.identity, encode(AdaptersTold(adapters=told.adapters))))
 
     def _on_submit(self, router: Caller, submit: Submit) -> None:
         check_submit(submit)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from kvrelay.checkpoint.fetch import resolve
 from kvrelay.config import EngineOptions, Environment, ModelOptions
+from kvrelay.engine.interfaces import Adapters, NoAdapters
 from kvrelay.engine.memory.events import EventRecorder
 from kvrelay.ids import WorkerId
 from kvrelay.progress import Progress
@@ -37,6 +38,7 @@ class Stage:
     signal_address: str = ""  # where a prefill worker's consumers connect
     recorder: EventRecorder | None = None  # what the engine's cache does, if routers are to be told
     waker: Waker = field(default_factory=Waker)
+    adapters: Adapters = NoAdapters()  # LoRA adapters that requests may ask for
 
 
 @dataclass(frozen=True)

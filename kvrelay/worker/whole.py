@@ -59,6 +59,7 @@ def _join(setup: Setup, reach: Reach | None = None) -> tuple[Engine, Stage]:
         vocab_size=runner.spec.vocab_size,
         cache_seed=runner.fingerprint,
         images=open_images(setup, runner, reach=reach, encoder=encoder),
+        adapters=runner.adapters,
     )
     stage = Stage(
         engine=engine,
@@ -66,6 +67,7 @@ def _join(setup: Setup, reach: Reach | None = None) -> tuple[Engine, Stage]:
         max_model_len=runner.max_model_len,
         recorder=engine.kv.record_events() if publishes_events(setup.engine) else None,
         waker=Waker() if reach is None else reach.waker,
+        adapters=runner.adapters,
     )
     return engine, stage
 

@@ -98,7 +98,9 @@ def run_worker(
         signal_address=stage.signal_address,
         events_address=events.events_address,
         replay_address=events.replay_address,
+        adapters=stage.adapters.records(),
     )
+    loop.orders.adapters = stage.adapters
     loop.after_turn = events.tell
     stage.waker.bind(loop.wake)
     _handle_signals(loop, launched=tie is not None)
@@ -129,6 +131,7 @@ def _serve(loop: ServingLoop, stage: Stage, registration: Registration, options:
         vigil=vigil,
         on_refused=refused,
     )
+    loop.on_adapters = heartbeat.register_again
     vigil.start()
     heartbeat.start()
     log.info("worker listens", worker=loop.record.id, address=loop.address)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+
+import msgspec
 
 from kvrelay.bench.engine.work import BATCHES, CONTEXT, LONG_PREFILL_TOKENS, PREFILL_TOKENS, STEPS, WARM_STEPS
 from kvrelay.bench.harness.engine import build_engine, run_dry, step
@@ -24,8 +27,17 @@ class EngineSubject:
         self._engine = engine
         self._prompts = prompts
 
-    def decode(self, batch: int, steps: int) -> list[float]:
-        requests = [self._submit(prompt, max_tokens=PREFILL_TOKENS) for prompt in self._prompts[:batch]]
+    def adapters(self) -> list[str]:
+        """The digests of the LoRA adapters that there are."""
+        return [adapter.digest for adapter in self._engine.core.limits.adapters.records()]
+
+    def read_adapter(self, path: str) -> None:
+        self._engine.core.limits.adapters.read(path)
+
+    def decode(self, batch: int, steps: int, adapters: Sequence[str] = ()) -> list[float]:
+        """`adapters`, if there are any: one a sequence."""
+        chosen = zip(self._prompts[:batch], adapters or [""] * batch, strict=True)
+        requests = [self._submit(prompt, max_tokens=PREFILL_TOKENS, adapter=adapter) for prompt, adapter in chosen]
         answered: set[RequestId] = set()
         while len(answered) < batch:
             answered.update(output.request_id for output in step(self._engine).outputs)
@@ -43,8 +55,8 @@ class EngineSubject:
     def close(self) -> None:
         self._engine.close()
 
-    def _submit(self, prompt: list[int], max_tokens: int) -> RequestId:
-        submit = submission(prompt, max_tokens)
+    def _submit(self, prompt: list[int], max_tokens: int, adapter: str = "") -> RequestId:
+        submit = msgspec.structs.replace(submission(prompt, max_tokens), adapter=adapter)
         self._engine.submit(submit)
         return submit.request_id
 

@@ -17,6 +17,7 @@ from msgspec import Meta
 from rich.console import Console
 from rich.progress import Progress
 
+from kvrelay.bench.engine import lora
 from kvrelay.bench.engine.own import build_subject
 from kvrelay.bench.engine.peer import TransformersSubject
 from kvrelay.bench.engine.work import (
@@ -193,4 +194,15 @@ def _peer_figures(rounds: list[Round]) -> Results:
     return figures
 
 
-SCENARIO = Scenario(EngineBench, {"engine": Part("decode and prefill", measure, TARGETS)})
+def measure_lora(options: EngineBench, console: Console) -> Results:
+    threads = options.threads or torch.get_num_threads()
+    return lora.measure(options.local_model(threads), prompts(lora.ADAPTERS), options.rounds, console)
+
+
+SCENARIO = Scenario(
+    EngineBench,
+    {
+        "engine": Part("decode and prefill", measure, TARGETS),
+        "lora": Part("decode with LoRA adapters", measure_lora, lora.TARGETS),
+    },
+)

@@ -148,6 +148,7 @@ class _Prompt:
         self.tokens, self.num_prompt_tokens = tokens, len(tokens)
         self.block_table = list(range(num_blocks))
         self.images: tuple[Image, ...] = ()
+        self.adapter = None
 
 
 def _prompt(length: int, seed: int) -> list[int]:

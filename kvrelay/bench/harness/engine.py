@@ -31,6 +31,7 @@ def engine_over(runner: TorchRunner | FakeRunner, options: EngineOptions, vocab_
         max_model_len=runner.max_model_len,
         vocab_size=vocab_size,
         cache_seed=runner.fingerprint,
+        adapters=runner.adapters if isinstance(runner, TorchRunner) else None,
     )
 
 

@@ -57,7 +57,9 @@ _BLOCK_SIZE = 16
 _VOCAB_SIZE = 50_000
 _PARAMS = SamplingParams(max_tokens=256)
 _PAUSE_S = 0.001
-_LISTENERS = Listeners(opened=_ignore, broken=_ignore, outputs=_ignore, told=_ignore, forgotten=_ignore, malformed=_ignore)
+_LISTENERS = Listeners(
+    opened=_ignore, broken=_ignore, outputs=_ignore, told=_ignore, forgotten=_ignore, adapters=_ignore, malformed=_ignore
+)
 
 Prompt: TypeAlias = "array[int]"
 

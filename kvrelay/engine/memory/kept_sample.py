@@ -36,6 +36,8 @@ class KeptSample:
             what = "the prompt does not begin with the tokens of the parent's kept KV"
         elif submit.cache_salt != parent.request.cache_salt:
             what = "the parent has another cache_salt"
+        elif submit.adapter != parent.request.adapter_digest:
+            what = "the parent has another LoRA adapter, or none"
         elif _images(submit.images, len(parent.tokens)) != _images(parent.images, len(parent.tokens)):
             what = "the parent has other images"
         else:
@@ -55,6 +57,7 @@ class KeptSample:
             on_host=self.state is KeptState.ON_HOST,
             ttl_s=max(0.0, self.expires_s - GRACE_S - now_s),
             images=request.images,
+            adapter=request.adapter_digest,
         )
 
 

@@ -35,7 +35,7 @@ class KVCache:
         self.pool = BlockPool(num_blocks, keep=self.prefixes.__contains__, evict=self.prefixes.remove)
         self._enabled = prefix_cache
         self._cache_seed = cache_seed
-        self._roots: dict[str, bytes] = {}
+        self._roots: dict[tuple[str, str], bytes] = {}
 
     def record_events(self) -> EventRecorder:
         """From now on, what enters and leaves the prefix cache is recorded."""
@@ -293,10 +293,10 @@ class KVCache:
             extend_hashes(sequence.hashes, self._root(sequence), sequence.tokens, self.block_size, num_blocks)
 
     def _root(self, sequence: Sequence) -> bytes:
-        salt = sequence.request.cache_salt
-        root = self._roots.get(salt)
+        key = sequence.request.cache_salt, sequence.request.adapter_digest
+        root = self._roots.get(key)
         if root is None:
             if len(self._roots) >= 1024:
                 self._roots.clear()
-            root = self._roots[salt] = root_hash(self._cache_seed, salt)
+            root = self._roots[key] = root_hash(self._cache_seed, *key)
         return root

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from kvrelay.config import EngineOptions
+from kvrelay.engine.interfaces import Adapters, LoadedAdapter, NoAdapters
 from kvrelay.engine.request import begins_anew
 from kvrelay.errors import InvalidRequestError, QueueFullError, UnavailableError
 from kvrelay.ids import WorkerId
@@ -50,6 +51,7 @@ class Limits:
     takes_over: bool  # a decode worker's
     num_pinnable_blocks: int = 0  # of kept KV, while a request runs
     takes_images: bool = False  # of a model that sees
+    adapters: Adapters = NoAdapters()
 
     def check(self, submit: Submit, *, num_waiting: int, draining: bool) -> None:
         """Raises the RequestError that answers a request which cannot be served."""
@@ -58,12 +60,22 @@ class Limits:
         if num_waiting >= self.options.max_queue and submit.attempt == 0:
             raise QueueFullError(f"the worker's queue is full ({self.options.max_queue} requests wait)")
         self._check_role(submit)
+        self.adapter_of(submit)
         submit.params.validate()
         self._check_prompt(submit)
         self._check_params(submit)
         self._check_resume(submit)
         self._check_beam(submit)
         self._check_continuation(submit)
+
+    def adapter_of(self, submit: Submit) -> LoadedAdapter | None:
+        """None for the base model."""
+        if not submit.adapter:
+            return None
+        adapter = self.adapters.find(submit.adapter)
+        if adapter is None:
+            raise UnavailableError(f"worker {self.worker_id} does not have the LoRA adapter {submit.adapter}")
+        return adapter
 
     def _check_prompt(self, submit: Submit) -> None:
         prompt = submit.prompt

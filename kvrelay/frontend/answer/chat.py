@@ -65,7 +65,9 @@ class _Chat:
         self._begun = [False] * len(self._readers)
         self._is_text = conversation.plain and conversation.num_top_logprobs is None and not request.return_token_ids
         around_text, object_name = (b'"delta":{"content":', b"}"), "chat.completion.chunk"
-        self._chunks = ChunkWriter(around_text, object_name, call, service.model, request.stream_options, self._usage)
+        self._chunks = ChunkWriter(
+            around_text, object_name, call, service.answer_name(request.model), request.stream_options, self._usage
+        )
 
     def take(self, step: Step) -> bytes:
         index = step.sample.index
@@ -108,7 +110,7 @@ class _Chat:
         return types.ChatCompletion(
             id=self._call.id,
             created=self._chunks.created,
-            model=self._service.model,
+            model=self._service.answer_name(self._request.model),
             choices=[self._choice(index, reader) for index, reader in enumerate(self._readers)],
             usage=self._usage(),
             prompt_logprobs=None if entries is None else prompt_logprobs(tokenizer, work.prompts[0], entries),

@@ -67,8 +67,8 @@ class _Completion:
         self._choices = [_Choice(service, plan, sample) for sample in generation.samples]
         self._shows_prompt = bool(plan.request.echo) or plan.request.return_token_ids
         self._is_text = plan.request.logprobs is None and not plan.request.return_token_ids and not plan.scores_only
-        options = plan.request.stream_options
-        self._chunks = ChunkWriter((b'"text":', b""), "text_completion", call, service.model, options, self._usage)
+        name, options = service.answer_name(plan.request.model), plan.request.stream_options
+        self._chunks = ChunkWriter((b'"text":', b""), "text_completion", call, name, options, self._usage)
 
     def take(self, step: Step) -> bytes:
         choice = self._choices[step.sample.index]
@@ -122,7 +122,7 @@ class _Completion:
         return Completion(
             id=self._call.id,
             created=self._chunks.created,
-            model=self._service.model,
+            model=self._service.answer_name(self._request.model),
             choices=[self._shown(choice, index) for index, choice in enumerate(self._best())],
             usage=self._usage(),
             kvrelay=self._generation.provenance(),

@@ -108,6 +108,7 @@ class Generation:
 
     def _submit(self, service: Service, call: Call) -> None:
         work = self._work
+        adapter = service.adapter_of(work.request.model)
         timeout_s = call.remaining_s(work.request.timeout, service.options.request_timeout_s)
         session, trace, owner = call.session(), self._trace, owner_of(call, service.options)
         parent = work.origin.parent if isinstance(work.origin, Origin) else None
@@ -127,6 +128,7 @@ class Generation:
                 params=params,
                 priority=work.request.priority,
                 cache_salt=work.request.cache_salt or "",
+                adapter=adapter,
                 data_parallel_rank=rank,
                 session=session,
                 trace=trace,

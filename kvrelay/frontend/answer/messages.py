@@ -77,7 +77,7 @@ class _Message:
     def __init__(
         self, service: Service, call: Call, request: MessagesRequest, conversation: Conversation, generation: Generation
     ) -> None:
-        self._model = service.model
+        self._model = service.answer_name(request.model)
         self._call = call
         self._streams = bool(request.stream)
         self._stop_sequences = request.stop_sequences or []

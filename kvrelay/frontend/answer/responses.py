@@ -150,7 +150,7 @@ def _empty_response(service: Service, call: Call, request: ResponsesRequest) -> 
         "instructions": request.instructions,
         "max_output_tokens": request.max_output_tokens,
         "metadata": request.metadata or {},
-        "model": service.model,
+        "model": service.answer_name(request.model),
         "output": [],
         "parallel_tool_calls": request.parallel_tool_calls is not False,
         "previous_response_id": request.previous_response_id,

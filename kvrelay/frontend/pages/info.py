@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from kvrelay.errors import NotFoundError, UnavailableError
+from kvrelay.errors import UnavailableError
 from kvrelay.frontend.http.call import Call
 from kvrelay.frontend.service import Service
 from kvrelay.metrics import CONTENT_TYPE
@@ -18,6 +18,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     created: int
     root: str
+    parent: str | None  # of an adapter, the model that it adapts
     max_model_len: int
     object: Literal["model"] = "model"
     owned_by: Literal["kvrelay"] = "kvrelay"
@@ -29,18 +30,25 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def models(service: Service, call: Call) -> None:
-    await call.answer_json(ModelList(data=[_model(service, name) for name in service.models]))
+    names = dict.fromkeys([*service.models, *service.backend.adapters])
+    await call.answer_json(ModelList(data=[_model(service, name) for name in names]))
 
 
 async def one_model(service: Service, call: Call) -> None:
     name: str = call.scope["path_params"]["model"]
-    if name not in service.models:
-        raise NotFoundError(f"the model {name[:200]!r} does not exist", param="model", code="model_not_found")
+    service.adapter_of(name)
     await call.answer_json(_model(service, name))
 
 
 def _model(service: Service, name: str) -> Model:
-    return Model(id=name, created=service.started_at, root=service.root, max_model_len=service.backend.max_model_len)
+    adapter = None if name in service.models else service.backend.adapters[name]
+    return Model(
+        id=name,
+        created=service.started_at,
+        root=service.root if adapter is None else adapter.path,
+        parent=None if adapter is None else service.model,
+        max_model_len=service.backend.max_model_len,
+    )
 
 
 async def health(service: Service, call: Call) -> None:

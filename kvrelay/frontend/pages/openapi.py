@@ -13,7 +13,7 @@ from kvrelay.frontend.answer.messages import MessageAnswer, TokenCount
 from kvrelay.frontend.answer.types import ChatCompletion, Completion
 from kvrelay.frontend.http.call import Call
 from kvrelay.frontend.http.errors import JSON_TYPE, MESSAGES_PATHS, ErrorResponse, MessageError
-from kvrelay.frontend.pages.admin import DrainRequest, RoleRequest
+from kvrelay.frontend.pages.admin import DrainRequest, LoadAdapterRequest, RoleRequest, UnloadAdapterRequest
 from kvrelay.frontend.pages.continuations import ContinuationDeleted, ContinuationHandle, ContinuationList
 from kvrelay.frontend.pages.info import Model, ModelList
 from kvrelay.frontend.pages.responses import ResponseDeleted
@@ -22,7 +22,7 @@ from kvrelay.frontend.prompt.messages_types import CountTokensRequest, MessagesR
 from kvrelay.frontend.prompt.responses_types import ResponsesRequest
 from kvrelay.frontend.prompt.types import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from kvrelay.frontend.service import Service
-from kvrelay.router.backend import DrainOrder
+from kvrelay.router.backend import AdapterChange, DrainOrder
 from kvrelay.version import version
 
 _JSON = "application/json"
@@ -71,6 +71,8 @@ _OPERATIONS = (
     _Operation("get", "/tokenizer_info", "The tokenizer's configuration", (401,), TokenizerInfo),
     _Operation("post", "/admin/drain", "Let a worker finish and leave", _ADMIN, DrainOrder, DrainRequest),
     _Operation("post", "/admin/role", "Let a worker finish and come back in another role", _ADMIN, DrainOrder, RoleRequest),
+    _Operation("post", "/v1/load_lora_adapter", "Load a LoRA adapter", _ADMIN, AdapterChange, LoadAdapterRequest),
+    _Operation("post", "/v1/unload_lora_adapter", "Unload a LoRA adapter", _ADMIN, AdapterChange, UnloadAdapterRequest),
     _Operation("get", "/v1/continuations", "The caller's requests whose KV is kept", (401,), ContinuationList),
     _Operation("get", _ONE, "One request that can be continued from", (400, 401, 404), ContinuationHandle),
     _Operation("delete", _ONE, "Give up what is kept of a request", (401, 404), ContinuationDeleted),

@@ -45,6 +45,9 @@ async def origin_of(service: Service, call: Call, request: CompletionRequest | C
     if parent.cache_salt != (request.cache_salt or ""):
         reason = f"continuation_of: {handle!r} and this request have different cache_salts"
         raise InvalidRequestError(reason, param="cache_salt")
+    if parent.adapter != service.adapter_of(request.model):
+        reason = f"continuation_of: {handle!r} was generated with another LoRA adapter than model {request.model!r}"
+        raise InvalidRequestError(reason, param="model")
     return Origin(handle, parent, [*parent.tokens, *suffix])
 
 

@@ -59,6 +59,7 @@ def prompt_request(request: MessagesBody) -> chat.ChatRequest:
         raise InvalidRequestError("messages holds no content", param="messages")
     last = messages[-1]
     return chat.ChatRequest(
+        model=request.model,
         messages=messages,
         continue_final_message=isinstance(last, chat.AssistantMessage) and not last.tool_calls,
         tools=None if request.tools is None else [_tool(tool) for tool in request.tools],

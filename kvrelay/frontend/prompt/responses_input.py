@@ -59,6 +59,7 @@ def chat_request(request: ResponsesRequest, history: Messages) -> chat.ChatReque
         )
     shows_logprobs = bool(request.include) or request.top_logprobs is not None
     return chat.ChatRequest(
+        model=request.model,
         messages=_read_input(request, history)[0],
         keep_kv=_keep_kv(request),
         temperature=request.temperature,

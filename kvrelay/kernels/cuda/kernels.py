@@ -13,12 +13,24 @@ zeros, a token with slot -1 stores nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 
-from kvrelay.kernels.base import AttentionBatch, ForwardBatch, FusedLayer, HeadShape, LayerWeights, Packed
+from kvrelay.kernels.base import (
+    AttentionBatch,
+    ForwardBatch,
+    FusedLayer,
+    HeadShape,
+    LayerWeights,
+    LinearName,
+    LoraLayer,
+    LoraSpans,
+    Packed,
+    PackedAdapter,
+)
 from kvrelay.kernels.cuda import elementwise
 from kvrelay.kernels.cuda.decode import decode_attention
 from kvrelay.kernels.cuda.layer import CudaLayer
@@ -79,6 +91,12 @@ class CudaKernels:
         if self.is_small(x.shape[0]):
             return small_linear(x, packed, gated=True)
         return elementwise.silu_mul(F.linear(x, packed.weight, packed.bias))
+
+    def pack_adapter(self, layers: Sequence[LoraLayer]) -> PackedAdapter:
+        return self._reference.pack_adapter(layers)
+
+    def add_lora(self, out: torch.Tensor, x: torch.Tensor, spans: LoraSpans, layer: int, name: LinearName) -> None:
+        self._reference.add_lora(out, x, spans, layer, name)
 
     def embed(self, token_ids: torch.Tensor, packed: Packed) -> torch.Tensor:
         assert isinstance(packed, CudaPacked)

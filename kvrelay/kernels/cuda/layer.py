@@ -28,6 +28,7 @@ class CudaLayer:
     def __call__(
         self, x: torch.Tensor | None, residual: torch.Tensor, cos_sin: torch.Tensor, batch: ForwardBatch, kv: torch.Tensor
     ) -> torch.Tensor:
+        assert batch.lora is None, "adapters are refused where a card computes"
         kernels, own = self._kernels, self._weights
         if x is None:
             x = kernels.rms_norm(residual, own.input_norm, own.eps)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from kvrelay.kernels.base import ForwardBatch
+from kvrelay.kernels.native.lora import NativeSpans, native_spans
 
 
 def is_plain(tensor: torch.Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> bool:
@@ -46,6 +47,7 @@ class BatchPointers:
     query_start: int
     context_lens: int
     block_tables: int
+    spans: NativeSpans
 
 
 def check_batch(batch: ForwardBatch) -> BatchPointers:
@@ -66,4 +68,5 @@ def check_batch(batch: ForwardBatch) -> BatchPointers:
         rows.query_start.data_ptr(),
         rows.context_lens.data_ptr(),
         rows.block_tables.data_ptr(),
+        native_spans(() if batch.lora is None else batch.lora.tokens),
     )

@@ -11,13 +11,24 @@ does not cover (odd head sizes) goes to the reference.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
-from kvrelay.kernels.base import ForwardBatch, FusedLayer, HeadShape, LayerWeights, Packed
+from kvrelay.kernels.base import (
+    LINEARS,
+    ForwardBatch,
+    FusedLayer,
+    HeadShape,
+    LayerWeights,
+    LinearName,
+    LoraLayer,
+    LoraSpans,
+    Packed,
+)
 from kvrelay.kernels.native.batch import BatchPointers, NativePacked, check_batch, is_plain, norm_pointer
 from kvrelay.kernels.native.layer import SIGNATURE, NativeLayer, Workspaces
+from kvrelay.kernels.native.lora import NativeAdapter, native_spans
 from kvrelay.kernels.native.room import WeightRoom
 from kvrelay.kernels.torch_kernels import TorchKernels
 
@@ -31,6 +42,7 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "prefer_huge_pages": (_POINTER, _LONG),
     "pack_linear": (_POINTER,) * 2 + (_LONG,) * 2 + (_INT,),
     "linear": (_POINTER,) * 4 + (_LONG,) * 3 + (_INT,),
+    "add_lora": (_POINTER,) * 3 + (_LONG,) * 2 + (_INT,) + (_LONG,) * 2 + (_INT,),
     "gather_rows": (_POINTER,) * 3 + (_LONG,) * 3 + (_INT,),
     "rms_norm": (_POINTER,) * 4 + (_LONG,) * 2 + (_FLOAT, _INT),
     "silu_mul": (_POINTER,) * 2 + (_LONG,) * 2 + (_INT,),
@@ -58,6 +70,7 @@ class NativeKernels:
         self._weights = WeightRoom(_function(library, "prefer_huge_pages"))
         self._pack_linear = _function(library, "pack_linear")
         self._linear = _function(library, "linear")
+        self._add_lora = _function(library, "add_lora")
         self._gather_rows = _function(library, "gather_rows")
         self._rms_norm = _function(library, "rms_norm")
         self._silu_mul = _function(library, "silu_mul")
@@ -99,6 +112,26 @@ class NativeKernels:
             torch.get_num_threads(),
         )
         return out
+
+    def pack_adapter(self, layers: Sequence[LoraLayer]) -> NativeAdapter:
+        return NativeAdapter(layers)
+
+    def add_lora(self, out: torch.Tensor, x: torch.Tensor, spans: LoraSpans, layer: int, name: LinearName) -> None:
+        rows, in_features = x.shape
+        assert is_plain(x, rows, in_features)
+        assert is_plain(out, rows, out.shape[1])
+        native = native_spans(spans)
+        self._add_lora(
+            x.data_ptr(),
+            out.data_ptr(),
+            native.address,
+            native.count,
+            layer,
+            LINEARS.index(name),
+            in_features,
+            out.shape[1],
+            torch.get_num_threads(),
+        )
 
     def embed(self, token_ids: torch.Tensor, packed: Packed) -> torch.Tensor:
         assert isinstance(packed, NativePacked)

@@ -3,6 +3,7 @@
 #include <stdint.h>
 
 #include "common.h"
+#include "lora.h"
 
 EXPORT void linear(const float *x, const float *panels, const float *bias, float *out, long rows, long in_features, long out_features,
             int threads);
@@ -19,7 +20,7 @@ EXPORT int attention(const float *q, const float *keys, const float *values, con
 struct Layer {
     const float *input_norm, *qkv, *qkv_bias, *q_norm, *k_norm, *output, *output_bias, *post_norm, *gate_up, *gate_up_bias, *down,
         *down_bias;
-    long hidden, width, heads, kv_heads, dim; /* width: of gate, and of up */
+    long index, hidden, width, heads, kv_heads, dim; /* width: of gate, and of up */
     float eps, scale;
 };
 
@@ -28,9 +29,18 @@ struct Pass {
     const float *cos_sin;
     const int64_t *positions, *slots;
     const int32_t *query_start, *context_lens, *tables;
-    long tokens, rows, table_stride, block_size;
+    const struct LoraSpan *spans;
+    long tokens, rows, table_stride, block_size, num_spans;
     int threads;
 };
+
+/* out = linear(x), and what the adapters of its rows add to it. */
+static void adapted_linear(const struct Layer *layer, const struct Pass *pass, const float *x, const float *panels,
+                           const float *bias, float *out, long in_features, long out_features, int which) {
+    linear(x, panels, bias, out, pass->tokens, in_features, out_features, pass->threads);
+    if (pass->num_spans)
+        add_lora(x, out, pass->spans, pass->num_spans, layer->index, which, in_features, out_features, pass->threads);
+}
 
 /* x (NULL before anything was added) and residual [tokens, hidden] -> x. `scratch` has room for all that is between. */
 EXPORT int decoder_layer(const struct Layer *layer, const struct Pass *pass, const float *x, float *residual, float *keys,
@@ -42,16 +52,16 @@ EXPORT int decoder_layer(const struct Layer *layer, const struct Pass *pass, con
     float *gate_up = attended + tokens * q_width, *active = gate_up + tokens * 2 * layer->width;
 
     rms_norm(x ? x : residual, x ? residual : 0, layer->input_norm, normed, tokens, hidden, layer->eps, threads);
-    linear(normed, layer->qkv, layer->qkv_bias, qkv, tokens, hidden, qkv_width, threads);
+    adapted_linear(layer, pass, normed, layer->qkv, layer->qkv_bias, qkv, hidden, qkv_width, LORA_QKV);
     rope_and_store(qkv, pass->cos_sin, pass->positions, pass->slots, layer->q_norm, layer->k_norm, keys, values, q, tokens,
                    layer->heads, layer->kv_heads, layer->dim, layer->eps, threads);
     int status = attention(q, keys, values, pass->query_start, pass->context_lens, pass->tables, attended, pass->rows,
                            pass->table_stride, pass->block_size, layer->heads, layer->kv_heads, layer->dim, layer->scale, threads);
     if (status != 0) return status;
-    linear(attended, layer->output, layer->output_bias, out, tokens, q_width, hidden, threads);
+    adapted_linear(layer, pass, attended, layer->output, layer->output_bias, out, q_width, hidden, LORA_OUTPUT);
     rms_norm(out, residual, layer->post_norm, normed, tokens, hidden, layer->eps, threads);
-    linear(normed, layer->gate_up, layer->gate_up_bias, gate_up, tokens, hidden, 2 * layer->width, threads);
+    adapted_linear(layer, pass, normed, layer->gate_up, layer->gate_up_bias, gate_up, hidden, 2 * layer->width, LORA_GATE_UP);
     silu_mul(gate_up, active, tokens, layer->width, threads);
-    linear(active, layer->down, layer->down_bias, out, tokens, layer->width, hidden, threads);
+    adapted_linear(layer, pass, active, layer->down, layer->down_bias, out, layer->width, hidden, LORA_DOWN);
     return 0;
 }

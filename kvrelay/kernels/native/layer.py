@@ -21,7 +21,7 @@ _POINTERS = (
 class _Layer(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in _POINTERS),
-        *((name, ctypes.c_long) for name in ("hidden", "width", "heads", "kv_heads", "dim")),
+        *((name, ctypes.c_long) for name in ("index", "hidden", "width", "heads", "kv_heads", "dim")),
         ("eps", ctypes.c_float),
         ("scale", ctypes.c_float),
     ]
@@ -29,8 +29,11 @@ class _Layer(ctypes.Structure):
 
 class _Pass(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("cos_sin", "positions", "slots", "query_start", "context_lens", "tables")),
-        *((name, ctypes.c_long) for name in ("tokens", "rows", "table_stride", "block_size")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("cos_sin", "positions", "slots", "query_start", "context_lens", "tables", "spans")
+        ),
+        *((name, ctypes.c_long) for name in ("tokens", "rows", "table_stride", "block_size", "num_spans")),
         ("threads", ctypes.c_int),
     ]
 
@@ -95,7 +98,7 @@ class NativeLayer:
             norm_pointer(weights.q_norm, shape.head_dim), norm_pointer(weights.k_norm, shape.head_dim),
             output.panels_pointer, output.bias_pointer, norm_pointer(weights.post_norm, self._hidden),
             gate_up.panels_pointer, gate_up.bias_pointer, down.panels_pointer, down.bias_pointer,
-            self._hidden, width, shape.num_heads, shape.num_kv_heads, shape.head_dim, weights.eps, weights.scale,
+            weights.index, self._hidden, width, shape.num_heads, shape.num_kv_heads, shape.head_dim, weights.eps, weights.scale,
         )  # fmt: skip
         self._address = ctypes.addressof(self._layer)
         self._scratch_width = self._hidden + qkv.out_features + 2 * q_width + 3 * width
@@ -141,7 +144,8 @@ class NativeLayer:
         scratch, out = torch.empty(tokens, self._scratch_width), torch.empty(tokens, self._hidden)
         in_c = _Pass(
             cos_sin.data_ptr(), pointers.positions, pointers.slots, pointers.query_start, pointers.context_lens,
-            pointers.block_tables, tokens, pointers.num_rows, pointers.table_width, block_size, torch.get_num_threads(),
+            pointers.block_tables, pointers.spans.address, tokens, pointers.num_rows, pointers.table_width, block_size,
+            pointers.spans.count, torch.get_num_threads(),
         )  # fmt: skip
         return _Workspace(
             pointers, cos_sin, residual, scratch, out, in_c,

@@ -1,0 +1,34 @@
+"""What the serving plane says about LoRA adapters: an operator's orders, by way of a router, and what a worker has."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvrelay.wire.registry import Adapter
+
+
+class AdapterMessage(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+    """Base of these messages."""
+
+
+class LoadAdapter(AdapterMessage, frozen=True, kw_only=True):
+    """Read a LoRA adapter. One that has the name gives way to it. Answered by AdaptersTold."""
+
+    order: str  # the router's name for it
+    name: str
+    path: str
+
+
+class UnloadAdapter(AdapterMessage, frozen=True, kw_only=True):
+    """Take no more requests for this one. Harmless if there is none. Answered by AdaptersTold."""
+
+    order: str
+    name: str
+
+
+class AdaptersTold(AdapterMessage, frozen=True, kw_only=True):
+    """The adapters that the worker has now. `order` is what it answers, for the router that gave it."""
+
+    adapters: list[Adapter]
+    order: str = ""
+    error: str = ""  # why the order was not carried out; empty: it was

@@ -1,0 +1,172 @@
+"""The engine with LoRA adapters gives PEFT's tokens: alone, in any company, in any chunks, in beam search, when preempted."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from leaks import check_idle
+from lora_adapters import ADAPTERS, adapted_model, adapter_folder
+from parity import assert_parity, reference_tokens
+from test_parity import prompts
+from tiny_models import reference_model, tiny_model
+
+from kvrelay.config import EngineOptions, ModelOptions, read_environment
+from kvrelay.engine.engine import Engine
+from kvrelay.ids import new_request_id, new_worker_id
+from kvrelay.progress import Silent
+from kvrelay.runner.build import build_runner
+from kvrelay.sampling import BeamSearch, SamplingParams
+from kvrelay.wire.serving import Failure, SequenceOutput, Submit, of_kind
+
+NUM_TOKENS = 10
+FUSED = "mistral"  # its heads are wide enough for the native layer
+
+
+def make_engine(model: str, adapters: list[str], **options: object) -> Engine:
+    settings = EngineOptions(**{"max_model_len": 128, "kv_blocks": 128, "check_invariants": True, **options})  # type: ignore[arg-type]
+    lora = tuple(f"{name}={adapter_folder(model, name)}" for name in adapters)
+    chosen = ModelOptions(model=model, dtype="float32", threads=2, lora=lora)
+    runner = build_runner(chosen, settings, tiny_model(model), read_environment(), Silent())
+    return Engine(
+        options=settings,
+        runner=runner,
+        worker_id=new_worker_id("whole"),
+        eos_token_ids=frozenset(),
+        max_model_len=runner.max_model_len,
+        vocab_size=runner.spec.vocab_size,
+        cache_seed=runner.fingerprint,
+        adapters=runner.adapters,
+    )
+
+
+def digests(engine: Engine) -> dict[str, str]:
+    return {"": "", **{adapter.name: adapter.digest for adapter in engine.core.limits.adapters.records()}}
+
+
+@functools.cache
+def expected(model: str, adapter: str, index: int) -> tuple[list[int], list[bool]]:
+    reference = adapted_model(model, adapter) if adapter else reference_model(model)
+    return reference_tokens(reference, prompts()[index], NUM_TOKENS)
+
+
+def generate(engine: Engine, work: list[tuple[str, int]], params: SamplingParams | None = None) -> list[list[SequenceOutput]]:
+    """The outputs of each (adapter, prompt), all of which run together."""
+    params = params or SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, logprobs=2)
+    known = digests(engine)
+    ids = [new_request_id() for _ in work]
+    for request_id, (adapter, index) in zip(ids, work, strict=True):
+        engine.submit(
+            Submit(
+                request_id=request_id,
+                external_id=request_id,
+                prompt=prompts()[index],
+                params=params,
+                adapter=known[adapter],
+            )
+        )
+    outputs: dict[str, list[SequenceOutput]] = {request_id: [] for request_id in ids}
+    while engine.has_work:
+        step = engine.step()
+        assert not of_kind(Failure, step.news)
+        for output in step.outputs:
+            outputs[output.request_id].append(output)
+    return [outputs[request_id] for request_id in ids]
+
+
+def tokens_of(outputs: list[SequenceOutput]) -> list[int]:
+    return [token for output in outputs for token in output.tokens]
+
+
+def numbers_of(outputs: list[SequenceOutput]) -> list[object]:
+    """Tokens, and their logprobs to the last bit."""
+    return [(output.tokens, [entry.top for entry in output.logprobs or []]) for output in outputs]
+
+
+@pytest.mark.parametrize(
+    ("model", "adapter"), [*((FUSED, name) for name in ADAPTERS), ("llama", "all"), ("qwen3", "all"), ("qwen2", "patterns")]
+)
+def test_an_adapter_gives_the_tokens_of_peft(model: str, adapter: str) -> None:
+    engine = make_engine(model, [adapter])
+    work = [(adapter, index) for index in range(len(prompts()))]
+    for (_, index), outputs in zip(work, generate(engine, work), strict=True):
+        assert_parity(tokens_of(outputs), *expected(model, adapter, index), f"{adapter} on {model}, prompt {index}")
+    assert expected(model, adapter, 4)[0] != expected(model, "", 4)[0], "an adapter that changes nothing tests nothing"
+    check_idle(engine.core)
+
+
+@pytest.mark.parametrize("options", [{}, {"token_budget": 7, "prefix_cache": False}, {"kv_blocks": 16, "swap_blocks": 32}])
+def test_adapters_and_the_base_in_one_batch_are_as_alone(options: dict[str, object]) -> None:
+    engine = make_engine(FUSED, ["all", "queries"], **options)
+    work = [(adapter, index) for index in (3, 6, 7, 10) for adapter in ("all", "", "queries")]
+    together = generate(engine, work)
+    alone = make_engine(FUSED, ["all", "queries"])
+    for (adapter, index), outputs in zip(work, together, strict=True):
+        [solo] = generate(alone, [(adapter, index)])
+        assert numbers_of(outputs) == numbers_of(solo), f"{adapter or 'the base'}, prompt {index}"
+        assert_parity(tokens_of(outputs), *expected(FUSED, adapter, index), f"{adapter}, prompt {index}")
+    check_idle(engine.core)
+
+
+def test_adapters_do_not_find_each_others_kv() -> None:
+    engine = make_engine(FUSED, ["all", "queries"])
+    for adapter in ("all", "", "queries"):
+        for known in (False, True):
+            [outputs] = generate(engine, [(adapter, 8)])
+            assert (outputs[0].cached_tokens > 0) is known
+            assert_parity(tokens_of(outputs), *expected(FUSED, adapter, 8), adapter)
+
+
+def test_prompt_logprobs_are_the_adapters() -> None:
+    engine = make_engine(FUSED, ["all"])
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    prompt = prompts()[6]
+    outputs = generate(engine, [("", 5), ("all", 6), ("", 7)], params)[1]
+    with torch.inference_mode():
+        logits = adapted_model(FUSED, "all")(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    wanted = [float(logits[place, token]) for place, token in enumerate(prompt[1:])]
+    found = [entry.logprob for entry in outputs[0].prompt_logprobs or [] if entry is not None]
+    assert found == pytest.approx(wanted, abs=1e-3)
+
+
+def test_beam_search_gives_the_hypotheses_of_peft() -> None:
+    engine = make_engine(FUSED, ["all"])
+    width = 3
+    params = SamplingParams(temperature=0.0, max_tokens=6, n=width, beam=BeamSearch(width=width))
+    prompt = torch.tensor([prompts()[5]])
+    found = adapted_model(FUSED, "all").generate(
+        input_ids=prompt, attention_mask=torch.ones_like(prompt), do_sample=False, num_beams=width, num_return_sequences=width,
+        max_new_tokens=6, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    outputs = generate(engine, [("all", 5)], params)[0]
+    by_sample = {output.sample: output.tokens for output in outputs if output.tokens}
+    assert [by_sample[sample] for sample in range(width)] == [row[len(prompts()[5]) :].tolist() for row in found]
+    check_idle(engine.core)
+
+
+def test_a_worker_without_the_adapter_says_so() -> None:
+    engine = make_engine(FUSED, [])
+    request_id = new_request_id()
+    params = SamplingParams(temperature=0.0, max_tokens=1)
+    engine.submit(Submit(request_id=request_id, external_id="x", prompt=[5], params=params, adapter="ab" * 16))
+    [failure] = of_kind(Failure, engine.step().news)
+    assert "does not have the LoRA adapter" in failure.message
+    assert failure.kind == "unavailable_error" or failure.error().status == 503
+
+
+def test_an_unloaded_adapter_lives_as_long_as_its_requests() -> None:
+    engine = make_engine(FUSED, ["all"])
+    digest = digests(engine)["all"]
+    request_id = new_request_id()
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
+    engine.submit(Submit(request_id=request_id, external_id="x", prompt=prompts()[6], params=params, adapter=digest))
+    outputs = [*engine.step().outputs]
+    adapters = engine.core.limits.adapters
+    assert adapters.unload("all")
+    assert not adapters.unload("all")
+    assert adapters.find(digest) is None
+    while engine.has_work:
+        outputs += engine.step().outputs
+    assert_parity(tokens_of(outputs), *expected(FUSED, "all", 6), "unloaded")
+    check_idle(engine.core)
