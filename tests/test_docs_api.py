@@ -16,7 +16,7 @@ import pytest
 from kvrelay.errors import RequestError
 from kvrelay.frontend.app import ROUTES
 from kvrelay.frontend.http import call
-from kvrelay.frontend.pages.admin import DrainRequest, RoleRequest
+from kvrelay.frontend.pages.admin import DrainRequest, LoadAdapterRequest, RoleRequest
 from kvrelay.frontend.pages.openapi import ERRORS, openapi
 from kvrelay.frontend.prompt.messages_types import CountTokensRequest, MessagesRequest
 from kvrelay.frontend.prompt.responses_types import ResponsesRequest
@@ -114,6 +114,7 @@ def own_fields(request: type[msgspec.Struct]) -> set[str]:
         (TokenizeRequest, ("### Tokenize",)),
         (DetokenizeRequest, ("### Detokenize",)),
         (RoleRequest, ("## Administration",)),
+        (LoadAdapterRequest, ("## Adapters",)),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )

@@ -321,9 +321,8 @@ class Engine:
             self.core.outbox.news.append(HandedOver(request_id))
             self._endings.handed_on(request_id, FreeReason.FAILED if reason else FreeReason.HANDED_OVER)
             return
-        self._endings.fail(
-            request, UnavailableError(f"the hand-over to the decode worker failed: {reason or 'not wanted any more'}")
-        )
+        why = reason or "not wanted any more"
+        self._endings.fail(request, UnavailableError(f"the hand-over to the decode worker failed: {why}"))
 
     def fail_all(self, message: str) -> StepOutputs:
         """After an unforeseen error: every request ends in a Failure, and the blocks come back."""
@@ -336,11 +335,7 @@ class Engine:
     def _take_outputs(self) -> StepOutputs:
         outbox = self.core.outbox
         message = StepOutputs(
-            worker_id=self._worker_id,
-            step=self._num_steps,
-            load=self.load(),
-            outputs=outbox.outputs,
-            news=outbox.news,
+            worker_id=self._worker_id, step=self._num_steps, load=self.load(), outputs=outbox.outputs, news=outbox.news
         )
         outbox.clear()
         return message
