@@ -7,9 +7,11 @@ import functools
 import pathlib
 from typing import Any
 
-import peft
 import torch
+import triton_here  # noqa: F401  before PEFT, which imports Triton: later the interpreter could not be chosen any more
 from tiny_models import reference_model, session_folder
+
+import peft  # isort: skip
 
 ADAPTERS: dict[str, dict[str, Any]] = {
     "all": {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"},
