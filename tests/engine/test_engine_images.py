@@ -74,6 +74,9 @@ class Source:
         failures, self.failures, self.has_news = self.failures, [], False
         return failures
 
+    def resumed_s(self, request_id: RequestId) -> float:
+        return 0.0
+
     def counts(self) -> ImageCounts:
         return ImageCounts()
 

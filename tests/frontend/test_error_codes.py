@@ -35,7 +35,7 @@ FUNCTION = {"type": "function", "function": {"name": "not a name"}}
         (RESPONSES, "truncation", "auto", "invalid_value"),
         (RESPONSES, "background", True, "unsupported_parameter"),
         (RESPONSES, "background", "yes", "invalid_type"),
-        (RESPONSES, "previous_response_id", "resp_1", "unsupported_parameter"),
+        (RESPONSES, "previous_response_id", "resp_1", "previous_response_not_found"),
     ],
 )
 async def test_code(path: str, field: str, value: Any, code: str) -> None:

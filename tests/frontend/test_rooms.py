@@ -19,7 +19,14 @@ ALLOWED = {
     "prompt": {"http", "prompt", "service"},
     "answer": {"http", "prompt", "service", "answer"},
     "pages": {"http", "prompt", "service", "answer", "pages"},
-    "service": {"http", "prompt.types", "prompt.responses_types", "prompt.call_formats", "prompt.images"},
+    "service": {
+        "http",
+        "prompt.types",
+        "prompt.responses_types",
+        "prompt.messages_types",
+        "prompt.call_formats",
+        "prompt.images",
+    },
     "app": {"http", "prompt", "service", "answer", "pages"},
     "fake_backend": set(),
 }

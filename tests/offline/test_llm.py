@@ -309,8 +309,8 @@ def test_no_worker_outlives_its_process(folder: str, end: str) -> None:
 
 def test_a_worker_that_cannot_start_is_an_error_with_its_reason(folder: str) -> None:
     before = len(children())
-    with pytest.raises(WorkerDiedError, match="--tp 2"):
-        LLM(folder, **RELAY, tp=2)
+    with pytest.raises(WorkerDiedError, match="--tp 64"):
+        LLM(folder, **RELAY, tp=64)
     assert len(children()) == before
 
 

@@ -92,7 +92,7 @@ def test_host_blocks_are_a_bounded_share_of_free_memory_of_all_workers_together(
     assert choose_host_blocks(pool, free_bytes=free_bytes, core_share=1.0) == 100
     assert choose_host_blocks(pool, free_bytes=free_bytes, core_share=0.25) == 25
     assert choose_host_blocks(pool, free_bytes=0, core_share=1.0) == 0
-    pool.tensor = torch.empty((1,), dtype=torch.uint8).expand(1, 1, 100, 2**27)  # blocks of 128 MiB
+    pool.every_rank = torch.empty((1,), dtype=torch.uint8).expand(1, 1, 1000, 2**27)  # blocks of 128 MiB
     assert choose_host_blocks(pool, free_bytes=2**50, core_share=1.0) == 32
 
 
@@ -104,7 +104,7 @@ def test_a_pool_of_one_block_warms_up_too() -> None:
 @pytest.mark.parametrize(
     ("model", "engine", "says"),
     [
-        ({"tp": 2}, {}, "--tp 2"),
+        ({"tp": 64}, {}, "--tp 64"),
         ({}, {"swap_blocks": 2**50}, "--swap-blocks"),
         ({}, {"max_model_len": 257}, "--max-model-len 257"),
         ({}, {"max_model_len": 256, "kv_blocks": 2}, "--kv-blocks"),

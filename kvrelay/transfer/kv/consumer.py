@@ -56,8 +56,9 @@ class RelayConsumer(Front[ConsumerTurns[KVLayout, ConsumerNews]]):
         given = tuple(blocks)
         self._lent.add(request_id)
         self._open.add(request_id)
-        self._fenced.put(fence, lambda: reserve(self._turns.machine, request_id, given, skip_tokens, clock()))
-        self._turns.call(self._fenced.look)
+        self._turns.call(
+            lambda: self._fenced.put(fence, lambda: reserve(self._turns.machine, request_id, given, skip_tokens, clock()))
+        )
 
     def abort(self, request_id: RequestId) -> None:
         self._untold.discard(request_id)

@@ -30,8 +30,8 @@ Rows = list[tuple[RequestId, tuple[int, ...], int]]
 
 
 class Steps:
-    """Forward passes that compute what is handed over. Several may be under way: what is said of a pass holds as far as its
-    fences have passed, and of a later pass not before.
+    """For the transfer thread: forward passes that compute what is handed over. Several may be under way: what is said of a
+    pass holds as far as its fences have passed, and of a later pass not before.
 
     While a pass computes something that is being sent, the thread looks for finished layers now and then. Waking it with every
     layer would hand it the interpreter just when the model needs it; so it mostly runs while the model is inside a kernel."""
@@ -40,8 +40,6 @@ class Steps:
         self._find = find
         self._fenced = Fenced()
         self._rows: Rows = []  # of the last pass, while it is launched
-
-    # By the engine's thread
 
     def layer_done(self, rows: Rows, layers: int, fence: Fence) -> None:
         self._fenced.put(fence, lambda: self._computing(rows, layers))
@@ -52,8 +50,6 @@ class Steps:
     def put(self, fence: Fence, action: Callable[[], object]) -> None:
         """Behind what was said before."""
         self._fenced.put(fence, action)
-
-    # By the transfer thread
 
     def begin(self, rows: Rows) -> None:
         self._rows = rows
@@ -124,11 +120,12 @@ class RelayProducer(Front[ProducerTurns[KVLayout, ProducerNews]]):
         self._turns.call(lambda: self._steps.begin(listed))
 
     def layer_done(self, layer: int, fence: Fence) -> None:
-        self._steps.layer_done(self._rows, layer + 1, fence)
+        rows = self._rows
+        self._turns.note(lambda: self._steps.layer_done(rows, layer + 1, fence))
 
     def end_step(self) -> None:
-        self._steps.ended(self._rows)
-        self._turns.call(self._steps.look)
+        rows = self._rows
+        self._turns.call(lambda: self._steps.ended(rows))
 
     def finish(self, request_id: RequestId, first_tokens: list[FirstToken]) -> None:
         """Behind the pass that the tokens were sampled from."""
@@ -149,8 +146,7 @@ class RelayProducer(Front[ProducerTurns[KVLayout, ProducerNews]]):
         self._turns.call(lambda: self._turns.machine.tell(request_id, action))
 
     def _behind(self, fence: Fence, request_id: RequestId, action: Callable[[Sending], None]) -> None:
-        self._steps.put(fence, lambda: self._turns.machine.tell(request_id, action))
-        self._turns.call(self._steps.look)
+        self._turns.call(lambda: self._steps.put(fence, lambda: self._turns.machine.tell(request_id, action)))
 
     def poll(self) -> ProducerNews:
         ended = self._turns.ended  # read first: what the thread said before its end must not be missed

@@ -12,13 +12,15 @@ IDLE_S = 60.0
 
 
 class Fenced:
-    """Actions in order, each run when its fence has passed. The owner's thread puts, the transfer thread looks."""
+    """Actions in order, each run when its fence has passed: at once if it has and nothing waits before it. For the transfer
+    thread alone, so that what the owner says in order is done in order, whichever of it waits for a fence."""
 
     def __init__(self) -> None:
         self._actions: deque[tuple[Fence, Callable[[], object]]] = deque()
 
     def put(self, fence: Fence, action: Callable[[], object]) -> None:
         self._actions.append((fence, action))
+        self.look()
 
     def look(self) -> float:
         """Runs what may run. The longest pause until the next look."""

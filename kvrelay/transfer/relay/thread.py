@@ -85,6 +85,11 @@ class TransferThread(abc.ABC):
             self._commands.append(command)
             self.wake()
 
+    def note(self, command: Callable[[], object]) -> None:
+        """As `call`, with the thread's next turn: does not wake it."""
+        if not self.ended:
+            self._commands.append(command)
+
     def wake(self) -> None:
         if self._asleep and not self._closed:
             os.eventfd_write(self._wake_fd, 1)
