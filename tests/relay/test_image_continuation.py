@@ -12,7 +12,7 @@ from vision_models import Prompt, make_prompt, reference_output
 
 from kvrelay.ids import new_kept_id
 from kvrelay.metrics import Metrics
-from kvrelay.router import continuations
+from kvrelay.router import shelf
 from kvrelay.router.backend import GenerateRequest
 from kvrelay.router.continuations import Continuations
 from kvrelay.states import HandleState
@@ -48,7 +48,7 @@ async def test_a_child_of_a_request_with_images_encodes_nothing() -> None:
 def test_files_of_images_are_remembered_up_to_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [make_prompt("qwen3_vl", [(50, 50)], "What?", seed=seed) for seed in range(3)]
     sizes = [len(prompt.images[0].data) for prompt in prompts]
-    monkeypatch.setattr(continuations, "MAX_IMAGE_BYTES", sizes[1] + sizes[2])
+    monkeypatch.setattr(shelf, "MAX_SHELF_BYTES", sizes[1] + sizes[2])
     table = Continuations(Metrics())
     parents = []
     for prompt in prompts:
