@@ -45,7 +45,7 @@ class Metrics:
             "Requests that continued from another, by where its KV came from",
             ["source"],
             registry=registry,
-        )  # source: lease, prefix_cache, prefill
+        )  # source: lease, prefix_cache, prefill, prompt
         self.inherited_tokens = Counter("kvrelay_inherited_tokens", "Prompt tokens whose KV was inherited", registry=registry)
         self.output_tokens = Counter("kvrelay_generation_tokens", "Tokens generated for clients", registry=registry)
         self.ttft_seconds = Histogram(
