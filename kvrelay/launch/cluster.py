@@ -30,6 +30,7 @@ from kvrelay.config import (
     WorkerOptions,
     read_environment,
 )
+from kvrelay.discovery.base import router_record
 from kvrelay.discovery.choose import open_membership, registry_kind
 from kvrelay.errors import ConfigError
 from kvrelay.ids import new_router_id
@@ -123,7 +124,9 @@ def open_router(
 ) -> tuple[Router, str]:
     """A router with its registry, and the address at which workers register. On the loop that will run it."""
     router_id = new_router_id()
-    membership = open_membership(cluster, router_id, metrics, default_listen)
+    record = router_record(router_id)
+    membership, company = open_membership(cluster, record, metrics, default_listen)
+    metrics.router_info.labels(router_id, record.host, str(record.pid)).set(1)
     router = Router(
         membership=membership,
         metrics=metrics,
@@ -139,7 +142,7 @@ def open_router(
         max_kept_per_key=options.max_kept_per_key,
         max_stored=options.max_stored_responses,
         stored_s=options.stored_response_s,
-        is_one_of_many=registry_kind(cluster) != "embedded",
+        company=company,
     )
     if options.otlp_endpoint:
         spans = SpanExport(options.otlp_endpoint, metrics)

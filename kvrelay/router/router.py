@@ -14,7 +14,7 @@ import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from kvrelay.discovery.base import Loss, Membership
+from kvrelay.discovery.base import Alone, Company, Loss, Membership, router_record
 from kvrelay.errors import NotFoundError, ProtocolError
 from kvrelay.events.eviction_sync import EvictionSync
 from kvrelay.ids import RouterId, WorkerId, new_router_id
@@ -70,10 +70,10 @@ class Router:
         max_kept_per_key: int = 64,
         max_stored: int = 1024,
         stored_s: float = 3600.0,
-        is_one_of_many: bool = False,
+        company: Company | None = None,
         outside: Outside | None = None,
     ) -> None:
-        """With `is_one_of_many`, other routers may serve the same workers: they are to know what this one served."""
+        """`company` are the routers with the same workers: they are to know what this one served. None: it is alone."""
         self._outside = outside = outside or Outside()
         self.router_id = router_id or new_router_id()
         self._membership = membership
@@ -99,9 +99,8 @@ class Router:
             self._planner, metrics, self.continuations, self._sync, mode=mode, rules=rules, clock=outside.clock
         )
         self.timelines = self._dispatcher.timelines
-        self._is_one_of_many = is_one_of_many
-        if is_one_of_many:
-            self.continuations.on_known = lambda parent: share(parent, self._dispatcher.usable, outside.clock())
+        self._company = company or Alone(router_record(self.router_id))
+        self.continuations.on_known = self._on_known
         self._search = KeptSearch(self.continuations, lambda: self._dispatcher.usable)
         self._orders = AdapterOrders(lambda: self._dispatcher.usable)
         self._listeners = Listeners(
@@ -178,13 +177,14 @@ class Router:
             peer = None if parent.worker_id is None else self._peers.get(parent.worker_id)
             if peer is not None and parent.kept_id is not None:
                 peer.send(ReleaseKept(kept_ids=[parent.kept_id]))
-        if self._is_one_of_many:
+        if self._company.is_shared:
             for peer in self._dispatcher.usable:
                 peer.send(Forget(handle=handle, owner=owner))
 
     def cluster(self) -> dict[str, Any]:
         return {
             "router": self.router_id,
+            "routers": [{"id": router.id, "host": router.host, "pid": router.pid} for router in self._company.routers],
             "model": self._model,
             "ready": self.ready,
             "in_flight": len(self._dispatcher.open),
@@ -278,6 +278,12 @@ class Router:
             self._dispatcher.lost(peer, "it left")
         else:
             self._settle(peer, "it did not renew its registration in time")
+
+    # What other routers are told
+
+    def _on_known(self, parent: Parent) -> None:
+        if self._company.is_shared:
+            share(parent, self._dispatcher.usable, self._outside.clock())
 
     # What the connections say
 
