@@ -41,7 +41,7 @@ from kvrelay.launch.entrance import BACKLOG, listening, prepare, ready_line
 from kvrelay.launch.launch import Launch
 from kvrelay.launch.routers import serve_routers
 from kvrelay.launch.supervise import Supervisor
-from kvrelay.log import Log, take_over
+from kvrelay.log import configure, take_over
 from kvrelay.media.image_spec import ImageSpec, read_image_spec
 from kvrelay.metrics import Metrics
 from kvrelay.options import RoleOptions, check_roles
@@ -49,8 +49,6 @@ from kvrelay.progress import Progress
 from kvrelay.router.router import OpenSync
 from kvrelay.states import Role
 from kvrelay.text.tokenizer import Tokenizer
-
-log = Log("serve")
 
 # libuv accepts one connection per listening descriptor and turn of the loop. A turn in which hundreds of streams get their
 # tokens takes tens of milliseconds, so with one descriptor new clients would wait for seconds.
@@ -125,6 +123,8 @@ def _route(launch: Launch, progress: Progress, *, num_workers: int = 0, tell_rea
 
         async def main() -> int:
             front = Front(router, launch.cluster, launch.served[0], tokenizer, image_spec, default_listen=launch.default_listen)
+            if tell_ready is not None:
+                configure(launch.environment.log_level, front.router.router_id)  # one of several in the same log
             line = ready_line(listener, front.served_name, launch.roles, registry=front.registry_address)
             return await _run(
                 front,

@@ -81,7 +81,7 @@ class Bench:
 
     def bare_ttft(self) -> list[float]:
         result = self.run_load(tokens=1, connections=1, duration_s=BARE_S, port=self.bare_port)
-        _require_whole(result, "the bare endpoint")
+        require_whole(result, "the bare endpoint")
         return result.ttft_s
 
 
@@ -107,7 +107,7 @@ def measure_latency(bench: Bench) -> Results:
     bare = bench.bare_ttft()
     bench.set_tick(0.0)
     result = bench.run_load(tokens=TOKENS, connections=1, duration_s=LATENCY_REQUESTS_S)
-    _require_whole(result, "one connection")
+    require_whole(result, "one connection")
     worker_s = statistics.median(bench.set_tick(0.0))
     bare += bench.bare_ttft()
     return {
@@ -137,7 +137,7 @@ def _closed_loop(bench: Bench, step_s: float, seconds: int) -> tuple[LoadResult,
     bench.set_tick(step_s)
     cpu_before_s = bench.router.cpu_s()
     result = bench.run_load(tokens=TOKENS, connections=CLOSED_LOOP_CONNECTIONS, duration_s=float(seconds))
-    _require_whole(result, f"{CLOSED_LOOP_CONNECTIONS} connections")
+    require_whole(result, f"{CLOSED_LOOP_CONNECTIONS} connections")
     return result, bench.router.cpu_s() - cpu_before_s
 
 
@@ -148,7 +148,7 @@ def measure_streams(bench: Bench, streams: int) -> Results:
     result = bench.run_load(tokens=STREAM_TOKENS, connections=streams)
     cpu_s = bench.router.cpu_s() - cpu_before_s
     bench.set_tick(0.0)
-    _require_whole(result, f"{streams} streams")
+    require_whole(result, f"{streams} streams")
     return {
         f"ideal_token_share_{streams}": result.token_events / result.wall_s / (streams / TICK_S),
         f"router_cpu_share_{streams}": cpu_s / result.wall_s,
@@ -171,7 +171,7 @@ def measure_burst(bench: Bench, streams: int) -> Results:
     }
 
 
-def _require_whole(result: LoadResult, what: str) -> None:
+def require_whole(result: LoadResult, what: str) -> None:
     """A rate of wrong answers is no rate."""
     if result.lost or not result.completed:
         raise BenchError(f"{what}: {result.lost} answers lost or wrong, {result.completed} whole: {result.problems}")
