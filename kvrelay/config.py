@@ -39,6 +39,10 @@ class ModelOptions(Options, frozen=True, kw_only=True):
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16"], Meta(description="precision; auto is float32 on cpu, bfloat16 on cuda")
     ] = "auto"
+    weights: Annotated[
+        Literal["auto", "fp8"],
+        Meta(description="weights of linear layers: as the checkpoint has them (auto), or fp8 (on cuda)"),
+    ] = "auto"
     threads: Annotated[Count, Meta(description="CPU threads per worker; 0 shares the cores among the workers")] = 0
     tp: Annotated[Positive, Meta(description="tensor parallelism: processes among which a worker's model is split")] = 1
     lora: Annotated[
@@ -371,7 +375,7 @@ def check_roles(options: Mapping[Role, RoleOptions]) -> None:
     """Refuses roles whose workers could not work together, and devices on which they do not run."""
     for model in dict.fromkeys(role_options.model for role_options in options.values()):
         check_device(model, [role for role, its in options.items() if its.model == model])
-    for name in ("model", "load", "dtype"):  # block sizes, pools, batches, threads and degrees may differ
+    for name in ("model", "load", "dtype", "weights"):  # block sizes, pools, batches, threads and degrees may differ
         values = {role: msgspec.structs.asdict(its.model)[name] for role, its in options.items()}
         if len(set(values.values())) > 1:
             said = ", ".join(f"{value} for {role.value}" for role, value in values.items())
