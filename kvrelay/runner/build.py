@@ -84,7 +84,7 @@ def build_runner(
             progress=progress,
             max_positions=engine_options.max_model_len or None,
             ranks=None if group is None else group.ranks,
-            fp8=fp8,
+            fp8=model_options.weights == "fp8",
         )
     adapters = _load_adapters(spec, kernels, model_options, dtype)
     sizes = [] if isinstance(kernels, TorchKernels | NativeKernels) else graph_sizes(engine_options.max_batch)
