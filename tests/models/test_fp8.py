@@ -123,5 +123,5 @@ def test_a_scale_that_is_missing_or_means_something_else(
     if scale is not None:
         tensors[f"{name}_scale"] = scale
     change(folder, tensors, quantization_config=CONFIG)
-    with pytest.raises(error, match="down_proj.weight_scale"):
+    with pytest.raises(error, match=r"down_proj\.weight_scale"):
         load(folder, TorchKernels())
