@@ -155,6 +155,17 @@ class RouterOptions(Options, frozen=True, kw_only=True):
         Literal["round_robin", "least_loaded", "prefix_aware"],
         Meta(description="how a worker is chosen: in turn, by its tokens in flight, or by its cached prefix and its load"),
     ] = "prefix_aware"
+    rebalance: Annotated[
+        Literal["off", "dry_run", "on"],
+        Meta(
+            description="on: workers move between prefill, decode and whole by what each role has to do; dry_run only logs what"
+            " it would move"
+        ),
+    ] = "off"
+    rebalance_patience_s: Annotated[
+        float, Meta(ge=0.0, description="seconds for which a role must lack a worker that another can spare before one moves")
+    ] = 20.0
+    rebalance_pause_s: Annotated[float, Meta(ge=0.0, description="least seconds between two such moves")] = 60.0
     tool_parser: Annotated[
         Literal["auto", "hermes", "llama", "mistral", "none"],
         Meta(description="how the model writes tool calls; auto finds out from its chat template"),

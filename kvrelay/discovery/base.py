@@ -83,6 +83,8 @@ class Company(Protocol):
     def leader(self) -> RouterId | None:
         """Which of them takes the decisions of which a cluster needs exactly one; None: none does, or it is not known."""
 
+    def close(self) -> None: ...
+
 
 def router_record(router_id: RouterId, *, may_lead: bool = False) -> RouterRecord:
     """Of a router in this process."""
@@ -99,3 +101,6 @@ class Alone:
     @property
     def leader(self) -> RouterId | None:
         return self.routers[0].id if self.routers[0].may_lead else None
+
+    def close(self) -> None:
+        pass

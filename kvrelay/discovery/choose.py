@@ -52,10 +52,11 @@ def open_membership(
     kind, registration_s = registry_kind(cluster), cluster.registration_s
     if kind == "etcd":
         from kvrelay.discovery.etcd import EtcdMembership  # it loads an HTTP client, which the others do not need
+        from kvrelay.discovery.etcd_lead import EtcdCompany
 
         reachable = metrics.registry_up.set
         etcd = EtcdMembership(cluster.registry, registration_s=registration_s, on_malformed=malformed, on_reachable=reachable)
-        return etcd, Alone(router, is_shared=True)
+        return etcd, EtcdCompany(cluster.registry, router, registration_s=registration_s)
     if kind == "joined":
         joined = JoinedMembership(
             cluster.registry,

@@ -41,6 +41,8 @@ from kvrelay.options import RoleOptions, check_roles, to_flags
 from kvrelay.planes.cluster_key import key_file, load_key
 from kvrelay.planes.curve import keyed
 from kvrelay.router.failover import RetryRules
+from kvrelay.router.rebalance import Rebalancer, Rules
+from kvrelay.router.role_changes import RoleChanges
 from kvrelay.router.router import OpenSync, Router
 from kvrelay.router.spans import SpanExport
 from kvrelay.states import Role
@@ -124,7 +126,7 @@ def open_router(
 ) -> tuple[Router, str]:
     """A router with its registry, and the address at which workers register. On the loop that will run it."""
     router_id = new_router_id()
-    record = router_record(router_id)
+    record = router_record(router_id, may_lead=options.rebalance == "on")
     membership, company = open_membership(cluster, record, metrics, default_listen)
     metrics.router_info.labels(router_id, record.host, str(record.pid)).set(1)
     router = Router(
@@ -144,6 +146,17 @@ def open_router(
         stored_s=options.stored_response_s,
         company=company,
     )
+    if options.rebalance != "off":
+        rules = Rules(patience_s=options.rebalance_patience_s, pause_s=options.rebalance_pause_s)
+        router.on_tick = RoleChanges(
+            Rebalancer(rules),
+            router_id=router_id,
+            company=company,
+            sights=router.sights,
+            drain=router.drain,
+            metrics=metrics,
+            is_dry_run=options.rebalance == "dry_run",
+        ).tick
     if options.otlp_endpoint:
         spans = SpanExport(options.otlp_endpoint, metrics)
         router.timelines.on_settled, router.timelines.on_close = spans.offer, spans.close

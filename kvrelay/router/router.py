@@ -32,10 +32,11 @@ from kvrelay.router.failover import RetryRules
 from kvrelay.router.kept import KeptSearch, share
 from kvrelay.router.outside import Outside
 from kvrelay.router.parent import Parent
-from kvrelay.router.peer import Listeners, Peer, describe
+from kvrelay.router.peer import Listeners, Peer, describe, sight_of
 from kvrelay.router.plan import Planner
 from kvrelay.router.policy import PolicyName
 from kvrelay.router.prefix_index import PrefixIndex
+from kvrelay.router.rebalance import WorkerSight
 from kvrelay.router.stream import RequestStream
 from kvrelay.states import Role, WorkerState
 from kvrelay.wire.registry import Adapter, WorkerRecord
@@ -113,6 +114,7 @@ class Router:
             malformed=self._on_malformed,
         )
         self._ticker: asyncio.TimerHandle | None = None
+        self.on_tick: Callable[[], None] = lambda: None
         self._changed = asyncio.Event()
         metrics.registry.register(WorkerCollector(self._peers.values))
 
@@ -128,6 +130,7 @@ class Router:
         if self._ticker is not None:
             self._ticker.cancel()
         self._membership.close()
+        self._company.close()
         self._feed.close()
         for peer in self._peers.values():
             peer.close()
@@ -205,6 +208,9 @@ class Router:
         """Workers that are starting and have no address yet."""
         return [record for record in self._starting.values() if record.id not in self._peers]
 
+    def sights(self) -> list[WorkerSight]:
+        return [peer.sight for peer in self._peers.values()] + [sight_of(record) for record in self._unreached()]
+
     # For the launcher
 
     @property
@@ -279,12 +285,6 @@ class Router:
         else:
             self._settle(peer, "it did not renew its registration in time")
 
-    # What other routers are told
-
-    def _on_known(self, parent: Parent) -> None:
-        if self._company.is_shared:
-            share(parent, self._dispatcher.usable, self._outside.clock())
-
     # What the connections say
 
     def _on_opened(self, peer: Peer) -> None:
@@ -309,6 +309,10 @@ class Router:
     def _on_malformed(self, peer: Peer, reason: str) -> None:
         self._metrics.malformed.labels("serving").inc()
         log.seldom("malformed message of a worker", worker=peer.id, reason=reason)
+
+    def _on_known(self, parent: Parent) -> None:
+        if self._company.is_shared:
+            share(parent, self._dispatcher.usable, self._outside.clock())
 
     def _settle(self, lost: Peer, reason: str) -> None:
         """Its requests go elsewhere; and the workers that exchange KV with it need not wait to find out."""
@@ -336,6 +340,7 @@ class Router:
         for peer in list(self._peers.values()):
             peer.tick()
         self.timelines.tick()
+        self.on_tick()
         self._schedule_tick()
 
     def _excuse(self) -> str:
