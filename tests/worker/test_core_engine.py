@@ -186,7 +186,7 @@ def test_samples_share_one_transfer(pair: Pair) -> None:
 def test_a_first_token_may_be_the_last(pair: Pair) -> None:
     prompt = list(range(1, 12))
     submit = pair.submit(prompt, msgspec.structs.replace(GREEDY, stop_token_ids=alone(prompt)[:1]))
-    pair.run(lambda: pair.twin.request_id in pair.prefill.handed_over)
+    pair.run(lambda: pair.twin.request_id in pair.prefill.handed_over and pair.decode.finished)
     assert pair.decode.finished == {(submit.request_id, 0): FinishReason.STOP}
     assert pair.prefill.finished == {(pair.twin.request_id, 0): FinishReason.STOP}
 
