@@ -31,6 +31,10 @@ class Holder(enum.IntEnum):
     QUARANTINED = 4  # not wanted, but a peer or a copy may still write into it
 
 
+_HOLDERS = tuple(Holder)
+_NO_REFERENCES = [0] * len(Holder)
+
+
 class BlockPool:
     """Counts references. Knows nothing of tokens; asks `keep` whether a released block is worth keeping."""
 
@@ -99,8 +103,22 @@ class BlockPool:
 
     def hand_over(self, blocks: Iterable[int], before: Holder, after: Holder) -> None:
         for block in blocks:
-            self._count(block, after, 1)
-            self._count(block, before, -1)
+            if self.references[block] == 1:  # the usual case: its only holder
+                self._hand_over_alone(block, before, after)
+            else:
+                self._count(block, after, 1)
+                self._count(block, before, -1)
+
+    def _hand_over_alone(self, block: int, before: Holder, after: Holder) -> None:
+        others = self._others.pop(block, None)
+        assert (others is None) == (before is Holder.SEQUENCE), f"block {block} is not held as {before.name}"
+        if others is not None:
+            assert others[before] == 1, f"block {block} is not held as {before.name}"
+            self._kinds[before] -= 1
+        if after is not Holder.SEQUENCE:
+            others = self._others[block] = _NO_REFERENCES.copy()
+            others[after] = 1
+            self._kinds[after] += 1
 
     def forget(self, block: int) -> None:
         """The prefix cache does not know the block any more: if it is not held, it is free."""
@@ -149,7 +167,7 @@ class BlockPool:
                 assert change > 0 or self.references[block] > 0, f"block {block} released more often than held"
                 self.references[block] += change
                 return
-            others = self._others[block] = [0] * len(Holder)
+            others = self._others[block] = _NO_REFERENCES.copy()
             others[Holder.SEQUENCE] = self.references[block]
         if holder is Holder.SEQUENCE and others[holder] > 0 and others[holder] + change > 0:  # it stays a sequence's block
             others[holder] += change
@@ -164,7 +182,10 @@ class BlockPool:
             del self._others[block]
 
     def _kind(self, block: int) -> Holder | None:
-        return next((Holder(index) for index, count in enumerate(self._others[block]) if count), None)
+        for holder, count in zip(_HOLDERS, self._others[block], strict=True):
+            if count:
+                return holder
+        return None
 
     def _note(self, block: int, change: int) -> None:
         kind = self._kind(block)
