@@ -92,14 +92,18 @@ class BlockPool:
 
     def release(self, blocks: Iterable[int], holder: Holder = Holder.SEQUENCE) -> None:
         """One reference less to each. Of those released together, the first becomes the oldest in the cache."""
+        keep, references, given_up = self._keep, self.references, self.given_up
         for block in blocks:
-            self._count(block, holder, -1)
-            if self.references[block] == 0:
-                if self._keep(block):
-                    self._cached[block] = None
-                    self.given_up.append(block)
-                else:
-                    self._free.append(block)
+            if references[block] != 1:
+                self._count(block, holder, -1)
+                continue
+            self._let_go(block, holder)
+            references[block] = 0
+            if keep(block):
+                self._cached[block] = None
+                given_up.append(block)
+            else:
+                self._free.append(block)
 
     def hand_over(self, blocks: Iterable[int], before: Holder, after: Holder) -> None:
         for block in blocks:
@@ -110,15 +114,20 @@ class BlockPool:
                 self._count(block, before, -1)
 
     def _hand_over_alone(self, block: int, before: Holder, after: Holder) -> None:
-        others = self._others.pop(block, None)
-        assert (others is None) == (before is Holder.SEQUENCE), f"block {block} is not held as {before.name}"
-        if others is not None:
-            assert others[before] == 1, f"block {block} is not held as {before.name}"
-            self._kinds[before] -= 1
+        self._let_go(block, before)
         if after is not Holder.SEQUENCE:
             others = self._others[block] = _NO_REFERENCES.copy()
             others[after] = 1
             self._kinds[after] += 1
+
+    def _let_go(self, block: int, holder: Holder) -> None:
+        """Of its only holder, which is this one."""
+        others = self._others.pop(block, None)
+        if others is None:
+            assert holder is Holder.SEQUENCE, f"block {block} is not held as {holder.name}"
+        else:
+            assert others[holder] == 1, f"block {block} is not held as {holder.name}"
+            self._kinds[holder] -= 1
 
     def forget(self, block: int) -> None:
         """The prefix cache does not know the block any more: if it is not held, it is free."""
