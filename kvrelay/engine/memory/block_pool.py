@@ -31,6 +31,9 @@ class Holder(enum.IntEnum):
     QUARANTINED = 4  # not wanted, but a peer or a copy may still write into it
 
 
+_ONCE = [[int(index == holder) for index in Holder] for holder in Holder]  # references by holder of a block held once
+
+
 class BlockPool:
     """Counts references. Knows nothing of tokens; asks `keep` whether a released block is worth keeping."""
 
@@ -44,7 +47,7 @@ class BlockPool:
         self._free = list(range(num_blocks - 1, -1, -1))  # taken from the end
         self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
         self._others: dict[int, list[int]] = {}  # block -> references by holder, for blocks that not only sequences hold
-        self._kinds = [0] * len(Holder)  # blocks by kind, sequences' left out
+        self._kinds = [0] * len(Holder)  # blocks by kind; that of sequences means nothing
 
     @property
     def num_available(self) -> int:
@@ -98,9 +101,24 @@ class BlockPool:
                     self._free.append(block)
 
     def hand_over(self, blocks: Iterable[int], before: Holder, after: Holder) -> None:
+        """Of a long prompt these are many, between two steps of all other sequences: blocks held once, which is usual, are
+        done without counting."""
+        num_once = 0
         for block in blocks:
-            self._count(block, after, 1)
-            self._count(block, before, -1)
+            if self.references[block] != 1:
+                self._count(block, after, 1)
+                self._count(block, before, -1)
+                continue
+            num_once += 1
+            if before is not Holder.SEQUENCE:
+                others = self._others.pop(block)
+                assert others[before] == 1, f"block {block} is not held as {before.name}"
+            else:
+                assert block not in self._others, f"block {block} is not held as {before.name}"
+            if after is not Holder.SEQUENCE:
+                self._others[block] = _ONCE[after].copy()
+        self._kinds[before] -= num_once
+        self._kinds[after] += num_once
 
     def forget(self, block: int) -> None:
         """The prefix cache does not know the block any more: if it is not held, it is free."""
@@ -114,7 +132,7 @@ class BlockPool:
             total=self.num_blocks,
             free=free,
             cached=cached,
-            in_use=self.num_blocks - free - cached - sum(kinds),
+            in_use=self.num_blocks - free - cached - sum(kinds[1:]),
             reserved=kinds[Holder.RESERVED],
             sending=kinds[Holder.SENDING],
             pinned=kinds[Holder.PINNED],
