@@ -279,7 +279,7 @@ def check_roles(options: Mapping[Role, RoleOptions]) -> None:
     """Refuses roles whose workers could not work together, and devices on which they do not run."""
     for model in dict.fromkeys(role_options.model for role_options in options.values()):
         check_device(model, [role for role, its in options.items() if its.model == model])
-    for name in ("model", "load", "dtype"):  # block sizes, pools, batches, threads and degrees may differ
+    for name in ("model", "load", "dtype", "weights"):  # block sizes, pools, batches, threads and degrees may differ
         values = {role: msgspec.structs.asdict(its.model)[name] for role, its in options.items()}
         if len(set(values.values())) > 1:
             said = ", ".join(f"{value} for {role.value}" for role, value in values.items())
