@@ -32,7 +32,7 @@ class Holder(enum.IntEnum):
 
 
 _HOLDERS = tuple(Holder)
-_NO_REFERENCES = [0] * len(Holder)
+_ONCE = [[int(index == holder) for index in Holder] for holder in Holder]  # references by holder of a block held once
 
 
 class BlockPool:
@@ -48,7 +48,7 @@ class BlockPool:
         self._free = list(range(num_blocks - 1, -1, -1))  # taken from the end
         self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
         self._others: dict[int, list[int]] = {}  # block -> references by holder, for blocks that not only sequences hold
-        self._kinds = [0] * len(Holder)  # blocks by kind, sequences' left out
+        self._kinds = [0] * len(Holder)  # blocks by kind; that of sequences means nothing
 
     @property
     def num_available(self) -> int:
@@ -106,19 +106,24 @@ class BlockPool:
                 self._free.append(block)
 
     def hand_over(self, blocks: Iterable[int], before: Holder, after: Holder) -> None:
+        """Of a long prompt these are many, between two steps of all other sequences: blocks held once, which is usual, are
+        done without counting."""
+        num_once = 0
         for block in blocks:
-            if self.references[block] == 1:  # the usual case: its only holder
-                self._hand_over_alone(block, before, after)
-            else:
+            if self.references[block] != 1:
                 self._count(block, after, 1)
                 self._count(block, before, -1)
-
-    def _hand_over_alone(self, block: int, before: Holder, after: Holder) -> None:
-        self._let_go(block, before)
-        if after is not Holder.SEQUENCE:
-            others = self._others[block] = _NO_REFERENCES.copy()
-            others[after] = 1
-            self._kinds[after] += 1
+                continue
+            num_once += 1
+            if before is not Holder.SEQUENCE:
+                others = self._others.pop(block)
+                assert others[before] == 1, f"block {block} is not held as {before.name}"
+            else:
+                assert block not in self._others, f"block {block} is not held as {before.name}"
+            if after is not Holder.SEQUENCE:
+                self._others[block] = _ONCE[after].copy()
+        self._kinds[before] -= num_once
+        self._kinds[after] += num_once
 
     def _let_go(self, block: int, holder: Holder) -> None:
         """Of its only holder, which is this one."""
@@ -141,7 +146,7 @@ class BlockPool:
             total=self.num_blocks,
             free=free,
             cached=cached,
-            in_use=self.num_blocks - free - cached - sum(kinds),
+            in_use=self.num_blocks - free - cached - sum(kinds[1:]),
             reserved=kinds[Holder.RESERVED],
             sending=kinds[Holder.SENDING],
             pinned=kinds[Holder.PINNED],
@@ -176,7 +181,7 @@ class BlockPool:
                 assert change > 0 or self.references[block] > 0, f"block {block} released more often than held"
                 self.references[block] += change
                 return
-            others = self._others[block] = _NO_REFERENCES.copy()
+            others = self._others[block] = [0] * len(Holder)
             others[Holder.SEQUENCE] = self.references[block]
         if holder is Holder.SEQUENCE and others[holder] > 0 and others[holder] + change > 0:  # it stays a sequence's block
             others[holder] += change
