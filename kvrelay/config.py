@@ -35,6 +35,10 @@ class ModelOptions(Options, frozen=True, kw_only=True):
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16"], Meta(description="precision; auto is float32 on cpu, bfloat16 on cuda")
     ] = "auto"
+    weights: Annotated[
+        Literal["auto", "fp8"],
+        Meta(description="weights of linear layers: as the checkpoint has them (auto), or fp8 (on cuda)"),
+    ] = "auto"
     threads: Annotated[Count, Meta(description="CPU threads per worker; 0 shares the cores among the workers")] = 0
     tp: Annotated[Positive, Meta(description="tensor parallelism: processes among which a worker's model is split")] = 1
     lora: Annotated[
@@ -351,13 +355,6 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     context_index: str = ""  # URL of the context index, where no option names one
     visible_cards: str = ""  # CUDA_VISIBLE_DEVICES
     mps_folder: str = ""  # where NVIDIA's MPS listens, if it runs already
-
-
-class RoleOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What the workers of one role are told of their model and engine."""
-
-    model: ModelOptions
-    engine: EngineOptions
 
 
 def read_environment() -> Environment:

@@ -1,4 +1,4 @@
-"""Command-line options and config files, made from the structs in `config.py`.
+"""Command-line options and config files, made from the structs in `config.py`; and which of them go together.
 
 Every field `max_batch: Annotated[int, Meta(..., description=...)] = 64` becomes `--max-batch N`, and a key `max_batch` of the
 YAML file; a bool becomes `--name` and `--no-name`; a tuple becomes an option that may be given several times, and a list in the
@@ -21,7 +21,7 @@ from typing import Any, NoReturn, TypeVar
 import msgspec
 from msgspec import inspect
 
-from kvrelay.config import ModelOptions, Options, RoleOptions
+from kvrelay.config import EngineOptions, ModelOptions, Options
 from kvrelay.errors import ConfigError
 from kvrelay.states import Role
 
@@ -260,6 +260,13 @@ def _unwrap(kind: inspect.Type) -> tuple[inspect.Type, str]:
     return kind, description
 
 
+class RoleOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What the workers of one role are told of their model and engine."""
+
+    model: ModelOptions
+    engine: EngineOptions
+
+
 def check_device(model: ModelOptions, roles: Iterable[Role]) -> None:
     """Refuses what is not handed over between GPUs yet: embeddings."""
     if model.device != "cpu" and Role.ENCODE in roles:
@@ -273,7 +280,7 @@ def check_roles(options: Mapping[Role, RoleOptions]) -> None:
     """Refuses roles whose workers could not work together, and devices on which they do not run."""
     for model in dict.fromkeys(role_options.model for role_options in options.values()):
         check_device(model, [role for role, its in options.items() if its.model == model])
-    for name in ("model", "load", "dtype"):  # block sizes, pools, batches, threads and degrees may differ
+    for name in ("model", "load", "dtype", "weights"):  # block sizes, pools, batches, threads and degrees may differ
         values = {role: msgspec.structs.asdict(its.model)[name] for role, its in options.items()}
         if len(set(values.values())) > 1:
             said = ", ".join(f"{value} for {role.value}" for role, value in values.items())

@@ -31,7 +31,6 @@ from kvrelay.config import (
     EngineOptions,
     Environment,
     ModelOptions,
-    RoleOptions,
     RouterOptions,
     TransferOptions,
 )
@@ -47,7 +46,7 @@ from kvrelay.launch.supervise import Supervisor
 from kvrelay.log import Log, take_over
 from kvrelay.media.image_spec import ImageSpec, read_image_spec
 from kvrelay.metrics import Metrics
-from kvrelay.options import check_roles
+from kvrelay.options import RoleOptions, check_roles
 from kvrelay.planes.cluster_key import key_file, load_key
 from kvrelay.planes.curve import is_loopback, use_key
 from kvrelay.progress import Progress
