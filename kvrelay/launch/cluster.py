@@ -146,17 +146,16 @@ def open_router(
         stored_s=options.stored_response_s,
         company=company,
     )
-    if options.rebalance != "off":
-        rules = Rules(patience_s=options.rebalance_patience_s, pause_s=options.rebalance_pause_s)
-        router.on_tick = RoleChanges(
-            Rebalancer(rules),
-            router_id=router_id,
-            company=company,
-            sights=router.sights,
-            drain=router.drain,
-            metrics=metrics,
-            is_dry_run=options.rebalance == "dry_run",
-        ).tick
+    rules = Rules(patience_s=options.rebalance_patience_s, pause_s=options.rebalance_pause_s)
+    router.on_tick = RoleChanges(
+        Rebalancer(rules),
+        router_id=router_id,
+        company=company,
+        sights=router.sights,
+        drain=router.drain,
+        metrics=metrics,
+        mode=options.rebalance,
+    ).tick
     if options.otlp_endpoint:
         spans = SpanExport(options.otlp_endpoint, metrics)
         router.timelines.on_settled, router.timelines.on_close = spans.offer, spans.close

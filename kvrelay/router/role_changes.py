@@ -1,4 +1,5 @@
-"""Carries out what the `Rebalancer` says (`--rebalance`): of several routers the leader does; a dry run only tells of it."""
+"""Shows what each role has to do, and carries out what the `Rebalancer` says (`--rebalance`): of several routers the leader does,
+and a dry run only tells of it."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ class RoleChanges:
         sights: Callable[[], Sequence[WorkerSight]],
         drain: Callable[[str, Role], DrainOrder],
         metrics: Metrics,
-        is_dry_run: bool = False,
+        mode: RebalanceMode,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._rebalancer = rebalancer
@@ -41,7 +42,7 @@ class RoleChanges:
         self._sights = sights
         self._drain = drain
         self._metrics = metrics
-        self._is_dry_run = is_dry_run
+        self._mode = mode
         self._clock = clock
 
     def tick(self) -> None:
@@ -50,9 +51,9 @@ class RoleChanges:
         for role, pressure in self._rebalancer.pressures.items():
             self._metrics.role_pressure.labels(role.value).set(pressure)
         for move in moves:
-            if self._is_dry_run:
+            if self._mode == "dry_run":
                 log.info("would change a worker's role", worker=move.worker, role=move.next_role.value, reason=move.reason)
-            elif self._company.leader == self._router_id:
+            elif self._mode == "on" and self._company.leader == self._router_id:
                 self._carry_out(move)
 
     def _carry_out(self, move: Move) -> None:

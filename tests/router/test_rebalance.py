@@ -13,7 +13,7 @@ from kvrelay.ids import RouterId, WorkerId, new_router_id
 from kvrelay.metrics import Metrics
 from kvrelay.router.backend import DrainOrder
 from kvrelay.router.rebalance import Move, Rebalancer, Rules, WorkerSight
-from kvrelay.router.role_changes import RoleChanges
+from kvrelay.router.role_changes import RebalanceMode, RoleChanges
 from kvrelay.states import Role
 from kvrelay.wire.registry import BlockCounts, WorkerLoad
 
@@ -162,7 +162,7 @@ def test_a_day_of_changing_traffic_needs_few_moves_and_ends_where_it_is_needed()
 
 
 class Carrier:
-    def __init__(self, leader: Callable[[RouterId], bool], *, is_dry_run: bool = False, error: bool = False) -> None:
+    def __init__(self, leader: Callable[[RouterId], bool], *, mode: RebalanceMode = "on", error: bool = False) -> None:
         self.now, self._error = 0.0, error
         self.metrics, router_id = Metrics(), new_router_id()
         self.ordered: list[tuple[str, Role]] = []
@@ -173,7 +173,7 @@ class Carrier:
             sights=lambda: SHORT_OF_PREFILL,
             drain=self._drain,
             metrics=self.metrics,
-            is_dry_run=is_dry_run,
+            mode=mode,
             clock=lambda: self.now,
         )
 
@@ -201,7 +201,8 @@ def test_the_leader_carries_moves_out_and_nobody_else() -> None:
     assert leading.counted == 1.0
     assert leading.metrics.registry.get_sample_value("kvrelay_role_pressure", {"role": "prefill"}) == 2.0
     assert Carrier(lambda _: False).run() == []
-    assert Carrier(lambda _: True, is_dry_run=True).run() == []
+    assert Carrier(lambda _: True, mode="dry_run").run() == []
+    assert Carrier(lambda _: True, mode="off").run() == []
     late = Carrier(lambda _: True, error=True)
     assert late.run() == []
     assert late.counted == 0.0
