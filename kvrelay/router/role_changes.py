@@ -1,5 +1,5 @@
-"""Shows what each role has to do, and carries out what the `Rebalancer` says (`--rebalance`): of several routers the leader does,
-and a dry run only tells of it."""
+"""Shows what each role has to do, and carries out what the `Rebalancer` says (`--rebalance`): of several routers, the leader;
+a dry run only tells of it."""
 
 from __future__ import annotations
 
