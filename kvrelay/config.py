@@ -281,7 +281,7 @@ class CardOptions(Options, frozen=True, kw_only=True):
     ] = "auto"
     prefill_sms: Annotated[
         int, Meta(ge=1, le=100, description="percent of a card's multiprocessors that a prefill worker may use under MPS")
-    ] = 100
+    ] = 50
 
 
 class TransferOptions(Options, frozen=True, kw_only=True):
