@@ -198,7 +198,7 @@ class Router:
 
     def drain(self, worker_id: str, role: Role | None = None) -> DrainOrder:
         """Tells a worker to finish and leave; with a role, to come back in it. Raises as `order_drain`."""
-        order = order_drain(self._peers, worker_id, role)
+        order = order_drain(self._peers, worker_id, role, self._starting)
         log.info("worker told to drain", worker=order.worker, next_role=role)
         self.continuations.lost(order.worker, "its worker leaves")
         self._refresh()
