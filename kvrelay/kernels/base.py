@@ -182,8 +182,9 @@ class Kernels(Protocol):
     def fuse(self, weights: LayerWeights) -> FusedLayer | None:
         """Where an implementation has it; None: the model makes the calls below one by one."""
 
-    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Packed:
-        """Takes over a [out, in] weight. The caller drops its own reference, so weights exist once."""
+    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None = None) -> Packed:
+        """Takes over a [out, in] weight. The caller drops its own reference, so weights exist once. `scale` [out] is that of
+        a weight in fp8, for kernels of cards alone."""
 
     def linear(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:
         """x [tokens, in] -> [tokens, out]."""

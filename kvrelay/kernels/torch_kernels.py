@@ -66,7 +66,8 @@ class TorchKernels:
     def fuse(self, weights: LayerWeights) -> None:
         return None
 
-    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> TorchPacked:
+    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None = None) -> TorchPacked:
+        assert scale is None, "fp8 is computed by the kernels of cards"
         return TorchPacked(weight.contiguous(), bias)
 
     def linear(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:

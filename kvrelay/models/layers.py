@@ -14,6 +14,7 @@ import torch
 
 from kvrelay.checkpoint.rope import RopeSpec
 from kvrelay.kernels.base import Kernels, Packed
+from kvrelay.kernels.fp8 import dequantise
 
 
 class WeightSource(Protocol):
@@ -23,16 +24,19 @@ class WeightSource(Protocol):
         """The tensor of that name, on the model's device in its dtype. Each name is taken once; a tensor that is missing or
         has another shape is an error that names it."""
 
+    def take_linear(self, name: str, shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The same for the weight of a linear layer: one in fp8 comes with the scale of each output, in float32."""
+
 
 def fused_linear(
     kernels: Kernels, source: WeightSource, names: Sequence[str], out_sizes: Sequence[int], in_size: int, *, bias: bool
 ) -> Packed:
     """One packed layer out of several projections of the same input, stacked in order."""
-    weights = [source.take(f"{name}.weight", (out, in_size)) for name, out in zip(names, out_sizes, strict=True)]
+    parts = [source.take_linear(f"{name}.weight", (out, in_size)) for name, out in zip(names, out_sizes, strict=True)]
     biases = [source.take(f"{name}.bias", (out,)) for name, out in zip(names, out_sizes, strict=True)] if bias else []
-    weight = _stacked(weights)
-    del weights  # before packing, which may hold a second copy for a moment
-    return kernels.pack(weight, _stacked(biases) if biases else None)
+    weight, scale = _joined(parts)
+    del parts  # before packing, which may hold a second copy for a moment
+    return kernels.pack(weight, _stacked(biases) if biases else None, scale)
 
 
 def linear(kernels: Kernels, source: WeightSource, name: str, out_size: int, in_size: int, *, bias: bool) -> Packed:
@@ -110,6 +114,15 @@ def _yarn_frequencies(rope: RopeSpec, head_dim: int) -> torch.Tensor:
     powers = rope.theta ** (torch.arange(0, head_dim, 2).to(torch.float32) / head_dim)
     kept = 1 - ramp
     return 1.0 / (rope.factor * powers) * (1 - kept) + 1.0 / powers * kept
+
+
+def _joined(parts: list[tuple[torch.Tensor, torch.Tensor | None]]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Where some parts are in fp8 and others are not, none is."""
+    scales = [scale for _, scale in parts if scale is not None]
+    if len(scales) == len(parts):
+        return _stacked([weight for weight, _ in parts]), _stacked(scales)
+    dtype = next(weight.dtype for weight, scale in parts if scale is None)
+    return _stacked([weight if scale is None else dequantise(weight, scale, dtype) for weight, scale in parts]), None
 
 
 def _stacked(parts: list[torch.Tensor]) -> torch.Tensor:

@@ -41,6 +41,7 @@ from kvrelay.wire.serving import Image
 _BFLOAT16_FLAGS = frozenset({"bf16", "avx512_bf16", "amx_bf16"})
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _WARM_UP_TOKENS = 32
+_FIRST_WITH_FP8 = (8, 9)
 
 log = Log("build")
 
@@ -66,9 +67,13 @@ def build_runner(
     dtype = DTYPES[dtype_name]
     num_threads = set_threads(model_options.threads, model_options.tp)
     spec = read_spec(folder)
+    check_fp8(spec, model_options, dtype)
     group = _start_ranks(model_options, engine_options, folder, environment, dtype_name, spec, on_rank_death)
     kernels = choose_kernels(device, dtype, environment, model_options)
-    with explained("loading weights", weight_elements(spec) * dtype.itemsize, device):
+    if isinstance(kernels, TorchKernels) and (spec.fp8 or model_options.weights == "fp8"):
+        raise ConfigError("weights in fp8 need the Triton kernels, which cannot run here: see the warning before")
+    fp8 = spec.fp8 or model_options.weights == "fp8"
+    with explained("loading weights", weight_elements(spec) * (1 if fp8 else dtype.itemsize), device):
         model = load_model(
             folder,
             spec,
@@ -79,6 +84,7 @@ def build_runner(
             progress=progress,
             max_positions=engine_options.max_model_len or None,
             ranks=None if group is None else group.ranks,
+            fp8=model_options.weights == "fp8",
         )
     adapters = _load_adapters(spec, kernels, model_options, dtype)
     sizes = [] if isinstance(kernels, TorchKernels | NativeKernels) else graph_sizes(engine_options.max_batch)
@@ -187,10 +193,27 @@ def choose_dtype(options: ModelOptions, cpu_flags: frozenset[str]) -> str:
     return options.dtype
 
 
+def check_fp8(spec: ModelSpec, options: ModelOptions, dtype: torch.dtype) -> None:
+    """Raises ConfigError where weights in fp8, asked for or stored, cannot be computed with."""
+    if not spec.fp8 and options.weights != "fp8":
+        return
+    what = "--weights fp8" if options.weights == "fp8" else "the checkpoint's weights are in fp8"
+    if options.device != "cuda":
+        raise ConfigError(f"{what}: fp8 is computed by NVIDIA cards alone; use --device cuda or other weights")
+    if dtype is not torch.bfloat16:
+        raise ConfigError(f"{what}: fp8 is computed beside bfloat16 alone; use --dtype bfloat16")
+    if torch.cuda.get_device_capability() < _FIRST_WITH_FP8:
+        raise ConfigError(f"{what}: the card's compute capability is below {_FIRST_WITH_FP8[0]}.{_FIRST_WITH_FP8[1]}")
+    odd = [size for size in (spec.hidden_size, spec.intermediate_size, spec.num_heads * spec.head_dim) if size % 16]
+    if odd:
+        raise ConfigError(f"{what}: linear layers of {odd[0]} columns are not computed in fp8, only multiples of 16")
+
+
 def model_fingerprint(spec: ModelSpec, options: ModelOptions, folder: pathlib.Path) -> str:
     """Equal for workers that can work together, whatever part of the model each of them has."""
     weights = "dummy" if options.load == "dummy" else weights_digest(folder)
-    return f"{fingerprint(spec, choose_dtype(options, cpu_flags()))}-{weights}"
+    held = "" if options.weights == "auto" else f"-{options.weights}"
+    return f"{fingerprint(spec, choose_dtype(options, cpu_flags()))}-{weights}{held}"
 
 
 def set_threads(threads: int, num_ranks: int = 1) -> int:

@@ -80,7 +80,8 @@ class NativeKernels:
         self._last_batch: BatchPointers | None = None
         self._workspaces = Workspaces()
 
-    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> NativePacked:
+    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None = None) -> NativePacked:
+        assert scale is None, "fp8 is computed by the kernels of cards"
         out_features, in_features = weight.shape
         weight = weight.float().contiguous()
         num_panels = -(-out_features // self._panel_width)
