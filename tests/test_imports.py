@@ -44,6 +44,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "launch": frozenset(
         {"wire", "planes", "checkpoint", "text", "discovery", "events", "native", "media", "router", "frontend"}
     ),
+    "simulate": frozenset({"wire", "engine", "discovery", "events", "router"}),
     "offline": frozenset({"wire", "engine", "checkpoint", "text", "worker", "router", "launch"}),
 }
 # May import everything.
