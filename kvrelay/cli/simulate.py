@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pathlib
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Annotated
 
 from msgspec import Meta
@@ -13,20 +14,36 @@ from rich.console import Console
 from kvrelay.bench.harness import report
 from kvrelay.bench.harness.plot import Dots, write_plot
 from kvrelay.config import Options
+from kvrelay.errors import ConfigError
 from kvrelay.launch.console import console_progress
 from kvrelay.log import configure
 from kvrelay.options import Parser, add_options, given
+from kvrelay.simulate.cluster import Layout
 from kvrelay.simulate.figures import figures
+from kvrelay.simulate.find import Prices, cheapest
 from kvrelay.simulate.options import ClusterOptions, CostOptions, TrafficOptions
-from kvrelay.simulate.run import Outcome, simulate
+from kvrelay.simulate.run import Outcome, Targets, simulate
 
 _EPILOG = """\
 examples:
   kvrelay simulate --prefill 2 --decode 2 --rate 8
   kvrelay simulate --costs bench/results/nvidia-h200/gpu.json --prefill 50 --decode 50 --rate 200 --seconds 600
+  kvrelay simulate --find --rate 40 --ttft-ms 200 --itl-ms 12
   kvrelay simulate --traffic conversation --fail 30:decode --json result.json --plot result.svg
 """
 _MOST_DOTS = 4000
+
+
+class FindOptions(Options, frozen=True, kw_only=True):
+    """The search for a cluster."""
+
+    find: Annotated[
+        bool, Meta(description="find the least expensive numbers of prefill and decode workers whose answers are good")
+    ] = False
+    good_share: Annotated[float, Meta(gt=0.0, le=1.0, description="share of the answers that has to be good")] = 0.99
+    prefill_price: Annotated[float, Meta(gt=0.0, description="of a prefill worker, in any unit")] = 1.0
+    decode_price: Annotated[float, Meta(gt=0.0, description="of a decode worker, in the same unit")] = 1.0
+    most_workers: Annotated[int, Meta(ge=2, le=1000, description="of both roles together, in the largest cluster tried")] = 64
 
 
 class ResultOptions(Options, frozen=True, kw_only=True):
@@ -36,7 +53,7 @@ class ResultOptions(Options, frozen=True, kw_only=True):
     plot: Annotated[str, Meta(description="draw the times of first and further tokens into this file (SVG)")] = ""
 
 
-GROUPS = (ClusterOptions, TrafficOptions, CostOptions, ResultOptions)
+GROUPS = (ClusterOptions, TrafficOptions, CostOptions, FindOptions, ResultOptions)
 
 
 def build_parser() -> Parser:
@@ -49,19 +66,37 @@ def build_parser() -> Parser:
 def run(argv: list[str]) -> int:
     said = given(build_parser().parse_strictly(argv), GROUPS, None)
     cluster, traffic = said.value(ClusterOptions), said.value(TrafficOptions)
-    costs, result = said.value(CostOptions), said.value(ResultOptions)
+    costs, search, result = said.value(CostOptions), said.value(FindOptions), said.value(ResultOptions)
     configure("error", "simulate")
-    outcome = simulate(
-        cluster.layout(),
-        costs.model(),
-        traffic.sessions(),
-        failures=cluster.failures(),
-        duration_s=traffic.seconds,
-        progress=console_progress(),
-    )
-    found = figures(outcome, traffic.targets)
-    _show(found, outcome, argv, result)
+    layout, sessions, model = cluster.layout(), list(traffic.sessions()), costs.model()
+    run_one = partial(simulate, costs=model, sessions=sessions, failures=cluster.failures(), duration_s=traffic.seconds)
+    if search.find:
+        layout = _find(layout, run_one, traffic.targets, search)
+    outcome = run_one(layout, progress=console_progress())
+    _show(_counts(layout) | figures(outcome, traffic.targets), outcome, argv, result)
     return 0
+
+
+def _find(layout: Layout, run_one: Callable[[Layout], Outcome], targets: Targets, options: FindOptions) -> Layout:
+    """Raises ConfigError if no cluster will do."""
+    console = Console(stderr=True)
+
+    def meets(tried: Layout) -> bool:
+        share = figures(run_one(tried), targets)["good_share"]
+        console.print(f"{tried.prefill} prefill, {tried.decode} decode: {share:.1%} are good", highlight=False)
+        return share >= options.good_share
+
+    prices = Prices(prefill=options.prefill_price, decode=options.decode_price)
+    found = cheapest(meets, layout, prices, options.most_workers)
+    if found is None:
+        raise ConfigError(f"--find: no cluster of up to {options.most_workers} workers (--most-workers) meets the targets")
+    price = prices.of(found.prefill, found.decode)
+    console.print(f"least expensive: {found.prefill} prefill and {found.decode} decode workers, at {price:g}", highlight=False)
+    return found
+
+
+def _counts(layout: Layout) -> dict[str, float]:
+    return {"prefill": layout.prefill, "decode": layout.decode, "whole": layout.whole}
 
 
 def _show(found: dict[str, float], outcome: Outcome, argv: Sequence[str], options: ResultOptions) -> None:

@@ -9,7 +9,9 @@ import pytest
 
 from kvrelay.cli import main
 from kvrelay.errors import ConfigError
+from kvrelay.simulate.cluster import Layout
 from kvrelay.simulate.costs import H200_8B, Costs, fit, interpolate
+from kvrelay.simulate.find import Prices, cheapest
 from kvrelay.simulate.options import ClusterOptions, CostOptions
 from kvrelay.simulate.traffic import read_trace
 from kvrelay.states import Role
@@ -93,3 +95,36 @@ def test_the_command_prints_writes_and_draws(tmp_path: Path, capsys: pytest.Capt
     assert written["results"]["finished"] == written["results"]["requests"] > 0
     assert "<svg" in drawing.read_text()
     assert "ttft_ms_p50" in capsys.readouterr().err
+
+
+def test_find_gives_the_cheapest_cluster_that_meets_the_targets() -> None:
+    """Which is known here: a cluster does if it has 3 prefill and 5 decode workers, or one more of each than 1 and 6."""
+    tried: list[tuple[int, int]] = []
+
+    def meets(layout: Layout) -> bool:
+        tried.append((layout.prefill, layout.decode))
+        return (layout.prefill >= 3 and layout.decode >= 5) or (layout.prefill >= 2 and layout.decode >= 7)
+
+    found = cheapest(meets, Layout(), Prices(), most_workers=40)
+    assert found is not None
+    assert (found.prefill, found.decode) == (3, 5)
+    assert len(tried) == len(set(tried)) < 20
+    dear_prefill = cheapest(meets, Layout(), Prices(prefill=10.0), most_workers=40)
+    assert dear_prefill is not None
+    assert (dear_prefill.prefill, dear_prefill.decode) == (2, 7)
+    assert cheapest(lambda layout: False, Layout(), Prices(), most_workers=40) is None
+
+
+def test_find_by_simulation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A prompt takes 100 ms and 25 come each second: 3 prefill workers, and no fewer, keep up."""
+    result = tmp_path / "found.json"
+    traffic = ["--rate", "25", "--seconds", "8", "--input-tokens", "99", "--output-tokens", "4", "--ttft-ms", "500"]
+    costs = ["--prefill-ms", "1", "--step-ms", "1", "--sequence-ms", "0.01", "--local-prefill-tokens", "0"]
+    search = ["--find", "--most-workers", "8", "--good-share", "0.9"]
+    assert main.main(["simulate", *traffic, *costs, *search, "--json", str(result)]) == 0
+    found = json.loads(result.read_text())["results"]
+    assert (found["prefill"], found["decode"]) == (3, 1)
+    assert found["good_share"] >= 0.9
+    assert "3 prefill and 1 decode" in capsys.readouterr().err
+    assert main.main(["simulate", *traffic, *costs, *search[:2], "2"]) == 2
+    assert "--find" in capsys.readouterr().err
