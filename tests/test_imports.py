@@ -38,7 +38,20 @@ ALLOWED: dict[str, frozenset[str]] = {
     "transfer": frozenset({"wire", "engine", "native", "planes"}),
     "router": frozenset({"wire", "text", "discovery", "events", "native", "planes"}),
     "worker": frozenset(
-        {"wire", "media", "engine", "kernels", "runner", "checkpoint", "text", "discovery", "transfer", "events", "planes"}
+        {
+            "wire",
+            "media",
+            "engine",
+            "kernels",
+            "runner",
+            "checkpoint",
+            "text",
+            "discovery",
+            "transfer",
+            "events",
+            "planes",
+            "native",
+        }
     ),
     "frontend": frozenset({"wire", "media", "text", "checkpoint", "planes", "router"}),
     "launch": frozenset(
