@@ -57,6 +57,8 @@ class RouterBench(ModelBench, frozen=True, kw_only=True):
 
     seconds: Annotated[Positive, Meta(description="length of each throughput run of the part http")] = 10
     streams: Annotated[Positive, Meta(description="streams of its wide runs")] = 512
+    workers: Annotated[int, Meta(ge=2, description="among which the part decision chooses, half of each role")] = 64
+    blocks: Annotated[Positive, Meta(description="in its prefix index")] = 1_000_000
 
 
 @dataclass
