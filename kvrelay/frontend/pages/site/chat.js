@@ -4,8 +4,17 @@ import { announce, byId, h, ms, setText, short, workerName } from "./dom.js";
 import { lanesOf } from "./requests.js";
 import { ask, events } from "./server.js";
 
+const WRITE_EVERY_MS = 40;
 const value = (id) => byId(id).value.trim();
 const number = (id) => (value(id) === "" ? undefined : Number(value(id)));
+
+function otherFields() {
+  try {
+    return JSON.parse(value("set-other") || "{}");
+  } catch (error) {
+    throw new Error(`Other fields of the request: ${error.message}`);
+  }
+}
 
 export class Chat {
   constructor(requests) {
@@ -80,7 +89,7 @@ export class Chat {
     const text = h("p", { class: "text" }), counts = h("p", { class: "counts" }), work = h("div", { class: "work" });
     const more = h("button", { type: "button", class: "quiet", text: "Continue", hidden: true });
     byId("chat-log").append(h("div", { class: "turn model" }, h("h3", { text: "Model" }), text, counts, work, more));
-    const answer = { text, counts, work, more, ids: [], message: { role: "assistant", content: "" } };
+    const answer = { text, counts, work, more, ids: [], waiting: "", timer: 0, message: { role: "assistant", content: "" } };
     more.addEventListener("click", () => this.running || this.generate(answer, { continuation_of: answer.ids[answer.ids.length - 1] }));
     this.answers.push(answer);
     this.messages.push(answer.message);
@@ -91,6 +100,7 @@ export class Chat {
     return {
       model: value("set-model") || undefined, max_tokens: number("set-max"), temperature: number("set-temperature"), top_p: number("set-top-p"),
       seed: number("set-seed"), keep_kv: byId("set-keep").checked || undefined, stream: true, stream_options: { include_usage: true },
+      ...otherFields(),
     };
   }
 
@@ -110,7 +120,7 @@ export class Chat {
     byId("chat-stop").disabled = true;
     byId("chat-send").disabled = false;
     answer.more.hidden = !(run.finish === "length" || run.finish === "stopped") || !answer.ids.length;
-    this.count(answer, run, performance.now());
+    this.write(answer, run);
     announce(run.finish === "stopped" ? "Stopped" : "The answer is complete");
   }
 
@@ -129,16 +139,20 @@ export class Chat {
       const piece = (choice.delta && choice.delta.content) || "";
       if (!run.first) run.first = performance.now();
       run.tokens += choice.delta && "content" in choice.delta && !choice.finish_reason ? 1 : 0;
-      this.write(answer, piece);
-      this.count(answer, run, performance.now());
+      answer.message.content += piece;
+      answer.waiting += piece;
+      if (!answer.timer) answer.timer = setTimeout(() => this.write(answer, run), WRITE_EVERY_MS);
     }
   }
 
-  write(answer, piece) {
-    if (!piece) return;
+  // Tokens come faster than anybody reads: they are written together.
+  write(answer, run) {
+    clearTimeout(answer.timer);
+    answer.timer = 0;
     const log = byId("chat-log"), follows = log.scrollHeight - log.scrollTop - log.clientHeight < 40;
-    answer.message.content += piece;
-    answer.text.append(piece);
+    answer.text.append(answer.waiting);
+    answer.waiting = "";
+    this.count(answer, run, performance.now());
     if (follows) log.scrollTop = log.scrollHeight;
   }
 

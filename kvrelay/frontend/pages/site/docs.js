@@ -16,8 +16,6 @@ const EXAMPLES = {
 
 startTheme();
 startGate();
-show(await description());
-
 async function description() {
   for (;;) {
     try {
@@ -77,3 +75,5 @@ function attempt(path, method, inside) {
     } catch (error) { output.textContent += `${error.status || ""} ${error.message}`; }
   });
 }
+
+show(await description());
