@@ -18,9 +18,7 @@ from kvrelay.states import Role, WorkerState
 from kvrelay.wire.serving import Drain
 
 
-def order_drain(
-    peers: Mapping[WorkerId, Peer], worker_id: str, role: Role | None, starting: Container[str] = ()
-) -> DrainOrder:
+def order_drain(peers: Mapping[WorkerId, Peer], worker_id: str, role: Role | None, starting: Container[str] = ()) -> DrainOrder:
     """Sends the word. Raises NotFoundError, ConflictError or UnavailableError, and then nothing was sent."""
     peer = peers.get(WorkerId(worker_id))
     if peer is None and worker_id in starting:  # it has no address yet

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvrelay.bench.harness.scenario import Scenario
-from kvrelay.bench.router import decision, failover, http, idle, multiturn, routers
+from kvrelay.bench.router import decision, failover, feed, http, idle, multiturn, routers
 
 SCENARIO = Scenario(
     http.RouterBench,
@@ -12,6 +12,7 @@ SCENARIO = Scenario(
         "routers": routers.PART,
         "decision": decision.PART,
         "idle": idle.PART,
+        "feed": feed.PART,
         "multiturn": multiturn.PART,
         "failover": failover.PART,
     },
