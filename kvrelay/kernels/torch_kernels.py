@@ -28,6 +28,7 @@ from kvrelay.kernels.base import (
     LoraSpans,
     Packed,
     PackedAdapter,
+    Quantised,
 )
 
 _MAX_SCORES = 1 << 24  # attention scores (queries x context, all heads) materialised at once: 64 MiB of float32
@@ -66,7 +67,10 @@ class TorchKernels:
     def fuse(self, weights: LayerWeights) -> None:
         return None
 
-    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> TorchPacked:
+    quantised_formats: frozenset[str] = frozenset()
+
+    def pack(self, weight: torch.Tensor | Quantised, bias: torch.Tensor | None) -> TorchPacked:
+        assert isinstance(weight, torch.Tensor)
         return TorchPacked(weight.contiguous(), bias)
 
     def linear(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:

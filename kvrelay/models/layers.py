@@ -7,13 +7,13 @@ reference, and `Kernels.pack` takes it over, so weights exist once in memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
 
 from kvrelay.checkpoint.rope import RopeSpec
-from kvrelay.kernels.base import Kernels, Packed
+from kvrelay.kernels.base import Kernels, Packed, Quantised
 
 
 class WeightSource(Protocol):
@@ -23,16 +23,26 @@ class WeightSource(Protocol):
         """The tensor of that name, on the model's device in its dtype. Each name is taken once; a tensor that is missing or
         has another shape is an error that names it."""
 
+    def take_quantised(self, shapes: Mapping[str, tuple[int, int]], cut: int = 0) -> list[Quantised] | None:
+        """Matrices in their blocks. None, and nothing is taken, unless all of them are to be had so, in one format whose blocks
+        end at every multiple of `cut`."""
+
 
 def fused_linear(
     kernels: Kernels, source: WeightSource, names: Sequence[str], out_sizes: Sequence[int], in_size: int, *, bias: bool
 ) -> Packed:
     """One packed layer out of several projections of the same input, stacked in order."""
-    weights = [source.take(f"{name}.weight", (out, in_size)) for name, out in zip(names, out_sizes, strict=True)]
+    weight = take_matrix(source, {f"{name}.weight": (out, in_size) for name, out in zip(names, out_sizes, strict=True)})
     biases = [source.take(f"{name}.bias", (out,)) for name, out in zip(names, out_sizes, strict=True)] if bias else []
-    weight = _stacked(weights)
-    del weights  # before packing, which may hold a second copy for a moment
     return kernels.pack(weight, _stacked(biases) if biases else None)
+
+
+def take_matrix(source: WeightSource, shapes: Mapping[str, tuple[int, int]]) -> torch.Tensor | Quantised:
+    """Matrices of the same input, stacked in order."""
+    parts = source.take_quantised(shapes)
+    if parts is None:
+        return _stacked([source.take(name, shape) for name, shape in shapes.items()])
+    return Quantised(parts[0].format, _stacked([part.blocks for part in parts]), parts[0].in_features)
 
 
 def linear(kernels: Kernels, source: WeightSource, name: str, out_size: int, in_size: int, *, bias: bool) -> Packed:

@@ -77,6 +77,7 @@ def build_runner(
             dtype=dtype,
             load=model_options.load,
             progress=progress,
+            weights=model_options.weights,
             max_positions=engine_options.max_model_len or None,
             ranks=None if group is None else group.ranks,
         )

@@ -1,7 +1,8 @@
 """From a checkpoint folder to a model in memory.
 
 Safetensors files are mapped, not read: a tensor's bytes come in when the model takes it, are converted to the wanted dtype
-and device, packed, and dropped. So the weights exist once, plus the tensors of the layer being built.
+and device, packed, and dropped. So the weights exist once, plus the tensors of the layer being built. What a GGUF file has in
+blocks stays so where the kernels can compute with it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import hashlib
 import json
 import math
 import pathlib
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -18,14 +20,16 @@ from safetensors import SafetensorError, safe_open
 
 from kvrelay.checkpoint.spec import ModelSpec
 from kvrelay.checkpoint.vision_spec import VisionSpec
+from kvrelay.config import WeightsOption
 from kvrelay.errors import MissingTensorError, ModelError, WrongShapeError
-from kvrelay.kernels.base import Kernels
+from kvrelay.kernels.base import Kernels, Quantised
 from kvrelay.kernels.ranks import Ranks
 from kvrelay.log import Log
 from kvrelay.models.registry import Model, model_class
 from kvrelay.models.vision import VISION_PREFIX, VisionTower
 from kvrelay.models.vision_towers import make_tower
 from kvrelay.progress import Progress
+from kvrelay.runner.quantised import BlockFile
 from kvrelay.runner.ranks.shares import RankShare, RankSource
 
 WHOLE_NAME = "model.safetensors"
@@ -43,6 +47,7 @@ def load_model(
     dtype: torch.dtype,
     load: Literal["auto", "dummy"],
     progress: Progress,
+    weights: WeightsOption = "auto",
     max_positions: int | None = None,
     ranks: Ranks | None = None,
 ) -> Model:
@@ -52,7 +57,8 @@ def load_model(
     if load == "dummy":
         source = DummySource(device, dtype, progress)
     else:
-        source = CheckpointSource(folder, device, dtype, progress)
+        formats = kernels.quantised_formats if weights == "auto" else frozenset[str]()
+        source = CheckpointSource(folder, device, dtype, progress, formats)
     progress.start("loading weights" if load == "auto" else "making random weights", _num_tensors(spec), unit="tensors")
     try:
         positions = min(max_positions or spec.max_position_embeddings, spec.max_position_embeddings)
@@ -64,6 +70,7 @@ def load_model(
             model = build(share.spec, kernels, RankSource(share, source), device=device, max_positions=positions, ranks=ranks)
     finally:
         progress.done()
+    source.report()
     if ranks is None or ranks.rank == 0:
         source.finish(spec)
     return model
@@ -94,14 +101,35 @@ def load_tower(
 class CheckpointSource:
     """Hands out the tensors of a folder's safetensors files. Each one is found once, by name, in one file."""
 
-    def __init__(self, folder: pathlib.Path, device: torch.device, dtype: torch.dtype, progress: Progress) -> None:
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        device: torch.device,
+        dtype: torch.dtype,
+        progress: Progress,
+        formats: frozenset[str] = frozenset(),
+    ) -> None:
+        """Matrices in blocks of these formats may be taken as they are."""
         self._folder = folder
         self._device = device
         self._dtype = dtype
         self._progress = progress
         self._files: dict[pathlib.Path, Any] = {}  # open safetensors files
         self._where = {canonical_name(name): (path, name) for name, path in self._find_tensors().items()}
+        self._blocks = BlockFile(folder, formats)
         self._taken: set[str] = set()
+        self._held_bytes: Counter[str] = Counter()  # of matrices, by format
+        self._float32_bytes = 0
+
+    def take_quantised(self, shapes: Mapping[str, tuple[int, int]], cut: int = 0) -> list[Quantised] | None:
+        found = self._blocks.find(shapes, cut)
+        if found is not None:
+            assert not shapes.keys() & self._taken, f"{', '.join(shapes)} were taken before"
+            self._taken.update(shapes)
+            self._progress.advance(len(shapes))
+            self._held_bytes[found[0].format] += sum(part.blocks.numel() for part in found)
+            self._float32_bytes += sum(4 * math.prod(shape) for shape in shapes.values())
+        return found
 
     def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         assert name not in self._taken, f"{name} was taken before"
@@ -119,12 +147,22 @@ class CheckpointSource:
         if not tensor.is_floating_point():
             raise ModelError(f"tensor {name} in {path} holds {tensor.dtype}: quantised weights are not supported")
         self._progress.advance(1)
+        if tensor.dim() == 2:
+            self._held_bytes["F32"] += 4 * tensor.numel()
+            self._float32_bytes += 4 * tensor.numel()
         return tensor.to(device=self._device, dtype=self._dtype, copy=True)  # a copy: the mapped file is let go
+
+    def report(self) -> None:
+        """Tells, once, what stayed quantised and what did not."""
+        if self._held_bytes.keys() - {"F32"}:
+            held = ", ".join(f"{name} {size / 2**20:.0f} MiB" for name, size in sorted(self._held_bytes.items()))
+            _log.info("weights stay quantised", held=held, float32=f"{self._float32_bytes / 2**20:.0f} MiB")
 
     def finish(self, spec: ModelSpec, *, vision: bool = False) -> None:
         """Closes the files and tells of tensors that no layer took, once. Of a model that takes images either the text model
         has been taken or the tower, and the other does not count."""
         self._files.clear()
+        self._blocks.close()
         own = [name for name in self._where if spec.vision is None or name.startswith(VISION_PREFIX) is vision]
         unknown = sorted(name for name in own if name not in self._taken and not _is_harmless(name, spec))
         if unknown:
@@ -179,6 +217,12 @@ class DummySource:
         scale = 1.0 / math.sqrt(math.prod(shape[1:]))
         tensor = torch.empty(shape, device=self._device, dtype=self._dtype)
         return tensor.uniform_(-scale * math.sqrt(3.0), scale * math.sqrt(3.0), generator=generator)
+
+    def take_quantised(self, shapes: Mapping[str, tuple[int, int]], cut: int = 0) -> list[Quantised] | None:
+        return None
+
+    def report(self) -> None:
+        """Random weights are floats."""
 
     def finish(self, spec: ModelSpec, *, vision: bool = False) -> None:
         """Nothing is open."""

@@ -30,6 +30,7 @@ from kvrelay.kernels.base import (
     LoraSpans,
     Packed,
     PackedAdapter,
+    Quantised,
 )
 from kvrelay.kernels.cuda import elementwise
 from kvrelay.kernels.cuda.decode import decode_attention
@@ -58,7 +59,10 @@ class CudaKernels:
     def fuse(self, weights: LayerWeights) -> FusedLayer | None:
         return CudaLayer(weights, self)
 
-    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> CudaPacked:
+    quantised_formats: frozenset[str] = frozenset()
+
+    def pack(self, weight: torch.Tensor | Quantised, bias: torch.Tensor | None) -> CudaPacked:
+        assert isinstance(weight, torch.Tensor)
         return CudaPacked(weight.contiguous(), None if bias is None else bias.contiguous())
 
     def is_small(self, num_rows: int) -> bool:
