@@ -19,7 +19,6 @@ from kvrelay.states import Role
 
 Count = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
-
 WeightsOption = Literal["auto", "float32"]
 
 _BUDGETS = {"cpu": (64, 512), "cuda": (256, 8192)}  # sequences that run at once, tokens per step
@@ -42,11 +41,7 @@ class ModelOptions(Options, frozen=True, kw_only=True):
         Literal["auto", "float32", "bfloat16"], Meta(description="precision; auto is float32 on cpu, bfloat16 on cuda")
     ] = "auto"
     weights: Annotated[
-        WeightsOption,
-        Meta(
-            description="how weights are held on a CPU: auto keeps the blocks of a GGUF file, which changes no token; float32"
-            " dequantises them"
-        ),
+        WeightsOption, Meta(description="weights on a CPU: auto keeps a GGUF file's blocks, which changes no token; or float32")
     ] = "auto"
     threads: Annotated[Count, Meta(description="CPU threads per worker; 0 shares the cores among the workers")] = 0
     tp: Annotated[Positive, Meta(description="tensor parallelism: processes among which a worker's model is split")] = 1
