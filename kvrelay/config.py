@@ -8,18 +8,14 @@ from __future__ import annotations
 
 import os
 import pathlib
-from collections.abc import Iterable, Mapping
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
-from kvrelay.errors import ConfigError
-from kvrelay.states import Role
-
 Count = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
-WeightsOption = Literal["auto", "float32"]
+WeightsOption = Literal["auto", "float32", "fp8"]
 
 _BUDGETS = {"cpu": (64, 512), "cuda": (256, 8192)}  # sequences that run at once, tokens per step
 
@@ -41,7 +37,11 @@ class ModelOptions(Options, frozen=True, kw_only=True):
         Literal["auto", "float32", "bfloat16"], Meta(description="precision; auto is float32 on cpu, bfloat16 on cuda")
     ] = "auto"
     weights: Annotated[
-        WeightsOption, Meta(description="weights on a CPU: auto keeps a GGUF file's blocks, which changes no token; or float32")
+        WeightsOption,
+        Meta(
+            description="weights of linear layers: as the checkpoint has them (auto; a GGUF file's blocks stay quantised on a"
+            " CPU, which changes no token), float32 (on a CPU), or fp8 (on cuda)"
+        ),
     ] = "auto"
     threads: Annotated[Count, Meta(description="CPU threads per worker; 0 shares the cores among the workers")] = 0
     tp: Annotated[Positive, Meta(description="tensor parallelism: processes among which a worker's model is split")] = 1
@@ -97,6 +97,12 @@ class EngineOptions(Options, frozen=True, kw_only=True):
     max_running_prefills: Annotated[Count, Meta(description="prompts computed at once; 0 leaves it to the token budget")] = 0
     prefix_cache: Annotated[bool, Meta(description="reuse the KV of prompts with a common prefix")] = True
     kv_events: Annotated[bool, Meta(description="publish what the prefix cache holds, so that routers can route by it")] = True
+    engine: Annotated[Literal["kvrelay", "vllm"], Meta(description="what computes: kvrelay's own engine, or vLLM's")] = (
+        "kvrelay"
+    )
+    engine_args: Annotated[
+        str, Meta(description="options of vLLM's engine, as a mapping in JSON or YAML, such as '{max_num_seqs: 64}'")
+    ] = ""
     check_invariants: Annotated[bool, Meta(description="verify every block count after every step (slow; for tests)")] = False
 
     def for_device(self, device: Literal["cpu", "cuda"]) -> EngineOptions:
@@ -256,7 +262,7 @@ class CardOptions(Options, frozen=True, kw_only=True):
     ] = "auto"
     prefill_sms: Annotated[
         int, Meta(ge=1, le=100, description="percent of a card's multiprocessors that a prefill worker may use under MPS")
-    ] = 100
+    ] = 50
 
 
 class TransferOptions(Options, frozen=True, kw_only=True):
@@ -353,37 +359,6 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     context_index: str = ""  # URL of the context index, where no option names one
     visible_cards: str = ""  # CUDA_VISIBLE_DEVICES
     mps_folder: str = ""  # where NVIDIA's MPS listens, if it runs already
-
-
-class RoleOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What the workers of one role are told of their model and engine."""
-
-    model: ModelOptions
-    engine: EngineOptions
-
-
-def check_device(model: ModelOptions, roles: Iterable[Role]) -> None:
-    """Refuses what is not handed over between GPUs yet: embeddings."""
-    if model.device != "cpu" and Role.ENCODE in roles:
-        raise ConfigError(
-            f"--device {model.device}: encode workers run on the CPU only, since embeddings are not handed over between GPUs;"
-            " a worker on a GPU encodes the images of its prompts itself: --whole 1 (serve) or --role whole (worker)"
-        )
-
-
-def check_roles(options: Mapping[Role, RoleOptions]) -> None:
-    """Refuses roles whose workers could not work together, and devices on which they do not run."""
-    for model in dict.fromkeys(role_options.model for role_options in options.values()):
-        check_device(model, [role for role, its in options.items() if its.model == model])
-    for name in ("model", "load", "dtype"):  # block sizes, pools, batches, threads and degrees may differ
-        values = {role: msgspec.structs.asdict(its.model)[name] for role, its in options.items()}
-        if len(set(values.values())) > 1:
-            said = ", ".join(f"{value} for {role.value}" for role, value in values.items())
-            raise ConfigError(f"--{name}: {said}: workers that hand over to each other need the same")
-    devices = {role: options[role].model.device for role in (Role.PREFILL, Role.DECODE) if role in options}
-    if len(set(devices.values())) > 1:
-        said = ", ".join(f"{device} for {role.value}" for role, device in devices.items())
-        raise ConfigError(f"--device: {said}: KV is not handed over between a card and a host")
 
 
 def read_environment() -> Environment:

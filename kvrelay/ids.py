@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import re
 import secrets
-import uuid
 from collections.abc import Mapping
 from typing import NewType
 
@@ -41,11 +40,11 @@ _TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})(
 
 
 def new_request_id() -> RequestId:
-    return RequestId(f"cmpl-{uuid.uuid4()}-{secrets.token_hex(4)}")
+    return RequestId(f"cmpl-{_new_uuid()}-{secrets.token_hex(4)}")
 
 
 def new_transfer_id() -> TransferId:
-    return TransferId(f"xfer-{uuid.uuid4()}")
+    return TransferId(f"xfer-{_new_uuid()}")
 
 
 def new_worker_id(role: str) -> WorkerId:
@@ -53,7 +52,7 @@ def new_worker_id(role: str) -> WorkerId:
 
 
 def new_kept_id() -> KeptId:
-    return KeptId(f"kv-{uuid.uuid4()}")
+    return KeptId(f"kv-{_new_uuid()}")
 
 
 def new_router_id() -> RouterId:
@@ -62,7 +61,7 @@ def new_router_id() -> RouterId:
 
 def new_answer_id(prefix: str) -> str:
     """What a client calls its request if it has no name for it: the id of our answer, such as chatcmpl-..."""
-    return f"{prefix}{uuid.uuid4().hex}"
+    return f"{prefix}{secrets.token_hex(16)}"
 
 
 def trace_from(headers: Mapping[str, str], *, sampled: bool = False) -> dict[str, str]:
@@ -84,6 +83,12 @@ def read_trace(headers: Mapping[str, str]) -> tuple[str, str, bool]:
 def trace_id_of(headers: Mapping[str, str]) -> str:
     """Empty if there is none."""
     return read_trace(headers)[0]
+
+
+def _new_uuid() -> str:
+    """Random (version 4). Several are made for each request, and Python's own take four times longer."""
+    digits = secrets.token_hex(16)
+    return f"{digits[:8]}-{digits[8:12]}-4{digits[13:16]}-{'89ab'[ord(digits[16]) % 4]}{digits[17:20]}-{digits[20:]}"
 
 
 def is_answer_id(external_id: str) -> bool:

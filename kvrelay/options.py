@@ -1,4 +1,4 @@
-"""Command-line options and config files, made from the structs in `config.py`.
+"""Command-line options and config files, made from the structs in `config.py`; and which of them go together.
 
 Every field `max_batch: Annotated[int, Meta(..., description=...)] = 64` becomes `--max-batch N`, and a key `max_batch` of the
 YAML file; a bool becomes `--name` and `--no-name`; a tuple becomes an option that may be given several times, and a list in the
@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import pathlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
 from msgspec import inspect
 
-from kvrelay.config import Options
+from kvrelay.config import EngineOptions, ModelOptions, Options
 from kvrelay.errors import ConfigError
 from kvrelay.states import Role
 
@@ -208,7 +209,7 @@ def _read_config(path: pathlib.Path, known: set[str]) -> dict[str, Any]:
             raise ConfigError(f"{path}: unknown option {shown!r}{suggest(name, known)}")
         if name in options:
             raise ConfigError(f"{path}: {name} is given twice")
-        options[name] = value
+        options[name] = json.dumps(value) if isinstance(value, dict) else value  # what a flag would say
     return options
 
 
@@ -257,3 +258,38 @@ def _unwrap(kind: inspect.Type) -> tuple[inspect.Type, str]:
         description = str((kind.extra_json_schema or {}).get("description", description))
         kind = kind.type
     return kind, description
+
+
+class RoleOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What the workers of one role are told of their model and engine."""
+
+    model: ModelOptions
+    engine: EngineOptions
+
+
+def check_device(model: ModelOptions, roles: Iterable[Role]) -> None:
+    """Refuses what is not handed over between GPUs yet: embeddings."""
+    if model.device != "cpu" and Role.ENCODE in roles:
+        raise ConfigError(
+            f"--device {model.device}: encode workers run on the CPU only, since embeddings are not handed over between GPUs;"
+            " a worker on a GPU encodes the images of its prompts itself: --whole 1 (serve) or --role whole (worker)"
+        )
+
+
+def check_roles(options: Mapping[Role, RoleOptions]) -> None:
+    """Refuses roles whose workers could not work together, and devices on which they do not run."""
+    for model in dict.fromkeys(role_options.model for role_options in options.values()):
+        check_device(model, [role for role, its in options.items() if its.model == model])
+    for name in ("model", "load", "dtype", "weights"):  # block sizes, pools, batches, threads and degrees may differ
+        values = {role: msgspec.structs.asdict(its.model)[name] for role, its in options.items()}
+        if len(set(values.values())) > 1:
+            said = ", ".join(f"{value} for {role.value}" for role, value in values.items())
+            raise ConfigError(f"--{name}: {said}: workers that hand over to each other need the same")
+    engines = {role: its.engine.engine for role, its in options.items()}
+    if len(set(engines.values())) > 1:
+        said = ", ".join(f"{engine} for {role.value}" for role, engine in engines.items())
+        raise ConfigError(f"--engine: {said}: KV of one engine is of no use to another")
+    devices = {role: options[role].model.device for role in (Role.PREFILL, Role.DECODE) if role in options}
+    if len(set(devices.values())) > 1:
+        said = ", ".join(f"{device} for {role.value}" for role, device in devices.items())
+        raise ConfigError(f"--device: {said}: KV is not handed over between a card and a host")

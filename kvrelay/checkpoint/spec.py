@@ -45,6 +45,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     vision: VisionSpec | None = None  # None: a text model
+    fp8: bool = False  # the weights of its linear layers are stored in fp8
 
     def kv_bytes_per_token(self, element_bytes: int) -> int:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * element_bytes
@@ -172,6 +173,7 @@ def read_spec(folder: pathlib.Path) -> ModelSpec:
         bos_token_id=raw.bos_token_id if raw.bos_token_id is not None else generation.bos_token_id,
         eos_token_ids=_eos_ids(generation.eos_token_id, raw.eos_token_id),
         vision=None if outer is None else _read_vision(outer, raw, family, path),
+        fp8=raw.quantization_config is not None,
     )
     _check_numbers(spec, path)
     return spec
@@ -233,10 +235,7 @@ def _refuse_unsupported(raw: _RawConfig, family: _Family, path: pathlib.Path) ->
     if raw.hidden_act != "silu":
         raise UnsupportedModelError(f"{path}: hidden_act {raw.hidden_act!r} is not supported; supported: silu")
     if raw.quantization_config is not None:
-        method = raw.quantization_config.get("quant_method", "unnamed")
-        raise UnsupportedModelError(
-            f"{path}: quantization_config (method {method!r}) is not supported: use unquantised weights"
-        )
+        _refuse_but_fp8(raw.quantization_config, family, path)
     window = _window_that_matters(raw, family)
     if window is not None:
         raise UnsupportedModelError(
@@ -247,6 +246,23 @@ def _refuse_unsupported(raw: _RawConfig, family: _Family, path: pathlib.Path) ->
     odd = sorted(set(raw.layer_types or ()) - {"full_attention", "sliding_attention"})
     if odd:
         raise UnsupportedModelError(f"{path}: layer_types {', '.join(odd)} not supported")
+
+
+def _refuse_but_fp8(config: dict[str, Any], family: _Family, path: pathlib.Path) -> None:
+    """Weights in fp8 are read if a scale holds for a tensor or for an output; scales of activations are made anew."""
+    method = config.get("quant_method", "unnamed")
+    kinds: set[tuple[Any, Any, Any]] = set()
+    if method == "fp8":
+        kinds = {("float", 8, "block" if config.get("weight_block_size") else "tensor")}
+    elif method == "compressed-tensors":
+        groups = [group.get("weights") or {} for group in config.get("config_groups", {}).values()]
+        kinds = {(group.get("type"), group.get("num_bits"), group.get("strategy")) for group in groups}
+    if family.vision is not None or not kinds or not kinds <= {("float", 8, "tensor"), ("float", 8, "channel")}:
+        said = ", ".join(f"{kind} {bits} by {strategy}" for kind, bits, strategy in sorted(kinds, key=str)) or "unknown"
+        raise UnsupportedModelError(
+            f"{path}: quantization_config (method {method!r}) with weights {said} is not supported: use unquantised weights,"
+            " or those of a text model in fp8 with a scale per tensor or channel"
+        )
 
 
 def _window_that_matters(raw: _RawConfig, family: _Family) -> int | None:

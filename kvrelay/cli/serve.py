@@ -5,19 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvrelay.cli.model_command import add_model_options, parse
-from kvrelay.config import (
-    CardOptions,
-    ClusterOptions,
-    EngineOptions,
-    ModelOptions,
-    Options,
-    RoleOptions,
-    RouterOptions,
-    TransferOptions,
-)
+from kvrelay.config import CardOptions, ClusterOptions, EngineOptions, ModelOptions, Options, RouterOptions, TransferOptions
 from kvrelay.errors import ConfigError
 from kvrelay.log import configure
-from kvrelay.options import Given, Parser, add_role_options
+from kvrelay.options import Given, Parser, RoleOptions, add_role_options
 from kvrelay.states import Role
 
 GROUPS: list[type[Options]] = [ModelOptions, EngineOptions, RouterOptions, ClusterOptions, CardOptions, TransferOptions]

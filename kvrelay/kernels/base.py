@@ -204,8 +204,9 @@ class Kernels(Protocol):
     def quantised_formats(self) -> frozenset[str]:
         """In which `pack` takes weights and keeps them; the products are those of the dequantised weights."""
 
-    def pack(self, weight: torch.Tensor | Quantised, bias: torch.Tensor | None) -> Packed:
-        """Takes over a [out, in] weight. The caller drops its own reference, so weights exist once."""
+    def pack(self, weight: torch.Tensor | Quantised, bias: torch.Tensor | None, scale: torch.Tensor | None = None) -> Packed:
+        """Takes over a [out, in] weight. The caller drops its own reference, so weights exist once. `scale` [out] is that of
+        a weight in fp8, for kernels of cards alone."""
 
     def linear(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:
         """x [tokens, in] -> [tokens, out]."""

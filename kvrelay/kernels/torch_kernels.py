@@ -69,8 +69,11 @@ class TorchKernels:
 
     quantised_formats: frozenset[str] = frozenset()
 
-    def pack(self, weight: torch.Tensor | Quantised, bias: torch.Tensor | None) -> TorchPacked:
-        assert isinstance(weight, torch.Tensor)
+    def pack(
+        self, weight: torch.Tensor | Quantised, bias: torch.Tensor | None, scale: torch.Tensor | None = None
+    ) -> TorchPacked:
+        assert isinstance(weight, torch.Tensor), "weights in blocks are for the native kernels"
+        assert scale is None, "fp8 is computed by the kernels of cards"
         return TorchPacked(weight.contiguous(), bias)
 
     def linear(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:

@@ -25,11 +25,9 @@ from kvrelay.config import (
     ClusterOptions,
     EngineOptions,
     ModelOptions,
-    RoleOptions,
     RouterOptions,
     TransferOptions,
     WorkerOptions,
-    check_roles,
     read_environment,
 )
 from kvrelay.discovery.choose import open_membership, registry_kind
@@ -38,7 +36,7 @@ from kvrelay.ids import new_router_id
 from kvrelay.launch.cards import Place, place
 from kvrelay.launch.supervise import Supervisor, worker_command
 from kvrelay.metrics import Metrics
-from kvrelay.options import to_flags
+from kvrelay.options import RoleOptions, check_roles, to_flags
 from kvrelay.planes.cluster_key import key_file, load_key
 from kvrelay.planes.curve import keyed
 from kvrelay.router.failover import RetryRules

@@ -31,10 +31,8 @@ from kvrelay.config import (
     EngineOptions,
     Environment,
     ModelOptions,
-    RoleOptions,
     RouterOptions,
     TransferOptions,
-    check_roles,
 )
 from kvrelay.errors import ConfigError
 from kvrelay.events.eviction_sync import EvictionSyncAdapter
@@ -48,6 +46,7 @@ from kvrelay.launch.supervise import Supervisor
 from kvrelay.log import Log, take_over
 from kvrelay.media.image_spec import ImageSpec, read_image_spec
 from kvrelay.metrics import Metrics
+from kvrelay.options import RoleOptions, check_roles
 from kvrelay.planes.cluster_key import key_file, load_key
 from kvrelay.planes.curve import is_loopback, use_key
 from kvrelay.progress import Progress

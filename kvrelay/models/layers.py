@@ -14,6 +14,7 @@ import torch
 
 from kvrelay.checkpoint.rope import RopeSpec
 from kvrelay.kernels.base import Kernels, Packed, Quantised
+from kvrelay.kernels.fp8 import dequantise
 
 
 class WeightSource(Protocol):
@@ -22,6 +23,9 @@ class WeightSource(Protocol):
     def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """The tensor of that name, on the model's device in its dtype. Each name is taken once; a tensor that is missing or
         has another shape is an error that names it."""
+
+    def take_linear(self, name: str, shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The same for the weight of a linear layer: one in fp8 comes with the scale of each output, in float32."""
 
     def take_quantised(self, shapes: Mapping[str, tuple[int, int]], cut: int = 0) -> list[Quantised] | None:
         """Matrices in their blocks. None, and nothing is taken, unless all of them are to be had so, in one format whose blocks
@@ -32,16 +36,24 @@ def fused_linear(
     kernels: Kernels, source: WeightSource, names: Sequence[str], out_sizes: Sequence[int], in_size: int, *, bias: bool
 ) -> Packed:
     """One packed layer out of several projections of the same input, stacked in order."""
-    weight = take_matrix(source, {f"{name}.weight": (out, in_size) for name, out in zip(names, out_sizes, strict=True)})
+    shapes = {f"{name}.weight": (out, in_size) for name, out in zip(names, out_sizes, strict=True)}
     biases = [source.take(f"{name}.bias", (out,)) for name, out in zip(names, out_sizes, strict=True)] if bias else []
-    return kernels.pack(weight, _stacked(biases) if biases else None)
+    weight: torch.Tensor | Quantised | None = _take_quantised(source, shapes)
+    scale: torch.Tensor | None = None
+    if weight is None:
+        weight, scale = _joined([source.take_linear(name, shape) for name, shape in shapes.items()])
+    return kernels.pack(weight, _stacked(biases) if biases else None, scale)
 
 
-def take_matrix(source: WeightSource, shapes: Mapping[str, tuple[int, int]]) -> torch.Tensor | Quantised:
+def take_matrix(source: WeightSource, name: str, shape: tuple[int, int]) -> torch.Tensor | Quantised:
+    return _take_quantised(source, {name: shape}) or source.take(name, shape)
+
+
+def _take_quantised(source: WeightSource, shapes: Mapping[str, tuple[int, int]]) -> Quantised | None:
     """Matrices of the same input, stacked in order."""
     parts = source.take_quantised(shapes)
     if parts is None:
-        return _stacked([source.take(name, shape) for name, shape in shapes.items()])
+        return None
     return Quantised(parts[0].format, _stacked([part.blocks for part in parts]), parts[0].in_features)
 
 
@@ -120,6 +132,15 @@ def _yarn_frequencies(rope: RopeSpec, head_dim: int) -> torch.Tensor:
     powers = rope.theta ** (torch.arange(0, head_dim, 2).to(torch.float32) / head_dim)
     kept = 1 - ramp
     return 1.0 / (rope.factor * powers) * (1 - kept) + 1.0 / powers * kept
+
+
+def _joined(parts: list[tuple[torch.Tensor, torch.Tensor | None]]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Where some parts are in fp8 and others are not, none is."""
+    scales = [scale for _, scale in parts if scale is not None]
+    if len(scales) == len(parts):
+        return _stacked([weight for weight, _ in parts]), _stacked(scales)
+    dtype = next(weight.dtype for weight, scale in parts if scale is None)
+    return _stacked([weight if scale is None else dequantise(weight, scale, dtype) for weight, scale in parts]), None
 
 
 def _stacked(parts: list[torch.Tensor]) -> torch.Tensor:

@@ -103,11 +103,11 @@ class _Ends:
         self._kernels = kernels
         self._eps = spec.rms_norm_eps
         vocabulary = (spec.vocab_size, spec.hidden_size)
-        self._embedding = kernels.pack(take_matrix(source, {"model.embed_tokens.weight": vocabulary}), None)
+        self._embedding = kernels.pack(take_matrix(source, "model.embed_tokens.weight", vocabulary), None)
         self._norm = source.take("model.norm.weight", (spec.hidden_size,))
         self._head: Packed = self._embedding
         if not spec.tie_word_embeddings:
-            self._head = kernels.pack(take_matrix(source, {"lm_head.weight": vocabulary}), None)
+            self._head = kernels.pack(take_matrix(source, "lm_head.weight", vocabulary), None)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         return self._kernels.embed(token_ids, self._embedding)

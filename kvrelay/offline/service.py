@@ -24,13 +24,14 @@ import msgspec
 import uvloop
 
 from kvrelay.checkpoint.fetch import resolve
-from kvrelay.config import check_device, read_environment
+from kvrelay.config import read_environment
 from kvrelay.engine.engine import Engine
 from kvrelay.errors import EngineClosedError, InternalError, QueueFullError
 from kvrelay.launch.cluster import WorkerSettings, local_cluster, worker_roles
 from kvrelay.log import Log
 from kvrelay.offline.engine_backend import EngineBackend
 from kvrelay.offline.options import OfflineOptions
+from kvrelay.options import check_device
 from kvrelay.progress import Progress
 from kvrelay.router.backend import Backend, GenerateRequest
 from kvrelay.router.stream import RequestStream

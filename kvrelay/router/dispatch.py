@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import assert_never
 
-from kvrelay.discovery.breaker import Breaker
 from kvrelay.errors import (
     DeadlineError,
     InternalError,
@@ -60,17 +60,19 @@ class Dispatcher:
         *,
         mode: Mode = "write",
         rules: RetryRules | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         self._planner = planner
         self._sync = sync
         self._mode: Mode = mode
         self._rules = rules or RetryRules()
         self._metrics = metrics
         self._keeping = Keeping(continuations)
-        self.timelines = Timelines(metrics)
+        self.timelines = Timelines(metrics, clock=clock)
         self.open: dict[RequestId, OpenRequest] = {}
         self.stranded = Stranded(self._rules, self._retry, self._is_starting)
-        self._estranged = Estranged(on_avoided=metrics.hand_overs_avoided.inc)
+        self._estranged = Estranged(clock, on_avoided=metrics.hand_overs_avoided.inc)
         self._rate = CompletionRate()
         self.usable: list[Peer] = []
         self._starting: frozenset[Role] = frozenset()
@@ -142,7 +144,7 @@ class Dispatcher:
 
     def came_back(self, peer: Peer) -> None:
         """Its connection is open, again or for the first time: what happened before does not count."""
-        peer.breaker = Breaker()
+        peer.forgive()
         self._estranged.forgive(peer.id)
 
     def lost(self, peer: Peer, reason: str) -> None:
@@ -194,7 +196,7 @@ class Dispatcher:
             raise
         except QueueFullError as error:
             self._metrics.rejected.labels("queue_full").inc()
-            retry_after_s = self._rate.retry_after_s(len(self.open), time.monotonic())
+            retry_after_s = self._rate.retry_after_s(len(self.open), self._clock())
             message = f"{error.message}: {len(self.open)} requests are in flight"
             raise QueueFullError(message, retry_after_s=retry_after_s) from error
 
@@ -331,7 +333,7 @@ class Dispatcher:
                 leg.abort()
         for leg in legs:
             leg.peer.remove(leg)
-        self._rate.completed(time.monotonic())
+        self._rate.completed(self._clock())
         if not legs.is_one and not stream.aborted and not entry.is_kept:
             # Usually the decode worker made the last token and is done. If it was the prefill worker, or a stop string in the
             # first token, the decode worker need not begin.

@@ -13,10 +13,10 @@ from typing import assert_never
 
 from kvrelay.errors import ProtocolError
 from kvrelay.events.eviction_sync import EvictionSync
-from kvrelay.events.subscriber import EventSubscriber
 from kvrelay.ids import WorkerId
 from kvrelay.log import Log
 from kvrelay.metrics import Metrics
+from kvrelay.router.outside import Outside, Subscription
 from kvrelay.router.prefix_index import PrefixIndex
 from kvrelay.states import FreeReason
 from kvrelay.wire.events import CacheEvent, Cleared, Freed, FreedForNow, Removed, Restored, Stored, Swapped
@@ -38,11 +38,14 @@ class NoFeed:
 class EventFeed(NoFeed):
     """Owns the subscriptions. Everything runs on the event loop's thread."""
 
-    def __init__(self, index: PrefixIndex, metrics: Metrics, sync: EvictionSync | None = None) -> None:
+    def __init__(
+        self, index: PrefixIndex, metrics: Metrics, sync: EvictionSync | None = None, outside: Outside | None = None
+    ) -> None:
         self._index = index
         self._sync = EvictionSync() if sync is None else sync
         self._metrics = metrics
-        self._subscribers: dict[WorkerId, EventSubscriber] = {}
+        self._subscribe = (outside or Outside()).subscribe
+        self._subscribers: dict[WorkerId, Subscription] = {}
         metrics.prefix_index_blocks.set_function(lambda: len(index))
 
     def joined(self, record: WorkerRecord) -> None:
@@ -50,7 +53,7 @@ class EventFeed(NoFeed):
         if not record.events_address or not record.replay_address or record.id in self._subscribers:
             return
         try:
-            self._subscribers[record.id] = EventSubscriber(record.id, record.events_address, record.replay_address, self)
+            self._subscribers[record.id] = self._subscribe(record.id, record.events_address, record.replay_address, self)
         except ProtocolError as error:
             self.malformed(record.id, str(error))
 

@@ -17,13 +17,12 @@ import msgspec
 from kvrelay.discovery.breaker import Breaker
 from kvrelay.errors import ProtocolError
 from kvrelay.ids import RequestId, RouterId, WorkerId
-from kvrelay.planes.connection import Connection
+from kvrelay.router.outside import Outside
 from kvrelay.router.policy import FOREIGN_REQUEST_TOKENS
 from kvrelay.router.stream import RequestStream
 from kvrelay.states import BreakerState, FinishReason, WorkerState
 from kvrelay.wire import PROTOCOL_VERSION, check_version
 from kvrelay.wire.adapters import AdaptersTold
-from kvrelay.wire.codec import Decoder, encode
 from kvrelay.wire.registry import ImageCounts, WorkerLoad, WorkerRecord
 from kvrelay.wire.serving import (
     Abort,
@@ -40,8 +39,7 @@ from kvrelay.wire.serving import (
 )
 
 HOST_KINDS = ("total", "free", "cached", "in_use")  # of blocks on the host
-_decoder: Decoder[ToRouter] = Decoder(ToRouter)
-_PING = encode(Ping())
+_PING = Ping()
 # What GET /cluster shows of a load as it is
 _SHOWN = ("running", "waiting", "transferring", "swapped", "steps", "preemptions", "connections", "inherited_tokens")
 
@@ -109,7 +107,16 @@ class Listeners:
 class Peer:
     """Joins what the registry says (record), what the worker says (load) and what we sent (open legs)."""
 
-    def __init__(self, record: WorkerRecord, listeners: Listeners, *, router_id: RouterId, silence_s: float) -> None:
+    def __init__(
+        self,
+        record: WorkerRecord,
+        listeners: Listeners,
+        *,
+        router_id: RouterId,
+        silence_s: float,
+        outside: Outside | None = None,
+    ) -> None:
+        """Raises ProtocolError for an address that is none."""
         self.id: WorkerId = record.id
         self.record = record
         self.load = record.load
@@ -119,20 +126,14 @@ class Peer:
         self.num_foreign_requests = 0  # on the worker, but not ours: other routers send it work too
         self.load_tokens = 0  # what the policy goes by
         self.refusal = ""  # why this router will not use the worker, however ready it is
-        self.breaker = Breaker()
+        self._outside = outside or Outside()
+        self.breaker = Breaker(self._outside.clock)
         self._listeners = listeners
         self._closed_because = "connecting"  # empty while the connection is open
         self._was_open = False
         self._capacity = record.max_batch + record.max_queue
-        self._hello = encode(Hello(version=PROTOCOL_VERSION, router_id=router_id, silence_s=silence_s))
-        self._connection = Connection(
-            record.serving_address,
-            identity=router_id.encode(),
-            silence_s=silence_s,
-            on_up=self.tick,
-            on_down=lambda: self._break("the connection to the worker broke"),
-            on_message=self._on_message,
-        )
+        self._hello = Hello(version=PROTOCOL_VERSION, router_id=router_id, silence_s=silence_s)
+        self._line = self._outside.open_line(record, self, router_id=router_id, silence_s=silence_s)
 
     # What can be done with it
 
@@ -160,20 +161,20 @@ class Peer:
 
     def send(self, message: ToWorker) -> bool:
         """False: the connection is not open, or the worker does not keep up."""
-        return not self._closed_because and self._connection.send(encode(message))
+        return not self._closed_because and self._line.send(message)
 
     def tick(self) -> None:
         """Shows the worker that we live, or says Hello (again). To be called several times in each `silence_s`."""
-        self._connection.send(self._hello if self._closed_because else _PING)
+        self._line.send(self._hello if self._closed_because else _PING)
 
     def drain(self) -> None:
         """What the worker said last counts, though another socket was quicker to say that it left."""
-        self._connection.drain()
+        self._line.drain()
 
     def close(self) -> None:
         """Silent: no listener is told."""
         self._closed_because = "closed"
-        self._connection.close()
+        self._line.close()
 
     # What is known of it
 
@@ -213,19 +214,27 @@ class Peer:
             described["problem"] = self.problem
         return described
 
-    # What its connection says
+    def forgive(self) -> None:
+        """What happened before does not count any more."""
+        self.breaker = Breaker(self._outside.clock)
+
+    # What its line says (LineOwner)
+
+    def line_up(self) -> None:
+        self.tick()
+
+    def line_down(self) -> None:
+        self._break("the connection to the worker broke")
+
+    def malformed(self, reason: str) -> None:
+        self._listeners.malformed(self, reason)
 
     def _break(self, reason: str) -> None:
         was_open, self._closed_because = self.is_open, reason
         if was_open:
             self._listeners.broken(self, reason)
 
-    def _on_message(self, frame: bytes) -> None:
-        try:
-            message = _decoder.decode(frame)
-        except ProtocolError as error:
-            self._listeners.malformed(self, str(error))
-            return
+    def heard(self, message: ToRouter) -> None:
         match message:
             case StepOutputs():
                 self._on_outputs(message)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -31,6 +30,7 @@ from kvrelay.router.drain import order_drain
 from kvrelay.router.event_feed import EventFeed, NoFeed
 from kvrelay.router.failover import RetryRules
 from kvrelay.router.kept import KeptSearch, share
+from kvrelay.router.outside import Outside
 from kvrelay.router.parent import Parent
 from kvrelay.router.peer import Listeners, Peer, describe
 from kvrelay.router.plan import Planner
@@ -71,8 +71,10 @@ class Router:
         max_stored: int = 1024,
         stored_s: float = 3600.0,
         is_one_of_many: bool = False,
+        outside: Outside | None = None,
     ) -> None:
         """With `is_one_of_many`, other routers may serve the same workers: they are to know what this one served."""
+        self._outside = outside = outside or Outside()
         self.router_id = router_id or new_router_id()
         self._membership = membership
         self._metrics = metrics
@@ -83,7 +85,7 @@ class Router:
         self._max_model_len = 0
         index = PrefixIndex() if policy == "prefix_aware" or sync is not None else None
         self._sync = EvictionSync() if sync is None or index is None else sync(is_held=index.holds)
-        self._feed = NoFeed() if index is None else EventFeed(index, metrics, self._sync)
+        self._feed = NoFeed() if index is None else EventFeed(index, metrics, self._sync, outside)
         self._planner = Planner(policy, local_prefill_tokens, metrics, index if policy == "prefix_aware" else None)
         self.continuations = Continuations(
             metrics,
@@ -91,12 +93,15 @@ class Router:
             max_kept_per_owner=max_kept_per_key,
             max_stored=max_stored,
             stored_s=stored_s,
+            clock=outside.clock,
         )
-        self._dispatcher = Dispatcher(self._planner, metrics, self.continuations, self._sync, mode=mode, rules=rules)
+        self._dispatcher = Dispatcher(
+            self._planner, metrics, self.continuations, self._sync, mode=mode, rules=rules, clock=outside.clock
+        )
         self.timelines = self._dispatcher.timelines
         self._is_one_of_many = is_one_of_many
         if is_one_of_many:
-            self.continuations.on_known = lambda parent: share(parent, self._dispatcher.usable, time.monotonic())
+            self.continuations.on_known = lambda parent: share(parent, self._dispatcher.usable, outside.clock())
         self._search = KeptSearch(self.continuations, lambda: self._dispatcher.usable)
         self._orders = AdapterOrders(lambda: self._dispatcher.usable)
         self._listeners = Listeners(
@@ -221,7 +226,13 @@ class Router:
             self._refresh()
             return
         try:
-            peer = Peer(record, self._listeners, router_id=self.router_id, silence_s=self._registration_s)
+            peer = Peer(
+                record,
+                self._listeners,
+                router_id=self.router_id,
+                silence_s=self._registration_s,
+                outside=self._outside,
+            )
         except ProtocolError as error:
             self._metrics.malformed.labels("registry").inc()
             log.seldom("a worker gave no usable address", worker=record.id, reason=error)

@@ -15,8 +15,10 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
+
+import msgspec
 
 from kvrelay.ids import RequestId, WorkerId
 from kvrelay.metrics import Metrics
@@ -55,8 +57,7 @@ class ClockOffset:
         return (self.high - self.low) / 2
 
 
-@dataclass(slots=True, eq=False)
-class LegLine:
+class LegLine(msgspec.Struct, eq=False):
     """One worker's part."""
 
     worker: WorkerId
@@ -86,8 +87,7 @@ class StageLine(NamedTuple):
     seconds: float
 
 
-@dataclass(slots=True, eq=False)
-class Timeline:
+class Timeline(msgspec.Struct, eq=False):
     """One request. Times are of this router's monotonic clock."""
 
     external_id: str = ""
@@ -101,9 +101,9 @@ class Timeline:
     prompt_tokens: int = 0
     began_at: float = 0.0
     began_unix: float = 0.0
-    request_ids: list[RequestId] = field(default_factory=list)  # of its legs
-    legs: list[LegLine] = field(default_factory=list)
-    failovers: list[tuple[float, str]] = field(default_factory=list)
+    request_ids: list[RequestId] = []  # of its legs
+    legs: list[LegLine] = []
+    failovers: list[tuple[float, str]] = []
     transfer_id: str = ""
     first_token_at: float = 0.0
     ended_at: float = 0.0
@@ -213,7 +213,7 @@ class Timelines:
         leg = self._legs.get(times.request_id)
         if leg is not None and leg.worker == worker:
             now = self._clock()
-            clock = self._clocks.setdefault(worker, ClockOffset())
+            clock = self._clocks.get(worker) or self._clocks.setdefault(worker, ClockOffset())
             clock.note(leg.sent_at - times.stages[0][1], now - times.ended, now)
             leg.times, leg.offset_s, leg.error_s = times, clock.offset_s, clock.error_s
         previous, began = times.stages[0]

@@ -19,6 +19,7 @@ from kvrelay.errors import ConfigError
 from kvrelay.ids import RequestId
 from kvrelay.kernels.base import Kernels
 from kvrelay.kernels.choose import choose_kernels
+from kvrelay.kernels.cuda.products import wrong_product
 from kvrelay.kernels.native.kernels import NativeKernels
 from kvrelay.kernels.torch_kernels import TorchKernels
 from kvrelay.log import Log
@@ -41,6 +42,7 @@ from kvrelay.wire.serving import Image
 _BFLOAT16_FLAGS = frozenset({"bf16", "avx512_bf16", "amx_bf16"})
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _WARM_UP_TOKENS = 32
+_FIRST_WITH_FP8 = (8, 9)
 
 log = Log("build")
 
@@ -66,9 +68,14 @@ def build_runner(
     dtype = DTYPES[dtype_name]
     num_threads = set_threads(model_options.threads, model_options.tp)
     spec = read_spec(folder)
+    check_weights(spec, model_options, dtype)
     group = _start_ranks(model_options, engine_options, folder, environment, dtype_name, spec, on_rank_death)
+    check_products(spec, dtype, device, environment)
     kernels = choose_kernels(device, dtype, environment, model_options)
-    with explained("loading weights", weight_elements(spec) * dtype.itemsize, device):
+    if isinstance(kernels, TorchKernels) and (spec.fp8 or model_options.weights == "fp8"):
+        raise ConfigError("weights in fp8 need the Triton kernels, which cannot run here: see the warning before")
+    fp8 = spec.fp8 or model_options.weights == "fp8"
+    with explained("loading weights", weight_elements(spec) * (1 if fp8 else dtype.itemsize), device):
         model = load_model(
             folder,
             spec,
@@ -125,6 +132,31 @@ def build_runner(
         host_mib=runner.num_host_blocks * block_bytes >> 20, max_model_len=size.max_model_len, graphs=len(sizes),
     )  # fmt: skip
     return runner
+
+
+def check_products(spec: ModelSpec, dtype: torch.dtype, device: torch.device, environment: Environment) -> None:
+    """Raises ConfigError where this process has a part of a card with which cuBLAS multiplies wrong."""
+    if device.type != "cuda" or not environment.mps_folder:
+        return
+    heads, kv_heads = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    wrong = wrong_product(
+        [
+            (heads + 2 * kv_heads, spec.hidden_size),
+            (spec.hidden_size, heads),
+            (2 * spec.intermediate_size, spec.hidden_size),
+            (spec.hidden_size, spec.intermediate_size),
+        ],
+        dtype,
+        device,
+    )
+    torch.cuda.empty_cache()
+    if wrong is not None:
+        num_rows, num_out, num_in = wrong
+        count = torch.cuda.get_device_properties(device).multi_processor_count
+        raise ConfigError(
+            f"--prefill-sms: with {count} multiprocessors cuBLAS multiplies wrong here ({num_rows} rows, {num_out} x {num_in}):"
+            " choose another percentage, such as 50 or 100"
+        )
 
 
 def _load_adapters(spec: ModelSpec, kernels: Kernels, options: ModelOptions, dtype: torch.dtype) -> Adapters | None:
@@ -188,10 +220,29 @@ def choose_dtype(options: ModelOptions, cpu_flags: frozenset[str]) -> str:
     return options.dtype
 
 
+def check_weights(spec: ModelSpec, options: ModelOptions, dtype: torch.dtype) -> None:
+    """Raises ConfigError where weights as they are asked for or stored cannot be computed with."""
+    if options.weights == "float32" and options.device != "cpu":
+        raise ConfigError("--weights float32 is for a CPU; on a card, --dtype float32 holds and computes them so")
+    if not spec.fp8 and options.weights != "fp8":
+        return
+    what = "--weights fp8" if options.weights == "fp8" else "the checkpoint's weights are in fp8"
+    if options.device != "cuda":
+        raise ConfigError(f"{what}: fp8 is computed by NVIDIA cards alone; use --device cuda or other weights")
+    if dtype is not torch.bfloat16:
+        raise ConfigError(f"{what}: fp8 is computed beside bfloat16 alone; use --dtype bfloat16")
+    if torch.cuda.get_device_capability() < _FIRST_WITH_FP8:
+        raise ConfigError(f"{what}: the card's compute capability is below {_FIRST_WITH_FP8[0]}.{_FIRST_WITH_FP8[1]}")
+    odd = [size for size in (spec.hidden_size, spec.intermediate_size, spec.num_heads * spec.head_dim) if size % 16]
+    if odd:
+        raise ConfigError(f"{what}: linear layers of {odd[0]} columns are not computed in fp8, only multiples of 16")
+
+
 def model_fingerprint(spec: ModelSpec, options: ModelOptions, folder: pathlib.Path) -> str:
     """Equal for workers that can work together, whatever part of the model each of them has."""
     weights = "dummy" if options.load == "dummy" else weights_digest(folder)
-    return f"{fingerprint(spec, choose_dtype(options, cpu_flags()))}-{weights}"
+    held = "" if options.weights in ("auto", "float32") else f"-{options.weights}"
+    return f"{fingerprint(spec, choose_dtype(options, cpu_flags()))}-{weights}{held}"
 
 
 def set_threads(threads: int, num_ranks: int = 1) -> int:

@@ -23,8 +23,10 @@ from kvrelay.checkpoint.vision_spec import VisionSpec
 from kvrelay.config import WeightsOption
 from kvrelay.errors import MissingTensorError, ModelError, WrongShapeError
 from kvrelay.kernels.base import Kernels, Quantised
+from kvrelay.kernels.fp8 import FP8, dequantise, quantise
 from kvrelay.kernels.ranks import Ranks
 from kvrelay.log import Log
+from kvrelay.models.layers import WeightSource
 from kvrelay.models.registry import Model, model_class
 from kvrelay.models.vision import VISION_PREFIX, VisionTower
 from kvrelay.models.vision_towers import make_tower
@@ -52,7 +54,8 @@ def load_model(
     ranks: Ranks | None = None,
 ) -> Model:
     """`load="dummy"` makes deterministic random weights and reads no file. `max_positions` bounds the rotary table, for a
-    model that will be run with a shorter context than its own. With `ranks`, the share of one of them."""
+    model that will be run with a shorter context than its own. With `ranks`, the share of one of them. With fp8 `weights`,
+    those of linear layers that are not in fp8 yet are quantised one by one."""
     source: CheckpointSource | DummySource
     if load == "dummy":
         source = DummySource(device, dtype, progress)
@@ -64,7 +67,8 @@ def load_model(
         positions = min(max_positions or spec.max_position_embeddings, spec.max_position_embeddings)
         build = model_class(spec.architecture)
         if ranks is None:
-            model = build(spec, kernels, source, device=device, max_positions=positions)
+            given = Fp8Source(source) if weights == "fp8" else source
+            model = build(spec, kernels, given, device=device, max_positions=positions)
         else:
             share = RankShare(spec, ranks.rank, ranks.num_ranks)
             model = build(share.spec, kernels, RankSource(share, source), device=device, max_positions=positions, ranks=ranks)
@@ -132,6 +136,14 @@ class CheckpointSource:
         return found
 
     def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        weight, scale = self.take_linear(name, shape)
+        return weight if scale is None else dequantise(weight, scale, self._dtype)
+
+    def take_linear(self, name: str, shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        weight = self._take(name, shape)
+        return weight, self._take_scale(f"{name}_scale", shape[0]) if weight.dtype is FP8 else None
+
+    def _take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         assert name not in self._taken, f"{name} was taken before"
         self._taken.add(name)
         if name not in self._where:
@@ -150,7 +162,21 @@ class CheckpointSource:
         if tensor.dim() == 2:
             self._held_bytes["F32"] += 4 * tensor.numel()
             self._float32_bytes += 4 * tensor.numel()
-        return tensor.to(device=self._device, dtype=self._dtype, copy=True)  # a copy: the mapped file is let go
+        dtype = FP8 if tensor.dtype is FP8 else self._dtype
+        return tensor.to(device=self._device, dtype=dtype, copy=True)  # a copy: the mapped file is let go
+
+    def _take_scale(self, name: str, num_outputs: int) -> torch.Tensor:
+        """[outputs], of a tensor in fp8: one for each, or one for all."""
+        path, _ = self._where.get(name, (None, name))
+        if path is None:
+            raise MissingTensorError(f"{self._folder} has no tensor {name}: the weight beside it is in fp8")
+        self._taken.add(name)
+        scale: torch.Tensor = self._open(path).get_tensor(self._where[name][1])
+        if scale.numel() not in (1, num_outputs):
+            raise WrongShapeError(
+                f"tensor {name} in {path} is {_text(scale.shape)}: scales are read that hold for a tensor or for an output"
+            )
+        return scale.to(device=self._device, dtype=torch.float32, copy=True).flatten().expand(num_outputs).contiguous()
 
     def report(self) -> None:
         """Tells, once, what stayed quantised and what did not."""
@@ -224,8 +250,29 @@ class DummySource:
     def report(self) -> None:
         """Random weights are floats."""
 
+    def take_linear(self, name: str, shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self.take(name, shape), None
+
     def finish(self, spec: ModelSpec, *, vision: bool = False) -> None:
         """Nothing is open."""
+
+
+class Fp8Source:
+    """Implements `WeightSource`: weights of linear layers in fp8, whatever they are in another source. At no time does more
+    than one of them exist in both precisions."""
+
+    def __init__(self, source: WeightSource) -> None:
+        self._source = source
+
+    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        return self._source.take(name, shape)
+
+    def take_linear(self, name: str, shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        weight, scale = self._source.take_linear(name, shape)
+        return quantise(weight) if scale is None else (weight, scale)
+
+    def take_quantised(self, shapes: Mapping[str, tuple[int, int]], cut: int = 0) -> None:
+        return None
 
 
 def canonical_name(name: str) -> str:
@@ -250,6 +297,8 @@ def _num_vision_tensors(spec: VisionSpec) -> int:
 
 def _is_harmless(name: str, spec: ModelSpec) -> bool:
     """Tensors that older tools store although they follow from the config or from another tensor."""
+    if name.endswith((".input_scale", ".k_scale", ".v_scale")):  # of activations and KV, which get scales of their own
+        return True
     return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and spec.tie_word_embeddings)
 
 

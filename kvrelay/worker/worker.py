@@ -20,12 +20,13 @@ from types import FrameType
 
 import msgspec
 
-from kvrelay.config import EngineOptions, Environment, ModelOptions, WorkerOptions, check_device
+from kvrelay.config import EngineOptions, Environment, ModelOptions, WorkerOptions
 from kvrelay.discovery.base import Registration
 from kvrelay.discovery.choose import open_registration
 from kvrelay.errors import ConfigError, ProtocolError
 from kvrelay.ids import new_worker_id
 from kvrelay.log import Log, configure
+from kvrelay.options import check_device
 from kvrelay.planes.cluster_key import key_file, load_key
 from kvrelay.planes.curve import use_key, warn_if_open
 from kvrelay.progress import Progress
@@ -99,6 +100,7 @@ def run_worker(
         events_address=events.events_address,
         replay_address=events.replay_address,
         adapters=stage.adapters.records(),
+        block_size=engine_options.block_size if stage.block_size is None else stage.block_size,
     )
     loop.orders.adapters = stage.adapters
     loop.after_turn = events.tell

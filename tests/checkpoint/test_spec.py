@@ -116,6 +116,19 @@ def test_a_window_that_does_not_matter_is_accepted(config: dict[str, Any], tmp_p
     assert spec_of(tmp_path, config).num_layers == 2
 
 
+FP8 = {
+    "quant_method": "compressed-tensors",
+    "config_groups": {"group_0": {"weights": {"type": "float", "num_bits": 8, "strategy": "channel"}}},
+}
+INT8 = {"config_groups": {"group_0": {"weights": {"type": "int", "num_bits": 8, "strategy": "channel"}}}}
+
+
+@pytest.mark.parametrize("config", [FP8, {"quant_method": "fp8", "activation_scheme": "static"}], ids=str)
+def test_weights_in_fp8_are_accepted(config: dict[str, Any], tmp_path: pathlib.Path) -> None:
+    assert spec_of(tmp_path, LLAMA | {"quantization_config": config}).fp8
+    assert not spec_of(tmp_path, LLAMA).fp8
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -123,6 +136,9 @@ def test_a_window_that_does_not_matter_is_accepted(config: dict[str, Any], tmp_p
         (LLAMA | {"architectures": []}, "names no architecture (model_type 'llama')"),
         (LLAMA | {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         (LLAMA | {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantization_config (method 'gptq')"),
+        (LLAMA | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}, "float 8 by block"),
+        (LLAMA | {"quantization_config": FP8 | {"config_groups": {}}}, "weights unknown is not supported"),
+        (LLAMA | {"quantization_config": {"quant_method": "compressed-tensors", **INT8}}, "int 8 by channel"),
         (MISTRAL | {"sliding_window": 128}, "sliding_window 128 is shorter than max_position_embeddings 512"),
         (
             {key: value for key, value in MISTRAL.items() if key != "sliding_window"} | {"max_position_embeddings": 32768},

@@ -18,16 +18,14 @@ from kvrelay.config import (
     Environment,
     ModelOptions,
     Options,
-    RoleOptions,
     RouterOptions,
     TransferOptions,
     WorkerOptions,
-    check_roles,
 )
 from kvrelay.errors import ConfigError
 from kvrelay.launch.cluster import WorkerSettings, worker_roles
 from kvrelay.launch.console import PlainProgress, console_progress
-from kvrelay.options import Parser, add_options, collect, flag_of, given, to_flags
+from kvrelay.options import Parser, RoleOptions, add_options, check_roles, collect, flag_of, given, to_flags
 from kvrelay.states import Role
 
 GROUPS: list[type[Options]] = [ModelOptions, EngineOptions, RouterOptions, ClusterOptions]

@@ -16,9 +16,11 @@ from triton.runtime.jit import JITFunction
 from kvrelay.kernels.base import AttentionBatch, ForwardBatch, HeadShape
 from kvrelay.kernels.cuda import elementwise, launch
 from kvrelay.kernels.cuda.decode import decode_attention
-from kvrelay.kernels.cuda.linear import CudaPacked, small_linear
+from kvrelay.kernels.cuda.linear import CudaPacked, quantise_rows, small_linear
 from kvrelay.kernels.cuda.prefill import paged_attention
-from kvrelay.transfer.engines.cuda.copy import launch_on
+from kvrelay.kernels.cuda.table import LinearChoice
+from kvrelay.kernels.fp8 import FP8
+from kvrelay.transfer.engines.cuda.copy import Copies
 
 SHAPES = [HeadShape(32, 8, 128), HeadShape(9, 3, 64), HeadShape(32, 4, 256), HeadShape(24, 24, 96)]
 MAX_SHARED_BYTES = 232448  # of one program on Hopper
@@ -68,7 +70,7 @@ def batch_of(num_rows: int, count: int) -> ForwardBatch:
 def main() -> None:
     compile_only()
     for multiple in (16, 8, 1):
-        launch_on(np.array([[multiple, 2 * multiple, 3 * multiple]], dtype=np.int64), torch.device("cpu"))
+        Copies(torch.device("cpu")).launch(np.array([[multiple, 2 * multiple, 3 * multiple]], dtype=np.int64))
     for dtype in (torch.bfloat16, torch.float32):
         for shape in SHAPES if dtype is torch.bfloat16 else SHAPES[:2]:
             kv = torch.empty(2, 64, 16, shape.num_kv_heads, shape.head_dim, dtype=dtype)
@@ -91,6 +93,13 @@ def main() -> None:
             small_linear(x[:num_rows], packed, gated=True)
             small_linear(x[:num_rows], packed)
             small_linear(x[:num_rows], CudaPacked(packed.weight[:4096], None))
+            small_linear(x[:num_rows], packed, choice=LinearChoice(64, 128, 4, 3, early=True))
+    x = x.bfloat16()
+    packed = CudaPacked(torch.empty(28672, 4096, dtype=FP8), None, torch.empty(28672))
+    for num_rows in (1, 8, 32):
+        small_linear(x[:num_rows], packed, gated=True)
+        small_linear(x[:num_rows], packed)
+    quantise_rows(x)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import torch
 from triton_here import DEVICE, HAS_TRITON, ON_CARD
 
 from kvrelay.kernels.base import ForwardBatch, HeadShape, LayerWeights
+from kvrelay.kernels.fp8 import dequantise, quantise
 from kvrelay.kernels.torch_kernels import TorchKernels
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
@@ -25,9 +26,9 @@ pytestmark = [
 if HAS_TRITON:
     from kvrelay.kernels.cuda.decode import decode_attention
     from kvrelay.kernels.cuda.kernels import CudaKernels
-    from kvrelay.kernels.cuda.linear import CudaPacked, small_linear
+    from kvrelay.kernels.cuda.linear import CudaPacked, scaled_linear, small_linear
     from kvrelay.kernels.cuda.prefill import has_room, own_attention, paged_attention
-    from kvrelay.kernels.cuda.table import DecodeChoice, PrefillChoice
+    from kvrelay.kernels.cuda.table import DecodeChoice, LinearChoice, PrefillChoice
 
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if ON_CARD else [])]  # interpreted, bfloat16 is taken for an integer
 LIMITS = {"max_context": 8192, "max_rows": 12} if ON_CARD else {"max_context": 80, "max_rows": 3}
@@ -82,6 +83,37 @@ def test_linears_of_few_rows(dtype: torch.dtype, rows: int, with_bias: bool, siz
     gate, up = plain.chunk(2, dim=-1)
     assert error(small_linear(x, packed), plain) < TOLERANCE[dtype]
     assert error(small_linear(x, packed, gated=True), gate * gate.sigmoid() * up) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("rows", [1, 5, 27, *([64] if ON_CARD else [])])
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("size", [(48, 96), (38, 1100), *([(4096, 4096), (6144, 14336)] if ON_CARD else [])])
+def test_linears_of_few_rows_in_fp8(rows: int, early: bool, size: tuple[int, int]) -> None:
+    """Of what the stored weight means; x is not rounded."""
+    dtype = DTYPES[-1]
+    generator = torch.Generator(device=DEVICE).manual_seed(rows)
+    weight, scale = quantise(torch.randn(size, generator=generator, device=DEVICE) / 8)
+    x = torch.randn(rows, size[1], generator=generator, device=DEVICE).to(dtype)
+    bias = torch.randn(size[0], generator=generator, device=DEVICE).to(dtype) if early else None
+    packed = CudaPacked(weight, bias, scale)
+    choice = LinearChoice(64, 64, 4, 3, early=True, tensor_cores=True) if early else None
+    plain = x.double() @ dequantise(weight, scale, torch.float64).T + (0 if bias is None else bias.double())
+    gate, up = plain.chunk(2, dim=-1)
+    assert error(small_linear(x, packed, choice=choice), plain) < TOLERANCE[dtype]
+    assert error(small_linear(x, packed, gated=True, choice=choice), gate * gate.sigmoid() * up) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("rows", [1, 70, *([3000] if ON_CARD else [])])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_linears_of_many_rows_in_fp8(rows: int, with_bias: bool) -> None:
+    """Of rows that are in fp8 themselves."""
+    generator = torch.Generator(device=DEVICE).manual_seed(rows)
+    weight, scale = quantise(torch.randn(48, 96, generator=generator, device=DEVICE) / 8)
+    x = torch.randn(rows, 96, generator=generator, device=DEVICE).bfloat16() * 30
+    bias = torch.randn(48, generator=generator, device=DEVICE).bfloat16() if with_bias else None
+    expected = dequantise(*quantise(x), torch.float64) @ dequantise(weight, scale, torch.float64).T
+    expected += 0 if bias is None else bias.double()
+    assert error(scaled_linear(x, CudaPacked(weight, bias, scale)), expected) < TOLERANCE[torch.bfloat16]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

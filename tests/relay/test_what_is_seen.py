@@ -43,8 +43,12 @@ async def test_a_prefill_worker_is_transferring_while_it_hands_on_and_its_mappin
         (prefill,), (decode,) = cluster.prefill, cluster.decode
         decode.allow(0)
         stream = cluster.submit(ask(PROMPT))
-        await cluster.until(lambda: prefill.engine.load().transferring == 1)
-        assert prefill.engine.load().running == 0
+
+        def is_handing_on() -> bool:
+            load = prefill.engine.load()
+            return load.transferring == 1 and load.running == 0
+
+        await cluster.until(is_handing_on)
 
         def shown() -> dict[str, int]:
             return next(one for one in cluster.router.cluster()["workers"] if one["id"] == prefill.id)

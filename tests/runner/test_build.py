@@ -47,6 +47,11 @@ def test_a_runner_knows_its_model_and_has_forgotten_its_warm_up() -> None:
     assert runner.num_known_sequences == 0
 
 
+def test_weights_in_fp8_are_refused_by_name_on_a_cpu() -> None:
+    with pytest.raises(ConfigError, match="--weights fp8: fp8 is computed by NVIDIA cards alone; use --device cuda"):
+        build(weights="fp8")
+
+
 def test_its_tokens_are_those_of_transformers() -> None:
     runner, tokens = build(), list(range(10, 30))
     runner.launch(plan(whole(FreeSequence(tokens=tokens, block_table=[3, 1]))))

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from kvrelay.cli.main import main
-from kvrelay.config import EngineOptions, ModelOptions, RoleOptions, check_device, check_roles
+from kvrelay.config import EngineOptions, ModelOptions
 from kvrelay.errors import ConfigError
 from kvrelay.ids import new_worker_id
+from kvrelay.options import RoleOptions, check_device, check_roles
 from kvrelay.states import Role
 from kvrelay.worker.transports import open_engines
 

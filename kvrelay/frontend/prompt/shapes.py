@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import msgspec
@@ -22,8 +23,25 @@ from kvrelay.text.tokenizer import Tokenizer
 
 Shape = tuple[str, Grammar]  # the field that asks for a grammar, and the grammar
 
+_FIELDS = (
+    "structured_outputs",
+    "response_format",
+    "guided_json",
+    "json_schema",
+    "guided_regex",
+    "regex",
+    "guided_choice",
+    "guided_grammar",
+    "grammar",
+    "ebnf",
+    "structural_tag",
+)
+_values = operator.attrgetter(*_FIELDS)
+
 
 def shape_of(request: SamplingFields, tokenizer: Tokenizer) -> Shape | None:
+    if _values(request).count(None) == len(_FIELDS):  # as with most requests
+        return None
     wanted = request.structured_outputs or StructuredOutputs()
     schemas = {
         "guided_json": request.guided_json,

@@ -1,6 +1,6 @@
 """The kernels for NVIDIA cards: Triton, with cuBLAS and cuDNN where they are faster.
 
-- `linear.py`       linears of few rows at the memory rate; more rows go to cuBLAS
+- `linear.py`       linears of few rows at the memory rate, and of weights in fp8; more rows go to cuBLAS
 - `decode.py`       paged attention of rows with one query, split over the context
 - `prefill.py`      paged attention of rows with many queries, and cuDNN's for those without a prefix
 - `elementwise.py`  norms, rotation with KV store, activation
@@ -35,7 +35,7 @@ from kvrelay.kernels.base import (
 from kvrelay.kernels.cuda import elementwise
 from kvrelay.kernels.cuda.decode import decode_attention
 from kvrelay.kernels.cuda.layer import CudaLayer
-from kvrelay.kernels.cuda.linear import CudaPacked, small_linear
+from kvrelay.kernels.cuda.linear import CudaPacked, scaled_linear, small_linear
 from kvrelay.kernels.cuda.prefill import PLAN_STEP, has_room, own_attention, paged_attention
 from kvrelay.kernels.cuda.table import MAX_SMALL_ROWS
 from kvrelay.kernels.torch_kernels import TorchKernels
@@ -46,6 +46,10 @@ _MAX_FORCED_ROWS = 64  # Triton's linears keep the rows of a pass in one tile
 _MAX_HEAD_DIM = 256
 _MAX_CUDNN_DIM = 128
 _MIN_CUDNN_QUERIES = 512  # shorter rows are computed together by the paged kernel
+
+
+def _large_linear(x: torch.Tensor, packed: CudaPacked) -> torch.Tensor:
+    return F.linear(x, packed.weight, packed.bias) if packed.scale is None else scaled_linear(x, packed)
 
 
 class CudaKernels:
@@ -61,9 +65,12 @@ class CudaKernels:
 
     quantised_formats: frozenset[str] = frozenset()
 
-    def pack(self, weight: torch.Tensor | Quantised, bias: torch.Tensor | None) -> CudaPacked:
+    def pack(
+        self, weight: torch.Tensor | Quantised, bias: torch.Tensor | None, scale: torch.Tensor | None = None
+    ) -> CudaPacked:
         assert isinstance(weight, torch.Tensor)
-        return CudaPacked(weight.contiguous(), None if bias is None else bias.contiguous())
+        parts = (part if part is None else part.contiguous() for part in (bias, scale))
+        return CudaPacked(weight.contiguous(), *parts)
 
     def is_small(self, num_rows: int) -> bool:
         """Whether linears of so many rows are Triton's."""
@@ -73,7 +80,7 @@ class CudaKernels:
         assert isinstance(packed, CudaPacked)
         if self.is_small(x.shape[0]):
             return small_linear(x, packed)
-        return F.linear(x, packed.weight, packed.bias)
+        return _large_linear(x, packed)
 
     def qkv_linear(self, x: torch.Tensor, packed: Packed, shape: HeadShape, rows: AttentionBatch) -> torch.Tensor:
         """A linear whose rows have room behind them where cuDNN will attend over them: see `own_attention`."""
@@ -83,7 +90,9 @@ class CudaKernels:
         tokens = x.shape[0]
         roomy = x.new_empty(tokens + PLAN_STEP, packed.out_features)
         roomy[tokens:].zero_()
-        if packed.bias is None:
+        if packed.scale is not None:
+            scaled_linear(x, packed, roomy[:tokens])
+        elif packed.bias is None:
             torch.mm(x, packed.weight.T, out=roomy[:tokens])
         else:
             torch.addmm(packed.bias, x, packed.weight.T, out=roomy[:tokens])
@@ -94,7 +103,7 @@ class CudaKernels:
         assert isinstance(packed, CudaPacked)
         if self.is_small(x.shape[0]):
             return small_linear(x, packed, gated=True)
-        return elementwise.silu_mul(F.linear(x, packed.weight, packed.bias))
+        return elementwise.silu_mul(_large_linear(x, packed))
 
     def pack_adapter(self, layers: Sequence[LoraLayer]) -> PackedAdapter:
         return self._reference.pack_adapter(layers)

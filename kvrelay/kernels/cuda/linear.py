@@ -2,7 +2,10 @@
 
 One row: a program takes a few rows of the weight and sums products in float32, without tensor cores; its first tile is loaded
 before the kernel waits for the one before it. Several rows: the rows of x are padded to a tile of tensor cores. GATED does
-silu(gate) * up in the same pass, for a weight that stacks gate over up.
+silu(gate) * up in the same pass, for a weight that stacks gate over up. SCALED is for weights in fp8, whose outputs have a
+scale each: tiles are widened on their way to the product, so x keeps its precision.
+
+Many rows with fp8 (`scaled_linear`): x is brought to fp8 too, with a scale per row, for the card's own product.
 
 Tried on an H200 and not faster: the norm before and the sum with the residual after in the same kernel, and prefetching more
 of the weight into the L2 cache before the wait.
@@ -17,8 +20,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kvrelay.kernels.cuda.launch import options, power_of_2
+from kvrelay.kernels.cuda.launch import INTERPRETED, options, power_of_2
 from kvrelay.kernels.cuda.table import LinearChoice, choose_linear
+from kvrelay.kernels.fp8 import FP8, quantise
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +31,7 @@ class CudaPacked:
 
     weight: torch.Tensor
     bias: torch.Tensor | None
+    scale: torch.Tensor | None = None  # [out] float32, of a weight in fp8
 
     @property
     def out_features(self) -> int:
@@ -47,10 +52,20 @@ def _tile(weight, lines, columns, num_lines, width, EVEN_OUT: tl.constexpr, EVEN
 
 
 @triton.jit
+def _finished(sums, scale, bias, lines, real, SCALED: tl.constexpr, BIAS: tl.constexpr):
+    """Sums in float32 of those outputs, scaled and with their bias."""
+    if SCALED:
+        sums *= tl.load(scale + lines, mask=real, other=0.0)
+    if BIAS:
+        sums += tl.load(bias + lines, mask=real, other=0.0).to(tl.float32)
+    return sums
+
+
+@triton.jit
 def _one_row_kernel(
-    x, weight, bias, out, num_lines, width,
+    x, weight, scale, bias, out, num_lines, width,
     BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_OUT: tl.constexpr, EVEN_IN: tl.constexpr,
-    GATED: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
+    GATED: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -74,48 +89,55 @@ def _one_row_kernel(
         if GATED:
             up_tile = _tile(upper, lines, columns, num_lines, width, EVEN_OUT, EVEN_IN)
             up_sums += up_tile.to(tl.float32) * values
-    result = tl.sum(sums, axis=1)
     real = lines < num_lines
-    if BIAS:
-        result += tl.load(bias + lines, mask=real, other=0.0).to(tl.float32)
+    result = _finished(tl.sum(sums, axis=1), scale, bias, lines, real, SCALED, BIAS)
     if GATED:
-        up = tl.sum(up_sums, axis=1)
-        if BIAS:
-            up += tl.load(bias + num_lines + lines, mask=real, other=0.0).to(tl.float32)
+        up = _finished(tl.sum(up_sums, axis=1), scale, bias, num_lines + lines, real, SCALED, BIAS)
         result = result / (1.0 + tl.exp(-result)) * up
     tl.store(out + lines, result.to(out.dtype.element_ty), mask=real)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _few_rows_kernel(
-    x, weight, bias, out, num_rows, num_lines, width,
+    x, weight, scale, bias, out, num_rows, num_lines, width,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_OUT: tl.constexpr, EVEN_IN: tl.constexpr,
-    GATED: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    GATED: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, EARLY: tl.constexpr, PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """The weight is the left factor, whose tile has the 64 rows that Hopper's instructions want; x is the right one."""
+    """The weight is the left factor, whose tile has the 64 rows that Hopper's instructions want; x is the right one. With
+    EARLY the first tile of the weight is loaded before the wait, into registers."""
     if PDL:
         gdc_launch_dependents()
     lines = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     rows = tl.arange(0, BLOCK_ROWS)
     upper = weight + tl.cast(num_lines, tl.int64) * width
-    if PDL:
-        gdc_wait()
+    columns = tl.arange(0, BLOCK_IN)
     sums = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
     up_sums = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
-    for start in range(0, width, BLOCK_IN):
+    first: tl.constexpr = BLOCK_IN if EARLY else 0
+    if EARLY:
+        tile = _tile(weight, lines, columns, num_lines, width, EVEN_OUT, EVEN_IN)
+        if GATED:
+            up_tile = _tile(upper, lines, columns, num_lines, width, EVEN_OUT, EVEN_IN)
+    if PDL:
+        gdc_wait()
+    if EARLY:
+        values = tl.trans(_tile(x, rows, columns, num_rows, width, False, EVEN_IN))
+        sums = tl.dot(tile.to(values.dtype), values, sums, input_precision=PRECISION)
+        if GATED:
+            up_sums = tl.dot(up_tile.to(values.dtype), values, up_sums, input_precision=PRECISION)
+    for start in range(first, width, BLOCK_IN):
         columns = start + tl.arange(0, BLOCK_IN)
         tile = _tile(weight, lines, columns, num_lines, width, EVEN_OUT, EVEN_IN)
         values = tl.trans(_tile(x, rows, columns, num_rows, width, False, EVEN_IN))
-        sums = tl.dot(tile, values, sums, input_precision=PRECISION)
+        sums = tl.dot(tile.to(values.dtype), values, sums, input_precision=PRECISION)
         if GATED:
             up_tile = _tile(upper, lines, columns, num_lines, width, EVEN_OUT, EVEN_IN)
-            up_sums = tl.dot(up_tile, values, up_sums, input_precision=PRECISION)
+            up_sums = tl.dot(up_tile.to(values.dtype), values, up_sums, input_precision=PRECISION)
     real_line = lines < num_lines
-    if BIAS:
-        sums += tl.load(bias + lines, mask=real_line, other=0.0).to(tl.float32)[:, None]
+    sums = _finished(sums, scale, bias, lines[:, None], real_line[:, None], SCALED, BIAS)
     if GATED:
-        if BIAS:
-            up_sums += tl.load(bias + num_lines + lines, mask=real_line, other=0.0).to(tl.float32)[:, None]
+        up_sums = _finished(up_sums, scale, bias, num_lines + lines[:, None], real_line[:, None], SCALED, BIAS)
         sums = sums / (1.0 + tl.exp(-sums)) * up_sums
     places = out + rows[None, :].to(tl.int64) * num_lines + lines[:, None]
     tl.store(places, sums.to(out.dtype.element_ty), mask=(rows < num_rows)[None, :] & real_line[:, None])
@@ -129,21 +151,63 @@ def small_linear(
     assert x.is_contiguous()
     assert width == packed.in_features
     lines = packed.out_features // 2 if gated else packed.out_features
-    choice = choice or choose_linear(rows, lines, gated)
+    scaled = packed.scale is not None
+    choice = choice or choose_linear(rows, lines, gated, scaled)
     out = x.new_empty(rows, lines)
     block_out, block_in = choice.block_out, min(choice.block_in * 2 // x.element_size(), power_of_2(width, 16))
     arguments = {
         "BLOCK_OUT": block_out, "BLOCK_IN": block_in, "EVEN_OUT": lines % block_out == 0, "EVEN_IN": width % block_in == 0,
-        "GATED": gated, "BIAS": packed.bias is not None, **options(choice.num_warps, choice.num_stages),
+        "GATED": gated, "SCALED": scaled, "BIAS": packed.bias is not None, **options(choice.num_warps, choice.num_stages),
     }  # fmt: skip
     grid = (triton.cdiv(lines, block_out),)
-    bias = x if packed.bias is None else packed.bias
-    if rows == 1:
-        _one_row_kernel[grid](x, packed.weight, bias, out, lines, width, **arguments)
+    scale, bias = x if packed.scale is None else packed.scale, x if packed.bias is None else packed.bias
+    if rows == 1 and not choice.tensor_cores:
+        _one_row_kernel[grid](x, packed.weight, scale, bias, out, lines, width, **arguments)
     else:
         precision = "ieee" if x.dtype is torch.float32 else "tf32"
         _few_rows_kernel[grid](
-            x, packed.weight, bias, out, rows, lines, width,
-            BLOCK_ROWS=power_of_2(rows, 16), PRECISION=precision, **arguments,
+            x, packed.weight, scale, bias, out, rows, lines, width,
+            BLOCK_ROWS=power_of_2(rows, 16), EARLY=choice.early, PRECISION=precision, **arguments,
         )  # fmt: skip
     return out
+
+
+@triton.jit
+def _quantise_kernel(x, out, scales, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """One row a program."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < width
+    values = tl.load(x + row * width + columns, mask=inside, other=0.0).to(tl.float32)
+    largest = tl.max(tl.abs(values), axis=0)
+    scale = tl.where(largest > 0.0, largest / 448.0, 1.0)
+    tl.store(out + row * width + columns, (values / scale).to(out.dtype.element_ty), mask=inside)
+    tl.store(scales + row, scale)
+
+
+def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [tokens, in] in fp8, and the scale of each row."""
+    if INTERPRETED:  # there 7.9 becomes 4 in fp8
+        return quantise(x)
+    rows, width = x.shape
+    assert x.is_contiguous()
+    out, scales = torch.empty_like(x, dtype=FP8), x.new_empty(rows, dtype=torch.float32)
+    block = power_of_2(width)
+    _quantise_kernel[(rows,)](x, out, scales, width, BLOCK=block, **options(num_warps=min(16, max(1, block // 512))))
+    return out, scales
+
+
+def scaled_linear(x: torch.Tensor, packed: CudaPacked, out: torch.Tensor | None = None) -> torch.Tensor:
+    """x [tokens, in] -> [tokens, out] with a weight in fp8, in tensor cores of fp8."""
+    assert packed.scale is not None
+    narrow, scales = quantise_rows(x)
+    if out is None:
+        out = x.new_empty(x.shape[0], packed.out_features)
+    torch._scaled_mm(
+        narrow, packed.weight.T, scale_a=scales[:, None], scale_b=packed.scale[None, :], out_dtype=out.dtype,
+        use_fast_accum=True, out=out,
+    )  # fmt: skip
+    return out if packed.bias is None else out.add_(packed.bias)

@@ -31,6 +31,8 @@ class LinearChoice:
     block_in: int  # columns a step
     num_warps: int
     num_stages: int
+    early: bool = False  # several rows: load the first tile of the weight before waiting for the kernel before
+    tensor_cores: bool = False  # one row: as if it were several
 
 
 MAX_SMALL_ROWS = 32  # more rows are faster in cuBLAS
@@ -68,8 +70,12 @@ def choose_prefill(num_lines: int, head_bytes: int) -> PrefillChoice:
 
 
 @functools.lru_cache(maxsize=1024)
-def choose_linear(num_rows: int, num_lines: int, gated: bool) -> LinearChoice:
-    """`num_lines` counts outputs: with `gated` each has two rows of the weight."""
+def choose_linear(num_rows: int, num_lines: int, gated: bool, scaled: bool = False) -> LinearChoice:
+    """`num_lines` counts outputs: with `gated` each has two rows of the weight. `scaled`: the weight is in fp8."""
+    if scaled:
+        if num_rows == 1:
+            return LinearChoice(8, 1024, 8, 3) if gated else LinearChoice(8, 2048, 8, 3)
+        return LinearChoice(64, 128 if gated else 256, 4, 4)
     if num_rows == 1:
         return LinearChoice(4, 1024, 8, 3) if gated else LinearChoice(4, 2048, 8, 3)
     if num_rows > 32 or num_lines > 32768:

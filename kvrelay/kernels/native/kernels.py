@@ -88,7 +88,10 @@ class NativeKernels:
         """Of all weights that it has packed."""
         return self._weights.num_bytes
 
-    def pack(self, weight: torch.Tensor | Quantised, bias: torch.Tensor | None) -> NativePacked:
+    def pack(
+        self, weight: torch.Tensor | Quantised, bias: torch.Tensor | None, scale: torch.Tensor | None = None
+    ) -> NativePacked:
+        assert scale is None, "fp8 is computed by the kernels of cards"
         if isinstance(weight, Quantised):
             name, held, in_features = weight.format, weight.blocks.contiguous(), weight.in_features
         else:

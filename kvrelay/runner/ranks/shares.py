@@ -89,6 +89,9 @@ class RankSource:
         self._share = share
         self._source = source
 
+    def take_linear(self, name: str, shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self.take(name, shape), None
+
     def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         *_, part, kind = name.split(".")
         rows, columns = self._share.rows(part), self._share.columns(part)
