@@ -80,7 +80,8 @@ class VllmCore:
         self.max_batch = int(config.scheduler_config.max_num_seqs)
         self.dtype = str(config.model_config.dtype).removeprefix("torch.")
         self.eos_token_ids = _eos_of(config.model_config)
-        self._num_preemptions = 0
+        self._num_preemptions = 0  # of sequences that have ended by themselves
+        self._requests: dict[str, Any] = {}
 
     def listen(self, listener: CacheListener) -> None:
         """To what the prefix cache does."""
@@ -100,11 +101,15 @@ class VllmCore:
                 data_parallel_rank=None,
                 priority=request.priority,
             )
-            self._core.add_request(*self._core.preprocess_add_request(made))
+            added, wave = self._core.preprocess_add_request(made)
+            self._core.add_request(added, wave)
+            self._requests[request.id] = added
         except ValueError as error:
             raise InvalidRequestError(f"vLLM: {error}") from error
 
     def abort(self, sequence_ids: Sequence[str]) -> None:
+        for sequence_id in sequence_ids:
+            self._requests.pop(sequence_id, None)
         self._core.abort_requests(list(sequence_ids))
 
     def sent(self, sequence_id: str) -> None:
@@ -124,7 +129,11 @@ class VllmCore:
     def step(self) -> tuple[list[CoreOutput], bool]:
         outputs, computed = self._core.step()
         self._core.post_step(computed)
-        return [_output(one) for many in outputs.values() for one in many.outputs], bool(computed)
+        found = [one for many in outputs.values() for one in many.outputs]
+        for one in found:
+            if one.finish_reason is not None and (ended := self._requests.pop(one.request_id, None)) is not None:
+                self._num_preemptions += ended.num_preemptions
+        return [_output(one) for one in found], bool(computed)
 
     def counts(self) -> CoreCounts:
         running, waiting = self._scheduler.get_request_counts()
