@@ -185,6 +185,19 @@ def test_sampled_answers_repeat_with_their_seed(server: Server) -> None:
     assert len(first["choices"][0]["logprobs"]["token_logprobs"]) == MAX_TOKENS
 
 
+def test_grammars_hold_across_the_hand_over(server: Server) -> None:
+    colour = complete(server, "Her favourite colour is", guided_choice=["magenta", "vermilion"], n=2)
+    assert {choice["text"] for choice in colour["choices"]} <= {"magenta", "vermilion"}
+    assert complete(server, "The year was", guided_regex="19[0-9]{2}, or later")["choices"][0]["text"][4:] == ", or later"
+
+
+def test_a_prompt_is_cached_by_the_workers_that_have_seen_it(server: Server) -> None:
+    for _ in range(2):
+        details = complete(server, "Of all the old towns by the river, " * 12)["usage"]["prompt_tokens_details"]
+    assert details["cached_tokens"] >= 64
+    until(lambda: any(worker["blocks"]["cached"] for worker in server.get("/cluster")["workers"]))
+
+
 class LeaveError(Exception):
     """What a client that leaves raises in the middle of its stream."""
 
@@ -208,7 +221,7 @@ def test_a_client_that_leaves_at_once_leaves_nothing(server: Server) -> None:
     ("param", "fields"),
     [
         ("keep_kv", {"keep_kv": True}),
-        ("response_format", {"response_format": {"type": "json_object"}}),
+        ("beam_width", {"use_beam_search": True, "n": 2, "temperature": 0}),
         ("presence_penalty", {"presence_penalty": 1.0}),
     ],
 )

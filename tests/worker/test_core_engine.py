@@ -12,7 +12,7 @@ import pytest
 from fake_core import BLOCK_SIZE, FakeCore
 
 from kvrelay.ids import RequestId, new_request_id, new_transfer_id, new_worker_id
-from kvrelay.sampling import BeamSearch, Grammar, GrammarKind, SamplingParams
+from kvrelay.sampling import BeamSearch, SamplingParams
 from kvrelay.states import FinishReason, Role
 from kvrelay.transfer.engines.memory import MemoryEngine, MemoryNetwork
 from kvrelay.transfer.kv.consumer import RelayConsumer
@@ -265,7 +265,7 @@ def test_a_lost_producer_ends_the_hand_over(pair: Pair) -> None:
         ("keep_kv", {"keep": Keep(["kept-x"], 5.0)}),  # type: ignore[list-item]
         ("continuation_of", {"inherit": "kept-x"}),
         ("model", {"adapter": "digest"}),
-        ("response_format", {"params": msgspec.structs.replace(GREEDY, grammar=Grammar(kind=GrammarKind.JSON_OBJECT))}),
+        ("logprob_token_ids", {"params": msgspec.structs.replace(GREEDY, logprobs=1, logprob_token_ids=[1])}),
         ("prompt", {"prompt": [10_000]}),
         ("prompt", {"prompt": []}),
         ("n", {"params": msgspec.structs.replace(GREEDY, n=9)}),

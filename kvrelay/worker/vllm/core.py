@@ -7,13 +7,14 @@ import os
 import pathlib
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from concurrent.futures import Future, wait
+from typing import Any, assert_never
 
 import numpy as np
 import torch
 import vllm
 from vllm.engine.arg_utils import EngineArgs
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.sampling_params import SamplingParams as VllmParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine import FinishReason as VllmFinish
@@ -23,7 +24,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvrelay.errors import ConfigError, InvalidRequestError
-from kvrelay.sampling import SamplingParams
+from kvrelay.sampling import Grammar, GrammarKind, SamplingParams
 from kvrelay.states import FinishReason
 from kvrelay.wire.serving import TokenLogprobs
 from kvrelay.worker.vllm.events import CacheListener
@@ -102,6 +103,8 @@ class VllmCore:
                 priority=request.priority,
             )
             added, wave = self._core.preprocess_add_request(made)
+            if added.use_structured_output:
+                self._begin_grammar(added, request)
             self._core.add_request(added, wave)
             self._requests[request.id] = added
         except ValueError as error:
@@ -124,6 +127,7 @@ class VllmCore:
             request._all_token_ids.append(token)
             request.num_prompt_tokens += 1
             request.update_block_hashes()
+            self._core.structured_output_manager.accept_tokens(request, [token])
         self._scheduler._update_from_kv_xfer_finished(KVConnectorOutput(finished_recving={sequence_id}))
 
     def step(self) -> tuple[list[CoreOutput], bool]:
@@ -144,6 +148,16 @@ class VllmCore:
         return CoreCounts(
             running=running, waiting=waiting, total=total, free=free - cached, cached=cached, preemptions=self._num_preemptions
         )
+
+    def _begin_grammar(self, added: Any, request: CoreRequest) -> None:
+        """vLLM compiles it in a thread: a sequence that waits for that would look like one that waits for blocks."""
+        waited = added.structured_output_request
+        if isinstance(waited._grammar, Future):
+            wait([waited._grammar])
+        if isinstance(waited.grammar, Exception):
+            raise ValueError(f"the grammar cannot be used: {waited.grammar}")
+        if request.num_forced:
+            self._core.structured_output_manager.accept_tokens(added, request.prompt[-request.num_forced :])
 
     def close(self) -> None:
         self._core.shutdown()
@@ -168,12 +182,32 @@ class VllmCore:
             ignore_eos=params.ignore_eos,
             logprobs=params.logprobs,
             prompt_logprobs=request.prompt_logprobs,
+            structured_outputs=None if params.grammar is None else _structured(params.grammar),
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )
         if params.bad_tokens:
             made._bad_words_token_ids = params.bad_tokens
         return made
+
+
+def _structured(grammar: Grammar) -> StructuredOutputsParams:
+    source = grammar.source
+    match grammar.kind:
+        case GrammarKind.JSON_OBJECT:
+            made = StructuredOutputsParams(json_object=True)
+        case GrammarKind.JSON_SCHEMA:
+            made = StructuredOutputsParams(json=source)
+        case GrammarKind.REGEX:
+            made = StructuredOutputsParams(regex=source)
+        case GrammarKind.CHOICE:
+            made = StructuredOutputsParams(choice=json.loads(source))
+        case GrammarKind.LARK:
+            made = StructuredOutputsParams(grammar=source)
+        case _:
+            assert_never(grammar.kind)
+    made._backend = "guidance"  # llguidance, as in our own engine
+    return made
 
 
 def _output(one: EngineCoreOutput) -> CoreOutput:

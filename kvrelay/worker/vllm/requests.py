@@ -64,6 +64,7 @@ class Open:
         return CoreRequest(
             id=f"{self.id}/{sample.number}",
             prompt=self.submit.prompt + sample.forced,
+            num_forced=len(sample.forced),
             params=params,
             max_tokens=max_tokens,
             min_tokens=min(max_tokens, max(0, params.min_tokens - num_output)),
@@ -175,7 +176,6 @@ def _refused(submit: Submit, *, split: bool) -> Iterator[tuple[str, str]]:
         "continuation_of": submit.inherit is not None,
         "images": bool(submit.images),
         "model": bool(submit.adapter),
-        "response_format": params.grammar is not None,
         "logprob_token_ids": bool(params.logprob_token_ids),
     }
     yield from (

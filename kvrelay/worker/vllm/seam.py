@@ -26,6 +26,7 @@ class CoreRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     prompt: list[int]
+    num_forced: int = 0  # of these, tokens at the end that are output of its sample
     params: SamplingParams
     max_tokens: int  # of those that are to come; as `min_tokens`
     min_tokens: int
