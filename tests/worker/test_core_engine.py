@@ -280,18 +280,6 @@ def test_what_it_does_not_have_is_refused_by_name(param: str, changed: dict[str,
     assert (failure.kind, failure.param) == ("invalid_request_error", param)
 
 
-@pytest.mark.parametrize("name", ["presence_penalty", "frequency_penalty"])
-def test_penalties_need_a_worker_that_sees_the_whole_output(name: str) -> None:
-    params = msgspec.structs.replace(GREEDY, **{name: 0.5})
-    assert alone([1, 2, 3], params)
-    worker = Worker(Role.DECODE, MemoryNetwork())
-    submit = submit_of([1, 2, 3], params)
-    worker.engine.submit(submit)
-    worker.step()
-    assert worker.failed[submit.request_id].param == name
-    worker.engine.close()
-
-
 def test_a_worker_that_drains_takes_nothing_new() -> None:
     worker = Worker(Role.WHOLE)
     first, second = submit_of([1, 2, 3]), submit_of([1, 2, 3])

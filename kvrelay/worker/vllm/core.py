@@ -28,6 +28,7 @@ from kvrelay.sampling import Grammar, GrammarKind, SamplingParams
 from kvrelay.states import FinishReason
 from kvrelay.wire.serving import TokenLogprobs
 from kvrelay.worker.vllm.events import CacheListener
+from kvrelay.worker.vllm.forced import FORCED
 from kvrelay.worker.vllm.seam import CoreCounts, CoreOutput, CoreRequest
 
 VERSION = str(vllm.__version__)
@@ -63,7 +64,7 @@ def open_core(arguments: Mapping[str, Any], threads: int) -> VllmCore:
 def _warm_up(core: VllmCore) -> None:
     """What vLLM compiles when it first meets it takes minutes, during which a worker would be considered stuck."""
     params = SamplingParams(temperature=1.0, logprobs=1, max_tokens=2, top_p=0.9, top_k=2)
-    core.add(CoreRequest(id="warm-up", prompt=[0], params=params, max_tokens=2, min_tokens=0, seed=0))
+    core.add(CoreRequest(id="warm-up", prompt=[0], params=params, max_tokens=2, seed=0))
     while not any(output.finish for output in core.step()[0]):
         pass
 
@@ -103,6 +104,9 @@ class VllmCore:
                 priority=request.priority,
             )
             added, wave = self._core.preprocess_add_request(made)
+            if request.forced:
+                added.append_output_token_ids(list(request.forced))
+                added.prefill_stats = None  # vLLM counts prompts, and expects no more to be cached
             if added.use_structured_output:
                 self._begin_grammar(added, request)
             self._core.add_request(added, wave)
@@ -123,10 +127,8 @@ class VllmCore:
         if request is None:
             return  # aborted before it had blocks
         if token is not None:
-            request.prompt_token_ids.append(token)
-            request._all_token_ids.append(token)
-            request.num_prompt_tokens += 1
-            request.update_block_hashes()
+            request.append_output_token_ids(token)
+            request.sampling_params.extra_args = {FORCED: list(request.output_token_ids)}
             self._core.structured_output_manager.accept_tokens(request, [token])
         self._scheduler._update_from_kv_xfer_finished(KVConnectorOutput(finished_recving={sequence_id}))
 
@@ -156,8 +158,7 @@ class VllmCore:
             wait([waited._grammar])
         if isinstance(waited.grammar, Exception):
             raise ValueError(f"the grammar cannot be used: {waited.grammar}")
-        if request.num_forced:
-            self._core.structured_output_manager.accept_tokens(added, request.prompt[-request.num_forced :])
+        self._core.structured_output_manager.accept_tokens(added, request.forced)
 
     def close(self) -> None:
         self._core.shutdown()
@@ -177,7 +178,7 @@ class VllmCore:
             allowed_token_ids=params.allowed_token_ids or None,
             seed=None if params.greedy else request.seed,
             max_tokens=request.max_tokens,
-            min_tokens=request.min_tokens,
+            min_tokens=min(params.min_tokens, request.max_tokens),
             stop_token_ids=[*params.stop_token_ids, *others],
             ignore_eos=params.ignore_eos,
             logprobs=params.logprobs,
@@ -185,6 +186,7 @@ class VllmCore:
             structured_outputs=None if params.grammar is None else _structured(params.grammar),
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
+            extra_args={FORCED: request.forced} if request.forced else None,
         )
         if params.bad_tokens:
             made._bad_words_token_ids = params.bad_tokens

@@ -19,7 +19,7 @@ _OURS_ALONE = {
         "max_running_prefills", "check_invariants",
     ),
 }  # fmt: skip
-_SET_HERE = ("model", "kv_transfer_config", "kv_events_config", "async_scheduling", "worker_cls")
+_SET_HERE = ("model", "kv_transfer_config", "kv_events_config", "async_scheduling", "worker_cls", "worker_extension_cls")
 
 
 def read_arguments(text: str) -> dict[str, Any]:
@@ -51,6 +51,7 @@ def engine_arguments(setup: Setup, role: Role) -> dict[str, Any]:
         "scheduling_policy": "priority",
         "async_scheduling": False,
         "disable_log_stats": True,
+        "worker_extension_cls": "kvrelay.worker.vllm.forced.ForcedOutput",
         "kv_events_config": {"enable_kv_cache_events": publishes_events(engine), "publisher": "null"},
     }
     if model.device == "cuda":
