@@ -52,7 +52,8 @@ SMALL = {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LE
 def serve(*options: str) -> Generator[Server, None, None]:
     command = [
         sys.executable, "-m", "kvrelay", "serve", "--engine", "vllm", "--port", "0", "--max-model-len", "1024", "--max-batch",
-        "8", "--engine-args", ENGINE_ARGS, "--local-prefill-tokens", "0", "--failover-wait-s", "120", *options,
+        "8", "--engine-args", ENGINE_ARGS, "--local-prefill-tokens", "0", "--failover-wait-s", "120",
+        "--threads", "1", "--registration-s", "20", *options,
     ]  # fmt: skip
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | SMALL)
     server = Server(process)

@@ -24,12 +24,15 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvrelay.errors import ConfigError, InvalidRequestError
+from kvrelay.log import Log
 from kvrelay.sampling import Grammar, GrammarKind, SamplingParams
 from kvrelay.states import FinishReason
 from kvrelay.wire.serving import TokenLogprobs
 from kvrelay.worker.vllm.events import CacheListener
 from kvrelay.worker.vllm.forced import FORCED
 from kvrelay.worker.vllm.seam import CoreCounts, CoreOutput, CoreRequest
+
+log = Log("engine")
 
 VERSION = str(vllm.__version__)
 _REASONS = {
@@ -62,11 +65,17 @@ def open_core(arguments: Mapping[str, Any], threads: int) -> VllmCore:
 
 
 def _warm_up(core: VllmCore) -> None:
-    """What vLLM compiles when it first meets it takes minutes, during which a worker would be considered stuck."""
-    params = SamplingParams(temperature=1.0, logprobs=1, max_tokens=2, top_p=0.9, top_k=2)
-    core.add(CoreRequest(id="warm-up", prompt=[0], params=params, max_tokens=2, seed=0))
-    while not any(output.finish for output in core.step()[0]):
-        pass
+    """What vLLM compiles or loads when it first meets it keeps other threads from running, up to minutes: then a worker would
+    be considered dead."""
+    sampled = SamplingParams(temperature=1.0, logprobs=1, max_tokens=2, top_p=0.9, top_k=2)
+    for params in (sampled, SamplingParams(max_tokens=2, grammar=Grammar(kind=GrammarKind.JSON_OBJECT))):
+        try:
+            core.add(CoreRequest(id="warm-up", prompt=[0], params=params, max_tokens=2, seed=0))
+        except InvalidRequestError as error:
+            log.warning("requests with a grammar will be refused", reason=error)
+            continue
+        while not any(output.finish for output in core.step()[0]):
+            pass
 
 
 class VllmCore:
