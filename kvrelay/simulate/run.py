@@ -20,6 +20,7 @@ from kvrelay.simulate.traffic import Session
 from kvrelay.states import Role
 
 _SETTLE_S = 120.0  # of virtual time, after the last answer: transfers end, workers fall idle
+_COLLECTOR_THRESHOLDS = (50_000, 20, 1_000_000)  # requests are circles, and caches are millions of objects that are none
 _DRIVER = Callable[[SimulatedCluster], None]
 
 
@@ -50,12 +51,14 @@ class Outcome:
     answers: list[Answer]
     gaps_us: Counter[int]
     seconds: float  # of virtual time, until the last answer
-    cpu_s: float
+    cpu_s: float  # of this process
+    submit_us: Counter[int]  # of this process, for a request: the router's choice, and what it notes and sends
     busy: dict[Role, float] = field(default_factory=dict)  # share of the time of its workers
     num_prompt_tokens: int = 0  # computed
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     num_steps: int = 0
+    num_told_blocks: int = 0  # in cache events
 
 
 def simulate(
@@ -81,16 +84,15 @@ def simulate(
         loop.at(failure.at_s, _kill, cluster, failure)
     loop.at(0.0, cluster.start)
     loop.at(0.0, clients.begin, iter(sessions))
-    was_collecting = gc.isenabled()
-    gc.disable()  # nothing here lives in circles for long, and there are millions of objects to look through
+    usual = gc.get_threshold()
+    gc.set_threshold(*_COLLECTOR_THRESHOLDS)
     try:
         _run(loop, clients, duration_s, progress or Silent())
         seconds = loop.now
         loop.run(lambda: cluster.is_idle, until=seconds + _SETTLE_S)
         _check(cluster, clients)
     finally:
-        if was_collecting:
-            gc.enable()
+        gc.set_threshold(*usual)
     return _outcome(cluster, clients, seconds, time.process_time() - began)
 
 
@@ -118,7 +120,9 @@ def _check(cluster: SimulatedCluster, clients: Clients) -> None:
 
 
 def _outcome(cluster: SimulatedCluster, clients: Clients, seconds: float, cpu_s: float) -> Outcome:
-    outcome = Outcome(answers=clients.answers, gaps_us=clients.gaps_us, seconds=seconds, cpu_s=cpu_s)
+    outcome = Outcome(
+        answers=clients.answers, gaps_us=clients.gaps_us, seconds=seconds, cpu_s=cpu_s, submit_us=clients.submit_us
+    )
     lived, busy = dict.fromkeys(Role, 0.0), dict.fromkeys(Role, 0.0)
     for worker in [*cluster.workers.values(), *cluster.gone]:
         role, load = worker.record.role, worker.engine.load()
@@ -128,5 +132,6 @@ def _outcome(cluster: SimulatedCluster, clients: Clients, seconds: float, cpu_s:
         outcome.num_cached_tokens += load.cached_tokens
         outcome.num_preemptions += load.preemptions
         outcome.num_steps += worker.num_steps
+        outcome.num_told_blocks += worker.num_told_blocks
     outcome.busy = {role: min(1.0, busy[role] / lived[role]) for role in lived if lived[role] > 0}
     return outcome
