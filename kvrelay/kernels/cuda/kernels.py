@@ -79,7 +79,7 @@ class CudaKernels:
     def qkv_linear(self, x: torch.Tensor, packed: Packed, shape: HeadShape, rows: AttentionBatch) -> torch.Tensor:
         """A linear whose rows have room behind them where cuDNN will attend over them: see `own_attention`."""
         assert isinstance(packed, CudaPacked)
-        if self._own_rows(rows, shape, x) is None:
+        if not self._own_rows(rows, shape, x):
             return self.linear(x, packed)
         tokens = x.shape[0]
         roomy = x.new_empty(tokens + PLAN_STEP, packed.out_features)
@@ -126,7 +126,7 @@ class CudaKernels:
         k_norm: torch.Tensor | None,
         eps: float,
     ) -> torch.Tensor:
-        keep = self._own_rows(batch.attention, shape, qkv) is not None
+        keep = bool(self._own_rows(batch.attention, shape, qkv))
         return elementwise.rope_and_store(qkv, shape, cos_sin, batch, kv, q_norm, k_norm, eps, keep=keep)
 
     def attention(self, q: torch.Tensor, shape: HeadShape, batch: ForwardBatch, kv: torch.Tensor, scale: float) -> torch.Tensor:
@@ -134,30 +134,61 @@ class CudaKernels:
             return self._reference.attention(q, shape, batch, kv, scale)
         rows = batch.attention
         own_rows = self._own_rows(rows, shape, q)
-        if own_rows is not None and has_room(q, shape, own_rows):
+        if own_rows and not has_room(q, shape, own_rows):
+            own_rows = []
+        if len(own_rows) == rows.num_rows:
             return own_attention(q, shape, own_rows, scale)
         out = q.new_empty(q.shape[0], shape.num_heads * shape.head_dim)
+        if own_rows:
+            num_others = q.shape[0] - sum(own_rows)
+            out[num_others:] = own_attention(q, shape, own_rows, scale)
+            q, rows = q[:num_others], _first_rows(rows, rows.num_rows - len(own_rows))
+        self._paged(q, shape, rows, kv, scale, out)
+        return out
+
+    def _paged(
+        self, q: torch.Tensor, shape: HeadShape, rows: AttentionBatch, kv: torch.Tensor, scale: float, out: torch.Tensor
+    ) -> None:
         if rows.max_query == 1:
             decode_attention(q, shape, rows, kv, scale, out)
-            return out
+            return
         mixed = rows.num_rows > 1
         paged_attention(q, shape, rows, kv, scale, out, mixed=mixed)
         if mixed:
             decode_attention(q, shape, rows, kv, scale, out, mixed=True)
-        return out
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         return elementwise.silu_mul(gate_up)
 
-    def _own_rows(self, rows: AttentionBatch, shape: HeadShape, q: torch.Tensor) -> list[int] | None:
-        """The queries of each row, if cuDNN shall compute them: long ones, none of which has a prefix."""
+    def _own_rows(self, rows: AttentionBatch, shape: HeadShape, q: torch.Tensor) -> list[int]:
+        """The queries of each row that cuDNN shall compute: long ones without a prefix, at the end of the pass, where the
+        engine puts prompts that begin."""
         if self._attention != "auto" or not q.is_cuda or q.dtype is torch.float32 or rows.max_query < _MIN_CUDNN_QUERIES:
-            return None
+            return []
         if shape.head_dim > _MAX_CUDNN_DIM or shape.head_dim % 8:
-            return None
-        if rows.num_rows == 1:
-            return [rows.max_query] if rows.max_query == rows.max_context else None
-        if rows.lengths is None or any(count != context for count, context in rows.lengths):
-            return None
-        counts = [count for count, _ in rows.lengths]
-        return counts if min(counts) >= _MIN_CUDNN_QUERIES else None
+            return []
+        return _prompts_at_end(rows)
+
+
+def _prompts_at_end(rows: AttentionBatch) -> list[int]:
+    if rows.num_rows == 1:
+        return [rows.max_query] if rows.max_query == rows.max_context else []
+    found: list[int] = []
+    for count, context in reversed(rows.lengths or ()):
+        if count != context or count < _MIN_CUDNN_QUERIES:
+            break
+        found.append(count)
+    return found[::-1]
+
+
+def _first_rows(rows: AttentionBatch, num_rows: int) -> AttentionBatch:
+    assert rows.lengths is not None
+    lengths = rows.lengths[:num_rows]
+    return AttentionBatch(
+        query_start=rows.query_start[: num_rows + 1],
+        context_lens=rows.context_lens[:num_rows],
+        block_tables=rows.block_tables[:num_rows],
+        max_query=max(count for count, _ in lengths),
+        max_context=max(context for _, context in lengths),
+        lengths=lengths,
+    )
