@@ -30,7 +30,6 @@ from kvrelay.runner.host_pool import HostPool, choose_host_blocks, make_host_poo
 from kvrelay.runner.kv_pool import KVPool, PoolSize, blocks_for, choose_pool_size, free_cpu_bytes, token_bytes
 from kvrelay.runner.loader import load_model
 from kvrelay.runner.lora import LoraAdapters
-from kvrelay.runner.prompt_graphs import prompt_sizes
 from kvrelay.runner.ranks.group import LeadingModel, OnDeath, RankGroup
 from kvrelay.runner.ranks.shares import check_split
 from kvrelay.runner.runner import TorchRunner
@@ -121,7 +120,6 @@ def build_runner(
             features=make_store(spec, engine_options, device, dtype) if features is None else features,
             adapters=adapters,
             graph_sizes=sizes,
-            prompt_sizes=prompt_sizes(engine_options.token_budget, size.max_model_len) if sizes else (),
             progress=progress,
             ranks=group,
         )

@@ -32,7 +32,6 @@ from kvrelay.runner.cuda_fence import CudaFence
 from kvrelay.runner.graphs import DecodeGraphs
 from kvrelay.runner.host_pool import HostPool
 from kvrelay.runner.kv_pool import KVPool, blocks_for
-from kvrelay.runner.prompt_graphs import PromptGraphs
 from kvrelay.runner.ranks.group import RankGroup
 from kvrelay.runner.sampling.draw import NOT_RESOLVED
 from kvrelay.runner.sampling.edits import EditState
@@ -102,13 +101,11 @@ class TorchRunner:
         features: FeatureStore | None = None,
         adapters: Adapters | None = None,
         graph_sizes: Sequence[int] = (),
-        prompt_sizes: Sequence[int] = (),
         progress: Progress | None = None,
         ranks: RankGroup | None = None,
     ) -> None:
         """`features` holds those of images; without it the runner takes none. With `graph_sizes`, decode steps are padded to
-        them and replayed, and the pool's last block is the runner's own; with `prompt_sizes` besides, so are short prompts.
-        `ranks` are ended with the runner."""
+        them and replayed, and the pool's last block is the runner's own. `ranks` are ended with the runner."""
         self.spec = spec
         self.features = features
         self.adapters = adapters or NoAdapters()
@@ -137,11 +134,6 @@ class TorchRunner:
             if graph_sizes
             else None
         )  # fmt: skip
-        self._prompts = (
-            PromptGraphs(model, pool.tensor, self._builder, sizes=prompt_sizes, progress=progress or Silent())
-            if prompt_sizes
-            else None
-        )
         grammars = Grammars(
             lambda: (folder / TOKENIZER_NAME).read_text(encoding="utf-8"),
             vocab_size=spec.vocab_size,
@@ -207,23 +199,12 @@ class TorchRunner:
             self._launched.append(_Launched([], Prepared(num_plan_rows=0), results=[]))
         elif self.runs_ahead and self._graphs is not None and self._graphs.takes(plan.rows):
             self._launched.append(self._replay(plan, self._graphs))
-        elif self.runs_ahead and self._prompts is not None and self._prompts.takes(plan.rows):
-            self._launched.append(self._replay_prompt(plan, self._prompts))
         else:
             self._launched.append(self._pass(plan))
 
     def _pass(self, plan: StepPlan) -> _Launched:
         batch, layout = self._builder.build(plan)
-        return self._sample(plan, layout, self._model.forward(batch, self._pool.tensor, self._on_layer))
-
-    def _replay_prompt(self, plan: StepPlan, prompts: PromptGraphs) -> _Launched:
-        row = plan.rows[0]
-        prompts.run(row)
-        wanted = [(0, 0)] if row.samples or row.candidates else []
-        layout = LogitLayout(sampled=wanted, prompts=[], num_rows=len(wanted))
-        return self._sample(plan, layout, prompts.logits[: len(wanted)].clone())  # the next replay overwrites them
-
-    def _sample(self, plan: StepPlan, layout: LogitLayout, logits: torch.Tensor) -> _Launched:
+        logits = self._model.forward(batch, self._pool.tensor, self._on_layer)
         prepared = self._sampler.prepare(plan, layout)
         if self._graphs is None or not prepared.takes_one_each or len(prepared.wanted) > self._graphs.max_rows:
             return _Launched(plan.rows, prepared, logits)
