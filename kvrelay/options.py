@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import pathlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -208,7 +209,7 @@ def _read_config(path: pathlib.Path, known: set[str]) -> dict[str, Any]:
             raise ConfigError(f"{path}: unknown option {shown!r}{suggest(name, known)}")
         if name in options:
             raise ConfigError(f"{path}: {name} is given twice")
-        options[name] = value
+        options[name] = json.dumps(value) if isinstance(value, dict) else value  # what a flag would say
     return options
 
 
@@ -284,6 +285,10 @@ def check_roles(options: Mapping[Role, RoleOptions]) -> None:
         if len(set(values.values())) > 1:
             said = ", ".join(f"{value} for {role.value}" for role, value in values.items())
             raise ConfigError(f"--{name}: {said}: workers that hand over to each other need the same")
+    engines = {role: its.engine.engine for role, its in options.items()}
+    if len(set(engines.values())) > 1:
+        said = ", ".join(f"{engine} for {role.value}" for role, engine in engines.items())
+        raise ConfigError(f"--engine: {said}: KV of one engine is of no use to another")
     devices = {role: options[role].model.device for role in (Role.PREFILL, Role.DECODE) if role in options}
     if len(set(devices.values())) > 1:
         said = ", ".join(f"{device} for {role.value}" for role, device in devices.items())

@@ -38,12 +38,26 @@ ALLOWED: dict[str, frozenset[str]] = {
     "transfer": frozenset({"wire", "engine", "native", "planes"}),
     "router": frozenset({"wire", "text", "discovery", "events", "native", "planes"}),
     "worker": frozenset(
-        {"wire", "media", "engine", "kernels", "runner", "checkpoint", "text", "discovery", "transfer", "events", "planes"}
+        {
+            "wire",
+            "media",
+            "engine",
+            "kernels",
+            "runner",
+            "checkpoint",
+            "text",
+            "discovery",
+            "transfer",
+            "events",
+            "planes",
+            "native",
+        }
     ),
     "frontend": frozenset({"wire", "media", "text", "checkpoint", "planes", "router"}),
     "launch": frozenset(
         {"wire", "planes", "checkpoint", "text", "discovery", "events", "native", "media", "router", "frontend"}
     ),
+    "simulate": frozenset({"wire", "engine", "discovery", "events", "router"}),
     "offline": frozenset({"wire", "engine", "checkpoint", "text", "worker", "router", "launch"}),
 }
 # May import everything.

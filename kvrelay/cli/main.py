@@ -23,6 +23,7 @@ _COMMANDS = {
     "events": "show live what the workers' KV caches do",
     "top": "show live what a server's workers and requests do",
     "bench": "measure this installation",
+    "simulate": "what a cluster would do, in virtual time",
     "doctor": "check this machine and say what to do",
     "probe": "ask a worker or a router whether it is ready",
     "keygen": "make the key that routers and workers share",

@@ -60,12 +60,13 @@ def _run_worker(chosen: Chosen, tie: LauncherTie | None) -> int:
     from kvrelay.worker.worker import run_worker
 
     place, transfer, shown = chosen.of(WorkerOptions), chosen.of(TransferOptions), chosen.namespace.progress
+    engine = chosen.of(EngineOptions)
     return run_worker(
         chosen.of(ModelOptions),
-        chosen.of(EngineOptions),
+        engine,
         place,
         chosen.environment,
         Silent() if shown == "none" else console_progress(plain=shown == "plain"),
-        lambda setup: stage_of(Role(place.role), transfer, place.worker_host, place.signal_port)(setup),  # loads libraries
+        lambda setup: stage_of(Role(place.role), transfer, place.worker_host, place.signal_port, engine.engine)(setup),
         tie=tie,
     )

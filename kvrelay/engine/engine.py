@@ -266,7 +266,7 @@ class Engine:
             self.core.outgoing.set_one_aside()
         if self.core.options.check_invariants:
             invariants.check(self.core)
-        return self._take_outputs()
+        return self.say()
 
     def _schedule(self) -> StepPlan:
         plan = self.scheduler.schedule()
@@ -330,9 +330,9 @@ class Engine:
             self._runner.collect()
         for request in list(self.requests.values()):
             self._endings.fail(request, InternalError(message))
-        return self._take_outputs()
+        return self.say()
 
-    def _take_outputs(self) -> StepOutputs:
+    def say(self) -> StepOutputs:
         outbox = self.core.outbox
         message = StepOutputs(
             worker_id=self._worker_id, step=self._num_steps, load=self.load(), outputs=outbox.outputs, news=outbox.news

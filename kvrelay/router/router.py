@@ -316,7 +316,7 @@ class Router:
         reachable = [peer for peer in self._peers.values() if peer.is_open]
         for peer in reachable:
             same = peer.record.fingerprint == reachable[0].record.fingerprint
-            peer.refusal = "" if same else f"it serves another model or layout than {reachable[0].id}"
+            peer.refusal = "" if same else f"it serves another model, or with another engine or layout, than {reachable[0].id}"
         usable = [peer for peer in reachable if peer.usable]
         lengths = [peer.record.max_model_len for peer in usable if peer.record.role is not Role.ENCODE]
         self._max_model_len = min(lengths, default=self._max_model_len)

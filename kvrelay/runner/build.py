@@ -19,6 +19,7 @@ from kvrelay.errors import ConfigError
 from kvrelay.ids import RequestId
 from kvrelay.kernels.base import Kernels
 from kvrelay.kernels.choose import choose_kernels
+from kvrelay.kernels.cuda.products import wrong_product
 from kvrelay.kernels.native.kernels import NativeKernels
 from kvrelay.kernels.torch_kernels import TorchKernels
 from kvrelay.log import Log
@@ -69,6 +70,7 @@ def build_runner(
     spec = read_spec(folder)
     check_fp8(spec, model_options, dtype)
     group = _start_ranks(model_options, engine_options, folder, environment, dtype_name, spec, on_rank_death)
+    check_products(spec, dtype, device, environment)
     kernels = choose_kernels(device, dtype, environment, model_options)
     if isinstance(kernels, TorchKernels) and (spec.fp8 or model_options.weights == "fp8"):
         raise ConfigError("weights in fp8 need the Triton kernels, which cannot run here: see the warning before")
@@ -130,6 +132,31 @@ def build_runner(
         host_mib=runner.num_host_blocks * block_bytes >> 20, max_model_len=size.max_model_len, graphs=len(sizes),
     )  # fmt: skip
     return runner
+
+
+def check_products(spec: ModelSpec, dtype: torch.dtype, device: torch.device, environment: Environment) -> None:
+    """Raises ConfigError where this process has a part of a card with which cuBLAS multiplies wrong."""
+    if device.type != "cuda" or not environment.mps_folder:
+        return
+    heads, kv_heads = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    wrong = wrong_product(
+        [
+            (heads + 2 * kv_heads, spec.hidden_size),
+            (spec.hidden_size, heads),
+            (2 * spec.intermediate_size, spec.hidden_size),
+            (spec.hidden_size, spec.intermediate_size),
+        ],
+        dtype,
+        device,
+    )
+    torch.cuda.empty_cache()
+    if wrong is not None:
+        num_rows, num_out, num_in = wrong
+        count = torch.cuda.get_device_properties(device).multi_processor_count
+        raise ConfigError(
+            f"--prefill-sms: with {count} multiprocessors cuBLAS multiplies wrong here ({num_rows} rows, {num_out} x {num_in}):"
+            " choose another percentage, such as 50 or 100"
+        )
 
 
 def _load_adapters(spec: ModelSpec, kernels: Kernels, options: ModelOptions, dtype: torch.dtype) -> Adapters | None:

@@ -28,7 +28,7 @@ from kvrelay.states import ConsumerState, ProducerState
 from kvrelay.wire.relay import FromConsumer, FromProducer, Heartbeat, HeartbeatAck, Map, Mapped, TransferMessage, reader
 from kvrelay.wire.serving import FirstToken
 
-KV_VERSION = 3  # of this channel alone
+KV_VERSION = 4  # of this channel alone
 MAX_RANKS = 32  # of a worker
 
 
@@ -46,7 +46,7 @@ def heads_of(num_kv_heads: int, tp: int, rank: int) -> range:
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
-    """The shape of a worker's KV memory: [ranks, layers, 2, blocks, block_size, kv_heads of a rank, head_dim]."""
+    """The shape of a worker's KV memory: [ranks, layers, planes, blocks, block_size, kv_heads of a rank, head_dim]."""
 
     num_layers: int
     num_blocks: int
@@ -56,6 +56,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str  # such as "float32"
     item_bytes: int
     tp: int = 1  # ranks of the worker
+    planes: int = 2  # of a layer: K and V; 1 where a block holds both
 
 
 # Consumer -> producer

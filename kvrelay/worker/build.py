@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from typing import assert_never
+from typing import Literal, assert_never
 
 from kvrelay.config import TransferOptions
 from kvrelay.states import Role
 from kvrelay.worker.stage import BuildStage
 
 
-def stage_of(role: Role, options: TransferOptions, host: str, signal_port: int = 0) -> BuildStage:
+def stage_of(
+    role: Role, options: TransferOptions, host: str, signal_port: int = 0, engine: Literal["kvrelay", "vllm"] = "kvrelay"
+) -> BuildStage:
     """For a worker that its peers reach at `host`."""
+    if engine == "vllm":
+        from kvrelay.worker.vllm.stage import vllm_stage
+
+        return vllm_stage(role, options, host, signal_port)
     match role:
         case Role.WHOLE:
             from kvrelay.worker.whole import whole_stage

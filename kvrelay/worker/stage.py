@@ -39,6 +39,7 @@ class Stage:
     recorder: EventRecorder | None = None  # what the engine's cache does, if routers are to be told
     waker: Waker = field(default_factory=Waker)
     adapters: Adapters = NoAdapters()  # LoRA adapters that requests may ask for
+    block_size: int | None = None  # tokens per KV block, where that is the engine's choice; None: that of the options
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import msgspec
 
 from kvrelay.config import EngineOptions, Environment, ModelOptions, TransferOptions
 from kvrelay.engine.engine import Engine
+from kvrelay.errors import ConfigError
 from kvrelay.ids import new_worker_id
 from kvrelay.media.image_spec import read_image_spec
 from kvrelay.progress import Progress
@@ -30,6 +31,8 @@ def build_engine(
     model_options: ModelOptions, engine_options: EngineOptions, environment: Environment, progress: Progress
 ) -> tuple[Tokenizer, Engine]:
     """The same without a process around it, with the tokenizer that a router would hold."""
+    if engine_options.engine != "kvrelay":
+        raise ConfigError(f"engine={engine_options.engine!r} runs in worker processes: give whole=1, or prefill and decode")
     unheard = msgspec.structs.replace(
         engine_options.for_device(model_options.device), kv_events=False
     )  # no router follows them

@@ -100,6 +100,7 @@ def run_worker(
         events_address=events.events_address,
         replay_address=events.replay_address,
         adapters=stage.adapters.records(),
+        block_size=engine_options.block_size if stage.block_size is None else stage.block_size,
     )
     loop.orders.adapters = stage.adapters
     loop.after_turn = events.tell

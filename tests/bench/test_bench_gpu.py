@@ -55,7 +55,7 @@ def test_the_relay_is_measured_over_http_whatever_the_device(monkeypatch: pytest
     monkeypatch.setattr(relay, "_ENDLESS", 30_000)  # however fast the machine is
     monkeypatch.setattr(relay, "_SETTLE_S", 0.1)
     settings: dict[str, object] = {"device": "cpu", "threads": 1, "kv-blocks": 16384}
-    results = relay.measure_servers(1, 1, settings, Console(quiet=True), SMALL)
+    results = relay.measure_servers(1, 1, settings, Console(quiet=True), 50, SMALL)
     assert results["handover_ms_p50"] > -1000.0
     assert 0.0 <= results["late_bytes_share"] <= 1.0
     names = {
@@ -63,6 +63,8 @@ def test_the_relay_is_measured_over_http_whatever_the_device(monkeypatch: pytest
         "ttft_whole_96_ms",
         "itl_p99_ms_1p1d",
         "itl_max_ms_1p1d",
+        "itl_max_ms_1p1d_all_sms",
+        "ttft_1p1d_part_96_ms",
         "itl_p99_ms_whole",
         "prompts_per_min_whole",
     }

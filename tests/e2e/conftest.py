@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-import openai
 import pytest
 from server import Server, serve
+
+if TYPE_CHECKING:
+    import openai
 
 
 @pytest.fixture(scope="session")
@@ -17,6 +20,8 @@ def smol() -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def client(smol: Server) -> openai.OpenAI:
+    import openai
+
     return openai.OpenAI(base_url=smol.url + "/v1", api_key="none", max_retries=0)
 
 

@@ -55,7 +55,8 @@ def test_memory_that_was_asked_for_and_fits_is_given() -> None:
 
 
 def test_workers_on_a_cpu_have_no_card() -> None:
-    places = place([(Role.ENCODE, ModelOptions()), *PAIR], ["3"], CardOptions(), {"CUDA_MPS_PIPE_DIRECTORY": "/tmp/mps"})
+    options = CardOptions(prefill_sms=100)
+    places = place([(Role.ENCODE, ModelOptions()), *PAIR], ["3"], options, {"CUDA_MPS_PIPE_DIRECTORY": "/tmp/mps"})
     assert places[0].prefix() == []
     assert [its.gpu_memory for its in places] == [0.9, 0.36, 0.54]
     assert places[1].prefix() == ["env", "CUDA_VISIBLE_DEVICES=3", "CUDA_MPS_PIPE_DIRECTORY=/tmp/mps"]
@@ -80,6 +81,7 @@ def test_commands_say_where_and_how_much() -> None:
     )
     prefill, decode = settings.commands(worker_roles(ClusterOptions(prefill=1, decode=1)), "tcp://127.0.0.1:1")
     assert prefill[:3] == decode[:3] == ["env", "CUDA_VISIBLE_DEVICES=1", "CUDA_MPS_PIPE_DIRECTORY=/tmp/mps"]
+    assert prefill[3] == "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=50"
     assert any("0.36" in word for word in prefill)
     assert any("0.54" in word for word in decode)
 

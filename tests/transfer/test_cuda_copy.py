@@ -11,7 +11,7 @@ if not HAS_TRITON:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
 from kvrelay.transfer.engines.base import Ranges
-from kvrelay.transfer.engines.cuda.copy import alignment, launch_on, shaped, warm_up
+from kvrelay.transfer.engines.cuda.copy import Copies, alignment, shaped, warm_up
 
 pytestmark = [pytest.mark.cuda] if ON_CARD else []
 
@@ -29,7 +29,7 @@ def check(ranges: Ranges) -> None:
     for to, start, size in ranges.tolist():
         expected[to : to + size] = source[start : start + size]
     there, target = source.to(DEVICE), torch.zeros(SIZE, dtype=torch.uint8, device=DEVICE)
-    launch_on(table_of(target, there, ranges), DEVICE)
+    Copies(DEVICE).launch(table_of(target, there, ranges))
     assert torch.equal(target.cpu(), expected)
 
 
@@ -55,6 +55,16 @@ def test_one_long_range_among_short_ones_is_cut_and_equal_ones_are_not() -> None
     assert int(table[:, 2].sum()) == 64_000 + (1 << 20)
     table, pieces = shaped(np.array([[0, 0, 1 << 20], [1 << 20, 1 << 20, 1 << 20]], dtype=np.int64))
     assert (len(table), pieces) == (2, 32)
+
+
+def test_a_table_longer_than_any_before_finds_room() -> None:
+    source = torch.arange(100_000, dtype=torch.uint8, device=DEVICE)
+    target = torch.zeros_like(source)
+    copies = Copies(DEVICE)
+    for count in (10, 5000, 20):
+        places = np.arange(count, dtype=np.int64) * 16
+        copies.launch(table_of(target, source, np.column_stack((places, places, np.full(count, 16)))))
+        assert torch.equal(target[: 16 * count].cpu(), source[: 16 * count].cpu())
 
 
 def test_alignment_is_that_of_every_number() -> None:

@@ -30,7 +30,10 @@ class Child:
     """An encode worker in a process of its own."""
 
     def __init__(self, transport: str) -> None:
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent.parent), str(HERE), str(HERE.parent)])}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(HERE.parent.parent), str(HERE), str(HERE.parent), *sys.path]),
+        }
         command = [sys.executable, str(HERE / "embedding_pair.py"), transport, str(LEASE_S)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
         told = self.hear()

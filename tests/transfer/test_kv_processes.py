@@ -29,7 +29,7 @@ LEASE_S = 1.0
 @contextmanager
 def reserved(transport: str) -> Iterator[tuple[subprocess.Popen[str], Consumer, RequestId]]:
     """A consumer that has reserved blocks, and the process that may write them (or whose blocks it copies)."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent.parent), str(HERE)])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent.parent), str(HERE), *sys.path])}
     command = [sys.executable, str(HERE / "relay_child.py"), transport, str(LEASE_S)]
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
     consumer = Consumer(transport=transport, settings=TransferSettings(lease_s=LEASE_S, hello_retry_s=0.1))

@@ -4,6 +4,9 @@ time to first token   one request at a time, of prompts never seen before
 hand-over             from token 1 to token 2, beyond one decode step
 late bytes            the share of the KV that moved when the prompt was computed
 time between tokens   of 16 streams, while prompts of 8192 tokens arrive back to back
+
+Prefill may use all multiprocessors (`ttft_1p1d_*`, `*_1p1d_all_sms`) or a part of them (`ttft_1p1d_part_*`, `*_1p1d`): a choice
+between prompts and tokens, of which both sides are shown.
 """
 
 from __future__ import annotations
@@ -197,7 +200,12 @@ async def _apart(server: Server, shape: dict[str, Any], rounds: int, seconds: in
     results = await ttft(client, "1p1d", rounds)
     results |= await handover(client, rounds)
     results |= await late_share(client, rounds)
-    return results | await gaps(client, "1p1d", seconds)
+    return results | await gaps(client, "1p1d_all_sms", seconds)
+
+
+async def _parted(server: Server, shape: dict[str, Any], rounds: int, seconds: int) -> Results:
+    client = Client(server, shape["vocab_size"])
+    return await ttft(client, "1p1d_part", rounds) | await gaps(client, "1p1d", seconds)
 
 
 async def _whole(server: Server, shape: dict[str, Any], rounds: int, seconds: int) -> Results:
@@ -206,15 +214,17 @@ async def _whole(server: Server, shape: dict[str, Any], rounds: int, seconds: in
 
 
 def measure_servers(
-    rounds: int, seconds: int, settings: dict[str, object], console: Console, shape: dict[str, Any] = LLAMA_8B
+    rounds: int, seconds: int, settings: dict[str, object], console: Console, prefill_sms: int, shape: dict[str, Any] = LLAMA_8B
 ) -> Results:
-    """`settings` are options of `kvrelay serve`: the device, and how prefill and decode share it."""
+    """`settings` are options of `kvrelay serve`. Prefill has the whole card first, then `prefill_sms` percent of it."""
     results: Results = {}
     with model_folder(shape) as folder:
         model = ModelOptions(model=str(folder), load="dummy")
         common = {"max-model-len": min(_MAX_LENGTH, shape["max_position_embeddings"]), **settings}
-        with console.status("1 prefill + 1 decode"), serve(model, common, prefill=1, decode=1) as server:
-            results |= uvloop.run(_apart(server, shape, rounds, seconds))
+        for share, measure in ((100, _apart), (prefill_sms, _parted)):
+            parted = {**common, "prefill-sms": share}
+            with console.status(f"1 prefill with {share} % + 1 decode"), serve(model, parted, prefill=1, decode=1) as server:
+                results |= uvloop.run(measure(server, shape, rounds, seconds))
         with console.status("1 whole"), serve(model, common, whole=1) as server:
             results |= uvloop.run(_whole(server, shape, rounds, seconds))
     for length in PROMPTS:
@@ -224,4 +234,4 @@ def measure_servers(
 
 def measure_relay(rounds: int, seconds: int, prefill_sms: int, console: Console) -> Results:
     results = measure_copies(console)
-    return results | measure_servers(rounds, seconds, {"device": "cuda", "prefill-sms": prefill_sms}, console)
+    return results | measure_servers(rounds, seconds, {"device": "cuda"}, console, prefill_sms)

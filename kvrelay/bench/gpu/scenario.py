@@ -15,7 +15,7 @@ from kvrelay.bench.gpu.relay import measure_relay
 from kvrelay.bench.gpu.speed import measure_speed
 from kvrelay.bench.harness.report import Target, format_figure
 from kvrelay.bench.harness.scenario import BenchOptions, Part, Results, Scenario
-from kvrelay.config import Positive
+from kvrelay.config import CardOptions, Positive
 from kvrelay.errors import BenchError, ConfigError
 
 _CORRECT = {"parity_mismatches": Target("<=", 0.0), "bf16_error_over_transformers": Target("<=", 2.0)}
@@ -64,7 +64,7 @@ class GpuBench(BenchOptions, frozen=True, kw_only=True):
     seconds: Annotated[Positive, Meta(description="how long long prompts arrive beside running requests (relay)")] = 15
     prefill_sms: Annotated[
         int, Meta(ge=1, le=100, description="percent of the card's multiprocessors that prefill may use under MPS (relay)")
-    ] = 100
+    ] = CardOptions().prefill_sms
 
 
 def check(options: GpuBench, console: Console) -> Results:

@@ -45,8 +45,8 @@ class Target:
         return f"{self.comparison} {self.value:g}"
 
 
-def show(result: BenchResult, targets: Mapping[str, Target], console: Console) -> None:
-    table = Table(title=f"kvrelay bench {result.scenario}")
+def show(result: BenchResult, targets: Mapping[str, Target], console: Console, command: str = "kvrelay bench") -> None:
+    table = Table(title=f"{command} {result.scenario}")
     table.add_column("figure")
     table.add_column("value", justify="right")
     table.add_column("target", justify="right")

@@ -31,6 +31,10 @@ class Holder(enum.IntEnum):
     QUARANTINED = 4  # not wanted, but a peer or a copy may still write into it
 
 
+_HOLDERS = tuple(Holder)
+_ONCE = [[int(index == holder) for index in Holder] for holder in Holder]  # references by holder of a block held once
+
+
 class BlockPool:
     """Counts references. Knows nothing of tokens; asks `keep` whether a released block is worth keeping."""
 
@@ -44,7 +48,7 @@ class BlockPool:
         self._free = list(range(num_blocks - 1, -1, -1))  # taken from the end
         self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
         self._others: dict[int, list[int]] = {}  # block -> references by holder, for blocks that not only sequences hold
-        self._kinds = [0] * len(Holder)  # blocks by kind, sequences' left out
+        self._kinds = [0] * len(Holder)  # blocks by kind; that of sequences means nothing
 
     @property
     def num_available(self) -> int:
@@ -88,19 +92,47 @@ class BlockPool:
 
     def release(self, blocks: Iterable[int], holder: Holder = Holder.SEQUENCE) -> None:
         """One reference less to each. Of those released together, the first becomes the oldest in the cache."""
+        keep, references, given_up = self._keep, self.references, self.given_up
         for block in blocks:
-            self._count(block, holder, -1)
-            if self.references[block] == 0:
-                if self._keep(block):
-                    self._cached[block] = None
-                    self.given_up.append(block)
-                else:
-                    self._free.append(block)
+            if references[block] != 1:
+                self._count(block, holder, -1)
+                continue
+            self._let_go(block, holder)
+            references[block] = 0
+            if keep(block):
+                self._cached[block] = None
+                given_up.append(block)
+            else:
+                self._free.append(block)
 
     def hand_over(self, blocks: Iterable[int], before: Holder, after: Holder) -> None:
+        """Of a long prompt these are many, between two steps of all other sequences: blocks held once, which is usual, are
+        done without counting."""
+        num_once = 0
         for block in blocks:
-            self._count(block, after, 1)
-            self._count(block, before, -1)
+            if self.references[block] != 1:
+                self._count(block, after, 1)
+                self._count(block, before, -1)
+                continue
+            num_once += 1
+            if before is not Holder.SEQUENCE:
+                others = self._others.pop(block)
+                assert others[before] == 1, f"block {block} is not held as {before.name}"
+            else:
+                assert block not in self._others, f"block {block} is not held as {before.name}"
+            if after is not Holder.SEQUENCE:
+                self._others[block] = _ONCE[after].copy()
+        self._kinds[before] -= num_once
+        self._kinds[after] += num_once
+
+    def _let_go(self, block: int, holder: Holder) -> None:
+        """Of its only holder, which is this one."""
+        others = self._others.pop(block, None)
+        if others is None:
+            assert holder is Holder.SEQUENCE, f"block {block} is not held as {holder.name}"
+        else:
+            assert others[holder] == 1, f"block {block} is not held as {holder.name}"
+            self._kinds[holder] -= 1
 
     def forget(self, block: int) -> None:
         """The prefix cache does not know the block any more: if it is not held, it is free."""
@@ -114,7 +146,7 @@ class BlockPool:
             total=self.num_blocks,
             free=free,
             cached=cached,
-            in_use=self.num_blocks - free - cached - sum(kinds),
+            in_use=self.num_blocks - free - cached - sum(kinds[1:]),
             reserved=kinds[Holder.RESERVED],
             sending=kinds[Holder.SENDING],
             pinned=kinds[Holder.PINNED],
@@ -164,7 +196,10 @@ class BlockPool:
             del self._others[block]
 
     def _kind(self, block: int) -> Holder | None:
-        return next((Holder(index) for index, count in enumerate(self._others[block]) if count), None)
+        for holder, count in zip(_HOLDERS, self._others[block], strict=True):
+            if count:
+                return holder
+        return None
 
     def _note(self, block: int, change: int) -> None:
         kind = self._kind(block)

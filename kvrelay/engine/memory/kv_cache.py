@@ -262,8 +262,8 @@ class KVCache:
 
     def send(self, sequence: Sequence) -> list[int]:
         """Instead of `free`. Give what it returns to `release` once no peer reads it."""
-        blocks = sequence.block_table
-        self.pool.retain(blocks, Holder.SENDING)
+        blocks, sequence.block_table = sequence.block_table, []
+        self.pool.hand_over(blocks, Holder.SEQUENCE, Holder.SENDING)
         self.free(sequence)
         return blocks
 

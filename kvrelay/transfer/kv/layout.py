@@ -1,6 +1,6 @@
 """Where a token's KV lies in a worker's region, and which bytes to move for which tokens. Pure arithmetic.
 
-A region is one array [ranks, layers, 2 (K, V), blocks, block_size, kv_heads, head_dim]: the ranks of a tensor-parallel worker
+A region is one array [ranks, layers, planes, blocks, block_size, kv_heads, head_dim]: the ranks of a tensor-parallel worker
 have their shares in it, one after the other, each with the KV heads that are its own. Tokens of a block are contiguous within
 a rank, layer and plane, so a run of tokens that crosses no block edge, on either side, is one range of bytes, if the ranks of
 both sides have the same heads. Where they do not, each token is a range for each pair of ranks that share heads. Block sizes
@@ -36,7 +36,7 @@ class KVLayout(Layout, frozen=True, kw_only=True):
     @property
     def all_layers_bytes(self) -> int:
         """Of one token."""
-        return self.num_layers * 2 * self.token_bytes
+        return self.num_layers * self.planes * self.token_bytes
 
     @property
     def block_bytes(self) -> int:
@@ -48,7 +48,7 @@ class KVLayout(Layout, frozen=True, kw_only=True):
 
     @property
     def rank_bytes(self) -> int:
-        return self.num_layers * 2 * self.plane_bytes
+        return self.num_layers * self.planes * self.plane_bytes
 
     @property
     def size_bytes(self) -> int:
@@ -59,7 +59,7 @@ class KVLayout(Layout, frozen=True, kw_only=True):
 
     def mismatch(self, other: KVLayout) -> str:
         """Why KV cannot move between the two; empty if it can. Pools, block sizes and numbers of ranks may differ."""
-        return mismatch(self, other, ("num_layers", "num_kv_heads", "head_dim", "dtype", "item_bytes"))
+        return mismatch(self, other, ("num_layers", "planes", "num_kv_heads", "head_dim", "dtype", "item_bytes"))
 
 
 def kv_layout(layout: Layout) -> KVLayout:
@@ -110,7 +110,7 @@ def move_ranges(
         return np.empty((0, 3), dtype=np.int64)
     here, there = local.layout, remote.layout
     within = np.column_stack(runs(local, remote, tokens))
-    planes = np.arange(layers[0] * 2, layers[1] * 2, dtype=np.int64)
+    planes = np.arange(layers[0] * here.planes, layers[1] * here.planes, dtype=np.int64)
     shifts = np.column_stack((planes * here.plane_bytes, planes * there.plane_bytes, np.zeros_like(planes)))
     ranges = [
         (shifts[:, None, :] + _piece_ranges(piece, within, here, there)[None, :, :]).reshape(-1, 3)

@@ -1,9 +1,9 @@
 """The transfer thread: what it waits for, how others wake it, and what becomes of its work when it fails.
 
-It sleeps in a ZMQ poll and is woken by messages, by commands of the engine's thread, and by the clock. Transfer engines have
-no way to wake a thread, so while moves are under way it looks at them every fraction of a millisecond, less often the longer
-nothing happens. An exception ends the thread: `ended` then says why, its owner fails what is open, and then itself:
-a worker that cannot hand over any more had better be replaced.
+It sleeps in a ZMQ poll and is woken by messages, by commands of the engine's thread, and by the clock. Transfer engines and
+fences have no way to wake a thread, so while moves are under way, or a fence has not passed, it looks at them every fraction of
+a millisecond, less often the longer nothing happens. An exception ends the thread: `ended` then says why, its owner fails what
+is open, and then itself: a worker that cannot hand over any more had better be replaced.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ log = Log("transfer")
 
 _FIRST_PAUSE_S = 0.0001
 _LONGEST_PAUSE_S = 0.0002
+_SHORTEST_POLL_S = 0.001  # ZMQ counts in milliseconds
 
 
 def clock() -> float:
@@ -147,10 +148,10 @@ class TransferThread(abc.ABC):
         while not self._stopping:
             within_s = self.turn()
             self.num_turns += 1
-            if self.moving:
+            if self.moving or within_s < _SHORTEST_POLL_S:
                 ready = poller.poll(0)
                 if not ready and not self._commands:
-                    time.sleep(pause_s)
+                    time.sleep(pause_s if self.moving else within_s)
                     pause_s = min(pause_s * 2, _LONGEST_PAUSE_S)
                     continue
             else:
@@ -163,7 +164,7 @@ class TransferThread(abc.ABC):
         try:
             # What came before `_asleep` was set did not wake us, so look once more.
             if not self._commands and not self._stopping:
-                poller.poll(max(1, int(within_s * 1000)) if within_s > 0 else 0)
+                poller.poll(int(within_s * 1000))
         finally:
             self._asleep = False
 

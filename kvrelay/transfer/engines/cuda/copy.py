@@ -17,6 +17,7 @@ from kvrelay.transfer.engines.ranges import cut
 _PIECE_BYTES = 32 << 10
 _STEP_BYTES = 8 << 10  # of a program, at a time
 _MOST_PIECES = 65535  # of a launch's second dimension
+_FIRST_ROWS = 4096
 _IDLE_FACTOR = 4  # programs there may be for each that has something to do
 
 
@@ -41,21 +42,31 @@ def _copy_kernel(table, ALIGNED: tl.constexpr, ITEM: tl.constexpr, PIECE: tl.con
         tl.store(there + places, tl.load(here + places, mask=inside), mask=inside)
 
 
-def launch_copies(table: Ranges, stream: torch.cuda.Stream) -> None:
-    """Queues them on the stream, which is the current one."""
-    launch_on(table, stream.device)
+class Copies:
+    """Queues copies on the current stream. The table stays where it is, so what was queued before must have ended."""
 
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._hold(_FIRST_ROWS)
 
-def launch_on(table: Ranges, device: torch.device) -> None:
-    table, num_pieces = shaped(table)
-    aligned = alignment(table)
-    item = 8 if aligned >= 8 else 1
-    sent = torch.from_numpy(np.ascontiguousarray(table))
-    if device.type == "cuda":
-        sent = sent.pin_memory().to(device, non_blocking=True)
-    _copy_kernel[(len(table), num_pieces)](
-        sent, ALIGNED=aligned, ITEM=item, PIECE=_PIECE_BYTES, STEP=_STEP_BYTES // item, num_warps=8
-    )
+    def launch(self, table: Ranges) -> None:
+        table, num_pieces = shaped(table)
+        aligned = alignment(table)
+        item = 8 if aligned >= 8 else 1
+        if len(table) > len(self._array):
+            self._hold(2 * len(table))
+        self._array[: len(table)] = table
+        if self._sent is not self._staged:
+            self._sent[: len(table)].copy_(self._staged[: len(table)], non_blocking=True)
+        _copy_kernel[(len(table), num_pieces)](
+            self._sent, ALIGNED=aligned, ITEM=item, PIECE=_PIECE_BYTES, STEP=_STEP_BYTES // item, num_warps=8
+        )
+
+    def _hold(self, num_rows: int) -> None:
+        on_card = self._device.type == "cuda"
+        self._staged = torch.zeros(num_rows, 3, dtype=torch.int64, pin_memory=on_card)
+        self._array = self._staged.numpy()
+        self._sent = torch.zeros_like(self._staged, device=self._device) if on_card else self._staged
 
 
 def shaped(table: Ranges) -> tuple[Ranges, int]:
@@ -78,6 +89,6 @@ def warm_up(device: torch.device) -> None:
     source = torch.arange(4096, dtype=torch.int64, device=device)
     target = torch.zeros_like(source)
     for offset, size in ((0, 32768), (8, 8), (3, 17)):
-        launch_on(np.array([[target.data_ptr() + offset, source.data_ptr() + offset, size]], dtype=np.int64), device)
+        Copies(device).launch(np.array([[target.data_ptr() + offset, source.data_ptr() + offset, size]], dtype=np.int64))
     if not torch.equal(source, target):
         raise RuntimeError("the kernel does not copy what it should")

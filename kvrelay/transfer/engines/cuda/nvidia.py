@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -11,6 +12,9 @@ from kvrelay.log import Log
 from kvrelay.transfer.engines.base import Ranges, TransferError
 from kvrelay.transfer.engines.cuda.card import Copier
 from kvrelay.transfer.engines.cuda.driver import Driver
+
+if TYPE_CHECKING:
+    from kvrelay.transfer.engines.cuda.copy import Copies
 
 _log = Log("transfer.cuda")
 
@@ -24,7 +28,7 @@ class NvidiaCard:
     def __init__(self, device: str) -> None:
         self._device = torch.device("cuda", torch.device(device).index or 0)
         self._driver = Driver(self._device.index)
-        self._launch = choose_launch(self._driver, self._device)
+        self._make_launch = choose_launch(self._driver, self._device)
 
     def export(self, address: int, size_bytes: int) -> tuple[bytes, int]:
         base, size = self._driver.allocation_of(address)
@@ -42,7 +46,7 @@ class NvidiaCard:
         self._driver.close(address)
 
     def copier(self) -> Copier:
-        return StreamCopier(self._launch, self._device)
+        return StreamCopier(self._make_launch(), self._device)
 
 
 class StreamCopier:
@@ -65,16 +69,23 @@ class StreamCopier:
             raise TransferError(f"cuda_ipc: the copy failed: {error}") from error
 
 
-def choose_launch(driver: Driver, device: torch.device) -> Launch:
-    """Triton's, compiled here and now, where it can be; else one call of the driver for each range."""
+def choose_launch(driver: Driver, device: torch.device) -> Callable[[], Launch]:
+    """Makes one for each copier: Triton's, compiled here and now, where it can be; else a call of the driver for each range."""
     try:
-        from kvrelay.transfer.engines.cuda.copy import launch_copies, warm_up
+        from kvrelay.transfer.engines.cuda.copy import Copies, warm_up
 
         warm_up(device)
     except Exception as error:  # noqa: BLE001  Triton is not installed, or finds no compiler: it may raise anything
         _log.warning("Triton cannot copy here; the driver copies range by range, which is slower", error=error)
-        return by_driver(driver)
-    return launch_copies
+        return lambda: by_driver(driver)
+    return lambda: _by_triton(Copies(device))
+
+
+def _by_triton(copies: Copies) -> Launch:
+    def launch(table: Ranges, stream: torch.cuda.Stream) -> None:
+        copies.launch(table)  # on the current stream, which it is
+
+    return launch
 
 
 def by_driver(driver: Driver) -> Launch:

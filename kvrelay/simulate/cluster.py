@@ -1,0 +1,202 @@
+"""A router and its workers, joined by lines that cost no time: who is alive, who dies, who comes back.
+
+`SimulatedCluster.router` is a `Router` like any other. What it orders (drain, a change of role) is carried out here as a worker
+would: it finishes what it has, leaves, and comes back in the other role as a new worker.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvrelay.config import EngineOptions
+from kvrelay.discovery.base import Loss, OnChanged, OnJoined, OnLeft
+from kvrelay.engine import invariants
+from kvrelay.events.subscriber import EventOwner
+from kvrelay.ids import RouterId, WorkerId
+from kvrelay.metrics import Metrics
+from kvrelay.router.attempt import Mode
+from kvrelay.router.outside import Line, LineOwner, Outside, Subscription
+from kvrelay.router.peer import Peer
+from kvrelay.router.policy import PolicyName
+from kvrelay.router.router import Router
+from kvrelay.simulate.costs import Costs
+from kvrelay.simulate.loop import VirtualLoop
+from kvrelay.simulate.relay import Network
+from kvrelay.simulate.worker import FINGERPRINT, OnOutputs, SimulatedWorker
+from kvrelay.states import Role, WorkerState
+from kvrelay.wire import PROTOCOL_VERSION
+from kvrelay.wire.registry import WorkerRecord
+from kvrelay.wire.serving import ToWorker
+
+_ADDRESS = "simulated"
+
+
+class Layout(msgspec.Struct, frozen=True, kw_only=True):
+    """What a cluster consists of."""
+
+    prefill: int = 1
+    decode: int = 1
+    whole: int = 0
+    policy: PolicyName = "prefix_aware"
+    mode: Mode = "write"
+    local_prefill_tokens: int = 64
+    engine: EngineOptions = EngineOptions()
+    num_blocks: int = 8192  # of each worker
+    max_model_len: int = 16_384
+    registration_s: float = 4.0
+    restart_s: float = 20.0  # from the end of a worker's process to its first request
+
+    @property
+    def num_workers(self) -> int:
+        return self.prefill + self.decode + self.whole
+
+
+class SimulatedCluster:
+    """`on_outputs` is asked to hand a worker's outputs to its peer, so that it sees them come."""
+
+    def __init__(self, layout: Layout, costs: Costs, loop: VirtualLoop, on_outputs: OnOutputs) -> None:
+        self.layout = layout
+        self.loop = loop
+        self.network = Network(loop, costs)
+        self._costs = costs
+        self._on_outputs = on_outputs
+        self._options = msgspec.structs.replace(
+            layout.engine.for_device("cuda"), kv_events=layout.policy == "prefix_aware", swap_blocks=0
+        )
+        self.workers: dict[WorkerId, SimulatedWorker] = {}
+        self.gone: list[SimulatedWorker] = []
+        self._numbers = dict.fromkeys(Role, 0)
+        self._membership = _Membership()
+        self.router = Router(
+            membership=self._membership,
+            metrics=Metrics(),
+            policy=layout.policy,
+            mode=layout.mode,
+            local_prefill_tokens=layout.local_prefill_tokens,
+            registration_s=layout.registration_s,
+            outside=Outside(open_line=self._open_line, subscribe=self._subscribe, clock=loop.time),
+        )
+
+    def start(self) -> None:
+        self.router.start()
+        layout = self.layout
+        for role, count in ((Role.PREFILL, layout.prefill), (Role.DECODE, layout.decode), (Role.WHOLE, layout.whole)):
+            for _ in range(count):
+                self.add(role)
+
+    def add(self, role: Role) -> SimulatedWorker:
+        self._numbers[role] += 1
+        worker_id = WorkerId(f"{role.value}-{self._numbers[role]:012x}")
+        record = WorkerRecord(
+            id=worker_id,
+            role=role,
+            state=WorkerState.READY,
+            host=_ADDRESS,
+            pid=0,
+            model=_ADDRESS,
+            max_batch=self._options.max_batch,
+            max_queue=self._options.max_queue,
+            version=PROTOCOL_VERSION,
+            serving_address=_ADDRESS,
+            fingerprint=FINGERPRINT,
+            max_model_len=self.layout.max_model_len,
+            signal_address=_ADDRESS,
+            events_address=_ADDRESS if self._options.kv_events else "",
+            replay_address=_ADDRESS if self._options.kv_events else "",
+            block_size=self._options.block_size,
+        )
+        worker = self.workers[worker_id] = SimulatedWorker(
+            record,
+            self._options,
+            self.network,
+            self._costs,
+            num_blocks=self.layout.num_blocks,
+            on_outputs=self._on_outputs,
+            on_drained=self._drained,
+        )
+        self._membership.on_joined(record)
+        return worker
+
+    def kill(self, worker: SimulatedWorker, *, comes_back: bool = True) -> None:
+        """As by SIGKILL: its connections break at once; its registration ends later; its supervisor starts another."""
+        if not worker.is_alive:
+            return
+        worker.die()
+        if worker.peer is not None:
+            worker.peer.line_down()
+        self.loop.at(self.loop.now + self.layout.registration_s, self._membership.on_left, worker.record.id, Loss.EXPIRED)
+        self._forget(worker, worker.record.role if comes_back else None)
+
+    def _drained(self, worker: SimulatedWorker) -> None:
+        worker.die()
+        self._membership.on_left(worker.record.id, Loss.LEFT)
+        self._forget(worker, worker.next_role)
+
+    def _forget(self, worker: SimulatedWorker, next_role: Role | None) -> None:
+        del self.workers[worker.record.id]
+        self.gone.append(worker)
+        if next_role is not None:
+            self.loop.at(self.loop.now + self.layout.restart_s, self.add, next_role)
+
+    @property
+    def is_idle(self) -> bool:
+        return all(worker.is_idle and not worker.num_transfers for worker in self.workers.values())
+
+    def check_idle(self) -> None:
+        """The leak check: every block of every worker that lives is back."""
+        for worker in self.workers.values():
+            assert not worker.num_transfers, f"{worker.record.id} has transfers left behind"
+            invariants.check_idle(worker.engine.core)
+
+    # What the router has of the outside
+
+    def _open_line(self, record: WorkerRecord, owner: LineOwner, *, router_id: RouterId, silence_s: float) -> Line:
+        assert isinstance(owner, Peer)
+        worker = self.workers[record.id]
+        worker.peer = owner
+        self.loop.at(self.loop.now, owner.line_up)
+        return _Line(worker)
+
+    def _subscribe(self, worker_id: WorkerId, events_address: str, replay_address: str, owner: EventOwner) -> Subscription:
+        worker = self.workers[worker_id]
+        worker.listeners.append(owner)
+        return _Subscribed(worker)
+
+
+class _Line:
+    def __init__(self, worker: SimulatedWorker) -> None:
+        self._worker = worker
+
+    def send(self, message: ToWorker) -> bool:
+        if self._worker.is_alive:
+            self._worker.receive(message)
+        return self._worker.is_alive
+
+    def drain(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self._worker.peer = None
+
+
+class _Subscribed:
+    def __init__(self, worker: SimulatedWorker) -> None:
+        self._worker = worker
+
+    def close(self) -> None:
+        self._worker.listeners.clear()
+
+
+class _Membership:
+    """The router hears at once who joins and leaves."""
+
+    address = ""
+    on_joined: OnJoined
+    on_changed: OnChanged
+    on_left: OnLeft
+
+    def start(self, on_joined: OnJoined, on_changed: OnChanged, on_left: OnLeft) -> None:
+        self.on_joined, self.on_changed, self.on_left = on_joined, on_changed, on_left
+
+    def close(self) -> None:
+        pass

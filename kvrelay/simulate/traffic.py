@@ -1,0 +1,166 @@
+"""Who asks what, and when: from a seed, or from a trace. The same seed gives the same traffic.
+
+A session is a conversation: its first question comes at a given time, each further one some time after the answer to the last.
+Only lengths are drawn. The tokens of a prompt are numbers of no meaning: equal where prompts share a beginning, else different
+from their first block on, so that caches find in them what they would find in real ones.
+
+    fixed          prompts and answers of one length, in a Poisson process
+    mixed          from an eighth to four times the length, evenly in the logarithm
+    bursty         as fixed, but eight come at a time
+    long-prefix    one of some long texts, and a short question behind it
+    conversation   four turns: the whole conversation is sent again with every question
+"""
+
+from __future__ import annotations
+
+import math
+import pathlib
+import random
+from collections.abc import Iterator
+from typing import Literal
+
+import msgspec
+
+from kvrelay.errors import ConfigError
+from kvrelay.simulate.runner import TOKEN
+
+Kind = Literal["fixed", "mixed", "bursty", "long-prefix", "conversation"]
+
+_BURST = 8
+_TURNS = 4
+_OWN_TOKENS = 32  # behind a shared prefix, and of each further turn
+_BASE = 30_000  # numbers that tell prompts apart
+_FILLER = list(range(1, _BASE)) * 8
+
+
+class Turn(msgspec.Struct, frozen=True, kw_only=True):
+    prompt_tokens: int  # that the conversation so far does not have
+    output_tokens: int
+    pause_s: float = 0.0  # after the last answer
+
+
+class Session(msgspec.Struct, frozen=True, kw_only=True):
+    at_s: float
+    turns: tuple[Turn, ...]
+    number: int
+    prefix: int = 0  # which shared beginning
+    prefix_tokens: int = 0
+
+    def first_prompt(self) -> list[int]:
+        mark = [_BASE + self.prefix % 2000, self.prefix // 2000]
+        shared = (mark + _FILLER[: max(0, self.prefix_tokens - len(mark))])[: self.prefix_tokens]
+        return shared + self._words(0)
+
+    def next_prompt(self, prompt: list[int], turn: int) -> list[int]:
+        """After an answer to the last one."""
+        return prompt + [TOKEN] * self.turns[turn - 1].output_tokens + self._words(turn)
+
+    def _words(self, turn: int) -> list[int]:
+        count = self.turns[turn].prompt_tokens
+        mark = [self.number % _BASE, self.number // _BASE, turn]
+        return (mark + _FILLER[: max(0, count - len(mark))])[:count]
+
+
+class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+    """Traffic from a seed. `rate` counts sessions per second."""
+
+    kind: Kind = "fixed"
+    rate: float = 1.0
+    duration_s: float = 60.0
+    input_tokens: int = 512
+    output_tokens: int = 128
+    num_prefixes: int = 4
+    pause_s: float = 2.0
+    seed: int = 0
+
+
+def draw(wanted: Wanted) -> Iterator[Session]:
+    source = random.Random(f"{wanted.kind} {wanted.seed}")
+    for number, at_s in enumerate(_times(wanted, source)):
+        yield _session(wanted, source, number, at_s)
+
+
+def _times(wanted: Wanted, source: random.Random) -> Iterator[float]:
+    together = _BURST if wanted.kind == "bursty" else 1
+    at_s = source.expovariate(wanted.rate / together)
+    while at_s < wanted.duration_s:
+        for _ in range(together):
+            yield at_s
+        at_s += source.expovariate(wanted.rate / together)
+
+
+def _session(wanted: Wanted, source: random.Random, number: int, at_s: float) -> Session:
+    asked, answered = wanted.input_tokens, wanted.output_tokens
+    turns: tuple[Turn, ...]
+    match wanted.kind:
+        case "fixed" | "bursty":
+            turns = (Turn(prompt_tokens=asked, output_tokens=answered),)
+        case "mixed":
+            turns = (Turn(prompt_tokens=_between(source, asked), output_tokens=_between(source, answered)),)
+        case "long-prefix":
+            turn = Turn(prompt_tokens=_OWN_TOKENS, output_tokens=answered)
+            prefix = source.randrange(wanted.num_prefixes)
+            return Session(at_s=at_s, turns=(turn,), number=number, prefix=prefix, prefix_tokens=asked)
+        case "conversation":
+            further = [
+                Turn(prompt_tokens=_OWN_TOKENS, output_tokens=answered, pause_s=source.expovariate(1 / wanted.pause_s))
+                for _ in range(_TURNS - 1)
+            ]
+            turns = (Turn(prompt_tokens=asked, output_tokens=answered), *further)
+    return Session(at_s=at_s, turns=turns, number=number)
+
+
+def _between(source: random.Random, usual: int) -> int:
+    return max(1, round(usual * math.exp(source.uniform(math.log(1 / 8), math.log(4)))))
+
+
+class _Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One request of a trace."""
+
+    at_s: float
+    prompt_tokens: int
+    output_tokens: int
+    session: str = ""
+    prefix: str = ""
+    prefix_tokens: int = 0
+
+
+def read_trace(path: pathlib.Path) -> list[Session]:
+    """JSON lines, in any order. Those of one session are its turns, in order of time: of each further one, `prompt_tokens` is
+    what it adds, and it comes as long after the answer to the one before as the file has between them. Raises ConfigError."""
+    try:
+        content = path.read_bytes().splitlines()
+        lines = [msgspec.json.decode(line, type=_Line) for line in content if line.strip()]
+    except OSError as error:
+        raise ConfigError(f"--trace: cannot read {path}: {error.strerror}") from error
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"--trace: {path}: {error}") from error
+    return _sessions_of(sorted(lines, key=lambda line: line.at_s))
+
+
+def _sessions_of(lines: list[_Line]) -> list[Session]:
+    prefixes: dict[str, int] = {}
+    together: dict[str, list[_Line]] = {}
+    for number, line in enumerate(lines):
+        together.setdefault(line.session or f"\0{number}", []).append(line)
+    sessions = []
+    for number, turns in enumerate(together.values()):
+        first = turns[0]
+        starts = [first.at_s, *(turn.at_s for turn in turns)]
+        sessions.append(
+            Session(
+                at_s=first.at_s,
+                number=number,
+                prefix=prefixes.setdefault(first.prefix, len(prefixes)),
+                prefix_tokens=first.prefix_tokens,
+                turns=tuple(
+                    Turn(
+                        prompt_tokens=max(1, turn.prompt_tokens - (turn.prefix_tokens if turn is first else 0)),
+                        output_tokens=turn.output_tokens,
+                        pause_s=turn.at_s - before,
+                    )
+                    for turn, before in zip(turns, starts, strict=False)
+                ),
+            )
+        )
+    return sessions

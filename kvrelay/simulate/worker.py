@@ -1,0 +1,245 @@
+"""A worker in virtual time: a real engine, driven as `worker/serving.py` drives it.
+
+    turn:  what was computed is told -> messages are taken -> the engine steps -> the next turn is when that step has ended
+
+A step is one event. It is committed when it begins, by a clock that is ahead then: nothing outside sees what came of it before
+it has ended, because messages to the worker wait for its next turn.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import assert_never
+
+import msgspec
+
+from kvrelay.config import EngineOptions
+from kvrelay.engine.engine import Engine
+from kvrelay.engine.memory.events import EventRecorder
+from kvrelay.events.subscriber import EventOwner
+from kvrelay.router.peer import Peer
+from kvrelay.simulate.costs import Costs
+from kvrelay.simulate.leap import leap, possible_steps
+from kvrelay.simulate.loop import VirtualLoop
+from kvrelay.simulate.relay import Network, SimulatedConsumer, SimulatedProducer
+from kvrelay.simulate.runner import CostRunner
+from kvrelay.states import Role, WorkerState
+from kvrelay.wire import PROTOCOL_VERSION
+from kvrelay.wire.adapters import LoadAdapter, UnloadAdapter
+from kvrelay.wire.registry import WorkerRecord
+from kvrelay.wire.serving import (
+    Abort,
+    AskKept,
+    Drain,
+    Encode,
+    Finish,
+    Forget,
+    Hello,
+    PeerLost,
+    Ping,
+    ReleaseKept,
+    Remember,
+    StepOutputs,
+    Submit,
+    ToWorker,
+    Welcome,
+)
+
+VOCAB_SIZE = 32_768
+FINGERPRINT = "simulated"
+
+OnOutputs = Callable[[Peer, StepOutputs, int, float], None]
+"""A worker's outputs, for its peer: of so many steps, each so long. The last of them has just ended."""
+
+_LONGEST_LEAP_S = 1.0  # so that the router hears of the worker
+
+
+@dataclass(slots=True, eq=False)
+class Leap:
+    """Steps under way that are taken together."""
+
+    began_at: float
+    step_s: float
+    count: int
+    is_cut: bool = False
+
+    @property
+    def ends_at(self) -> float:
+        return self.began_at + self.count * self.step_s
+
+
+class SimulatedWorker:
+    """`on_outputs` brings what it says to the router; `on_drained` is called once it has nothing left to do."""
+
+    def __init__(
+        self,
+        record: WorkerRecord,
+        options: EngineOptions,
+        network: Network,
+        costs: Costs,
+        *,
+        num_blocks: int,
+        on_outputs: OnOutputs,
+        on_drained: Callable[[SimulatedWorker], None],
+    ) -> None:
+        self.record = record
+        self._loop: VirtualLoop = network.loop
+        self.now = self._loop.now
+        self._on_outputs = on_outputs
+        self._on_drained = on_drained
+        self._inbox: deque[ToWorker] = deque()
+        self._told: StepOutputs | None = None  # by the step under way
+        self._is_busy = False
+        self._number = 0  # of the turn that is awaited: earlier ones were given up
+        self._leap: Leap | None = None
+        self.num_leapt = 0  # steps
+        self.is_alive = True
+        self.next_role: Role | None = None  # after it has drained
+        self.peer: Peer | None = None
+        self.listeners: list[EventOwner] = []
+        self.began_at = self.now
+        self.died_at = 0.0  # 0 while it lives
+        self.busy_s = 0.0
+        role = record.role
+        self._runner = CostRunner(costs, num_blocks, self._spend)
+        self.engine = Engine(
+            options=options,
+            runner=self._runner,
+            worker_id=record.id,
+            eos_token_ids=frozenset(),
+            max_model_len=record.max_model_len,
+            vocab_size=VOCAB_SIZE,
+            cache_seed=FINGERPRINT,
+            producer=SimulatedProducer(network, self.clock, self.wake) if role is Role.PREFILL else None,
+            consumer=SimulatedConsumer(network, self.clock, self.wake) if role is Role.DECODE else None,
+            clock=self.clock,
+        )
+        self._recorder: EventRecorder | None = self.engine.kv.record_events() if options.kv_events else None
+
+    def clock(self) -> float:
+        """The loop's, but during a step the moment at which that will have ended."""
+        return self.now
+
+    def _spend(self, seconds: float) -> None:
+        self.now += seconds
+        self.busy_s += seconds
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._is_busy and not self._inbox
+
+    @property
+    def num_transfers(self) -> int:
+        return self.engine.core.mover.counts().in_flight
+
+    @property
+    def num_steps(self) -> int:
+        return self.engine.load().steps + self.num_leapt
+
+    def die(self) -> None:
+        """Nothing more is heard of it. What it has computed before was told."""
+        if self._leap is not None:
+            self._land(int((self._loop.now - self._leap.began_at) / self._leap.step_s))
+        self.is_alive, self.died_at = False, self._loop.now
+        self._inbox.clear()
+
+    def receive(self, message: ToWorker) -> None:
+        if isinstance(message, Submit) and message.transfer is not None and self._leap is not None:
+            self.engine.submit(message)  # it can do nothing for it before its prefill worker begins
+        elif not isinstance(message, Ping):
+            self._inbox.append(message)
+            self.wake()
+
+    def wake(self) -> None:
+        """There is something to do: at once, or when the step under way has ended."""
+        if not self.is_alive:
+            return
+        if not self._is_busy:
+            self._is_busy = True
+            self._loop.at(self._loop.now, self._turn, self._number)
+        elif self._leap is not None and not self._leap.is_cut:
+            self._leap.is_cut = True
+            self._number += 1
+            num_begun = 1 + int((self._loop.now - self._leap.began_at) / self._leap.step_s)
+            self._leap.count = min(self._leap.count, num_begun)
+            self._loop.at(self._leap.ends_at, self._turn, self._number)
+
+    def _turn(self, number: int) -> None:
+        if not self.is_alive or number != self._number:
+            return  # it died, or its leap was cut short
+        self.now = self._loop.now
+        if self._leap is not None:
+            self._land(self._leap.count)
+        if self._told is not None:
+            self._tell(self._told, 1, 0.0)
+            self._told = None
+        while self._inbox:
+            self._take(self._inbox.popleft())
+        self._go_on()
+
+    def _go_on(self) -> None:
+        engine = self.engine
+        if not engine.has_work:
+            self._is_busy = False
+            if engine.drained:
+                self._on_drained(self)
+        elif (count := self._possible_steps()) > 1:
+            self._leap = leap = Leap(self.now, self._runner.decode_s(len(engine.scheduler.running)), count)
+            self._loop.at(leap.ends_at, self._turn, self._number)
+        else:
+            self._told = engine.step()
+            self._loop.at(self.now, self._turn, self._number)
+
+    def _possible_steps(self) -> int:
+        core = self.engine.core
+        if core.outgoing.producer.has_news or core.incoming.consumer.has_news or not core.scheduler.running:
+            return 0
+        step_s = self._runner.decode_s(len(core.scheduler.running))
+        return min(possible_steps(core), int(_LONGEST_LEAP_S / step_s))
+
+    def _land(self, count: int) -> None:
+        """Of the leap, so many steps were taken."""
+        flight, self._leap = self._leap, None
+        assert flight is not None
+        if count:
+            self.now = flight.began_at + count * flight.step_s
+            self.busy_s += count * flight.step_s
+            self.num_leapt += count
+            leap(self.engine.core, count)
+            self._tell(self.engine.say(), count, flight.step_s)
+
+    def _tell(self, outputs: StepOutputs, num_steps: int, step_s: float) -> None:
+        if self._recorder:
+            for event in self._recorder.take():
+                for listener in self.listeners:
+                    listener.happened(self.record.id, event)
+        if self.peer is not None:
+            self._on_outputs(self.peer, outputs, num_steps, step_s)
+
+    def _take(self, message: ToWorker) -> None:
+        match message:
+            case Submit():
+                self.engine.submit(message)
+            case Abort():
+                self.engine.abort(message.request_ids)
+            case Finish():
+                self.engine.finish(message)
+            case Encode():
+                self.engine.encode(message)
+            case PeerLost():
+                self.engine.peer_lost(message.worker_id)
+            case Drain():
+                self.next_role = message.role
+                self.engine.drain()
+            case Hello():
+                assert self.peer is not None
+                record = msgspec.structs.replace(self.record, load=self.engine.load(), state=WorkerState.READY)
+                self.peer.heard(Welcome(version=PROTOCOL_VERSION, worker=record))
+            case ReleaseKept():
+                self.engine.release_kept(message.kept_ids)
+            case Ping() | Remember() | Forget() | AskKept() | LoadAdapter() | UnloadAdapter():
+                pass  # of no concern in a simulation
+            case _:
+                assert_never(message)

@@ -1,0 +1,196 @@
+"""Requests as a core sees them: one sequence a sample. And what this engine refuses, by name."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from kvrelay.engine.request import begins_anew
+from kvrelay.engine.requests.stages import Stages
+from kvrelay.errors import InvalidRequestError, QueueFullError, UnavailableError
+from kvrelay.ids import RequestId, WorkerId
+from kvrelay.sampling import SamplingParams
+from kvrelay.states import FinishReason, Role
+from kvrelay.wire.serving import Resumed, Submit, TokenLogprobs
+from kvrelay.worker.vllm.seam import Core, CoreRequest
+
+
+@dataclass(slots=True, eq=False)
+class Sample:
+    """One of a request, as far as it has come."""
+
+    number: int
+    forced: list[int]  # output that another worker made before
+    num_output: int  # tokens told or taken over so far
+    is_open: bool = True
+    sequence_id: str = ""  # in the core; empty while it has none
+    cached_tokens: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Open:
+    """A request that has not ended here."""
+
+    submit: Submit
+    stages: Stages
+    samples: dict[int, Sample]
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=lambda: [None])
+
+    @property
+    def id(self) -> RequestId:
+        return self.submit.request_id
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.submit.params
+
+    @property
+    def going(self) -> list[Sample]:
+        return [sample for sample in self.samples.values() if sample.is_open]
+
+    @property
+    def common(self) -> list[int]:
+        """The tokens that are handed over: the prompt, and the output so far of a sample that is resumed alone."""
+        return self.submit.prompt + next(iter(self.samples.values())).forced
+
+    def sequence(self, sample: Sample, *, most: int | None = None, ahead: int = 0) -> CoreRequest:
+        """What is to come of a sample: only so many tokens of it (`most`), and those behind the next ones (`ahead`)."""
+        params, num_output = self.params, sample.num_output + ahead
+        left = max(1, params.max_tokens - num_output)
+        max_tokens = left if most is None else min(most, left)
+        asks_prompt = sample.number == 0 and not num_output
+        return CoreRequest(
+            id=f"{self.id}/{sample.number}",
+            prompt=self.submit.prompt + sample.forced,
+            params=params,
+            max_tokens=max_tokens,
+            min_tokens=min(max_tokens, max(0, params.min_tokens - num_output)),
+            seed=seed_of(params.seed, sample.number, num_output),
+            priority=self.submit.priority,
+            cache_salt=self.submit.cache_salt,
+            prompt_logprobs=params.prompt_logprobs if asks_prompt else None,
+        )
+
+    def finish_reason(self, count: int, token: int, core: Core) -> FinishReason | None:
+        """Whether this token, the `count`th of its output, ends a sample: for tokens that come from a peer, or go to one."""
+        params = self.params
+        if count >= params.min_tokens:
+            if token in core.eos_token_ids and not params.ignore_eos:
+                return FinishReason.STOP
+            if token in params.stop_token_ids:
+                return FinishReason.STOP
+        is_long = len(self.submit.prompt) + count >= core.max_model_len
+        return FinishReason.LENGTH if is_long or count >= params.max_tokens else None
+
+
+def opened(submit: Submit) -> Open:
+    resumed = submit.resume or [Resumed(number, []) for number in range(submit.params.n)]
+    samples = {one.sample: Sample(one.sample, list(one.tokens), len(one.tokens)) for one in resumed}
+    return Open(submit, Stages(), samples)
+
+
+def seed_of(seed: int, sample: int, position: int) -> int:
+    """Of a sample that begins or goes on at this position. vLLM draws one stream of random numbers from a seed: what goes on
+    elsewhere must not repeat those that were used."""
+    packed = struct.pack("<qqq", seed, sample, position)
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """Raises the error that answers a request which cannot be served."""
+
+    worker_id: WorkerId
+    role: Role
+    max_queue: int
+    max_batch: int
+    core: Core
+
+    def check(self, submit: Submit, *, num_waiting: int, draining: bool) -> None:
+        if draining:
+            raise UnavailableError("the worker is draining and takes no new requests")
+        if num_waiting >= self.max_queue and submit.attempt == 0:
+            raise QueueFullError(f"the worker's queue is full ({self.max_queue} requests wait)")
+        self._check_role(submit)
+        for name, why in _refused(submit, split=self.role is not Role.WHOLE):
+            raise InvalidRequestError(f"{name}: {why}", param=name)
+        self._check_tokens(submit)
+        self._check_resume(submit)
+
+    def _check_role(self, submit: Submit) -> None:
+        """What fails here is a mistake of the router."""
+        transfer = submit.transfer
+        if transfer is None:
+            if self.role is Role.PREFILL and submit.params.max_tokens > 1:
+                raise UnavailableError("a prefill worker hands on every request of more than one token, and was not told where")
+            return
+        meant_for = transfer.producer if self.role is Role.PREFILL else transfer.consumer
+        if self.role is Role.WHOLE or meant_for != self.worker_id:
+            raise UnavailableError(f"transfer {transfer.transfer_id} is not for worker {self.worker_id}")
+
+    def _check_tokens(self, submit: Submit) -> None:
+        params, vocab_size = submit.params, self.core.vocab_size
+        if not submit.prompt:
+            raise InvalidRequestError("the prompt is empty", param="prompt")
+        if len(submit.prompt) >= self.core.max_model_len:
+            raise InvalidRequestError(
+                f"the prompt has {len(submit.prompt)} tokens; with at least one new token that is more than the limit of"
+                f" {self.core.max_model_len}",
+                param="prompt",
+            )
+        if params.n > self.max_batch:
+            raise InvalidRequestError(f"n must be at most {self.max_batch}, the size of a batch", param="n")
+        named = {
+            "prompt": submit.prompt,
+            "stop_token_ids": params.stop_token_ids,
+            "logit_bias": list(params.logit_bias),
+            "allowed_token_ids": params.allowed_token_ids,
+            "bad_words": [token for word in params.bad_tokens for token in word],
+        }
+        for name, tokens in named.items():
+            if tokens and not (min(tokens) >= 0 and max(tokens) < vocab_size):
+                raise InvalidRequestError(f"token ids must be from 0 to {vocab_size - 1}", param=name)
+
+    def _check_resume(self, submit: Submit) -> None:
+        samples = [resumed.sample for resumed in submit.resume]
+        if len(set(samples)) < len(samples) or not all(0 <= sample < submit.params.n for sample in samples):
+            raise InvalidRequestError(f"resume must name samples from 0 to {submit.params.n - 1}, each once", param="resume")
+        longest = max((len(resumed.tokens) for resumed in submit.resume), default=0)
+        if longest >= submit.params.max_tokens or len(submit.prompt) + longest >= self.core.max_model_len:
+            raise InvalidRequestError(f"a sample of {longest} tokens has no token to come", param="resume")
+        if submit.transfer is not None and len(samples) > 1 and not begins_anew(submit):
+            raise UnavailableError("samples that go on at different tokens cannot be handed over together")
+        if longest and (names := [name for name, is_given in _looks_back(submit.params) if is_given]):
+            raise UnavailableError(f"{names[0]}: vLLM cannot go on where another worker stopped")
+
+
+def _refused(submit: Submit, *, split: bool) -> Iterator[tuple[str, str]]:
+    """Fields that this engine does not serve, and why. `split`: its samples begin on one worker and go on on another."""
+    params = submit.params
+    given = {
+        "beam_width": params.beam is not None,
+        "keep_kv": submit.keep is not None,
+        "continuation_of": submit.inherit is not None,
+        "images": bool(submit.images),
+        "model": bool(submit.adapter),
+        "response_format": params.grammar is not None,
+        "logprob_token_ids": bool(params.logprob_token_ids),
+    }
+    yield from (
+        (name, "workers with --engine vllm do not have it (docs/vllm.md)") for name, is_given in given.items() if is_given
+    )
+    if split:
+        for name, is_given in _looks_back(params):
+            if is_given:
+                yield name, "prefill and decode workers with --engine vllm do not have it; whole workers do (docs/vllm.md)"
+
+
+def _looks_back(params: SamplingParams) -> tuple[tuple[str, bool], ...]:
+    """What depends on which tokens are output: to vLLM those that came from another worker are part of the prompt."""
+    return (
+        ("presence_penalty", params.presence_penalty != 0.0),
+        ("frequency_penalty", params.frequency_penalty != 0.0),
+        ("bad_words", any(len(word) > 1 for word in params.bad_tokens)),
+    )

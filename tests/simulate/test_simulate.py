@@ -1,0 +1,102 @@
+"""A cluster in virtual time: the same seed gives the same result, every request ends once, every block comes back."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from kvrelay.config import EngineOptions
+from kvrelay.simulate import worker as simulated_worker
+from kvrelay.simulate.cluster import Layout
+from kvrelay.simulate.costs import H200_8B, Costs, line
+from kvrelay.simulate.figures import figures
+from kvrelay.simulate.run import Failure, Outcome, Targets, simulate
+from kvrelay.simulate.traffic import Kind, Wanted, draw
+from kvrelay.states import Role
+
+COSTS = Costs(prefill=line(2.0, 0.02), decode=line(4.0, 0.1), gb_per_s=10.0, latency_ms=0.5, router_ms=1.0)
+CHECKED = EngineOptions(check_invariants=True)
+TARGETS = Targets(ttft_ms=200.0, itl_ms=20.0)
+KINDS: tuple[Kind, ...] = ("fixed", "mixed", "bursty", "long-prefix", "conversation")
+
+
+def wanted(kind: Kind = "fixed", seed: int = 1) -> Wanted:
+    return Wanted(kind=kind, rate=6.0, duration_s=5.0, input_tokens=200, output_tokens=20, pause_s=0.5, seed=seed)
+
+
+def run(layout: Layout, traffic: Wanted, failures: tuple[Failure, ...] = (), costs: Costs = COSTS) -> Outcome:
+    """It checks itself: `simulate` raises if a request did not end once or a block did not come back."""
+    pool = {"num_blocks": min(layout.num_blocks, 512), "max_model_len": min(layout.max_model_len, 4096)}
+    return simulate(msgspec.structs.replace(layout, **pool), costs, draw(traffic), failures=failures)
+
+
+def test_one_request_takes_what_its_parts_take() -> None:
+    """A prompt of one pass, its bytes, and a token a step: on an idle cluster nothing else."""
+    costs = msgspec.structs.replace(COSTS, kv_bytes_per_token=1_000_000, num_layers=10)
+    traffic = Wanted(rate=0.5, duration_s=1000.0, input_tokens=500, output_tokens=11, seed=3)
+    outcome = simulate(Layout(), costs, [next(draw(traffic))])
+    (answer,) = outcome.answers
+    prefill_s, decode_s = costs.pass_s(500, 0), costs.pass_s(0, 1)
+    assert answer.ttft_s == pytest.approx(costs.router_ms / 1000 + prefill_s)
+    left_s = costs.transfer_s(500) - prefill_s  # the rest of the bytes moved while the prompt was computed
+    assert left_s < answer.longest_s - decode_s < left_s + 4 * costs.latency_ms / 1000
+    assert answer.last_at - answer.first_at == pytest.approx(answer.longest_s + 9 * decode_s)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_seed_gives_the_same_result(kind: Kind) -> None:
+    layout = Layout(prefill=2, decode=2, local_prefill_tokens=16)
+    first, again, other = (figures(run(layout, wanted(kind, seed)), TARGETS) for seed in (1, 1, 2))
+    assert first == again
+    assert first != other
+    assert first["requests"] == first["finished"] > 0
+    assert (first["cache_hit_share"] > 0) == (kind in ("long-prefix", "conversation"))
+
+
+@pytest.mark.parametrize("mode", ["write", "read"])
+@pytest.mark.parametrize("policy", ["round_robin", "least_loaded", "prefix_aware"])
+def test_no_request_is_lost_with_its_worker(mode: str, policy: str) -> None:
+    layout = Layout(prefill=2, decode=2, restart_s=1.0, engine=CHECKED)
+    layout = msgspec.convert(msgspec.to_builtins(layout) | {"mode": mode, "policy": policy}, Layout)
+    failures = tuple(
+        Failure(at_s=at_s, role=role) for at_s, role in ((1.003, Role.DECODE), (2.01, Role.PREFILL), (3.5, Role.DECODE))
+    )
+    outcome = run(layout, wanted("mixed"), failures)
+    assert {answer.outcome for answer in outcome.answers} == {"finished"}
+    for answer in outcome.answers:
+        assert answer.num_tokens == answer.session.turns[answer.turn].output_tokens
+
+
+def test_requests_without_a_worker_fail_and_none_is_forgotten() -> None:
+    failures = (Failure(at_s=2.0, role=Role.DECODE, comes_back=False),)
+    outcome = run(Layout(), wanted(), failures)
+    found = figures(outcome, TARGETS)
+    assert found["failed"] > 0
+    assert found["finished"] + found["failed"] + found["refused"] == found["requests"]
+
+
+def test_a_small_pool_preempts_and_sets_aside_and_still_answers_all() -> None:
+    layout = Layout(num_blocks=64, max_model_len=512, engine=CHECKED)
+    traffic = Wanted(rate=200.0, duration_s=0.5, input_tokens=300, output_tokens=60, seed=5)
+    found = figures(run(layout, traffic), TARGETS)
+    assert found["finished"] + found["refused"] == found["requests"]
+    assert found["finished"] > 0
+
+
+def test_steps_taken_together_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = Layout(prefill=2, decode=2)
+    failures = (Failure(at_s=2.0, role=Role.DECODE),)
+    together = figures(run(layout, wanted("mixed"), failures), TARGETS)
+    monkeypatch.setattr(simulated_worker, "possible_steps", lambda core: 0)
+    one_by_one = figures(run(layout, wanted("mixed"), failures), TARGETS)
+    assert together == pytest.approx(one_by_one, rel=1e-3)
+
+
+def test_whole_workers_stall_their_streams_and_disaggregation_does_not() -> None:
+    """The shape that the product is about, without a measured second."""
+    traffic = Wanted(rate=12.0, duration_s=5.0, input_tokens=4000, output_tokens=100, seed=2)
+    whole, split = (
+        figures(simulate(layout, H200_8B, draw(traffic)), TARGETS)
+        for layout in (Layout(prefill=0, decode=0, whole=2), Layout(prefill=1, decode=1))
+    )
+    assert split["longest_gap_ms_p90"] < whole["longest_gap_ms_p90"]

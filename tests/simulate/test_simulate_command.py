@@ -1,0 +1,130 @@
+"""`kvrelay simulate`: costs, traces, options, files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvrelay.cli import main
+from kvrelay.errors import ConfigError
+from kvrelay.simulate.cluster import Layout
+from kvrelay.simulate.costs import H200_8B, Costs, fit, interpolate
+from kvrelay.simulate.find import Prices, cheapest
+from kvrelay.simulate.options import ClusterOptions, CostOptions
+from kvrelay.simulate.traffic import read_trace
+from kvrelay.states import Role
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+RESULTS = ROOT / "bench" / "results"
+
+
+def test_costs_are_fitted_from_what_bench_measured() -> None:
+    costs = fit([RESULTS / "nvidia-h200" / "gpu.json", RESULTS / "mixed" / "relay.json"])
+    measured = json.loads((RESULTS / "nvidia-h200" / "gpu.json").read_text())["results"]
+    assert costs.pass_s(2048, 0) == pytest.approx(measured["prefill_2048_ms"] / 1000)
+    assert costs.pass_s(0, 64) == pytest.approx(measured["b64_in1024_itl_ms"] / 1000)
+    assert costs.gb_per_s == json.loads((RESULTS / "mixed" / "relay.json").read_text())["results"]["shm_gb_per_s"]
+    engine = fit([RESULTS / "mixed" / "engine.json"])
+    assert [count for count, _ in engine.decode] == [1, 4, 16, 64]
+
+
+def test_a_pass_of_both_reads_the_weights_once() -> None:
+    assert H200_8B.pass_s(512, 8) < H200_8B.pass_s(512, 0) + H200_8B.pass_s(0, 8)
+    assert H200_8B.pass_s(512, 8) > H200_8B.pass_s(512, 0)
+    assert interpolate(((1, 2.0), (3, 4.0)), 2) == 3.0
+    assert interpolate(((1, 2.0), (3, 4.0)), 5) == 6.0
+
+
+def test_costs_by_hand() -> None:
+    costs = CostOptions(prefill_ms=0.1, step_ms=5.0, sequence_ms=0.5, gb_per_s=3.0).model()
+    assert costs.pass_s(100, 0) == pytest.approx(0.015)
+    assert costs.pass_s(0, 10) == pytest.approx(0.010)
+    assert costs.gb_per_s == 3.0
+    assert isinstance(costs, Costs)
+
+
+def test_a_trace_has_sessions_and_prefixes(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    lines = [
+        {"at_s": 3.0, "prompt_tokens": 20, "output_tokens": 5, "session": "a"},
+        {"at_s": 1.0, "prompt_tokens": 100, "output_tokens": 10, "session": "a"},
+        {"at_s": 2.0, "prompt_tokens": 80, "output_tokens": 7, "prefix": "x", "prefix_tokens": 64},
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)) + "\n")
+    conversation, single = read_trace(path)
+    assert [turn.prompt_tokens for turn in conversation.turns] == [100, 20]
+    assert conversation.turns[1].pause_s == 2.0
+    assert len(conversation.first_prompt()) == 100
+    assert len(conversation.next_prompt(conversation.first_prompt(), 1)) == 100 + 10 + 20
+    assert len(single.first_prompt()) == 80
+    assert single.at_s == 2.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--trace", "nowhere.jsonl"], "--trace"),
+        (["--costs", "nowhere.json"], "--costs"),
+        (["--fail", "soon:decode"], "--fail"),
+        (["--fail", "3:decode:later"], "--fail"),
+        (["--decode", "0"], "--decode"),
+        (["--kv-blocks", "4"], "--kv-blocks"),
+        (["--prefil", "2"], "--prefill"),
+    ],
+)
+def test_what_is_wrong_is_named(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["simulate", *arguments]) == 2
+    assert named in capsys.readouterr().err
+
+
+def test_failures_are_read() -> None:
+    failures = ClusterOptions(fail=("30:decode", "2.5:prefill:gone")).failures()
+    assert [(one.at_s, one.role, one.comes_back) for one in failures] == [(30.0, Role.DECODE, True), (2.5, Role.PREFILL, False)]
+    with pytest.raises(ConfigError):
+        ClusterOptions(fail=("x",)).failures()
+
+
+def test_the_command_prints_writes_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result, drawing = tmp_path / "result.json", tmp_path / "result.svg"
+    arguments = ["simulate", "--prefill", "2", "--rate", "5", "--seconds", "4", "--fail", "2:prefill"]
+    assert main.main([*arguments, "--json", str(result), "--plot", str(drawing)]) == 0
+    written = json.loads(result.read_text())
+    assert written["scenario"] == "simulate"
+    assert written["results"]["finished"] == written["results"]["requests"] > 0
+    assert "<svg" in drawing.read_text()
+    assert "ttft_ms_p50" in capsys.readouterr().err
+
+
+def test_find_gives_the_cheapest_cluster_that_meets_the_targets() -> None:
+    """Which is known here: a cluster does if it has 3 prefill and 5 decode workers, or one more of each than 1 and 6."""
+    tried: list[tuple[int, int]] = []
+
+    def meets(layout: Layout) -> bool:
+        tried.append((layout.prefill, layout.decode))
+        return (layout.prefill >= 3 and layout.decode >= 5) or (layout.prefill >= 2 and layout.decode >= 7)
+
+    found = cheapest(meets, Layout(), Prices(), most_workers=40)
+    assert found is not None
+    assert (found.prefill, found.decode) == (3, 5)
+    assert len(tried) == len(set(tried)) < 20
+    dear_prefill = cheapest(meets, Layout(), Prices(prefill=10.0), most_workers=40)
+    assert dear_prefill is not None
+    assert (dear_prefill.prefill, dear_prefill.decode) == (2, 7)
+    assert cheapest(lambda layout: False, Layout(), Prices(), most_workers=40) is None
+
+
+def test_find_by_simulation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A prompt takes 100 ms and 25 come each second: 3 prefill workers, and no fewer, keep up."""
+    result = tmp_path / "found.json"
+    traffic = ["--rate", "25", "--seconds", "8", "--input-tokens", "99", "--output-tokens", "4", "--ttft-ms", "500"]
+    costs = ["--prefill-ms", "1", "--step-ms", "1", "--sequence-ms", "0.01", "--local-prefill-tokens", "0"]
+    search = ["--find", "--most-workers", "8", "--good-share", "0.9"]
+    assert main.main(["simulate", *traffic, *costs, *search, "--json", str(result)]) == 0
+    found = json.loads(result.read_text())["results"]
+    assert (found["prefill"], found["decode"]) == (3, 1)
+    assert found["good_share"] >= 0.9
+    assert "3 prefill and 1 decode" in capsys.readouterr().err
+    assert main.main(["simulate", *traffic, *costs, *search[:2], "2"]) == 2
+    assert "--find" in capsys.readouterr().err
