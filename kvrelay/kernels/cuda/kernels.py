@@ -36,7 +36,7 @@ from kvrelay.kernels.cuda.decode import decode_attention
 from kvrelay.kernels.cuda.layer import CudaLayer
 from kvrelay.kernels.cuda.linear import CudaPacked, scaled_linear, small_linear
 from kvrelay.kernels.cuda.prefill import PLAN_STEP, has_room, own_attention, paged_attention
-from kvrelay.kernels.cuda.table import MAX_SMALL_ROWS
+from kvrelay.kernels.cuda.table import is_triton_faster
 from kvrelay.kernels.torch_kernels import TorchKernels
 
 Attention = Literal["auto", "triton", "torch"]
@@ -57,7 +57,7 @@ class CudaKernels:
     def __init__(self, attention: Attention = "auto", linears: Linears = "auto") -> None:
         self._attention = attention
         self._reference = TorchKernels()
-        self._max_small_rows = {"auto": MAX_SMALL_ROWS, "triton": _MAX_FORCED_ROWS, "cublas": 0}[linears]
+        self._linears = linears
 
     def fuse(self, weights: LayerWeights) -> FusedLayer | None:
         return CudaLayer(weights, self)
@@ -66,13 +66,16 @@ class CudaKernels:
         parts = (part if part is None else part.contiguous() for part in (bias, scale))
         return CudaPacked(weight.contiguous(), *parts)
 
-    def is_small(self, num_rows: int) -> bool:
-        """Whether linears of so many rows are Triton's."""
-        return 0 < num_rows <= self._max_small_rows
+    def is_small(self, num_rows: int, packed: CudaPacked, *, gated: bool = False) -> bool:
+        """Whether a linear of so many rows is Triton's."""
+        if self._linears != "auto":
+            return self._linears == "triton" and 0 < num_rows <= _MAX_FORCED_ROWS
+        num_lines = packed.out_features // 2 if gated else packed.out_features
+        return num_rows > 0 and is_triton_faster(num_rows, num_lines, gated, packed.scale is not None)
 
     def linear(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:
         assert isinstance(packed, CudaPacked)
-        if self.is_small(x.shape[0]):
+        if self.is_small(x.shape[0], packed):
             return small_linear(x, packed)
         return _large_linear(x, packed)
 
@@ -95,7 +98,7 @@ class CudaKernels:
     def gated_linear(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:
         """silu_mul(linear(x)), in one kernel for few rows."""
         assert isinstance(packed, CudaPacked)
-        if self.is_small(x.shape[0]):
+        if self.is_small(x.shape[0], packed, gated=True):
             return small_linear(x, packed, gated=True)
         return elementwise.silu_mul(_large_linear(x, packed))
 
@@ -143,19 +146,12 @@ class CudaKernels:
             num_others = q.shape[0] - sum(own_rows)
             out[num_others:] = own_attention(q, shape, own_rows, scale)
             q, rows = q[:num_others], _first_rows(rows, rows.num_rows - len(own_rows))
-        self._paged(q, shape, rows, kv, scale, out)
+        mixed = bool(own_rows) or (rows.num_rows > 1 and rows.max_query > 1)
+        if rows.max_query > 1:
+            paged_attention(q, shape, rows, kv, scale, out, mixed=mixed)
+        if rows.max_query == 1 or mixed:
+            decode_attention(q, shape, rows, kv, scale, out, mixed=mixed)
         return out
-
-    def _paged(
-        self, q: torch.Tensor, shape: HeadShape, rows: AttentionBatch, kv: torch.Tensor, scale: float, out: torch.Tensor
-    ) -> None:
-        if rows.max_query == 1:
-            decode_attention(q, shape, rows, kv, scale, out)
-            return
-        mixed = rows.num_rows > 1
-        paged_attention(q, shape, rows, kv, scale, out, mixed=mixed)
-        if mixed:
-            decode_attention(q, shape, rows, kv, scale, out, mixed=True)
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         return elementwise.silu_mul(gate_up)
