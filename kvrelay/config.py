@@ -15,6 +15,7 @@ from msgspec import Meta
 
 Count = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
+WeightsOption = Literal["auto", "float32", "fp8"]
 
 _BUDGETS = {"cpu": (64, 512), "cuda": (256, 8192)}  # sequences that run at once, tokens per step
 
@@ -36,8 +37,11 @@ class ModelOptions(Options, frozen=True, kw_only=True):
         Literal["auto", "float32", "bfloat16"], Meta(description="precision; auto is float32 on cpu, bfloat16 on cuda")
     ] = "auto"
     weights: Annotated[
-        Literal["auto", "fp8"],
-        Meta(description="weights of linear layers: as the checkpoint has them (auto), or fp8 (on cuda)"),
+        WeightsOption,
+        Meta(
+            description="weights of linear layers: as the checkpoint has them (auto; a GGUF file's blocks stay quantised on a"
+            " CPU, which changes no token), float32 (on a CPU), or fp8 (on cuda)"
+        ),
     ] = "auto"
     threads: Annotated[Count, Meta(description="CPU threads per worker; 0 shares the cores among the workers")] = 0
     tp: Annotated[Positive, Meta(description="tensor parallelism: processes among which a worker's model is split")] = 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import pathlib
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ import numpy.typing as npt
 from safetensors.numpy import load_file
 
 F32, F16, Q8_0, BF16 = 0, 1, 8, 30
+Tensor = tuple[int, tuple[int, ...], bytes]  # type, shape in rows-first order, bytes
 _LAYER_NAMES = {
     "input_layernorm.weight": "attn_norm.weight",
     "self_attn.q_proj.weight": "attn_q.weight",
@@ -34,11 +35,10 @@ _LAYER_NAMES = {
 def write_gguf(
     path: pathlib.Path,
     metadata: Mapping[str, Any],
-    tensors: Mapping[str, tuple[int, tuple[int, ...], bytes]],
+    tensors: Mapping[str, Tensor],
     *,
     version: int = 3,
 ) -> pathlib.Path:
-    """Tensors are (type, shape in rows-first order, bytes)."""
     head = b"GGUF" + struct.pack("<IQQ", version, len(tensors), len(metadata))
     for key, value in metadata.items():
         head += _string(key) + _typed(value)
@@ -52,14 +52,22 @@ def write_gguf(
     return path
 
 
-def gguf_of_checkpoint(folder: pathlib.Path, path: pathlib.Path, architecture: str, **changes: Any) -> pathlib.Path:
-    """The checkpoint of a Hugging Face folder as llama.cpp's converter writes it, in float32."""
+def gguf_of_checkpoint(
+    folder: pathlib.Path,
+    path: pathlib.Path,
+    architecture: str,
+    *,
+    quantised: Callable[[str, tuple[int, ...], bytes], Tensor] | None = None,
+    **changes: Any,
+) -> pathlib.Path:
+    """The checkpoint of a Hugging Face folder as llama.cpp's converter writes it, in float32 or as `quantised` makes it."""
     config = json.loads((folder / "config.json").read_text())
     tensors = {}
     for name, values in load_file(folder / "model.safetensors").items():
         if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
             values = interleaved(values, config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"])
-        tensors[_gguf_name(name)] = (F32, values.shape, values.astype("<f4").tobytes())
+        plain, data = _gguf_name(name), values.astype("<f4").tobytes()
+        tensors[plain] = (F32, values.shape, data) if quantised is None else quantised(plain, values.shape, data)
     return write_gguf(path, {**_metadata(folder, config, architecture), **changes}, tensors)
 
 

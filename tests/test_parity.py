@@ -10,7 +10,7 @@ import pytest
 import torch
 from leaks import check_idle
 from parity import assert_parity, reference_tokens
-from tiny_models import NAMES, VOCAB_SIZE, reference_model, tiny_model
+from tiny_models import NAMES, QUANTISED_NAMES, VOCAB_SIZE, reference_model, tiny_model
 
 from kvrelay.config import EngineOptions, ModelOptions, read_environment
 from kvrelay.engine.engine import Engine
@@ -79,7 +79,7 @@ def assert_all_equal(name: str, got: list[list[int]], what: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *QUANTISED_NAMES])
 def test_a_mixed_batch_twice_so_that_the_second_is_cached(name: str, device: str) -> None:
     engine = make_engine(name, device)
     for turn in ("fresh", "cached"):

@@ -17,6 +17,7 @@ from typing import Any
 import tokenizers
 import torch
 import transformers
+from quantised_blocks import quantised_checkpoint
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 VOCAB_SIZE = 320
@@ -89,21 +90,46 @@ _BY_KV_HEADS: dict[str, Callable[[], Any]] = {  # to be split among ranks; 3 can
     "kv3": lambda: _llama(hidden_size=96, num_attention_heads=6, num_key_value_heads=3),
     "kv8": lambda: _llama(num_attention_heads=8, num_key_value_heads=8, tie_word_embeddings=False),
 }
+_TO_QUANTISE: dict[str, Callable[[], Any]] = {  # shapes of whole blocks
+    "blocks-32": lambda: _llama(hidden_size=64, intermediate_size=96),
+    "blocks-256": lambda: _llama(hidden_size=256, intermediate_size=256, tie_word_embeddings=False),
+}
+_FORMATS = {
+    "blocks-32": {"attn_q": "Q4_1", "attn_k": "Q4_1", "attn_v": "Q4_1", "attn_output": "Q4_0", "token_embd": "Q8_0"},
+    "blocks-256": {"attn_q": "Q4_K", "attn_k": "Q4_K", "attn_v": "Q6_K", "attn_output": "Q4_K", "token_embd": "Q6_K"},
+}  # of all others the first; what is taken together and differs, as values do here from queries, becomes float32
+QUANTISED_NAMES = tuple(_TO_QUANTISE)
+_ALL_MAKERS = _MAKERS | _BY_KV_HEADS | _TO_QUANTISE
+_SEEDS = {
+    name: first + index
+    for first, makers in ((0, _MAKERS), (1000, _BY_KV_HEADS), (2000, _TO_QUANTISE))
+    for index, name in enumerate(sorted(makers))
+}
 
 
 @functools.cache
 def tiny_model(name: str) -> pathlib.Path:
     """The folder of one kind of tiny checkpoint."""
     folder = session_folder() / name
-    torch.manual_seed(sorted(_MAKERS).index(name) if name in _MAKERS else 1000 + sorted(_BY_KV_HEADS).index(name))
-    model = (_MAKERS | _BY_KV_HEADS)[name]().float().eval()
+    if name not in QUANTISED_NAMES:
+        _write_model(name, folder)
+        return folder
+    _write_model(name, folder.with_suffix(".float32"))
+    formats = _FORMATS[name]
+    others = next(iter(formats.values()))
+    quantised_checkpoint(folder.with_suffix(".float32"), folder, lambda tensor: formats.get(tensor.split(".")[-2], others))
+    return folder
+
+
+def _write_model(name: str, folder: pathlib.Path) -> None:
+    torch.manual_seed(_SEEDS[name])
+    model = _ALL_MAKERS[name]().float().eval()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter.dim() == 1:  # transformers makes biases 0 and norms 1, which would hide their loss
                 parameter.add_(torch.randn_like(parameter) * 0.2 if "norm" in parameter_name else torch.randn_like(parameter))
     model.save_pretrained(folder)
     write_tokenizer(folder)
-    return folder
 
 
 @functools.cache

@@ -8,7 +8,7 @@ import os
 
 import torch
 
-from kvrelay.kernels.base import ForwardBatch, HeadShape, Kernels, Packed
+from kvrelay.kernels.base import ForwardBatch, HeadShape, Kernels, Packed, Quantised
 
 ON_CARD = torch.cuda.is_available()
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -23,7 +23,10 @@ class OnDevice:
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
 
-    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Packed:
+    quantised_formats: frozenset[str] = frozenset()
+
+    def pack(self, weight: torch.Tensor | Quantised, bias: torch.Tensor | None) -> Packed:
+        assert isinstance(weight, torch.Tensor)
         return self._kernels.pack(weight.to(DEVICE), None if bias is None else bias.to(DEVICE))
 
     def linear(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:

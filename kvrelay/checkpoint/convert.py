@@ -1,6 +1,7 @@
 """From a GGUF file to a folder in Hugging Face layout, once.
 
-Weights are dequantised to float32. Files of type "llama" have the rows of q and k interleaved for another rotary convention
+Weights are dequantised to float32; those that kernels can keep quantised are written once more, in their blocks, to a file of
+their own. Files of type "llama" have the rows of q and k interleaved for another rotary convention
 (pairs side by side); ours rotates halves, so they are put back. What a GGUF file can say and we cannot serve is refused by
 name. `convert` fills a folder; `fetch.py` makes that atomic and caches it.
 """
@@ -13,7 +14,7 @@ import pathlib
 import re
 import shutil
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -26,7 +27,10 @@ from kvrelay.checkpoint.spec import CONFIG_NAME, GENERATION_CONFIG_NAME
 from kvrelay.errors import ModelError, UnsupportedModelError
 from kvrelay.progress import Progress
 
-CONVERTER_VERSION = 1  # part of the cache key: raise it when the same file would give another folder
+CONVERTER_VERSION = 2  # part of the cache key: raise it when the same file would give another folder
+
+BLOCKS_NAME = "quantised.blocks"  # a safetensors file under another name, for others read every safetensors file of a folder
+KEPT_FORMATS = frozenset({"Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K"})
 
 _NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -49,7 +53,11 @@ _EXTRA_LAYER_NAMES = {
     "qwen2": {f"attn_{part}.bias": f"self_attn.{part}_proj.bias" for part in "qkv"},
     "qwen3": {f"attn_{part}_norm.weight": f"self_attn.{part}_norm.weight" for part in "qk"},
 }
+_DTYPES = {"F32": "<f4", "U8": "u1"}
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)")
+
+
+Value = TypeVar("Value", np.float32, np.uint8)
 
 
 class _Source(msgspec.Struct, frozen=True):
@@ -68,33 +76,44 @@ def convert(gguf_path: pathlib.Path, folder: pathlib.Path, progress: Progress) -
         _write_json(folder / GENERATION_CONFIG_NAME, _generation_config(metadata))
         _write_json(folder / "tokenizer_config.json", tokenizer_settings(metadata))
         build_tokenizer(metadata).save(str(folder / "tokenizer.json"))
-        _write_weights(file, config, folder / "model.safetensors", progress)
+        _write_weights(file, config, folder, progress)
 
 
-def deinterleaved(weight: npt.NDArray[np.float32], num_heads: int) -> npt.NDArray[np.float32]:
-    """Rows of each head from (a0, b0, a1, b1, ...) to (a0, a1, ..., b0, b1, ...). Works on biases too."""
+def deinterleaved(weight: npt.NDArray[Value], num_heads: int) -> npt.NDArray[Value]:
+    """Rows of each head from (a0, b0, a1, b1, ...) to (a0, a1, ..., b0, b1, ...). Works on biases and on blocks too."""
     pairs = weight.reshape(num_heads, -1, 2, *weight.shape[1:])
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(weight.shape)
 
 
-def _write_weights(file: GGUFFile, config: dict[str, Any], path: pathlib.Path, progress: Progress) -> None:
+def _write_weights(file: GGUFFile, config: dict[str, Any], folder: pathlib.Path, progress: Progress) -> None:
     sources = _sources(file, config)
-    shapes = {name: file.tensors[source.name].shape for name, source in sources.items()}
-    total = sum(4 * file.tensors[source.name].num_elements for source in sources.values())
-    free = shutil.disk_usage(path.parent).free
+    tensors = {name: file.tensors[source.name] for name, source in sources.items()}
+    kept = {name: tensor for name, tensor in tensors.items() if tensor.format_name in KEPT_FORMATS and len(tensor.shape) == 2}
+    total = sum(4 * tensor.num_elements for tensor in tensors.values()) + sum(tensor.size_bytes for tensor in kept.values())
+    free = shutil.disk_usage(folder).free
     if free < total:
-        raise ModelError(
-            f"converting {file.path} needs {total / 1e9:.1f} GB in {path.parent}, where {free / 1e9:.1f} GB are free"
-        )
+        raise ModelError(f"converting {file.path} needs {total / 1e9:.1f} GB in {folder}, where {free / 1e9:.1f} GB are free")
 
-    def read(name: str) -> npt.NDArray[np.float32]:
-        values = file.read(sources[name].name)
+    def in_order(name: str, values: npt.NDArray[Value]) -> npt.NDArray[Value]:
         heads = sources[name].interleaved_heads
         return values if heads is None else deinterleaved(values, heads)
 
     progress.start(f"converting {file.path.name}", total, unit="bytes")
     try:
-        write_float32(path, shapes, read, progress.advance)
+        write_float32(
+            folder / "model.safetensors",
+            {name: tensor.shape for name, tensor in tensors.items()},
+            lambda name: in_order(name, file.read(sources[name].name)),
+            progress.advance,
+        )
+        if kept:
+            write_safetensors(
+                folder / BLOCKS_NAME,
+                {name: ("U8", (tensor.shape[0], tensor.size_bytes // tensor.shape[0])) for name, tensor in kept.items()},
+                lambda name: in_order(name, file.read_blocks(sources[name].name)),
+                progress.advance,
+                {name: tensor.format_name for name, tensor in kept.items()},
+            )
     finally:
         progress.done()
 
@@ -105,23 +124,34 @@ def write_float32(
     read: Callable[[str], npt.NDArray[np.float32]],
     written: Callable[[int], None],
 ) -> None:
-    """A safetensors file, tensor by tensor, so that a model far larger than memory could be converted:
+    """A safetensors file of float32 tensors."""
+    write_safetensors(path, {name: ("F32", shape) for name, shape in shapes.items()}, read, written, {"format": "pt"})
+
+
+def write_safetensors(
+    path: pathlib.Path,
+    tensors: Mapping[str, tuple[Literal["F32", "U8"], tuple[int, ...]]],
+    read: Callable[[str], npt.NDArray[Value]],
+    written: Callable[[int], None],
+    metadata: Mapping[str, str],
+) -> None:
+    """Tensor by tensor, so that a model far larger than memory could be converted:
 
     header size u64 | header JSON {name: {dtype, shape, data_offsets}} padded to 8 bytes | tensors, back to back
 
-    `read` is asked for each tensor in the order of `shapes`; `written` is told of every tensor's bytes."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    `read` is asked for each tensor in the order of `tensors`; `written` is told of every tensor's bytes."""
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
     offset = 0
-    for name, shape in shapes.items():
-        end = offset + 4 * math.prod(shape)
-        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [offset, end]}
+    for name, (kind, shape) in tensors.items():
+        end = offset + np.dtype(_DTYPES[kind]).itemsize * math.prod(shape)
+        header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
     with path.open("wb") as file:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
-        for name, shape in shapes.items():
-            values = np.ascontiguousarray(read(name), dtype="<f4")
+        for name, (kind, shape) in tensors.items():
+            values = np.ascontiguousarray(read(name), dtype=_DTYPES[kind])
             assert values.shape == shape, f"{name} is {values.shape}, announced as {shape}"
             file.write(values.data)
             written(values.nbytes)

@@ -42,6 +42,10 @@ class GGUFTensor(msgspec.Struct, frozen=True):
     size_bytes: int
 
     @property
+    def format_name(self) -> str:
+        return FORMATS[self.type_id].name
+
+    @property
     def num_elements(self) -> int:
         return math.prod(self.shape)
 
@@ -64,8 +68,15 @@ class GGUFFile:
     def read(self, name: str) -> npt.NDArray[np.float32]:
         """The tensor, dequantised, in its own memory."""
         tensor = self.tensors[name]
-        data = np.frombuffer(self._map[tensor.begin : tensor.begin + tensor.size_bytes], dtype=np.uint8)
-        return FORMATS[tensor.type_id].dequantise(data).reshape(tensor.shape)
+        return FORMATS[tensor.type_id].dequantise(self._bytes(tensor)).reshape(tensor.shape)
+
+    def read_blocks(self, name: str) -> npt.NDArray[np.uint8]:
+        """The tensor's rows as the file has them, in their own memory."""
+        tensor = self.tensors[name]
+        return self._bytes(tensor).reshape(tensor.shape[0], -1)
+
+    def _bytes(self, tensor: GGUFTensor) -> npt.NDArray[np.uint8]:
+        return np.frombuffer(self._map[tensor.begin : tensor.begin + tensor.size_bytes], dtype=np.uint8)
 
     def close(self) -> None:
         self._map.close()

@@ -128,6 +128,24 @@ class ForwardBatch:
     lora: LoraBatch | None = None  # None: no token has an adapter
 
 
+@dataclass(frozen=True, slots=True)
+class Quantised:
+    """An [out, in] weight in the blocks of a GGUF file."""
+
+    format: str  # as GGUF names it
+    blocks: torch.Tensor  # [out, bytes] uint8
+    in_features: int
+
+    def rows(self, kept: slice) -> Quantised:
+        return Quantised(self.format, self.blocks[kept], self.in_features)
+
+    def columns(self, kept: slice) -> Quantised:
+        """Of whole blocks."""
+        width = self.blocks.shape[1]
+        bytes_kept = slice(width * kept.start // self.in_features, width * kept.stop // self.in_features)
+        return Quantised(self.format, self.blocks[:, bytes_kept], kept.stop - kept.start)
+
+
 class Packed(Protocol):
     """A linear layer's weights in the layout that its kernels like best."""
 
@@ -182,7 +200,11 @@ class Kernels(Protocol):
     def fuse(self, weights: LayerWeights) -> FusedLayer | None:
         """Where an implementation has it; None: the model makes the calls below one by one."""
 
-    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None = None) -> Packed:
+    @property
+    def quantised_formats(self) -> frozenset[str]:
+        """In which `pack` takes weights and keeps them; the products are those of the dequantised weights."""
+
+    def pack(self, weight: torch.Tensor | Quantised, bias: torch.Tensor | None, scale: torch.Tensor | None = None) -> Packed:
         """Takes over a [out, in] weight. The caller drops its own reference, so weights exist once. `scale` [out] is that of
         a weight in fp8, for kernels of cards alone."""
 

@@ -28,6 +28,7 @@ from kvrelay.kernels.base import (
     LoraSpans,
     Packed,
     PackedAdapter,
+    Quantised,
 )
 
 _MAX_SCORES = 1 << 24  # attention scores (queries x context, all heads) materialised at once: 64 MiB of float32
@@ -66,7 +67,12 @@ class TorchKernels:
     def fuse(self, weights: LayerWeights) -> None:
         return None
 
-    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None = None) -> TorchPacked:
+    quantised_formats: frozenset[str] = frozenset()
+
+    def pack(
+        self, weight: torch.Tensor | Quantised, bias: torch.Tensor | None, scale: torch.Tensor | None = None
+    ) -> TorchPacked:
+        assert isinstance(weight, torch.Tensor), "weights in blocks are for the native kernels"
         assert scale is None, "fp8 is computed by the kernels of cards"
         return TorchPacked(weight.contiguous(), bias)
 

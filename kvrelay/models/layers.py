@@ -7,13 +7,13 @@ reference, and `Kernels.pack` takes it over, so weights exist once in memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
 
 from kvrelay.checkpoint.rope import RopeSpec
-from kvrelay.kernels.base import Kernels, Packed
+from kvrelay.kernels.base import Kernels, Packed, Quantised
 from kvrelay.kernels.fp8 import dequantise
 
 
@@ -27,16 +27,34 @@ class WeightSource(Protocol):
     def take_linear(self, name: str, shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The same for the weight of a linear layer: one in fp8 comes with the scale of each output, in float32."""
 
+    def take_quantised(self, shapes: Mapping[str, tuple[int, int]], cut: int = 0) -> list[Quantised] | None:
+        """Matrices in their blocks. None, and nothing is taken, unless all of them are to be had so, in one format whose blocks
+        end at every multiple of `cut`."""
+
 
 def fused_linear(
     kernels: Kernels, source: WeightSource, names: Sequence[str], out_sizes: Sequence[int], in_size: int, *, bias: bool
 ) -> Packed:
     """One packed layer out of several projections of the same input, stacked in order."""
-    parts = [source.take_linear(f"{name}.weight", (out, in_size)) for name, out in zip(names, out_sizes, strict=True)]
+    shapes = {f"{name}.weight": (out, in_size) for name, out in zip(names, out_sizes, strict=True)}
     biases = [source.take(f"{name}.bias", (out,)) for name, out in zip(names, out_sizes, strict=True)] if bias else []
-    weight, scale = _joined(parts)
-    del parts  # before packing, which may hold a second copy for a moment
+    weight: torch.Tensor | Quantised | None = _take_quantised(source, shapes)
+    scale: torch.Tensor | None = None
+    if weight is None:
+        weight, scale = _joined([source.take_linear(name, shape) for name, shape in shapes.items()])
     return kernels.pack(weight, _stacked(biases) if biases else None, scale)
+
+
+def take_matrix(source: WeightSource, name: str, shape: tuple[int, int]) -> torch.Tensor | Quantised:
+    return _take_quantised(source, {name: shape}) or source.take(name, shape)
+
+
+def _take_quantised(source: WeightSource, shapes: Mapping[str, tuple[int, int]]) -> Quantised | None:
+    """Matrices of the same input, stacked in order."""
+    parts = source.take_quantised(shapes)
+    if parts is None:
+        return None
+    return Quantised(parts[0].format, _stacked([part.blocks for part in parts]), parts[0].in_features)
 
 
 def linear(kernels: Kernels, source: WeightSource, name: str, out_size: int, in_size: int, *, bias: bool) -> Packed:

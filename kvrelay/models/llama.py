@@ -28,7 +28,7 @@ import torch
 from kvrelay.checkpoint.spec import ModelSpec
 from kvrelay.kernels.base import ForwardBatch, HeadShape, ImageBatch, Kernels, LayerWeights, LinearName, LoraSpans, Packed
 from kvrelay.kernels.ranks import Ranks
-from kvrelay.models.layers import WeightSource, axis_of_pairs, fused_linear, linear, rotary_rows, rotary_table
+from kvrelay.models.layers import WeightSource, axis_of_pairs, fused_linear, linear, rotary_rows, rotary_table, take_matrix
 
 
 class DecoderLayer:
@@ -103,11 +103,11 @@ class _Ends:
         self._kernels = kernels
         self._eps = spec.rms_norm_eps
         vocabulary = (spec.vocab_size, spec.hidden_size)
-        self._embedding = kernels.pack(source.take("model.embed_tokens.weight", vocabulary), None)
+        self._embedding = kernels.pack(take_matrix(source, "model.embed_tokens.weight", vocabulary), None)
         self._norm = source.take("model.norm.weight", (spec.hidden_size,))
         self._head: Packed = self._embedding
         if not spec.tie_word_embeddings:
-            self._head = kernels.pack(source.take("lm_head.weight", vocabulary), None)
+            self._head = kernels.pack(take_matrix(source, "lm_head.weight", vocabulary), None)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         return self._kernels.embed(token_ids, self._embedding)

@@ -65,7 +65,7 @@ def build_runner(
     dtype = DTYPES[dtype_name]
     num_threads = set_threads(model_options.threads, model_options.tp)
     spec = read_spec(folder)
-    check_fp8(spec, model_options, dtype)
+    check_weights(spec, model_options, dtype)
     group = _start_ranks(model_options, engine_options, folder, environment, dtype_name, spec, on_rank_death)
     check_products(spec, dtype, device, environment)
     kernels = choose_kernels(device, dtype, environment, model_options)
@@ -81,9 +81,9 @@ def build_runner(
             dtype=dtype,
             load=model_options.load,
             progress=progress,
+            weights=model_options.weights,
             max_positions=engine_options.max_model_len or None,
             ranks=None if group is None else group.ranks,
-            fp8=model_options.weights == "fp8",
         )
     adapters = _load_adapters(spec, kernels, model_options, dtype)
     sizes = [] if isinstance(kernels, TorchKernels | NativeKernels) else graph_sizes(engine_options.max_batch)
@@ -219,8 +219,10 @@ def choose_dtype(options: ModelOptions, cpu_flags: frozenset[str]) -> str:
     return options.dtype
 
 
-def check_fp8(spec: ModelSpec, options: ModelOptions, dtype: torch.dtype) -> None:
-    """Raises ConfigError where weights in fp8, asked for or stored, cannot be computed with."""
+def check_weights(spec: ModelSpec, options: ModelOptions, dtype: torch.dtype) -> None:
+    """Raises ConfigError where weights as they are asked for or stored cannot be computed with."""
+    if options.weights == "float32" and options.device != "cpu":
+        raise ConfigError("--weights float32 is for a CPU; on a card, --dtype float32 holds and computes them so")
     if not spec.fp8 and options.weights != "fp8":
         return
     what = "--weights fp8" if options.weights == "fp8" else "the checkpoint's weights are in fp8"
@@ -238,7 +240,7 @@ def check_fp8(spec: ModelSpec, options: ModelOptions, dtype: torch.dtype) -> Non
 def model_fingerprint(spec: ModelSpec, options: ModelOptions, folder: pathlib.Path) -> str:
     """Equal for workers that can work together, whatever part of the model each of them has."""
     weights = "dummy" if options.load == "dummy" else weights_digest(folder)
-    held = "" if options.weights == "auto" else f"-{options.weights}"
+    held = "" if options.weights in ("auto", "float32") else f"-{options.weights}"
     return f"{fingerprint(spec, choose_dtype(options, cpu_flags()))}-{weights}{held}"
 
 

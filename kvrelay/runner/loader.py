@@ -1,7 +1,8 @@
 """From a checkpoint folder to a model in memory.
 
 Safetensors files are mapped, not read: a tensor's bytes come in when the model takes it, are converted to the wanted dtype
-and device, packed, and dropped. So the weights exist once, plus the tensors of the layer being built.
+and device, packed, and dropped. So the weights exist once, plus the tensors of the layer being built. What a GGUF file has in
+blocks stays so where the kernels can compute with it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import hashlib
 import json
 import math
 import pathlib
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -18,8 +20,9 @@ from safetensors import SafetensorError, safe_open
 
 from kvrelay.checkpoint.spec import ModelSpec
 from kvrelay.checkpoint.vision_spec import VisionSpec
+from kvrelay.config import WeightsOption
 from kvrelay.errors import MissingTensorError, ModelError, WrongShapeError
-from kvrelay.kernels.base import Kernels
+from kvrelay.kernels.base import Kernels, Quantised
 from kvrelay.kernels.fp8 import FP8, dequantise, quantise
 from kvrelay.kernels.ranks import Ranks
 from kvrelay.log import Log
@@ -28,6 +31,7 @@ from kvrelay.models.registry import Model, model_class
 from kvrelay.models.vision import VISION_PREFIX, VisionTower
 from kvrelay.models.vision_towers import make_tower
 from kvrelay.progress import Progress
+from kvrelay.runner.quantised import BlockFile
 from kvrelay.runner.ranks.shares import RankShare, RankSource
 
 WHOLE_NAME = "model.safetensors"
@@ -45,30 +49,32 @@ def load_model(
     dtype: torch.dtype,
     load: Literal["auto", "dummy"],
     progress: Progress,
+    weights: WeightsOption = "auto",
     max_positions: int | None = None,
     ranks: Ranks | None = None,
-    fp8: bool = False,
 ) -> Model:
     """`load="dummy"` makes deterministic random weights and reads no file. `max_positions` bounds the rotary table, for a
-    model that will be run with a shorter context than its own. With `ranks`, the share of one of them. With `fp8`, weights of
-    linear layers that are not in fp8 yet are quantised one by one."""
+    model that will be run with a shorter context than its own. With `ranks`, the share of one of them. With fp8 `weights`,
+    those of linear layers that are not in fp8 yet are quantised one by one."""
     source: CheckpointSource | DummySource
     if load == "dummy":
         source = DummySource(device, dtype, progress)
     else:
-        source = CheckpointSource(folder, device, dtype, progress)
+        formats = kernels.quantised_formats if weights == "auto" else frozenset[str]()
+        source = CheckpointSource(folder, device, dtype, progress, formats)
     progress.start("loading weights" if load == "auto" else "making random weights", _num_tensors(spec), unit="tensors")
     try:
         positions = min(max_positions or spec.max_position_embeddings, spec.max_position_embeddings)
         build = model_class(spec.architecture)
         if ranks is None:
-            weights = Fp8Source(source) if fp8 else source
-            model = build(spec, kernels, weights, device=device, max_positions=positions)
+            given = Fp8Source(source) if weights == "fp8" else source
+            model = build(spec, kernels, given, device=device, max_positions=positions)
         else:
             share = RankShare(spec, ranks.rank, ranks.num_ranks)
             model = build(share.spec, kernels, RankSource(share, source), device=device, max_positions=positions, ranks=ranks)
     finally:
         progress.done()
+    source.report()
     if ranks is None or ranks.rank == 0:
         source.finish(spec)
     return model
@@ -99,14 +105,35 @@ def load_tower(
 class CheckpointSource:
     """Hands out the tensors of a folder's safetensors files. Each one is found once, by name, in one file."""
 
-    def __init__(self, folder: pathlib.Path, device: torch.device, dtype: torch.dtype, progress: Progress) -> None:
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        device: torch.device,
+        dtype: torch.dtype,
+        progress: Progress,
+        formats: frozenset[str] = frozenset(),
+    ) -> None:
+        """Matrices in blocks of these formats may be taken as they are."""
         self._folder = folder
         self._device = device
         self._dtype = dtype
         self._progress = progress
         self._files: dict[pathlib.Path, Any] = {}  # open safetensors files
         self._where = {canonical_name(name): (path, name) for name, path in self._find_tensors().items()}
+        self._blocks = BlockFile(folder, formats)
         self._taken: set[str] = set()
+        self._held_bytes: Counter[str] = Counter()  # of matrices, by format
+        self._float32_bytes = 0
+
+    def take_quantised(self, shapes: Mapping[str, tuple[int, int]], cut: int = 0) -> list[Quantised] | None:
+        found = self._blocks.find(shapes, cut)
+        if found is not None:
+            assert not shapes.keys() & self._taken, f"{', '.join(shapes)} were taken before"
+            self._taken.update(shapes)
+            self._progress.advance(len(shapes))
+            self._held_bytes[found[0].format] += sum(part.blocks.numel() for part in found)
+            self._float32_bytes += sum(4 * math.prod(shape) for shape in shapes.values())
+        return found
 
     def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         weight, scale = self.take_linear(name, shape)
@@ -132,6 +159,9 @@ class CheckpointSource:
         if not tensor.is_floating_point():
             raise ModelError(f"tensor {name} in {path} holds {tensor.dtype}: quantised weights are not supported")
         self._progress.advance(1)
+        if tensor.dim() == 2:
+            self._held_bytes["F32"] += 4 * tensor.numel()
+            self._float32_bytes += 4 * tensor.numel()
         dtype = FP8 if tensor.dtype is FP8 else self._dtype
         return tensor.to(device=self._device, dtype=dtype, copy=True)  # a copy: the mapped file is let go
 
@@ -148,10 +178,17 @@ class CheckpointSource:
             )
         return scale.to(device=self._device, dtype=torch.float32, copy=True).flatten().expand(num_outputs).contiguous()
 
+    def report(self) -> None:
+        """Tells, once, what stayed quantised and what did not."""
+        if self._held_bytes.keys() - {"F32"}:
+            held = ", ".join(f"{name} {size / 2**20:.0f} MiB" for name, size in sorted(self._held_bytes.items()))
+            _log.info("weights stay quantised", held=held, float32=f"{self._float32_bytes / 2**20:.0f} MiB")
+
     def finish(self, spec: ModelSpec, *, vision: bool = False) -> None:
         """Closes the files and tells of tensors that no layer took, once. Of a model that takes images either the text model
         has been taken or the tower, and the other does not count."""
         self._files.clear()
+        self._blocks.close()
         own = [name for name in self._where if spec.vision is None or name.startswith(VISION_PREFIX) is vision]
         unknown = sorted(name for name in own if name not in self._taken and not _is_harmless(name, spec))
         if unknown:
@@ -207,6 +244,12 @@ class DummySource:
         tensor = torch.empty(shape, device=self._device, dtype=self._dtype)
         return tensor.uniform_(-scale * math.sqrt(3.0), scale * math.sqrt(3.0), generator=generator)
 
+    def take_quantised(self, shapes: Mapping[str, tuple[int, int]], cut: int = 0) -> list[Quantised] | None:
+        return None
+
+    def report(self) -> None:
+        """Random weights are floats."""
+
     def take_linear(self, name: str, shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor | None]:
         return self.take(name, shape), None
 
@@ -227,6 +270,9 @@ class Fp8Source:
     def take_linear(self, name: str, shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor | None]:
         weight, scale = self._source.take_linear(name, shape)
         return quantise(weight) if scale is None else (weight, scale)
+
+    def take_quantised(self, shapes: Mapping[str, tuple[int, int]], cut: int = 0) -> None:
+        return None
 
 
 def canonical_name(name: str) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from processors import TARGETS, can_run
 
 from kvrelay.config import Environment
 from kvrelay.kernels.base import AttentionBatch, ForwardBatch, HeadShape
@@ -28,18 +29,6 @@ NUM_SLOTS = 4096
 @pytest.fixture(scope="module")
 def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return tmp_path_factory.mktemp("cache")
-
-
-TARGETS = {"this processor": ("-march=native",), "avx512f": ("-mavx512f",), "avx2": ("-mavx2", "-mfma"), "plain": ()}
-
-
-def can_run(target: str) -> bool:
-    if target not in ("avx512f", "avx2"):
-        return True
-    try:
-        return target in pathlib.Path("/proc/cpuinfo").read_text().split()
-    except OSError:
-        return False
 
 
 @pytest.fixture(scope="module", params=filter(can_run, TARGETS))
@@ -283,10 +272,11 @@ def test_rope_and_store(kernels: NativeKernels, shape: HeadShape, with_norms: bo
 def test_weights_lie_side_by_side_on_lines_of_their_own() -> None:
     asked: list[tuple[int, int]] = []
     room = WeightRoom(lambda address, size_bytes: asked.append((address, size_bytes)))
-    taken = [room.take(num_floats) for num_floats in (1, 17, 0, 5000, 1 << 22, 1 << 24, 3)]
+    sizes = [1, 65, 0, 20000, 1 << 24, 1 << 26, 3]
+    taken = [room.take(num_bytes) for num_bytes in sizes]
     for index, weights in enumerate(taken):
         weights.fill_(index)
-    assert [tensor.numel() for tensor in taken] == [1, 17, 0, 5000, 1 << 22, 1 << 24, 3]
+    assert [tensor.numel() for tensor in taken] == sizes
     assert all(bool((tensor == index).all()) for index, tensor in enumerate(taken))
     assert all(tensor.data_ptr() % 64 == 0 for tensor in taken if tensor.numel())
     assert taken[1].data_ptr() == taken[0].data_ptr() + 64

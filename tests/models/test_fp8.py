@@ -46,7 +46,14 @@ def card_kernels() -> Kernels:
 
 def load(folder: pathlib.Path, kernels: Kernels, *, fp8: bool = False) -> Model:
     return load_model(
-        folder, read_spec(folder), kernels=kernels, device=DEVICE, dtype=torch.float32, load="auto", progress=Silent(), fp8=fp8
+        folder,
+        read_spec(folder),
+        kernels=kernels,
+        device=DEVICE,
+        dtype=torch.float32,
+        load="auto",
+        progress=Silent(),
+        weights="fp8" if fp8 else "auto",
     )
 
 

@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Annotated, Literal, Protocol
 
+import msgspec
 import torch
 from msgspec import Meta
 from rich.console import Console
 from rich.progress import Progress
 
-from kvrelay.bench.engine import lora
+from kvrelay.bench.engine import lora, weights
 from kvrelay.bench.engine.own import build_subject
 from kvrelay.bench.engine.peer import TransformersSubject
 from kvrelay.bench.engine.work import (
@@ -91,7 +92,7 @@ class EngineBench(ModelBench, frozen=True, kw_only=True):
 def measure(options: EngineBench, console: Console) -> Results:
     threads = options.threads or torch.get_num_threads()
     torch.set_num_threads(threads)
-    model = options.local_model(threads)
+    model = msgspec.structs.replace(options.local_model(threads), weights="float32")  # what limits and peers are about
     spec, subject = build_subject(model, prompts(max(BATCHES)))
     peer: Subject | None = None
     if options.peer == "transformers":
@@ -199,10 +200,16 @@ def measure_lora(options: EngineBench, console: Console) -> Results:
     return lora.measure(options.local_model(threads), prompts(lora.ADAPTERS), options.rounds, console)
 
 
+def measure_weights(options: EngineBench, console: Console) -> Results:
+    threads = options.threads or torch.get_num_threads()
+    return weights.measure(options.local_model(threads), prompts(max(BATCHES)), options.rounds, console)
+
+
 SCENARIO = Scenario(
     EngineBench,
     {
         "engine": Part("decode and prefill", measure, TARGETS),
+        "weights": Part("quantised weights against float32", measure_weights, weights.TARGETS),
         "lora": Part("decode with LoRA adapters", measure_lora, lora.TARGETS),
     },
 )

@@ -30,6 +30,7 @@ from kvrelay.kernels.base import (
     LoraSpans,
     Packed,
     PackedAdapter,
+    Quantised,
 )
 from kvrelay.kernels.cuda import elementwise
 from kvrelay.kernels.cuda.decode import decode_attention
@@ -62,7 +63,12 @@ class CudaKernels:
     def fuse(self, weights: LayerWeights) -> FusedLayer | None:
         return CudaLayer(weights, self)
 
-    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None = None) -> CudaPacked:
+    quantised_formats: frozenset[str] = frozenset()
+
+    def pack(
+        self, weight: torch.Tensor | Quantised, bias: torch.Tensor | None, scale: torch.Tensor | None = None
+    ) -> CudaPacked:
+        assert isinstance(weight, torch.Tensor)
         parts = (part if part is None else part.contiguous() for part in (bias, scale))
         return CudaPacked(weight.contiguous(), *parts)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 
 import torch
@@ -22,16 +23,29 @@ def norm_pointer(weight: torch.Tensor | None, width: int) -> int | None:
     return weight.data_ptr()
 
 
-@dataclass(frozen=True, slots=True)
-class NativePacked:
-    """A weight in panels, see linear.c."""
+class _Weights(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("panels", "bias")),
+        *((name, ctypes.c_long) for name in ("in_features", "out_features", "format")),
+    ]
 
-    panels: torch.Tensor
-    bias: torch.Tensor | None
-    out_features: int
-    in_features: int
-    panels_pointer: int
-    bias_pointer: int | None
+
+FORMATS = ("F32", "Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K")  # in the order of weights.h
+
+
+class NativePacked:
+    """A weight in panels, see weights.h."""
+
+    def __init__(
+        self, panels: torch.Tensor, bias: torch.Tensor | None, out_features: int, in_features: int, format_index: int
+    ) -> None:
+        assert bias is None or is_plain(bias, out_features)
+        self.out_features, self.in_features = out_features, in_features
+        self.size_bytes = panels.numel()
+        self._kept = (panels, bias)
+        bias_pointer = None if bias is None else bias.data_ptr()
+        self._in_c = _Weights(panels.data_ptr(), bias_pointer, in_features, out_features, format_index)
+        self.address = ctypes.addressof(self._in_c)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,8 +25,9 @@ from kvrelay.kernels.base import (
     LoraLayer,
     LoraSpans,
     Packed,
+    Quantised,
 )
-from kvrelay.kernels.native.batch import BatchPointers, NativePacked, check_batch, is_plain, norm_pointer
+from kvrelay.kernels.native.batch import FORMATS, BatchPointers, NativePacked, check_batch, is_plain, norm_pointer
 from kvrelay.kernels.native.layer import SIGNATURE, NativeLayer, Workspaces
 from kvrelay.kernels.native.lora import NativeAdapter, native_spans
 from kvrelay.kernels.native.room import WeightRoom
@@ -38,19 +39,19 @@ _MAX_GROUP = 64  # query heads per KV head
 
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
 _SIGNATURES: dict[str, tuple[type, ...]] = {
-    "panel_width": (),
+    "packed_bytes": (_LONG,) * 3,
     "prefer_huge_pages": (_POINTER, _LONG),
-    "pack_linear": (_POINTER,) * 2 + (_LONG,) * 2 + (_INT,),
-    "linear": (_POINTER,) * 4 + (_LONG,) * 3 + (_INT,),
+    "pack_weights": (_POINTER,) * 2 + (_LONG,) * 3 + (_INT,),
+    "linear": (_POINTER,) * 3 + (_LONG, _INT),
     "add_lora": (_POINTER,) * 3 + (_LONG,) * 2 + (_INT,) + (_LONG,) * 2 + (_INT,),
-    "gather_rows": (_POINTER,) * 3 + (_LONG,) * 3 + (_INT,),
+    "gather_rows": (_POINTER,) * 3 + (_LONG, _INT),
     "rms_norm": (_POINTER,) * 4 + (_LONG,) * 2 + (_FLOAT, _INT),
     "silu_mul": (_POINTER,) * 2 + (_LONG,) * 2 + (_INT,),
     "rope_and_store": (_POINTER,) * 9 + (_LONG,) * 4 + (_FLOAT, _INT),
     "attention": (_POINTER,) * 7 + (_LONG,) * 6 + (_FLOAT, _INT),
 }
 _SIGNATURES["decoder_layer"] = SIGNATURE
-_RESULTS = {"panel_width": _LONG, "gather_rows": _INT, "attention": _INT, "decoder_layer": _INT}
+_RESULTS = {"packed_bytes": _LONG, "gather_rows": _INT, "attention": _INT, "decoder_layer": _INT}
 
 
 def _function(library: ctypes.CDLL, name: str) -> Callable[..., int]:
@@ -66,9 +67,9 @@ class NativeKernels:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._reference = TorchKernels()
-        self._panel_width = int(_function(library, "panel_width")())
         self._weights = WeightRoom(_function(library, "prefer_huge_pages"))
-        self._pack_linear = _function(library, "pack_linear")
+        self._packed_bytes = _function(library, "packed_bytes")
+        self._pack_weights = _function(library, "pack_weights")
         self._linear = _function(library, "linear")
         self._add_lora = _function(library, "add_lora")
         self._gather_rows = _function(library, "gather_rows")
@@ -80,17 +81,25 @@ class NativeKernels:
         self._last_batch: BatchPointers | None = None
         self._workspaces = Workspaces()
 
-    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None = None) -> NativePacked:
+    quantised_formats = frozenset(FORMATS[1:])
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of all weights that it has packed."""
+        return self._weights.num_bytes
+
+    def pack(
+        self, weight: torch.Tensor | Quantised, bias: torch.Tensor | None, scale: torch.Tensor | None = None
+    ) -> NativePacked:
         assert scale is None, "fp8 is computed by the kernels of cards"
-        out_features, in_features = weight.shape
-        weight = weight.float().contiguous()
-        num_panels = -(-out_features // self._panel_width)
-        panels = self._weights.take(num_panels * self._panel_width * in_features)
-        bias = None if bias is None else bias.float().contiguous()
-        assert bias is None or bias.shape == (out_features,)
-        self._pack_linear(weight.data_ptr(), panels.data_ptr(), in_features, out_features, torch.get_num_threads())
-        bias_pointer = None if bias is None else bias.data_ptr()
-        return NativePacked(panels, bias, out_features, in_features, panels.data_ptr(), bias_pointer)
+        if isinstance(weight, Quantised):
+            name, held, in_features = weight.format, weight.blocks.contiguous(), weight.in_features
+        else:
+            name, held, in_features = "F32", weight.float().contiguous(), weight.shape[1]
+        out_features, index = held.shape[0], FORMATS.index(name)
+        panels = self._weights.take(self._packed_bytes(in_features, out_features, index))
+        self._pack_weights(held.data_ptr(), panels.data_ptr(), in_features, out_features, index, torch.get_num_threads())
+        return NativePacked(panels, None if bias is None else bias.float().contiguous(), out_features, in_features, index)
 
     def fuse(self, weights: LayerWeights) -> FusedLayer | None:
         if not _covers(weights.shape) or (weights.q_norm is None) != (weights.k_norm is None):
@@ -99,19 +108,10 @@ class NativeKernels:
 
     def linear(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:
         assert isinstance(packed, NativePacked)
-        rows, in_features = x.shape
+        rows = x.shape[0]
         assert is_plain(x, rows, packed.in_features)
         out = torch.empty(rows, packed.out_features)
-        self._linear(
-            x.data_ptr(),
-            packed.panels_pointer,
-            packed.bias_pointer,
-            out.data_ptr(),
-            rows,
-            in_features,
-            packed.out_features,
-            torch.get_num_threads(),
-        )
+        self._linear(x.data_ptr(), packed.address, out.data_ptr(), rows, torch.get_num_threads())
         return out
 
     def pack_adapter(self, layers: Sequence[LoraLayer]) -> NativeAdapter:
@@ -139,15 +139,7 @@ class NativeKernels:
         rows = token_ids.shape[0]
         assert is_plain(token_ids, rows, dtype=torch.int64)
         out = torch.empty(rows, packed.in_features)
-        found = self._gather_rows(
-            token_ids.data_ptr(),
-            packed.panels_pointer,
-            out.data_ptr(),
-            rows,
-            packed.in_features,
-            packed.out_features,
-            torch.get_num_threads(),
-        )
+        found = self._gather_rows(token_ids.data_ptr(), packed.address, out.data_ptr(), rows, torch.get_num_threads())
         if found != rows:
             raise IndexError(f"token id {int(token_ids[found])} is not in the vocabulary of {packed.out_features}")
         return out

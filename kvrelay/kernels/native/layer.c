@@ -4,9 +4,9 @@
 
 #include "common.h"
 #include "lora.h"
+#include "weights.h"
 
-EXPORT void linear(const float *x, const float *panels, const float *bias, float *out, long rows, long in_features, long out_features,
-            int threads);
+EXPORT void linear(const float *x, const struct Weights *weights, float *out, long rows, int threads);
 EXPORT void rms_norm(const float *x, float *residual, const float *weight, float *out, long rows, long width, float eps, int threads);
 EXPORT void silu_mul(const float *gate_up, float *out, long rows, long width, int threads);
 EXPORT void rope_and_store(const float *qkv, const float *cos_sin, const int64_t *positions, const int64_t *slots,
@@ -18,9 +18,9 @@ EXPORT int attention(const float *q, const float *keys, const float *values, con
 
 /* What a layer is made of. Filled once, by native_layer.py, field by field. */
 struct Layer {
-    const float *input_norm, *qkv, *qkv_bias, *q_norm, *k_norm, *output, *output_bias, *post_norm, *gate_up, *gate_up_bias, *down,
-        *down_bias;
-    long index, hidden, width, heads, kv_heads, dim; /* width: of gate, and of up */
+    const float *input_norm, *q_norm, *k_norm, *post_norm;
+    const struct Weights *qkv, *output, *gate_up, *down;
+    long index, heads, kv_heads, dim;
     float eps, scale;
 };
 
@@ -35,33 +35,34 @@ struct Pass {
 };
 
 /* out = linear(x), and what the adapters of its rows add to it. */
-static void adapted_linear(const struct Layer *layer, const struct Pass *pass, const float *x, const float *panels,
-                           const float *bias, float *out, long in_features, long out_features, int which) {
-    linear(x, panels, bias, out, pass->tokens, in_features, out_features, pass->threads);
+static void adapted_linear(const struct Layer *layer, const struct Pass *pass, const float *x, const struct Weights *weights,
+                           float *out, int which) {
+    linear(x, weights, out, pass->tokens, pass->threads);
     if (pass->num_spans)
-        add_lora(x, out, pass->spans, pass->num_spans, layer->index, which, in_features, out_features, pass->threads);
+        add_lora(x, out, pass->spans, pass->num_spans, layer->index, which, weights->in_features, weights->out_features,
+                 pass->threads);
 }
 
 /* x (NULL before anything was added) and residual [tokens, hidden] -> x. `scratch` has room for all that is between. */
 EXPORT int decoder_layer(const struct Layer *layer, const struct Pass *pass, const float *x, float *residual, float *keys,
                          float *values, float *scratch, float *out) {
-    long tokens = pass->tokens, hidden = layer->hidden, q_width = layer->heads * layer->dim;
-    long qkv_width = q_width + 2 * layer->kv_heads * layer->dim;
+    long tokens = pass->tokens, hidden = layer->qkv->in_features, width = layer->down->in_features;
+    long q_width = layer->heads * layer->dim, qkv_width = layer->qkv->out_features;
     int threads = pass->threads;
     float *normed = scratch, *qkv = normed + tokens * hidden, *q = qkv + tokens * qkv_width, *attended = q + tokens * q_width;
-    float *gate_up = attended + tokens * q_width, *active = gate_up + tokens * 2 * layer->width;
+    float *gate_up = attended + tokens * q_width, *active = gate_up + tokens * 2 * width;
 
     rms_norm(x ? x : residual, x ? residual : 0, layer->input_norm, normed, tokens, hidden, layer->eps, threads);
-    adapted_linear(layer, pass, normed, layer->qkv, layer->qkv_bias, qkv, hidden, qkv_width, LORA_QKV);
+    adapted_linear(layer, pass, normed, layer->qkv, qkv, LORA_QKV);
     rope_and_store(qkv, pass->cos_sin, pass->positions, pass->slots, layer->q_norm, layer->k_norm, keys, values, q, tokens,
                    layer->heads, layer->kv_heads, layer->dim, layer->eps, threads);
     int status = attention(q, keys, values, pass->query_start, pass->context_lens, pass->tables, attended, pass->rows,
                            pass->table_stride, pass->block_size, layer->heads, layer->kv_heads, layer->dim, layer->scale, threads);
     if (status != 0) return status;
-    adapted_linear(layer, pass, attended, layer->output, layer->output_bias, out, q_width, hidden, LORA_OUTPUT);
+    adapted_linear(layer, pass, attended, layer->output, out, LORA_OUTPUT);
     rms_norm(out, residual, layer->post_norm, normed, tokens, hidden, layer->eps, threads);
-    adapted_linear(layer, pass, normed, layer->gate_up, layer->gate_up_bias, gate_up, hidden, 2 * layer->width, LORA_GATE_UP);
-    silu_mul(gate_up, active, tokens, layer->width, threads);
-    adapted_linear(layer, pass, active, layer->down, layer->down_bias, out, layer->width, hidden, LORA_DOWN);
+    adapted_linear(layer, pass, normed, layer->gate_up, gate_up, LORA_GATE_UP);
+    silu_mul(gate_up, active, tokens, width, threads);
+    adapted_linear(layer, pass, active, layer->down, out, LORA_DOWN);
     return 0;
 }

@@ -12,16 +12,13 @@ import torch
 from kvrelay.kernels.base import ForwardBatch, LayerWeights
 from kvrelay.kernels.native.batch import BatchPointers, NativePacked, is_plain, norm_pointer
 
-_POINTERS = (
-    "input_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "output", "output_bias", "post_norm", "gate_up", "gate_up_bias",
-    "down", "down_bias",
-)  # fmt: skip
+_POINTERS = ("input_norm", "q_norm", "k_norm", "post_norm", "qkv", "output", "gate_up", "down")
 
 
 class _Layer(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in _POINTERS),
-        *((name, ctypes.c_long) for name in ("index", "hidden", "width", "heads", "kv_heads", "dim")),
+        *((name, ctypes.c_long) for name in ("index", "heads", "kv_heads", "dim")),
         ("eps", ctypes.c_float),
         ("scale", ctypes.c_float),
     ]
@@ -94,11 +91,10 @@ class NativeLayer:
         assert (gate_up.in_features, gate_up.out_features) == (self._hidden, 2 * width)
         assert down.out_features == self._hidden
         self._layer = _Layer(
-            norm_pointer(weights.input_norm, self._hidden), qkv.panels_pointer, qkv.bias_pointer,
-            norm_pointer(weights.q_norm, shape.head_dim), norm_pointer(weights.k_norm, shape.head_dim),
-            output.panels_pointer, output.bias_pointer, norm_pointer(weights.post_norm, self._hidden),
-            gate_up.panels_pointer, gate_up.bias_pointer, down.panels_pointer, down.bias_pointer,
-            weights.index, self._hidden, width, shape.num_heads, shape.num_kv_heads, shape.head_dim, weights.eps, weights.scale,
+            norm_pointer(weights.input_norm, self._hidden), norm_pointer(weights.q_norm, shape.head_dim),
+            norm_pointer(weights.k_norm, shape.head_dim), norm_pointer(weights.post_norm, self._hidden),
+            qkv.address, output.address, gate_up.address, down.address,
+            weights.index, shape.num_heads, shape.num_kv_heads, shape.head_dim, weights.eps, weights.scale,
         )  # fmt: skip
         self._address = ctypes.addressof(self._layer)
         self._scratch_width = self._hidden + qkv.out_features + 2 * q_width + 3 * width

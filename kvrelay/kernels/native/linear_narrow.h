@@ -1,9 +1,10 @@
 /* Blocks of a linear layer for vectors of four floats: NEON, and whatever the compiler makes of them elsewhere. A panel's block of
  * inputs stays in the first-level cache while the rows go by. */
-#define VECTORS 4 /* per panel */
+#include "dequantise.h"
+
 #define TILE_ROWS 5
-#define PANEL (VECTORS * LANES)
 #define DEPTH_BLOCK 640 /* inputs whose part of a panel stays in the first-level cache */
+#define UNPACK_DEPTH 320 /* inputs of a quantised panel that are floats at once */
 #define ROW_BLOCK 160   /* rows that stay in the second-level cache while the panels go by */
 /* Floats: how far weights are fetched ahead of their use. A row or two wait for memory alone, which the processor's own
  * prefetcher feeds best; with more, arithmetic takes as long, and a fetch some pages ahead also hides the page walks. */
@@ -54,15 +55,17 @@ TILE(1) TILE(2) TILE(3) TILE(4) TILE(5)
 static const Tile TILES[] = {NULL, tile_1, tile_2, tile_3, tile_4, tile_5};
 
 /* One panel for a block of rows. `out` has room for a whole panel. */
-static void panel_rows(const struct Linear *job, long rows, const float *x, const float *panel, float *out, long out_stride) {
+static void panel_rows(const struct Linear *job, long rows, const float *x, long panel, float *out, long out_stride) {
+    float room[UNPACK_DEPTH * PANEL];
+    int quantised = job->weights->format != FLOAT32;
     long depth = job->in_features, tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
-    long blocks = tiles > 1 ? (depth + DEPTH_BLOCK - 1) / DEPTH_BLOCK : 1;
-    for (long block = 0; block < blocks; block++) {
-        long begin = depth * block / blocks & ~3L, end = block + 1 < blocks ? depth * (block + 1) / blocks & ~3L : depth;
+    long most = quantised ? UNPACK_DEPTH : tiles > 1 ? DEPTH_BLOCK : depth;
+    for (long begin = 0; begin < depth; begin += most) {
+        long count = MINIMUM(most, depth - begin);
+        const float *floats = panel_floats(job->weights, panel, begin, count, room);
         for (long t = 0; t < tiles; t++) {
             long first = rows * t / tiles, last = rows * (t + 1) / tiles;
-            TILES[last - first](x + first * depth + begin, depth, panel + begin * PANEL, end - begin, out + first * out_stride,
-                                out_stride, block > 0);
+            TILES[last - first](x + first * depth + begin, depth, floats, count, out + first * out_stride, out_stride, begin > 0);
         }
     }
 }
@@ -70,14 +73,13 @@ static void panel_rows(const struct Linear *job, long rows, const float *x, cons
 static void linear_block(const struct Linear *job, long first, long rows, struct Share panels) {
     const float *x = job->x + first * job->in_features;
     for (long p = panels.begin; p < panels.end; p++) {
-        const float *panel = job->panels + p * PANEL * job->in_features;
         long column = p * PANEL, width = MINIMUM(PANEL, job->out_features - column);
         float *out = job->out + first * job->out_features + column;
         if (width == PANEL) {
-            panel_rows(job, rows, x, panel, out, job->out_features);
+            panel_rows(job, rows, x, p, out, job->out_features);
         } else { /* the last panel, whose outputs beyond the weight's are dropped */
             float whole[ROW_BLOCK * PANEL];
-            panel_rows(job, rows, x, panel, whole, PANEL);
+            panel_rows(job, rows, x, p, whole, PANEL);
             for (long r = 0; r < rows; r++)
                 memcpy(out + r * job->out_features, whole + r * PANEL, (size_t)width * sizeof(float));
         }

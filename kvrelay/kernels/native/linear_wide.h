@@ -4,9 +4,9 @@
  * input, and the copy stays in the second-level cache while the panels go by. While a panel's tiles are computed, all of them
  * fetch an even share of the panel that comes next, so that reading weights hides behind arithmetic. Few rows wait for memory
  * alone: they go through two panels at a time, for the processor's own prefetcher reads two streams faster than one. */
+#include "dequantise.h"
 #include "transpose.h"
 
-#define VECTORS 2 /* per panel */
 #if LANES == 16   /* and 32 registers */
 #define TILE_ROWS 14
 #define PAIR_ROWS 7
@@ -14,24 +14,26 @@
 #define TILE_ROWS 6
 #define PAIR_ROWS 3
 #endif
-#define PANEL (VECTORS * LANES)
 #define ROW_BLOCK (98 / TILE_ROWS * TILE_ROWS)
 #define COPY_FLOATS (1L << 16) /* a quarter of a second-level cache of 1 MiB */
 #define DEPTH_BLOCK 1024       /* inputs whose part of a panel stays there too */
 #define AHEAD 1024             /* floats: how far a panel that only one tile reads is fetched ahead of its use */
 #define LINE 16                /* floats of a cache line */
+#define UNPACK_DEPTH 128       /* inputs of a quantised panel that are floats at once: half a first-level cache */
 
 /* What a tile is computed from: x[depth][rows], and panels that are `panel_stride` apart. */
 struct Operands {
-    const float *x, *panel, *fetch;
-    long depth, panel_stride, fetch_step;
+    const float *x, *panel;
+    const char *fetch;
+    long depth, panel_stride, fetch_step; /* in floats; in bytes */
 };
 
 /* out[rows][panels * PANEL] (+)= x[depth][rows] * panel[depth][panels * PANEL]. A tile that is alone fetches the weights that it
  * comes to soon, one of several its share of the next panel. */
 INLINE void tile(const int rows, const int panels, const int alone, const struct Operands *from, float *out, long out_stride,
                  int resume) {
-    const float *x = from->x, *panel = from->panel, *fetch = from->fetch;
+    const float *x = from->x, *panel = from->panel;
+    const char *fetch = from->fetch;
     const long panel_stride = from->panel_stride, fetch_step = from->fetch_step;
     vec sum[TILE_ROWS][2 * VECTORS];
     UNROLL for (int r = 0; r < rows; r++)
@@ -92,8 +94,10 @@ struct Block {
 
 /* Some inputs of some panels. */
 static void block_inputs(const struct Linear *job, const struct Block *block, struct Share panels, long begin, long depth) {
-    float copy[COPY_FLOATS + LANES] __attribute__((aligned(64)));
+    float copy[COPY_FLOATS + LANES] __attribute__((aligned(64))), room[UNPACK_DEPTH * PANEL] __attribute__((aligned(64)));
     const float *x = block->x + begin;
+    const struct Weights *weights = job->weights;
+    int quantised = weights->format != FLOAT32;
     long rows = block->rows, tiles = (rows + TILE_ROWS - 1) / TILE_ROWS, panel_stride = job->in_features * PANEL;
     for (long t = 0; t < tiles && rows > 1; t++) {
         long first = rows * t / tiles, last = rows * (t + 1) / tiles;
@@ -101,28 +105,35 @@ static void block_inputs(const struct Linear *job, const struct Block *block, st
     }
     for (long p = panels.begin, step; p < panels.end; p += step) {
         int whole = (p + 1) * PANEL <= job->out_features, pair = p + 2 <= panels.end && (p + 2) * PANEL <= job->out_features;
-        step = pair && rows <= PAIR_ROWS ? 2 : 1;
-        const float *panel = job->panels + p * panel_stride + begin * PANEL;
-        struct Operands from = {rows > 1 ? copy : x, panel, panel + panel_stride, depth, panel_stride, PANEL / tiles};
+        step = pair && rows <= PAIR_ROWS && !quantised ? 2 : 1;
         float *out = whole ? block->out + p * PANEL : block->last_out;
-        long stride = whole ? job->out_features : PANEL;
-        const Tile *functions = step == 2 ? PAIRS : tiles == 1 ? ALONE : ONE_OF;
-        for (long t = 0; t < tiles; t++) {
-            long first = rows * t / tiles, last = rows * (t + 1) / tiles;
-            from.fetch = panel + panel_stride + depth * PANEL * t / tiles;
-            functions[last - first](&from, out + first * stride, stride, begin > 0);
-            from.x += (last - first) * depth;
+        long stride = whole ? job->out_features : PANEL, most = quantised ? UNPACK_DEPTH : depth;
+        const Tile *functions = step == 2 ? PAIRS : tiles == 1 && !quantised ? ALONE : ONE_OF;
+        for (long at = 0; at < depth; at += most) {
+            long count = MINIMUM(most, depth - at), size = inputs_bytes(weights, count);
+            const float *panel = panel_floats(weights, p, begin + at, count, room);
+            const char *next = quantised ? (const char *)inputs_at(weights, p, begin + at + count) : (const char *)(panel + panel_stride);
+            struct Operands from = {x + at, panel, next, count, panel_stride, size / count / tiles};
+            for (long t = 0; t < tiles; t++) {
+                long first = rows * t / tiles, last = rows * (t + 1) / tiles;
+                if (rows > 1) from.x = copy + first * depth + at * (last - first);
+                from.fetch = next + size * t / tiles;
+                functions[last - first](&from, out + first * stride, stride, begin + at > 0);
+            }
         }
     }
 }
 
+/* Where block b of inputs begins: on a whole 32, since quantised weights come in such groups. */
+INLINE long inputs_begin(long inputs, long b, long blocks) { return b < blocks ? inputs * b / blocks & ~31L : inputs; }
+
 static void linear_block(const struct Linear *job, long first, long rows, struct Share panels) {
     float last_out[ROW_BLOCK * PANEL];
     struct Block block = {job->x + first * job->in_features, job->out + first * job->out_features, last_out, rows};
-    long room = rows > 1 ? COPY_FLOATS / rows : job->in_features, most = rows > TILE_ROWS ? MINIMUM(room, DEPTH_BLOCK) : room;
-    long blocks = (job->in_features + most - 1) / most;
+    long inputs = job->in_features, room = COPY_FLOATS / rows - 31, most = rows > TILE_ROWS ? MINIMUM(room, DEPTH_BLOCK) : room;
+    long blocks = rows > 1 ? (inputs + most - 1) / most : 1;
     for (long b = 0; b < blocks; b++) {
-        long begin = job->in_features * b / blocks, end = job->in_features * (b + 1) / blocks;
+        long begin = inputs_begin(inputs, b, blocks), end = inputs_begin(inputs, b + 1, blocks);
         block_inputs(job, &block, panels, begin, end - begin);
     }
     long rest = job->out_features % PANEL;

@@ -85,6 +85,7 @@ def _load(setup: RankSetup, ranks: Ranks) -> tuple[Model, ModelSpec]:
         dtype=dtype,
         load=setup.model.load,
         progress=Silent(),
+        weights=setup.model.weights,
         max_positions=setup.max_positions or None,
         ranks=ranks,
     )

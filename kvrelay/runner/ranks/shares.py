@@ -10,11 +10,15 @@ again, and their columns of the output are zero, so that each head is summed onc
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+
 import msgspec
 import torch
 
 from kvrelay.checkpoint.spec import ModelSpec
 from kvrelay.errors import ConfigError
+from kvrelay.kernels.base import Quantised
 from kvrelay.models.layers import WeightSource
 from kvrelay.wire.kv import MAX_RANKS, heads_of, heads_per_rank
 
@@ -104,3 +108,21 @@ class RankSource:
         if part == "o_proj":
             weight[:, : self._share.num_repeated_heads * self._share.whole.head_dim] = 0.0
         return weight
+
+    def take_quantised(self, shapes: Mapping[str, tuple[int, int]], cut: int = 0) -> list[Quantised] | None:
+        """Matrices that are taken together are all split by rows, or there is one, which may be split by columns."""
+        columns = self._share.columns(next(iter(shapes)).split(".")[-2])
+        if columns is not None:
+            return self._some_columns(shapes, *columns)
+        rows = [self._share.rows(name.split(".")[-2]) or (slice(None), shape[0]) for name, shape in shapes.items()]
+        wanted = {name: (total, shape[1]) for (name, shape), (_, total) in zip(shapes.items(), rows, strict=True)}
+        found = self._source.take_quantised(wanted, cut)
+        return found and [part.rows(kept) for part, (kept, _) in zip(found, rows, strict=True)]
+
+    def _some_columns(self, shapes: Mapping[str, tuple[int, int]], kept: slice, total: int) -> list[Quantised] | None:
+        """The zeros of a repeated head are no quants: a rank that has some takes floats."""
+        ((name, shape),) = shapes.items()
+        if self._share.num_repeated_heads and name.endswith("o_proj.weight"):
+            return None
+        found = self._source.take_quantised({name: (shape[0], total)}, math.gcd(kept.start, kept.stop))
+        return found and [part.columns(kept) for part in found]

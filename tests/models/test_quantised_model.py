@@ -1,0 +1,116 @@
+"""A model whose weights stay in blocks: the logits of the dequantised one, bit for bit, in any batch; and shares of it."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+import torch
+from paged_run import PagedRun, prompts_of
+from quantised_blocks import layout_of
+from safetensors.torch import load_file
+from tiny_models import QUANTISED_NAMES, tiny_model
+
+from kvrelay.checkpoint.convert import BLOCKS_NAME, KEPT_FORMATS
+from kvrelay.checkpoint.spec import read_spec
+from kvrelay.config import WeightsOption, read_environment
+from kvrelay.errors import ModelError, WrongShapeError
+from kvrelay.kernels.base import Quantised
+from kvrelay.kernels.choose import choose_kernels
+from kvrelay.kernels.native.kernels import NativeKernels
+from kvrelay.models.registry import Model
+from kvrelay.progress import Silent
+from kvrelay.runner.loader import WHOLE_NAME, CheckpointSource, load_model
+from kvrelay.runner.quantised import BlockFile
+from kvrelay.runner.ranks.shares import RankShare, RankSource
+
+CPU = torch.device("cpu")
+PROMPTS = prompts_of((37, 5, 1, 18))
+
+
+def load(folder: pathlib.Path, weights: WeightsOption) -> Model:
+    kernels = choose_kernels(CPU, torch.float32, read_environment())
+    if not isinstance(kernels, NativeKernels):
+        pytest.skip("no C compiler")
+    return load_model(
+        folder,
+        read_spec(folder),
+        kernels=kernels,
+        device=CPU,
+        dtype=torch.float32,
+        load="auto",
+        progress=Silent(),
+        weights=weights,
+    )
+
+
+def all_logits(model: Model, chunk: int) -> list[torch.Tensor]:
+    run = PagedRun(model, PROMPTS)
+    parts: list[list[torch.Tensor]] = [[] for _ in PROMPTS]
+    while left := {row: len(prompt) - run.done[row] for row, prompt in enumerate(PROMPTS) if run.done[row] < len(prompt)}:
+        for row, logits in run.step({row: min(chunk, count) for row, count in left.items()}).items():
+            parts[row].append(logits)
+    return [torch.cat(each) for each in parts]
+
+
+@pytest.mark.parametrize("name", QUANTISED_NAMES)
+def test_logits_are_those_of_the_dequantised_model(name: str) -> None:
+    kept, floats = load(tiny_model(name), "auto"), load(tiny_model(name), "float32")
+    expected = all_logits(floats, 64)
+    for chunk in (1, 3, 64):  # one token of each prompt, a few, all
+        for got, wanted in zip(all_logits(kept, chunk), expected, strict=True):
+            assert torch.equal(got, wanted)
+
+
+def source(name: str) -> CheckpointSource:
+    return CheckpointSource(tiny_model(name), CPU, torch.float32, Silent(), KEPT_FORMATS)
+
+
+def dequantised(part: Quantised) -> torch.Tensor:
+    values = layout_of(part.format).dequantise(part.blocks.contiguous().numpy().reshape(-1))
+    return torch.from_numpy(values).reshape(part.blocks.shape[0], part.in_features)
+
+
+def test_blocks_are_in_the_order_of_the_floats() -> None:
+    """Rows of queries and keys lie otherwise in the GGUF file."""
+    floats = load_file(tiny_model("blocks-32") / WHOLE_NAME)
+    shapes = {f"model.layers.1.self_attn.{part}_proj.weight": (rows, 64) for part, rows in (("q", 64), ("k", 32), ("v", 32))}
+    found = source("blocks-32").take_quantised(shapes)
+    assert found is not None
+    for name, part in zip(shapes, found, strict=True):
+        assert torch.equal(dequantised(part), floats[name])
+
+
+def test_matrices_of_several_formats_are_floats() -> None:
+    parts = {f"model.layers.0.self_attn.{part}_proj.weight": (128 * (1 + (part == "q")), 256) for part in "qkv"}
+    given = source("blocks-256")
+    assert given.take_quantised(parts) is None
+    assert given.take("model.layers.0.self_attn.q_proj.weight", (256, 256)).dtype is torch.float32
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_shares_of_blocks_are_those_of_the_floats(rank: int) -> None:
+    share = RankShare(read_spec(tiny_model("blocks-32")), rank, 2)
+    kept, floats = RankSource(share, source("blocks-32")), RankSource(share, source("blocks-32"))
+    rows = {f"model.layers.0.self_attn.{part}_proj.weight": (count, 64) for part, count in (("q", 32), ("k", 16), ("v", 16))}
+    for shapes in (rows, {"model.layers.0.self_attn.o_proj.weight": (64, 32)}):
+        found = kept.take_quantised(shapes)
+        assert found is not None
+        for part, (name, shape) in zip(found, shapes.items(), strict=True):
+            assert torch.equal(dequantised(part), floats.take(name, shape))
+
+
+def test_a_share_that_ends_inside_a_block_is_floats() -> None:
+    share = RankShare(read_spec(tiny_model("blocks-32")), 1, 2)
+    kept = RankSource(share, source("blocks-32"))
+    name, shape = "model.layers.0.mlp.down_proj.weight", (64, 48)
+    assert kept.take_quantised({name: shape}) is None
+    assert kept.take(name, shape).shape == shape
+
+
+def test_a_damaged_file_and_another_shape_are_named(tmp_path: pathlib.Path) -> None:
+    (tmp_path / BLOCKS_NAME).write_bytes(b"no safetensors")
+    with pytest.raises(ModelError, match=BLOCKS_NAME):
+        BlockFile(tmp_path, KEPT_FORMATS)
+    with pytest.raises(WrongShapeError, match=r"model\.embed_tokens\.weight"):
+        source("blocks-32").take_quantised({"model.embed_tokens.weight": (320, 96)})
