@@ -49,8 +49,8 @@ def _precision(console: Console) -> dict[str, float]:
                     exact = reference(torch.tensor([tokens], device="cuda")).logits[0].double()
                 largest = max(largest, float(exact.abs().max()))
                 sums["float32"] += _surprise(exact, tokens)
-                for name, fp8 in (("bf16", False), ("fp8", True)):
-                    ours = our_logits(folder, tokens, torch.bfloat16, fp8=fp8).double()
+                for name in errors:
+                    ours = our_logits(folder, tokens, torch.bfloat16, "fp8" if name == "fp8" else "auto").double()
                     errors[name] = max(errors[name], float((ours - exact).abs().max()))
                     sums[name] += _surprise(ours, tokens)
     found = {f"{name}_perplexity": math.exp(total / len(FAMILIES)) for name, total in sums.items()}

@@ -18,7 +18,7 @@ from rich.console import Console
 from kvrelay.bench.gpu.requests import generate, greedily
 from kvrelay.bench.harness.engine import build_engine
 from kvrelay.checkpoint.spec import read_spec
-from kvrelay.config import EngineOptions, ModelOptions, read_environment
+from kvrelay.config import EngineOptions, ModelOptions, WeightsOption, read_environment
 from kvrelay.engine.interfaces import Row, StepPlan
 from kvrelay.errors import ConfigError
 from kvrelay.ids import RequestId
@@ -124,11 +124,13 @@ def logit_errors(folder: pathlib.Path) -> tuple[float, float]:
 
 
 @torch.inference_mode()
-def our_logits(folder: pathlib.Path, prompt: list[int], dtype: torch.dtype, *, fp8: bool = False) -> torch.Tensor:
+def our_logits(folder: pathlib.Path, prompt: list[int], dtype: torch.dtype, weights: WeightsOption = "auto") -> torch.Tensor:
     """After each token of a prompt computed in one pass."""
     device, spec = torch.device("cuda"), read_spec(folder)
     kernels = choose_kernels(device, dtype, read_environment())
-    model = load_model(folder, spec, kernels=kernels, device=device, dtype=dtype, load="auto", progress=Silent(), fp8=fp8)
+    model = load_model(
+        folder, spec, kernels=kernels, device=device, dtype=dtype, load="auto", progress=Silent(), weights=weights
+    )
     num_blocks = blocks_for(len(prompt), _BLOCK_SIZE)
     pool = KVPool(spec, num_blocks=num_blocks, block_size=_BLOCK_SIZE, dtype=dtype, device=device)
     builder = BatchBuilder(
