@@ -19,7 +19,7 @@ from kvrelay.launch.console import console_progress
 from kvrelay.log import configure
 from kvrelay.options import Parser, add_options, given
 from kvrelay.simulate.cluster import Layout
-from kvrelay.simulate.figures import figures
+from kvrelay.simulate.figures import figures, percentile_of
 from kvrelay.simulate.find import Prices, cheapest
 from kvrelay.simulate.options import ClusterOptions, CostOptions, TrafficOptions
 from kvrelay.simulate.run import Outcome, Targets, simulate
@@ -109,7 +109,8 @@ def _show(found: dict[str, float], outcome: Outcome, argv: Sequence[str], option
         results=found,
     )
     report.show(made, {}, console, "kvrelay")
-    console.print(f"{outcome.cpu_s:.1f} s of processor time", highlight=False)
+    router = [f"{percentile_of(outcome.submit_us, share):.0f} us (p{share})" for share in (50, 99)]
+    console.print(f"{outcome.cpu_s:.1f} s of processor time; of a request the router took {', '.join(router)}", highlight=False)
     if options.json:
         report.write(made, pathlib.Path(options.json))
         console.print(f"wrote {options.json}")

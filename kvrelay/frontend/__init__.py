@@ -1,14 +1,16 @@
 """Speaks OpenAI: HTTP and JSON in, prompts as token ids out to a `Backend`; tokens back in, bodies and events out.
 
     http/      the shell: one request as handlers see it, API keys, limits on connections, errors
-    service    what every handler works with: tokenizer, backend, options
+    feed/      what the dashboard is told, live
+    service    what every handler works with: tokenizer, backend, options, feed
     prompt/    from a body to token ids
     answer/    from tokens to a body: one loop, three shapes
-    pages/     endpoints that generate nothing
+    pages/     endpoints that generate nothing; pages/site/ are the files of the pages for browsers
     app        which path is served by what
     fake_backend   a `Backend` without workers
 
-Imports point one way: http <- prompt/types, prompt/images, prompt/call_formats <- service <- prompt <- answer, pages <- app.
+Imports point one way:
+http, feed <- prompt/types, prompt/images, prompt/call_formats <- service <- prompt <- answer, pages <- app.
 
 The way of a chat request, from bytes to `GenerateRequest` and from `RequestStream` back to bytes:
 
@@ -47,7 +49,7 @@ What was decided where OpenAI leaves it open:
   event `data: {"error": {...}}` that ends the stream without `[DONE]`; the official SDK raises APIError on it.
 - One event per token: the first one carries the role, the last one the finish reason. Text that may be the beginning of a
   stop string or of a character is held back, so an event's text may be empty.
-- With API keys set, everything needs one but /health and /metrics.
+- With API keys set, everything needs one but /health, /metrics, and the pages for browsers, which hold nothing of the server.
 - `x-request-id` is the client's `request_id` or `rid`, else the header it sent, else the id of the answer.
 - The role `developer` is rendered as `system`. Text parts of a message are joined by newlines.
 - A template that has no variable for tools gets the Hermes system message instead; see `prompt/tools`.

@@ -21,15 +21,18 @@ from kvrelay.frontend.answer.chat import chat_completions
 from kvrelay.frontend.answer.completions import completions
 from kvrelay.frontend.answer.messages import count_tokens, messages
 from kvrelay.frontend.answer.responses import responses
+from kvrelay.frontend.feed.feed import Feed
 from kvrelay.frontend.http.auth import ApiKeys, KeyRing
 from kvrelay.frontend.http.call import Call, Receive, Scope, Send
 from kvrelay.frontend.http.endpoint import Endpoint, Handler
 from kvrelay.frontend.http.errors import error_body, unknown_path
 from kvrelay.frontend.pages.admin import change_role, drain, load_adapter, unload_adapter
 from kvrelay.frontend.pages.continuations import delete_continuation, list_continuations, one_continuation
-from kvrelay.frontend.pages.info import cluster, health, index, metrics_page, models, one_model, version_page
-from kvrelay.frontend.pages.openapi import docs, openapi_page
+from kvrelay.frontend.pages.feed import feed
+from kvrelay.frontend.pages.info import cluster, health, metrics_page, models, one_model, version_page
+from kvrelay.frontend.pages.openapi import openapi_page
 from kvrelay.frontend.pages.responses import delete_response, one_response
+from kvrelay.frontend.pages.site import asset, dashboard, docs
 from kvrelay.frontend.pages.timelines import list_requests, one_request
 from kvrelay.frontend.pages.tokenize import detokenize, tokenize, tokenizer_info
 from kvrelay.frontend.prompt.images import Images
@@ -69,7 +72,9 @@ ROUTES: tuple[tuple[str, str, Callable[[Service, Call], Awaitable[None]]], ...] 
     ("/version", "GET", version_page),
     ("/openapi.json", "GET", openapi_page),
     ("/docs", "GET", docs),
-    ("/", "GET", index),
+    ("/assets/{name}", "GET", asset),
+    ("/feed", "GET", feed),
+    ("/", "GET", dashboard),
 )
 
 # Headers of answers that scripts of other origins may read, beside those that they always may.
@@ -88,6 +93,7 @@ class FrontEnd(Starlette):
         endpoints: Mapping[str, Endpoint],
         keys: KeyRing,
         lifespan: Lifespan | None,
+        feed: Feed,
         *,
         root_path: str = "",
         allowed_origins: str = "",
@@ -99,6 +105,7 @@ class FrontEnd(Starlette):
         )
         self.router.redirect_slashes = False
         self._endpoints = endpoints
+        self.feed = feed
         self._root_path = root_path
         self._serve = _with_origins(ApiKeys(self._dispatch, keys), allowed_origins)
 
@@ -124,7 +131,7 @@ def create_app(
     model: str,
     image_spec: ImageSpec | None = None,
     lifespan: Lifespan | None = None,
-) -> Starlette:
+) -> FrontEnd:
     """`model` is the server's argument, and the model's name to clients unless `served_model_name` is set. With an `image_spec`
     the server takes images."""
     service = Service(backend, tokenizer, metrics, options, model, _images(image_spec, options))
@@ -132,12 +139,15 @@ def create_app(
     for path, method, handler in ROUTES:
         handlers.setdefault(path, {})[method] = functools.partial(handler, service)
     log_requests = options.log_requests
-    endpoints = {path: Endpoint(path, taken, metrics, log_requests=log_requests) for path, taken in handlers.items()}
+    endpoints = {
+        path: Endpoint(path, taken, metrics, log_requests=log_requests, is_timed=path != "/feed")
+        for path, taken in handlers.items()
+    }
     root_path = options.root_path
     if root_path and (not root_path.startswith("/") or root_path.endswith("/")):
         raise ConfigError(f"--root-path {root_path} must begin with a slash, and not end with one")
     keys = KeyRing(options.api_key, options.api_key_file)
-    return FrontEnd(endpoints, keys, lifespan, root_path=root_path, allowed_origins=options.allowed_origins)
+    return FrontEnd(endpoints, keys, lifespan, service.feed, root_path=root_path, allowed_origins=options.allowed_origins)
 
 
 def _with_origins(app: ASGIApp, allowed: str) -> ASGIApp:

@@ -38,6 +38,7 @@ from kvrelay.errors import ConfigError
 from kvrelay.events.eviction_sync import EvictionSyncAdapter
 from kvrelay.events.removals import RemovalQueue
 from kvrelay.frontend.app import create_app
+from kvrelay.frontend.feed.feed import Feed
 from kvrelay.frontend.http.connections import close_slow, limited
 from kvrelay.frontend.service import served_names
 from kvrelay.launch.cards import sharing, visible_cards
@@ -185,12 +186,17 @@ class Front:
                 backlog=_BACKLOG,
                 timeout_keep_alive=_KEEP_ALIVE_S,
                 timeout_graceful_shutdown=options.shutdown_wait_s,
-            )
+            ),
+            app.feed,
         )
 
 
 class HttpServer(uvicorn.Server):
-    """Leaves signals to us, and closes connections whose requests never arrive."""
+    """Leaves signals to us, closes connections whose requests never arrive, and ends the dashboards' feeds before it ends."""
+
+    def __init__(self, config: uvicorn.Config, feed: Feed) -> None:
+        super().__init__(config)
+        self._feed = feed
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -200,6 +206,10 @@ class HttpServer(uvicorn.Server):
         if counter % _TICKS_PER_CHECK == 0:
             close_slow(self.server_state.connections, asyncio.get_running_loop().time())
         return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._feed.close()
+        await super().shutdown(sockets)
 
 
 def with_index(options: RouterOptions, environment: Environment) -> RouterOptions:

@@ -41,7 +41,10 @@ from kvrelay.wire.serving import (
 HOST_KINDS = ("total", "free", "cached", "in_use")  # of blocks on the host
 _PING = Ping()
 # What GET /cluster shows of a load as it is
-_SHOWN = ("running", "waiting", "transferring", "swapped", "steps", "preemptions", "connections", "inherited_tokens")
+_SHOWN = (
+    "running", "waiting", "transferring", "swapped", "steps", "preemptions", "connections",
+    "prompt_tokens", "cached_tokens", "inherited_tokens", "output_tokens",
+)  # fmt: skip
 
 
 def describe(record: WorkerRecord, load: WorkerLoad, state: WorkerState) -> dict[str, Any]:
@@ -52,6 +55,8 @@ def describe(record: WorkerRecord, load: WorkerLoad, state: WorkerState) -> dict
         "state": state.value,
         "host": record.host,
         "pid": record.pid,
+        "device": record.device,
+        "max_batch": record.max_batch,
         "data_parallel_rank": record.data_parallel_rank,
         **{name: getattr(load, name) for name in _SHOWN},
         "blocks": msgspec.to_builtins(load.blocks),

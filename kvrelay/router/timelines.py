@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -90,6 +90,7 @@ class StageLine(NamedTuple):
 class Timeline(msgspec.Struct, eq=False):
     """One request. Times are of this router's monotonic clock."""
 
+    number: int = 0  # in the order of arrival
     external_id: str = ""
     answer_id: str = ""
     owner: str = ""
@@ -118,6 +119,11 @@ class Timeline(msgspec.Struct, eq=False):
             for stage, at, seconds in leg.stages():
                 yield StageLine(stage.value, leg.worker, leg.role.value, leg.attempt, at, seconds)
 
+    def progress(self) -> tuple[object, ...]:
+        """Changes whenever there is more to tell."""
+        told = sum(leg.times is not None for leg in self.legs)
+        return self.state, len(self.legs), told, len(self.failovers)
+
     def has_name(self, name: str) -> bool:
         return name in (self.external_id, self.answer_id)
 
@@ -130,6 +136,7 @@ class Timelines:
         self._capacity = capacity
         self._clock = clock
         self._lines: deque[Timeline] = deque()
+        self._num_begun = 0
         self._legs: dict[RequestId, LegLine] = {}
         self._clocks: dict[WorkerId, ClockOffset] = {}
         self._settling: deque[Timeline] = deque()  # ended; their workers may have more to say
@@ -156,6 +163,8 @@ class Timelines:
     def begin(self, line: Timeline, arrived: float) -> None:
         """`arrived`: when its client asked; 0: now."""
         now = self._clock()
+        self._num_begun += 1
+        line.number = self._num_begun
         line.began_at = arrived or now
         line.began_unix = time.time() - (now - line.began_at)
         self._lines.append(line)
@@ -236,14 +245,27 @@ class Timelines:
     def latest(self, owner: str, limit: int) -> list[dict[str, Any]]:
         """The owner's, newest first; all if the server asks for no keys."""
         mine = [line for line in reversed(self._lines) if line.owner == owner]
-        return [self._describe(line, mine) for line in mine[:limit]]
+        children = _children(mine)
+        return [self._describe(line, children) for line in mine[:limit]]
+
+    def changed(self, owner: str, limit: int, seen: dict[int, tuple[object, ...]]) -> list[dict[str, Any]]:
+        """Of the owner's latest, oldest first, those of which there is more to tell than `seen` knows; then it knows."""
+        mine = [line for line in reversed(self._lines) if line.owner == owner]
+        children = _children(mine)
+        latest = {line.number: line for line in reversed(mine[:limit])}
+        progress = {number: (*line.progress(), len(_own(line, children))) for number, line in latest.items()}
+        more = [number for number in latest if seen.get(number) != progress[number]]
+        seen.clear()
+        seen.update(progress)
+        return [self._describe(latest[number], children) for number in more]
 
     def named(self, name: str, owner: str) -> list[dict[str, Any]]:
         """One for each prompt of the request that has this name."""
         mine = [line for line in self._lines if line.owner == owner]
-        return [self._describe(line, mine) for line in mine if line.has_name(name)]
+        children = _children(mine)
+        return [self._describe(line, children) for line in mine if line.has_name(name)]
 
-    def _describe(self, line: Timeline, mine: Sequence[Timeline]) -> dict[str, Any]:
+    def _describe(self, line: Timeline, children: Mapping[str, list[str]]) -> dict[str, Any]:
         def since(at: float) -> float:
             return round((at - line.began_at) * 1000, 3)
 
@@ -263,8 +285,8 @@ class Timelines:
             for leg in line.legs
             if leg.times is not None
         }
-        names = {line.external_id, line.answer_id} - {""}
         return {
+            "number": line.number,
             "id": line.external_id,
             "answer_id": line.answer_id,
             "state": line.state,
@@ -272,7 +294,7 @@ class Timelines:
             "trace_id": line.trace_id,
             "transfer_id": line.transfer_id,
             "parent": line.parent,
-            "children": [other.external_id for other in mine if other.parent in names],
+            "children": _own(line, children),
             "prompt_tokens": line.prompt_tokens,
             "output_tokens": line.output_tokens,
             "first_token_ms": since(line.first_token_at) if line.first_token_at else None,
@@ -282,3 +304,17 @@ class Timelines:
             "workers": [{"id": leg.worker, "role": leg.role.value, "attempt": leg.attempt} for leg in line.legs],
             "clocks": clocks,
         }
+
+
+def _children(lines: Sequence[Timeline]) -> dict[str, list[str]]:
+    """The requests that continue from another, by the name that they know it by."""
+    children: dict[str, list[str]] = {}
+    for line in lines:
+        if line.parent:
+            children.setdefault(line.parent, []).append(line.external_id)
+    return children
+
+
+def _own(line: Timeline, children: Mapping[str, list[str]]) -> list[str]:
+    names = dict.fromkeys((line.external_id, line.answer_id))
+    return [child for name in names if name for child in children.get(name, ())]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -56,6 +57,7 @@ class Clients:
         self._open: dict[RequestId, tuple[RequestStream, Answer]] = {}
         self.answers: list[Answer] = []
         self.gaps_us: Counter[int] = Counter()  # microseconds between two tokens of an answer
+        self.submit_us: Counter[int] = Counter()  # real microseconds that the router took for a request
         self._params: dict[int, SamplingParams] = {}
         self._num_to_come = 1  # turns that will be asked, and the word to begin
 
@@ -90,8 +92,10 @@ class Clients:
         if params is None:
             params = self._params[max_tokens] = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0)
         name = f"{answer.session.number}-{answer.turn}"
+        began_ns = time.perf_counter_ns()
         try:
             stream = self.router.submit(GenerateRequest(external_id=name, prompt=answer.prompt, params=params))
+            self.submit_us[(time.perf_counter_ns() - began_ns) // 1000] += 1
         except RequestError as error:
             self._end(answer, "refused" if isinstance(error, QueueFullError) else "failed")
             return

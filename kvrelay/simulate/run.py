@@ -50,7 +50,8 @@ class Outcome:
     answers: list[Answer]
     gaps_us: Counter[int]
     seconds: float  # of virtual time, until the last answer
-    cpu_s: float
+    cpu_s: float  # of this process
+    submit_us: Counter[int]  # of this process, for a request: the router's choice, and what it notes and sends
     busy: dict[Role, float] = field(default_factory=dict)  # share of the time of its workers
     num_prompt_tokens: int = 0  # computed
     num_cached_tokens: int = 0
@@ -118,7 +119,9 @@ def _check(cluster: SimulatedCluster, clients: Clients) -> None:
 
 
 def _outcome(cluster: SimulatedCluster, clients: Clients, seconds: float, cpu_s: float) -> Outcome:
-    outcome = Outcome(answers=clients.answers, gaps_us=clients.gaps_us, seconds=seconds, cpu_s=cpu_s)
+    outcome = Outcome(
+        answers=clients.answers, gaps_us=clients.gaps_us, seconds=seconds, cpu_s=cpu_s, submit_us=clients.submit_us
+    )
     lived, busy = dict.fromkeys(Role, 0.0), dict.fromkeys(Role, 0.0)
     for worker in [*cluster.workers.values(), *cluster.gone]:
         role, load = worker.record.role, worker.engine.load()

@@ -48,6 +48,7 @@ class TransferCounts(msgspec.Struct, frozen=True, kw_only=True):
     failed: int = 0
     bytes: int = 0  # since the start; counted by the side that moves them
     late_bytes: int = 0  # of these, moved after the prompt was computed: what the hand-over had to wait for
+    by_peer: dict[WorkerId, int] = {}  # bytes, by the worker at the other end; only those of late
 
 
 class ImageCounts(msgspec.Struct, frozen=True, kw_only=True):

@@ -138,7 +138,13 @@ class EncodeEngine:
         return WorkerLoad(
             waiting=len(self._waiting),
             transferring=len(self._owners) - len(self._waiting),
-            transfers=TransferCounts(in_flight=num_live, done=counts.done, failed=counts.failed, bytes=counts.moved_bytes),
+            transfers=TransferCounts(
+                in_flight=num_live,
+                done=counts.done,
+                failed=counts.failed,
+                bytes=counts.moved_bytes,
+                by_peer=counts.by_peer.copy(),
+            ),
             steps=self._num_steps,
             images=ImageCounts(
                 in_flight=num_live,

@@ -114,11 +114,12 @@ def test_prompts_are_unknown_known_in_part_and_known_as_a_whole() -> None:
 
 
 def test_decisions_among_a_few_workers_give_every_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("WORKERS", 6), ("BLOCKS", 3000), ("PROMPTS", 8), ("ROUNDS", 1)):
+    for name, value in (("PROMPTS", 8), ("ROUNDS", 1)):
         monkeypatch.setattr(decision, name, value)
     path = tmp_path / "router.json"
-    assert main.run(["router", "--only", "decision", "--json", str(path)]) == 0
+    assert main.run(["router", "--only", "decision", "--workers", "6", "--blocks", "3000", "--json", str(path)]) == 0
     figures = json.loads(path.read_text())["results"]
+    figures.pop("index_bytes_per_block")  # of so few, nothing can be said
     assert set(figures) == {
         f"decision_us_{share}{policy}" for share in ("p50", "p99") for policy in ("", "_least_loaded", "_round_robin")
     }

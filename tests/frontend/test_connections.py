@@ -27,7 +27,7 @@ GET = b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n"
 @contextlib.contextmanager
 def serving(app: FrontEnd, limit: int = LIMIT) -> Iterator[tuple[str, int]]:
     config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", loop="uvloop", http=limited(limit))
-    server = HttpServer(config)
+    server = HttpServer(config, app.feed)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:

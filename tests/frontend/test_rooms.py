@@ -18,8 +18,10 @@ ALLOWED = {
     "http": {"http"},
     "prompt": {"http", "prompt", "service"},
     "answer": {"http", "prompt", "service", "answer"},
-    "pages": {"http", "prompt", "service", "answer", "pages"},
+    "pages": {"feed", "http", "prompt", "service", "answer", "pages"},
+    "feed": {"feed"},
     "service": {
+        "feed",
         "http",
         "prompt.types",
         "prompt.responses_types",
@@ -27,7 +29,7 @@ ALLOWED = {
         "prompt.call_formats",
         "prompt.images",
     },
-    "app": {"http", "prompt", "service", "answer", "pages"},
+    "app": {"feed", "http", "prompt", "service", "answer", "pages"},
     "fake_backend": set(),
 }
 

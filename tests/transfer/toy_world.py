@@ -154,7 +154,7 @@ class ToySending(SendingTransfer[ToyState, Notes, list[tuple[TransferId, str]]])
         return [move]
 
     def moved(self, move: MoveKey, error: str) -> None:
-        self._desk.move_ended(self.ending.moves.pop(move), moved=not error)
+        self._desk.move_ended(self.peer, self.ending.moves.pop(move), moved=not error)
         if error:
             self.fail(error, self.peer)
         elif self.state is ToyState.OPEN:
@@ -238,7 +238,7 @@ class ToyReceiving(ReceivingTransfer[ToyState, Notes, list[tuple[TransferId, str
         return [move]
 
     def moved(self, move: MoveKey, error: str) -> None:
-        self._desk.move_ended(self._ending.moves.pop(move), moved=not error)
+        self._desk.move_ended(self.link.peer, self._ending.moves.pop(move), moved=not error)
         self.is_copied = not error
         if error:
             self.fail(error, self.link.peer)

@@ -1,6 +1,6 @@
 """How long it takes to choose the workers of one request: `Planner.plan`, as the dispatcher calls it, in this process.
 
-    32 prefill and 32 decode workers, each with requests in flight; 1,000,000 blocks in the prefix index
+    32 prefill and 32 decode workers (`--workers`), each with requests in flight; a million blocks in the index (`--blocks`)
     prompts of 2048 tokens: hashed, looked up, scored; nothing is sent
 
 A quarter of the prompts is unknown, a quarter is cached for a part, and half is cached as a whole, which takes longest.
@@ -8,8 +8,9 @@ A quarter of the prompts is unknown, a quarter is cached for a part, and half is
 
 from __future__ import annotations
 
-import asyncio
 import gc
+import os
+import pathlib
 import random
 import statistics
 import time
@@ -18,21 +19,20 @@ from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
 import msgspec
-import zmq
 from rich.console import Console
 
 from kvrelay.bench.harness.report import Target, percentile
-from kvrelay.bench.harness.scenario import BenchOptions, Part, Results
+from kvrelay.bench.harness.scenario import Part, Results
 from kvrelay.bench.harness.workload import draw
 from kvrelay.bench.router.fake_worker import FINGERPRINT, fake_record
+from kvrelay.bench.router.http import RouterBench
 from kvrelay.errors import BenchError
 from kvrelay.ids import WorkerId, new_router_id
 from kvrelay.launch.serve import COLLECTOR_THRESHOLDS
 from kvrelay.metrics import Metrics
 from kvrelay.native import hashing
-from kvrelay.planes.curve import listening
-from kvrelay.planes.loop_socket import bound_address
 from kvrelay.router.backend import GenerateRequest
+from kvrelay.router.outside import Outside
 from kvrelay.router.peer import Listeners, Peer
 from kvrelay.router.plan import Planner
 from kvrelay.router.policy import PolicyName
@@ -40,14 +40,13 @@ from kvrelay.router.prefix_index import PrefixIndex
 from kvrelay.sampling import SamplingParams
 from kvrelay.states import Role
 from kvrelay.wire.registry import WorkerLoad
+from kvrelay.wire.serving import ToWorker
 
 
 def _ignore(*_: object) -> None:
     """What peers that never answer have to say."""
 
 
-WORKERS = 64
-BLOCKS = 1_000_000
 PROMPT_TOKENS = 2048
 PROMPTS = 512
 ROUNDS = 9
@@ -55,6 +54,7 @@ HOLDERS = 4  # workers of each role that hold a prompt which is cached
 POLICIES: tuple[PolicyName, ...] = ("prefix_aware", "least_loaded", "round_robin")
 _BLOCK_SIZE = 16
 _VOCAB_SIZE = 50_000
+_ADDRESS = "nowhere"
 _PARAMS = SamplingParams(max_tokens=256)
 _PAUSE_S = 0.001
 _LISTENERS = Listeners(
@@ -72,44 +72,57 @@ def median_of_rounds(rounds: Rounds, share: int) -> float:
     return statistics.median(percentile(times, share) for times in rounds)
 
 
-def measure(options: BenchOptions, console: Console) -> Results:
-    with console.status(f"decisions among {WORKERS} workers with {BLOCKS:,} blocks"):
-        return asyncio.run(_measure())
+class _Silent:
+    """A line to a worker that takes everything and says nothing."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def send(self, message: ToWorker) -> bool:
+        return True
+
+    def drain(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
-async def _measure() -> Results:
-    source = random.Random("decision")
-    door = listening(zmq.ROUTER)  # takes connections and says nothing
-    door.bind("tcp://127.0.0.1:*")
-    peers = [_peer(number, bound_address(door), source) for number in range(WORKERS)]
-    try:
+def measure(options: RouterBench, console: Console) -> Results:
+    with console.status(f"decisions among {options.workers} workers with {options.blocks:,} blocks"):
+        source = random.Random("decision")
+        peers = [_peer(number, source) for number in range(options.workers)]
         prompts = [array("i", draw(source, PROMPT_TOKENS, range(_VOCAB_SIZE))) for _ in range(PROMPTS)]
-        index = _fill_index(peers, prompts, source)
+        before = _resident_bytes()
+        index = _fill_index(peers, prompts, source, options.blocks)
+        grown = _resident_bytes() - before
         planners = {policy: _planner(policy, peers, index) for policy in POLICIES}
-        return summarise(_time_all(planners, prompts))
-    finally:
-        for peer in peers:
-            peer.close()
-        door.close()
+        return summarise(_time_all(planners, prompts)) | {"index_bytes_per_block": grown / options.blocks}
 
 
-def _peer(number: int, address: str, source: random.Random) -> Peer:
+def _resident_bytes() -> int:
+    gc.collect()
+    return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _peer(number: int, source: random.Random) -> Peer:
     role = Role.PREFILL if number % 2 else Role.DECODE
     record = msgspec.structs.replace(
-        fake_record(role, address, "bench", max_model_len=8192),
+        fake_record(role, _ADDRESS, "bench", max_model_len=8192),
         load=WorkerLoad(running=source.randrange(32)),
-        events_address=address,
-        replay_address=address,
+        events_address=_ADDRESS,
+        replay_address=_ADDRESS,
         block_size=_BLOCK_SIZE,
         max_batch=64,
         max_queue=512,
     )
-    peer = Peer(record, _LISTENERS, router_id=new_router_id(), silence_s=600.0)
+    outside = Outside(open_line=_Silent)
+    peer = Peer(record, _LISTENERS, router_id=new_router_id(), silence_s=600.0, outside=outside)
     peer.update(record)  # as the registry's news would: now the peer has that load
     return peer
 
 
-def _fill_index(peers: list[Peer], prompts: Sequence[Prompt], source: random.Random) -> PrefixIndex:
+def _fill_index(peers: list[Peer], prompts: Sequence[Prompt], source: random.Random, num_blocks: int) -> PrefixIndex:
     index = PrefixIndex()
     root = hashing.root_hash(FINGERPRINT, "")
     for number, prompt in enumerate(prompts):
@@ -117,10 +130,10 @@ def _fill_index(peers: list[Peer], prompts: Sequence[Prompt], source: random.Ran
         hashing.extend_hashes(hashes, root, prompt, _BLOCK_SIZE, cached_blocks(number))
         for worker_id in _holders(peers, source) if hashes else ():
             index.add(worker_id, hashes)
-    for peer, count in zip(peers, _shares(BLOCKS - len(index)), strict=True):
+    for peer, count in zip(peers, _shares(num_blocks - len(index), len(peers)), strict=True):
         index.add(peer.id, (source.randbytes(hashing.HASH_BYTES) for _ in range(count)))
-    if len(index) != BLOCKS:
-        raise BenchError(f"the index has {len(index)} blocks, not {BLOCKS}")
+    if len(index) != num_blocks:
+        raise BenchError(f"the index has {len(index)} blocks, not {num_blocks}")
     return index
 
 
@@ -136,8 +149,8 @@ def _holders(peers: list[Peer], source: random.Random) -> Iterator[WorkerId]:
         yield from source.sample(able, min(HOLDERS, len(able)))
 
 
-def _shares(total: int) -> list[int]:
-    return [total // WORKERS + (number < total % WORKERS) for number in range(WORKERS)]
+def _shares(total: int, workers: int) -> list[int]:
+    return [total // workers + (number < total % workers) for number in range(workers)]
 
 
 def _planner(policy: PolicyName, peers: list[Peer], index: PrefixIndex) -> Planner:

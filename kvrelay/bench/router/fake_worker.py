@@ -184,6 +184,12 @@ class FakeWorker:
         self._socket.send_multipart([identity, encode(message)])
 
 
+def more_workers(registry: str, model: str, tokens: list[int], count: int) -> None:
+    """Beside the one that is kept. They live as long as their process."""
+    for _ in range(count):
+        FakeWorker(registry, model, tokens)
+
+
 def _times(request: _OpenRequest) -> LegTimes:
     now = time.monotonic()
     stages = [(Stage.QUEUE, request.received_at), (Stage.PREFILL, request.received_at), (Stage.DECODE, now)]

@@ -22,7 +22,7 @@ from kvrelay.bench.harness.report import Target, percentile
 from kvrelay.bench.harness.scenario import ModelBench, Part, Results
 from kvrelay.bench.harness.server import HOST, await_page, free_port, serve_app
 from kvrelay.bench.router import load
-from kvrelay.bench.router.fake_worker import FakeWorker
+from kvrelay.bench.router.fake_worker import FakeWorker, more_workers
 from kvrelay.bench.router.load import LoadRequest, LoadResult
 from kvrelay.checkpoint.fetch import resolve
 from kvrelay.config import Positive, read_environment
@@ -57,6 +57,8 @@ class RouterBench(ModelBench, frozen=True, kw_only=True):
 
     seconds: Annotated[Positive, Meta(description="length of each throughput run of the part http")] = 10
     streams: Annotated[Positive, Meta(description="streams of its wide runs")] = 512
+    workers: Annotated[int, Meta(ge=2, description="among which the part decision chooses, half of each role")] = 64
+    blocks: Annotated[Positive, Meta(description="in its prefix index")] = 1_000_000
 
 
 @dataclass
@@ -69,6 +71,7 @@ class Bench:
     bare_port: int
     port: int
     model: str
+    other_core: int  # that the router does not run on
 
     def run_load(self, *, tokens: int, connections: int, duration_s: float = 0.0, port: int = 0) -> LoadResult:
         port = port or self.port
@@ -81,7 +84,7 @@ class Bench:
 
     def bare_ttft(self) -> list[float]:
         result = self.run_load(tokens=1, connections=1, duration_s=BARE_S, port=self.bare_port)
-        _require_whole(result, "the bare endpoint")
+        require_whole(result, "the bare endpoint")
         return result.ttft_s
 
 
@@ -94,7 +97,7 @@ def measure(options: RouterBench, console: Console) -> Results:
         f"{streams} connections at once": lambda bench: measure_burst(bench, streams),
     }
     results: Results = {}
-    with console.status("starting router and fake worker") as status, _processes(options) as bench:
+    with console.status("starting router and fake worker") as status, processes(options) as bench:
         bench.run_load(tokens=TOKENS, connections=1, duration_s=1.0)  # warms up
         for number, (title, measure_it) in enumerate(steps.items(), 1):
             status.update(f"{number} of {len(steps)}: {title}")
@@ -107,7 +110,7 @@ def measure_latency(bench: Bench) -> Results:
     bare = bench.bare_ttft()
     bench.set_tick(0.0)
     result = bench.run_load(tokens=TOKENS, connections=1, duration_s=LATENCY_REQUESTS_S)
-    _require_whole(result, "one connection")
+    require_whole(result, "one connection")
     worker_s = statistics.median(bench.set_tick(0.0))
     bare += bench.bare_ttft()
     return {
@@ -137,7 +140,7 @@ def _closed_loop(bench: Bench, step_s: float, seconds: int) -> tuple[LoadResult,
     bench.set_tick(step_s)
     cpu_before_s = bench.router.cpu_s()
     result = bench.run_load(tokens=TOKENS, connections=CLOSED_LOOP_CONNECTIONS, duration_s=float(seconds))
-    _require_whole(result, f"{CLOSED_LOOP_CONNECTIONS} connections")
+    require_whole(result, f"{CLOSED_LOOP_CONNECTIONS} connections")
     return result, bench.router.cpu_s() - cpu_before_s
 
 
@@ -148,7 +151,7 @@ def measure_streams(bench: Bench, streams: int) -> Results:
     result = bench.run_load(tokens=STREAM_TOKENS, connections=streams)
     cpu_s = bench.router.cpu_s() - cpu_before_s
     bench.set_tick(0.0)
-    _require_whole(result, f"{streams} streams")
+    require_whole(result, f"{streams} streams")
     return {
         f"ideal_token_share_{streams}": result.token_events / result.wall_s / (streams / TICK_S),
         f"router_cpu_share_{streams}": cpu_s / result.wall_s,
@@ -171,14 +174,14 @@ def measure_burst(bench: Bench, streams: int) -> Results:
     }
 
 
-def _require_whole(result: LoadResult, what: str) -> None:
+def require_whole(result: LoadResult, what: str) -> None:
     """A rate of wrong answers is no rate."""
     if result.lost or not result.completed:
         raise BenchError(f"{what}: {result.lost} answers lost or wrong, {result.completed} whole: {result.problems}")
 
 
 @contextlib.contextmanager
-def _processes(options: RouterBench) -> Iterator[Bench]:
+def processes(options: RouterBench, *, num_workers: int = 1) -> Iterator[Bench]:
     other_core, router_core = two_cores()
     model, port, registry = options.model, free_port(), f"tcp://{HOST}:{free_port()}"
     url = f"http://{HOST}:{port}"
@@ -192,10 +195,19 @@ def _processes(options: RouterBench) -> Iterator[Bench]:
     ):
         await_page(f"{url}/version", router)
         worker.keep(FakeWorker, registry, model, tokens)
+        worker.call(more_workers, registry, model, tokens, num_workers - 1)
         await_page(f"{url}/health", router)
         served = await_page(f"{url}/v1/models", router)["data"][0]["id"]
         bare_port = bare.call(serve_app, "kvrelay.bench.router.bare_sse:APP")
-        yield Bench(router=router, worker=worker, client=client, bare_port=bare_port, port=port, model=served)
+        yield Bench(
+            router=router,
+            worker=worker,
+            client=client,
+            bare_port=bare_port,
+            port=port,
+            model=served,
+            other_core=other_core,
+        )
 
 
 def plain_tokens(model: str) -> list[int]:

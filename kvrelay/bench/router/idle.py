@@ -24,13 +24,13 @@ def measure(options: ModelBench, console: Console) -> Results:
         pids = [server.process.pid, *(worker["pid"] for worker in server.workers)]
         status.update(f"nothing to do for {SETTLE_S + WINDOW_S:g} s")
         time.sleep(SETTLE_S)
-        before, began_at = _cpu(pids), time.perf_counter()
+        before, began_at = cpu_of(pids), time.perf_counter()
         time.sleep(WINDOW_S)
-        after, wall_s = _cpu(pids), time.perf_counter() - began_at
+        after, wall_s = cpu_of(pids), time.perf_counter() - began_at
     return summarise(before, after, wall_s)
 
 
-def _cpu(pids: list[int]) -> list[float]:
+def cpu_of(pids: list[int]) -> list[float]:
     """Seconds of processor time of all threads, to the nanosecond: /proc/PID/stat counts in ticks of 10 ms."""
     try:
         return [sum(map(_thread_cpu_s, pathlib.Path(f"/proc/{pid}/task").iterdir())) for pid in pids]

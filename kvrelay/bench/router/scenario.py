@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvrelay.bench.harness.scenario import Scenario
-from kvrelay.bench.router import decision, failover, http, idle, multiturn
+from kvrelay.bench.router import decision, failover, feed, http, idle, multiturn
 
 SCENARIO = Scenario(
     http.RouterBench,
@@ -11,6 +11,7 @@ SCENARIO = Scenario(
         "http": http.PART,
         "decision": decision.PART,
         "idle": idle.PART,
+        "feed": feed.PART,
         "multiturn": multiturn.PART,
         "failover": failover.PART,
     },

@@ -1,4 +1,5 @@
-"""API keys. They are checked before any endpoint sees the request; `/health` and `/metrics` need none.
+"""API keys. They are checked before any endpoint sees the request; `/health` and `/metrics` need none. Nor do the pages for
+browsers, which hold nothing of the server and ask for a key themselves.
 
     --api-key a,b          fixed for the life of the process
     --api-key-file FILE    one key a line, `#` begins a comment line; read again when the file has changed
@@ -19,6 +20,7 @@ from typing import Any
 
 from kvrelay.config import RouterOptions
 from kvrelay.errors import ConfigError, UnauthorizedError
+from kvrelay.frontend.http.accept import prefers_html
 from kvrelay.frontend.http.call import Call, Receive, Scope, Send
 from kvrelay.frontend.http.endpoint import send_error
 from kvrelay.log import Log
@@ -28,6 +30,8 @@ AsgiApp = Callable[[Scope, Receive, Send], Coroutine[Any, Any, None]]
 
 _log = Log("frontend")
 OPEN_PATHS = frozenset({"/health", "/metrics"})  # probes and scrapers have no key
+_PAGES = frozenset({"/", "/docs"})
+_ASSETS = "/assets/"
 _LOOK_EVERY_S = 1.0
 _MAX_FILE_BYTES = 16 << 20
 
@@ -114,6 +118,11 @@ def _signature(path: str) -> _Signature | None:
     return found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino
 
 
+def _is_page(call: Call) -> bool:
+    path: str = call.scope["path"]
+    return path.startswith(_ASSETS) or (path in _PAGES and prefers_html(call.header(b"accept")))
+
+
 class ApiKeys:
     """ASGI middleware. Lets a request pass if it carries a valid key."""
 
@@ -125,6 +134,8 @@ class ApiKeys:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS or not self._ring.asks:
             return self._app(scope, receive, send)
         call = Call(scope, receive, send)
+        if _is_page(call):
+            return self._app(scope, receive, send)
         key = _key(call)
         if key and self._ring.holds(key):
             return self._app(scope, receive, send)

@@ -20,10 +20,14 @@ _CLIENT_GONE = 499  # for the metrics and the log: the client is gone and never 
 class Endpoint:
     """The ASGI application of one path, with a handler for each method that it accepts."""
 
-    def __init__(self, path: str, handlers: Mapping[str, Handler], metrics: Metrics, *, log_requests: bool) -> None:
+    def __init__(
+        self, path: str, handlers: Mapping[str, Handler], metrics: Metrics, *, log_requests: bool, is_timed: bool = True
+    ) -> None:
+        """`is_timed`: how long it takes to answer says something about the server."""
         self._path = path
         self._metrics = metrics
         self._log_requests = log_requests
+        self._is_timed = is_timed
         self._allowed = ", ".join(handlers)
         self._handlers = {"HEAD": handlers["GET"], **handlers} if "GET" in handlers else dict(handlers)
         self._counters = {200: metrics.requests.labels(path, "200")}
@@ -50,7 +54,8 @@ class Endpoint:
             await send_error(call, InternalError("internal error; see the server's log"))
         finally:
             metrics.requests_in_flight.dec()
-            metrics.request_seconds.observe(time.perf_counter() - call.arrived)
+            if self._is_timed:
+                metrics.request_seconds.observe(time.perf_counter() - call.arrived)
             self._count(status)
             if self._log_requests:
                 self._log(call, status)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import pathlib
 import re
 from typing import Any
 
@@ -42,7 +41,6 @@ ERRORS = {
     503: "No worker is ready",
     504: "The request took longer than its time limit",
 }
-_HTML = (b"content-type", b"text/html; charset=utf-8")
 _OBJECT: dict[str, Any] = {"type": "object"}
 _PATH_NAME = re.compile(r"\{(\w+)\}")
 
@@ -93,18 +91,9 @@ async def openapi_page(service: Service, call: Call) -> None:
     await call.answer(200, _openapi_body(service.options.root_path), [JSON_TYPE])
 
 
-async def docs(service: Service, call: Call) -> None:
-    await call.answer(200, _docs_body(), [_HTML])
-
-
 @functools.cache
 def _openapi_body(root_path: str) -> bytes:
     return msgspec.json.encode(openapi(root_path))
-
-
-@functools.cache
-def _docs_body() -> bytes:
-    return (pathlib.Path(__file__).parent / "docs.html").read_bytes()
 
 
 def openapi(root_path: str = "") -> dict[str, Any]:

@@ -207,7 +207,7 @@ class EmbeddingReceiving(ReceivingTransfer[EmbeddingState, EmbeddingLayout, list
 
     def moved(self, move: MoveKey, error: str) -> None:
         size_bytes = self._ending.moves.pop(move)
-        self._desk.move_ended(size_bytes, moved=not error)
+        self._desk.move_ended(self.link.peer, size_bytes, moved=not error)
         if error:
             self._fail(Failure(f"a read of {size_bytes} bytes failed: {error}"))
         else:

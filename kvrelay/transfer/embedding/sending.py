@@ -255,7 +255,7 @@ class EmbeddingSending(SendingTransfer[EmbeddingState, EmbeddingLayout, list[Emb
         destination = next(each for each in self._destinations.values() if move in each.ending.moves)
         size_bytes = destination.ending.moves.pop(move)
         is_wanted = not error and self.state is not EmbeddingState.DRAINING
-        self._desk.move_ended(size_bytes, moved=is_wanted)
+        self._desk.move_ended(destination.peer, size_bytes, moved=is_wanted)
         if error:
             self._fail(Failure(f"a write of {size_bytes} bytes failed: {error}"))
         elif is_wanted:

@@ -16,6 +16,7 @@ def transfer_counts(machine: Machine[Any, Any, Any]) -> TransferCounts:
         failed=counts.failed,
         bytes=counts.moved_bytes,
         late_bytes=counts.late_bytes,
+        by_peer=counts.by_peer.copy(),
     )
 
 

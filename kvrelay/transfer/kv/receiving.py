@@ -202,7 +202,7 @@ class Receiving(ReceivingTransfer[ConsumerState, KVLayout, ConsumerNews]):
 
     def moved(self, move: MoveKey, error: str) -> None:
         size_bytes = self._ending.moves.pop(move)
-        self._desk.move_ended(size_bytes, moved=not error, late=self._first_tokens is not None)
+        self._desk.move_ended(self.link.peer, size_bytes, moved=not error, late=self._first_tokens is not None)
         if error:
             self._fail(Failure(f"a read of {size_bytes} bytes failed: {error}"))
         self._drain()

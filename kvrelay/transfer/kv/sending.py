@@ -260,7 +260,7 @@ class Sending(SendingTransfer[ProducerState, KVLayout, ProducerNews]):
 
     def moved(self, move: MoveKey, error: str) -> None:
         size_bytes = self._ending.moves.pop(move)
-        self._desk.move_ended(size_bytes, moved=not error, late=self._first_tokens is not None)
+        self._desk.move_ended(self.meta.peer, size_bytes, moved=not error, late=self._first_tokens is not None)
         if self.state is ProducerState.DRAINING:
             self._drain()
         elif error:

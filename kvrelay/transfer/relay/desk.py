@@ -14,6 +14,7 @@ from kvrelay.wire.relay import Message
 
 L = TypeVar("L", bound=Layout)
 N = TypeVar("N")
+_PEERS_COUNTED = 64  # workers come and go; those that came first are forgotten
 
 
 class RelayCounts(msgspec.Struct, kw_only=True):
@@ -22,6 +23,7 @@ class RelayCounts(msgspec.Struct, kw_only=True):
     num_moves: int = 0
     moved_bytes: int = 0
     late_bytes: int = 0  # of these, when everything was computed
+    by_peer: dict[WorkerId, int] = {}  # moved bytes
     moved_tokens: int = 0  # of embeddings
     resumes: int = 0  # of embeddings
     done: int = 0
@@ -62,8 +64,12 @@ class Desk(Generic[L, N]):
         news, self.news = self.news, empty
         return news
 
-    def move_ended(self, size_bytes: int, *, moved: bool, late: bool = False) -> None:
+    def move_ended(self, peer: WorkerId, size_bytes: int, *, moved: bool, late: bool = False) -> None:
         self.counts.num_moves -= 1
         if moved:
             self.counts.moved_bytes += size_bytes
             self.counts.late_bytes += size_bytes if late else 0
+            by_peer = self.counts.by_peer
+            if peer not in by_peer and len(by_peer) >= _PEERS_COUNTED:
+                del by_peer[next(iter(by_peer))]
+            by_peer[peer] = by_peer.get(peer, 0) + size_bytes

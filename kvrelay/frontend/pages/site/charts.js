@@ -1,0 +1,57 @@
+// Small charts of the last minutes. Lines break where nothing was measured.
+
+import { byId, h, ms, s, setAttribute, setText, short } from "./dom.js";
+
+const SIZE = { width: 300, height: 90 };
+const MINUTES = 5;
+const seconds = (value) => ms(value * 1000);
+const CHARTS = [
+  { title: "Time to first token", lines: [["ttft50", "median"], ["ttft95", "95 %"]], format: seconds, least: 0.05 },
+  { title: "Between tokens", lines: [["token50", "median"], ["token95", "95 %"]], format: seconds, least: 0.01 },
+  { title: "Queue", lines: [["waiting", "waiting"], ["running", "running"]], format: (value) => String(Math.round(value)), least: 4 },
+  { title: "Tokens per second", lines: [["output", "generated"], ["prompt", "prompt, computed"]], format: short, least: 10 },
+  { title: "Cache hits", lines: [["hits", "of prompt tokens"]], format: (value) => `${Math.round(value)} %`, least: 100 },
+];
+
+export class Charts {
+  constructor() {
+    this.drawn = CHARTS.map(create);
+    byId("charts").append(...this.drawn.map((chart) => chart.node));
+  }
+
+  show(history) {
+    this.drawn.forEach((chart, at) => update(chart, CHARTS[at], history.points, history.now.at));
+  }
+}
+
+function create({ title, lines }) {
+  const paths = lines.map((_, at) => s("path", { class: `series s${at}` }));
+  const top = s("text", { class: "axis", x: 2, y: 10 });
+  const grid = [0.5, 1].map((share) => s("line", { class: "rule", x1: 0, x2: SIZE.width, y1: SIZE.height * share - 0.5, y2: SIZE.height * share - 0.5 }));
+  const svg = s("svg", { viewBox: `0 0 ${SIZE.width} ${SIZE.height}`, role: "img", "aria-label": title }, ...grid, ...paths, top);
+  const values = lines.map(() => h("b"));
+  const legend = h("p", { class: "series-names" }, ...lines.map(([, name], at) => h("span", {}, h("span", { class: `swatch s${at}` }), `${name} `, values[at])));
+  const axis = h("p", { class: "times", "aria-hidden": "true" }, h("span", { text: `${MINUTES} min ago` }), h("span", { text: "now" }));
+  return { node: h("figure", { class: "chart" }, h("figcaption", { text: title }), legend, svg, axis), svg, paths, top, values };
+}
+
+function update(chart, { title, lines, format, least }, points, now) {
+  const shown = points.filter((point) => point.at > now - MINUTES * 60);
+  const top = Math.max(least, ...lines.flatMap(([name]) => shown.map((point) => point[name] || 0)));
+  const place = (point, name) => `${(SIZE.width * (1 - (now - point.at) / (MINUTES * 60))).toFixed(1)} ${(SIZE.height - 2 - ((SIZE.height - 14) * point[name]) / top).toFixed(1)}`;
+  const latest = lines.map(([name], at) => {
+    let drawing = "", pen = "M";
+    for (const point of shown) {
+      if (point[name] === null || point[name] === undefined) { pen = "M"; continue; }
+      drawing += `${pen}${place(point, name)}${pen === "M" ? "h0.01" : ""}`;
+      pen = "L";
+    }
+    setAttribute(chart.paths[at], "d", drawing || "M0 0");
+    const last = shown.filter((point) => point[name] !== null && point[name] !== undefined).pop();
+    const text = last ? format(last[name]) : "–";
+    setText(chart.values[at], text);
+    return `${lines[at][1]} ${last ? text : "not measured"}`;
+  });
+  setText(chart.top, format(top));
+  setAttribute(chart.svg, "aria-label", `${title}: ${latest.join(", ")}`);
+}
