@@ -118,6 +118,16 @@ class RouterOptions(Options, frozen=True, kw_only=True):
 
     host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="HTTP port; 0 picks a free one")] = 8000
+    reuse_port: Annotated[bool, Meta(description="share the HTTP port with other routers of this host (SO_REUSEPORT)")] = False
+    own_port: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=65535,
+            description="second HTTP port, at which this router alone answers, such as for its metrics; of several (--routers)"
+            " each takes the next one; 0 is none",
+        ),
+    ] = 0
     api_key: Annotated[str, Meta(description="key that clients must send; separate several keys by commas")] = ""
     api_key_file: Annotated[str, Meta(description="file of API keys, one per line; it is read again when it changes")] = ""
     allowed_origins: Annotated[
@@ -155,6 +165,17 @@ class RouterOptions(Options, frozen=True, kw_only=True):
         Literal["round_robin", "least_loaded", "prefix_aware"],
         Meta(description="how a worker is chosen: in turn, by its tokens in flight, or by its cached prefix and its load"),
     ] = "prefix_aware"
+    rebalance: Annotated[
+        Literal["off", "dry_run", "on"],
+        Meta(
+            description="on: workers move between prefill, decode and whole by what each role has to do; dry_run only logs what"
+            " it would move"
+        ),
+    ] = "off"
+    rebalance_patience_s: Annotated[
+        float, Meta(ge=0.0, description="seconds for which a role must lack a worker that another can spare before one moves")
+    ] = 20.0
+    rebalance_pause_s: Annotated[float, Meta(ge=0.0, description="least seconds between two such moves")] = 60.0
     tool_parser: Annotated[
         Literal["auto", "hermes", "llama", "mistral", "none"],
         Meta(description="how the model writes tool calls; auto finds out from its chat template"),
@@ -226,10 +247,12 @@ class ClusterOptions(Options, frozen=True, kw_only=True):
     prefill: Annotated[Count, Meta(description="prefill workers to start")] = 0
     decode: Annotated[Count, Meta(description="decode workers to start")] = 0
     encode: Annotated[Count, Meta(description="encode workers to start")] = 0
+    routers: Annotated[Positive, Meta(description="router processes to start, which share the HTTP port")] = 1
     registry: Annotated[
         str,
         Meta(
-            description="embedded, etcd://HOST:PORT (for several routers), or static:tcp://HOST:PORT,... (addresses of workers)"
+            description="embedded, tcp://HOST:PORT (another router's), etcd://HOST:PORT, or static:tcp://HOST:PORT,..."
+            " (addresses of workers)"
         ),
     ] = "embedded"
     registry_listen: Annotated[

@@ -142,6 +142,15 @@ class Metrics:
         self.malformed = Counter(
             "kvrelay_malformed_messages", "Messages of peers that could not be understood", ["plane"], registry=registry
         )
+        self.router_info = Gauge(
+            "kvrelay_router_info", "The router that answers: always 1", ["router", "host", "pid"], registry=registry
+        )
+        self.role_changes = Counter(
+            "kvrelay_role_changes", "Workers told to change their role (--rebalance)", ["role", "next_role"], registry=registry
+        )
+        self.role_pressure = Gauge(
+            "kvrelay_role_pressure", "How much a role has to do for its workers, 1 is too much", ["role"], registry=registry
+        )
         self.registry_up = Gauge("kvrelay_registry_up", "Whether the registry can be reached", registry=registry)
         self.worker_joins = Counter("kvrelay_worker_joins", "Workers that joined", ["role"], registry=registry)
         self.worker_losses = Counter(

@@ -35,7 +35,7 @@ GROUPS: dict[str, type[config.Options]] = {
     "Worker": config.WorkerOptions,
 }
 BY_GROUPS = {"serve": serve.GROUPS, "router": router.GROUPS, "worker": worker.GROUPS}
-COMMANDS = [*(name for name in cli._COMMANDS if name != "bench"), *(f"bench {name}" for name in SCENARIOS)]
+COMMANDS = [*(name for name in cli.COMMANDS if name != "bench"), *(f"bench {name}" for name in SCENARIOS)]
 
 
 class _Caught(Exception):

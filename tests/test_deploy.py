@@ -24,6 +24,7 @@ from kvrelay.cli import client, doctor, probe
 from kvrelay.cli import main as cli
 from kvrelay.config import RouterOptions
 from kvrelay.launch import serve as launch
+from kvrelay.metrics import Metrics
 from kvrelay.planes import cluster_key
 from kvrelay.states import WorkerState
 from kvrelay.worker import worker
@@ -32,6 +33,8 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 DEPLOY = ROOT / "deploy"
 BASE = DEPLOY / "kubernetes/base"
 GPU = DEPLOY / "kubernetes/gpu"
+IMAGES = DEPLOY / "kubernetes/images"
+AUTOSCALE = DEPLOY / "kubernetes/autoscale"
 SYSTEMD = DEPLOY / "systemd"
 UNITS = sorted(SYSTEMD.glob("*.service"))
 KUBERNETES_VERSIONS = ("1.30", "1.37")
@@ -113,14 +116,16 @@ def kustomization(folder: pathlib.Path) -> dict[str, Any]:
 
 
 def base_resources() -> list[dict[str, Any]]:
-    names = kustomization(BASE)["resources"]
-    return [part for name in names for part in yaml.safe_load_all((BASE / name).read_text(encoding="utf-8"))]
+    return resources_of(BASE)
 
 
-def gpu_resources() -> list[dict[str, Any]]:
-    """The base with the patches of the overlay, as kustomize applies them."""
-    patched = base_resources()
-    for patch in kustomization(GPU)["patches"]:
+def resources_of(folder: pathlib.Path) -> list[dict[str, Any]]:
+    """Those of the overlay and of the folders that it is laid over, with its patches, as kustomize applies them."""
+    patched: list[dict[str, Any]] = []
+    for name in kustomization(folder)["resources"]:
+        place = (folder / name).resolve()
+        patched += resources_of(place) if place.is_dir() else yaml.safe_load_all(place.read_text(encoding="utf-8"))
+    for patch in kustomization(folder).get("patches", []):
         kind, name = patch["target"]["kind"], re.compile(patch["target"]["name"])
         targets = [one for one in patched if one["kind"] == kind and name.fullmatch(one["metadata"]["name"])]
         assert targets, "a patch for nobody"
@@ -139,16 +144,23 @@ def apply(resource: Any, operation: dict[str, Any]) -> None:
     if last == "-":
         place.append(operation["value"])
         return
+    if operation["op"] == "remove":
+        del place[last]
+        return
     assert operation["op"] == "add" or last in place, f"nothing to replace at {operation['path']}"
     place[last] = operation["value"]
 
 
-VARIANTS = {"base": base_resources, "gpu": gpu_resources}
+VARIANTS = {folder.name: folder for folder in (BASE, GPU, IMAGES, AUTOSCALE)}
 
 
 @pytest.fixture(params=VARIANTS)
 def manifests(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    return VARIANTS[request.param]()
+    return resources_of(VARIANTS[request.param])
+
+
+def workers(manifests: list[dict[str, Any]]) -> list[str]:
+    return sorted(set(pods(manifests)) - {"etcd", "router"})
 
 
 def pods(manifests: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -170,7 +182,7 @@ def test_a_wrong_manifest_is_noticed() -> None:
 
 
 def test_prefill_and_decode_are_separate_and_have_every_probe_and_drain(manifests: list[dict[str, Any]]) -> None:
-    assert set(pods(manifests)) == {"etcd", "router", "prefill", "decode"}
+    assert workers(manifests) in (["decode", "prefill"], ["decode", "encode", "prefill"])
     for component, pod in pods(manifests).items():
         (container,) = pod["containers"]
         assert {"startupProbe", "readinessProbe", "livenessProbe", "resources"} <= set(container), component
@@ -178,7 +190,7 @@ def test_prefill_and_decode_are_separate_and_have_every_probe_and_drain(manifest
             assert "preStop" in container["lifecycle"]
             assert pod["terminationGracePeriodSeconds"] > 60
     budgets = [one["metadata"]["name"] for one in manifests if one["kind"] == "PodDisruptionBudget"]
-    assert sorted(budgets) == ["kvrelay-decode", "kvrelay-etcd", "kvrelay-prefill", "kvrelay-router"]
+    assert sorted(budgets) == sorted(f"kvrelay-{component}" for component in pods(manifests))
 
 
 def test_pods_meet_the_restricted_profile_of_their_namespace(manifests: list[dict[str, Any]]) -> None:
@@ -230,7 +242,38 @@ def test_commands_in_the_manifests_are_commands(manifests: list[dict[str, Any]],
             found += [[fill_in(word, values) for word in command] for command in commands_of(words)]
     for command in found:
         accept(command)
-    assert sorted(command[1] for command in found) == ["probe"] * 6 + ["router", "worker", "worker"]
+    num_workers = len(workers(manifests))
+    assert sorted(command[1] for command in found) == ["probe"] * 3 * num_workers + ["router"] + ["worker"] * num_workers
+    roles = [word.partition("=")[2] for command in found for word in command if word.startswith("--role=")]
+    assert sorted(roles) == workers(manifests)
+
+
+def test_only_pods_of_the_cluster_reach_workers_and_etcd(manifests: list[dict[str, Any]]) -> None:
+    (inside,) = [one for one in manifests if one["metadata"]["name"] == "kvrelay-inside"]
+    (expression,) = inside["spec"]["podSelector"]["matchExpressions"]
+    assert set(expression["values"]) >= set(pods(manifests)) - {"router"}
+
+
+def test_autoscalers_go_by_metrics_that_exist_and_leave_the_number_of_pods_to_themselves() -> None:
+    manifests, described = resources_of(AUTOSCALE), Metrics().render().decode()
+    deployments = {one["metadata"]["name"]: one for one in manifests if one["kind"] == "Deployment"}
+    scalers = [one["spec"] for one in manifests if one["kind"] == "HorizontalPodAutoscaler"]
+    assert {one["scaleTargetRef"]["name"] for one in scalers} == {"kvrelay-prefill", "kvrelay-decode", "kvrelay-router"}
+    (rule,) = yaml.safe_load((AUTOSCALE / "adapter-values.yaml").read_text(encoding="utf-8"))["rules"]["external"]
+    for scaler in scalers:
+        name = scaler["scaleTargetRef"]["name"]
+        assert "replicas" not in deployments[name]["spec"]
+        assert scaler["minReplicas"] >= 2
+        (metric,) = scaler["metrics"]
+        if metric["type"] == "External":
+            wanted = metric["external"]["metric"]
+            assert wanted["name"] == rule["name"]["as"]
+            assert f"# TYPE {wanted['name']} gauge" in described
+            assert wanted["name"] in rule["seriesQuery"]
+            assert name == f"kvrelay-{wanted['selector']['matchLabels']['role']}"
+    (container,) = pods(manifests)["router"]["containers"]
+    template = deployments["kvrelay-router"]["spec"]["template"]["metadata"]
+    assert template["annotations"]["prometheus.io/port"] in [str(port["containerPort"]) for port in container["ports"]]
 
 
 def test_http_probes_ask_for_paths_that_need_no_key(manifests: list[dict[str, Any]]) -> None:
@@ -291,7 +334,8 @@ def test_commands_in_the_compose_file_are_commands(dry: None) -> None:
             found += [[fill_in(word, {}) for word in command] for command in commands_of(plain)]
     for command in found:
         accept(command)
-    assert sorted(command[1] for command in found) == ["probe"] * 3 + ["router", "worker", "worker"]
+    assert sorted(command[1] for command in found) == ["probe"] * 4 + ["router", "worker", "worker", "worker"]
+    assert compose()["services"]["encode"]["profiles"] == ["images"]  # a text model has nothing to encode
 
 
 def test_the_image_is_made_of_files_that_exist() -> None:
@@ -387,7 +431,7 @@ def test_commands_in_the_page_are_commands(dry: None) -> None:
 
 def test_the_page_names_every_file() -> None:
     page = (ROOT / "docs/deploy.md").read_text(encoding="utf-8")
-    for name in ("systemd", "compose", "kubernetes/base", "kubernetes/gpu", "Dockerfile"):
+    for name in ("systemd", "compose", "Dockerfile", *(f"kubernetes/{folder}" for folder in VARIANTS)):
         assert f"../deploy/{name}" in page
 
 

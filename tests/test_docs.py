@@ -49,7 +49,7 @@ def test_the_commands_with_groups_have_no_other_options(command: str) -> None:
 
 def test_the_commands_and_scenarios_are_listed() -> None:
     listed = re.findall(r"^kvrelay (\S+)", page("docs/cli.md"), re.MULTILINE)
-    assert [name for name in listed if "=" not in name] == list(cli._COMMANDS)
+    assert [name for name in listed if "=" not in name] == list(cli.COMMANDS)
     (scenarios,) = re.findall(r"measurements: (.*) \(benchmarks.md\)", page("docs/cli.md"))
     assert scenarios.split(", ") == list(SCENARIOS)
     assert set(re.findall(r"^kvrelay bench (\S+)", page("docs/benchmarks.md"), re.MULTILINE)) == {*SCENARIOS, "compare"}

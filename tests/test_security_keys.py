@@ -11,12 +11,11 @@ import pytest
 
 from kvrelay.cli.main import main
 from kvrelay.config import ClusterOptions, RouterOptions, WorkerOptions, read_environment
-from kvrelay.discovery.choose import open_membership
+from kvrelay.discovery.choose import open_embedded
 from kvrelay.errors import ConfigError
-from kvrelay.ids import new_router_id
-from kvrelay.launch import serve as launch
 from kvrelay.launch.cluster import FREE_LOCAL_PORT
-from kvrelay.metrics import Metrics
+from kvrelay.launch.entrance import prepare
+from kvrelay.launch.serve import DEFAULT_LISTEN
 from kvrelay.planes import curve as plane
 from kvrelay.planes.cluster_key import derive, key_file, load_key, write_new_key
 
@@ -145,7 +144,7 @@ def test_an_address_others_can_reach_without_a_key_is_warned_of(host: str, logge
 async def test_a_registry_that_others_can_reach_is_warned_of(logged: list[str]) -> None:
     plane.use_key(None)
     for listen, warnings in (("tcp://127.0.0.1:*", 0), ("tcp://0.0.0.0:*", 1)):
-        open_membership(ClusterOptions(registry_listen=listen), new_router_id(), Metrics(), "").close()
+        open_embedded(ClusterOptions(registry_listen=listen), "").close()
         assert sum("--registry-listen" in line and "--cluster-key" in line for line in logged) == warnings
 
 
@@ -160,12 +159,12 @@ async def test_a_registry_that_others_can_reach_is_warned_of(logged: list[str]) 
     ],
 )
 def test_http_that_others_can_reach_without_a_key_is_warned_of(options: RouterOptions, warned: bool, logged: list[str]) -> None:
-    launch._prepare(options, ClusterOptions(), read_environment())
+    prepare(options, ClusterOptions(), read_environment())
     assert any("--host" in line and "--api-key-file" in line for line in logged) is warned
 
 
 def test_everything_listens_on_loopback_by_default() -> None:
     assert plane.is_loopback(RouterOptions().host)
     assert plane.is_loopback(WorkerOptions().worker_host)
-    for address in (launch._DEFAULT_LISTEN, FREE_LOCAL_PORT):
+    for address in (DEFAULT_LISTEN, FREE_LOCAL_PORT):
         assert plane.is_loopback(address.removeprefix("tcp://").rpartition(":")[0])

@@ -79,14 +79,18 @@ def unused_options(scenario: Scenario[Any]) -> frozenset[str]:
     return frozenset({"only"} if len(scenario.parts) == 1 else ()) | {scenario.positional}
 
 
-def _parse(name: str, scenario: Scenario[Any], argv: list[str]) -> BenchOptions:
+def build_parser(name: str, scenario: Scenario[Any]) -> Parser:
     parts = [f"  {part:<11} {scenario.parts[part].title}" for part in scenario.parts if len(scenario.parts) > 1]
     epilog = "\n".join(["parts:", *parts]) if parts else None
     parser = Parser(prog=f"kvrelay bench {name}", description=f"Measures {SCENARIOS[name][1]}.", epilog=epilog)
     if positional := scenario.positional:
         parser.add_argument(positional, metavar=positional.upper(), help="what is measured")
     add_options(parser, [scenario.options], skip=unused_options(scenario))
-    options = collect(parser.parse_strictly(argv), [scenario.options], None)[scenario.options]
+    return parser
+
+
+def _parse(name: str, scenario: Scenario[Any], argv: list[str]) -> BenchOptions:
+    options = collect(build_parser(name, scenario).parse_strictly(argv), [scenario.options], None)[scenario.options]
     assert isinstance(options, BenchOptions)
     return options
 

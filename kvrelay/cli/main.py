@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from kvrelay.errors import ConfigError, KVRelayError
 from kvrelay.options import Parser, suggest
 
-_COMMANDS = {
+COMMANDS = {
     "serve": "run a model behind an OpenAI-compatible server on this machine",
     "router": "the router alone; workers on any host register with it",
     "worker": "one worker, for a router that runs elsewhere",
@@ -27,6 +27,7 @@ _COMMANDS = {
     "doctor": "check this machine and say what to do",
     "probe": "ask a worker or a router whether it is ready",
     "keygen": "make the key that routers and workers share",
+    "completion": "print a script by which bash, zsh or fish completes",
     "version": "print the version",
 }
 _EPILOG = """\
@@ -63,8 +64,8 @@ def _dispatch(arguments: list[str]) -> int:
         print(build_parser().format_help(), end="")
         return 0 if arguments else 2
     name, rest = ("version", []) if arguments[0] in ("-V", "--version") else (arguments[0], arguments[1:])
-    if name not in _COMMANDS:
-        raise ConfigError(f"unknown command {name!r}{suggest(name, _COMMANDS)} (see kvrelay --help)")
+    if name not in COMMANDS:
+        raise ConfigError(f"unknown command {name!r}{suggest(name, COMMANDS)} (see kvrelay --help)")
     module = "kvrelay.bench.main" if name == "bench" else f"kvrelay.cli.{name}"
     status: int = importlib.import_module(module).run(rest)
     return status
@@ -75,6 +76,6 @@ def build_parser() -> Parser:
         prog="kvrelay",
         usage="kvrelay COMMAND [OPTIONS]",
         description="Serves language models with encode, prefill and decode on separate workers.",
-        epilog=_EPILOG.format(commands="\n".join(f"  {name:10} {text}" for name, text in _COMMANDS.items())),
+        epilog=_EPILOG.format(commands="\n".join(f"  {name:10} {text}" for name, text in COMMANDS.items())),
         add_help=False,
     )

@@ -19,6 +19,7 @@ examples:
   kvrelay serve --prefill 2 --decode 2                 two of each
   kvrelay serve ./my-model --whole 2 --threads 4       two workers with four threads each
   kvrelay serve model.gguf --port 0 --api-key secret   any free port; clients need the key
+  kvrelay serve --routers 2 --decode 4 --prefill 2     two router processes, for more requests than one can carry
   kvrelay serve --config server.yaml --max-batch 128   flags win over the file
   kvrelay serve --prefill-threads 6 --decode-threads 2 options of the model and the engine for the workers of one role
 
@@ -36,7 +37,7 @@ def build_parser() -> Parser:
 
 def run(argv: list[str]) -> int:
     chosen = parse(build_parser(), argv, GROUPS, PER_ROLE)
-    configure(chosen.environment.log_level, "router")
+    configure(chosen.environment.log_level, "router" if chosen.of(ClusterOptions).routers == 1 else "serve")
     from kvrelay.launch import serve as launch
     from kvrelay.launch.cluster import worker_roles
     from kvrelay.launch.console import console_progress

@@ -13,12 +13,15 @@ For each worker the router hears joined, then any number of changed, then left; 
 from __future__ import annotations
 
 import enum
+import os
+import socket
 from collections.abc import Callable
 from typing import Protocol
 
-from kvrelay.ids import WorkerId
+from kvrelay.ids import RouterId, WorkerId
 from kvrelay.states import WorkerState
-from kvrelay.wire.registry import WorkerLoad, WorkerRecord
+from kvrelay.wire import PROTOCOL_VERSION
+from kvrelay.wire.registry import RouterRecord, WorkerLoad, WorkerRecord
 
 
 class Loss(enum.StrEnum):
@@ -63,3 +66,41 @@ class Membership(Protocol):
 
     def close(self) -> None:
         """No callback runs afterwards."""
+
+
+class Company(Protocol):
+    """The routers that share the workers, as far as the registry tells."""
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other routers may use the same workers."""
+
+    @property
+    def routers(self) -> list[RouterRecord]:
+        """All that the registry knows of, the oldest first; of a registry that lists none, this one."""
+
+    @property
+    def leader(self) -> RouterId | None:
+        """Which of them takes the decisions of which a cluster needs exactly one; None: none does, or it is not known."""
+
+    def close(self) -> None: ...
+
+
+def router_record(router_id: RouterId, *, may_lead: bool = False) -> RouterRecord:
+    """Of a router in this process."""
+    return RouterRecord(id=router_id, host=socket.gethostname(), pid=os.getpid(), version=PROTOCOL_VERSION, may_lead=may_lead)
+
+
+class Alone:
+    """Of a registry that lists no routers. `is_shared`: there may be others nevertheless."""
+
+    def __init__(self, router: RouterRecord, *, is_shared: bool = False) -> None:
+        self.routers = [router]
+        self.is_shared = is_shared
+
+    @property
+    def leader(self) -> RouterId | None:
+        return self.routers[0].id if self.routers[0].may_lead else None
+
+    def close(self) -> None:
+        pass

@@ -2,24 +2,27 @@
 
 router                                  worker
   embedded                                tcp://HOST:PORT (where that router's --registry-listen is)
+  tcp://HOST:PORT (of another router)     the same
   etcd://HOST:PORT[,HOST:PORT...]         the same
   static:tcp://HOST:PORT,...              static
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 from kvrelay.config import ClusterOptions
-from kvrelay.discovery.base import Membership, Registration
+from kvrelay.discovery.base import Alone, Company, Membership, Registration
 from kvrelay.discovery.embedded import EmbeddedMembership, EmbeddedRegistration
+from kvrelay.discovery.joined import JoinedMembership
 from kvrelay.discovery.static import StaticMembership, StaticRegistration
 from kvrelay.errors import ConfigError
-from kvrelay.ids import RouterId
 from kvrelay.metrics import Metrics
 from kvrelay.planes.curve import warn_if_open
+from kvrelay.wire.registry import RouterRecord
 
-Kind = Literal["embedded", "etcd", "static"]
+Kind = Literal["embedded", "joined", "etcd", "static"]
 
 
 def registry_kind(cluster: ClusterOptions) -> Kind:
@@ -33,31 +36,55 @@ def registry_kind(cluster: ClusterOptions) -> Kind:
         return "etcd"
     if registry.startswith("static:"):
         return "static"
+    if registry.startswith("tcp://"):
+        return "joined"
     raise ConfigError(
-        f"--registry {registry!r} is neither embedded, etcd://HOST:PORT[,HOST:PORT...] nor static:tcp://HOST:PORT,..."
+        f"--registry {registry!r} is neither embedded, tcp://HOST:PORT (another router's), etcd://HOST:PORT[,HOST:PORT...] nor"
+        " static:tcp://HOST:PORT,..."
     )
 
 
-def open_membership(cluster: ClusterOptions, router_id: RouterId, metrics: Metrics, default_listen: str) -> Membership:
-    """The router's end. On the loop that will run it."""
+def open_membership(
+    cluster: ClusterOptions, router: RouterRecord, metrics: Metrics, default_listen: str
+) -> tuple[Membership, Company]:
+    """The router's end, and what it tells of other routers. On the loop that will run it."""
     malformed = metrics.malformed.labels("registry").inc
-    kind = registry_kind(cluster)
+    kind, registration_s = registry_kind(cluster), cluster.registration_s
     if kind == "etcd":
         from kvrelay.discovery.etcd import EtcdMembership  # it loads an HTTP client, which the others do not need
+        from kvrelay.discovery.etcd_lead import EtcdCompany
 
-        return EtcdMembership(
+        reachable = metrics.registry_up.set
+        etcd = EtcdMembership(cluster.registry, registration_s=registration_s, on_malformed=malformed, on_reachable=reachable)
+        return etcd, EtcdCompany(cluster.registry, router, registration_s=registration_s)
+    if kind == "joined":
+        joined = JoinedMembership(
             cluster.registry,
-            registration_s=cluster.registration_s,
+            router=router,
+            registration_s=registration_s,
             on_malformed=malformed,
             on_reachable=metrics.registry_up.set,
         )
+        return joined, joined
     metrics.registry_up.set(1)  # it is in this process
     if kind == "embedded":
-        listen = cluster.registry_listen or default_listen
-        warn_if_open("--registry-listen", listen.removeprefix("tcp://").rpartition(":")[0])
-        return EmbeddedMembership(listen, on_malformed=malformed)
+        embedded = open_embedded(cluster, default_listen, router=router, on_malformed=malformed)
+        return embedded, embedded
     addresses = cluster.registry.removeprefix("static:").split(",")
-    return StaticMembership(addresses, router_id=router_id, registration_s=cluster.registration_s, on_malformed=malformed)
+    static = StaticMembership(addresses, router_id=router.id, registration_s=registration_s, on_malformed=malformed)
+    return static, Alone(router, is_shared=True)
+
+
+def open_embedded(
+    cluster: ClusterOptions,
+    default_listen: str,
+    *,
+    router: RouterRecord | None = None,
+    on_malformed: Callable[[], None] = lambda: None,
+) -> EmbeddedMembership:
+    listen = cluster.registry_listen or default_listen
+    warn_if_open("--registry-listen", listen.removeprefix("tcp://").rpartition(":")[0])
+    return EmbeddedMembership(listen, router=router, on_malformed=on_malformed)
 
 
 def open_registration(address: str) -> Registration:

@@ -1,4 +1,5 @@
-"""The registry inside the router process: a ZMQ ROUTER socket that workers' DEALER sockets talk to (wire/registry.py).
+"""The registry inside a router's process, or inside that which launched several routers: a ZMQ ROUTER socket to which workers'
+DEALER sockets talk, and those of routers that join it (wire/registry.py).
 
 Nothing is kept on disk. A registry that restarts answers a worker's next renewal with Unknown, and the worker registers
 again, so the membership is whole after one renewal interval.
@@ -17,8 +18,9 @@ import zmq
 
 from kvrelay.discovery.base import Loss, OnChanged, OnJoined, OnLeft
 from kvrelay.discovery.members import Members, check_ttl
+from kvrelay.discovery.watchers import Watchers
 from kvrelay.errors import ConfigError, ProtocolError
-from kvrelay.ids import WorkerId
+from kvrelay.ids import RouterId, WorkerId
 from kvrelay.log import Log
 from kvrelay.planes.curve import Socket, connecting, exchange, listening
 from kvrelay.planes.loop_socket import LoopSocket, bound_address
@@ -27,13 +29,18 @@ from kvrelay.wire import PROTOCOL_VERSION, check_version
 from kvrelay.wire.codec import Decoder, encode
 from kvrelay.wire.registry import (
     FromRegistry,
+    Gone,
     Leave,
+    Listing,
     Register,
     Registered,
     RegistryRefused,
     Renew,
+    RouterRecord,
+    Seen,
     ToRegistry,
     Unknown,
+    Watch,
     WorkerLoad,
     WorkerRecord,
 )
@@ -61,9 +68,12 @@ class EmbeddedMembership:
         self,
         listen: str,
         *,
+        router: RouterRecord | None = None,
         clock: Callable[[], float] = time.monotonic,
         on_malformed: Callable[[], None] = lambda: None,
     ) -> None:
+        """`router` is the one in this process, if there is one."""
+        self._watchers = Watchers(router, clock)
         self._socket = listening(zmq.ROUTER, {zmq.MAXMSGSIZE: _MAX_MESSAGE_BYTES})
         try:
             self._socket.bind(listen)
@@ -78,9 +88,34 @@ class EmbeddedMembership:
         self._reader: LoopSocket | None = None
         self._ticker: asyncio.TimerHandle | None = None
 
+    @property
+    def is_shared(self) -> bool:
+        return len(self._watchers) > 0
+
+    @property
+    def routers(self) -> list[RouterRecord]:
+        return self._watchers.records
+
+    @property
+    def leader(self) -> RouterId | None:
+        return self._watchers.leader
+
     def start(self, on_joined: OnJoined, on_changed: OnChanged, on_left: OnLeft) -> None:
         assert self._reader is None, "started twice"
-        self._members: Members[WorkerId] = Members(on_joined, on_changed, on_left)
+
+        def joined(record: WorkerRecord) -> None:
+            on_joined(record)
+            self._tell(Seen(record=record))
+
+        def changed(record: WorkerRecord) -> None:
+            on_changed(record)
+            self._tell(Seen(record=record))
+
+        def left(worker_id: WorkerId, loss: Loss) -> None:
+            on_left(worker_id, loss)
+            self._tell(Gone(worker_id=worker_id, said_so=loss is Loss.LEFT))
+
+        self._members: Members[WorkerId] = Members(joined, changed, left)
         self._reader = LoopSocket(self._socket, self._receive)
         self._schedule_tick()
 
@@ -97,23 +132,39 @@ class EmbeddedMembership:
         now = self._clock()
         for worker_id in [worker_id for worker_id, until in self._times.items() if until.deadline <= now]:
             self._remove(worker_id, Loss.EXPIRED)
+        self._watchers.expire()
+
+    def _tell(self, message: Seen | Gone) -> None:
+        """Every router that has joined. One that misses it asks for everything soon."""
+        if self._watchers:
+            frame = encode(message)
+            for identity in self._watchers.identities:
+                assert self._reader is not None
+                if not self._reader.send([identity, frame]):
+                    self._watchers.lost(identity)
 
     def _receive(self, frames: list[bytes]) -> None:
         identity, payload = frames[0], frames[1:]
         assert self._reader is not None
-        self._reader.send([identity, encode(self._answer(payload))])
+        self._reader.send([identity, encode(self._answer(identity, payload))])
 
-    def _answer(self, payload: list[bytes]) -> FromRegistry:
+    def _answer(self, identity: bytes, payload: list[bytes]) -> FromRegistry | Listing:
         try:
             if len(payload) != 1:
                 raise ProtocolError(f"a message of {len(payload)} frames where one belongs")
-            return self._handle(self._decoder.decode(payload[0]))
+            message = self._decoder.decode(payload[0])
+            return self._listing(identity, message) if isinstance(message, Watch) else self._handle(message)
         except ProtocolError as error:
             self._on_malformed()
             log.seldom("refused on the registry plane", reason=error)
             return RegistryRefused(reason=str(error))
 
-    def _handle(self, message: ToRegistry) -> FromRegistry:
+    def _listing(self, identity: bytes, message: Watch) -> Listing:
+        self._watchers.heard(identity, message)
+        workers = [record for worker_id in self._members if (record := self._members.get(worker_id)) is not None]
+        return Listing(workers=workers, routers=self.routers, leader=self.leader)
+
+    def _handle(self, message: Register | Renew | Leave) -> FromRegistry:
         match message:
             case Register():
                 return self._register(message)
@@ -154,6 +205,7 @@ class EmbeddedMembership:
         if late_s > _STALL_S:
             for until in self._times.values():
                 until.deadline += late_s
+            self._watchers.grow(late_s)
         self.expire()
         self._schedule_tick()
 

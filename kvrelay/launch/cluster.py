@@ -30,6 +30,7 @@ from kvrelay.config import (
     WorkerOptions,
     read_environment,
 )
+from kvrelay.discovery.base import router_record
 from kvrelay.discovery.choose import open_membership, registry_kind
 from kvrelay.errors import ConfigError
 from kvrelay.ids import new_router_id
@@ -40,6 +41,8 @@ from kvrelay.options import RoleOptions, check_roles, to_flags
 from kvrelay.planes.cluster_key import key_file, load_key
 from kvrelay.planes.curve import keyed
 from kvrelay.router.failover import RetryRules
+from kvrelay.router.rebalance import Rebalancer, Rules
+from kvrelay.router.role_changes import RoleChanges
 from kvrelay.router.router import OpenSync, Router
 from kvrelay.router.spans import SpanExport
 from kvrelay.states import Role
@@ -123,7 +126,9 @@ def open_router(
 ) -> tuple[Router, str]:
     """A router with its registry, and the address at which workers register. On the loop that will run it."""
     router_id = new_router_id()
-    membership = open_membership(cluster, router_id, metrics, default_listen)
+    record = router_record(router_id, may_lead=options.rebalance == "on")
+    membership, company = open_membership(cluster, record, metrics, default_listen)
+    metrics.router_info.labels(router_id, record.host, str(record.pid)).set(1)
     router = Router(
         membership=membership,
         metrics=metrics,
@@ -139,8 +144,18 @@ def open_router(
         max_kept_per_key=options.max_kept_per_key,
         max_stored=options.max_stored_responses,
         stored_s=options.stored_response_s,
-        is_one_of_many=registry_kind(cluster) != "embedded",
+        company=company,
     )
+    rules = Rules(patience_s=options.rebalance_patience_s, pause_s=options.rebalance_pause_s)
+    router.on_tick = RoleChanges(
+        Rebalancer(rules),
+        router_id=router_id,
+        company=company,
+        sights=router.sights,
+        drain=router.drain,
+        metrics=metrics,
+        mode=options.rebalance,
+    ).tick
     if options.otlp_endpoint:
         spans = SpanExport(options.otlp_endpoint, metrics)
         router.timelines.on_settled, router.timelines.on_close = spans.offer, spans.close

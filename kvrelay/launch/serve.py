@@ -13,18 +13,15 @@ import contextlib
 import functools
 import gc
 import pathlib
-import resource
 import signal
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 import uvicorn
 import uvloop
 
-from kvrelay.checkpoint.fetch import resolve
-from kvrelay.checkpoint.lora import named_folders
 from kvrelay.config import (
     CardOptions,
     ClusterOptions,
@@ -34,37 +31,32 @@ from kvrelay.config import (
     RouterOptions,
     TransferOptions,
 )
-from kvrelay.errors import ConfigError
 from kvrelay.events.eviction_sync import EvictionSyncAdapter
 from kvrelay.events.removals import RemovalQueue
 from kvrelay.frontend.app import create_app
 from kvrelay.frontend.feed.feed import Feed
 from kvrelay.frontend.http.connections import close_slow, limited
-from kvrelay.frontend.service import served_names
 from kvrelay.launch.cards import sharing, visible_cards
-from kvrelay.launch.cluster import FREE_LOCAL_PORT, WorkerSettings, open_router, until_ready, worker_roles
+from kvrelay.launch.cluster import WorkerSettings, open_router, until_ready, worker_roles
+from kvrelay.launch.entrance import BACKLOG, listening, prepare, ready_line
+from kvrelay.launch.launch import Launch
+from kvrelay.launch.routers import serve_routers
 from kvrelay.launch.supervise import Supervisor
-from kvrelay.log import Log, take_over
+from kvrelay.log import configure, take_over
 from kvrelay.media.image_spec import ImageSpec, read_image_spec
 from kvrelay.metrics import Metrics
 from kvrelay.options import RoleOptions, check_roles
-from kvrelay.planes.cluster_key import key_file, load_key
-from kvrelay.planes.curve import is_loopback, use_key
 from kvrelay.progress import Progress
 from kvrelay.router.router import OpenSync
 from kvrelay.states import Role
 from kvrelay.text.tokenizer import Tokenizer
 
-log = Log("serve")
-
-_BACKLOG = 4096
 # libuv accepts one connection per listening descriptor and turn of the loop. A turn in which hundreds of streams get their
 # tokens takes tens of milliseconds, so with one descriptor new clients would wait for seconds.
 _ACCEPTS_PER_TURN = 48
 _KEEP_ALIVE_S = 75  # longer than common proxies keep idle connections, so that they close first
 COLLECTOR_THRESHOLDS = (20_000, 20, 50)  # a request leaves few cycles behind
-_DEFAULT_LISTEN = "tcp://127.0.0.1:5600"
-_SPARE_DESCRIPTORS = 1024  # for workers, logs and files, besides one per HTTP connection
+DEFAULT_LISTEN = "tcp://127.0.0.1:5600"
 _TICKS_PER_CHECK = 50  # of a tenth of a second
 _LAST_REMOVALS_S = 2.0  # for telling a context index what went with the workers
 
@@ -100,45 +92,48 @@ def serve(
         )
         return workers.commands(roles, registry_address)
 
+    route_them = serve_routers if cluster.routers > 1 else _route
     with sharing([(role, per_role[role].model) for role in roles], cards, card_options, environment) as mps:
-        return _route(model, router, cluster, environment, progress, roles, commands, default_listen=FREE_LOCAL_PORT)
+        return route_them(Launch(model, router, cluster, environment, roles, commands), progress)
 
 
 def route(
-    model: ModelOptions, router: RouterOptions, cluster: ClusterOptions, environment: Environment, progress: Progress
-) -> int:
-    """The router alone: workers are started elsewhere and register here."""
-    return _route(model, router, cluster, environment, progress, [], lambda *_: [], default_listen=_DEFAULT_LISTEN)
-
-
-def _route(
     model: ModelOptions,
     router: RouterOptions,
     cluster: ClusterOptions,
     environment: Environment,
     progress: Progress,
-    roles: list[Role],
-    commands: Callable[[pathlib.Path, str], list[list[str]]],
     *,
-    default_listen: str,
+    num_workers: int = 0,
+    tell_ready: Callable[[], None] | None = None,
 ) -> int:
-    """`commands` tells how to start a worker of each role, from the model's folder and the address at which it registers."""
-    router = with_index(router, environment)
-    _prepare(router, cluster, environment)
-    with _listening(router.host, router.port) as listener:
-        folder = resolve(model.model, environment, progress)
+    """The router alone: workers are started elsewhere and register here. It is ready when there are `num_workers`; `tell_ready`
+    tells that to the process that launched it."""
+    launch = Launch(model, router, cluster, environment, default_listen=DEFAULT_LISTEN)
+    return _route(launch, progress, num_workers=num_workers, tell_ready=tell_ready)
+
+
+def _route(launch: Launch, progress: Progress, *, num_workers: int = 0, tell_ready: Callable[[], None] | None = None) -> int:
+    router = with_index(launch.router, launch.environment)
+    prepare(router, launch.cluster, launch.environment)
+    with contextlib.ExitStack() as listeners:
+        listener = listeners.enter_context(listening(router.host, router.port, is_shared=router.reuse_port))
+        own = [listeners.enter_context(listening(router.host, router.own_port))] if router.own_port else []
+        folder = launch.fetch(progress)
         tokenizer, image_spec = Tokenizer.load(folder, chat_template=router.chat_template), read_image_spec(folder)
-        if Role.ENCODE in roles and image_spec is None:
-            raise ConfigError(f"--encode: {model.model} is a text model; it has no images to encode")
-        served = served_names(router, model.model)
-        taken = sorted(set(served) & set(named_folders(model.lora)))
-        if taken:
-            raise ConfigError(f"--lora {taken[0]}=...: that is a name of the model itself")
-        served_name = served[0]
 
         async def main() -> int:
-            front = Front(router, cluster, served_name, tokenizer, image_spec, default_listen=default_listen)
-            return await _run(front, listener, commands(folder, front.registry_address), roles)
+            front = Front(router, launch.cluster, launch.served[0], tokenizer, image_spec, default_listen=launch.default_listen)
+            if tell_ready is not None:
+                configure(launch.environment.log_level, front.router.router_id)  # one of several in the same log
+            line = ready_line(listener, front.served_name, launch.roles, registry=front.registry_address)
+            return await _run(
+                front,
+                [listener, *own],
+                launch.commands(folder, front.registry_address),
+                num_workers or len(launch.roles),
+                tell_ready or functools.partial(print, line, flush=True),
+            )
 
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(main())
@@ -183,7 +178,7 @@ class Front:
                 log_level="warning",
                 proxy_headers=False,
                 server_header=False,
-                backlog=_BACKLOG,
+                backlog=BACKLOG,
                 timeout_keep_alive=_KEEP_ALIVE_S,
                 timeout_graceful_shutdown=options.shutdown_wait_s,
             ),
@@ -232,7 +227,13 @@ def _open_sync(options: RouterOptions, removals: RemovalQueue | None, metrics: M
     return functools.partial(EvictionSyncAdapter, removals, mode=options.eviction_sync, metrics=metrics)
 
 
-async def _run(front: Front, listener: socket.socket, commands: list[list[str]], roles: list[Role]) -> int:
+async def _run(
+    front: Front,
+    sockets: Sequence[socket.socket],
+    commands: list[list[str]],
+    num_workers: int,
+    tell_ready: Callable[[], None],
+) -> int:
     """`commands` start the workers of this machine. What was opened last is closed first."""
     stop = asyncio.Event()
     _on_signals(front.server, stop)
@@ -243,18 +244,18 @@ async def _run(front: Front, listener: socket.socket, commands: list[list[str]],
             ends.push_async_callback(front.removals.close, _LAST_REMOVALS_S)
         supervisor = Supervisor(commands)
         ends.push_async_callback(supervisor.stop)  # before the router: a worker that leaves wants an answer of the registry
-        ready_line = _ready_line(front, listener, roles)
-        listeners = [listener.dup() for _ in range(_ACCEPTS_PER_TURN)]
-        listener.close()
+        listeners = [listener.dup() for listener in sockets for _ in range(_ACCEPTS_PER_TURN)]
+        for listener in sockets:
+            listener.close()
         http = asyncio.create_task(front.server.serve(sockets=listeners))
         ends.push_async_callback(_end_http, front.server, http)
         stopped = asyncio.create_task(stop.wait())
         ends.callback(stopped.cancel)
         supervisor.start()
-        await until_ready(front.router, supervisor, len(roles), stopped)
+        await until_ready(front.router, supervisor, num_workers, stopped)
         if not stop.is_set():
             _spare_the_collector()
-            print(ready_line, flush=True)
+            tell_ready()
             await _until_stopped(http, stopped, supervisor)
     return 0
 
@@ -283,55 +284,6 @@ def _on_signals(server: HttpServer, stop: asyncio.Event) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop_now)
-
-
-def _prepare(router: RouterOptions, cluster: ClusterOptions, environment: Environment) -> None:
-    """Before anything is opened."""
-    use_key(load_key(key_file(cluster.cluster_key, environment)))
-    if not is_loopback(router.host) and not router.api_key and not router.api_key_file:
-        log.warning(
-            "every client that reaches this address can use the server; protect it with --api-key-file",
-            option="--host",
-            address=router.host,
-        )
-    _allow_descriptors(router.max_connections + _SPARE_DESCRIPTORS)
-
-
-def _allow_descriptors(wanted: int) -> None:
-    """Every connection takes one. Most systems give a process few of them unless it asks."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
-        return
-    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-    if allowed < wanted:
-        log.warning("the system allows fewer open files than --max-connections needs", allowed=allowed, wanted=wanted)
-
-
-@contextlib.contextmanager
-def _listening(host: str, port: int) -> Iterator[socket.socket]:
-    """The HTTP port, taken before anything slow happens."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except socket.gaierror as error:
-        raise ConfigError(f"--host {host}: {error.strerror}") from error
-    with socket.socket(family, kind, protocol) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(address)
-            listener.listen(_BACKLOG)
-        except OSError as error:
-            raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror} (choose another with --port)") from error
-        yield listener
-
-
-def _ready_line(front: Front, listener: socket.socket, roles: list[Role]) -> str:
-    host, port = listener.getsockname()[:2]
-    shown = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
-    counted = " + ".join(f"{roles.count(role)} {role.value}" for role in Role if role in roles)
-    what = f"{counted} worker{'s' if len(roles) > 1 else ''}" if roles else "router only"
-    where = f"; workers register at {front.registry_address}" if not roles and front.registry_address else ""
-    return f"kvrelay ready on http://{shown}:{port} (model {front.served_name}, {what}{where})"
 
 
 def _spare_the_collector() -> None:

@@ -1,14 +1,16 @@
-"""Worker processes of this machine: started, watched, restarted, and stopped without leaving one behind.
+"""Worker and router processes of this machine: started, watched, restarted, and stopped without leaving one behind.
 
     start -> each worker runs -> ends before `all_ready`  -> `failed` gets the reason, the start is given up
                               -> ends as it was told      -> not restarted: it was drained, here or by a SIGTERM from elsewhere
                               -> ends otherwise           -> restarted after a pause that doubles (1 s to 30 s)
                               -> ends 5 times in a minute -> given up; when none is left, `failed` gets the reason
 
+A router that ends as it was told is replaced at once: so an operator can have all of them started anew, one after the other.
+
 A worker that starts again by itself, in another role or after it stood still, keeps its process: nothing is seen of it here,
 except that its successor, should it ever need one, begins in its last role.
 
-Each worker holds one end of a socket pair (worker/launcher.py): if this process dies in any way, the workers see its end.
+Each process holds one end of a socket pair (worker/launcher.py): if this process dies in any way, they see its end.
 """
 
 from __future__ import annotations
@@ -20,14 +22,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
 from kvrelay.errors import WorkerDiedError
 from kvrelay.log import Log
 from kvrelay.states import Role
-from kvrelay.wire.launcher import Becomes, Ends, decode_lines, with_role
+from kvrelay.wire.launcher import Becomes, Ends, Ready, decode_lines, with_role
 
 log = Log("serve")
 
@@ -40,16 +42,21 @@ _MAX_WORDS_BYTES = 64 * 1024
 
 
 class Child:
-    def __init__(self, command: Sequence[str]) -> None:
+    def __init__(self, command: Sequence[str], on_ready: Callable[[], None] = lambda: None) -> None:
         self._tie, theirs = socket.socketpair()
+        self._tie.setblocking(False)
+        self._words = b""
+        self._on_ready = on_ready
+        self.is_ready = False  # as it said itself; workers do not
         with theirs:
             self._process = subprocess.Popen(
                 [*command, f"--launcher-fd={theirs.fileno()}"],
                 pass_fds=[theirs.fileno()],
-                process_group=0,  # Ctrl-C in the terminal is for us; we tell the workers
+                process_group=0,  # Ctrl-C in the terminal is for us; we tell the others
             )
         self.pid = self._process.pid
         self.exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        asyncio.get_running_loop().add_reader(self._tie, self._listen)
         threading.Thread(target=self._wait, args=[asyncio.get_running_loop()], daemon=True).start()
 
     def signal(self, number: signal.Signals) -> None:
@@ -61,8 +68,11 @@ class Child:
         status = self._process.returncode
         reason = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
         role: Role | None = None
-        for message in decode_lines(self._told()):
+        self._listen()
+        for message in decode_lines(self._words):
             match message:
+                case Ready():
+                    pass
                 case Becomes():
                     role = message.role
                 case Ends():
@@ -76,14 +86,22 @@ class Child:
         """By a drain, or by a SIGTERM that came before it could drain. Only after it ended."""
         return self._process.returncode in (0, -signal.SIGTERM)
 
-    def _told(self) -> bytes:
-        self._tie.setblocking(False)
+    def _listen(self) -> None:
         try:
-            return self._tie.recv(_MAX_WORDS_BYTES)
+            heard = self._tie.recv(_MAX_WORDS_BYTES)
+        except BlockingIOError:
+            return
         except OSError:
-            return b""
+            heard = b""
+        if not heard:
+            asyncio.get_running_loop().remove_reader(self._tie)
+        self._words = (self._words + heard)[-_MAX_WORDS_BYTES:]
+        if not self.is_ready and any(isinstance(message, Ready) for message in decode_lines(self._words)):
+            self.is_ready = True
+            self._on_ready()
 
     def close(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._tie)
         self._tie.close()
 
     def _wait(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -100,7 +118,7 @@ class Child:
 
 @dataclass(slots=True)
 class _Supervised:
-    """One worker, through all its restarts."""
+    """One process, through all its restarts."""
 
     index: int
     command: Sequence[str]
@@ -113,7 +131,10 @@ class _Supervised:
 class Supervisor:
     """Keeps one process per command running. Used on one event loop."""
 
-    def __init__(self, commands: Sequence[Sequence[str]]) -> None:
+    def __init__(self, commands: Sequence[Sequence[str]], *, what: str = "worker", comes_back: bool = False) -> None:
+        """`what` they are. `comes_back`: one that ends as it was told is replaced."""
+        self._what, self._comes_back = what, comes_back
+        self._ready_changed = asyncio.Event()
         self._workers = [_Supervised(index, command) for index, command in enumerate(commands)]
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = False
@@ -126,6 +147,17 @@ class Supervisor:
     def all_ready(self) -> None:
         """From now on a worker that ends is restarted."""
         self._all_ready = True
+
+    async def until_ready(self) -> None:
+        """Returns when each of them has said so itself."""
+        while not all(worker.child is not None and worker.child.is_ready for worker in self._workers):
+            self._ready_changed.clear()
+            await self._ready_changed.wait()
+
+    def signal(self, number: signal.Signals) -> None:
+        for worker in self._workers:
+            if worker.child is not None:
+                worker.child.signal(number)
 
     @property
     def pids(self) -> list[int]:
@@ -150,17 +182,20 @@ class Supervisor:
     async def _keep(self, worker: _Supervised) -> None:
         while not worker.given_up:
             began_at = time.monotonic()
-            worker.child = child = Child(worker.command)
+            worker.child = child = Child(worker.command, self._ready_changed.set)
             await asyncio.shield(child.exited)
             reason, role = child.last_words()
             child.close()
             worker.child = None
             if not self._all_ready:
-                self._fail(f"worker {worker.index} could not start: {reason}")
+                self._fail(f"{self._what} {worker.index} could not start: {reason}")
                 return
+            if child.ended_as_told and self._comes_back:
+                log.info(f"a {self._what} ended as it was told; starting another", number=worker.index)
+                continue
             if child.ended_as_told:
                 worker.left = True
-                log.info("a worker left as it was told; no other takes its place", worker=worker.index)
+                log.info(f"a {self._what} left as it was told; no other takes its place", number=worker.index)
                 return
             if role is not None:
                 worker.command = with_role(worker.command, role)
@@ -170,12 +205,12 @@ class Supervisor:
         worker.quick_deaths = 1 if ran_s >= _HEALTHY_AFTER_S else worker.quick_deaths + 1
         if worker.quick_deaths >= _MAX_QUICK_DEATHS:
             worker.given_up = True
-            log.error("a worker ended too often; giving it up", worker=worker.index, reason=reason)
+            log.error(f"a {self._what} ended too often; giving it up", number=worker.index, reason=reason)
             if all(other.given_up or other.left for other in self._workers):
-                self._fail(f"every worker ended too often; the last one: {reason}")
+                self._fail(f"every {self._what} ended too often; the last one: {reason}")
             return
         pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (worker.quick_deaths - 1))
-        log.warning("a worker ended; starting another", worker=worker.index, reason=reason, pause_s=pause_s)
+        log.warning(f"a {self._what} ended; starting another", number=worker.index, reason=reason, pause_s=pause_s)
         await asyncio.sleep(pause_s)
 
     def _fail(self, reason: str) -> None:

@@ -6,7 +6,7 @@ says what the cluster is without it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 import msgspec
 
@@ -18,9 +18,11 @@ from kvrelay.states import Role, WorkerState
 from kvrelay.wire.serving import Drain
 
 
-def order_drain(peers: Mapping[WorkerId, Peer], worker_id: str, role: Role | None) -> DrainOrder:
+def order_drain(peers: Mapping[WorkerId, Peer], worker_id: str, role: Role | None, starting: Container[str] = ()) -> DrainOrder:
     """Sends the word. Raises NotFoundError, ConflictError or UnavailableError, and then nothing was sent."""
     peer = peers.get(WorkerId(worker_id))
+    if peer is None and worker_id in starting:  # it has no address yet
+        raise ConflictError(f"worker {worker_id} is starting; tell it when it is ready", param="worker", code="starting")
     if peer is None:
         raise NotFoundError(f"there is no worker {worker_id[:200]!r}", param="worker", code="worker_not_found")
     if peer.record.state == WorkerState.DRAINING:

@@ -19,6 +19,7 @@ from kvrelay.errors import ProtocolError
 from kvrelay.ids import RequestId, RouterId, WorkerId
 from kvrelay.router.outside import Outside
 from kvrelay.router.policy import FOREIGN_REQUEST_TOKENS
+from kvrelay.router.rebalance import WorkerSight
 from kvrelay.router.stream import RequestStream
 from kvrelay.states import BreakerState, FinishReason, WorkerState
 from kvrelay.wire import PROTOCOL_VERSION, check_version
@@ -71,6 +72,12 @@ def describe(record: WorkerRecord, load: WorkerLoad, state: WorkerState) -> dict
         "breaker": BreakerState.CLOSED.value,
         "adapters": [adapter.name for adapter in record.adapters],
     }
+
+
+def sight_of(record: WorkerRecord) -> WorkerSight:
+    """For the policy that changes roles, as the registry knows the worker."""
+    is_ready = record.state is WorkerState.READY
+    return WorkerSight(id=record.id, role=record.role, is_ready=is_ready, max_batch=record.max_batch, load=record.load)
 
 
 @dataclass(slots=True, eq=False)
@@ -210,6 +217,10 @@ class Peer:
         """Whenever it changes, not whenever it is asked for: a planner asks every worker for every request."""
         self.has_room = len(self.open) < self._capacity
         self.load_tokens = self.num_tokens_in_flight + FOREIGN_REQUEST_TOKENS * self.num_foreign_requests
+
+    @property
+    def sight(self) -> WorkerSight:
+        return msgspec.structs.replace(sight_of(self.record), load=self.load, is_ready=self.usable)
 
     def describe(self) -> dict[str, Any]:
         """Its entry in GET /cluster."""

@@ -14,7 +14,7 @@ import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from kvrelay.discovery.base import Loss, Membership
+from kvrelay.discovery.base import Alone, Company, Loss, Membership, router_record
 from kvrelay.errors import NotFoundError, ProtocolError
 from kvrelay.events.eviction_sync import EvictionSync
 from kvrelay.ids import RouterId, WorkerId, new_router_id
@@ -32,10 +32,11 @@ from kvrelay.router.failover import RetryRules
 from kvrelay.router.kept import KeptSearch, share
 from kvrelay.router.outside import Outside
 from kvrelay.router.parent import Parent
-from kvrelay.router.peer import Listeners, Peer, describe
+from kvrelay.router.peer import Listeners, Peer, describe, sight_of
 from kvrelay.router.plan import Planner
 from kvrelay.router.policy import PolicyName
 from kvrelay.router.prefix_index import PrefixIndex
+from kvrelay.router.rebalance import WorkerSight
 from kvrelay.router.stream import RequestStream
 from kvrelay.states import Role, WorkerState
 from kvrelay.wire.registry import Adapter, WorkerRecord
@@ -70,10 +71,10 @@ class Router:
         max_kept_per_key: int = 64,
         max_stored: int = 1024,
         stored_s: float = 3600.0,
-        is_one_of_many: bool = False,
+        company: Company | None = None,
         outside: Outside | None = None,
     ) -> None:
-        """With `is_one_of_many`, other routers may serve the same workers: they are to know what this one served."""
+        """`company` are the routers with the same workers: they are to know what this one served. None: it is alone."""
         self._outside = outside = outside or Outside()
         self.router_id = router_id or new_router_id()
         self._membership = membership
@@ -99,9 +100,8 @@ class Router:
             self._planner, metrics, self.continuations, self._sync, mode=mode, rules=rules, clock=outside.clock
         )
         self.timelines = self._dispatcher.timelines
-        self._is_one_of_many = is_one_of_many
-        if is_one_of_many:
-            self.continuations.on_known = lambda parent: share(parent, self._dispatcher.usable, outside.clock())
+        self._company = company or Alone(router_record(self.router_id))
+        self.continuations.on_known = self._on_known
         self._search = KeptSearch(self.continuations, lambda: self._dispatcher.usable)
         self._orders = AdapterOrders(lambda: self._dispatcher.usable)
         self._listeners = Listeners(
@@ -114,6 +114,7 @@ class Router:
             malformed=self._on_malformed,
         )
         self._ticker: asyncio.TimerHandle | None = None
+        self.on_tick: Callable[[], None] = lambda: None
         self._changed = asyncio.Event()
         metrics.registry.register(WorkerCollector(self._peers.values))
 
@@ -129,6 +130,7 @@ class Router:
         if self._ticker is not None:
             self._ticker.cancel()
         self._membership.close()
+        self._company.close()
         self._feed.close()
         for peer in self._peers.values():
             peer.close()
@@ -178,13 +180,14 @@ class Router:
             peer = None if parent.worker_id is None else self._peers.get(parent.worker_id)
             if peer is not None and parent.kept_id is not None:
                 peer.send(ReleaseKept(kept_ids=[parent.kept_id]))
-        if self._is_one_of_many:
+        if self._company.is_shared:
             for peer in self._dispatcher.usable:
                 peer.send(Forget(handle=handle, owner=owner))
 
     def cluster(self) -> dict[str, Any]:
         return {
             "router": self.router_id,
+            "routers": [{"id": router.id, "host": router.host, "pid": router.pid} for router in self._company.routers],
             "model": self._model,
             "ready": self.ready,
             "in_flight": len(self._dispatcher.open),
@@ -195,7 +198,7 @@ class Router:
 
     def drain(self, worker_id: str, role: Role | None = None) -> DrainOrder:
         """Tells a worker to finish and leave; with a role, to come back in it. Raises as `order_drain`."""
-        order = order_drain(self._peers, worker_id, role)
+        order = order_drain(self._peers, worker_id, role, self._starting)
         log.info("worker told to drain", worker=order.worker, next_role=role)
         self.continuations.lost(order.worker, "its worker leaves")
         self._refresh()
@@ -204,6 +207,9 @@ class Router:
     def _unreached(self) -> list[WorkerRecord]:
         """Workers that are starting and have no address yet."""
         return [record for record in self._starting.values() if record.id not in self._peers]
+
+    def sights(self) -> list[WorkerSight]:
+        return [peer.sight for peer in self._peers.values()] + [sight_of(record) for record in self._unreached()]
 
     # For the launcher
 
@@ -304,6 +310,10 @@ class Router:
         self._metrics.malformed.labels("serving").inc()
         log.seldom("malformed message of a worker", worker=peer.id, reason=reason)
 
+    def _on_known(self, parent: Parent) -> None:
+        if self._company.is_shared:
+            share(parent, self._dispatcher.usable, self._outside.clock())
+
     def _settle(self, lost: Peer, reason: str) -> None:
         """Its requests go elsewhere; and the workers that exchange KV with it need not wait to find out."""
         for peer in self._peers.values():
@@ -330,6 +340,7 @@ class Router:
         for peer in list(self._peers.values()):
             peer.tick()
         self.timelines.tick()
+        self.on_tick()
         self._schedule_tick()
 
     def _excuse(self) -> str:

@@ -20,6 +20,7 @@ from kvrelay.simulate.traffic import Session
 from kvrelay.states import Role
 
 _SETTLE_S = 120.0  # of virtual time, after the last answer: transfers end, workers fall idle
+_COLLECTOR_THRESHOLDS = (50_000, 20, 1_000_000)  # requests are circles, and caches are millions of objects that are none
 _DRIVER = Callable[[SimulatedCluster], None]
 
 
@@ -57,6 +58,7 @@ class Outcome:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     num_steps: int = 0
+    num_told_blocks: int = 0  # in cache events
 
 
 def simulate(
@@ -82,16 +84,15 @@ def simulate(
         loop.at(failure.at_s, _kill, cluster, failure)
     loop.at(0.0, cluster.start)
     loop.at(0.0, clients.begin, iter(sessions))
-    was_collecting = gc.isenabled()
-    gc.disable()  # nothing here lives in circles for long, and there are millions of objects to look through
+    usual = gc.get_threshold()
+    gc.set_threshold(*_COLLECTOR_THRESHOLDS)
     try:
         _run(loop, clients, duration_s, progress or Silent())
         seconds = loop.now
         loop.run(lambda: cluster.is_idle, until=seconds + _SETTLE_S)
         _check(cluster, clients)
     finally:
-        if was_collecting:
-            gc.enable()
+        gc.set_threshold(*usual)
     return _outcome(cluster, clients, seconds, time.process_time() - began)
 
 
@@ -131,5 +132,6 @@ def _outcome(cluster: SimulatedCluster, clients: Clients, seconds: float, cpu_s:
         outcome.num_cached_tokens += load.cached_tokens
         outcome.num_preemptions += load.preemptions
         outcome.num_steps += worker.num_steps
+        outcome.num_told_blocks += worker.num_told_blocks
     outcome.busy = {role: min(1.0, busy[role] / lived[role]) for role in lived if lived[role] > 0}
     return outcome

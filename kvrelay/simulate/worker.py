@@ -28,6 +28,7 @@ from kvrelay.simulate.runner import CostRunner
 from kvrelay.states import Role, WorkerState
 from kvrelay.wire import PROTOCOL_VERSION
 from kvrelay.wire.adapters import LoadAdapter, UnloadAdapter
+from kvrelay.wire.events import Freed, Removed, Stored
 from kvrelay.wire.registry import WorkerRecord
 from kvrelay.wire.serving import (
     Abort,
@@ -95,6 +96,7 @@ class SimulatedWorker:
         self._number = 0  # of the turn that is awaited: earlier ones were given up
         self._leap: Leap | None = None
         self.num_leapt = 0  # steps
+        self.num_told_blocks = 0  # by events: hashes of blocks
         self.is_alive = True
         self.next_role: Role | None = None  # after it has drained
         self.peer: Peer | None = None
@@ -147,10 +149,16 @@ class SimulatedWorker:
 
     def receive(self, message: ToWorker) -> None:
         if isinstance(message, Submit) and message.transfer is not None and self._leap is not None:
-            self.engine.submit(message)  # it can do nothing for it before its prefill worker begins
-        elif not isinstance(message, Ping):
+            self._loop.at(self._loop.now, self.engine.submit, message)  # nothing can be done before its prefill worker begins
+        elif not isinstance(message, Ping) and not self._is_late(message):
             self._inbox.append(message)
             self.wake()
+
+    def _is_late(self, message: ToWorker) -> bool:
+        """An abort of what has ended here, as a router sends it behind every hand-over: nothing comes of it."""
+        if not isinstance(message, Abort) or self._inbox or self.record.role is Role.PREFILL:
+            return False
+        return self.engine.requests.keys().isdisjoint(message.request_ids)
 
     def wake(self) -> None:
         """There is something to do: at once, or when the step under way has ended."""
@@ -213,6 +221,8 @@ class SimulatedWorker:
     def _tell(self, outputs: StepOutputs, num_steps: int, step_s: float) -> None:
         if self._recorder:
             for event in self._recorder.take():
+                if isinstance(event, Stored | Removed | Freed):
+                    self.num_told_blocks += len(event.hashes)
                 for listener in self.listeners:
                     listener.happened(self.record.id, event)
         if self.peer is not None:

@@ -1,11 +1,12 @@
-"""The tie between a worker and the process that launched it: a socket pair that the worker inherits (worker/launcher.py).
+"""The tie between a worker or router and the process that launched it: a socket pair that it inherits (worker/launcher.py).
 
-worker                                   launcher
+worker, router                           launcher
+  | Ready -------------------------------> |   of a router: it can use as many workers as it was told to wait for
   | Becomes(role) -----------------------> |   I start again in this role: my process stays, and so does this tie
   | Ends(reason) ------------------------> |   I cannot go on
   | <--------------------- (end of file)   |   the launcher is gone: end
 
-One JSON object a line. The launcher reads them when the worker has ended: until then it need not know.
+One JSON object a line.
 """
 
 from __future__ import annotations
@@ -27,11 +28,15 @@ class Becomes(Message, frozen=True, kw_only=True):
     role: Role
 
 
+class Ready(Message, frozen=True, kw_only=True):
+    """Clients can be told that it serves."""
+
+
 class Ends(Message, frozen=True, kw_only=True):
     reason: str
 
 
-ToLauncher = Becomes | Ends
+ToLauncher = Becomes | Ready | Ends
 
 _decoder: msgspec.json.Decoder[ToLauncher] = msgspec.json.Decoder(ToLauncher)
 

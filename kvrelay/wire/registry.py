@@ -1,4 +1,5 @@
-"""The registry plane: who is alive, in which role, where, and how loaded. A worker's DEALER talks to the registry's ROUTER.
+"""The registry plane: who is alive, in which role, where, and how loaded. A worker's DEALER talks to the registry's ROUTER, and
+so does that of a router that joins the registry of another process.
 
 worker                                     registry
   | Register(record, ttl_s) ----------------> |   STARTING, before it loads anything; then, once more, READY
@@ -6,13 +7,18 @@ worker                                     registry
   | Renew(worker_id, state, load) every ttl/3 > |   not renewed for ttl_s: the worker is considered dead
   | <--------------- Registered | Unknown      |   Unknown: register again (the registry restarted)
   | Leave(worker_id) -----------------------> |
+
+router                                     registry
+  | Watch(router) every registration/3 -----> |   not heard for `silence_s`: the router is considered gone
+  | <-- Listing(workers, routers, leader) ---- |   everything, as answer to each Watch
+  | <----------------- Seen(record), Gone(id) |   what changes in between
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from kvrelay.ids import WorkerId
+from kvrelay.ids import RouterId, WorkerId
 from kvrelay.states import Role, WorkerState
 
 
@@ -135,6 +141,16 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
         return any(adapter.digest == digest for adapter in self.adapters)
 
 
+class RouterRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of a router that shares its workers with others."""
+
+    id: RouterId
+    host: str
+    pid: int
+    version: int  # protocol version
+    may_lead: bool = False  # whether it takes decisions of which a cluster needs exactly one
+
+
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Base of all messages of this channel."""
 
@@ -166,5 +182,28 @@ class RegistryRefused(Message, frozen=True, kw_only=True):
     reason: str
 
 
-ToRegistry = Register | Renew | Leave
-FromRegistry = Registered | Unknown | RegistryRefused
+class Watch(Message, frozen=True, kw_only=True):
+    router: RouterRecord
+    silence_s: float
+
+
+class Listing(Message, frozen=True, kw_only=True):
+    workers: list[WorkerRecord]
+    routers: list[RouterRecord]  # the oldest first
+    leader: RouterId | None = None
+
+
+class Seen(Message, frozen=True, kw_only=True):
+    """A worker that is new, or has changed."""
+
+    record: WorkerRecord
+
+
+class Gone(Message, frozen=True, kw_only=True):
+    worker_id: WorkerId
+    said_so: bool  # else it did not renew its registration
+
+
+ToRegistry = Register | Renew | Leave | Watch
+FromRegistry = Registered | Unknown | RegistryRefused  # to workers
+ToWatcher = Listing | Seen | Gone | RegistryRefused  # to routers

@@ -1,7 +1,7 @@
-"""A worker's tie to the process that launched it: a socket pair, inherited (messages: wire/launcher.py).
+"""The tie of a worker or router to the process that launched it: a socket pair, inherited (messages: wire/launcher.py).
 
-It tells the launcher why the worker could not start, and its end of file tells the worker that the launcher is gone: then
-the worker ends at once, so that nothing is left behind even by a kill -9. On Linux the kernel is asked for the same
+It tells the launcher why the process could not start, and its end of file tells the process that the launcher is gone: then
+it ends at once, so that nothing is left behind even by a kill -9. On Linux the kernel is asked for the same
 (PR_SET_PDEATHSIG), for the time in which this process is too busy loading to run a thread.
 """
 
@@ -15,14 +15,14 @@ import sys
 import threading
 
 from kvrelay.states import Role
-from kvrelay.wire.launcher import Becomes, Ends, encode_line
+from kvrelay.wire.launcher import Becomes, Ends, Ready, ToLauncher, encode_line
 
 _PR_SET_PDEATHSIG = 1
 _MAX_REASON_CHARACTERS = 2000
 
 
 class LauncherTie:
-    """The worker's end."""
+    """The end of the process that was launched."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -34,15 +34,19 @@ class LauncherTie:
         threading.Thread(target=self._watch, name="launcher-watch", daemon=True).start()
 
     def report(self, reason: str) -> None:
-        """Why this worker ends. The launcher shows it."""
+        """Why this process ends. The launcher shows it."""
         if not self._send(Ends(reason=reason[:_MAX_REASON_CHARACTERS])):
             print(f"error: {reason}", file=sys.stderr)
+
+    def ready(self) -> None:
+        """It serves."""
+        self._send(Ready())
 
     def becomes(self, role: Role) -> None:
         """This process starts again in another role. A launcher that is gone need not know."""
         self._send(Becomes(role=role))
 
-    def _send(self, message: Becomes | Ends) -> bool:
+    def _send(self, message: ToLauncher) -> bool:
         try:
             self._socket.sendall(encode_line(message))
         except OSError:

@@ -11,7 +11,7 @@ import pytest
 
 from kvrelay.bench import main
 from kvrelay.bench.harness.cluster import Answer
-from kvrelay.bench.router import decision, failover, idle, multiturn
+from kvrelay.bench.router import decision, failover, idle, multiturn, routers
 from kvrelay.bench.router.decision import median_of_rounds
 from kvrelay.bench.router.failover import Struck
 from kvrelay.bench.router.scenario import SCENARIO
@@ -91,6 +91,11 @@ def test_failover_without_another_token_is_no_figure() -> None:
 
 
 # Idle
+
+
+def test_two_routers_are_compared_with_one_round_by_round() -> None:
+    figures = routers.summarise([100.0, 50.0, 80.0], [110.0, 100.0, 80.0])
+    assert figures == {"routers_1_rps": 80.0, "routers_2_rps": 100.0, "routers_2_over_1": pytest.approx(1.1)}
 
 
 def test_idle_time_is_a_share_of_a_core() -> None:

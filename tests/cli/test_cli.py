@@ -257,7 +257,7 @@ def test_help_lists_the_commands_and_loads_nothing_heavy() -> None:
     heavy = {"torch", "zmq", "starlette", "numpy", "rich"}
     script = f"import sys; from kvrelay.cli.main import main; main(['--help']); print(sorted({heavy} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert all(command in result.stdout for command in cli._COMMANDS)
+    assert all(command in result.stdout for command in cli.COMMANDS)
     assert result.stdout.rstrip().endswith("[]")
 
 

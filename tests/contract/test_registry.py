@@ -14,9 +14,10 @@ import zmq
 from etcd_server import etcd_server
 from registry_records import make_record
 
-from kvrelay.discovery.base import Loss, Membership, Registration
+from kvrelay.discovery.base import Loss, Membership, Registration, router_record
 from kvrelay.discovery.embedded import EmbeddedMembership, EmbeddedRegistration
 from kvrelay.discovery.etcd import EtcdMembership, EtcdRegistration
+from kvrelay.discovery.joined import JoinedMembership
 from kvrelay.discovery.static import StaticMembership, StaticRegistration
 from kvrelay.ids import WorkerId, new_router_id
 from kvrelay.states import WorkerState
@@ -158,6 +159,18 @@ async def embedded() -> AsyncIterator[tuple[Watcher, Callable[[], Member]]]:
 
 
 @contextlib.asynccontextmanager
+async def joined() -> AsyncIterator[tuple[Watcher, Callable[[], Member]]]:
+    owner = EmbeddedMembership("tcp://127.0.0.1:*")
+    Watcher().start(owner)
+    membership = JoinedMembership(owner.address, router=router_record(new_router_id()), registration_s=LEASE_S)
+    watcher = Watcher()
+    watcher.start(membership)
+    yield watcher, lambda: RegisteredMember(EmbeddedRegistration(membership.address))
+    membership.close()
+    owner.close()
+
+
+@contextlib.asynccontextmanager
 async def etcd() -> AsyncIterator[tuple[Watcher, Callable[[], Member]]]:
     with etcd_server() as server:
         membership = EtcdMembership(server.address, registration_s=LEASE_S)
@@ -181,7 +194,7 @@ async def static() -> AsyncIterator[tuple[Watcher, Callable[[], Member]]]:
         member.vanish()
 
 
-@pytest.fixture(params=[embedded, etcd, static], ids=["embedded", "etcd", "static"])
+@pytest.fixture(params=[embedded, joined, etcd, static], ids=["embedded", "joined", "etcd", "static"])
 async def registry(request: pytest.FixtureRequest) -> AsyncIterator[tuple[Watcher, Callable[[], Member]]]:
     async with request.param() as made:
         yield made

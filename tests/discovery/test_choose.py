@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvrelay.config import ClusterOptions
+from kvrelay.discovery.base import router_record
 from kvrelay.discovery.choose import open_membership, open_registration, registry_kind
 from kvrelay.discovery.etcd import EtcdMembership, EtcdRegistration
 from kvrelay.discovery.static import StaticRegistration
@@ -15,13 +16,13 @@ from kvrelay.metrics import Metrics
 
 @pytest.mark.parametrize(
     ("registry", "kind"),
-    [("embedded", "embedded"), ("etcd://h:1,i:1", "etcd"), ("static:tcp://h:1", "static")],
+    [("embedded", "embedded"), ("etcd://h:1,i:1", "etcd"), ("static:tcp://h:1", "static"), ("tcp://h:1", "joined")],
 )
 def test_every_registry_is_known_by_its_form(registry: str, kind: str) -> None:
     assert registry_kind(ClusterOptions(registry=registry)) == kind
 
 
-@pytest.mark.parametrize("registry", ["", "etcd", "etcds://h:1", "zookeeper://h:1", "static", "tcp://h:1", "EMBEDDED"])
+@pytest.mark.parametrize("registry", ["", "etcd", "etcds://h:1", "zookeeper://h:1", "static", "EMBEDDED"])
 def test_a_router_refuses_any_other(registry: str) -> None:
     with pytest.raises(ConfigError, match="--registry"):
         registry_kind(ClusterOptions(registry=registry))
@@ -35,7 +36,8 @@ def test_only_an_embedded_registry_listens() -> None:
 def test_workers_register_at_the_etcd_that_routers_watch() -> None:
     metrics = Metrics()
     options = ClusterOptions(registry="etcd://127.0.0.1:1")
-    membership = open_membership(options, new_router_id(), metrics, "tcp://127.0.0.1:*")
+    membership, company = open_membership(options, router_record(new_router_id()), metrics, "tcp://127.0.0.1:*")
+    assert company.is_shared
     assert isinstance(membership, EtcdMembership)
     assert metrics.registry.get_sample_value("kvrelay_registry_up") == 0.0
     registration = open_registration(membership.address)

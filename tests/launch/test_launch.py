@@ -24,7 +24,7 @@ from tiny_models import tiny_model
 from kvrelay.launch import supervise
 from kvrelay.launch.supervise import Supervisor
 from kvrelay.states import Role
-from kvrelay.wire.launcher import Becomes, Ends, encode_line
+from kvrelay.wire.launcher import Becomes, Ends, Ready, ToLauncher, encode_line
 
 PATIENCE_S = 180.0  # processes start meanwhile
 TINY = ("--max-batch", "8", "--kv-blocks", "64", "--registration-s", "2")
@@ -179,7 +179,7 @@ def script(text: str) -> list[str]:
     return [sys.executable, "-c", text]
 
 
-def saying(message: Becomes | Ends) -> str:
+def saying(message: ToLauncher) -> str:
     """A script that says this on its tie."""
     return (
         "import socket, sys; fd = [word for word in sys.argv if word.startswith('--launcher-fd=')][0].split('=')[1];"
@@ -237,6 +237,24 @@ async def test_when_every_worker_has_left_as_told_nothing_has_failed() -> None:
     assert not supervisor.failed.done()
     assert supervisor.pids == []
     await supervisor.stop()
+
+
+async def test_a_router_that_ends_as_told_is_replaced_and_each_says_when_it_is_ready(tmp_path: Path) -> None:
+    count = f"open({str(tmp_path / 'starts')!r}, 'a').write('x'); "
+    supervisor = Supervisor([script(saying(Ready()) + count + "import time; time.sleep(600)")] * 2, comes_back=True)
+    supervisor.start()
+    async with asyncio.timeout(PATIENCE_S):
+        await supervisor.until_ready()
+        supervisor.all_ready()
+        before = supervisor.pids
+        os.kill(before[0], signal.SIGTERM)
+        while len(set(supervisor.pids) - {before[0]}) < 2:
+            await asyncio.sleep(0.05)
+        await supervisor.until_ready()
+    assert before[1] in supervisor.pids
+    assert not supervisor.failed.done()
+    await supervisor.stop()
+    assert supervisor.pids == []
 
 
 @pytest.mark.usefixtures("impatient")

@@ -9,6 +9,7 @@ import pytest
 from stub_worker import StubWorker
 from test_router import Cluster, expected, tokens_of
 
+from kvrelay.discovery.base import Alone, router_record
 from kvrelay.discovery.static import StaticMembership
 from kvrelay.errors import NotFoundError
 from kvrelay.ids import new_kept_id, new_router_id
@@ -41,8 +42,10 @@ def opened() -> Iterator[list[Router]]:
 
 
 async def open_router(workers: list[StubWorker], opened: list[Router]) -> Router:
-    membership = StaticMembership([worker.loop.address for worker in workers], router_id=new_router_id(), registration_s=4.0)
-    router = Router(membership=membership, metrics=Metrics(), model="stub", is_one_of_many=True)
+    router_id = new_router_id()
+    membership = StaticMembership([worker.loop.address for worker in workers], router_id=router_id, registration_s=4.0)
+    company = Alone(router_record(router_id), is_shared=True)
+    router = Router(membership=membership, metrics=Metrics(), model="stub", router_id=router_id, company=company)
     router.start()
     opened.append(router)
     async with asyncio.timeout(PATIENCE_S):

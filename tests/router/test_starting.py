@@ -13,7 +13,7 @@ from router.test_failover import some_tokens, tokens_of_rest
 from router.test_router import PATIENCE_S, Cluster, ask, expected, tokens_of
 
 from kvrelay.discovery.embedded import EmbeddedRegistration
-from kvrelay.errors import UnavailableError
+from kvrelay.errors import ConflictError, NotFoundError, UnavailableError
 from kvrelay.ids import new_worker_id
 from kvrelay.router.stream import RequestStream
 from kvrelay.states import Role, WorkerState
@@ -163,3 +163,11 @@ async def test_loading_that_fails_leaves_the_registry(cluster: Cluster) -> None:
         await loading
     await cluster.until(lambda: states(cluster) == [])
     registration.close()
+
+
+async def test_a_worker_that_starts_cannot_be_told_to_drain_yet(cluster: Cluster) -> None:
+    async with starting(cluster) as worker_id:
+        with pytest.raises(ConflictError, match="is starting"):
+            cluster.router.drain(worker_id)
+        with pytest.raises(NotFoundError):
+            cluster.router.drain("whole-000000000000")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from kvrelay.bench.harness.scenario import Scenario
-from kvrelay.bench.router import decision, failover, feed, http, idle, multiturn
+from kvrelay.bench.router import decision, failover, feed, http, idle, multiturn, routers
 
 SCENARIO = Scenario(
     http.RouterBench,
     {
         "http": http.PART,
+        "routers": routers.PART,
         "decision": decision.PART,
         "idle": idle.PART,
         "feed": feed.PART,

@@ -159,9 +159,6 @@ class KVCache:
         if not self._enabled:
             return None
         self._extend_hashes(sequence, index + 1)
-        return self._content(sequence, index)
-
-    def _content(self, sequence: Sequence, index: int) -> tuple[bytes, list[int], bytes]:
         parent = sequence.hashes[index - 1] if index else self._root(sequence)
         return sequence.hashes[index], self._tokens_of(sequence, index), parent
 
@@ -280,13 +277,16 @@ class KVCache:
 
     def _register(self, sequence: Sequence, first: int, last: int) -> None:
         self._extend_hashes(sequence, last)
+        prefixes, size = self.prefixes, self.block_size
+        table, hashes, tokens = sequence.block_table, sequence.hashes, sequence.tokens
+        parent = hashes[first - 1] if first else self._root(sequence)
         for index in range(first, last):
-            block = sequence.block_table[index]
-            if block in self.prefixes:
-                continue
-            replaced = self.prefixes.add(block, *self._content(sequence, index))
-            if replaced is not None:
-                self.pool.forget(replaced)
+            block, digest = table[index], hashes[index]
+            if block not in prefixes:
+                replaced = prefixes.add(block, digest, tokens[index * size : (index + 1) * size], parent)
+                if replaced is not None:
+                    self.pool.forget(replaced)
+            parent = digest
 
     def _extend_hashes(self, sequence: Sequence, num_blocks: int) -> None:
         if len(sequence.hashes) < num_blocks:

@@ -1,4 +1,4 @@
-"""Compiles the C kernels on first use and loads them.
+"""Compiles the C kernels on first use and loads them. Without a compiler, loads those of the wheel (prebuilt.py).
 
 1. The name of the library is a digest of sources, flags, compiler and processor, so a cached one always fits: machines that
    share a cache folder each find the library for their own kind (AVX-512, AVX2, NEON, or plain C).
@@ -24,11 +24,13 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from kvrelay.kernels.native import prebuilt
+
 _FOLDER = pathlib.Path(__file__).parent
-_COMPILERS = ("cc", "gcc", "clang")
+COMPILERS = ("cc", "gcc", "clang")
 # Contracting a * b + c, or reordering sums, would make a row's result depend on its batch. Scheduling before registers are
 # assigned makes GCC copy accumulators in the innermost loops, which costs a fifth of the speed.
-_FLAGS = ("-O3", "-std=gnu11", "-ffp-contract=off", "-fno-schedule-insns", "-fvisibility=hidden", "-fPIC", "-shared")
+FLAGS = ("-O3", "-std=gnu11", "-ffp-contract=off", "-fno-schedule-insns", "-fvisibility=hidden", "-fPIC", "-shared")
 _THIS_PROCESSOR = ("-march=native",)
 _COMPILE_TIMEOUT_S = 180.0
 _RUNTIMES = ("libgomp", "libiomp5", "libomp")  # all of them export GOMP_parallel
@@ -39,14 +41,14 @@ class KernelsUnavailableError(Exception):
 
 
 def load_library(
-    cache_dir: pathlib.Path, compilers: Sequence[str] = _COMPILERS, processor: Sequence[str] = _THIS_PROCESSOR
+    cache_dir: pathlib.Path, compilers: Sequence[str] = COMPILERS, processor: Sequence[str] = _THIS_PROCESSOR
 ) -> ctypes.CDLL:
     """The compiled kernels, ready to be called. Takes a few seconds the first time. `processor` is what the compiler is told
     of it: by default to use all that this one has."""
     if not sys.platform.startswith("linux"):
         raise KernelsUnavailableError(f"they are built on Linux only, not on {sys.platform}")
     runtime = _loaded_openmp()
-    library = _cached_library(cache_dir / "kernels", _find_compiler(compilers), processor)
+    library = _library(cache_dir, compilers, processor)
     try:
         functions = (runtime.GOMP_parallel, runtime.omp_get_thread_num, runtime.omp_get_num_threads)
     except AttributeError as error:
@@ -54,6 +56,16 @@ def load_library(
     library.use_openmp.argtypes = (ctypes.c_void_p,) * 3
     library.use_openmp(*(ctypes.cast(function, ctypes.c_void_p) for function in functions))
     return library
+
+
+def _library(cache_dir: pathlib.Path, compilers: Sequence[str], processor: Sequence[str]) -> ctypes.CDLL:
+    try:
+        return _cached_library(cache_dir / "kernels", _find_compiler(compilers), processor)
+    except KernelsUnavailableError:
+        brought = prebuilt.find()
+        if brought is None:
+            raise
+        return ctypes.CDLL(str(brought))
 
 
 def _cached_library(folder: pathlib.Path, compiler: str, processor: Sequence[str]) -> ctypes.CDLL:
@@ -107,7 +119,7 @@ def _compile(compiler: str, processor: Sequence[str], path: pathlib.Path) -> Non
     sources = [str(source) for source in sorted(_FOLDER.glob("*.c"))]
     try:
         for known in (processor, ()):
-            command = [compiler, *_FLAGS, *known, "-o", str(temporary), *sources, "-lm"]
+            command = [compiler, *FLAGS, *known, "-o", str(temporary), *sources, "-lm"]
             result = _run(command)
             if result.returncode == 0:
                 temporary.replace(path)
@@ -131,7 +143,7 @@ def _digest(compiler: str, processor: Sequence[str]) -> str:
     digest = hashlib.sha256()
     for source in sorted([*_FOLDER.glob("*.c"), *_FOLDER.glob("*.h")]):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
-    for fact in (*_FLAGS, *processor, _run([compiler, "--version"]).stdout, platform.machine(), _processor()):
+    for fact in (*FLAGS, *processor, _run([compiler, "--version"]).stdout, platform.machine(), _processor()):
         digest.update(fact.encode() + b"\0")
     return digest.hexdigest()[:24]
 

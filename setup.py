@@ -1,0 +1,52 @@
+"""Compiles the C kernels into a wheel, where there is a compiler: such a wheel is for one platform. Else it is for all of them,
+and machines compile on first use. Everything else about the package is in pyproject.toml."""
+
+from __future__ import annotations
+
+import pathlib
+import shutil
+import subprocess
+import sys
+
+from setuptools import setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_py import build_py
+
+ROOT = pathlib.Path(__file__).parent
+sys.path.insert(0, str(ROOT))
+
+from kvrelay.kernels.native import build, prebuilt  # noqa: E402  both need nothing but Python
+
+TABLE = ROOT / "kvrelay/router/block_table.c"
+
+
+def compiler() -> str | None:
+    found = next(filter(None, map(shutil.which, build.COMPILERS)), None)
+    return found if sys.platform.startswith("linux") else None
+
+
+class BuildWithKernels(build_py):
+    def run(self) -> None:
+        super().run()
+        found = compiler()
+        if found is None or self.editable_mode:
+            return
+        package = pathlib.Path(self.build_lib) / "kvrelay"
+        sources = sorted((ROOT / "kvrelay/kernels/native").glob("*.c"))
+        prebuilt.build([found, *build.FLAGS], sources, package / "kernels/native/built")
+        target = package / "native/built/block_table.so"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        subprocess.run([found, "-shared", "-fPIC", "-O3", "-o", str(target), str(TABLE)], check=True)
+
+
+class PlatformWheel(bdist_wheel):
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.root_is_pure = compiler() is None
+
+    def get_tag(self) -> tuple[str, str, str]:
+        """It holds no extension module, so it is for every Python."""
+        return ("py3", "none", super().get_tag()[2])
+
+
+setup(cmdclass={"build_py": BuildWithKernels, "bdist_wheel": PlatformWheel})

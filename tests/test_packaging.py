@@ -1,0 +1,104 @@
+"""The package as others get it: wheel and sdist are well-formed, and a wheel brings kernels for machines without a compiler."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import platform
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+
+import pytest
+
+from kvrelay.kernels.native import prebuilt
+from kvrelay.kernels.native.build import COMPILERS
+from kvrelay.native import compile as native
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+KERNELS = """
+import os, pathlib, torch
+os.environ["PATH"] = ""
+import kvrelay
+from kvrelay.config import read_environment
+from kvrelay.kernels.choose import choose_kernels
+from kvrelay.router.block_table import _library
+kernels = choose_kernels(torch.device("cpu"), torch.float32, read_environment())
+print(kvrelay.__file__, type(kernels).__name__, _library() is not None, sep="\\n")
+"""
+
+
+def test_the_best_variant_that_the_processor_can_run_is_chosen(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    avx512, avx2 = prebuilt._AVX512, prebuilt._AVX2
+
+    def found(features: frozenset[str]) -> str | None:
+        path = prebuilt.find(tmp_path, features)
+        return None if path is None else path.stem
+
+    assert found(avx512) is None
+    for name in ("plain", "avx2", "avx512", "avx512_vnni"):
+        (tmp_path / f"kernels-x86_64-{name}.so").touch()
+    assert found(frozenset({"sse2"})) == "kernels-x86_64-plain"
+    assert found(avx2) == "kernels-x86_64-avx2"
+    assert found(avx2 | {"avx512f"}) == "kernels-x86_64-avx2"  # not all of it
+    assert found(avx512) == "kernels-x86_64-avx512"
+    assert found(avx512 | {"avx512_vnni"}) == "kernels-x86_64-avx512_vnni"
+    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
+    assert found(avx512) is None
+
+
+def test_without_a_compiler_and_without_a_wheels_library_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert native.compile_and_load("block_table", "int x;") is None
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """A wheel and an sdist of a copy of the sources."""
+    copy, out = tmp_path_factory.mktemp("sources"), tmp_path_factory.mktemp("made")
+    shutil.copytree(ROOT / "kvrelay", copy / "kvrelay", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy / name)
+    for hook in ("build_sdist", "build_wheel"):
+        command = f"from setuptools import build_meta; build_meta.{hook}({str(out)!r})"
+        subprocess.run([sys.executable, "-c", command], cwd=copy, check=True, capture_output=True)
+    return out
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_the_index_would_take_wheel_and_sdist(made: pathlib.Path) -> None:
+    files = sorted(map(str, made.iterdir()))
+    assert len(files) == 2
+    result = subprocess.run(
+        [sys.executable, "-m", "twine", "check", "--strict", *files], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stdout
+    (archive,) = made.glob("*.tar.gz")
+    with tarfile.open(archive) as sdist:
+        names = [name.partition("/")[2] for name in sdist.getnames()]
+    assert {"setup.py", "kvrelay/kernels/native/linear.c", "kvrelay/kernels/native/common.h"} <= set(names)
+    assert not [name for name in names if name.endswith(".so")]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="there is no C compiler")
+def test_an_installed_wheel_has_fast_kernels_on_a_machine_without_a_compiler(
+    made: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    (wheel,) = made.glob("*.whl")
+    assert wheel.name.endswith(f"-py3-none-linux_{platform.machine()}.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "KVRELAY_CACHE": str(tmp_path / "cache")}
+    result = subprocess.run(
+        [sys.executable, "-c", KERNELS], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    place, kernels, has_table = result.stdout.split()
+    assert pathlib.Path(place).is_relative_to(tmp_path)
+    assert (kernels, has_table) == ("NativeKernels", "True")
