@@ -11,6 +11,7 @@ import sys
 from setuptools import setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
+from setuptools.dist import Distribution
 
 ROOT = pathlib.Path(__file__).parent
 sys.path.insert(0, str(ROOT))
@@ -39,14 +40,16 @@ class BuildWithKernels(build_py):
         subprocess.run([found, "-shared", "-fPIC", "-O3", "-o", str(target), str(TABLE)], check=True)
 
 
-class PlatformWheel(bdist_wheel):
-    def finalize_options(self) -> None:
-        super().finalize_options()
-        self.root_is_pure = compiler() is None
+class PlatformDistribution(Distribution):
+    def has_ext_modules(self) -> bool:
+        """Whether the wheel is for one platform."""
+        return compiler() is not None
 
+
+class PlatformWheel(bdist_wheel):
     def get_tag(self) -> tuple[str, str, str]:
-        """It holds no extension module, so it is for every Python."""
+        """It holds no extension module of Python, so it is for every Python."""
         return ("py3", "none", super().get_tag()[2])
 
 
-setup(cmdclass={"build_py": BuildWithKernels, "bdist_wheel": PlatformWheel})
+setup(cmdclass={"build_py": BuildWithKernels, "bdist_wheel": PlatformWheel}, distclass=PlatformDistribution)

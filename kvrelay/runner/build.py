@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pathlib
 import sys
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -14,9 +13,8 @@ from kvrelay.checkpoint.digest import weights_digest
 from kvrelay.checkpoint.lora import check_lora, named_folders
 from kvrelay.checkpoint.spec import ModelSpec, fingerprint, read_spec
 from kvrelay.config import EngineOptions, Environment, ModelOptions
-from kvrelay.engine.interfaces import Adapters, Allocate, LoadedAdapter, Row, StepPlan
+from kvrelay.engine.interfaces import Adapters, Allocate
 from kvrelay.errors import ConfigError
-from kvrelay.ids import RequestId
 from kvrelay.kernels.base import Kernels
 from kvrelay.kernels.choose import choose_kernels
 from kvrelay.kernels.cuda.products import wrong_product
@@ -35,13 +33,12 @@ from kvrelay.runner.ranks.group import LeadingModel, OnDeath, RankGroup
 from kvrelay.runner.ranks.shares import check_split
 from kvrelay.runner.runner import TorchRunner
 from kvrelay.runner.vision.features import FeatureStore
+from kvrelay.runner.warm_up import run_prompt, warm_up, warm_up_mixed
 from kvrelay.sampling import SamplingParams
 from kvrelay.wire.ranks import RankSetup
-from kvrelay.wire.serving import Image
 
 _BFLOAT16_FLAGS = frozenset({"bf16", "avx512_bf16", "amx_bf16"})
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_WARM_UP_TOKENS = 32
 _FIRST_WITH_FP8 = (8, 9)
 
 log = Log("build")
@@ -127,7 +124,9 @@ def build_runner(
             progress=progress,
             ranks=group,
         )
-        _warm_up(runner, engine_options.block_size)
+        warm_up(runner, engine_options.block_size)
+        if sizes:
+            warm_up_mixed(runner, engine_options)
     log.info(
         "runner ready", model=model_options.model, device=device.type, dtype=dtype_name, threads=num_threads,
         kv_blocks=size.num_blocks, host_blocks=runner.num_host_blocks,
@@ -331,46 +330,6 @@ def _profile(
         model, pool, spec, block_size=options.block_size, max_batch=1, token_budget=num_tokens, max_model_len=num_tokens,
         fingerprint="", folder=pathlib.Path(),
     )  # fmt: skip
-    _run(runner, num_tokens, options.block_size, SamplingParams(temperature=0.0))
+    run_prompt(runner, num_tokens, options.block_size, SamplingParams(temperature=0.0))
     logits = torch.zeros(options.max_batch, spec.vocab_size, dtype=torch.float32, device=device)
     logits.softmax(dim=-1).cumsum(dim=-1)
-
-
-def _warm_up(runner: TorchRunner, block_size: int) -> None:
-    """One short prompt and one token, greedy and drawn: libraries load, threads start, kernels are chosen."""
-    room = min(runner.max_model_len, runner.num_blocks * block_size)
-    for num_tokens in (min(_WARM_UP_TOKENS, room), 1):
-        for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, top_p=0.9)):
-            _run(runner, num_tokens, block_size, params)
-
-
-def _run(runner: TorchRunner, num_tokens: int, block_size: int, params: SamplingParams) -> None:
-    """Blocks from the first one are overwritten: no request has used them yet."""
-    sequence = _WarmUp(
-        key=0,
-        request_id=RequestId("warm-up"),
-        sample=0,
-        params=params,
-        tokens=[0] * num_tokens,
-        num_prompt_tokens=num_tokens,
-        block_table=list(range(blocks_for(num_tokens, block_size))),
-    )
-    runner.launch(StepPlan(rows=[Row(sequence=sequence, start=0, count=num_tokens, samples=1)]))
-    runner.collect()
-    runner.launch(StepPlan(released=[sequence.key]))
-    runner.collect()
-
-
-@dataclass(frozen=True, slots=True)
-class _WarmUp:
-    """A sequence that no engine knows."""
-
-    key: int
-    request_id: RequestId
-    sample: int
-    params: SamplingParams
-    tokens: list[int]
-    num_prompt_tokens: int
-    block_table: list[int]
-    images: tuple[Image, ...] = ()
-    adapter: LoadedAdapter | None = None

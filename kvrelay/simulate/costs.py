@@ -28,7 +28,6 @@ _TRANSPORTS = ("shm", "nixl", "mooncake")  # in this order, the first that a fil
 class Costs(msgspec.Struct, frozen=True, kw_only=True):
     prefill: tuple[Point, ...]  # prompt tokens of a pass
     decode: tuple[Point, ...]  # sequences of a pass, a token each
-    encode_ms_per_token: float = 0.1  # of an image
     gb_per_s: float = 10.0
     latency_ms: float = 0.5  # of a message between workers
     router_ms: float = 1.0  # from a client to the workers

@@ -87,7 +87,7 @@ def _failure(text: str) -> Failure:
 class TrafficOptions(Options, frozen=True, kw_only=True):
     """The traffic."""
 
-    traffic: Annotated[Kind, Meta(description="what comes, as in `kvrelay bench serve`")] = "fixed"
+    traffic: Annotated[Kind, Meta(description="what comes")] = "fixed"
     rate: Annotated[float, Meta(gt=0.0, description="sessions per second")] = 4.0
     seconds: Annotated[float, Meta(gt=0.0, description="for which new sessions come")] = 60.0
     input_tokens: Annotated[Positive, Meta(description="of a prompt, or of the prefix that prompts share")] = 512

@@ -9,6 +9,7 @@ from their first block on, so that caches find in them what they would find in r
     bursty         as fixed, but eight come at a time
     long-prefix    one of some long texts, and a short question behind it
     conversation   four turns: the whole conversation is sent again with every question
+    daily          as fixed, but the rate rises from a fifth to all of it and falls again, once in the whole time
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import msgspec
 from kvrelay.errors import ConfigError
 from kvrelay.simulate.runner import TOKEN
 
-Kind = Literal["fixed", "mixed", "bursty", "long-prefix", "conversation"]
+Kind = Literal["fixed", "mixed", "bursty", "long-prefix", "conversation", "daily"]
 
 _BURST = 8
 _TURNS = 4
@@ -84,16 +85,21 @@ def _times(wanted: Wanted, source: random.Random) -> Iterator[float]:
     together = _BURST if wanted.kind == "bursty" else 1
     at_s = source.expovariate(wanted.rate / together)
     while at_s < wanted.duration_s:
-        for _ in range(together):
-            yield at_s
+        if wanted.kind != "daily" or source.random() < _share_of_day(at_s / wanted.duration_s):
+            for _ in range(together):
+                yield at_s
         at_s += source.expovariate(wanted.rate / together)
+
+
+def _share_of_day(passed: float) -> float:
+    return 0.2 + 0.8 * math.sin(math.pi * passed) ** 2
 
 
 def _session(wanted: Wanted, source: random.Random, number: int, at_s: float) -> Session:
     asked, answered = wanted.input_tokens, wanted.output_tokens
     turns: tuple[Turn, ...]
     match wanted.kind:
-        case "fixed" | "bursty":
+        case "fixed" | "bursty" | "daily":
             turns = (Turn(prompt_tokens=asked, output_tokens=answered),)
         case "mixed":
             turns = (Turn(prompt_tokens=_between(source, asked), output_tokens=_between(source, answered)),)

@@ -149,10 +149,12 @@ def test_layer_is_what_the_reference_computes(dtype: torch.dtype, linears: str, 
 
 
 @pytest.mark.skipif(not ON_CARD, reason="cuDNN's attention needs an NVIDIA card")
+@pytest.mark.parametrize("before", [(), ((1, 40), (1, 600)), ((1, 40), (30, 700)), ((30, 700),)], ids=str)
 @pytest.mark.parametrize("rows", [(700,), (512, 900, 1024), (768, 768, 768)], ids=str)
-def test_prompts_without_prefix_go_to_cudnn(rows: tuple[int, ...]) -> None:
-    """Through the layer's own path: fused rows with room behind them, which the result must not depend on."""
-    case = Case(HeadShape(8, 2, 128), 16, tuple((count, count) for count in rows), torch.bfloat16)
+def test_prompts_without_prefix_go_to_cudnn(rows: tuple[int, ...], before: tuple[tuple[int, int], ...]) -> None:
+    """Through the layer's own path: fused rows with room behind them, which the result must not depend on. Rows before them
+    that have a prefix are left to Triton."""
+    case = Case(HeadShape(8, 2, 128), 16, (*before, *((count, count) for count in rows)), torch.bfloat16)
     _, batch, kv = make(case, DEVICE)
     generator = torch.Generator(device=DEVICE).manual_seed(1)
     weight = torch.randn(12 * 128, 256, generator=generator, device=DEVICE).bfloat16() / 16
@@ -169,8 +171,11 @@ def test_prompts_without_prefix_go_to_cudnn(rows: tuple[int, ...]) -> None:
     assert all(error(result, expected) < TOLERANCE[torch.bfloat16] for result in results)
 
 
+@pytest.mark.parametrize("before", [0, 5])
 @pytest.mark.parametrize("rows", [(13,), (16, 16, 16), (13, 13), (8, 21, 16)], ids=str)
-def test_rows_attend_to_themselves_whatever_follows_them(rows: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_attend_to_themselves_whatever_follows_them(
+    rows: tuple[int, ...], before: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The views that cuDNN gets, with PyTorch's attention in its place."""
 
     def by_pytorch(fused: torch.Tensor, shape: HeadShape, scale: float) -> torch.Tensor:
@@ -181,14 +186,14 @@ def test_rows_attend_to_themselves_whatever_follows_them(rows: tuple[int, ...], 
 
     monkeypatch.setattr("kvrelay.kernels.cuda.prefill._cudnn", by_pytorch)
     monkeypatch.setattr("kvrelay.kernels.cuda.prefill.PLAN_STEP", 8)
-    shape, tokens = HeadShape(4, 2, 16), sum(rows)
+    shape, tokens = HeadShape(4, 2, 16), before + sum(rows)
     roomy = torch.randn(tokens + 8, 8 * 16, generator=torch.Generator().manual_seed(1))
     q = roomy[:tokens].view(tokens, 8, 16)[:, :4]
     assert has_room(q, shape, list(rows))
     assert not has_room(roomy[:tokens].clone().view(tokens, 8, 16)[:, :4], shape, [*rows[:-1], rows[-1] + 1])
     assert not has_room(q.contiguous(), shape, list(rows))
     got = own_attention(q, shape, list(rows), 0.2)
-    heads = [row.view(1, -1, 8, 16) for row in roomy[:tokens].split(list(rows))]
+    heads = [row.view(1, -1, 8, 16) for row in roomy[before:tokens].split(list(rows))]
     expected = torch.cat([by_pytorch(row.double(), shape, 0.2)[0].flatten(1) for row in heads])
     assert error(got, expected) < TOLERANCE[torch.float32]
 

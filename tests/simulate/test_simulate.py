@@ -7,7 +7,7 @@ import pytest
 
 from kvrelay.config import EngineOptions
 from kvrelay.simulate import worker as simulated_worker
-from kvrelay.simulate.cluster import Layout
+from kvrelay.simulate.cluster import Layout, SimulatedCluster
 from kvrelay.simulate.costs import H200_8B, Costs, line
 from kvrelay.simulate.figures import figures
 from kvrelay.simulate.run import Failure, Outcome, Targets, simulate
@@ -17,7 +17,7 @@ from kvrelay.states import Role
 COSTS = Costs(prefill=line(2.0, 0.02), decode=line(4.0, 0.1), gb_per_s=10.0, latency_ms=0.5, router_ms=1.0)
 CHECKED = EngineOptions(check_invariants=True)
 TARGETS = Targets(ttft_ms=200.0, itl_ms=20.0)
-KINDS: tuple[Kind, ...] = ("fixed", "mixed", "bursty", "long-prefix", "conversation")
+KINDS: tuple[Kind, ...] = ("fixed", "mixed", "bursty", "long-prefix", "conversation", "daily")
 
 
 def wanted(kind: Kind = "fixed", seed: int = 1) -> Wanted:
@@ -100,3 +100,31 @@ def test_whole_workers_stall_their_streams_and_disaggregation_does_not() -> None
         for layout in (Layout(prefill=0, decode=0, whole=2), Layout(prefill=1, decode=1))
     )
     assert split["longest_gap_ms_p90"] < whole["longest_gap_ms_p90"]
+
+
+def test_a_worker_changes_its_role_when_the_router_says_so() -> None:
+    """Which is how a policy that moves workers is tried: it is given the cluster, with its real router."""
+    clusters: list[SimulatedCluster] = []
+
+    def drive(cluster: SimulatedCluster) -> None:
+        clusters.append(cluster)
+        cluster.loop.at(2.0, change_role)
+
+    def change_role() -> None:
+        workers = clusters[0].router.cluster()["workers"]
+        moved = next(worker["id"] for worker in workers if worker["role"] == "prefill")
+        assert clusters[0].router.drain(moved, Role.DECODE).next_role is Role.DECODE
+
+    layout = Layout(prefill=3, decode=1, restart_s=1.0, num_blocks=512, max_model_len=4096, engine=CHECKED)
+    outcome = simulate(layout, COSTS, draw(wanted()), drive=drive)
+    assert {answer.outcome for answer in outcome.answers} == {"finished"}
+    roles = [worker.record.role for worker in clusters[0].workers.values()]
+    assert (roles.count(Role.PREFILL), roles.count(Role.DECODE)) == (2, 2)
+    assert all(worker.busy_s > 0 for worker in clusters[0].workers.values())
+
+
+def test_a_day_is_busiest_at_noon() -> None:
+    times = [session.at_s for session in draw(Wanted(kind="daily", rate=20.0, duration_s=100.0))]
+    morning, noon, night = (sum(begin <= at < begin + 20 for at in times) for begin in (0, 40, 80))
+    assert noon > 2 * morning
+    assert noon > 2 * night

@@ -43,6 +43,8 @@ PROMPTS = [
     "import numpy as np\n", "The mitochondria is", "Breaking news:", "1 + 1 =", "The quick brown fox",
     "Explain to a child why the sky is blue, and why it is red in the evening. " * 12,
 ]  # fmt: skip
+PENALTIES = {"presence_penalty": 1.5, "frequency_penalty": 1.5, "max_tokens": 48}
+PENALISED: list[list[int]] = []  # what one worker gives under these
 ENGINE_ARGS = "{enforce_eager: true, block_size: 32}"
 SMALL = {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
 
@@ -50,7 +52,8 @@ SMALL = {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LE
 def serve(*options: str) -> Generator[Server, None, None]:
     command = [
         sys.executable, "-m", "kvrelay", "serve", "--engine", "vllm", "--port", "0", "--max-model-len", "1024", "--max-batch",
-        "8", "--engine-args", ENGINE_ARGS, "--local-prefill-tokens", "0", "--failover-wait-s", "120", *options,
+        "8", "--engine-args", ENGINE_ARGS, "--local-prefill-tokens", "0", "--failover-wait-s", "120",
+        "--threads", "1", "--registration-s", "20", *options,
     ]  # fmt: skip
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | SMALL)
     server = Server(process)
@@ -151,6 +154,35 @@ def stream(server: Server, prompt: str, on_event: Callable[[int], None] = lambda
     return tokens
 
 
+def test_a_stream_outlives_its_decode_worker(expected: list[list[int]]) -> None:
+    with contextlib.closing(serve("--prefill", "1", "--decode", "2")) as servers:
+        server, killed = next(servers), list[int]()
+
+        def kill(num_tokens: int) -> None:
+            workers = server.get("/cluster")["workers"] if num_tokens >= 5 and not killed else []
+            busy = [worker["pid"] for worker in workers if worker["role"] == "decode" and worker["running"]]
+            for pid in busy[:1]:
+                killed.append(pid)
+                os.kill(pid, signal.SIGKILL)
+
+        assert stream(server, PROMPTS[-1], kill) == expected[-1]
+        assert killed
+        until_idle(server)
+
+
+def test_a_whole_worker_serves_alone(expected: list[list[int]]) -> None:
+    with contextlib.closing(serve("--whole", "1")) as servers:
+        server = next(servers)
+        assert [complete(server, prompt)["choices"][0]["token_ids"] for prompt in PROMPTS[:4]] == expected[:4]
+        PENALISED.append(complete(server, PROMPTS[1], **PENALTIES)["choices"][0]["token_ids"])
+        until_idle(server)
+
+
+def test_penalties_see_the_output_of_another_worker(server: Server) -> None:
+    """The whole worker's, whose test comes first."""
+    assert [complete(server, PROMPTS[1], **PENALTIES)["choices"][0]["token_ids"]] == PENALISED
+
+
 def test_a_pair_gives_what_one_engine_gives(server: Server, expected: list[list[int]]) -> None:
     before = transfers_done(server)
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
@@ -185,6 +217,19 @@ def test_sampled_answers_repeat_with_their_seed(server: Server) -> None:
     assert len(first["choices"][0]["logprobs"]["token_logprobs"]) == MAX_TOKENS
 
 
+def test_grammars_hold_across_the_hand_over(server: Server) -> None:
+    colour = complete(server, "Her favourite colour is", guided_choice=["magenta", "vermilion"], n=2)
+    assert {choice["text"] for choice in colour["choices"]} <= {"magenta", "vermilion"}
+    assert complete(server, "The year was", guided_regex="19[0-9]{2}, or later")["choices"][0]["text"][4:] == ", or later"
+
+
+def test_a_prompt_is_cached_by_the_workers_that_have_seen_it(server: Server) -> None:
+    for _ in range(2):
+        details = complete(server, "Of all the old towns by the river, " * 12)["usage"]["prompt_tokens_details"]
+    assert details["cached_tokens"] >= 64
+    until(lambda: any(worker["blocks"]["cached"] for worker in server.get("/cluster")["workers"]))
+
+
 class LeaveError(Exception):
     """What a client that leaves raises in the middle of its stream."""
 
@@ -208,34 +253,9 @@ def test_a_client_that_leaves_at_once_leaves_nothing(server: Server) -> None:
     ("param", "fields"),
     [
         ("keep_kv", {"keep_kv": True}),
-        ("response_format", {"response_format": {"type": "json_object"}}),
-        ("presence_penalty", {"presence_penalty": 1.0}),
+        ("beam_width", {"use_beam_search": True, "n": 2, "temperature": 0}),
     ],
 )
 def test_what_vllm_does_not_have_here_is_refused_by_name(server: Server, param: str, fields: dict[str, Any]) -> None:
     answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x", **fields}, timeout=PATIENCE_S)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
-
-
-def test_a_stream_outlives_its_decode_worker(expected: list[list[int]]) -> None:
-    with contextlib.closing(serve("--prefill", "1", "--decode", "2")) as servers:
-        server, killed = next(servers), list[int]()
-
-        def kill(num_tokens: int) -> None:
-            workers = server.get("/cluster")["workers"] if num_tokens >= 5 and not killed else []
-            busy = [worker["pid"] for worker in workers if worker["role"] == "decode" and worker["running"]]
-            for pid in busy[:1]:
-                killed.append(pid)
-                os.kill(pid, signal.SIGKILL)
-
-        assert stream(server, PROMPTS[-1], kill) == expected[-1]
-        assert killed
-        until_idle(server)
-
-
-def test_a_whole_worker_serves_alone(expected: list[list[int]]) -> None:
-    with contextlib.closing(serve("--whole", "1")) as servers:
-        server = next(servers)
-        assert [complete(server, prompt)["choices"][0]["token_ids"] for prompt in PROMPTS[:4]] == expected[:4]
-        assert complete(server, PROMPTS[0], presence_penalty=1.0, n=2)["usage"]["completion_tokens"] <= 2 * MAX_TOKENS
-        until_idle(server)

@@ -58,7 +58,8 @@ class FakeCore:
     def add(self, request: CoreRequest) -> None:
         assert request.id not in self.sequences
         assert request.max_tokens >= 1
-        self.sequences[request.id] = _Sequence(request, list(request.prompt))
+        made = _Sequence(request, request.prompt + request.forced, num_output=len(request.forced))
+        self.sequences[request.id] = made
 
     def abort(self, sequence_ids: Sequence[str]) -> None:
         for sequence_id in sequence_ids:
@@ -83,6 +84,7 @@ class FakeCore:
         if token is not None:
             sequence.num_computed = len(sequence.tokens)
             sequence.tokens.append(token)
+            sequence.num_output += 1
         sequence.state = "running"
         self._cache(sequence)
 
@@ -92,7 +94,7 @@ class FakeCore:
         ending = [
             Pass(id=one.request.id, blocks=list(one.blocks), num_computed=one.num_computed)
             for one, count in rows
-            if one.num_computed < len(one.request.prompt) <= one.num_computed + count
+            if one.num_computed < len(one.request.prompt + one.request.forced) <= one.num_computed + count
         ]
         self.hooks.passes(ending, PASSED)
         for layer in range(NUM_LAYERS):
@@ -121,7 +123,7 @@ class FakeCore:
         for one in self._in("waiting"):
             found = self._find(one)
             wanted = self.hooks.wanted(one.request.id, len(found) * BLOCK_SIZE)
-            most = len(one.tokens) + one.request.max_tokens
+            most = len(one.request.prompt) + one.request.max_tokens
             needed = -(-most // BLOCK_SIZE) - len(found)
             if needed > len([block for block in self._free if block not in found]):
                 return
@@ -185,7 +187,7 @@ class FakeCore:
         finish = None
         params = one.request.params
         ends = set(params.stop_token_ids) | (set() if params.ignore_eos else self.eos_token_ids)
-        if token in ends and one.num_output >= one.request.min_tokens:
+        if token in ends and one.num_output >= params.min_tokens:
             finish = FinishReason.STOP
         elif one.num_output >= one.request.max_tokens or len(one.tokens) >= self.max_model_len:
             finish = FinishReason.LENGTH

@@ -12,7 +12,7 @@ import pytest
 from fake_core import BLOCK_SIZE, FakeCore
 
 from kvrelay.ids import RequestId, new_request_id, new_transfer_id, new_worker_id
-from kvrelay.sampling import BeamSearch, Grammar, GrammarKind, SamplingParams
+from kvrelay.sampling import BeamSearch, SamplingParams
 from kvrelay.states import FinishReason, Role
 from kvrelay.transfer.engines.memory import MemoryEngine, MemoryNetwork
 from kvrelay.transfer.kv.consumer import RelayConsumer
@@ -265,7 +265,7 @@ def test_a_lost_producer_ends_the_hand_over(pair: Pair) -> None:
         ("keep_kv", {"keep": Keep(["kept-x"], 5.0)}),  # type: ignore[list-item]
         ("continuation_of", {"inherit": "kept-x"}),
         ("model", {"adapter": "digest"}),
-        ("response_format", {"params": msgspec.structs.replace(GREEDY, grammar=Grammar(kind=GrammarKind.JSON_OBJECT))}),
+        ("logprob_token_ids", {"params": msgspec.structs.replace(GREEDY, logprobs=1, logprob_token_ids=[1])}),
         ("prompt", {"prompt": [10_000]}),
         ("prompt", {"prompt": []}),
         ("n", {"params": msgspec.structs.replace(GREEDY, n=9)}),
@@ -278,18 +278,6 @@ def test_what_it_does_not_have_is_refused_by_name(param: str, changed: dict[str,
     worker.step()
     failure = worker.failed[submit.request_id]
     assert (failure.kind, failure.param) == ("invalid_request_error", param)
-
-
-@pytest.mark.parametrize("name", ["presence_penalty", "frequency_penalty"])
-def test_penalties_need_a_worker_that_sees_the_whole_output(name: str) -> None:
-    params = msgspec.structs.replace(GREEDY, **{name: 0.5})
-    assert alone([1, 2, 3], params)
-    worker = Worker(Role.DECODE, MemoryNetwork())
-    submit = submit_of([1, 2, 3], params)
-    worker.engine.submit(submit)
-    worker.step()
-    assert worker.failed[submit.request_id].param == name
-    worker.engine.close()
 
 
 def test_a_worker_that_drains_takes_nothing_new() -> None:

@@ -11,13 +11,15 @@ import torch
 
 from kvrelay.config import EngineOptions, ModelOptions, TransferOptions, read_environment
 from kvrelay.errors import ConfigError
-from kvrelay.ids import new_worker_id
+from kvrelay.ids import new_request_id, new_worker_id
 from kvrelay.native.hashing import block_hash, root_hash
 from kvrelay.offline.llm import LLM
 from kvrelay.options import RoleOptions, check_roles
 from kvrelay.progress import Silent
-from kvrelay.states import Role
-from kvrelay.wire.events import Removed, Stored
+from kvrelay.sampling import SamplingParams
+from kvrelay.states import FreeReason, Role
+from kvrelay.wire.events import Freed, Removed, Stored
+from kvrelay.wire.serving import Submit
 from kvrelay.worker.build import stage_of
 from kvrelay.worker.stage import Setup
 from kvrelay.worker.vllm.events import CacheListener
@@ -80,7 +82,6 @@ def test_engine_arguments_may_be_yaml() -> None:
 
 
 def test_a_worker_without_vllm_says_so(tmp_path: Any) -> None:
-    pytest.importorskip("kvrelay")
     try:
         import vllm  # noqa: F401
     except ImportError:
@@ -142,7 +143,7 @@ def stored(hashes: list[str], parent: str | None, tokens: list[int], salt: str =
 
 
 def test_the_cache_is_told_in_the_names_that_routers_know() -> None:
-    listener = CacheListener("seed", 16)
+    listener = CacheListener("seed", 2, 16)
     listener.publish(SimpleNamespace(events=[stored(["a", "b"], None, [1, 2, 3, 4]), stored(["c"], "b", [5, 6])]))
     root = root_hash("seed", "")
     names = [first := block_hash(root, [1, 2]), second := block_hash(first, [3, 4]), block_hash(second, [5, 6])]
@@ -154,7 +155,17 @@ def test_the_cache_is_told_in_the_names_that_routers_know() -> None:
 
 
 def test_a_salt_begins_a_chain_of_its_own() -> None:
-    listener = CacheListener("seed", 16)
+    listener = CacheListener("seed", 2, 16)
     listener.publish(SimpleNamespace(events=[stored(["a"], None, [1, 2], "secret")]))
     root = root_hash("seed", "secret")
     assert listener.recorder.take() == [Stored(hashes=[block_hash(root, [1, 2])], parent=root)]
+
+
+def test_the_end_of_a_request_names_what_is_still_cached() -> None:
+    listener = CacheListener("seed", 2, 16)
+    listener.publish(SimpleNamespace(events=[stored(["a", "b"], None, [1, 2, 3, 4]), BlockRemoved(block_hashes=["b"])]))
+    listener.recorder.take()
+    submit = Submit(request_id=new_request_id(), external_id="mine", prompt=[1, 2, 3, 4, 5], params=SamplingParams())
+    listener.over(submit, FreeReason.FINISHED)
+    first = block_hash(root_hash("seed", ""), [1, 2])
+    assert listener.recorder.take() == [Freed(request="mine", reason=FreeReason.FINISHED, hashes=[first])]

@@ -18,7 +18,7 @@ from rich.console import Console
 from kvrelay.bench.gpu.requests import generate, greedily
 from kvrelay.bench.harness.engine import build_engine
 from kvrelay.checkpoint.spec import read_spec
-from kvrelay.config import EngineOptions, ModelOptions, read_environment
+from kvrelay.config import EngineOptions, ModelOptions, WeightsOption, read_environment
 from kvrelay.engine.interfaces import Row, StepPlan
 from kvrelay.errors import ConfigError
 from kvrelay.ids import RequestId
@@ -93,14 +93,14 @@ def make_checkpoint(family: str, folder: pathlib.Path) -> None:
 
 def compare_tokens(folder: pathlib.Path) -> tuple[int, int]:
     """Tokens that are not the reference's, and ties among those that are."""
-    prompts = [_prompt(length, length) for length in _PROMPT_LENGTHS]
+    prompts = [random_prompt(length, length) for length in _PROMPT_LENGTHS]
     engine, _ = build_engine(
         ModelOptions(model=str(folder), device="cuda", dtype="float32"),
         EngineOptions(kv_blocks=512, block_size=_BLOCK_SIZE, max_batch=32, token_budget=128),
     )
     outputs = generate(engine, prompts, greedily(_OUTPUT_TOKENS))
     engine.close()
-    reference = _reference(folder, torch.float32)
+    reference = load_reference(folder, torch.float32)
     mismatches = ties = 0
     for prompt, output in zip(prompts, outputs, strict=True):
         with torch.inference_mode():
@@ -114,21 +114,23 @@ def compare_tokens(folder: pathlib.Path) -> tuple[int, int]:
 
 def logit_errors(folder: pathlib.Path) -> tuple[float, float]:
     """The largest of ours and of transformers', both in bfloat16, against transformers in float32."""
-    prompt = _prompt(300, 1)
+    prompt = random_prompt(300, 1)
     tokens = torch.tensor([prompt], device="cuda")
     with torch.inference_mode():
-        exact = _reference(folder, torch.float32)(tokens).logits[0].double()
-        rounded = _reference(folder, torch.bfloat16)(tokens).logits[0].double()
+        exact = load_reference(folder, torch.float32)(tokens).logits[0].double()
+        rounded = load_reference(folder, torch.bfloat16)(tokens).logits[0].double()
     ours = our_logits(folder, prompt, torch.bfloat16).double()
     return float((ours - exact).abs().max()), float((rounded - exact).abs().max())
 
 
 @torch.inference_mode()
-def our_logits(folder: pathlib.Path, prompt: list[int], dtype: torch.dtype) -> torch.Tensor:
+def our_logits(folder: pathlib.Path, prompt: list[int], dtype: torch.dtype, weights: WeightsOption = "auto") -> torch.Tensor:
     """After each token of a prompt computed in one pass."""
     device, spec = torch.device("cuda"), read_spec(folder)
     kernels = choose_kernels(device, dtype, read_environment())
-    model = load_model(folder, spec, kernels=kernels, device=device, dtype=dtype, load="auto", progress=Silent())
+    model = load_model(
+        folder, spec, kernels=kernels, device=device, dtype=dtype, load="auto", progress=Silent(), weights=weights
+    )
     num_blocks = blocks_for(len(prompt), _BLOCK_SIZE)
     pool = KVPool(spec, num_blocks=num_blocks, block_size=_BLOCK_SIZE, dtype=dtype, device=device)
     builder = BatchBuilder(
@@ -151,12 +153,12 @@ class _Prompt:
         self.adapter = None
 
 
-def _prompt(length: int, seed: int) -> list[int]:
+def random_prompt(length: int, seed: int) -> list[int]:
     generator = random.Random(seed)
     return [generator.randrange(3, _SHAPE["vocab_size"]) for _ in range(length)]
 
 
-def _reference(folder: pathlib.Path, dtype: torch.dtype) -> Any:
+def load_reference(folder: pathlib.Path, dtype: torch.dtype) -> Any:
     return _transformers().AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval().to("cuda")
 
 

@@ -9,6 +9,7 @@ from msgspec import Meta
 from rich.console import Console
 from rich.table import Table
 
+from kvrelay.bench.gpu.fp8 import measure_fp8
 from kvrelay.bench.gpu.parity import check_families
 from kvrelay.bench.gpu.relay import measure_relay
 from kvrelay.bench.gpu.speed import measure_speed
@@ -30,6 +31,7 @@ _FAST = {
     "gpu_idle_share_b64": Target("<=", 0.03),
     "start_to_first_token_s": Target("<=", 30.0),
 }
+_FP8 = {"fp8_b1_in128_itl_ms": Target("<=", 2.3)}
 _RELAY = {
     "ipc_over_device_copy_2048": Target(">=", 0.5),
     "handover_ms_p50": Target("<=", 1.5),
@@ -81,6 +83,11 @@ def measure(options: GpuBench, console: Console) -> Results:
     return results
 
 
+def fp8(options: GpuBench, console: Console) -> Results:
+    _need_card()
+    return measure_fp8(options.rounds, console)
+
+
 def relay(options: GpuBench, console: Console) -> Results:
     _need_card()
     return measure_relay(options.rounds, options.seconds, options.prefill_sms, console)
@@ -106,6 +113,7 @@ SCENARIO = Scenario(
     {
         "parity": Part("the tokens and logits of transformers", check, _CORRECT),
         "speed": Part("decode and prefill of a Llama-3.1-8B shape", measure, _FAST),
+        "fp8": Part("weights in fp8: precision and speed", fp8, _FP8),
         "relay": Part("prefill and decode apart on one card, over HTTP", relay, _RELAY, by_default=False),
     },
 )

@@ -16,7 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvrelay.kernels.base import AttentionBatch, HeadShape
 from kvrelay.kernels.cuda.launch import options, power_of_2
-from kvrelay.kernels.cuda.table import DecodeChoice, choose_decode
+from kvrelay.kernels.cuda.table import DecodeChoice, choose_decode, choose_mixed
 
 _LOG2_E = 1.4426950408889634
 
@@ -126,7 +126,8 @@ def decode_attention(
     num_rows, block_size, dim = rows.num_rows, kv.shape[2], shape.head_dim
     group = shape.num_heads // shape.num_kv_heads
     if choice is None:
-        choice = choose_decode(num_rows * shape.num_kv_heads, rows.max_context, dim * kv.element_size())
+        heads, head_bytes = num_rows * shape.num_kv_heads, dim * kv.element_size()
+        choice = choose_mixed(heads, head_bytes) if mixed else choose_decode(heads, rows.max_context, head_bytes)
     splits = choice.splits
     partial = lse = out
     if splits > 1:

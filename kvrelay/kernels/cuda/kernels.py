@@ -37,7 +37,7 @@ from kvrelay.kernels.cuda.decode import decode_attention
 from kvrelay.kernels.cuda.layer import CudaLayer
 from kvrelay.kernels.cuda.linear import CudaPacked, scaled_linear, small_linear
 from kvrelay.kernels.cuda.prefill import PLAN_STEP, has_room, own_attention, paged_attention
-from kvrelay.kernels.cuda.table import MAX_SMALL_ROWS
+from kvrelay.kernels.cuda.table import is_triton_faster
 from kvrelay.kernels.torch_kernels import TorchKernels
 
 Attention = Literal["auto", "triton", "torch"]
@@ -58,7 +58,7 @@ class CudaKernels:
     def __init__(self, attention: Attention = "auto", linears: Linears = "auto") -> None:
         self._attention = attention
         self._reference = TorchKernels()
-        self._max_small_rows = {"auto": MAX_SMALL_ROWS, "triton": _MAX_FORCED_ROWS, "cublas": 0}[linears]
+        self._linears = linears
 
     def fuse(self, weights: LayerWeights) -> FusedLayer | None:
         return CudaLayer(weights, self)
@@ -72,20 +72,23 @@ class CudaKernels:
         parts = (part if part is None else part.contiguous() for part in (bias, scale))
         return CudaPacked(weight.contiguous(), *parts)
 
-    def is_small(self, num_rows: int) -> bool:
-        """Whether linears of so many rows are Triton's."""
-        return 0 < num_rows <= self._max_small_rows
+    def is_small(self, num_rows: int, packed: CudaPacked, *, gated: bool = False) -> bool:
+        """Whether a linear of so many rows is Triton's."""
+        if self._linears != "auto":
+            return self._linears == "triton" and 0 < num_rows <= _MAX_FORCED_ROWS
+        num_lines = packed.out_features // 2 if gated else packed.out_features
+        return num_rows > 0 and is_triton_faster(num_rows, num_lines, gated, packed.scale is not None)
 
     def linear(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:
         assert isinstance(packed, CudaPacked)
-        if self.is_small(x.shape[0]):
+        if self.is_small(x.shape[0], packed):
             return small_linear(x, packed)
         return _large_linear(x, packed)
 
     def qkv_linear(self, x: torch.Tensor, packed: Packed, shape: HeadShape, rows: AttentionBatch) -> torch.Tensor:
         """A linear whose rows have room behind them where cuDNN will attend over them: see `own_attention`."""
         assert isinstance(packed, CudaPacked)
-        if self._own_rows(rows, shape, x) is None:
+        if not self._own_rows(rows, shape, x):
             return self.linear(x, packed)
         tokens = x.shape[0]
         roomy = x.new_empty(tokens + PLAN_STEP, packed.out_features)
@@ -101,7 +104,7 @@ class CudaKernels:
     def gated_linear(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:
         """silu_mul(linear(x)), in one kernel for few rows."""
         assert isinstance(packed, CudaPacked)
-        if self.is_small(x.shape[0]):
+        if self.is_small(x.shape[0], packed, gated=True):
             return small_linear(x, packed, gated=True)
         return elementwise.silu_mul(_large_linear(x, packed))
 
@@ -132,7 +135,7 @@ class CudaKernels:
         k_norm: torch.Tensor | None,
         eps: float,
     ) -> torch.Tensor:
-        keep = self._own_rows(batch.attention, shape, qkv) is not None
+        keep = bool(self._own_rows(batch.attention, shape, qkv))
         return elementwise.rope_and_store(qkv, shape, cos_sin, batch, kv, q_norm, k_norm, eps, keep=keep)
 
     def attention(self, q: torch.Tensor, shape: HeadShape, batch: ForwardBatch, kv: torch.Tensor, scale: float) -> torch.Tensor:
@@ -140,30 +143,54 @@ class CudaKernels:
             return self._reference.attention(q, shape, batch, kv, scale)
         rows = batch.attention
         own_rows = self._own_rows(rows, shape, q)
-        if own_rows is not None and has_room(q, shape, own_rows):
+        if own_rows and not has_room(q, shape, own_rows):
+            own_rows = []
+        if len(own_rows) == rows.num_rows:
             return own_attention(q, shape, own_rows, scale)
         out = q.new_empty(q.shape[0], shape.num_heads * shape.head_dim)
-        if rows.max_query == 1:
-            decode_attention(q, shape, rows, kv, scale, out)
-            return out
-        mixed = rows.num_rows > 1
-        paged_attention(q, shape, rows, kv, scale, out, mixed=mixed)
-        if mixed:
-            decode_attention(q, shape, rows, kv, scale, out, mixed=True)
+        if own_rows:
+            num_others = q.shape[0] - sum(own_rows)
+            out[num_others:] = own_attention(q, shape, own_rows, scale)
+            q, rows = q[:num_others], _first_rows(rows, rows.num_rows - len(own_rows))
+        mixed = bool(own_rows) or (rows.num_rows > 1 and rows.max_query > 1)
+        if rows.max_query > 1:
+            paged_attention(q, shape, rows, kv, scale, out, mixed=mixed)
+        if rows.max_query == 1 or mixed:
+            decode_attention(q, shape, rows, kv, scale, out, mixed=mixed)
         return out
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         return elementwise.silu_mul(gate_up)
 
-    def _own_rows(self, rows: AttentionBatch, shape: HeadShape, q: torch.Tensor) -> list[int] | None:
-        """The queries of each row, if cuDNN shall compute them: long ones, none of which has a prefix."""
+    def _own_rows(self, rows: AttentionBatch, shape: HeadShape, q: torch.Tensor) -> list[int]:
+        """The queries of each row that cuDNN shall compute: long ones without a prefix, at the end of the pass, where the
+        engine puts prompts that begin."""
         if self._attention != "auto" or not q.is_cuda or q.dtype is torch.float32 or rows.max_query < _MIN_CUDNN_QUERIES:
-            return None
+            return []
         if shape.head_dim > _MAX_CUDNN_DIM or shape.head_dim % 8:
-            return None
-        if rows.num_rows == 1:
-            return [rows.max_query] if rows.max_query == rows.max_context else None
-        if rows.lengths is None or any(count != context for count, context in rows.lengths):
-            return None
-        counts = [count for count, _ in rows.lengths]
-        return counts if min(counts) >= _MIN_CUDNN_QUERIES else None
+            return []
+        return _prompts_at_end(rows)
+
+
+def _prompts_at_end(rows: AttentionBatch) -> list[int]:
+    if rows.num_rows == 1:
+        return [rows.max_query] if rows.max_query == rows.max_context else []
+    found: list[int] = []
+    for count, context in reversed(rows.lengths or ()):
+        if count != context or count < _MIN_CUDNN_QUERIES:
+            break
+        found.append(count)
+    return found[::-1]
+
+
+def _first_rows(rows: AttentionBatch, num_rows: int) -> AttentionBatch:
+    assert rows.lengths is not None
+    lengths = rows.lengths[:num_rows]
+    return AttentionBatch(
+        query_start=rows.query_start[: num_rows + 1],
+        context_lens=rows.context_lens[:num_rows],
+        block_tables=rows.block_tables[:num_rows],
+        max_query=max(count for count, _ in lengths),
+        max_context=max(context for _, context in lengths),
+        lengths=lengths,
+    )

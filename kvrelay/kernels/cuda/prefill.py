@@ -141,26 +141,28 @@ def padded(count: int) -> int:
 
 
 def own_attention(q: torch.Tensor, shape: HeadShape, queries: list[int], scale: float) -> torch.Tensor:
-    """q [tokens, heads, dim] is a view of fused rows, turned keys and values beside it; each row of so many queries attends to
-    itself, causally. Behind the last token there is `PLAN_STEP` of room that holds finite numbers: no query sees them, nor
-    what follows a row. Returns [tokens, heads * dim]."""
-    first = queries[0]
+    """q [tokens, heads, dim] is a view of fused rows, turned keys and values beside it; each of the last rows, of so many
+    queries, attends to itself, causally. Behind the last token there is `PLAN_STEP` of room that holds finite numbers: no query
+    sees them, nor what follows a row. Returns [tokens of those rows, heads * dim]."""
+    first, total = queries[0], sum(queries)
+    begin = q.shape[0] - total
     if len(queries) == 1 or (first % PLAN_STEP == 0 and all(count == first for count in queries)):
-        found = _cudnn(_fused_view(q, shape, 0, len(queries), first), shape, scale)  # all in one call
+        found = _cudnn(_fused_view(q, shape, begin, len(queries), first), shape, scale)  # all in one call
         return found[:, :first].flatten(0, 1).flatten(1)
-    out = q.new_empty(q.shape)
+    out = q.new_empty(total, *q.shape[1:])
     start = 0
     for count in queries:
-        out[start : start + count] = _cudnn(_fused_view(q, shape, start, 1, count), shape, scale)[0, :count]
+        out[start : start + count] = _cudnn(_fused_view(q, shape, begin + start, 1, count), shape, scale)[0, :count]
         start += count
     return out.flatten(1)
 
 
 def has_room(q: torch.Tensor, shape: HeadShape, queries: list[int]) -> bool:
-    """Whether q is a view of fused rows, as `rope_and_store` returns it, with the room that `own_attention` wants."""
+    """Whether q is a view of fused rows, as `rope_and_store` returns it, with the room that `own_attention` wants behind the
+    last of them."""
     width = fused_width(shape)
     rows = q.untyped_storage().nbytes() // q.element_size() // width
-    return q.stride(0) == width and q.storage_offset() == 0 and rows >= sum(queries[:-1]) + padded(queries[-1])
+    return q.stride(0) == width and q.storage_offset() == 0 and rows >= q.shape[0] - queries[-1] + padded(queries[-1])
 
 
 def fused_width(shape: HeadShape) -> int:

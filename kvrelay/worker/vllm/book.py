@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kvrelay.engine.outbox import Outbox
 from kvrelay.errors import InternalError, RequestError
 from kvrelay.ids import RequestId
-from kvrelay.states import FinishReason
-from kvrelay.wire.serving import SequenceOutput, TokenLogprobs
+from kvrelay.states import FinishReason, FreeReason
+from kvrelay.wire.serving import SequenceOutput, Submit, TokenLogprobs
 from kvrelay.worker.vllm.requests import Open, Sample
 from kvrelay.worker.vllm.seam import Core, CoreOutput
 
@@ -21,6 +23,7 @@ class Book:
         self.outbox = Outbox()
         self.opens: dict[RequestId, Open] = {}
         self.sequences: dict[str, tuple[Open, Sample]] = {}
+        self.on_over: Callable[[Submit, FreeReason], None] = lambda *_: None
 
     def run(self, open_: Open, sample: Sample, *, most: int | None = None) -> None:
         """Fails the request if the core cannot serve it."""
@@ -71,7 +74,7 @@ class Book:
         sample.is_open = False
         self.sequences.pop(sample.sequence_id, None)
         if not open_.going:
-            self.forget(open_)
+            self.forget(open_, FreeReason.FINISHED)
 
     def stop(self, open_: Open, sample: Sample) -> None:
         """The same while the core computes it."""
@@ -79,7 +82,7 @@ class Book:
             self.core.abort([sample.sequence_id])
         self.end(open_, sample)
 
-    def drop(self, open_: Open) -> list[int]:
+    def drop(self, open_: Open, reason: FreeReason = FreeReason.ABORTED) -> list[int]:
         """All of a request at once: the samples that were open."""
         going = open_.going
         running = [sample.sequence_id for sample in going if self.sequences.pop(sample.sequence_id, None) is not None]
@@ -87,20 +90,22 @@ class Book:
             self.core.abort(running)
         for sample in going:
             sample.is_open = False
-        self.forget(open_)
+        self.forget(open_, reason)
         return [sample.number for sample in going]
 
     def fail(self, open_: Open, error: RequestError) -> None:
         if open_.id in self.opens:
-            self.drop(open_)
+            self.drop(open_, FreeReason.FAILED)
             self.outbox.fail(open_.id, error)
 
-    def forget(self, open_: Open) -> None:
+    def forget(self, open_: Open, reason: FreeReason) -> None:
         if self.opens.pop(open_.id, None) is not None:
-            self.tell_times(open_)
+            self.tell_over(open_, reason)
 
-    def tell_times(self, open_: Open) -> None:
+    def tell_over(self, open_: Open, reason: FreeReason) -> None:
+        """Routers hear how long it took, and those that follow the cache that it is over here."""
         self.outbox.news.append(open_.stages.times(open_.id))
+        self.on_over(open_.submit, reason)
 
     def errored(self, open_: Open) -> None:
         self.fail(open_, InternalError("vLLM could not compute the request"))

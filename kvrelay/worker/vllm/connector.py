@@ -65,7 +65,7 @@ class KVRelayConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._manager = kv_cache_manager
 
     def on_new_request(self, request: Any) -> None:
-        self._prompts[request.request_id] = request.num_prompt_tokens
+        self._prompts[request.request_id] = request.num_tokens
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         count = self._shared.hooks.wanted(request.request_id, num_computed_tokens)
@@ -73,7 +73,7 @@ class KVRelayConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if num_external_tokens:
-            num_cached = request.num_prompt_tokens - num_external_tokens
+            num_cached = request.num_tokens - num_external_tokens
             self._shared.hooks.allocated(request.request_id, blocks.get_block_ids()[0], num_cached, self._fence())
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:

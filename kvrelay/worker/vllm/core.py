@@ -7,13 +7,14 @@ import os
 import pathlib
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from concurrent.futures import Future, wait
+from typing import Any, assert_never
 
 import numpy as np
 import torch
 import vllm
 from vllm.engine.arg_utils import EngineArgs
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.sampling_params import SamplingParams as VllmParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine import FinishReason as VllmFinish
@@ -23,11 +24,15 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvrelay.errors import ConfigError, InvalidRequestError
-from kvrelay.sampling import SamplingParams
+from kvrelay.log import Log
+from kvrelay.sampling import Grammar, GrammarKind, SamplingParams
 from kvrelay.states import FinishReason
 from kvrelay.wire.serving import TokenLogprobs
 from kvrelay.worker.vllm.events import CacheListener
+from kvrelay.worker.vllm.forced import FORCED
 from kvrelay.worker.vllm.seam import CoreCounts, CoreOutput, CoreRequest
+
+log = Log("engine")
 
 VERSION = str(vllm.__version__)
 _REASONS = {
@@ -60,11 +65,17 @@ def open_core(arguments: Mapping[str, Any], threads: int) -> VllmCore:
 
 
 def _warm_up(core: VllmCore) -> None:
-    """What vLLM compiles when it first meets it takes minutes, during which a worker would be considered stuck."""
-    params = SamplingParams(temperature=1.0, logprobs=1, max_tokens=2, top_p=0.9, top_k=2)
-    core.add(CoreRequest(id="warm-up", prompt=[0], params=params, max_tokens=2, min_tokens=0, seed=0))
-    while not any(output.finish for output in core.step()[0]):
-        pass
+    """What vLLM compiles or loads when it first meets it keeps other threads from running, up to minutes: then a worker would
+    be considered dead."""
+    sampled = SamplingParams(temperature=1.0, logprobs=1, max_tokens=2, top_p=0.9, top_k=2)
+    for params in (sampled, SamplingParams(max_tokens=2, grammar=Grammar(kind=GrammarKind.JSON_OBJECT))):
+        try:
+            core.add(CoreRequest(id="warm-up", prompt=[0], params=params, max_tokens=2, seed=0))
+        except InvalidRequestError as error:
+            log.warning("requests with a grammar will be refused", reason=error)
+            continue
+        while not any(output.finish for output in core.step()[0]):
+            pass
 
 
 class VllmCore:
@@ -102,6 +113,11 @@ class VllmCore:
                 priority=request.priority,
             )
             added, wave = self._core.preprocess_add_request(made)
+            if request.forced:
+                added.append_output_token_ids(list(request.forced))
+                added.prefill_stats = None  # vLLM counts prompts, and expects no more to be cached
+            if added.use_structured_output:
+                self._begin_grammar(added, request)
             self._core.add_request(added, wave)
             self._requests[request.id] = added
         except ValueError as error:
@@ -120,10 +136,9 @@ class VllmCore:
         if request is None:
             return  # aborted before it had blocks
         if token is not None:
-            request.prompt_token_ids.append(token)
-            request._all_token_ids.append(token)
-            request.num_prompt_tokens += 1
-            request.update_block_hashes()
+            request.append_output_token_ids(token)
+            request.sampling_params.extra_args = {FORCED: list(request.output_token_ids)}
+            self._core.structured_output_manager.accept_tokens(request, [token])
         self._scheduler._update_from_kv_xfer_finished(KVConnectorOutput(finished_recving={sequence_id}))
 
     def step(self) -> tuple[list[CoreOutput], bool]:
@@ -145,6 +160,15 @@ class VllmCore:
             running=running, waiting=waiting, total=total, free=free - cached, cached=cached, preemptions=self._num_preemptions
         )
 
+    def _begin_grammar(self, added: Any, request: CoreRequest) -> None:
+        """vLLM compiles it in a thread: a sequence that waits for that would look like one that waits for blocks."""
+        waited = added.structured_output_request
+        if isinstance(waited._grammar, Future):
+            wait([waited._grammar])
+        if isinstance(waited.grammar, Exception):
+            raise ValueError(f"the grammar cannot be used: {waited.grammar}")
+        self._core.structured_output_manager.accept_tokens(added, request.forced)
+
     def close(self) -> None:
         self._core.shutdown()
 
@@ -163,17 +187,38 @@ class VllmCore:
             allowed_token_ids=params.allowed_token_ids or None,
             seed=None if params.greedy else request.seed,
             max_tokens=request.max_tokens,
-            min_tokens=request.min_tokens,
+            min_tokens=min(params.min_tokens, request.max_tokens),
             stop_token_ids=[*params.stop_token_ids, *others],
             ignore_eos=params.ignore_eos,
             logprobs=params.logprobs,
             prompt_logprobs=request.prompt_logprobs,
+            structured_outputs=None if params.grammar is None else _structured(params.grammar),
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
+            extra_args={FORCED: request.forced} if request.forced else None,
         )
         if params.bad_tokens:
             made._bad_words_token_ids = params.bad_tokens
         return made
+
+
+def _structured(grammar: Grammar) -> StructuredOutputsParams:
+    source = grammar.source
+    match grammar.kind:
+        case GrammarKind.JSON_OBJECT:
+            made = StructuredOutputsParams(json_object=True)
+        case GrammarKind.JSON_SCHEMA:
+            made = StructuredOutputsParams(json=source)
+        case GrammarKind.REGEX:
+            made = StructuredOutputsParams(regex=source)
+        case GrammarKind.CHOICE:
+            made = StructuredOutputsParams(choice=json.loads(source))
+        case GrammarKind.LARK:
+            made = StructuredOutputsParams(grammar=source)
+        case _:
+            assert_never(grammar.kind)
+    made._backend = "guidance"  # llguidance, as in our own engine
+    return made
 
 
 def _output(one: EngineCoreOutput) -> CoreOutput:

@@ -9,15 +9,20 @@ from __future__ import annotations
 from typing import Any
 
 from kvrelay.engine.memory.events import EventRecorder
-from kvrelay.native.hashing import block_hash, root_hash
+from kvrelay.native.hashing import block_hash, extend_hashes, root_hash
+from kvrelay.states import FreeReason
+from kvrelay.wire.events import Freed
+from kvrelay.wire.serving import Submit
 
 
 class CacheListener:
     """Takes the place of vLLM's event publisher. `names` are the blocks in the cache: their names and their parents'."""
 
-    def __init__(self, cache_seed: str, max_blocks: int) -> None:
+    def __init__(self, cache_seed: str, block_size: int, max_blocks: int) -> None:
         self._cache_seed = cache_seed
+        self._block_size = block_size
         self._names: dict[Any, tuple[bytes, bytes]] = {}
+        self._known: set[bytes] = set()
         self.recorder = EventRecorder(self._names.values, max_blocks)
 
     def publish(self, batch: Any) -> None:
@@ -27,12 +32,22 @@ class CacheListener:
                     self._stored(event)
                 case "BlockRemoved":
                     for theirs in event.block_hashes:
-                        if (known := self._names.pop(theirs, None)) is not None:
-                            self.recorder.removed(known[0])
+                        if (name := self._names.pop(theirs, (None, None))[0]) is not None:
+                            self._known.discard(name)
+                            self.recorder.removed(name)
                 case "AllBlocksCleared":
                     for name, _ in self._names.values():
                         self.recorder.removed(name)
                     self._names.clear()
+                    self._known.clear()
+
+    def over(self, submit: Submit, reason: FreeReason) -> None:
+        """A request has ended here. Of its blocks, those of its prompt are told."""
+        hashes: list[bytes] = []
+        root, num_blocks = root_hash(self._cache_seed, submit.cache_salt), len(submit.prompt) // self._block_size
+        extend_hashes(hashes, root, submit.prompt, self._block_size, num_blocks)
+        found = [name for name in hashes if name in self._known]
+        self.recorder.lived(Freed(request=submit.external_id, reason=reason, hashes=found))
 
     def shutdown(self) -> None:
         """Nothing is open."""
@@ -46,6 +61,7 @@ class CacheListener:
             name = block_hash(parent, event.token_ids[index * size : (index + 1) * size])
             if theirs not in self._names:
                 self._names[theirs] = (name, parent)
+                self._known.add(name)
                 self.recorder.stored(name, parent)
             parent = name
 

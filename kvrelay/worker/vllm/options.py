@@ -19,7 +19,7 @@ _OURS_ALONE = {
         "max_running_prefills", "check_invariants",
     ),
 }  # fmt: skip
-_SET_HERE = ("model", "kv_transfer_config", "kv_events_config", "async_scheduling", "worker_cls", "skip_tokenizer_init")
+_SET_HERE = ("model", "kv_transfer_config", "kv_events_config", "async_scheduling", "worker_cls", "worker_extension_cls")
 
 
 def read_arguments(text: str) -> dict[str, Any]:
@@ -42,7 +42,6 @@ def engine_arguments(setup: Setup, role: Role) -> dict[str, Any]:
         raise ConfigError(f"--engine-args: {taken[0]} is set by kvrelay")
     chosen: dict[str, Any] = {
         "model": str(setup.folder),
-        "skip_tokenizer_init": True,
         "load_format": "dummy" if model.load == "dummy" else "auto",
         "dtype": "float32" if model.dtype == "auto" and model.device == "cpu" else model.dtype,
         "tensor_parallel_size": model.tp,
@@ -52,6 +51,7 @@ def engine_arguments(setup: Setup, role: Role) -> dict[str, Any]:
         "scheduling_policy": "priority",
         "async_scheduling": False,
         "disable_log_stats": True,
+        "worker_extension_cls": "kvrelay.worker.vllm.forced.ForcedOutput",
         "kv_events_config": {"enable_kv_cache_events": publishes_events(engine), "publisher": "null"},
     }
     if model.device == "cuda":

@@ -58,19 +58,16 @@ class Open:
     def sequence(self, sample: Sample, *, most: int | None = None, ahead: int = 0) -> CoreRequest:
         """What is to come of a sample: only so many tokens of it (`most`), and those behind the next ones (`ahead`)."""
         params, num_output = self.params, sample.num_output + ahead
-        left = max(1, params.max_tokens - num_output)
-        max_tokens = left if most is None else min(most, left)
-        asks_prompt = sample.number == 0 and not num_output
         return CoreRequest(
             id=f"{self.id}/{sample.number}",
-            prompt=self.submit.prompt + sample.forced,
+            prompt=self.submit.prompt,
+            forced=list(sample.forced),
             params=params,
-            max_tokens=max_tokens,
-            min_tokens=min(max_tokens, max(0, params.min_tokens - num_output)),
+            max_tokens=params.max_tokens if most is None else min(params.max_tokens, len(sample.forced) + most),
             seed=seed_of(params.seed, sample.number, num_output),
             priority=self.submit.priority,
             cache_salt=self.submit.cache_salt,
-            prompt_logprobs=params.prompt_logprobs if asks_prompt else None,
+            prompt_logprobs=params.prompt_logprobs if sample.number == 0 and not num_output else None,
         )
 
     def finish_reason(self, count: int, token: int, core: Core) -> FinishReason | None:
@@ -114,8 +111,8 @@ class Limits:
         if num_waiting >= self.max_queue and submit.attempt == 0:
             raise QueueFullError(f"the worker's queue is full ({self.max_queue} requests wait)")
         self._check_role(submit)
-        for name, why in _refused(submit, split=self.role is not Role.WHOLE):
-            raise InvalidRequestError(f"{name}: {why}", param=name)
+        for name in _refused(submit):
+            raise InvalidRequestError(f"{name}: workers with --engine vllm do not have it (docs/vllm.md)", param=name)
         self._check_tokens(submit)
         self._check_resume(submit)
 
@@ -162,35 +159,16 @@ class Limits:
             raise InvalidRequestError(f"a sample of {longest} tokens has no token to come", param="resume")
         if submit.transfer is not None and len(samples) > 1 and not begins_anew(submit):
             raise UnavailableError("samples that go on at different tokens cannot be handed over together")
-        if longest and (names := [name for name, is_given in _looks_back(submit.params) if is_given]):
-            raise UnavailableError(f"{names[0]}: vLLM cannot go on where another worker stopped")
 
 
-def _refused(submit: Submit, *, split: bool) -> Iterator[tuple[str, str]]:
-    """Fields that this engine does not serve, and why. `split`: its samples begin on one worker and go on on another."""
-    params = submit.params
+def _refused(submit: Submit) -> Iterator[str]:
+    """Fields that this engine does not serve."""
     given = {
-        "beam_width": params.beam is not None,
+        "beam_width": submit.params.beam is not None,
         "keep_kv": submit.keep is not None,
         "continuation_of": submit.inherit is not None,
         "images": bool(submit.images),
         "model": bool(submit.adapter),
-        "response_format": params.grammar is not None,
-        "logprob_token_ids": bool(params.logprob_token_ids),
+        "logprob_token_ids": bool(submit.params.logprob_token_ids),
     }
-    yield from (
-        (name, "workers with --engine vllm do not have it (docs/vllm.md)") for name, is_given in given.items() if is_given
-    )
-    if split:
-        for name, is_given in _looks_back(params):
-            if is_given:
-                yield name, "prefill and decode workers with --engine vllm do not have it; whole workers do (docs/vllm.md)"
-
-
-def _looks_back(params: SamplingParams) -> tuple[tuple[str, bool], ...]:
-    """What depends on which tokens are output: to vLLM those that came from another worker are part of the prompt."""
-    return (
-        ("presence_penalty", params.presence_penalty != 0.0),
-        ("frequency_penalty", params.frequency_penalty != 0.0),
-        ("bad_words", any(len(word) > 1 for word in params.bad_tokens)),
-    )
+    return (name for name, is_given in given.items() if is_given)

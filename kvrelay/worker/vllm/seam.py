@@ -22,13 +22,13 @@ from kvrelay.wire.serving import TokenLogprobs
 
 
 class CoreRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One sequence. Tokens that another worker made of its sample are part of the prompt."""
+    """One sequence. `forced` is the output that another worker made of its sample: it goes on behind that."""
 
     id: str
     prompt: list[int]
+    forced: list[int] = []
     params: SamplingParams
-    max_tokens: int  # of those that are to come; as `min_tokens`
-    min_tokens: int
+    max_tokens: int  # of its output, `forced` included; at most that of the parameters
     seed: int
     priority: int = 0
     cache_salt: str = ""

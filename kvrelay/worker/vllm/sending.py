@@ -18,7 +18,7 @@ from kvrelay.engine.movers import Producer
 from kvrelay.errors import UnavailableError
 from kvrelay.ids import RequestId
 from kvrelay.log import Log
-from kvrelay.states import Stage
+from kvrelay.states import FreeReason, Stage
 from kvrelay.wire.serving import FirstToken, HandedOver
 from kvrelay.worker.vllm.book import Book, PromptLogprobs
 from kvrelay.worker.vllm.requests import Open, Sample
@@ -93,7 +93,7 @@ class Sending:
         if prompt.is_lent:
             self._leaving[request_id] = prompt.carrier.sequence_id
         if prompt.is_done:
-            self._book.tell_times(prompt.open)
+            self._book.tell_over(prompt.open, FreeReason.ABORTED)
         self._producer.abort(request_id)
 
     def cut(self, _open: Open) -> None:
@@ -186,7 +186,7 @@ class Sending:
             self._book.fail(open_, UnavailableError(f"the hand-over to the decode worker failed: {why}"))
             return
         self._book.outbox.news.append(HandedOver(open_.id))
-        self._book.tell_times(open_)
+        self._book.tell_over(open_, FreeReason.FAILED if reason else FreeReason.HANDED_OVER)
         if not reason:
             ms = round(1000 * open_.stages.seconds_in(Stage.HAND_OVER), 1)
             log.info("KV handed over", request=open_.id, tokens=len(open_.common), ms=ms)

@@ -55,7 +55,8 @@ def vllm_stage(role: Role, options: TransferOptions, host: str, port: int = 0) -
                 hand_over = shared.hooks = Receiving(RelayConsumer(parts), book)
         listener = None
         if publishes_events(setup.engine):
-            listener = CacheListener(fingerprint, core.counts().total)
+            listener = CacheListener(fingerprint, core.block_size, core.counts().total)
+            book.on_over = listener.over
             core.listen(listener)
         limits = Limits(
             worker_id=setup.worker_id, role=role, max_queue=setup.engine.max_queue, max_batch=core.max_batch, core=core

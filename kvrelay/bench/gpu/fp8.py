@@ -1,0 +1,80 @@
+"""Weights in fp8: what they cost in precision, beside bfloat16, and what they bring in time.
+
+Errors are those of the small random models that parity is checked with, against transformers in float32. The perplexity is that
+of text which the model in float32 draws itself, so its own is the lowest there can be.
+"""
+
+from __future__ import annotations
+
+import math
+import pathlib
+import tempfile
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from kvrelay.bench.gpu.parity import FAMILIES, load_reference, make_checkpoint, our_logits, random_prompt
+from kvrelay.bench.gpu.speed import DECODES, PREFILLS, open_bench
+
+_DRAWN_TOKENS = 512
+
+
+def measure_fp8(rounds: int, console: Console) -> dict[str, float]:
+    results = _precision(console)
+    with open_bench(rounds, weights="fp8") as bench:
+        for work in DECODES:
+            with console.status(f"fp8: decode {work.batch} x {work.prompt_tokens}"):
+                bench.seconds(work.batch, work.prompt_tokens, 4)  # what is slow once
+                results[f"fp8_{work.name}"] = bench.decode_ms(work)
+        for length in PREFILLS:
+            with console.status(f"fp8: prefill {length}"):
+                bench.seconds(1, length, 1)
+                results[f"fp8_prefill_{length}_ms"] = bench.best(1, length, 1) * 1e3
+    return results
+
+
+def _precision(console: Console) -> dict[str, float]:
+    errors: dict[str, float] = {"bf16": 0.0, "fp8": 0.0}
+    sums: dict[str, float] = {"float32": 0.0, "bf16": 0.0, "fp8": 0.0}
+    largest = 0.0
+    with tempfile.TemporaryDirectory(prefix="kvrelay-gpu-") as base:
+        for family in FAMILIES:
+            with console.status(f"fp8: logits of {family}"):
+                folder = pathlib.Path(base) / family
+                make_checkpoint(family, folder)
+                reference = load_reference(folder, torch.float32)
+                tokens = _drawn(reference)
+                with torch.inference_mode():
+                    exact = reference(torch.tensor([tokens], device="cuda")).logits[0].double()
+                largest = max(largest, float(exact.abs().max()))
+                sums["float32"] += _surprise(exact, tokens)
+                for name in errors:
+                    ours = our_logits(folder, tokens, torch.bfloat16, "fp8" if name == "fp8" else "auto").double()
+                    errors[name] = max(errors[name], float((ours - exact).abs().max()))
+                    sums[name] += _surprise(ours, tokens)
+    found = {f"{name}_perplexity": math.exp(total / len(FAMILIES)) for name, total in sums.items()}
+    found |= {f"{name}_drawn_logit_error": error for name, error in errors.items()}
+    return {
+        "largest_logit": largest,
+        **found,
+        "fp8_perplexity_over_bf16": found["fp8_perplexity"] / found["bf16_perplexity"],
+        "fp8_logit_error_over_bf16": errors["fp8"] / errors["bf16"],
+    }
+
+
+def _drawn(reference: Any) -> list[int]:
+    torch.manual_seed(0)
+    prompt = torch.tensor([random_prompt(4, 1)], device="cuda")
+    drawn = reference.generate(
+        prompt, attention_mask=torch.ones_like(prompt), do_sample=True, top_k=0, top_p=1.0, min_new_tokens=_DRAWN_TOKENS,
+        max_new_tokens=_DRAWN_TOKENS,
+    )  # fmt: skip
+    tokens: list[int] = drawn[0].tolist()
+    return tokens
+
+
+def _surprise(logits: torch.Tensor, tokens: list[int]) -> float:
+    """Nats a token."""
+    following = torch.tensor(tokens[1:], device=logits.device)
+    return float(torch.nn.functional.cross_entropy(logits[:-1], following))
