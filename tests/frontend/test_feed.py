@@ -246,6 +246,7 @@ async def test_histograms_and_counters_are_summed_over_their_labels() -> None:
     counts = dict(cumulative(metrics.queue_seconds))
     assert (counts["0.001"], counts["0.0025"], counts["+Inf"]) == (0.0, 1.0, 2.0)
     assert total(metrics.failovers) == 3.0
+    assert total(metrics.failovers, reason="lost") == 1.0
     async with feed_of(fake_backend(), metrics) as feed:
         viewer = feed.open("")
         assert parsed(await viewer.next())["tick"]["counters"]["failovers"] == 3.0

@@ -83,6 +83,7 @@ class Feed:
             "failures": metrics.request_failures,
             "rejected": metrics.rejected,
         }
+        self._left = metrics.worker_losses
         self._viewers: list[Viewer] = []
         self._seen: dict[str, dict[int, tuple[object, ...]]] = {}  # by owner: what is known of each of its last requests
         self._task: asyncio.Task[None] | None = None
@@ -137,6 +138,7 @@ class Feed:
     def _tick(self) -> bytes:
         histograms = {name: cumulative(histogram) for name, histogram in self._histograms.items()}
         counters = {name: total(counter) for name, counter in self._counters.items()}
+        counters["workers_left"] = total(self._left, reason="left")
         snapshot = {"at": time.time(), "histograms": histograms, "counters": counters, "cluster": self._backend.cluster()}
         return event("tick", snapshot)
 
@@ -152,5 +154,7 @@ def cumulative(histogram: Histogram) -> list[tuple[str, float]]:
     return list(counts.items())
 
 
-def total(counter: Counter) -> float:
-    return sum(sample.value for metric in counter.collect() for sample in metric.samples)
+def total(counter: Counter, **labels: str) -> float:
+    """Of all that have these labels."""
+    samples = (sample for metric in counter.collect() for sample in metric.samples)
+    return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())

@@ -2,7 +2,7 @@
 
 import { byId, h, ms, s, setAttribute, setText, short } from "./dom.js";
 
-const SIZE = { width: 300, height: 90 };
+const SIZE = { width: 200, height: 72 };
 const MINUTES = 5;
 const seconds = (value) => ms(value * 1000);
 const CHARTS = [
@@ -26,7 +26,7 @@ export class Charts {
 
 function create({ title, lines }) {
   const paths = lines.map((_, at) => s("path", { class: `series s${at}` }));
-  const top = s("text", { class: "axis", x: 2, y: 10 });
+  const top = s("text", { class: "axis", x: 2, y: 11 });
   const grid = [0.5, 1].map((share) => s("line", { class: "rule", x1: 0, x2: SIZE.width, y1: SIZE.height * share - 0.5, y2: SIZE.height * share - 0.5 }));
   const svg = s("svg", { viewBox: `0 0 ${SIZE.width} ${SIZE.height}`, role: "img", "aria-label": title }, ...grid, ...paths, top);
   const values = lines.map(() => h("b"));

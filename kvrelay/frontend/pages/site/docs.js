@@ -33,9 +33,12 @@ function show(api) {
   for (const [path, methods] of Object.entries(api.paths)) for (const [method, operation] of Object.entries(methods)) {
     const inside = h("div", { class: "inside" });
     const summary = h("summary", {}, h("span", { class: `method ${method}`, text: method.toUpperCase() }), h("code", { text: path }), ` ${operation.summary}`);
-    if (operation.requestBody) inside.append(fields(follow(api, operation.requestBody.content["application/json"].schema), path));
-    if (!path.includes("{")) attempt(path, method, inside);
-    byId("paths").append(h("details", {}, summary, inside));
+    const entry = h("details", {}, summary, inside);
+    entry.addEventListener("toggle", () => {
+      if (operation.requestBody) inside.append(fields(follow(api, operation.requestBody.content["application/json"].schema), path));
+      if (!path.includes("{")) attempt(path, method, inside);
+    }, { once: true });
+    byId("paths").append(entry);
   }
 }
 

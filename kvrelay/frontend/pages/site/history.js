@@ -38,7 +38,8 @@ export class History {
     const here = new Set(tick.cluster.workers.map((worker) => worker.id));
     for (const worker of last ? last.cluster.workers : []) {
       if (here.has(worker.id)) continue;
-      const left = worker.state === "draining" || worker.state === "starting";
+      const quickly = worker.state === "ready" && tick.counters.workers_left > last.counters.workers_left; // between two ticks
+      const left = quickly || worker.state === "draining" || worker.state === "starting";
       this.gone.set(worker.id, { ...worker, state: left ? "left" : "gone", problem: left ? "it has left" : "it is lost", goneAt: tick.at, running: 0, waiting: 0 });
     }
     for (const [id, worker] of this.gone) if (here.has(id) || tick.at - worker.goneAt > 60) this.gone.delete(id);

@@ -68,7 +68,7 @@ function factsOf(worker, history) {
   if (worker.role === "encode") facts.push(["Images/s", short(history.perSecond(worker, (one) => one.images.encoded))], ["Encoded", worker.images.encoded]);
   else {
     facts.push(["Tokens/s", short(history.perSecond(worker, (one) => one.output_tokens))]);
-    facts.push(["Prompt tokens/s", short(history.perSecond(worker, (one) => one.prompt_tokens))]);
+    facts.push(["Prompt tok/s", short(history.perSecond(worker, (one) => one.prompt_tokens))]);
     facts.push(["KV blocks", `${worker.blocks.total - worker.blocks.free - worker.blocks.cached} of ${worker.blocks.total}`]);
   }
   if (worker.role !== "whole") facts.push(["Transfers", `${worker.transfers.in_flight} now, ${worker.transfers.done} done${worker.transfers.failed ? `, ${worker.transfers.failed} failed` : ""}`]);
