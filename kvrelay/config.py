@@ -15,7 +15,7 @@ from msgspec import Meta
 
 Count = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
-WeightsOption = Literal["auto", "float32", "fp8"]
+WeightsOption = Literal["auto", "float32", "int8", "fp8"]
 
 _BUDGETS = {"cpu": (64, 512), "cuda": (256, 8192)}  # sequences that run at once, tokens per step
 
@@ -40,7 +40,7 @@ class ModelOptions(Options, frozen=True, kw_only=True):
         WeightsOption,
         Meta(
             description="weights of linear layers: as the checkpoint has them (auto; a GGUF file's blocks stay quantised on a"
-            " CPU, which changes no token), float32 (on a CPU), or fp8 (on cuda)"
+            " CPU, which changes no token), float32 or int8 (on a CPU), or fp8 (on cuda)"
         ),
     ] = "auto"
     threads: Annotated[Count, Meta(description="CPU threads per worker; 0 shares the cores among the workers")] = 0

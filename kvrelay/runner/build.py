@@ -69,6 +69,8 @@ def build_runner(
     group = _start_ranks(model_options, engine_options, folder, environment, dtype_name, spec, on_rank_death)
     check_products(spec, dtype, device, environment)
     kernels = choose_kernels(device, dtype, environment, model_options)
+    if model_options.weights == "int8" and not isinstance(kernels, NativeKernels):
+        raise ConfigError("--weights int8 needs the native kernels, which cannot run here: see the warning before")
     if isinstance(kernels, TorchKernels) and (spec.fp8 or model_options.weights == "fp8"):
         raise ConfigError("weights in fp8 need the Triton kernels, which cannot run here: see the warning before")
     fp8 = spec.fp8 or model_options.weights == "fp8"
@@ -221,8 +223,12 @@ def choose_dtype(options: ModelOptions, cpu_flags: frozenset[str]) -> str:
 
 def check_weights(spec: ModelSpec, options: ModelOptions, dtype: torch.dtype) -> None:
     """Raises ConfigError where weights as they are asked for or stored cannot be computed with."""
-    if options.weights == "float32" and options.device != "cpu":
-        raise ConfigError("--weights float32 is for a CPU; on a card, --dtype float32 holds and computes them so")
+    if options.weights in ("float32", "int8") and options.device != "cpu":
+        raise ConfigError(f"--weights {options.weights} is for a CPU; on a card there are auto and fp8")
+    if options.weights == "int8" and options.tp > 1:
+        raise ConfigError("--weights int8: weights are not rounded where a model is split; use --tp 1, or other weights")
+    if options.weights == "int8" and dtype is not torch.float32:
+        raise ConfigError("--weights int8: computed beside float32 alone; use --dtype float32")
     if not spec.fp8 and options.weights != "fp8":
         return
     what = "--weights fp8" if options.weights == "fp8" else "the checkpoint's weights are in fp8"

@@ -13,7 +13,7 @@ import math
 import pathlib
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, assert_never
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -31,7 +31,7 @@ from kvrelay.models.registry import Model, model_class
 from kvrelay.models.vision import VISION_PREFIX, VisionTower
 from kvrelay.models.vision_towers import make_tower
 from kvrelay.progress import Progress
-from kvrelay.runner.quantised import BlockFile
+from kvrelay.runner.quantised import BlockFile, Int8Source
 from kvrelay.runner.ranks.shares import RankShare, RankSource
 
 WHOLE_NAME = "model.safetensors"
@@ -67,8 +67,7 @@ def load_model(
         positions = min(max_positions or spec.max_position_embeddings, spec.max_position_embeddings)
         build = model_class(spec.architecture)
         if ranks is None:
-            given = Fp8Source(source) if weights == "fp8" else source
-            model = build(spec, kernels, given, device=device, max_positions=positions)
+            model = build(spec, kernels, _in_precision(source, weights), device=device, max_positions=positions)
         else:
             share = RankShare(spec, ranks.rank, ranks.num_ranks)
             model = build(share.spec, kernels, RankSource(share, source), device=device, max_positions=positions, ranks=ranks)
@@ -78,6 +77,19 @@ def load_model(
     if ranks is None or ranks.rank == 0:
         source.finish(spec)
     return model
+
+
+def _in_precision(source: WeightSource, weights: WeightsOption) -> WeightSource:
+    match weights:
+        case "auto" | "float32":
+            return source
+        case "int8":
+            _log.info("weights are rounded to int8: tokens may differ from the checkpoint's")
+            return Int8Source(source)
+        case "fp8":
+            return Fp8Source(source)
+        case _:
+            assert_never(weights)
 
 
 def load_tower(

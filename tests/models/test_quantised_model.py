@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import pathlib
+import shutil
 
 import pytest
 import torch
 from paged_run import PagedRun, prompts_of
 from quantised_blocks import layout_of
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_models import QUANTISED_NAMES, tiny_model
 
 from kvrelay.checkpoint.convert import BLOCKS_NAME, KEPT_FORMATS
 from kvrelay.checkpoint.spec import read_spec
-from kvrelay.config import WeightsOption, read_environment
-from kvrelay.errors import ModelError, WrongShapeError
+from kvrelay.config import ModelOptions, WeightsOption, read_environment
+from kvrelay.errors import ConfigError, ModelError, WrongShapeError
 from kvrelay.kernels.base import Quantised
 from kvrelay.kernels.choose import choose_kernels
 from kvrelay.kernels.native.kernels import NativeKernels
 from kvrelay.models.registry import Model
 from kvrelay.progress import Silent
+from kvrelay.runner.build import check_weights
 from kvrelay.runner.loader import WHOLE_NAME, CheckpointSource, load_model
-from kvrelay.runner.quantised import BlockFile
+from kvrelay.runner.quantised import BlockFile, int8_blocks
 from kvrelay.runner.ranks.shares import RankShare, RankSource
 
 CPU = torch.device("cpu")
@@ -114,3 +116,37 @@ def test_a_damaged_file_and_another_shape_are_named(tmp_path: pathlib.Path) -> N
         BlockFile(tmp_path, KEPT_FORMATS)
     with pytest.raises(WrongShapeError, match=r"model\.embed_tokens\.weight"):
         source("blocks-32").take_quantised({"model.embed_tokens.weight": (320, 96)})
+
+
+def test_int8_is_within_half_a_step() -> None:
+    weight = torch.randn(40, 96, generator=torch.Generator().manual_seed(3))
+    weight[7] = 0.0
+    weight[8, :32] *= 1e-9
+    error = (dequantised(int8_blocks(weight)) - weight).unflatten(1, (-1, 32)).abs().amax(dim=2)
+    steps = weight.unflatten(1, (-1, 32)).abs().amax(dim=2) / 127
+    assert bool((error <= 0.51 * steps + 1e-7).all())  # a scale has 11 bits
+
+
+def test_int8_is_the_model_of_the_rounded_weights(tmp_path: pathlib.Path) -> None:
+    """Columns that are no whole runs, as the tiny Llama's last matrices have, stay floats."""
+    folder = pathlib.Path(shutil.copytree(tiny_model("llama"), tmp_path / "rounded"))
+    tensors = load_file(folder / WHOLE_NAME)
+    for name, tensor in tensors.items():
+        if tensor.dim() == 2 and tensor.shape[1] % 32 == 0:
+            tensors[name] = dequantised(int8_blocks(tensor))
+    save_file(tensors, folder / WHOLE_NAME)
+    rounded, kept = load(folder, "float32"), load(tiny_model("llama"), "int8")
+    for chunk in (1, 64):
+        for got, wanted in zip(all_logits(kept, chunk), all_logits(rounded, chunk), strict=True):
+            assert torch.equal(got, wanted)
+    assert not torch.equal(all_logits(kept, 64)[0], all_logits(load(tiny_model("llama"), "float32"), 64)[0])
+
+
+def test_int8_is_refused_where_it_is_not_computed() -> None:
+    spec = read_spec(tiny_model("llama"))
+    for options, says in (
+        (ModelOptions(weights="int8", tp=2), "--tp 1"),
+        (ModelOptions(weights="int8", device="cuda"), "a CPU"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            check_weights(spec, options, torch.float32)

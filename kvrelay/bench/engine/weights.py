@@ -20,6 +20,7 @@ from kvrelay.config import ModelOptions, WeightsOption, read_environment
 from kvrelay.errors import BenchError
 from kvrelay.kernels.choose import choose_kernels
 from kvrelay.kernels.native.kernels import NativeKernels
+from kvrelay.models.registry import Model
 from kvrelay.progress import Silent
 from kvrelay.runner.loader import load_model
 
@@ -65,12 +66,16 @@ def _prefill(subject: EngineSubject, number: int) -> float:
 
 def held_mib(model: ModelOptions, weights: WeightsOption) -> float:
     """What the matrices take in memory."""
+    return load_weights(model, weights)[1].weight_bytes / 2**20
+
+
+def load_weights(model: ModelOptions, weights: WeightsOption) -> tuple[Model, NativeKernels]:
     folder, device = pathlib.Path(model.model), torch.device("cpu")
     kernels = choose_kernels(device, torch.float32, read_environment())
     if not isinstance(kernels, NativeKernels):
         raise BenchError("weights stay quantised in the native kernels only, which need a C compiler")
-    spec = read_spec(folder)
-    load_model(
-        folder, spec, kernels=kernels, device=device, dtype=torch.float32, load=model.load, progress=Silent(), weights=weights
+    spec, dtype = read_spec(folder), torch.float32
+    loaded = load_model(
+        folder, spec, kernels=kernels, device=device, dtype=dtype, load=model.load, progress=Silent(), weights=weights
     )
-    return kernels.weight_bytes / 2**20
+    return loaded, kernels

@@ -6,6 +6,7 @@ core B: load, viewer  --HTTP-->  core A: router  --serving plane-->  core B: 4 f
 from __future__ import annotations
 
 import http.client
+import socket
 import statistics
 import threading
 import time
@@ -33,7 +34,8 @@ class Viewer:
 
     def __init__(self, port: int) -> None:
         self._port = port
-        self._connection: http.client.HTTPConnection | None = None
+        self._connection: http.client.HTTPConnection
+        self._reader: threading.Thread
         self.num_events = 0
 
     def open(self) -> None:
@@ -44,11 +46,13 @@ class Viewer:
         if answer.status != 200:
             raise BenchError(f"GET /feed: status {answer.status}")
         self._count(answer)
-        threading.Thread(target=self._read, args=(answer,), daemon=True).start()
+        self._reader = threading.Thread(target=self._read, args=(answer,), daemon=True)
+        self._reader.start()
 
     def close(self) -> int:
         """How many events came."""
-        assert self._connection is not None
+        self._connection.sock.shutdown(socket.SHUT_RDWR)
+        self._reader.join()
         self._connection.close()
         num_events, self.num_events = self.num_events, 0
         return num_events
@@ -57,7 +61,7 @@ class Viewer:
         try:
             while self._count(answer):
                 pass
-        except (OSError, ValueError, http.client.HTTPException):  # it was closed meanwhile
+        except (OSError, http.client.HTTPException):  # it was closed meanwhile
             pass
 
     def _count(self, answer: http.client.HTTPResponse) -> bool:
