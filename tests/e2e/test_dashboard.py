@@ -83,7 +83,7 @@ def test_stop_ends_an_answer_and_continue_shows_its_parent(browser: Browser, clu
     open_dashboard(browser, cluster)
     say(browser, "What is the capital of France?", tokens=20)
     browser.until(lambda: "longest answer reached" in browser.text(".turn.model .counts"), "the answer is cut")
-    parent = browser.text("#requests li:first-child .id")
+    parent = cluster.get("/requests?limit=1")["data"][0]["id"]
     before = browser.text(".turn.model .text")
     browser.one(".turn.model button").click()
     browser.until(lambda: len(browser.text(".turn.model .text")) > len(before), "the answer goes on")
