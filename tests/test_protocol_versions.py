@@ -131,7 +131,7 @@ async def test_a_router_refuses_a_worker_of_another_version(version: int) -> Non
     router = Router(membership=membership, metrics=Metrics())
     router.start()
     try:
-        membership._answer([encode(Register(record=worker.record, ttl_s=9.0))])
+        membership._answer(b"worker", [encode(Register(record=worker.record, ttl_s=9.0))])
         await until(lambda: "protocol" in router.cluster()["workers"][0]["problem"])
         assert_tells(router.cluster()["workers"][0]["problem"], version)
         assert not router.ready

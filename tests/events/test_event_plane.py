@@ -19,8 +19,8 @@ from kvrelay.events.subscriber import EventSubscriber
 from kvrelay.ids import WorkerId, new_worker_id
 from kvrelay.metrics import Metrics
 from kvrelay.planes.curve import connecting
-from kvrelay.router import event_feed
 from kvrelay.router.event_feed import EventFeed
+from kvrelay.router.outside import Outside
 from kvrelay.router.prefix_index import PrefixIndex
 from kvrelay.wire.codec import encode
 from kvrelay.wire.events import Beat, CacheEvent, Cleared, Events, Removed, Replay, Snapshot, Stored, pack_events
@@ -405,14 +405,11 @@ class Lossy(EventSubscriber):
             self._timer = self._loop.call_later(self._pause_s, self._ask_again)
 
 
-async def test_the_index_is_the_union_of_the_caches_though_a_fifth_of_the_events_is_lost(
-    plane: Plane, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_index_is_the_union_of_the_caches_though_a_fifth_of_the_events_is_lost(plane: Plane) -> None:
     """10,000 operations on the caches of four workers, of which one is replaced halfway."""
-    monkeypatch.setattr(event_feed, "EventSubscriber", Lossy)
     rng = random.Random(7)
     index, metrics = PrefixIndex(), Metrics()
-    feed = EventFeed(index, metrics)
+    feed = EventFeed(index, metrics, outside=Outside(subscribe=Lossy))
     settings = PublisherSettings(beat_s=0.05, ring_batches=8)
     lives: dict[WorkerId, tuple[CacheLife, EventPublisher]] = {}
 

@@ -284,7 +284,7 @@ async def test_clients_that_leave_at_any_time_leave_nothing_behind(seed: int) ->
 async def test_images_whose_kv_was_given_up_are_encoded_and_relayed_again() -> None:
     """Any two of three requests outgrow the decode worker's pool. Nothing is kept that nobody holds."""
     prompts = [make_prompt("qwen3_vl", [(70, 50)], "What?", seed=seed) for seed in range(3)]
-    small = {"kv_blocks": 33, "max_model_len": 256, "feature_cache_mib": 0, "prefix_cache": False}
+    small = {"kv_blocks": 33, "swap_blocks": 0, "max_model_len": 256, "feature_cache_mib": 0, "prefix_cache": False}
     async with images(Shape(encode=1, prefill=1, decode=1, engine=small)) as cluster:
         answers = await cluster.answers([ask(prompt, max_tokens=120) for prompt in prompts])
         assert cluster.decode.engine.load().preemptions > 0
