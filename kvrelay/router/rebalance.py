@@ -6,7 +6,7 @@ The pressure of a role is the mean over its workers, smoothed over `smooth_s`:
 
     prefill   0.9 x share of time with a prompt under way + prompts waiting per worker / `queue_high`
     decode    the larger of the batch's and the KV memory's share in use; more if sequences had to be swapped out
-    whole     the larger of both
+    whole     the larger of decode's and prompts waiting per worker / `queue_high`
 
 A role is short at `short`, and has room for less if its pressure would stay at or below `calm` with one worker fewer. When a
 role has been short for `patience_s` and another has had room for as long, one worker moves: the one with least to do. Then
