@@ -163,6 +163,48 @@ CARD_ROWS = (
     ),
     Row("prefill, 16 x 2048 tokens", "gpu", "{prefill_16x2048_tok_s:.0f} tokens/s", " tokens/s"),
     Row("share of the time that the device is idle between decode steps, batch 64", "gpu", "{gpu_idle_share_b64:.3f}"),
+    Row(
+        "decode step with `--weights fp8`, the same four batches",
+        "gpu",
+        "{fp8_b1_in128_itl_ms:.2f} / {fp8_b8_in1024_itl_ms:.2f} / {fp8_b64_in1024_itl_ms:.2f} / {fp8_b256_in512_itl_ms:.2f} ms",
+        " ms",
+    ),
+    Row(
+        "HTTP, `whole`: time to first token, 128 / 512 / 2048 / 8192 tokens",
+        "gpu",
+        "{ttft_whole_128_ms:.1f} / {ttft_whole_512_ms:.1f} / {ttft_whole_2048_ms:.1f} / {ttft_whole_8192_ms:.1f} ms",
+        " ms",
+    ),
+    Row(
+        "HTTP, 1P1D on the same card: the same, prefill with the card to itself",
+        "gpu",
+        "{ttft_1p1d_128_ms:.1f} / {ttft_1p1d_512_ms:.1f} / {ttft_1p1d_2048_ms:.1f} / {ttft_1p1d_8192_ms:.1f} ms",
+    ),
+    Row(
+        "1P1D beyond `whole`, 128 / 512 / 2048 tokens",
+        "gpu",
+        "{ttft_excess_128_ms:.1f} / {ttft_excess_512_ms:.1f} / {ttft_excess_2048_ms:.1f} ms",
+        " ms",
+    ),
+    Row("hand-over: token 1 to token 2 beyond one step, p50", "gpu", "{handover_ms_p50:.2f} ms", " ms"),
+    Row("share of the KV's bytes that leave after token 1 was sampled", "gpu", "{late_bytes_share:.3f}"),
+    Row(
+        "between tokens of 16 streams while 8192-token prompts arrive, p99 / max: 1P1D, prefill on half of the card",
+        "gpu",
+        "{itl_p99_ms_1p1d:.1f} / {itl_max_ms_1p1d:.1f} ms",
+        " ms",
+    ),
+    Row(
+        "the same: 1P1D, prefill on all of the card; `whole`",
+        "gpu",
+        "{itl_p99_ms_1p1d_all_sms:.1f} / {itl_max_ms_1p1d_all_sms:.1f}; {itl_p99_ms_whole:.1f} / {itl_max_ms_whole:.1f} ms",
+    ),
+    Row(
+        "such prompts served in a minute: half of the card / all of it / `whole`",
+        "gpu",
+        "{prompts_per_min_1p1d:.0f} / {prompts_per_min_1p1d_all_sms:.0f} / {prompts_per_min_whole:.0f}",
+    ),
+    Row("`cuda_ipc` in bulk, 2048 tokens, over a copy on the device", "gpu", "{ipc_over_device_copy_2048:.3f}"),
 )
 
 
