@@ -69,7 +69,7 @@ def batch_of(num_rows: int, count: int) -> ForwardBatch:
 def main() -> None:
     compile_only()
     for multiple in (16, 8, 1):
-        Copies(torch.device("cpu")).launch(np.array([[multiple, 2 * multiple, 3 * multiple]], dtype=np.int64))
+        Copies(torch.device("cpu")).launch(1 << 40, 1 << 41, np.array([[multiple, 2 * multiple, 3 * multiple]], dtype=np.int64))
     for dtype in (torch.bfloat16, torch.float32):
         for shape in SHAPES if dtype is torch.bfloat16 else SHAPES[:2]:
             kv = torch.empty(2, 64, 16, shape.num_kv_heads, shape.head_dim, dtype=dtype)

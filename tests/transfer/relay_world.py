@@ -18,7 +18,8 @@ import numpy as np
 
 from kvrelay.errors import ProtocolError
 from kvrelay.ids import TransferId, WorkerId, new_worker_id
-from kvrelay.transfer.engines.base import Completion, MoveId, Mover, Ranges, TransferError, check_ranges
+from kvrelay.transfer.engines.base import Completion, MoveId, Mover, Ranges, TransferError
+from kvrelay.transfer.engines.ranges import check_ranges
 from kvrelay.transfer.region import Region
 from kvrelay.transfer.relay.desk import Desk
 from kvrelay.transfer.relay.kind import Kind

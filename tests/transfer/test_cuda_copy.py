@@ -18,10 +18,6 @@ pytestmark = [pytest.mark.cuda] if ON_CARD else []
 SIZE = 400_000
 
 
-def table_of(target: torch.Tensor, source: torch.Tensor, ranges: Ranges) -> Ranges:
-    return ranges + np.array([target.data_ptr(), source.data_ptr(), 0])
-
-
 def check(ranges: Ranges) -> None:
     random = torch.Generator().manual_seed(1)
     source = torch.randint(0, 256, (SIZE,), dtype=torch.uint8, generator=random)
@@ -29,7 +25,7 @@ def check(ranges: Ranges) -> None:
     for to, start, size in ranges.tolist():
         expected[to : to + size] = source[start : start + size]
     there, target = source.to(DEVICE), torch.zeros(SIZE, dtype=torch.uint8, device=DEVICE)
-    Copies(DEVICE).launch(table_of(target, there, ranges))
+    Copies(DEVICE).launch(target.data_ptr(), there.data_ptr(), ranges)
     assert torch.equal(target.cpu(), expected)
 
 
@@ -63,14 +59,15 @@ def test_a_table_longer_than_any_before_finds_room() -> None:
     copies = Copies(DEVICE)
     for count in (10, 5000, 20):
         places = np.arange(count, dtype=np.int64) * 16
-        copies.launch(table_of(target, source, np.column_stack((places, places, np.full(count, 16)))))
+        copies.launch(target.data_ptr(), source.data_ptr(), np.column_stack((places, places, np.full(count, 16))))
         assert torch.equal(target[: 16 * count].cpu(), source[: 16 * count].cpu())
 
 
 def test_alignment_is_that_of_every_number() -> None:
-    assert alignment(np.array([[16, 32, 48], [64, 16, 160]], dtype=np.int64)) == 16
-    assert alignment(np.array([[16, 32, 48], [64, 24, 160]], dtype=np.int64)) == 8
-    assert alignment(np.array([[16, 32, 48], [64, 16, 161]], dtype=np.int64)) == 1
+    assert alignment(32, np.array([[16, 32, 48], [64, 16, 160]], dtype=np.int64)) == 16
+    assert alignment(32, np.array([[16, 32, 48], [64, 24, 160]], dtype=np.int64)) == 8
+    assert alignment(32, np.array([[16, 32, 48], [64, 16, 161]], dtype=np.int64)) == 1
+    assert alignment(24, np.array([[16, 32, 48], [64, 16, 160]], dtype=np.int64)) == 8
 
 
 def test_it_is_tried_before_it_is_used() -> None:

@@ -7,15 +7,17 @@ import shutil
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.native.compile import compile_and_load
 from kvrelay.transfer import copy
-from kvrelay.transfer.engines.base import Ranges, coalesce
-from kvrelay.transfer.engines.ranges import cut, groups
+from kvrelay.transfer.engines import ranges as arithmetic
+from kvrelay.transfer.engines.base import Ranges, TransferError
+from kvrelay.transfer.engines.ranges import check_ranges, coalesce, cut, groups
 
 SIZE = 1 << 16
+untimed = settings(deadline=None)  # the first one compiles
 
 ranges_lists = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30), st.integers(0, 500)), max_size=40).map(
     lambda rows: np.array([(a * 512, b * 512, size) for a, b, size in rows], dtype=np.int64).reshape(-1, 3)
@@ -27,6 +29,7 @@ def moved_bytes(ranges: Ranges) -> list[tuple[int, int]]:
     return sorted((a + i, b + i) for a, b, size in ranges.tolist() for i in range(size))
 
 
+@untimed
 @given(ranges_lists, st.integers(1, 300))
 def test_cutting_moves_the_same_bytes_in_short_pieces(ranges: Ranges, piece_bytes: int) -> None:
     pieces = cut(ranges, piece_bytes)
@@ -34,6 +37,7 @@ def test_cutting_moves_the_same_bytes_in_short_pieces(ranges: Ranges, piece_byte
     assert not len(pieces) or 0 < pieces[:, 2].min() <= pieces[:, 2].max() <= piece_bytes
 
 
+@untimed
 @given(ranges_lists, st.integers(1, 3000))
 def test_groups_hold_the_same_bytes_and_about_so_many_each(ranges: Ranges, group_bytes: int) -> None:
     parts = groups(ranges, group_bytes)
@@ -41,11 +45,34 @@ def test_groups_hold_the_same_bytes_and_about_so_many_each(ranges: Ranges, group
     assert all(part[:, 2].sum() <= 2 * group_bytes for part in parts)
 
 
+@untimed
 @given(ranges_lists)
 def test_coalescing_moves_the_same_bytes(ranges: Ranges) -> None:
     joined = coalesce(ranges)
     assert moved_bytes(joined) == moved_bytes(ranges)
     assert len(joined) <= len(ranges)
+
+
+@untimed
+@given(ranges_lists)
+def test_coalescing_without_a_compiler_gives_the_same_ranges(ranges: Ranges) -> None:
+    in_order = ranges[np.argsort(ranges[:, 0], kind="stable")]
+    for some in (ranges, in_order):
+        assert np.array_equal(coalesce(some), arithmetic._sort_and_join(some))
+
+
+@untimed
+@given(ranges_lists, st.sampled_from([-(1 << 63), -1, 0, 512, (1 << 63) - 1]), st.integers(0, 2))
+def test_ranges_outside_a_region_are_found_with_and_without_a_compiler(ranges: Ranges, extreme: int, column: int) -> None:
+    ranges = ranges.copy()
+    ranges[-1:, column] = extreme
+    is_inside = all(0 <= a <= 9000 - size and 0 <= b <= 8000 - size and size >= 0 for a, b, size in ranges.tolist())
+    try:
+        check_ranges(ranges, 9000, 8000)
+        found = True
+    except TransferError:
+        found = False
+    assert found == is_inside == arithmetic._is_inside(ranges, 9000, 8000)
 
 
 @pytest.mark.parametrize("native", [True, False])

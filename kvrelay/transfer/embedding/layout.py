@@ -18,7 +18,8 @@ import msgspec
 import numpy as np
 
 from kvrelay.transfer.blocks import Placement, mismatch, placed_blocks, runs
-from kvrelay.transfer.engines.base import Ranges, TransferError, coalesce
+from kvrelay.transfer.engines.base import Ranges, TransferError
+from kvrelay.transfer.engines.ranges import coalesce
 from kvrelay.wire.embedding import Init, PoolLayout, Resume
 
 FILL_ID_BYTES = 4

@@ -91,27 +91,3 @@ class TransferEngine(Protocol):
 
     def close(self) -> None:
         """Ends everything; a last `poll` gives what was open. May be called twice."""
-
-
-def coalesce(ranges: Ranges) -> Ranges:
-    """Joins neighbours that are contiguous on both sides. Order of local offsets; empty ranges vanish."""
-    ranges = ranges[ranges[:, 2] > 0]
-    if len(ranges) < 2:
-        return ranges
-    local, remote, size = np.ascontiguousarray(ranges.T)
-    order = np.argsort(local, kind="stable")
-    local, remote, size = local[order], remote[order], size[order]
-    continues = (local[:-1] + size[:-1] == local[1:]) & (remote[:-1] + size[:-1] == remote[1:])
-    first = np.flatnonzero(np.concatenate(([True], ~continues)))
-    return np.stack((local[first], remote[first], np.add.reduceat(size, first)), axis=1)
-
-
-def check_ranges(ranges: Ranges, local_size_bytes: int, remote_size_bytes: int) -> None:
-    """Raises TransferError if anything lies outside either region."""
-    if ranges.ndim != 2 or ranges.shape[1] != 3 or ranges.dtype != np.int64:
-        raise TransferError(f"ranges must be int64 [count, 3], not {ranges.dtype} {ranges.shape}")
-    if len(ranges) == 0:
-        return
-    room = np.array([local_size_bytes, remote_size_bytes]) - ranges[:, 2:3]  # not offset + size, which could overflow
-    if ranges.min() < 0 or np.any(ranges[:, :2] > room):
-        raise TransferError(f"ranges outside the regions of {local_size_bytes} and {remote_size_bytes} bytes")

@@ -16,12 +16,12 @@ from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 import msgspec
-import numpy as np
 
 from kvrelay.ids import WorkerId
 from kvrelay.log import Log
-from kvrelay.transfer.engines.base import Completion, MoveId, Mover, Ranges, TransferError, check_ranges, coalesce
+from kvrelay.transfer.engines.base import Completion, MoveId, Mover, Ranges, TransferError
 from kvrelay.transfer.engines.moves import Move, MoveBook
+from kvrelay.transfer.engines.ranges import check_ranges, coalesce, native
 from kvrelay.transfer.region import Region
 
 _log = Log("transfer")
@@ -158,6 +158,7 @@ class LinkedEngine(abc.ABC):
     def register(self, region: Region) -> None:
         if self._region is not None:
             raise TransferError(f"{self.name}: a region is already registered")
+        native()  # not with the first move
         self._open(region)
         self._region = region
 
@@ -206,7 +207,7 @@ class LinkedEngine(abc.ABC):
         if link is None:
             raise TransferError(f"{self.name}: unknown peer {peer}")
         check_ranges(ranges, region.size_bytes, link.remote_size_bytes)
-        move = self._book.open(peer, np.ascontiguousarray(coalesce(ranges)), writes=writes)
+        move = self._book.open(peer, coalesce(ranges), writes=writes)
         if len(move.ranges):
             link.submit(move)
         else:

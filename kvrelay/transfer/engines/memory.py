@@ -11,9 +11,10 @@ import threading
 
 from kvrelay.ids import WorkerId
 from kvrelay.transfer.copy import copy_ranges
-from kvrelay.transfer.engines.base import Completion, MoveId, Mover, Ranges, TransferError, check_ranges, coalesce
+from kvrelay.transfer.engines.base import Completion, MoveId, Mover, Ranges, TransferError
 from kvrelay.transfer.engines.links import CANCELLED, CLOSED, PEER_REMOVED
 from kvrelay.transfer.engines.moves import Move, MoveBook
+from kvrelay.transfer.engines.ranges import check_ranges, coalesce
 from kvrelay.transfer.region import Region
 
 

@@ -16,7 +16,8 @@ import numpy as np
 
 from kvrelay.errors import VersionMismatchError
 from kvrelay.transfer.blocks import Numbers, Placement, mismatch, runs
-from kvrelay.transfer.engines.base import Ranges, coalesce
+from kvrelay.transfer.engines.base import Ranges
+from kvrelay.transfer.engines.ranges import coalesce
 from kvrelay.wire.kv import MAX_RANKS, Layout, heads_of, heads_per_rank
 
 

@@ -21,13 +21,17 @@ _FIRST_ROWS = 4096
 _IDLE_FACTOR = 4  # programs there may be for each that has something to do
 
 
-@triton.jit
-def _copy_kernel(table, ALIGNED: tl.constexpr, ITEM: tl.constexpr, PIECE: tl.constexpr, STEP: tl.constexpr):
-    """`table` has rows of target, source and size in bytes, all multiples of ALIGNED; ITEM bytes are copied as one number."""
+@triton.jit(do_not_specialize=["to_address", "from_address"])
+def _copy_kernel(
+    table, to_address, from_address,
+    ALIGNED: tl.constexpr, ITEM: tl.constexpr, PIECE: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """`table` has ranges, rows of offset there, offset here and size in bytes; with the two addresses, all are multiples of
+    ALIGNED. ITEM bytes are copied as one number."""
     row = table + tl.program_id(0).to(tl.int64) * 3
     first = tl.program_id(1).to(tl.int64) * PIECE
-    target = tl.load(row) + first
-    source = tl.load(row + 1) + first
+    target = to_address + tl.load(row) + first
+    source = from_address + tl.load(row + 1) + first
     count = tl.minimum(tl.load(row + 2) - first, PIECE) // ITEM  # not above 0: this range is shorter
     if ITEM == 8:
         count = tl.multiple_of(count, ALIGNED // ITEM)
@@ -49,9 +53,9 @@ class Copies:
         self._device = device
         self._hold(_FIRST_ROWS)
 
-    def launch(self, table: Ranges) -> None:
-        table, num_pieces = shaped(table)
-        aligned = alignment(table)
+    def launch(self, to_address: int, from_address: int, ranges: Ranges) -> None:
+        table, num_pieces = shaped(ranges)
+        aligned = alignment(to_address | from_address, ranges)
         item = 8 if aligned >= 8 else 1
         if len(table) > len(self._array):
             self._hold(2 * len(table))
@@ -59,8 +63,9 @@ class Copies:
         if self._sent is not self._staged:
             self._sent[: len(table)].copy_(self._staged[: len(table)], non_blocking=True)
         _copy_kernel[(len(table), num_pieces)](
-            self._sent, ALIGNED=aligned, ITEM=item, PIECE=_PIECE_BYTES, STEP=_STEP_BYTES // item, num_warps=8
-        )
+            self._sent, to_address, from_address,
+            ALIGNED=aligned, ITEM=item, PIECE=_PIECE_BYTES, STEP=_STEP_BYTES // item, num_warps=8,
+        )  # fmt: skip
 
     def _hold(self, num_rows: int) -> None:
         on_card = self._device.type == "cuda"
@@ -69,18 +74,17 @@ class Copies:
         self._sent = torch.zeros_like(self._staged, device=self._device) if on_card else self._staged
 
 
-def shaped(table: Ranges) -> tuple[Ranges, int]:
-    """The table, cut where that saves programs, and how many pieces its longest range has."""
-    pieces = -(-table[:, 2] // _PIECE_BYTES)
-    most = int(pieces.max())
-    if most > _MOST_PIECES or len(table) * most > _IDLE_FACTOR * int(pieces.sum()):
-        return cut(table, _PIECE_BYTES), 1
-    return table, most
+def shaped(ranges: Ranges) -> tuple[Ranges, int]:
+    """The ranges, cut where that saves programs, and how many pieces the longest has."""
+    most = -(-int(ranges[:, 2].max()) // _PIECE_BYTES)
+    if most > 1 and (most > _MOST_PIECES or len(ranges) * most > _IDLE_FACTOR * int((-(-ranges[:, 2] // _PIECE_BYTES)).sum())):
+        return cut(ranges, _PIECE_BYTES), 1
+    return ranges, most
 
 
-def alignment(table: Ranges) -> int:
-    """The largest of 16, 8 and 1 that divides every address and size."""
-    bits = int(np.bitwise_or.reduce(table, axis=None))
+def alignment(addresses: int, ranges: Ranges) -> int:
+    """The largest of 16, 8 and 1 that divides every address, offset and size; `addresses` has the bits of both."""
+    bits = addresses | int(np.bitwise_or.reduce(ranges.reshape(-1)))
     return 16 if bits % 16 == 0 else 8 if bits % 8 == 0 else 1
 
 
@@ -89,6 +93,6 @@ def warm_up(device: torch.device) -> None:
     source = torch.arange(4096, dtype=torch.int64, device=device)
     target = torch.zeros_like(source)
     for offset, size in ((0, 32768), (8, 8), (3, 17)):
-        Copies(device).launch(np.array([[target.data_ptr() + offset, source.data_ptr() + offset, size]], dtype=np.int64))
+        Copies(device).launch(target.data_ptr(), source.data_ptr(), np.array([[offset, offset, size]], dtype=np.int64))
     if not torch.equal(source, target):
         raise RuntimeError("the kernel does not copy what it should")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from kvrelay.log import Log
@@ -18,8 +17,8 @@ if TYPE_CHECKING:
 
 _log = Log("transfer.cuda")
 
-Launch = Callable[[Ranges, torch.cuda.Stream], None]
-"""Queues copies on the stream: rows of target address, source address, size."""
+Launch = Callable[[int, int, Ranges, torch.cuda.Stream], None]
+"""Queues copies to and from these addresses on the stream."""
 
 
 class NvidiaCard:
@@ -59,10 +58,9 @@ class StreamCopier:
         self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def copy(self, to_address: int, from_address: int, ranges: Ranges) -> None:
-        table = ranges + np.array([to_address, from_address, 0])
         try:
             with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-                self._launch(table, self._stream)
+                self._launch(to_address, from_address, ranges, self._stream)
                 self._done.record(self._stream)
             self._done.synchronize()  # without Python's lock
         except RuntimeError as error:  # PyTorch's and Triton's
@@ -82,15 +80,15 @@ def choose_launch(driver: Driver, device: torch.device) -> Callable[[], Launch]:
 
 
 def _by_triton(copies: Copies) -> Launch:
-    def launch(table: Ranges, stream: torch.cuda.Stream) -> None:
-        copies.launch(table)  # on the current stream, which it is
+    def launch(to_address: int, from_address: int, ranges: Ranges, stream: torch.cuda.Stream) -> None:
+        copies.launch(to_address, from_address, ranges)  # on the current stream, which it is
 
     return launch
 
 
 def by_driver(driver: Driver) -> Launch:
-    def launch(table: Ranges, stream: torch.cuda.Stream) -> None:
-        for to_address, from_address, size in table.tolist():
-            driver.copy(to_address, from_address, size, stream.cuda_stream)
+    def launch(to_address: int, from_address: int, ranges: Ranges, stream: torch.cuda.Stream) -> None:
+        for there, here, size in ranges.tolist():
+            driver.copy(to_address + there, from_address + here, size, stream.cuda_stream)
 
     return launch
