@@ -267,19 +267,8 @@ class RoleOptions(msgspec.Struct, frozen=True, kw_only=True):
     engine: EngineOptions
 
 
-def check_device(model: ModelOptions, roles: Iterable[Role]) -> None:
-    """Refuses what is not handed over between GPUs yet: embeddings."""
-    if model.device != "cpu" and Role.ENCODE in roles:
-        raise ConfigError(
-            f"--device {model.device}: encode workers run on the CPU only, since embeddings are not handed over between GPUs;"
-            " a worker on a GPU encodes the images of its prompts itself: --whole 1 (serve) or --role whole (worker)"
-        )
-
-
 def check_roles(options: Mapping[Role, RoleOptions]) -> None:
-    """Refuses roles whose workers could not work together, and devices on which they do not run."""
-    for model in dict.fromkeys(role_options.model for role_options in options.values()):
-        check_device(model, [role for role, its in options.items() if its.model == model])
+    """Refuses roles whose workers could not work together."""
     for name in ("model", "load", "dtype", "weights"):  # block sizes, pools, batches, threads and degrees may differ
         values = {role: msgspec.structs.asdict(its.model)[name] for role, its in options.items()}
         if len(set(values.values())) > 1:

@@ -27,11 +27,10 @@ from kvrelay.checkpoint.fetch import resolve
 from kvrelay.config import read_environment
 from kvrelay.engine.engine import Engine
 from kvrelay.errors import EngineClosedError, InternalError, QueueFullError
-from kvrelay.launch.cluster import WorkerSettings, local_cluster, worker_roles
+from kvrelay.launch.cluster import WorkerSettings, local_cluster
 from kvrelay.log import Log
 from kvrelay.offline.engine_backend import EngineBackend
 from kvrelay.offline.options import OfflineOptions
-from kvrelay.options import check_device
 from kvrelay.progress import Progress
 from kvrelay.router.backend import Backend, GenerateRequest
 from kvrelay.router.stream import RequestStream
@@ -74,7 +73,6 @@ def open_engine(engine: Engine, options: OfflineOptions) -> Open:
 
 def open_workers(options: OfflineOptions, progress: Progress, *, shown: bool) -> tuple[Tokenizer, Open]:
     """The model in worker processes, which show their own progress if `shown`."""
-    check_device(options.model, worker_roles(options.cluster))  # before anything is fetched
     folder = resolve(options.model.model, read_environment(), progress)
     workers = WorkerSettings(
         model=msgspec.structs.replace(options.model, model=str(folder)),

@@ -29,9 +29,6 @@ def order_drain(peers: Mapping[WorkerId, Peer], worker_id: str, role: Role | Non
         raise ConflictError(f"worker {peer.id} is draining already", param="worker", code="already_draining")
     if role is peer.record.role:
         raise ConflictError(f"worker {peer.id} is a {role.value} worker already", param="role", code="same_role")
-    if role is Role.ENCODE and peer.record.device != "cpu":  # it would start again, be refused, and end
-        reason = f"runs on {peer.record.device}, and {role.value} workers run on the CPU only"
-        raise ConflictError(f"worker {peer.id} {reason}", param="role", code="wrong_device")
     if not peer.send(Drain(role=role)):
         raise UnavailableError(f"worker {peer.id} cannot be reached: {peer.problem}", param="worker", code="unreachable")
     # The registry will say so too, but not before the next requests are planned.

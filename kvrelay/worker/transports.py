@@ -15,14 +15,12 @@ from kvrelay.transfer.engines.base import TransferEngine, TransferError
 
 
 def open_engines(name: str, worker_id: WorkerId, host: str, device: str) -> list[TransferEngine]:
-    """For memory on `device`. Where only this machine can reach it, shared memory is all that is needed."""
+    """For memory on `device`. Where only this machine can reach it, what works within a host is all that is needed."""
     try:
         if name != "auto":
             choose.probe(name, device)
             return [choose.make_engine(name, worker_id, host)]
-        names = choose.available(device)
-        if "shm" in names and ipaddress.ip_address(host).is_loopback:
-            names = ["shm"]
+        names = choose.available(device, one_host=ipaddress.ip_address(host).is_loopback)
         engines = [choose.make_engine(each, worker_id, host) for each in names]
     except (TransferError, ValueError) as error:
         raise ConfigError(f"--transfer {name}: {error}") from error

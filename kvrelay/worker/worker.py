@@ -26,7 +26,6 @@ from kvrelay.discovery.choose import open_registration
 from kvrelay.errors import ConfigError, ProtocolError
 from kvrelay.ids import new_worker_id
 from kvrelay.log import Log, configure
-from kvrelay.options import check_device
 from kvrelay.planes.cluster_key import key_file, load_key
 from kvrelay.planes.curve import use_key, warn_if_open
 from kvrelay.progress import Progress
@@ -60,7 +59,6 @@ def run_worker(
     """The life of a worker; returns its exit status. With a tie to a launcher, Ctrl-C is for the launcher, not for us."""
     engine_options = engine_options.for_device(model_options.device)
     role = Role(worker_options.role)
-    check_device(model_options, [role])
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     if worker_options.worker_host in ("0.0.0.0", "*", "::"):
         raise ConfigError("--worker-host must be an address that routers can reach, not every address")

@@ -76,21 +76,22 @@ def test_transports_of_cards(monkeypatch: pytest.MonkeyPatch) -> None:
     found = host.check_card_transports()
     assert (grade(found), found.found) == (Grade.OK, "none is needed: no NVIDIA card")
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
-    reasons = {"cuda_ipc": "", "nixl": "nixl moves host memory", "mooncake": "not installed"}
+    reasons = {"cuda_ipc": "", "nixl": "no UCX", "mooncake": "not installed"}
     monkeypatch.setattr(host, "_refusal", lambda name: reasons[name])
     found = host.check_card_transports()
     assert (grade(found), found.found) == (
         Grade.OK,
-        "cuda_ipc: can be used on one host; nixl: nixl moves host memory; mooncake: not installed",
+        "cuda_ipc: can be used on one host; nixl: no UCX; mooncake: not installed",
     )
-    reasons["cuda_ipc"] = "cuda_ipc needs NVIDIA's driver"
+    reasons["cuda_ipc"] = "memory of a card needs NVIDIA's driver"
     assert grade(host.check_card_transports()) is Grade.WARN
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
 def test_what_a_transport_says_of_a_card_that_is_not_here() -> None:
-    assert host._refusal("cuda_ipc").startswith("cuda_ipc needs NVIDIA's driver")
-    assert "has not been shown" in host._refusal("nixl")
+    assert host._refusal("cuda_ipc").startswith("memory of a card needs NVIDIA's driver")
+    assert host._refusal("nixl").startswith("memory of a card needs NVIDIA's driver")
+    assert "package without CUDA" in host._refusal("mooncake")
 
 
 def test_shared_memory_and_kernel(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

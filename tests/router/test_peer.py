@@ -13,7 +13,7 @@ import zmq.asyncio
 from registry_records import make_record
 
 from kvrelay.discovery.base import Loss, OnChanged, OnJoined, OnLeft
-from kvrelay.errors import ConflictError, UnavailableError
+from kvrelay.errors import UnavailableError
 from kvrelay.ids import RequestId, new_request_id, new_worker_id
 from kvrelay.metrics import Metrics
 from kvrelay.router.backend import GenerateRequest
@@ -123,21 +123,12 @@ async def test_a_submit_carries_the_whole_request(scripted: Scripted) -> None:
     assert (submit.params.seed, submit.cache_salt) == (9, "s")
 
 
-async def test_a_worker_on_a_gpu_is_not_told_to_take_a_role_that_it_could_not_start_in(scripted: Scripted) -> None:
-    scripted.record = msgspec.structs.replace(scripted.record, device="cuda")
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+async def test_a_worker_may_take_any_role(scripted: Scripted, device: str) -> None:
+    scripted.record = msgspec.structs.replace(scripted.record, device=device)
     await scripted.open()
-    with pytest.raises(ConflictError, match="runs on cuda, and encode workers run on the CPU only") as refused:
-        scripted.router.drain(scripted.record.id, Role.ENCODE)
-    assert (refused.value.param, refused.value.code) == ("role", "wrong_device")
-    assert scripted.router.ready
-    scripted.router.drain(scripted.record.id)
-    assert await scripted.receive_other_than(Ping) == Drain(role=None)
-
-
-async def test_a_worker_on_the_cpu_may_take_any_role(scripted: Scripted) -> None:
-    await scripted.open()
-    scripted.router.drain(scripted.record.id, Role.PREFILL)
-    assert await scripted.receive_other_than(Ping) == Drain(role=Role.PREFILL)
+    scripted.router.drain(scripted.record.id, Role.ENCODE)
+    assert await scripted.receive_other_than(Ping) == Drain(role=Role.ENCODE)
 
 
 async def test_nonsense_of_a_worker_is_counted_and_its_requests_go_on(scripted: Scripted) -> None:

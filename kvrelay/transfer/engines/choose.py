@@ -21,9 +21,13 @@ PREFERENCE = ("cuda_ipc", "shm", "nixl", "mooncake")  # best first
 _ONE_HOST_ONLY = frozenset({"cuda_ipc", "shm"})
 
 
-def available(device: str) -> list[str]:
-    """The engines that can move memory of `device` ("cpu", "cuda:0") on this machine, best first."""
-    return [name for name in PREFERENCE if _works(name, device)]
+def available(device: str, *, one_host: bool = False) -> list[str]:
+    """The engines that can move memory of `device` ("cpu", "cuda:0") on this machine, best first. `one_host`: no peer is
+    elsewhere, so if one that works between processes of a host does, that is all."""
+    near = [name for name in PREFERENCE if name in _ONE_HOST_ONLY and _works(name, device)]
+    if near and one_host:
+        return near
+    return near + [name for name in PREFERENCE if name not in _ONE_HOST_ONLY and _works(name, device)]
 
 
 def probe(name: str, device: str) -> None:
@@ -33,13 +37,17 @@ def probe(name: str, device: str) -> None:
             _probe_cuda_ipc(device)
         case "shm":
             _probe_shm(device)
-        case "nixl" | "mooncake":
+        case "nixl":
+            nixl.load_bindings()
+            if device != "cpu":
+                load_driver()
+                nixl.try_card(device)
+        case "mooncake":
             if device != "cpu":
                 raise TransferError(
-                    f"{name} moves host memory; that it moves memory on {device} has not been shown: use cuda_ipc"
+                    f"mooncake moves host memory: its package without CUDA knows no memory on {device}; use cuda_ipc or nixl"
                 )
-            load = nixl.load_bindings if name == "nixl" else mooncake.load_library
-            load()
+            mooncake.load_library()
         case _:
             raise _unknown(name)
 

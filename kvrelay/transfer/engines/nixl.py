@@ -30,7 +30,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from kvrelay.ids import WorkerId
+from kvrelay.ids import WorkerId, new_worker_id
 from kvrelay.transfer.engines.base import Mover, Ranges, TransferError
 from kvrelay.transfer.engines.links import CANCELLED, CLOSED, LinkedEngine, Way, read_info
 from kvrelay.transfer.engines.moves import Move
@@ -63,7 +63,7 @@ def load_bindings() -> ModuleType:
         os.environ.setdefault(name, value)
     logging_raises = logging.raiseExceptions
     reasons = []
-    for package in _PACKAGES:
+    for package in sorted(_PACKAGES, key=lambda package: not package.endswith(f"_cu{_cuda_version()}")):
         try:
             return importlib.import_module(f"{package}._bindings")
         except ImportError as error:
@@ -71,6 +71,23 @@ def load_bindings() -> ModuleType:
         finally:
             logging.raiseExceptions = logging_raises  # NIXL's import changes it for the whole process
     raise TransferError(f"nixl is not usable here: {'; '.join(reasons)}. Install it with: {INSTALL}")
+
+
+def _cuda_version() -> str:
+    """That PyTorch was built for, which the card's libraries in this process are of; "" if for none."""
+    import torch
+
+    return (torch.version.cuda or "").partition(".")[0]
+
+
+def try_card(device: str) -> None:
+    """Registers a little of a card's memory: UCX may have no part that knows cards. Raises TransferError."""
+    import torch
+
+    memory = torch.zeros(1 << 16, dtype=torch.uint8, device=device)
+    engine = NixlEngine(new_worker_id("prefill"))
+    engine.register(Region(address=memory.data_ptr(), size_bytes=memory.numel(), device=device))
+    engine.close()
 
 
 class NixlEngine(LinkedEngine):

@@ -48,12 +48,12 @@ def load_driver() -> ctypes.CDLL:
             function = getattr(library, name)
             function.argtypes, function.restype = signature, ctypes.c_int
     except (OSError, AttributeError) as error:
-        raise TransferError(f"cuda_ipc needs NVIDIA's driver: {error}") from error
+        raise TransferError(f"memory of a card needs NVIDIA's driver: {error}") from error
     _check(library, "cuInit", library.cuInit(0))
     count = ctypes.c_int()
     _check(library, "cuDeviceGetCount", library.cuDeviceGetCount(ctypes.byref(count)))
     if count.value < 1:
-        raise TransferError("cuda_ipc needs an NVIDIA card, and the driver sees none")
+        raise TransferError("memory of a card needs an NVIDIA card, and the driver sees none")
     return library
 
 
