@@ -2,14 +2,16 @@
 
 Where nothing but decoding is to be done, the step after this one is known but for its tokens: each sequence that does not
 reach its length takes one more. `RunAhead` plans it while the device computes, and the runner takes the tokens where they are
-(`Runner.runs_ahead`). Nothing else may be under way: no prompt, fork, search, swap or image, no row whose parameters look at
-the tokens so far, and a block must be free for every sequence that needs one.
+(`Runner.runs_ahead`). A sequence that was handed over meanwhile has its first token, and joins. Nothing else may be under way:
+no prompt, fork, search, swap or image, no row whose parameters look at the tokens so far, and a block must be free for every
+sequence that needs one.
 
 A sequence may end while a step with it runs ahead: by its token, by its client, by a failure. Then what that step computes for
 it is dropped. Its blocks are free at once, and are safe: whatever the device does with them later comes after that step, and
-no plan is made, hence no block given to a peer, before the step is collected.
+a peer that is given them learns of it behind a fence.
 
-While requests wait, a plan is made at least every few steps, so that they get the room that others leave.
+While requests wait, a plan is made at least every few steps, so that they get the room that others leave. Those whose peer
+computes their prompt wait for nothing that a plan could give them.
 """
 
 from __future__ import annotations
@@ -44,28 +46,47 @@ class RunAhead:
     def launch_after(self, plan: StepPlan, released: list[int]) -> None:
         """Plans and launches the step after `plan`, which is under way, where all that it lacks are the tokens of that one. The
         runner then forgets those `released`, too."""
-        if not self._runner.runs_ahead or not self._nothing_else(plan):
+        if not self._runner.runs_ahead:
             return
+        self._scheduler.reserve_early()
+        newcomers = self._newcomers(plan) if self._nothing_else(plan) else None
         rows = [row for row in plan.rows if not self._reaches_its_length(row.sequence)]
-        if not rows or (len(rows) < len(plan.rows) and self._num_waiting):
+        if newcomers is None or not rows or (len(rows) < len(plan.rows) and self._num_waiting):
             return
-        if all(map(_is_plain, rows)) and self._grow(rows):
-            ahead = [Row(row.sequence, row.start + row.count, 1, 1) for row in rows]
+        ahead = [Row(row.sequence, row.start + row.count, 1, 1) for row in rows] + newcomers
+        if all(map(_is_plain, ahead)) and self._grow(ahead):
             self.plan = StepPlan(rows=ahead, released=released.copy())
             released.clear()
             self._runner.launch(self.plan)
 
     @property
     def _num_waiting(self) -> int:
-        return self._scheduler.queue.num_waiting + len(self._incoming.waiting)
+        return self._scheduler.queue.num_waiting + len(self._incoming.startable)
 
     def _nothing_else(self, plan: StepPlan) -> bool:
         scheduler = self._scheduler
-        if scheduler.swapped or scheduler.loading or scheduler.num_held_up or len(plan.rows) != len(scheduler.running):
+        if scheduler.swapped or scheduler.loading or scheduler.num_held_up:
             return False
         if self._num_waiting and (not scheduler.starved or self._num_in_turn >= _MOST_WHILE_WAITING):
             return False
-        return all(_is_running(row) for row in plan.rows)
+        return all(_is_running(row) and row.samples == 1 and not row.prompt_logprobs for row in plan.rows)
+
+    def _newcomers(self, plan: StepPlan) -> list[Row] | None:
+        """Rows of the sequences that run and are not in `plan`; None if one of them has more to do than to decode."""
+        if len(plan.rows) == len(self._scheduler.running):
+            return []
+        known = {row.sequence.key for row in plan.rows}
+        found = [sequence for sequence in self._scheduler.running if sequence.key not in known]
+        if not all(map(self._only_decodes, found)):
+            return None
+        return [Row(sequence, sequence.num_computed, 1, 1) for sequence in found]
+
+    def _only_decodes(self, sequence: Sequence) -> bool:
+        """Whether its next step takes one token, and writes a block that is its own."""
+        index, offset = divmod(sequence.num_computed, self._block_size)
+        is_shared = offset != 0 and self._pool.references[sequence.block_table[index]] > 1
+        is_decoding = sequence.num_prompt_tokens <= sequence.num_computed == len(sequence.tokens) - 1
+        return is_decoding and not is_shared
 
     def _reaches_its_length(self, sequence: SequenceView) -> bool:
         """With the token that is being computed."""
@@ -73,12 +94,12 @@ class RunAhead:
         return length - sequence.num_prompt_tokens >= sequence.params.max_tokens or length >= self._max_model_len
 
     def _grow(self, rows: list[Row]) -> bool:
-        """Room for one token more than the step under way writes. That one made sure that the last block is the sequence's
-        own, so nothing is copied."""
+        """Room for the token that each writes. The step under way made sure that the last block is the sequence's own, so
+        nothing is copied."""
         wanting = []
         for row in rows:
             assert isinstance(row.sequence, Sequence)
-            if row.start + row.count >= len(row.sequence.block_table) * self._block_size:
+            if row.start >= len(row.sequence.block_table) * self._block_size:
                 wanting.append(row.sequence)
         blocks = self._pool.allocate(len(wanting))
         for sequence, block in zip(wanting, blocks or [], strict=blocks is not None):
@@ -100,12 +121,12 @@ def _is_running(row: Row) -> bool:
 
 
 def _is_plain(row: Row) -> bool:
-    """Whether the row takes one token, and the next may be taken without a look at it."""
+    """Whether its token may be taken without a look at those before."""
     sequence = row.sequence
     assert isinstance(sequence, Sequence)
     params = sequence.params
-    if row.samples != 1 or row.prompt_logprobs or sequence.request.num_unforked or sequence.request.search is not None:
+    if sequence.request.num_unforked or sequence.request.search is not None:
         return False
     if params.penalised or params.grammar is not None or params.bad_tokens:
         return False
-    return row.start + row.count + 1 - sequence.num_prompt_tokens >= params.min_tokens
+    return row.start + 1 - sequence.num_prompt_tokens >= params.min_tokens

@@ -150,6 +150,11 @@ class Scheduler:
             self._schedule_waiting(plan, budget)
         return plan
 
+    def reserve_early(self) -> None:
+        """While a step is under way: blocks for transfers, where no one else waits for any."""
+        if self._incoming.startable and not (self.queue.num_waiting or self.swapped or self.loading):
+            self._incoming.reserve(self._num_free_rows, self._headroom)
+
     def _admit_in_order(self, plan: StepPlan, budget: int) -> None:
         """Transfers and prompts computed here take the same rows and blocks, so a later one must not take what an earlier one
         of the other kind waits for: under steady load that one would wait for ever."""
