@@ -27,11 +27,11 @@ from kvrelay.runner.gpu_memory import explained, graph_bytes, kv_bytes
 from kvrelay.runner.graphs import graph_sizes
 from kvrelay.runner.host_pool import HostPool, choose_host_blocks, make_host_pool
 from kvrelay.runner.kv_pool import KVPool, PoolSize, blocks_for, choose_pool_size, free_cpu_bytes, token_bytes
-from kvrelay.runner.loader import load_model
 from kvrelay.runner.lora import LoraAdapters
 from kvrelay.runner.ranks.group import LeadingModel, OnDeath, RankGroup
 from kvrelay.runner.ranks.shares import check_split
 from kvrelay.runner.runner import TorchRunner
+from kvrelay.runner.shared import load_for_worker
 from kvrelay.runner.vision.features import FeatureStore
 from kvrelay.runner.warm_up import run_prompt, warm_up, warm_up_mixed
 from kvrelay.sampling import SamplingParams
@@ -75,15 +75,14 @@ def build_runner(
         raise ConfigError("weights in fp8 need the Triton kernels, which cannot run here: see the warning before")
     fp8 = spec.fp8 or model_options.weights == "fp8"
     with explained("loading weights", weight_elements(spec) * (1 if fp8 else dtype.itemsize), device):
-        model = load_model(
+        model = load_for_worker(
             folder,
             spec,
+            model_options,
+            environment,
             kernels=kernels,
-            device=device,
             dtype=dtype,
-            load=model_options.load,
             progress=progress,
-            weights=model_options.weights,
             max_positions=engine_options.max_model_len or None,
             ranks=None if group is None else group.ranks,
         )
