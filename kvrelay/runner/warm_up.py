@@ -15,6 +15,7 @@ from kvrelay.wire.serving import Image
 _WARM_UP_TOKENS = 32
 _GREEDY = SamplingParams(temperature=0.0)
 _QUERY_LINES = (32, 64, 65, 16385)  # queries x heads of a KV head: one of each kind of the paged kernel
+_DECODING = 16  # rows beside which a prompt begins that takes all the budget
 _MANY_HEADS = 136  # KV heads of all rows that decode: where there are so many, another kernel is taken
 
 
@@ -40,6 +41,8 @@ def warm_up_mixed(runner: TorchRunner, options: EngineOptions) -> None:
         count = max(2, -(-lines // group))
         if count <= min(room, options.token_budget - num_decoding):
             _run_mixed(runner, num_decoding, count, block_size)
+    num_decoding = min(_DECODING, options.max_batch - 1)
+    _run_mixed(runner, num_decoding, min(room, options.token_budget - num_decoding), block_size, prefix=0)
 
 
 def run_prompt(runner: TorchRunner, num_tokens: int, block_size: int, params: SamplingParams) -> None:
@@ -48,12 +51,14 @@ def run_prompt(runner: TorchRunner, num_tokens: int, block_size: int, params: Sa
     _run(runner, [Row(sequence=sequence, start=0, count=num_tokens, samples=1)])
 
 
-def _run_mixed(runner: TorchRunner, num_decoding: int, count: int, block_size: int) -> None:
-    """A chunk of so many tokens behind a prefix of one block, and rows that decode their second token, all over each other."""
+def _run_mixed(runner: TorchRunner, num_decoding: int, count: int, block_size: int, prefix: int | None = None) -> None:
+    """A chunk of so many tokens behind a prefix, of one block unless given, and rows that decode their second token, all over
+    each other."""
+    start = block_size if prefix is None else prefix
     decoding = [_WarmUp(key, [0, 0], [0], _GREEDY) for key in range(1, num_decoding + 1)]
-    chunk = _WarmUp(0, [0] * (block_size + count), list(range(blocks_for(block_size + count, block_size))), _GREEDY)
+    chunk = _WarmUp(0, [0] * (start + count), list(range(blocks_for(start + count, block_size))), _GREEDY)
     rows = [Row(sequence=sequence, start=1, count=1, samples=1) for sequence in decoding]
-    _run(runner, [*rows, Row(sequence=chunk, start=block_size, count=count, samples=1)])
+    _run(runner, [*rows, Row(sequence=chunk, start=start, count=count, samples=1)])
 
 
 def _run(runner: TorchRunner, rows: list[Row]) -> None:

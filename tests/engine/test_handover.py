@@ -141,6 +141,7 @@ class Pair:
         max_running_prefills: int = 0,
         host_blocks: int = 0,
         kept_kv_share: float = 0.5,
+        runs_ahead: bool = False,
     ) -> None:
         options = EngineOptions(
             block_size=BLOCK,
@@ -152,7 +153,14 @@ class Pair:
         )
         self.producer, self.consumer = ScriptedProducer(), ScriptedConsumer()
         self.runners = [
-            FakeRunner(num_blocks=num_blocks, vocab_size=VOCAB, block_size=BLOCK, num_host_blocks=host_blocks) for _ in range(2)
+            FakeRunner(
+                num_blocks=num_blocks,
+                vocab_size=VOCAB,
+                block_size=BLOCK,
+                num_host_blocks=host_blocks,
+                runs_ahead=runs_ahead and role == "decode",
+            )
+            for role in ("prefill", "decode")
         ]
         common = {"eos_token_ids": frozenset[int](), "max_model_len": 64, "vocab_size": VOCAB, "cache_seed": "fake"}
         self.prefill = Engine(
@@ -304,6 +312,37 @@ def test_a_sequence_runs_only_after_its_transfer_and_others_run_meanwhile() -> N
     assert len(seen.tokens[early, 0]) == 6
     assert (late, 0) not in seen.tokens
     assert pair.decode.requests[late].sequences[0].state is RequestState.TRANSFERRING
+
+
+def test_steps_go_on_running_ahead_while_a_prompt_is_awaited_reserved_and_joins() -> None:
+    pair, seen = Pair(runs_ahead=True), Collected()
+    early = pair.submit([1, 2, 3], max_tokens=20)
+    run(pair.prefill, Collected())
+    pair.consumer.news.started.append(early)
+    run(pair.decode, seen)
+    pair.move(early)
+    seen.take(pair.decode.step())
+    late = pair.submit(list(range(8, 19)), max_tokens=6)
+    ahead: list[int] = []  # rows of the step that is under way after each
+
+    def step() -> None:
+        seen.take(pair.decode.step())
+        plan = pair.decode._ahead.plan
+        ahead.append(0 if plan is None else len(plan.rows))
+
+    step()
+    step()  # its peer has not begun
+    pair.consumer.news.started.append(late)
+    step()
+    assert late in pair.consumer.reserved
+    run(pair.prefill, Collected())
+    pair.move(late)
+    step()
+    assert ahead == [1, 1, 1, 2]
+    run(pair.decode, seen)
+    assert seen.tokens[early, 0] == solo([1, 2, 3], max_tokens=20)[0]
+    assert seen.tokens[late, 0] == solo(list(range(8, 19)), max_tokens=6)[0]
+    check_idle(pair.decode.core)
 
 
 def test_a_prefill_worker_counts_what_it_sends_as_part_of_its_batch_and_parks_when_it_cannot_go_on() -> None:

@@ -19,7 +19,7 @@ import numpy as np
 from kvrelay.errors import ProtocolError
 from kvrelay.ids import TransferId, WorkerId, new_worker_id
 from kvrelay.transfer.engines.base import Completion, MoveId, Mover, Ranges, TransferError
-from kvrelay.transfer.engines.ranges import check_ranges
+from kvrelay.transfer.engines.ranges import coalesce
 from kvrelay.transfer.region import Region
 from kvrelay.transfer.relay.desk import Desk
 from kvrelay.transfer.relay.kind import Kind
@@ -86,7 +86,7 @@ class SimEngine:
         if peer not in self._peers:
             raise TransferError(f"unknown peer {peer}")
         if peer in self._fabric:
-            check_ranges(ranges, self._fabric[self._worker].nbytes, self._fabric[peer].nbytes)
+            coalesce(ranges, self._fabric[self._worker].nbytes, self._fabric[peer].nbytes)
         self._next += 1
         self._moves[MoveId(self._next)] = Move(peer, ranges, writes)
         return MoveId(self._next)

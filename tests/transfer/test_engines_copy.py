@@ -14,7 +14,7 @@ from kvrelay.native.compile import compile_and_load
 from kvrelay.transfer import copy
 from kvrelay.transfer.engines import ranges as arithmetic
 from kvrelay.transfer.engines.base import Ranges, TransferError
-from kvrelay.transfer.engines.ranges import check_ranges, coalesce, cut, groups
+from kvrelay.transfer.engines.ranges import coalesce, cut, groups
 
 SIZE = 1 << 16
 untimed = settings(deadline=None)  # the first one compiles
@@ -68,11 +68,11 @@ def test_ranges_outside_a_region_are_found_with_and_without_a_compiler(ranges: R
     ranges[-1:, column] = extreme
     is_inside = all(0 <= a <= 9000 - size and 0 <= b <= 8000 - size and size >= 0 for a, b, size in ranges.tolist())
     try:
-        check_ranges(ranges, 9000, 8000)
+        coalesce(ranges, 9000, 8000)
         found = True
     except TransferError:
         found = False
-    assert found == is_inside == arithmetic._is_inside(ranges, 9000, 8000)
+    assert found == is_inside == arithmetic._are_inside(ranges, 9000, 8000)
 
 
 @pytest.mark.parametrize("native", [True, False])

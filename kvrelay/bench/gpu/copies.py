@@ -21,6 +21,7 @@ from kvrelay.transfer.engines.base import Mover, Ranges, TransferError
 from kvrelay.transfer.engines.choose import make_engine
 from kvrelay.transfer.kv.layout import KVLayout
 from kvrelay.transfer.region import Region
+from kvrelay.transfer.relay.thread import sleep_exactly
 
 LENGTHS = (128, 2048, 8192)
 NIXL_LENGTH = 2048
@@ -66,6 +67,7 @@ class CardPeer:
     def move(self, ranges: Ranges) -> float:
         """Seconds, from the call to the completion that a poll gives."""
         reads = self._engine.mover is Mover.CONSUMER
+        sleep_exactly()
         start = time.perf_counter()
         move = (self._engine.read if reads else self._engine.write)(self._peer, ranges)
         while not (ended := self._engine.poll()):

@@ -21,7 +21,7 @@ from kvrelay.ids import WorkerId
 from kvrelay.log import Log
 from kvrelay.transfer.engines.base import Completion, MoveId, Mover, Ranges, TransferError
 from kvrelay.transfer.engines.moves import Move, MoveBook
-from kvrelay.transfer.engines.ranges import check_ranges, coalesce, native
+from kvrelay.transfer.engines.ranges import coalesce, prepare
 from kvrelay.transfer.region import Region
 
 _log = Log("transfer")
@@ -158,7 +158,7 @@ class LinkedEngine(abc.ABC):
     def register(self, region: Region) -> None:
         if self._region is not None:
             raise TransferError(f"{self.name}: a region is already registered")
-        native()  # not with the first move
+        prepare()
         self._open(region)
         self._region = region
 
@@ -206,8 +206,7 @@ class LinkedEngine(abc.ABC):
         region, link = self._registered(), self._links.get(peer)
         if link is None:
             raise TransferError(f"{self.name}: unknown peer {peer}")
-        check_ranges(ranges, region.size_bytes, link.remote_size_bytes)
-        move = self._book.open(peer, coalesce(ranges), writes=writes)
+        move = self._book.open(peer, coalesce(ranges, region.size_bytes, link.remote_size_bytes), writes=writes)
         if len(move.ranges):
             link.submit(move)
         else:

@@ -14,7 +14,7 @@ from kvrelay.transfer.copy import copy_ranges
 from kvrelay.transfer.engines.base import Completion, MoveId, Mover, Ranges, TransferError
 from kvrelay.transfer.engines.links import CANCELLED, CLOSED, PEER_REMOVED
 from kvrelay.transfer.engines.moves import Move, MoveBook
-from kvrelay.transfer.engines.ranges import check_ranges, coalesce
+from kvrelay.transfer.engines.ranges import coalesce
 from kvrelay.transfer.region import Region
 
 
@@ -109,8 +109,8 @@ class MemoryEngine:
         if peer not in self._peers:
             raise TransferError(f"memory: unknown peer {peer}")
         remote = self._remote(peer)
-        check_ranges(ranges, region.size_bytes, remote.size_bytes if remote else region.size_bytes)
-        return self._book.open(peer, coalesce(ranges), writes=writes).id
+        joined = coalesce(ranges, region.size_bytes, remote.size_bytes if remote else region.size_bytes)
+        return self._book.open(peer, joined, writes=writes).id
 
     def _advance(self, move: Move) -> None:
         """Of one that is open."""

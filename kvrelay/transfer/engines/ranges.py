@@ -4,83 +4,78 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
 
 import numpy as np
 
 from kvrelay.native.compile import compile_and_load
 from kvrelay.transfer.engines.base import Ranges, TransferError
+from kvrelay.transfer.region import MAX_BYTES
+
+_OUTSIDE, _NOT_IN_ORDER = -1, -2
 
 _SOURCE = """
 #include <stdint.h>
 
-/* Whether no range leaves its region. Not offset + size, which could overflow. */
-int32_t kvrelay_inside(const int64_t *range, int64_t count, int64_t local_bytes, int64_t remote_bytes) {
-    for (int64_t i = 0; i < count; i++, range += 3)
-        if (range[2] < 0 || range[0] < 0 || range[1] < 0 ||
-            range[0] > local_bytes - range[2] || range[1] > remote_bytes - range[2])
-            return 0;
-    return 1;
-}
-
-/* Joins neighbours; returns how many are left, or -1 where local offsets are not in order. */
-int64_t kvrelay_join(const int64_t *range, int64_t count, int64_t *out) {
-    int64_t left = 0;
+/* Joins neighbours. Returns how many are left, -1 if one leaves its region, -2 where local offsets are not in order. */
+int64_t kvrelay_join(const int64_t *range, int64_t count, int64_t local_bytes, int64_t remote_bytes, int64_t *out) {
+    int64_t left = 0, before = 0, in_order = 1;
     for (int64_t i = 0; i < count; i++, range += 3) {
+        const int64_t local = range[0], remote = range[1], size = range[2];
         int64_t *next = out + 3 * left;
-        if (range[2] <= 0)
-            continue;
-        if (left && range[0] < next[-3])
+        if (size < 0 || local < 0 || remote < 0 || local > local_bytes - size || remote > remote_bytes - size)
             return -1;
-        if (left && next[-3] + next[-1] == range[0] && next[-2] + next[-1] == range[1]) {
-            next[-1] += range[2];
+        if (size == 0)
+            continue;
+        in_order &= local >= before;
+        before = local;
+        if (left && next[-3] + next[-1] == local && next[-2] + next[-1] == remote) {
+            next[-1] += size;
         } else {
-            next[0] = range[0], next[1] = range[1], next[2] = range[2];
+            next[0] = local, next[1] = remote, next[2] = size;
             left++;
         }
     }
-    return left;
+    return in_order ? left : -2;
 }
 """
 
 
-def check_ranges(ranges: Ranges, local_size_bytes: int, remote_size_bytes: int) -> None:
-    """Raises TransferError if anything lies outside either region."""
+def coalesce(ranges: Ranges, local_size_bytes: int = MAX_BYTES, remote_size_bytes: int = MAX_BYTES) -> Ranges:
+    """Joins neighbours that are contiguous on both sides. Order of local offsets; empty ranges vanish. Raises TransferError if
+    anything lies outside either region, or is no range."""
     if ranges.ndim != 2 or ranges.shape[1] != 3 or ranges.dtype != np.int64:
         raise TransferError(f"ranges must be int64 [count, 3], not {ranges.dtype} {ranges.shape}")
-    library = native()
-    if library is None:
-        is_inside = _is_inside(ranges, local_size_bytes, remote_size_bytes)
-    else:
-        ranges = np.ascontiguousarray(ranges)
-        is_inside = library.kvrelay_inside(ranges.ctypes.data, len(ranges), local_size_bytes, remote_size_bytes)
-    if not is_inside:
+    join = _native_join()
+    ranges = np.ascontiguousarray(ranges)
+    joined = np.empty_like(ranges)
+    left = _NOT_IN_ORDER
+    if join is not None:
+        left = join(ranges.ctypes.data, len(ranges), local_size_bytes, remote_size_bytes, joined.ctypes.data)
+    elif not _are_inside(ranges, local_size_bytes, remote_size_bytes):
+        left = _OUTSIDE
+    if left == _OUTSIDE:
         raise TransferError(f"ranges outside the regions of {local_size_bytes} and {remote_size_bytes} bytes")
+    return _sort_and_join(ranges) if left == _NOT_IN_ORDER else joined[:left]
 
 
-def coalesce(ranges: Ranges) -> Ranges:
-    """Joins neighbours that are contiguous on both sides. Order of local offsets; empty ranges vanish."""
-    library = native()
-    if library is not None:
-        ranges = np.ascontiguousarray(ranges)
-        joined = np.empty_like(ranges)
-        left = library.kvrelay_join(ranges.ctypes.data, len(ranges), joined.ctypes.data)
-        if left >= 0:
-            return joined[:left]
-    return _sort_and_join(ranges)
+def prepare() -> None:
+    """Compiles, so that the first move does not wait for it."""
+    _native_join()
 
 
 @functools.cache
-def native() -> ctypes.CDLL | None:
-    """Compiles when called first."""
+def _native_join() -> Callable[[int, int, int, int, int], int] | None:
     library = compile_and_load("ranges", _SOURCE)
-    if library is not None:
-        pointer, number = ctypes.c_void_p, ctypes.c_int64
-        library.kvrelay_inside.argtypes, library.kvrelay_inside.restype = [pointer, number, number, number], ctypes.c_int32
-        library.kvrelay_join.argtypes, library.kvrelay_join.restype = [pointer, number, pointer], number
-    return library
+    if library is None:
+        return None
+    join: Callable[[int, int, int, int, int], int] = library.kvrelay_join
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    library.kvrelay_join.argtypes, library.kvrelay_join.restype = [pointer, number, number, number, pointer], number
+    return join
 
 
-def _is_inside(ranges: Ranges, local_size_bytes: int, remote_size_bytes: int) -> bool:
+def _are_inside(ranges: Ranges, local_size_bytes: int, remote_size_bytes: int) -> bool:
     room = np.array([local_size_bytes, remote_size_bytes]) - ranges[:, 2:3]
     return not len(ranges) or bool(ranges.min() >= 0 and np.all(ranges[:, :2] <= room))
 

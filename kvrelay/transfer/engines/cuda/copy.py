@@ -15,9 +15,9 @@ from kvrelay.transfer.engines.base import Ranges
 from kvrelay.transfer.engines.ranges import cut
 
 _PIECE_BYTES = 32 << 10
-_STEP_BYTES = 8 << 10  # of a program, at a time
+_STEP_BYTES = 16 << 10  # of a program, at a time
 _MOST_PIECES = 65535  # of a launch's second dimension
-_FIRST_ROWS = 4096
+_FIRST_ROWS = 2048  # of a table that are launched alone, while the rest is prepared
 _IDLE_FACTOR = 4  # programs there may be for each that has something to do
 
 
@@ -51,20 +51,28 @@ class Copies:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._hold(_FIRST_ROWS)
+        self._hold(2 * _FIRST_ROWS)
 
     def launch(self, to_address: int, from_address: int, ranges: Ranges) -> None:
+        """In two launches where there are many, so that the card copies the first while the table of the others is made."""
         table, num_pieces = shaped(ranges)
-        aligned = alignment(to_address | from_address, ranges)
-        item = 8 if aligned >= 8 else 1
         if len(table) > len(self._array):
             self._hold(2 * len(table))
-        self._array[: len(table)] = table
+        for part in (slice(0, _FIRST_ROWS), slice(_FIRST_ROWS, len(table))):
+            if part.start < len(table):
+                self._launch(to_address, from_address, table[part], num_pieces, part)
+
+    def _launch(self, to_address: int, from_address: int, table: Ranges, num_pieces: int, place: slice) -> None:
+        """Of a part of the table."""
+        aligned = alignment(to_address | from_address, table)
+        item = 8 if aligned >= 8 else 1
+        self._array[place][: len(table)] = table
+        sent = self._sent[place][: len(table)]
         if self._sent is not self._staged:
-            self._sent[: len(table)].copy_(self._staged[: len(table)], non_blocking=True)
+            sent.copy_(self._staged[place][: len(table)], non_blocking=True)
         _copy_kernel[(len(table), num_pieces)](
-            self._sent, to_address, from_address,
-            ALIGNED=aligned, ITEM=item, PIECE=_PIECE_BYTES, STEP=_STEP_BYTES // item, num_warps=8,
+            sent, to_address, from_address,
+            ALIGNED=aligned, ITEM=item, PIECE=_PIECE_BYTES, STEP=_STEP_BYTES // item, num_warps=16,
         )  # fmt: skip
 
     def _hold(self, num_rows: int) -> None:

@@ -59,7 +59,7 @@ class StreamCopier:
 
     def copy(self, to_address: int, from_address: int, ranges: Ranges) -> None:
         try:
-            with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            with torch.cuda.stream(self._stream):  # and its device
                 self._launch(to_address, from_address, ranges, self._stream)
                 self._done.record(self._stream)
             self._done.synchronize()  # without Python's lock
