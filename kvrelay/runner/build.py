@@ -15,7 +15,6 @@ from kvrelay.checkpoint.spec import ModelSpec, fingerprint, read_spec
 from kvrelay.config import EngineOptions, Environment, ModelOptions
 from kvrelay.engine.interfaces import Adapters, Allocate
 from kvrelay.errors import ConfigError
-from kvrelay.kernels.base import Kernels
 from kvrelay.kernels.choose import choose_kernels
 from kvrelay.kernels.cuda.products import wrong_product
 from kvrelay.kernels.native.kernels import NativeKernels
@@ -28,9 +27,11 @@ from kvrelay.runner.graphs import graph_sizes
 from kvrelay.runner.host_pool import HostPool, choose_host_blocks, make_host_pool
 from kvrelay.runner.kv_pool import KVPool, PoolSize, blocks_for, choose_pool_size, free_cpu_bytes, token_bytes
 from kvrelay.runner.loader import load_model
-from kvrelay.runner.lora import LoraAdapters
-from kvrelay.runner.ranks.group import LeadingModel, OnDeath, RankGroup
-from kvrelay.runner.ranks.shares import check_split
+from kvrelay.runner.lora import LoraAdapters, Pack
+from kvrelay.runner.ranks.adapters import SplitAdapters
+from kvrelay.runner.ranks.group import OnDeath, RankGroup
+from kvrelay.runner.ranks.leading import LeadingModel
+from kvrelay.runner.ranks.shares import RankShare, check_split
 from kvrelay.runner.runner import TorchRunner
 from kvrelay.runner.vision.features import FeatureStore
 from kvrelay.runner.warm_up import run_prompt, warm_up, warm_up_mixed
@@ -87,7 +88,6 @@ def build_runner(
             max_positions=engine_options.max_model_len or None,
             ranks=None if group is None else group.ranks,
         )
-    adapters = _load_adapters(spec, kernels, model_options, dtype)
     sizes = [] if isinstance(kernels, TorchKernels | NativeKernels) else graph_sizes(engine_options.max_batch)
     size = _pool_size(model, spec, model_options, engine_options, dtype, device, sizes)
     num_blocks = size.num_blocks + bool(sizes)  # graphs need one of their own
@@ -103,9 +103,12 @@ def build_runner(
             num_ranks=model_options.tp,
         )
         host_pool = _open_host_pool(pool, engine_options.swap_blocks, num_threads * model_options.tp)
+        pack: Pack = kernels.pack_adapter
         if group is not None:
             group.share(pool.descriptor, num_blocks, engine_options.block_size)
-            model = LeadingModel(model, group)
+            shares = [RankShare(spec, rank, model_options.tp) for rank in range(model_options.tp)]
+            split = SplitAdapters(shares, kernels, group)
+            pack, model = split.pack, LeadingModel(model, group, split)
         runner = TorchRunner(
             model,
             pool,
@@ -119,7 +122,7 @@ def build_runner(
             num_threads=num_threads,
             host_pool=host_pool,
             features=make_store(spec, engine_options, device, dtype) if features is None else features,
-            adapters=adapters,
+            adapters=_load_adapters(spec, pack, model_options, dtype),
             graph_sizes=sizes,
             progress=progress,
             ranks=group,
@@ -160,11 +163,11 @@ def check_products(spec: ModelSpec, dtype: torch.dtype, device: torch.device, en
         )
 
 
-def _load_adapters(spec: ModelSpec, kernels: Kernels, options: ModelOptions, dtype: torch.dtype) -> Adapters | None:
+def _load_adapters(spec: ModelSpec, pack: Pack, options: ModelOptions, dtype: torch.dtype) -> Adapters | None:
     """None where adapters are not computed."""
-    if options.device != "cpu" or options.tp > 1:
+    if options.device != "cpu":
         return None
-    adapters = LoraAdapters(spec, kernels, torch.device(options.device), dtype)
+    adapters = LoraAdapters(spec, pack, torch.device(options.device), dtype)
     for name, folder in named_folders(options.lora).items():
         adapters.add(name, str(folder), adapters.read(str(folder)))
     return adapters
@@ -185,8 +188,6 @@ def _start_ranks(
         return None
     if model_options.device != "cpu":
         raise ConfigError(f"--tp {num_ranks}: a model is split among processes on the CPU only; on a GPU, use --tp 1")
-    if spec.vision is not None:
-        raise ConfigError(f"--tp {num_ranks}: models that take images are not split yet; use --tp 1")
     check_split(spec, num_ranks)
     setup = RankSetup(
         rank=0,
