@@ -81,8 +81,8 @@ async def test_a_hand_over_is_one_line_on_each_worker_with_ids_numbers_and_the_c
             assert line["tokens"] == len(PROMPT)
             assert isinstance(line["ms"], float)
         assert taken["request"] == stream.request_id != handed["request"]
-        token_bytes = cluster.decode[0].engine.core.incoming.consumer._turns.machine.desk.layout.all_layers_bytes  # type: ignore[attr-defined]
-        assert taken["bytes"] == len(PROMPT) * token_bytes > 0
+        token_bytes = cluster.decode[0].engine.core.incoming.consumer._turns.machine.desk.layout.all_heads_bytes  # type: ignore[attr-defined]
+        assert taken["bytes"] == handed["bytes"] == len(PROMPT) * token_bytes > 0
 
 
 async def test_the_timeline_of_a_request_has_the_stages_of_both_workers_in_order() -> None:

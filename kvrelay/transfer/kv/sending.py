@@ -237,6 +237,9 @@ class Sending(SendingTransfer[ProducerState, KVLayout, ProducerNews]):
         self._release_blocks()
 
     def _succeed(self) -> None:
+        if self._reservation is not None:
+            num_tokens = self.meta.num_tokens - self._reservation.skip_tokens
+            self._desk.news.sent_bytes[self.meta.request_id] = num_tokens * self._desk.layout.all_heads_bytes
         self._advance(ProducerState.DONE)
         self._release_blocks()
 
