@@ -6,11 +6,12 @@ import functools
 from typing import Any
 
 import msgspec
-from cluster import Cluster, Shape, ask, collect, random_prompts
+import pytest
+from cluster import Cluster, Shape, ask, collect, random_prompts, relay
 from lora_adapters import adapted_model, adapter_folder
 from parity import assert_parity, reference_tokens
 from test_relay_continuation import continuing, kept, parent_of
-from test_relay_ranks import shape_of
+from test_relay_ranks import compare, shape_of
 from tiny_models import VOCAB_SIZE, reference_model
 
 from kvrelay.router.backend import GenerateRequest
@@ -81,3 +82,40 @@ async def test_adapters_of_ranks_are_handed_over_searched_and_continued() -> Non
             check((await collect(stream)).said[0][0], [*parent.tokens, *SUFFIX], "queries")
             assert stream.inherited is not None
     assert searched[0] == searched[1]
+
+
+@pytest.mark.parametrize("tp", [(2, 1), (1, 2)], ids=str)
+async def test_ranks_of_unequal_number_hand_over_through_mooncake(tp: tuple[int, int]) -> None:
+    await compare(MODEL, shape_of(MODEL, tp, transfer="mooncake"))
+
+
+async def test_sequences_of_ranks_are_swapped_out_and_resumed() -> None:
+    """Five that grow to ten blocks each, of which the decode worker has thirty."""
+    shape = shape_of(MODEL, (1, 2), num_blocks=(96, 30), swap_blocks=64, prefix_cache=False)
+    async with relay(shape) as cluster:
+        chosen = [prompt for prompt in prompts() if len(prompt) > 20][:5]
+        answers = await cluster.answers(greedy(prompt, max_tokens=150 - len(prompt)) for prompt in chosen)
+        for prompt, answer in zip(chosen, answers, strict=True):
+            check(answer.said[0][0], prompt)
+        assert cluster.decode[0].engine.load().host.swapped_out > 0
+
+
+async def test_kept_kv_of_ranks_moves_to_the_host_and_back() -> None:
+    shape = shape_of(MODEL, (2, 2), num_blocks=(96, 24), swap_blocks=64, prefix_cache=False)
+    async with continuing(shape) as cluster:
+        (decode,) = cluster.decode
+        parent = await hold(cluster, greedy(list(range(10, 70))))
+        await cluster.until(lambda: decode.engine.load().blocks.pinned > 0)
+        chosen = [list(range(20 + number, 60 + number)) for number in range(2)]
+        for prompt, answer in zip(
+            chosen, await cluster.answers(greedy(prompt, max_tokens=110) for prompt in chosen), strict=True
+        ):
+            check(answer.said[0][0], prompt)
+        await cluster.until(lambda: decode.engine.load().blocks.pinned == 0)
+        before = decode.engine.load()
+        assert before.kept == 1, "it is on the host"
+        stream = cluster.submit(continued(parent))
+        check((await collect(stream)).said[0][0], [*parent.tokens, *SUFFIX])
+        after = decode.engine.load()
+        assert after.inherited_tokens - before.inherited_tokens == len(parent.tokens) - 1
+        assert after.prompt_tokens - before.prompt_tokens == len(SUFFIX) + 1
