@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 import sys
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -15,6 +16,7 @@ from kvrelay.checkpoint.spec import ModelSpec, fingerprint, read_spec
 from kvrelay.config import EngineOptions, Environment, ModelOptions
 from kvrelay.engine.interfaces import Adapters, Allocate
 from kvrelay.errors import ConfigError
+from kvrelay.kernels.base import Kernels
 from kvrelay.kernels.choose import choose_kernels
 from kvrelay.kernels.cuda.products import wrong_product
 from kvrelay.kernels.native.kernels import NativeKernels
@@ -31,7 +33,7 @@ from kvrelay.runner.lora import LoraAdapters, Pack
 from kvrelay.runner.ranks.adapters import SplitAdapters
 from kvrelay.runner.ranks.group import OnDeath, RankGroup
 from kvrelay.runner.ranks.leading import LeadingModel
-from kvrelay.runner.ranks.shares import RankShare, check_split
+from kvrelay.runner.ranks.shares import check_split
 from kvrelay.runner.runner import TorchRunner
 from kvrelay.runner.vision.features import FeatureStore
 from kvrelay.runner.warm_up import run_prompt, warm_up, warm_up_mixed
@@ -43,6 +45,32 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _FIRST_WITH_FP8 = (8, 9)
 
 log = Log("build")
+
+
+@dataclass(frozen=True, slots=True)
+class _Choices:
+    """What is settled before anything is loaded."""
+
+    model: ModelOptions
+    engine: EngineOptions
+    folder: pathlib.Path
+    environment: Environment
+    spec: ModelSpec
+    device: torch.device
+    dtype_name: str
+    num_threads: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype_name]
+
+    @property
+    def has_fp8(self) -> bool:
+        return self.spec.fp8 or self.model.weights == "fp8"
+
+    @property
+    def block_bytes(self) -> int:
+        return self.engine.block_size * token_bytes(self.spec, self.dtype, self.model.tp)
 
 
 def build_runner(
@@ -59,83 +87,109 @@ def build_runner(
 
     `features` is the store of an encoder in the same process; else a model that takes images gets one of its own.
     With several ranks, `allocate` must give memory that they can map, and `on_rank_death` is told when one has ended."""
-    check_lora(model_options)
-    engine_options = engine_options.for_device(model_options.device)
-    device = choose_device(model_options)
-    dtype_name = choose_dtype(model_options, cpu_flags())
-    dtype = DTYPES[dtype_name]
-    num_threads = set_threads(model_options.threads, model_options.tp)
-    spec = read_spec(folder)
-    check_weights(spec, model_options, dtype)
-    group = _start_ranks(model_options, engine_options, folder, environment, dtype_name, spec, on_rank_death)
-    check_products(spec, dtype, device, environment)
-    kernels = choose_kernels(device, dtype, environment, model_options)
-    if model_options.weights == "int8" and not isinstance(kernels, NativeKernels):
-        raise ConfigError("--weights int8 needs the native kernels, which cannot run here: see the warning before")
-    if isinstance(kernels, TorchKernels) and (spec.fp8 or model_options.weights == "fp8"):
-        raise ConfigError("weights in fp8 need the Triton kernels, which cannot run here: see the warning before")
-    fp8 = spec.fp8 or model_options.weights == "fp8"
-    with explained("loading weights", weight_elements(spec) * (1 if fp8 else dtype.itemsize), device):
-        model = load_model(
-            folder,
-            spec,
-            kernels=kernels,
-            device=device,
-            dtype=dtype,
-            load=model_options.load,
-            progress=progress,
-            weights=model_options.weights,
-            max_positions=engine_options.max_model_len or None,
-            ranks=None if group is None else group.ranks,
-        )
-    sizes = [] if isinstance(kernels, TorchKernels | NativeKernels) else graph_sizes(engine_options.max_batch)
-    size = _pool_size(model, spec, model_options, engine_options, dtype, device, sizes)
+    chosen = _choose(model_options, engine_options, folder, environment)
+    group = _start_ranks(chosen, on_rank_death)
+    kernels = _choose_kernels(chosen)
+    model = _load_weights(chosen, kernels, group, progress)
+    sizes = [] if isinstance(kernels, TorchKernels | NativeKernels) else graph_sizes(chosen.engine.max_batch)
+    size = _pool_size(model, chosen, sizes)
     num_blocks = size.num_blocks + bool(sizes)  # graphs need one of their own
-    block_bytes = engine_options.block_size * token_bytes(spec, dtype, model_options.tp)
-    with explained(f"making room for {size.num_blocks} KV blocks and decode graphs", num_blocks * block_bytes, device):
-        pool = KVPool(
-            spec,
-            num_blocks=num_blocks,
-            block_size=engine_options.block_size,
-            dtype=dtype,
-            device=device,
-            allocate=allocate,
-            num_ranks=model_options.tp,
-        )
-        host_pool = _open_host_pool(pool, engine_options.swap_blocks, num_threads * model_options.tp)
+    room = f"making room for {size.num_blocks} KV blocks and decode graphs"
+    with explained(room, num_blocks * chosen.block_bytes, chosen.device):
+        pool = _open_pool(chosen, num_blocks, allocate)
         pack: Pack = kernels.pack_adapter
         if group is not None:
-            group.share(pool.descriptor, num_blocks, engine_options.block_size)
-            shares = [RankShare(spec, rank, model_options.tp) for rank in range(model_options.tp)]
-            split = SplitAdapters(shares, kernels, group)
+            group.share(pool.descriptor, num_blocks, chosen.engine.block_size)
+            split = SplitAdapters(chosen.spec, model_options.tp, kernels, group)
             pack, model = split.pack, LeadingModel(model, group, split)
         runner = TorchRunner(
             model,
             pool,
-            spec,
-            block_size=engine_options.block_size,
-            max_batch=engine_options.max_batch,
-            token_budget=engine_options.token_budget,
+            chosen.spec,
+            block_size=chosen.engine.block_size,
+            max_batch=chosen.engine.max_batch,
+            token_budget=chosen.engine.token_budget,
             max_model_len=size.max_model_len,
-            fingerprint=model_fingerprint(spec, model_options, folder),
+            fingerprint=model_fingerprint(chosen.spec, model_options, folder),
             folder=folder,
-            num_threads=num_threads,
-            host_pool=host_pool,
-            features=make_store(spec, engine_options, device, dtype) if features is None else features,
-            adapters=_load_adapters(spec, pack, model_options, dtype),
+            num_threads=chosen.num_threads,
+            host_pool=_open_host_pool(pool, chosen.engine.swap_blocks, chosen.num_threads * model_options.tp),
+            features=make_store(chosen.spec, chosen.engine, chosen.device, chosen.dtype) if features is None else features,
+            adapters=_load_adapters(chosen, pack),
             graph_sizes=sizes,
             progress=progress,
             ranks=group,
         )
-        warm_up(runner, engine_options.block_size)
+        warm_up(runner, chosen.engine.block_size)
         if sizes:
-            warm_up_mixed(runner, engine_options)
-    log.info(
-        "runner ready", model=model_options.model, device=device.type, dtype=dtype_name, threads=num_threads,
-        kv_blocks=size.num_blocks, host_blocks=runner.num_host_blocks,
-        host_mib=runner.num_host_blocks * block_bytes >> 20, max_model_len=size.max_model_len, graphs=len(sizes),
-    )  # fmt: skip
+            warm_up_mixed(runner, chosen.engine)
+    _log_ready(chosen, runner, size, sizes)
     return runner
+
+
+def _choose(
+    model_options: ModelOptions, engine_options: EngineOptions, folder: pathlib.Path, environment: Environment
+) -> _Choices:
+    check_lora(model_options)
+    chosen = _Choices(
+        model=model_options,
+        engine=engine_options.for_device(model_options.device),
+        folder=folder,
+        environment=environment,
+        device=choose_device(model_options),
+        dtype_name=choose_dtype(model_options, cpu_flags()),
+        num_threads=set_threads(model_options.threads, model_options.tp),
+        spec=read_spec(folder),
+    )
+    check_weights(chosen.spec, model_options, chosen.dtype)
+    return chosen
+
+
+def _choose_kernels(chosen: _Choices) -> Kernels:
+    check_products(chosen.spec, chosen.dtype, chosen.device, chosen.environment)
+    kernels = choose_kernels(chosen.device, chosen.dtype, chosen.environment, chosen.model)
+    if chosen.model.weights == "int8" and not isinstance(kernels, NativeKernels):
+        raise ConfigError("--weights int8 needs the native kernels, which cannot run here: see the warning before")
+    if isinstance(kernels, TorchKernels) and chosen.has_fp8:
+        raise ConfigError("weights in fp8 need the Triton kernels, which cannot run here: see the warning before")
+    return kernels
+
+
+def _load_weights(chosen: _Choices, kernels: Kernels, group: RankGroup | None, progress: Progress) -> Model:
+    size_bytes = weight_elements(chosen.spec) * (1 if chosen.has_fp8 else chosen.dtype.itemsize)
+    with explained("loading weights", size_bytes, chosen.device):
+        return load_model(
+            chosen.folder,
+            chosen.spec,
+            kernels=kernels,
+            device=chosen.device,
+            dtype=chosen.dtype,
+            load=chosen.model.load,
+            progress=progress,
+            weights=chosen.model.weights,
+            max_positions=chosen.engine.max_model_len or None,
+            ranks=None if group is None else group.ranks,
+        )
+
+
+def _open_pool(chosen: _Choices, num_blocks: int, allocate: Allocate | None) -> KVPool:
+    return KVPool(
+        chosen.spec,
+        num_blocks=num_blocks,
+        block_size=chosen.engine.block_size,
+        dtype=chosen.dtype,
+        device=chosen.device,
+        allocate=allocate,
+        num_ranks=chosen.model.tp,
+    )
+
+
+def _log_ready(chosen: _Choices, runner: TorchRunner, size: PoolSize, sizes: list[int]) -> None:
+    log.info(
+        "runner ready", model=chosen.model.model, device=chosen.device.type, dtype=chosen.dtype_name,
+        threads=chosen.num_threads, kv_blocks=size.num_blocks, host_blocks=runner.num_host_blocks,
+        host_mib=runner.num_host_blocks * chosen.block_bytes >> 20, max_model_len=size.max_model_len, graphs=len(sizes),
+    )  # fmt: skip
 
 
 def check_products(spec: ModelSpec, dtype: torch.dtype, device: torch.device, environment: Environment) -> None:
@@ -163,41 +217,33 @@ def check_products(spec: ModelSpec, dtype: torch.dtype, device: torch.device, en
         )
 
 
-def _load_adapters(spec: ModelSpec, pack: Pack, options: ModelOptions, dtype: torch.dtype) -> Adapters | None:
+def _load_adapters(chosen: _Choices, pack: Pack) -> Adapters | None:
     """None where adapters are not computed."""
-    if options.device != "cpu":
+    if chosen.model.device != "cpu":
         return None
-    adapters = LoraAdapters(spec, pack, torch.device(options.device), dtype)
-    for name, folder in named_folders(options.lora).items():
+    adapters = LoraAdapters(chosen.spec, pack, chosen.device, chosen.dtype)
+    for name, folder in named_folders(chosen.model.lora).items():
         adapters.add(name, str(folder), adapters.read(str(folder)))
     return adapters
 
 
-def _start_ranks(
-    model_options: ModelOptions,
-    engine_options: EngineOptions,
-    folder: pathlib.Path,
-    environment: Environment,
-    dtype_name: str,
-    spec: ModelSpec,
-    on_death: OnDeath | None,
-) -> RankGroup | None:
+def _start_ranks(chosen: _Choices, on_death: OnDeath | None) -> RankGroup | None:
     """None for a worker of one rank."""
-    num_ranks = model_options.tp
+    num_ranks = chosen.model.tp
     if num_ranks == 1:
         return None
-    if model_options.device != "cpu":
+    if chosen.model.device != "cpu":
         raise ConfigError(f"--tp {num_ranks}: a model is split among processes on the CPU only; on a GPU, use --tp 1")
-    check_split(spec, num_ranks)
+    check_split(chosen.spec, num_ranks)
     setup = RankSetup(
         rank=0,
         num_ranks=num_ranks,
-        folder=str(folder),
-        model=model_options,
-        dtype=dtype_name,
-        num_threads=torch.get_num_threads(),
-        max_positions=engine_options.max_model_len,
-        log_level=environment.log_level,
+        folder=str(chosen.folder),
+        model=chosen.model,
+        dtype=chosen.dtype_name,
+        num_threads=chosen.num_threads,
+        max_positions=chosen.engine.max_model_len,
+        log_level=chosen.environment.log_level,
     )
     return RankGroup(setup, on_death)
 
@@ -292,15 +338,8 @@ def weight_elements(spec: ModelSpec) -> int:
     return layers + spec.hidden_size * spec.vocab_size * (1 if spec.tie_word_embeddings else 2)
 
 
-def _pool_size(
-    model: Model,
-    spec: ModelSpec,
-    model_options: ModelOptions,
-    options: EngineOptions,
-    dtype: torch.dtype,
-    device: torch.device,
-    sizes: list[int],
-) -> PoolSize:
+def _pool_size(model: Model, chosen: _Choices, sizes: list[int]) -> PoolSize:
+    spec, options, dtype, device = chosen.spec, chosen.engine, chosen.dtype, chosen.device
     if options.kv_blocks:
         free_bytes = 0  # not asked for
     elif device.type == "cuda":
@@ -309,28 +348,25 @@ def _pool_size(
         beside += options.token_budget * spec.vocab_size * dtype.itemsize  # logits of a whole step, for prompt logprobs
         num_tokens = min(options.token_budget, longest)
         with explained("trying the largest step", weight_elements(spec) * dtype.itemsize, device):
-            free_bytes = kv_bytes(
-                model_options.gpu_memory, beside, lambda: _profile(model, spec, num_tokens, options, dtype, device), device
-            )
+            free_bytes = kv_bytes(chosen.model.gpu_memory, beside, lambda: _profile(model, chosen, num_tokens), device)
     else:
         free_bytes = free_cpu_bytes()
-    return choose_pool_size(spec, options, dtype=dtype, free_bytes=free_bytes, device=device, num_ranks=model_options.tp)
+    return choose_pool_size(spec, options, dtype=dtype, free_bytes=free_bytes, device=device, num_ranks=chosen.model.tp)
 
 
 def _feature_bytes(spec: ModelSpec, options: EngineOptions) -> int:
     return 0 if spec.vision is None else options.feature_cache_mib << 20
 
 
-def _profile(
-    model: Model, spec: ModelSpec, num_tokens: int, options: EngineOptions, dtype: torch.dtype, device: torch.device
-) -> None:
+def _profile(model: Model, chosen: _Choices, num_tokens: int) -> None:
     """Computes a prompt of the whole budget, and samples with a full batch's worth of logits, in a pool just large enough."""
+    spec, options = chosen.spec, chosen.engine
     num_blocks = blocks_for(num_tokens, options.block_size)
-    pool = KVPool(spec, num_blocks=num_blocks, block_size=options.block_size, dtype=dtype, device=device)
+    pool = KVPool(spec, num_blocks=num_blocks, block_size=options.block_size, dtype=chosen.dtype, device=chosen.device)
     runner = TorchRunner(
         model, pool, spec, block_size=options.block_size, max_batch=1, token_budget=num_tokens, max_model_len=num_tokens,
         fingerprint="", folder=pathlib.Path(),
     )  # fmt: skip
     run_prompt(runner, num_tokens, options.block_size, SamplingParams(temperature=0.0))
-    logits = torch.zeros(options.max_batch, spec.vocab_size, dtype=torch.float32, device=device)
+    logits = torch.zeros(options.max_batch, spec.vocab_size, dtype=torch.float32, device=chosen.device)
     logits.softmax(dim=-1).cumsum(dim=-1)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvrelay.bench.router.feed import Viewer, summarise
-from kvrelay.bench.router.load import LoadResult
+from kvrelay.bench.router.feed import Round, Viewer, summarise
 from tests.frontend.serving import fake_backend, make_app, running_server
 
 
@@ -18,12 +17,12 @@ def test_a_viewer_reads_the_feed_while_it_is_open() -> None:
             assert viewer.close() >= 1
 
 
-def test_ratios_are_of_with_to_without() -> None:
-    def rounds(completed: int, cpu_s: float) -> list[tuple[LoadResult, float]]:
-        return [(LoadResult(ttft_s=[0.002] * completed, wall_s=2.0), cpu_s) for _ in range(3)]
+def test_the_ratio_is_the_middle_one_of_pairs_that_a_busy_machine_slowed() -> None:
+    def rounds(cpu_ms: float, ratio: float) -> tuple[Round, Round]:
+        return Round(rps=100.0, cpu_ms=cpu_ms, ttft_ms=2.0), Round(rps=90.0, cpu_ms=cpu_ms * ratio, ttft_ms=3.0)
 
-    results = summarise(rounds(100, 1.0), rounds(90, 0.99))
-    assert results["feed_rps_ratio"] == pytest.approx(0.9)
-    assert results["feed_cpu_ms_per_request_without"] == pytest.approx(10.0)
-    assert results["feed_cpu_ms_per_request_with"] == pytest.approx(11.0)
-    assert results["feed_ttft_ms_p50_with"] == pytest.approx(2.0)
+    results = summarise([rounds(1.0, 1.01), rounds(3.0, 1.02), rounds(1.5, 2.0)])
+    assert results["feed_cpu_ratio"] == pytest.approx(1.02)
+    assert results["feed_cpu_ms_per_request_without"] == pytest.approx(1.5)
+    assert results["feed_rps_with"] == pytest.approx(90.0)
+    assert results["feed_ttft_ms_p50_with"] == pytest.approx(3.0)

@@ -13,7 +13,7 @@ from kvrelay.engine.fence import PASSED
 from kvrelay.states import FinishReason
 from kvrelay.transfer.kv.layout import KVLayout
 from kvrelay.transfer.region import Region, shared_region
-from kvrelay.worker.vllm.seam import CoreCounts, CoreOutput, CoreRequest, Hooks, NoHooks, Pass
+from kvrelay.worker.vllm.seam import CoreCounts, CoreOutput, CoreRequest, Hooks, Pass
 
 BLOCK_SIZE = 4
 NUM_LAYERS = 2
@@ -39,7 +39,7 @@ class FakeCore:
     eos_token_ids = frozenset({EOS})
 
     def __init__(self, num_blocks: int = 64, chunk: int = 8) -> None:
-        self.hooks: Hooks = NoHooks()
+        self.hooks: Hooks = Hooks()
         self.layout = KVLayout(
             num_layers=NUM_LAYERS, num_blocks=num_blocks, block_size=1, num_kv_heads=1, head_dim=BLOCK_SIZE * 8,
             dtype="fake", item_bytes=1, planes=1,

@@ -26,7 +26,7 @@ from kvrelay.worker.vllm.events import CacheListener
 from kvrelay.worker.vllm.memory import InRegion, Shared, block_layout
 from kvrelay.worker.vllm.options import engine_arguments, read_arguments
 from kvrelay.worker.vllm.requests import seed_of
-from kvrelay.worker.vllm.seam import NoHooks
+from kvrelay.worker.vllm.seam import Hooks
 
 
 def setup_of(tmp_path: Any, model: ModelOptions | None = None, **engine: Any) -> Setup:
@@ -108,7 +108,7 @@ def test_seeds_of_samples_and_positions_differ() -> None:
 
 
 def test_zeros_lie_where_others_can_map_them() -> None:
-    shared = Shared(NoHooks())
+    shared = Shared(Hooks())
     with InRegion(shared):
         made = torch.zeros(64, dtype=torch.int8, device="cpu")
         other = torch.zeros(8)

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 import torch
 
+from kvrelay.checkpoint.spec import ModelSpec
 from kvrelay.kernels.base import ForwardBatch, Kernels, LoraBatch, LoraLayer, LoraPart, LoraSpan, LoraSpans, PackedAdapter
 from kvrelay.runner.lora import modules_of
 from kvrelay.runner.ranks.group import RankGroup
@@ -37,8 +38,8 @@ class SplitAdapter:
 class SplitAdapters:
     """Rank 0's side. `pack` may be called from any thread, all else from the one that runs the model."""
 
-    def __init__(self, shares: Sequence[RankShare], kernels: Kernels, group: RankGroup) -> None:
-        self._shares = shares
+    def __init__(self, whole: ModelSpec, num_ranks: int, kernels: Kernels, group: RankGroup) -> None:
+        self._shares = [RankShare(whole, rank, num_ranks) for rank in range(num_ranks)]
         self._kernels = kernels
         self._group = group
         self._numbers = itertools.count()

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from kvrelay.errors import ConfigError
 from kvrelay.transfer.kv.layout import KVLayout
 from kvrelay.transfer.region import Region, shared_region
-from kvrelay.worker.vllm.seam import Hooks, NoHooks
+from kvrelay.worker.vllm.seam import Hooks
 
 
 @dataclass(slots=True, eq=False)
@@ -69,5 +69,5 @@ SHARED: dict[str, Shared] = {}
 
 
 def share(worker_id: str) -> Shared:
-    shared = SHARED[worker_id] = Shared(NoHooks())
+    shared = SHARED[worker_id] = Shared(Hooks())
     return shared

@@ -23,7 +23,7 @@ from kvrelay.states import Stage
 from kvrelay.wire.serving import FirstToken
 from kvrelay.worker.vllm.book import Book
 from kvrelay.worker.vllm.requests import Open, Sample
-from kvrelay.worker.vllm.seam import CoreOutput, Pass
+from kvrelay.worker.vllm.seam import CoreOutput, Hooks
 
 log = Log("relay")
 
@@ -42,8 +42,8 @@ class _Take:
     num_reserved: int = 0  # blocks
 
 
-class Receiving:
-    """Implements `Hooks`, and the engine's `HandOver`."""
+class Receiving(Hooks):
+    """Implements the engine's `HandOver`."""
 
     def __init__(self, consumer: Consumer, book: Book) -> None:
         self.mover = consumer
@@ -210,15 +210,3 @@ class Receiving:
         take.state, take.num_reserved = _State.RESERVED, last - first
         take.open.stages.enter(Stage.TRANSFER)
         self._consumer.reserve(take.open.id, list(blocks[first:last]), first, fence)
-
-    def passes(self, _ending: Sequence[Pass], _fence: Fence) -> None:
-        pass
-
-    def layer_done(self, _layer: int, _fence: Fence) -> None:
-        pass
-
-    def passed(self, _fence: Fence) -> None:
-        pass
-
-    def holds(self, _sequence_id: str) -> bool:
-        return False

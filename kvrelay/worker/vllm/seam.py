@@ -67,15 +67,18 @@ class CoreCounts:
     preemptions: int
 
 
-class Hooks(Protocol):
-    """What a core asks and tells about the blocks of hand-overs."""
+class Hooks:
+    """What a core asks and tells about the blocks of hand-overs. As they stand, of a core that shares none; each side of a
+    hand-over overrides what concerns it."""
 
     def wanted(self, sequence_id: str, num_cached: int) -> int:
         """How many tokens behind the cached ones a peer will bring. Then the core gives it blocks, and waits."""
+        return 0
 
     def allocated(self, sequence_id: str, blocks: Sequence[int], num_cached: int, fence: Fence) -> None:
         """The blocks of the whole prompt of a sequence for which `wanted` gave some. A pass may write them until the fence
         has passed."""
+        raise AssertionError("nothing was wanted")
 
     def passes(self, ending: Sequence[Pass], fence: Fence) -> None:
         """A forward pass begins that ends these prompts. What was computed of them before is there once the fence has
@@ -89,27 +92,6 @@ class Hooks(Protocol):
 
     def holds(self, sequence_id: str) -> bool:
         """Whether a sequence that ends keeps its blocks until `Core.sent`."""
-
-
-class NoHooks:
-    """Of a core that shares no blocks."""
-
-    def wanted(self, _sequence_id: str, _num_cached: int) -> int:
-        return 0
-
-    def allocated(self, _sequence_id: str, _blocks: Sequence[int], _num_cached: int, _fence: Fence) -> None:
-        raise AssertionError("nothing was wanted")
-
-    def passes(self, _ending: Sequence[Pass], _fence: Fence) -> None:
-        pass
-
-    def layer_done(self, _layer: int, _fence: Fence) -> None:
-        pass
-
-    def passed(self, _fence: Fence) -> None:
-        pass
-
-    def holds(self, _sequence_id: str) -> bool:
         return False
 
 

@@ -22,7 +22,7 @@ from kvrelay.states import FreeReason, Stage
 from kvrelay.wire.serving import FirstToken, HandedOver
 from kvrelay.worker.vllm.book import Book, PromptLogprobs
 from kvrelay.worker.vllm.requests import Open, Sample
-from kvrelay.worker.vllm.seam import CoreOutput, Pass
+from kvrelay.worker.vllm.seam import CoreOutput, Hooks, Pass
 
 log = Log("relay")
 
@@ -39,8 +39,8 @@ class _Prompt:
     is_set_aside: bool = False
 
 
-class Sending:
-    """Implements `Hooks`, and the engine's `HandOver`."""
+class Sending(Hooks):
+    """Implements the engine's `HandOver`."""
 
     def __init__(self, producer: Producer, book: Book, num_layers: int) -> None:
         self.mover = producer
@@ -192,12 +192,6 @@ class Sending:
             log.info("KV handed over", request=open_.id, tokens=len(open_.common), ms=ms)
 
     # What the core asks and tells
-
-    def wanted(self, _sequence_id: str, _num_cached: int) -> int:
-        return 0
-
-    def allocated(self, _sequence_id: str, _blocks: Sequence[int], _num_cached: int, _fence: Fence) -> None:
-        raise AssertionError("nothing was wanted")
 
     def passes(self, ending: Sequence[Pass], fence: Fence) -> None:
         rows: list[tuple[RequestId, int]] = []
