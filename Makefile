@@ -25,7 +25,8 @@ PYTHON ?=
 CANDIDATES := $(or $(PYTHON),python3 python3.13 python3.12 python3.11 python3.14 python)
 ARGS ?=
 SOAK_MINUTES ?= 30
-# Most tests wait rather than compute, so four of them run beside each other on two cores. `make test BESIDE=` runs one at a time.
+# Most tests wait rather than compute, so four of them run beside each other on two cores, dealt out as tests/order.py says.
+# `make test BESIDE=` runs one at a time.
 BESIDE ?= -n 4 --dist loadfile
 SOURCES := kvrelay tests examples tools
 

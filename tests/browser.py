@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -37,13 +39,16 @@ class Browser:
         options.binary_location = CHROMIUM
         for flag in _FLAGS:
             options.add_argument(flag)
+        self._folder = tempfile.TemporaryDirectory(prefix="kvrelay-browser-", ignore_cleanup_errors=True)
         options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-        self.driver = webdriver.Chrome(options=options, service=Service(DRIVER))
+        service = Service(DRIVER, env={**os.environ, "TMPDIR": self._folder.name})  # where Chromium leaves folders behind
+        self.driver = webdriver.Chrome(options=options, service=service)
         self.driver.set_script_timeout(PATIENCE_S)
         self.driver.set_page_load_timeout(PATIENCE_S)
 
     def close(self) -> None:
         self.driver.quit()
+        self._folder.cleanup()
 
     def open(self, url: str, *, width: int = 1440, height: int = 1200) -> None:
         """Without what was kept of pages before."""

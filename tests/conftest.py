@@ -7,6 +7,7 @@ import os
 import pathlib
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -17,37 +18,22 @@ os.environ.setdefault("KVRELAY_OFFLINE", "0")  # the default model may be fetche
 
 LONG_TIMEOUT_S = 1800
 
-# Files that wait for processes and clocks, the longest first: beside them the rest, which only computes, fills the cores.
-_FIRST = (
-    "e2e/test_smollm2.py",
-    "e2e/test_chaos.py",
-    "contract/test_context_index.py",
-    "e2e/",
-    "launch/",
-    "offline/",
-    "worker/",
-    "test_fuzz.py",
-    "events/",
-    "transfer/",
-    "relay/",
-    "router/",
-    "cli/",
-    "bench/",
-    "discovery/",
-)
-
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    folder = pathlib.Path(__file__).parent
-
-    def turn(item: pytest.Item) -> int:
-        name = item.path.relative_to(folder).as_posix() if item.path.is_relative_to(folder) else ""
-        return next((index for index, prefix in enumerate(_FIRST) if name.startswith(prefix)), len(_FIRST))
+    from order import turn
 
     items.sort(key=turn)
     for item in items:  # a guard against what hangs, not a measure of how busy a machine is
         if item.get_closest_marker("long") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(LONG_TIMEOUT_S))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Called only where several tests run beside each other."""
+    from beside import Beside
+
+    return Beside(config, log)
 
 
 @pytest.fixture(autouse=True)

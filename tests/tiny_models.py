@@ -6,11 +6,9 @@ tokenizer and a chat template, so a server can serve it.
 
 from __future__ import annotations
 
-import atexit
 import functools
 import json
 import pathlib
-import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +16,7 @@ import tokenizers
 import torch
 import transformers
 from quantised_blocks import quantised_checkpoint
+from scratch import scratch_folder
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 VOCAB_SIZE = 320
@@ -165,6 +164,4 @@ def write_tokenizer(folder: pathlib.Path) -> None:
 
 @functools.cache
 def session_folder() -> pathlib.Path:
-    folder = tempfile.TemporaryDirectory(prefix="kvrelay-tiny-")
-    atexit.register(folder.cleanup)
-    return pathlib.Path(folder.name)
+    return scratch_folder("kvrelay-tiny-")

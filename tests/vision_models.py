@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
 import functools
 import hashlib
 import io
 import pathlib
-import tempfile
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,6 +15,7 @@ import tokenizers
 import torch
 import transformers
 from parity import TIE
+from scratch import scratch_folder
 from tiny_vl import IMAGE_TOKEN_ID, make_tiny_vl
 
 from kvrelay.media.image_spec import ImageSpec, read_image_spec
@@ -120,6 +119,4 @@ def reference_output(kind: Kind, prompt: Prompt, count: int) -> tuple[list[int],
 
 @functools.cache
 def _session_folder() -> pathlib.Path:
-    folder = tempfile.TemporaryDirectory(prefix="kvrelay-tiny-vl-")
-    atexit.register(folder.cleanup)
-    return pathlib.Path(folder.name)
+    return scratch_folder("kvrelay-tiny-vl-")

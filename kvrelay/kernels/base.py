@@ -206,7 +206,8 @@ class Kernels(Protocol):
 
     def pack(self, weight: torch.Tensor | Quantised, bias: torch.Tensor | None, scale: torch.Tensor | None = None) -> Packed:
         """Takes over a [out, in] weight. The caller drops its own reference, so weights exist once. `scale` [out] is that of
-        a weight in fp8, for kernels of cards alone."""
+        a weight in fp8, for kernels of cards alone. A weight on torch's `meta` device has a shape and no contents: for kernels
+        whose memory has them already."""
 
     def linear(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:
         """x [tokens, in] -> [tokens, out]."""

@@ -22,6 +22,7 @@ import msgspec
 import uvicorn
 import uvloop
 
+from kvrelay.checkpoint.weight_file import memory_folder, sweep
 from kvrelay.config import (
     CardOptions,
     ClusterOptions,
@@ -94,7 +95,10 @@ def serve(
 
     route_them = serve_routers if cluster.routers > 1 else _route
     with sharing([(role, per_role[role].model) for role in roles], cards, card_options, environment) as mps:
-        return route_them(Launch(model, router, cluster, environment, roles, commands), progress)
+        try:
+            return route_them(Launch(model, router, cluster, environment, roles, commands), progress)
+        finally:
+            sweep(memory_folder())  # a killed worker leaves its weights to the next
 
 
 def route(

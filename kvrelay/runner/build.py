@@ -28,11 +28,11 @@ from kvrelay.runner.gpu_memory import explained, graph_bytes, kv_bytes
 from kvrelay.runner.graphs import graph_sizes
 from kvrelay.runner.host_pool import HostPool, choose_host_blocks, make_host_pool
 from kvrelay.runner.kv_pool import KVPool, PoolSize, blocks_for, choose_pool_size, free_cpu_bytes, token_bytes
-from kvrelay.runner.loader import load_model
 from kvrelay.runner.lora import LoraAdapters
 from kvrelay.runner.ranks.group import LeadingModel, OnDeath, RankGroup
 from kvrelay.runner.ranks.shares import check_split
 from kvrelay.runner.runner import TorchRunner
+from kvrelay.runner.shared import load_for_worker
 from kvrelay.runner.vision.features import FeatureStore
 from kvrelay.runner.warm_up import run_prompt, warm_up, warm_up_mixed
 from kvrelay.sampling import SamplingParams
@@ -155,15 +155,14 @@ def _choose_kernels(chosen: _Choices) -> Kernels:
 def _load_weights(chosen: _Choices, kernels: Kernels, group: RankGroup | None, progress: Progress) -> Model:
     size_bytes = weight_elements(chosen.spec) * (1 if chosen.has_fp8 else chosen.dtype.itemsize)
     with explained("loading weights", size_bytes, chosen.device):
-        return load_model(
+        return load_for_worker(
             chosen.folder,
             chosen.spec,
+            chosen.model,
+            chosen.environment,
             kernels=kernels,
-            device=chosen.device,
             dtype=chosen.dtype,
-            load=chosen.model.load,
             progress=progress,
-            weights=chosen.model.weights,
             max_positions=chosen.engine.max_model_len or None,
             ranks=None if group is None else group.ranks,
         )

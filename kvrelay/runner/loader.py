@@ -52,16 +52,19 @@ def load_model(
     weights: WeightsOption = "auto",
     max_positions: int | None = None,
     ranks: Ranks | None = None,
+    contents: bool = True,
+    announce: bool = True,
 ) -> Model:
     """`load="dummy"` makes deterministic random weights and reads no file. `max_positions` bounds the rotary table, for a
     model that will be run with a shorter context than its own. With `ranks`, the share of one of them. With fp8 `weights`,
-    those of linear layers that are not in fp8 yet are quantised one by one."""
+    those of linear layers that are not in fp8 yet are quantised one by one. Without `contents`, matrices are shapes alone
+    (`Kernels.pack`). What was found is logged unless it has been before (`announce`)."""
     source: CheckpointSource | DummySource
     if load == "dummy":
-        source = DummySource(device, dtype, progress)
+        source = DummySource(device, dtype, progress, contents=contents)
     else:
         formats = kernels.quantised_formats if weights == "auto" else frozenset[str]()
-        source = CheckpointSource(folder, device, dtype, progress, formats)
+        source = CheckpointSource(folder, device, dtype, progress, formats, contents=contents)
     progress.start("loading weights" if load == "auto" else "making random weights", _num_tensors(spec), unit="tensors")
     try:
         positions = min(max_positions or spec.max_position_embeddings, spec.max_position_embeddings)
@@ -73,8 +76,9 @@ def load_model(
             model = build(share.spec, kernels, RankSource(share, source), device=device, max_positions=positions, ranks=ranks)
     finally:
         progress.done()
-    source.report()
-    if ranks is None or ranks.rank == 0:
+    if announce:
+        source.report()
+    if announce and (ranks is None or ranks.rank == 0):
         source.finish(spec)
     return model
 
@@ -124,15 +128,18 @@ class CheckpointSource:
         dtype: torch.dtype,
         progress: Progress,
         formats: frozenset[str] = frozenset(),
+        *,
+        contents: bool = True,
     ) -> None:
-        """Matrices in blocks of these formats may be taken as they are."""
+        """Matrices in blocks of these formats may be taken as they are. Without `contents`, all are shapes alone."""
+        self._contents = contents
         self._folder = folder
         self._device = device
         self._dtype = dtype
         self._progress = progress
         self._files: dict[pathlib.Path, Any] = {}  # open safetensors files
         self._where = {canonical_name(name): (path, name) for name, path in self._find_tensors().items()}
-        self._blocks = BlockFile(folder, formats)
+        self._blocks = BlockFile(folder, formats, contents=contents)
         self._taken: set[str] = set()
         self._held_bytes: Counter[str] = Counter()  # of matrices, by format
         self._float32_bytes = 0
@@ -167,6 +174,9 @@ class CheckpointSource:
         found = tuple(stored.get_slice(name).get_shape())
         if found != shape:
             raise WrongShapeError(f"tensor {name} in {path} is {_text(found)}; the config says {_text(shape)}")
+        if len(shape) == 2 and not self._contents:
+            self._progress.advance(1)
+            return torch.empty(shape, dtype=self._dtype, device="meta")
         tensor: torch.Tensor = stored.get_tensor(name)
         if not tensor.is_floating_point():
             raise ModelError(f"tensor {name} in {path} holds {tensor.dtype}: quantised weights are not supported")
@@ -240,13 +250,17 @@ class CheckpointSource:
 class DummySource:
     """Random tensors, a function of name and shape alone, scaled so that activations neither vanish nor explode."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, progress: Progress) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype, progress: Progress, *, contents: bool = True) -> None:
+        """Without `contents`, matrices are shapes alone."""
         self._device = device
         self._dtype = dtype
         self._progress = progress
+        self._contents = contents
 
     def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         self._progress.advance(1)
+        if len(shape) == 2 and not self._contents:
+            return torch.empty(shape, dtype=self._dtype, device="meta")
         if len(shape) == 1:
             fill = 1.0 if name.endswith(".weight") else 0.0  # a norm's, else a bias
             return torch.full(shape, fill, device=self._device, dtype=self._dtype)

@@ -24,7 +24,9 @@ _LARGEST_HALF = 65504.0
 class BlockFile:
     """Hands out the matrices of a folder that it has in blocks of one of `formats`."""
 
-    def __init__(self, folder: pathlib.Path, formats: frozenset[str]) -> None:
+    def __init__(self, folder: pathlib.Path, formats: frozenset[str], *, contents: bool = True) -> None:
+        """Without `contents`, shapes alone."""
+        self._contents = contents
         self._path = folder / BLOCKS_NAME
         self._file: Any = _open(self._path) if formats and self._path.exists() else None
         named = {} if self._file is None else self._file.metadata()
@@ -42,10 +44,12 @@ class BlockFile:
         self._file = None
 
     def _read(self, name: str, layout: Format, shape: tuple[int, int]) -> Quantised:
-        blocks = self._file.get_tensor(name)
-        if tuple(blocks.shape) != (shape[0], shape[1] // layout.block_elements * layout.block_bytes):
+        stored = self._file.get_slice(name)
+        if tuple(stored.get_shape()) != (shape[0], shape[1] // layout.block_elements * layout.block_bytes):
             raise WrongShapeError(f"tensor {name} in {self._path} has not the shape that the config says")
-        return Quantised(layout.name, blocks, shape[1])
+        if not self._contents:
+            return Quantised(layout.name, torch.empty(stored.get_shape(), dtype=torch.uint8, device="meta"), shape[1])
+        return Quantised(layout.name, self._file.get_tensor(name), shape[1])
 
 
 class Int8Source:

@@ -134,6 +134,8 @@ def test_everything_can_be_done_with_the_keyboard(browser: Browser, cluster: Pro
     set_value(browser, "set-max", "5")
     browser.press("Hello", Keys.ENTER)
     browser.until(lambda: "answer tokens" in browser.text(".turn.model .counts"), "the answer ends")
+    asked = cluster.get("/requests?limit=1")["data"][0]["id"]
+    browser.until(lambda: browser.text("#requests li:first-child .id") == asked, "the request is the first of the list")
     browser.js("document.getElementById('main').focus()")
     browser.tab_to("#requests summary")
     browser.press(Keys.ENTER)

@@ -6,8 +6,6 @@ import asyncio
 import contextlib
 import functools
 import json
-import pathlib
-import tempfile
 import threading
 from collections.abc import AsyncIterator
 from typing import Any
@@ -15,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from PIL import Image as PillowImage
+from scratch import scratch_folder
 
 from kvrelay.config import RouterOptions
 from kvrelay.errors import InvalidRequestError
@@ -46,7 +45,7 @@ TEMPLATE = (
 
 @functools.cache
 def tokenizer() -> Tokenizer:
-    folder = pathlib.Path(tempfile.mkdtemp(prefix="tokenizer-"))
+    folder = scratch_folder("tokenizer-")
     backend = byte_level_backend()
     backend.add_special_tokens(["<|vision_start|>", "<|vision_end|>", "<|image_pad|>"])
     backend.save(str(folder / "tokenizer.json"))

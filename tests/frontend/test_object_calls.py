@@ -5,9 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import pathlib
 import shutil
-import tempfile
 from typing import Any
 
 import llguidance
@@ -15,6 +13,7 @@ import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
+from scratch import scratch_folder
 
 from kvrelay.config import RouterOptions
 from kvrelay.frontend.answer.deltas import Collected
@@ -125,7 +124,7 @@ GOOD, BAD = '{"city": "Paris"}', '{"city": 1}'
 @functools.cache
 def special_tokenizer(*added: str, template: str = RICH) -> tuple[Tokenizer, str]:
     """The tiny tokenizer with more special tokens, and its tokenizer.json."""
-    folder = pathlib.Path(tempfile.mkdtemp(prefix="tokenizer-"))
+    folder = scratch_folder("tokenizer-")
     shutil.copytree(folder_of("byte_level", template), folder, dirs_exist_ok=True)
     backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     backend.add_special_tokens(list(added))

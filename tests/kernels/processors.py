@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import pathlib
 
+from kvrelay.config import read_environment
+from kvrelay.kernels.native.build import load_library
+from kvrelay.kernels.native.kernels import NativeKernels
+
 TARGETS = {"this processor": ("-march=native",), "avx512f": ("-mavx512f",), "avx2": ("-mavx2", "-mfma"), "plain": ()}
 
 
@@ -14,3 +18,8 @@ def can_run(target: str) -> bool:
         return target in pathlib.Path("/proc/cpuinfo").read_text().split()
     except OSError:
         return False
+
+
+def built_for(target: str) -> NativeKernels:
+    """From the user's cache, where each is built once for all tests and for good: their names tell their sources and flags."""
+    return NativeKernels(load_library(read_environment().cache_dir, processor=TARGETS[target]))

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from processors import TARGETS, can_run
+from processors import TARGETS, built_for, can_run
 
-from kvrelay.config import Environment
+from kvrelay.config import Environment, read_environment
 from kvrelay.kernels.base import AttentionBatch, ForwardBatch, HeadShape
 from kvrelay.kernels.choose import choose_kernels
 from kvrelay.kernels.native.build import KernelsUnavailableError, load_library
@@ -26,15 +26,10 @@ CPU = torch.device("cpu")
 NUM_SLOTS = 4096
 
 
-@pytest.fixture(scope="module")
-def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    return tmp_path_factory.mktemp("cache")
-
-
 @pytest.fixture(scope="module", params=filter(can_run, TARGETS))
-def kernels(request: pytest.FixtureRequest, cache_dir: pathlib.Path) -> NativeKernels:
+def kernels(request: pytest.FixtureRequest) -> NativeKernels:
     """Built for each kind of processor that this one can stand for."""
-    return NativeKernels(load_library(cache_dir, processor=TARGETS[request.param]))
+    return built_for(request.param)
 
 
 @pytest.fixture
@@ -286,14 +281,14 @@ def test_weights_lie_side_by_side_on_lines_of_their_own() -> None:
 # ---- building and choosing ----
 
 
-def test_float32_on_a_cpu_gets_native_kernels(cache_dir: pathlib.Path) -> None:
-    assert isinstance(choose_kernels(CPU, torch.float32, environment(cache_dir)), NativeKernels)
+def test_float32_on_a_cpu_gets_native_kernels() -> None:
+    assert isinstance(choose_kernels(CPU, torch.float32, read_environment()), NativeKernels)
 
 
-def test_all_else_gets_the_reference(cache_dir: pathlib.Path) -> None:
+def test_all_else_gets_the_reference(tmp_path: pathlib.Path) -> None:
     chosen = [
-        choose_kernels(CPU, torch.bfloat16, environment(cache_dir)),
-        choose_kernels(CPU, torch.float32, environment(cache_dir, native_kernels=False)),
+        choose_kernels(CPU, torch.bfloat16, environment(tmp_path)),
+        choose_kernels(CPU, torch.float32, environment(tmp_path, native_kernels=False)),
     ]
     assert all(isinstance(kernels, TorchKernels) for kernels in chosen)
 
@@ -308,6 +303,7 @@ def test_without_a_compiler_one_line_says_why(
 
 
 def fake_compiler(folder: pathlib.Path, script: str) -> str:
+    """In scripts, `cc "$@" -O0` is a compiler that does not take its time."""
     path = folder / "fake-cc"
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)
@@ -322,30 +318,31 @@ def test_a_compiler_that_fails_is_named(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_compiler_that_does_not_know_this_processor(tmp_path: pathlib.Path) -> None:
-    compiler = fake_compiler(tmp_path, 'case "$*" in *march*) echo "error: bad -march" >&2; exit 1;; esac; exec cc "$@"')
+    compiler = fake_compiler(tmp_path, 'case "$*" in *march*) echo "error: bad -march" >&2; exit 1;; esac; exec cc "$@" -O0')
     kernels = NativeKernels(load_library(tmp_path, [compiler]))
     x, weight = randn(7, 33), randn(20, 33, seed=1)
     assert_near(kernels.linear(x, kernels.pack(weight, None)), x.double() @ weight.double().T)
 
 
 def test_a_damaged_library_is_built_again(tmp_path: pathlib.Path) -> None:
-    load_library(tmp_path / "elsewhere")
+    compiler = fake_compiler(tmp_path, 'exec cc "$@" -O0')
+    load_library(tmp_path / "elsewhere", [compiler])
     (good,) = (tmp_path / "elsewhere" / "kernels").glob("*.so")
     (tmp_path / "kernels").mkdir()
     damaged = tmp_path / "kernels" / good.name
     damaged.write_bytes(b"not a library")
-    NativeKernels(load_library(tmp_path))
+    NativeKernels(load_library(tmp_path, [compiler]))
     assert damaged.stat().st_size > 1000
 
 
 def test_a_cache_that_cannot_be_written_to(tmp_path: pathlib.Path) -> None:
     (tmp_path / "kernels").write_text("a file where the folder should be")
-    NativeKernels(load_library(tmp_path))
+    NativeKernels(load_library(tmp_path, [fake_compiler(tmp_path, 'exec cc "$@" -O0')]))
 
 
 def test_two_processes_at_once_build_once(tmp_path: pathlib.Path) -> None:
     log_path = tmp_path / "runs"
-    compiler = fake_compiler(tmp_path, f'case "$*" in *-shared*) echo run >> {log_path}; esac; exec cc "$@"')
+    compiler = fake_compiler(tmp_path, f'case "$*" in *-shared*) echo run >> {log_path}; esac; exec cc "$@" -O0')
     script = (
         "import pathlib, torch\n"
         "from kvrelay.kernels.native.build import load_library\n"

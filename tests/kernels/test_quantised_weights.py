@@ -5,21 +5,20 @@ from __future__ import annotations
 
 import pytest
 import torch
-from processors import TARGETS, can_run
+from processors import TARGETS, built_for, can_run
 from quantised_blocks import layout_of, random_blocks
 
 from kvrelay.checkpoint.convert import KEPT_FORMATS
 from kvrelay.kernels.base import Quantised
-from kvrelay.kernels.native.build import load_library
 from kvrelay.kernels.native.kernels import NativeKernels
 
 ROWS = (1, 2, 3, 4, 5, 7, 14, 15, 40, 99, 200)
 
 
 @pytest.fixture(scope="module", params=filter(can_run, TARGETS))
-def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> NativeKernels:
+def kernels(request: pytest.FixtureRequest) -> NativeKernels:
     """Built for each kind of processor that this one can stand for."""
-    return NativeKernels(load_library(tmp_path_factory.mktemp("cache"), processor=TARGETS[request.param]))
+    return built_for(request.param)
 
 
 def both(layout: str, out_size: int, in_size: int) -> tuple[Quantised, torch.Tensor]:

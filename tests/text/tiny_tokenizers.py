@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import json
 import pathlib
-import tempfile
 
 import tokenizers
+from scratch import scratch_folder
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 CORPUS = [
@@ -92,7 +92,7 @@ _BACKENDS = {"byte_level": byte_level_backend, "sentence_piece": sentence_piece_
 @functools.cache
 def folder_of(kind: str, template: str = CHATML) -> pathlib.Path:
     """A checkpoint folder with the tokenizer of that kind, made once per test session."""
-    folder = pathlib.Path(tempfile.mkdtemp(prefix="tokenizer-"))
+    folder = scratch_folder("tokenizer-")
     _BACKENDS[kind]().save(str(folder / "tokenizer.json"))
     bos, eos = ("<s>", "</s>") if kind == "sentence_piece" else ("<|im_start|>", "<|im_end|>")
     if kind == "word_piece":

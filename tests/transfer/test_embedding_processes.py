@@ -8,7 +8,7 @@ import pathlib
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -172,6 +172,34 @@ def test_an_abort_that_crosses_the_arrival_gives_the_blocks_back(when: str) -> N
         side.relay.abort(transfer_id)
         assert side.relay.poll() == []
         wait_for(side.is_empty)
+
+
+def test_of_an_embedding_that_is_refused_nothing_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the owner takes between its calls: the thread is given time for a turn after each."""
+    with one_process() as (encoder, relay, prefill, side):
+        first, refused = new_transfer_id(), new_transfer_id()
+        for transfer_id in (first, refused):
+            relay.expect(transfer_id, [prefill])
+            assert relay.offer(transfer_id, wide_embedding(1, 500))
+        side.relay.expect(first, encoder, relay.signal_address)
+        wait_for(lambda: side.is_over(first))  # the two know each other
+        moved, turns = side.relay.counts().moved_bytes, side.relay._turns
+        call = turns.call
+
+        def slowly(command: Callable[[], object]) -> None:
+            num_turns = turns.num_turns
+            call(command)
+            wait_for(lambda: turns.num_turns > num_turns + 1)
+
+        monkeypatch.setattr(turns, "call", slowly)
+        side.relay.refuse(refused, encoder, relay.signal_address)
+        ended = {sent.transfer_id: sent for sent in relay.poll()}
+        while refused not in ended:
+            ended |= {sent.transfer_id: sent for sent in relay.poll()}
+        assert ended[refused].is_unwanted
+        side.relay.release(first)
+        wait_for(side.is_empty)
+        assert side.relay.counts().moved_bytes == moved
 
 
 def test_closing_either_side_ends_what_is_open_with_a_reason() -> None:

@@ -18,7 +18,7 @@ from msgspec import Meta
 from rich.console import Console
 from rich.progress import Progress
 
-from kvrelay.bench.engine import int8, lora, weights
+from kvrelay.bench.engine import int8, lora, shared, weights
 from kvrelay.bench.engine.own import build_subject
 from kvrelay.bench.engine.peer import TransformersSubject
 from kvrelay.bench.engine.work import (
@@ -205,6 +205,11 @@ def measure_weights(options: EngineBench, console: Console) -> Results:
     return weights.measure(options.local_model(threads), prompts(max(BATCHES)), options.rounds, console)
 
 
+def measure_shared(options: EngineBench, console: Console) -> Results:
+    threads = options.threads or torch.get_num_threads()
+    return shared.measure(options.local_model(threads), prompts(max(BATCHES)), options.rounds, console)
+
+
 def measure_int8(options: EngineBench, console: Console) -> Results:
     with console.status("computing a text with int8 and with float32"):
         return int8.measure(options.local_model(options.threads))
@@ -215,6 +220,7 @@ SCENARIO = Scenario(
     {
         "engine": Part("decode and prefill", measure, TARGETS),
         "weights": Part("quantised weights against float32", measure_weights, weights.TARGETS),
+        "shared": Part("weights that several workers share", measure_shared, shared.TARGETS),
         "int8": Part("weights rounded to int8", measure_int8, int8.TARGETS),
         "lora": Part("decode with LoRA adapters", measure_lora, lora.TARGETS),
     },

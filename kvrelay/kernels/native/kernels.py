@@ -11,7 +11,9 @@ does not cover (odd head sizes) goes to the reference.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -30,17 +32,21 @@ from kvrelay.kernels.base import (
 from kvrelay.kernels.native.batch import FORMATS, BatchPointers, NativePacked, check_batch, is_plain, norm_pointer
 from kvrelay.kernels.native.layer import SIGNATURE, NativeLayer, Workspaces
 from kvrelay.kernels.native.lora import NativeAdapter, native_spans
-from kvrelay.kernels.native.room import WeightRoom
+from kvrelay.kernels.native.room import SharedMemory, WeightRoom
 from kvrelay.kernels.torch_kernels import TorchKernels
 
 _MAX_HEAD_DIM = 256
 _HEAD_DIM_STEP = 16  # attention.c works on so many of a head's dimensions at once
 _MAX_GROUP = 64  # query heads per KV head
+_TRIED_OUTPUTS, _TRIED_INPUTS = 160, 512  # several panels, several blocks of every format
 
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
 _SIGNATURES: dict[str, tuple[type, ...]] = {
     "packed_bytes": (_LONG,) * 3,
     "prefer_huge_pages": (_POINTER, _LONG),
+    "map_shared": (_INT, _LONG, _INT),
+    "settle_shared": (_POINTER, _LONG),
+    "unmap_shared": (_POINTER, _LONG),
     "pack_weights": (_POINTER,) * 2 + (_LONG,) * 3 + (_INT,),
     "linear": (_POINTER,) * 3 + (_LONG, _INT),
     "add_lora": (_POINTER,) * 3 + (_LONG,) * 2 + (_INT,) + (_LONG,) * 2 + (_INT,),
@@ -51,7 +57,7 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "attention": (_POINTER,) * 7 + (_LONG,) * 6 + (_FLOAT, _INT),
 }
 _SIGNATURES["decoder_layer"] = SIGNATURE
-_RESULTS = {"packed_bytes": _LONG, "gather_rows": _INT, "attention": _INT, "decoder_layer": _INT}
+_RESULTS = {"map_shared": _POINTER, "packed_bytes": _LONG, "gather_rows": _INT, "attention": _INT, "decoder_layer": _INT}
 
 
 def _function(library: ctypes.CDLL, name: str) -> Callable[..., int]:
@@ -68,6 +74,7 @@ class NativeKernels:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._reference = TorchKernels()
         self._weights = WeightRoom(_function(library, "prefer_huge_pages"))
+        self.shared_memory = SharedMemory(*(_function(library, f"{name}_shared") for name in ("map", "settle", "unmap")))
         self._packed_bytes = _function(library, "packed_bytes")
         self._pack_weights = _function(library, "pack_weights")
         self._linear = _function(library, "linear")
@@ -85,8 +92,22 @@ class NativeKernels:
 
     @property
     def weight_bytes(self) -> int:
-        """Of all weights that it has packed."""
+        """Of all weights that it has packed, or been given room for."""
         return self._weights.num_bytes
+
+    def pack_inside(self, memory: torch.Tensor) -> AbstractContextManager[None]:
+        """Weights that are packed meanwhile fill `memory`, in their order."""
+        return self._weights.inside(memory)
+
+    def layout(self) -> str:
+        """Equal for kernels that pack weights alike: a digest of what they make of fixed bytes in each format."""
+        digest = hashlib.blake2b(digest_size=8)
+        for index in range(len(FORMATS)):
+            held = torch.arange(_TRIED_OUTPUTS * _TRIED_INPUTS * 4).mul(37).remainder(251).to(torch.uint8)
+            panels = torch.zeros(self._packed_bytes(_TRIED_INPUTS, _TRIED_OUTPUTS, index), dtype=torch.uint8)
+            self._pack_weights(held.data_ptr(), panels.data_ptr(), _TRIED_INPUTS, _TRIED_OUTPUTS, index, 1)
+            digest.update(panels.numpy().tobytes())
+        return digest.hexdigest()
 
     def pack(
         self, weight: torch.Tensor | Quantised, bias: torch.Tensor | None, scale: torch.Tensor | None = None
@@ -98,7 +119,8 @@ class NativeKernels:
             name, held, in_features = "F32", weight.float().contiguous(), weight.shape[1]
         out_features, index = held.shape[0], FORMATS.index(name)
         panels = self._weights.take(self._packed_bytes(in_features, out_features, index))
-        self._pack_weights(held.data_ptr(), panels.data_ptr(), in_features, out_features, index, torch.get_num_threads())
+        if not held.is_meta:  # else the panels are there already
+            self._pack_weights(held.data_ptr(), panels.data_ptr(), in_features, out_features, index, torch.get_num_threads())
         return NativePacked(panels, None if bias is None else bias.float().contiguous(), out_features, in_features, index)
 
     def fuse(self, weights: LayerWeights) -> FusedLayer | None:

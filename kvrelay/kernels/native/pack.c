@@ -1,4 +1,5 @@
-/* From a checkpoint's weights to panels (weights.h). */
+/* From a checkpoint's weights to panels (weights.h), and the memory for them. */
+#include <stddef.h>
 #include <string.h>
 #include <sys/mman.h>
 
@@ -9,6 +10,40 @@ EXPORT void prefer_huge_pages(void *memory, long size_bytes) {
 #ifdef MADV_HUGEPAGE
     madvise(memory, (size_t)size_bytes, MADV_HUGEPAGE);
 #endif
+}
+
+#define HUGE_PAGE (1L << 21)
+#ifndef MADV_COLLAPSE
+#define MADV_COLLAPSE 25
+#endif
+
+/* Maps a file that processes share to where huge pages can begin. NULL if that cannot be. */
+EXPORT void *map_shared(int descriptor, long size_bytes, int writable) {
+    const size_t size = (size_t)size_bytes, whole = size + HUGE_PAGE;
+    char *space = mmap(NULL, whole, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (space == MAP_FAILED) return NULL;
+    const size_t before = -(size_t)space % HUGE_PAGE;
+    if (before) munmap(space, before);
+    const size_t used = (size + 4095) / 4096 * 4096;
+    if (whole - before > used) munmap(space + before + used, whole - before - used);
+    const int access = PROT_READ | (writable ? PROT_WRITE : 0);
+    void *memory = mmap(space + before, size, access, MAP_SHARED | MAP_FIXED, descriptor, 0);
+    if (memory == MAP_FAILED) {
+        munmap(space + before, used);
+        return NULL;
+    }
+    prefer_huge_pages(memory, size_bytes);
+    return memory;
+}
+
+/* What was written to memory that processes share is moved to huge pages, where the kernel can, and not written to again. */
+EXPORT void settle_shared(void *memory, long size_bytes) {
+    madvise(memory, (size_t)size_bytes, MADV_COLLAPSE);
+    mprotect(memory, (size_t)size_bytes, PROT_READ);
+}
+
+EXPORT void unmap_shared(void *memory, long size_bytes) {
+    munmap(memory, (size_t)size_bytes);
 }
 
 EXPORT long packed_bytes(long in_features, long out_features, long format) {

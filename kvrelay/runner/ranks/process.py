@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 from kvrelay.checkpoint.spec import ModelSpec, read_spec
+from kvrelay.checkpoint.weight_file import close_all
 from kvrelay.config import read_environment
 from kvrelay.errors import KVRelayError, RankDiedError
 from kvrelay.kernels.choose import choose_kernels
@@ -28,9 +29,9 @@ from kvrelay.kernels.ranks import DistributedRanks, Ranks, SharedRanks, shared_f
 from kvrelay.log import Log, configure
 from kvrelay.models.registry import Model
 from kvrelay.progress import Silent
-from kvrelay.runner.loader import load_model
 from kvrelay.runner.ranks.passes import to_batch
 from kvrelay.runner.ranks.shares import RankShare
+from kvrelay.runner.shared import load_for_worker
 from kvrelay.wire.codec import encode
 from kvrelay.wire.ranks import KVMemory, Loaded, Pass, RankFailed, RankSetup, read_for_rank
 
@@ -63,6 +64,7 @@ def _end_with(connection_fd: int) -> None:
     poll = select.poll()
     poll.register(connection_fd, select.POLLRDHUP)
     poll.poll()
+    close_all()
     os._exit(0)
 
 
@@ -75,17 +77,16 @@ def _open_ranks(setup: RankSetup, memory_fd: int) -> Ranks:
 
 def _load(setup: RankSetup, ranks: Ranks) -> tuple[Model, ModelSpec]:
     torch.set_num_threads(setup.num_threads)
-    folder, device, dtype = Path(setup.folder), torch.device("cpu"), _dtype(setup)
+    folder, environment, dtype = Path(setup.folder), read_environment(), _dtype(setup)
     whole = read_spec(folder)
-    model = load_model(
+    model = load_for_worker(
         folder,
         whole,
-        kernels=choose_kernels(device, dtype, read_environment(), setup.model),
-        device=device,
+        setup.model,
+        environment,
+        kernels=choose_kernels(torch.device("cpu"), dtype, environment, setup.model),
         dtype=dtype,
-        load=setup.model.load,
         progress=Silent(),
-        weights=setup.model.weights,
         max_positions=setup.max_positions or None,
         ranks=ranks,
     )

@@ -201,19 +201,24 @@ class EmbeddingConsumer(Front[ConsumerTurns[EmbeddingLayout, list[EmbeddingArriv
         trace_id: str = "",
     ) -> None:
         """Raises WrongIdError."""
-        self._open.add(transfer_id)
-        self._expect(transfer_id, producer, signal_address, required_dst_info_num, trace_id)
-
-    def _expect(self, transfer_id: TransferId, producer: WorkerId, address: str, num: int, trace_id: str = "") -> None:
         as_transfer_id(transfer_id)
         as_worker_id(producer)
-        machine, rooms = self._turns.machine, self._rooms
-        self._turns.call(lambda: expect_receiving(machine, rooms, transfer_id, producer, address, num, clock(), trace_id))
+        self._open.add(transfer_id)
+        machine, rooms, num = self._turns.machine, self._rooms, required_dst_info_num
+        self._turns.call(
+            lambda: expect_receiving(machine, rooms, transfer_id, producer, signal_address, num, clock(), trace_id)
+        )
 
     def refuse(self, transfer_id: TransferId, producer: WorkerId, signal_address: str) -> None:
-        """Instead of `expect`: the embedding is not needed, and its producer should not wait for us. Nothing of it moves."""
-        self._expect(transfer_id, producer, signal_address, 1)
-        self.abort(transfer_id)
+        """Instead of `expect`: the embedding is not needed, and its producer should not wait for us. Nothing of it moves: there
+        is no turn of the thread between the two, in which it could be asked for."""
+        machine, rooms = self._turns.machine, self._rooms
+
+        def expect_and_abort() -> None:
+            expect_receiving(machine, rooms, transfer_id, producer, signal_address, 1, clock())
+            machine.tell(transfer_id, EmbeddingReceiving.abort)
+
+        self._turns.call(expect_and_abort)
 
     def release(self, transfer_id: TransferId) -> None:
         """What a complete arrival has in the pool is not needed any more."""
