@@ -74,8 +74,8 @@ class EventRecorder:
         """Changes of the cache can be said anew. Of requests, at least the ends should be told."""
         self._overflowed = True
         lives: list[CacheEvent] = [event for event in self._pending if not isinstance(event, Stored | Removed)]
-        ends: list[CacheEvent] = [event for event in lives if isinstance(event, Freed)][-(self._max_pending // 2) :]
-        self._pending = ends if 2 * len(lives) > self._max_pending else lives
+        ends = [event for event in lives if isinstance(event, Freed)][-(self._max_pending // 2) :]
+        self._pending = [*ends] if 2 * len(lives) > self._max_pending else lives
         self._num_pending = len(self._pending)
 
 
