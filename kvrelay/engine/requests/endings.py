@@ -110,10 +110,11 @@ class Endings:
         self._core.outbox.news.append(request.stages.times(request.request_id, request.resumed_s))
         kv = self._core.kv
         if kv.recorder.is_heard:
-            found = [digest for digest in _hashes(request) if kv.is_findable(digest)]
-            kv.recorder.lived(Freed(request=request.external_id, reason=reason, hashes=found))
+            kv.recorder.lived(Freed(request=request.external_id, reason=reason, hashes=kv.findable(_hashes(request))))
 
 
 def _hashes(request: Request) -> list[bytes]:
     """Of the full blocks of all its samples, each once."""
+    if len(request.sequences) == 1:
+        return request.sequences[0].hashes
     return list(dict.fromkeys(digest for sequence in request.sequences for digest in sequence.hashes))
