@@ -334,9 +334,8 @@ class Dispatcher:
         for leg in legs:
             leg.peer.remove(leg)
         self._rate.completed(self._clock())
-        if not legs.is_one and not stream.aborted and not entry.is_kept:
-            # Usually the decode worker made the last token and is done. If it was the prefill worker, or a stop string in the
-            # first token, the decode worker need not begin.
+        if not legs.is_one and not stream.aborted and not entry.is_kept and (stream.failed or not legs.decode.has_output):
+            # The prefill worker made the last token, or a stop string was in the first: the decode worker need not begin.
             legs.decode.abort()
 
     def send_finish(self, stream: RequestStream, sample: int, keep_tokens: int, reason: FinishReason) -> None:
