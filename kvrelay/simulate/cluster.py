@@ -22,6 +22,7 @@ from kvrelay.router.rebalance import Rebalancer, Rules
 from kvrelay.router.role_changes import RoleChanges
 from kvrelay.router.router import Router
 from kvrelay.simulate.costs import Costs
+from kvrelay.simulate.host import Host
 from kvrelay.simulate.loop import VirtualLoop
 from kvrelay.simulate.relay import Network
 from kvrelay.simulate.worker import FINGERPRINT, OnOutputs, SimulatedWorker
@@ -48,6 +49,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     registration_s: float = 4.0
     restart_s: float = 20.0  # from the end of a worker's process to its first request
     rebalance: Rules | None = None  # workers change their roles by these
+    cores: int = 0  # of the one host that all workers share; 0: each has its own
 
     @property
     def num_workers(self) -> int:
@@ -62,6 +64,7 @@ class SimulatedCluster:
         self.loop = loop
         self.network = Network(loop, costs)
         self._costs = costs
+        self._host = Host(layout.cores)
         self._on_outputs = on_outputs
         self._options = msgspec.structs.replace(
             layout.engine.for_device("cuda"), kv_events=layout.policy == "prefix_aware", swap_blocks=0
@@ -136,6 +139,7 @@ class SimulatedCluster:
             self._options,
             self.network,
             self._costs,
+            self._host,
             num_blocks=self.layout.num_blocks,
             on_outputs=self._on_outputs,
             on_drained=self._drained,

@@ -41,6 +41,7 @@ class ClusterOptions(Options, frozen=True, kw_only=True):
     restart_s: Annotated[
         float, Meta(ge=0.0, description="seconds until a worker that was killed, or changes its role, is back, as a new one")
     ] = 20.0
+    cores: Annotated[Count, Meta(description="all workers share one host with so many cores; 0: each has its own")] = 0
     rebalance: Annotated[Literal["off", "on"], Meta(description="workers change their roles, as in `kvrelay serve`")] = "off"
     rebalance_patience_s: Annotated[float, Meta(ge=0.0, description="as in `kvrelay serve`")] = 20.0
     rebalance_pause_s: Annotated[float, Meta(ge=0.0, description="as in `kvrelay serve`")] = 60.0
@@ -72,6 +73,7 @@ class ClusterOptions(Options, frozen=True, kw_only=True):
             max_model_len=self.max_model_len,
             registration_s=self.registration_s,
             restart_s=self.restart_s,
+            cores=self.cores,
             rebalance=self._rules() if self.rebalance == "on" else None,
         )
 

@@ -139,6 +139,16 @@ def test_over_a_day_workers_follow_the_load_and_no_request_is_lost_with_those_th
     assert moved["good_share"] > fixed["good_share"]
 
 
+def test_workers_of_one_host_share_its_cores() -> None:
+    """Of two prompts at once on one core, the one that begins second takes twice its time; so do steps beside others."""
+    traffic = Wanted(kind="bursty", rate=4.0, duration_s=4.0, input_tokens=1000, output_tokens=40, seed=1)
+    layout = Layout(prefill=2, decode=2)
+    apart, ample, scarce = (figures(run(msgspec.structs.replace(layout, cores=cores), traffic), TARGETS) for cores in (0, 4, 1))
+    assert ample == pytest.approx(apart, rel=1e-3)
+    assert scarce["ttft_ms_p90"] > 1.5 * ample["ttft_ms_p90"]
+    assert scarce["itl_ms_p50"] > 1.5 * ample["itl_ms_p50"]
+
+
 def test_a_day_is_busiest_at_noon() -> None:
     times = [session.at_s for session in draw(Wanted(kind="daily", rate=20.0, duration_s=100.0))]
     morning, noon, night = (sum(begin <= at < begin + 20 for at in times) for begin in (0, 40, 80))
