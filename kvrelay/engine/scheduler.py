@@ -46,6 +46,7 @@ from kvrelay.engine.requests.outgoing import Outgoing
 from kvrelay.states import FreeReason, RequestState
 from kvrelay.wire.events import FreedForNow
 
+_SMALLEST_PIECES = 8  # of a step's budget: what is left of it is a smaller one
 Order = tuple[int, int, int]
 
 
@@ -299,7 +300,7 @@ class Scheduler:
                 return
             reachable = self._reachable(sequence) if sequence.request.images else sequence.num_uncomputed
             count = min(reachable, budget)
-            if budget < full_budget and count < min(reachable, self._options.block_size):
+            if budget < full_budget and count < reachable and self._had_better_wait(count, reachable):
                 self._roll_back(sequence)
                 return
             self.queue.pop()
@@ -321,9 +322,16 @@ class Scheduler:
             num_prefills += 1
             plan.rows.append(_row(sequence, count))
 
+    def _had_better_wait(self, count: int, reachable: int) -> bool:
+        """Whether a prompt starts with the next step instead of being cut: where other prompts left it less than a block, or
+        little, and the next step can compute all of it. Its first token comes no later, and attention over a prompt in one
+        piece is faster than over two."""
+        if count < self._options.block_size:
+            return True
+        return reachable <= self._full_budget and count * _SMALLEST_PIECES < self._full_budget
+
     def _roll_back(self, sequence: Sequence) -> None:
-        """Other prompts left it less than a block of this step's budget: it had better start with the next step's, and its
-        blocks are not held until then. It keeps its place."""
+        """Its blocks are not held until the next step. It keeps its place."""
         self._kv.free(sequence)
         self._kv.recorder.lived(FreedForNow(request=sequence.request.external_id, reason=FreeReason.ROLLED_BACK))
 

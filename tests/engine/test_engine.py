@@ -178,6 +178,22 @@ def test_a_prompt_is_computed_in_chunks_within_the_budget_beside_running_decodes
     check_idle(engine.core)
 
 
+@pytest.mark.parametrize(("length", "widths"), [(20, [60, 20]), (63, [60, 63]), (70, [64, 64, 2])])
+def test_a_prompt_is_not_cut_where_little_of_the_budget_is_left_and_the_next_step_computes_all_of_it(
+    length: int, widths: list[int]
+) -> None:
+    engine = make_engine(token_budget=64, max_model_len=128)
+    engine.submit(submit([1] * 60, max_tokens=1))
+    engine.submit(submit([2] * length, max_tokens=1))
+    found = []
+    while engine.has_work:
+        before = engine.load().prompt_tokens
+        engine.step()
+        found.append(engine.load().prompt_tokens - before)
+    assert [width for width in found if width] == widths
+    check_idle(engine.core)
+
+
 def test_the_second_of_two_equal_prompts_computes_only_what_is_not_cached() -> None:
     engine = make_engine()
     prompt = list(range(11))
