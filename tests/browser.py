@@ -25,6 +25,7 @@ _FLAGS = (
     "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars",
     "--force-device-scale-factor=1", "--disable-background-networking", "--disable-component-update", "--no-first-run",
     "--force-prefers-reduced-motion",  # else the map is painted again sixty times a second
+    "--disable-features=BackForwardCache",  # else a page that was left keeps its feed for a minute
 )  # fmt: skip
 
 T = TypeVar("T")

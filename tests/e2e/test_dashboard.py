@@ -36,7 +36,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluster
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": POSITIONS}))
     flags = ("--local-prefill-tokens", "16", "--served-model-name", "tiny")
-    with ProcessCluster(str(model), folder, registration_s=2.0, router_flags=flags, worker_flags=WORKER_FLAGS) as cluster:
+    with ProcessCluster(str(model), folder, registration_s=4.0, router_flags=flags, worker_flags=WORKER_FLAGS) as cluster:
         for role in ("prefill", "decode", "decode"):
             cluster.add(role)
         cluster.until_ready(3)
