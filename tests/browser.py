@@ -24,6 +24,7 @@ needs_chromium = pytest.mark.skipif(CHROMIUM is None or DRIVER is None, reason="
 _FLAGS = (
     "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars",
     "--force-device-scale-factor=1", "--disable-background-networking", "--disable-component-update", "--no-first-run",
+    "--force-prefers-reduced-motion",  # else the map is painted again sixty times a second
 )  # fmt: skip
 
 T = TypeVar("T")

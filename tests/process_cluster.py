@@ -71,11 +71,13 @@ class ProcessCluster:
         registration_s: float = 1.0,
         router_flags: Sequence[str] = (),
         worker_flags: Sequence[str] = (),
+        api_key: str = "",
     ) -> None:
         self._model = model
         self._folder = folder
         self._lease = ("--registration-s", str(registration_s))
         self._worker_flags = worker_flags
+        self._headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {api_key}"} if api_key else {})
         self.workers: list[WorkerProcess] = []
         self._count = 0
         self.router_log = folder / "router.log"
@@ -116,11 +118,12 @@ class ProcessCluster:
         self.workers = [worker for worker in self.workers if worker.alive]
 
     def get(self, path: str, timeout_s: float = 60.0) -> Any:
-        with urllib.request.urlopen(self.url + path, timeout=timeout_s) as response:
-            return json.loads(response.read())
+        return self._ask(urllib.request.Request(self.url + path, headers=self._headers), timeout_s)
 
     def post(self, path: str, body: dict[str, Any], timeout_s: float = 60.0) -> Any:
-        request = urllib.request.Request(self.url + path, json.dumps(body).encode(), {"content-type": "application/json"})
+        return self._ask(urllib.request.Request(self.url + path, json.dumps(body).encode(), self._headers), timeout_s)
+
+    def _ask(self, request: urllib.request.Request, timeout_s: float) -> Any:
         with urllib.request.urlopen(request, timeout=timeout_s) as response:
             return json.loads(response.read())
 

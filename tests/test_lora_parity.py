@@ -18,17 +18,19 @@ from kvrelay.ids import new_request_id, new_worker_id
 from kvrelay.progress import Silent
 from kvrelay.runner.build import build_runner
 from kvrelay.sampling import BeamSearch, SamplingParams
+from kvrelay.transfer.region import shared_region
 from kvrelay.wire.serving import Failure, SequenceOutput, Submit, of_kind
 
 NUM_TOKENS = 10
 FUSED = "mistral"  # its heads are wide enough for the native layer
 
 
-def make_engine(model: str, adapters: list[str], **options: object) -> Engine:
+def make_engine(model: str, adapters: list[str], tp: int = 1, **options: object) -> Engine:
     settings = EngineOptions(**{"max_model_len": 128, "kv_blocks": 128, "check_invariants": True, **options})  # type: ignore[arg-type]
     lora = tuple(f"{name}={adapter_folder(model, name)}" for name in adapters)
-    chosen = ModelOptions(model=model, dtype="float32", threads=2, lora=lora)
-    runner = build_runner(chosen, settings, tiny_model(model), read_environment(), Silent())
+    chosen = ModelOptions(model=model, dtype="float32", threads=2, lora=lora, tp=tp)
+    allocate = shared_region if tp > 1 else None
+    runner = build_runner(chosen, settings, tiny_model(model), read_environment(), Silent(), allocate)
     return Engine(
         options=settings,
         runner=runner,

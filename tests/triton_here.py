@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 import os
 
@@ -15,6 +16,19 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 DEVICE = torch.device("cuda" if ON_CARD else "cpu")
 if HAS_TRITON and not ON_CARD:
     os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels' modules are imported
+
+
+@functools.cache
+def use_few_programs() -> None:
+    """Rows that decode beside prompts are cut into 32 splits, so that a card is busy. Interpreted, each is a program that takes
+    milliseconds: 4 of them, of which some are empty, are the same code."""
+    if HAS_TRITON and not ON_CARD:
+        from kvrelay.kernels.cuda import decode, table
+
+        def few(num_heads: int, head_bytes: int) -> table.DecodeChoice:
+            return dataclasses.replace(table.choose_mixed(num_heads, head_bytes), splits=4)
+
+        decode.choose_mixed = few
 
 
 class OnDevice:

@@ -102,8 +102,6 @@ def check_lora(model: ModelOptions) -> None:
     """Refuses adapters where they are not computed. Raises ConfigError."""
     if model.lora and model.device != "cpu":
         raise ConfigError(f"--lora: LoRA adapters are computed on --device cpu only, not on {model.device}")
-    if model.lora and model.tp > 1:
-        raise ConfigError(f"--lora: LoRA adapters cannot be combined with --tp {model.tp} yet")
 
 
 def named_folders(entries: Sequence[str]) -> dict[str, pathlib.Path]:

@@ -294,8 +294,8 @@ class Engine:
             self._stalled = False
             for submit in restarts:
                 self._start_again(submit)
-            for request_id, reason in ended:
-                self._handed_on(request_id, reason)
+            for request_id, reason, sent_bytes in ended:
+                self._handed_on(request_id, reason, sent_bytes)
         if self.core.incoming.consumer.has_news:
             self._stalled = False
             for sequence, arrival in self.core.incoming.poll():
@@ -314,12 +314,12 @@ class Engine:
         except RequestError as error:
             self.core.outbox.fail(submit.request_id, error)
 
-    def _handed_on(self, request_id: RequestId, reason: str) -> None:
+    def _handed_on(self, request_id: RequestId, reason: str, sent_bytes: int) -> None:
         """A hand-over ended. Usually the prompt was finished long ago; if not, it is not wanted any more."""
         request = self.requests.get(request_id)
         if request is None:
             self.core.outbox.news.append(HandedOver(request_id))
-            self._endings.handed_on(request_id, FreeReason.FAILED if reason else FreeReason.HANDED_OVER)
+            self._endings.handed_on(request_id, FreeReason.FAILED if reason else FreeReason.HANDED_OVER, sent_bytes)
             return
         why = reason or "not wanted any more"
         self._endings.fail(request, UnavailableError(f"the hand-over to the decode worker failed: {why}"))

@@ -44,6 +44,7 @@ class ProducerNews:
     set_aside: list[RequestId] = field(default_factory=list)  # granted: the blocks are not read, the transfer goes on
     restart: list[RequestId] = field(default_factory=list)  # set aside, and now wanted: compute again
     failed: list[tuple[RequestId, str]] = field(default_factory=list)  # the consumer is gone or refused; also in `released`
+    sent_bytes: dict[RequestId, int] = field(default_factory=dict)  # of those that were handed over; also in `released`
 
 
 @dataclass(frozen=True, slots=True)

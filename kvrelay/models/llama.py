@@ -9,7 +9,8 @@ One forward pass: embed, then per layer
 then the final norm and the head. Only the tokens named in `logit_rows` leave the last attention: what follows it is
 per-token, and no logits are asked for of the others.
 
-What a LoRA adapter adds to a product is added to it at once, for the tokens that have the adapter.
+What a LoRA adapter adds to a product is added to it at once, for the tokens that have the adapter; a rank has its
+share of both.
 
 A rank of a tensor-parallel model has some of the heads and some of the columns between gate and down, so what it adds to the
 residual is one summand: the ranks add theirs up. Rank 0 has the embedding and the head besides.
@@ -86,7 +87,6 @@ class DecoderLayer:
         return self._of_all(self._linear(kernels.silu_mul(self._linear(x, "gate_up", lora)), "down", lora))
 
     def _linear(self, x: torch.Tensor, name: LinearName, lora: LoraSpans) -> torch.Tensor:
-        """Adapters are refused where there are several ranks: what they add to a share of a product is not known here."""
         out = self._kernels.linear(x, self._weights.linear(name))
         if lora:
             self._kernels.add_lora(out, x, lora, self._weights.index, name)

@@ -210,13 +210,13 @@ class Dispatcher:
 
     def _send(self, entry: OpenRequest, plan: Plan) -> Peer | None:
         """Begins an attempt. Returns the first worker that cannot be reached; then there is no attempt."""
-        attempt = Attempt(entry, plan, self._mode)
+        attempt, sent_at = Attempt(entry, plan, self._mode), self._clock()
         unreachable = attempt.send(entry, self._keeping.keep(entry, attempt.legs.decode))
         if unreachable is not None:
             return unreachable
         entry.attempt = attempt
         stream = entry.stream
-        self.timelines.sent(entry.timeline, attempt.legs.names, entry.num_attempts)
+        self.timelines.sent(entry.timeline, attempt.legs.names, entry.num_attempts, sent_at)
         stream.prefill, stream.decode = plan.prefill_name, plan.decode.id
         stream.data_parallel_rank = plan.decode.record.data_parallel_rank
         stream.transfer_id = None if attempt.transfer is None else attempt.transfer.transfer_id
@@ -334,9 +334,8 @@ class Dispatcher:
         for leg in legs:
             leg.peer.remove(leg)
         self._rate.completed(self._clock())
-        if not legs.is_one and not stream.aborted and not entry.is_kept:
-            # Usually the decode worker made the last token and is done. If it was the prefill worker, or a stop string in the
-            # first token, the decode worker need not begin.
+        if not legs.is_one and not stream.aborted and not entry.is_kept and (stream.failed or not legs.decode.has_output):
+            # The prefill worker made the last token, or a stop string was in the first: the decode worker need not begin.
             legs.decode.abort()
 
     def send_finish(self, stream: RequestStream, sample: int, keep_tokens: int, reason: FinishReason) -> None:

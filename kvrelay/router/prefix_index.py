@@ -83,4 +83,7 @@ class PrefixIndex:
 
 
 def _joined(hashes: Iterable[bytes]) -> bytes:
-    return b"".join(digest for digest in hashes if len(digest) == HASH_BYTES)
+    known = list(hashes)
+    if set(map(len, known)) - {HASH_BYTES}:
+        known = [digest for digest in known if len(digest) == HASH_BYTES]
+    return b"".join(known)

@@ -175,12 +175,12 @@ class Timelines:
             oldest.request_ids.clear()
             oldest.is_forgotten = True
 
-    def sent(self, line: Timeline, legs: Iterable[tuple[RequestId, WorkerId, Role]], attempt: int) -> None:
+    def sent(self, line: Timeline, legs: Iterable[tuple[RequestId, WorkerId, Role]], attempt: int, at: float) -> None:
+        """`at`: before the first of them was sent. Later, a worker may have begun already."""
         if line.is_forgotten:
             return
-        now = self._clock()
         for request_id, worker, role in legs:
-            leg = LegLine(worker, role, attempt, now)
+            leg = LegLine(worker, role, attempt, at)
             line.legs.append(leg)
             line.request_ids.append(request_id)
             self._legs[request_id] = leg

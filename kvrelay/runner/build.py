@@ -28,8 +28,10 @@ from kvrelay.runner.gpu_memory import explained, graph_bytes, kv_bytes
 from kvrelay.runner.graphs import graph_sizes
 from kvrelay.runner.host_pool import HostPool, choose_host_blocks, make_host_pool
 from kvrelay.runner.kv_pool import KVPool, PoolSize, blocks_for, choose_pool_size, free_cpu_bytes, token_bytes
-from kvrelay.runner.lora import LoraAdapters
-from kvrelay.runner.ranks.group import LeadingModel, OnDeath, RankGroup
+from kvrelay.runner.lora import LoraAdapters, Pack
+from kvrelay.runner.ranks.adapters import SplitAdapters
+from kvrelay.runner.ranks.group import OnDeath, RankGroup
+from kvrelay.runner.ranks.leading import LeadingModel
 from kvrelay.runner.ranks.shares import check_split
 from kvrelay.runner.runner import TorchRunner
 from kvrelay.runner.shared import load_for_worker
@@ -89,16 +91,17 @@ def build_runner(
     group = _start_ranks(chosen, on_rank_death)
     kernels = _choose_kernels(chosen)
     model = _load_weights(chosen, kernels, group, progress)
-    adapters = _load_adapters(chosen, kernels)
     sizes = [] if isinstance(kernels, TorchKernels | NativeKernels) else graph_sizes(chosen.engine.max_batch)
     size = _pool_size(model, chosen, sizes)
     num_blocks = size.num_blocks + bool(sizes)  # graphs need one of their own
     room = f"making room for {size.num_blocks} KV blocks and decode graphs"
     with explained(room, num_blocks * chosen.block_bytes, chosen.device):
         pool = _open_pool(chosen, num_blocks, allocate)
+        pack: Pack = kernels.pack_adapter
         if group is not None:
             group.share(pool.descriptor, num_blocks, chosen.engine.block_size)
-            model = LeadingModel(model, group)
+            split = SplitAdapters(chosen.spec, model_options.tp, kernels, group)
+            pack, model = split.pack, LeadingModel(model, group, split)
         runner = TorchRunner(
             model,
             pool,
@@ -112,7 +115,7 @@ def build_runner(
             num_threads=chosen.num_threads,
             host_pool=_open_host_pool(pool, chosen.engine.swap_blocks, chosen.num_threads * model_options.tp),
             features=make_store(chosen.spec, chosen.engine, chosen.device, chosen.dtype) if features is None else features,
-            adapters=adapters,
+            adapters=_load_adapters(chosen, pack),
             graph_sizes=sizes,
             progress=progress,
             ranks=group,
@@ -213,11 +216,11 @@ def check_products(spec: ModelSpec, dtype: torch.dtype, device: torch.device, en
         )
 
 
-def _load_adapters(chosen: _Choices, kernels: Kernels) -> Adapters | None:
+def _load_adapters(chosen: _Choices, pack: Pack) -> Adapters | None:
     """None where adapters are not computed."""
-    if chosen.model.device != "cpu" or chosen.model.tp > 1:
+    if chosen.model.device != "cpu":
         return None
-    adapters = LoraAdapters(chosen.spec, kernels, chosen.device, chosen.dtype)
+    adapters = LoraAdapters(chosen.spec, pack, chosen.device, chosen.dtype)
     for name, folder in named_folders(chosen.model.lora).items():
         adapters.add(name, str(folder), adapters.read(str(folder)))
     return adapters
@@ -230,8 +233,6 @@ def _start_ranks(chosen: _Choices, on_death: OnDeath | None) -> RankGroup | None
         return None
     if chosen.model.device != "cpu":
         raise ConfigError(f"--tp {num_ranks}: a model is split among processes on the CPU only; on a GPU, use --tp 1")
-    if chosen.spec.vision is not None:
-        raise ConfigError(f"--tp {num_ranks}: models that take images are not split yet; use --tp 1")
     check_split(chosen.spec, num_ranks)
     setup = RankSetup(
         rank=0,

@@ -24,15 +24,17 @@ from kvrelay.checkpoint.lora import TENSOR_PREFIX, WEIGHTS_NAME, LoraSpec, lora_
 from kvrelay.checkpoint.spec import ModelSpec
 from kvrelay.engine.interfaces import LoadedAdapter, Row
 from kvrelay.errors import ModelError, UnsupportedModelError, WrongShapeError
-from kvrelay.kernels.base import Kernels, LinearName, LoraBatch, LoraLayer, LoraPart, LoraSpan, LoraSpans, PackedAdapter
+from kvrelay.kernels.base import LinearName, LoraBatch, LoraLayer, LoraPart, LoraSpan, LoraSpans, PackedAdapter
 from kvrelay.runner.loader import canonical_name
 from kvrelay.wire.registry import Adapter
+
+Pack = Callable[[Sequence[LoraLayer]], PackedAdapter]  # as `Kernels.pack_adapter`
 
 _ENDS = {".lora_A.weight": "a", ".lora_B.weight": "b"}
 
 
 @dataclass(frozen=True, slots=True)
-class _Module:
+class Module:
     """One of the projections that a linear layer of ours is put together from."""
 
     linear: LinearName
@@ -52,12 +54,12 @@ class RunnerAdapter:
 class LoraAdapters:
     """Implements `Adapters` for one model. `read` may be called from any thread, all else from one."""
 
-    def __init__(self, spec: ModelSpec, kernels: Kernels, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, spec: ModelSpec, pack: Pack, device: torch.device, dtype: torch.dtype) -> None:
         self._spec = spec
-        self._kernels = kernels
+        self._pack = pack
         self._device = device
         self._dtype = dtype
-        self._modules = _modules(spec)
+        self._modules = modules_of(spec)
         self._records: dict[str, Adapter] = {}  # by name
         self._loaded: dict[str, RunnerAdapter] = {}  # by digest
 
@@ -69,7 +71,7 @@ class LoraAdapters:
 
     def read(self, path: str) -> RunnerAdapter:
         folder = pathlib.Path(path).expanduser()
-        return RunnerAdapter(lora_digest(folder), self._kernels.pack_adapter(self._read(folder, read_lora(folder))))
+        return RunnerAdapter(lora_digest(folder), self._pack(self._read(folder, read_lora(folder))))
 
     def add(self, name: str, path: str, adapter: LoadedAdapter) -> None:
         assert isinstance(adapter, RunnerAdapter)
@@ -102,7 +104,7 @@ class LoraAdapters:
                 parts.sort(key=lambda part: part.first)
         return layers
 
-    def _place(self, path: pathlib.Path, module: str) -> tuple[int, _Module]:
+    def _place(self, path: pathlib.Path, module: str) -> tuple[int, Module]:
         """The layer that a module belongs to, and its place there."""
         words = canonical_name(module).split(".")
         known = self._modules.get(".".join(words[3:])) if words[:2] == ["model", "layers"] else None
@@ -116,7 +118,7 @@ class LoraAdapters:
         return int(words[2]), known
 
     def _part(
-        self, path: pathlib.Path, module: str, place: _Module, spec: LoraSpec, tensors: dict[str, torch.Tensor]
+        self, path: pathlib.Path, module: str, place: Module, spec: LoraSpec, tensors: dict[str, torch.Tensor]
     ) -> LoraPart:
         rank = spec.rank(module)
         for which, shape in (("a", (rank, place.inputs)), ("b", (place.out, rank))):
@@ -130,18 +132,18 @@ class LoraAdapters:
         return LoraPart(place.first, a, b)
 
 
-def _modules(spec: ModelSpec) -> dict[str, _Module]:
+def modules_of(spec: ModelSpec) -> dict[str, Module]:
     """By the name that they have within a layer."""
     hidden, inner = spec.hidden_size, spec.intermediate_size
     q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     return {
-        "self_attn.q_proj": _Module("qkv", 0, q_size, hidden),
-        "self_attn.k_proj": _Module("qkv", q_size, kv_size, hidden),
-        "self_attn.v_proj": _Module("qkv", q_size + kv_size, kv_size, hidden),
-        "self_attn.o_proj": _Module("output", 0, hidden, q_size),
-        "mlp.gate_proj": _Module("gate_up", 0, inner, hidden),
-        "mlp.up_proj": _Module("gate_up", inner, inner, hidden),
-        "mlp.down_proj": _Module("down", 0, hidden, inner),
+        "self_attn.q_proj": Module("qkv", 0, q_size, hidden),
+        "self_attn.k_proj": Module("qkv", q_size, kv_size, hidden),
+        "self_attn.v_proj": Module("qkv", q_size + kv_size, kv_size, hidden),
+        "self_attn.o_proj": Module("output", 0, hidden, q_size),
+        "mlp.gate_proj": Module("gate_up", 0, inner, hidden),
+        "mlp.up_proj": Module("gate_up", inner, inner, hidden),
+        "mlp.down_proj": Module("down", 0, hidden, inner),
     }
 
 

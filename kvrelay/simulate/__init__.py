@@ -2,6 +2,7 @@
 
 loop      the clock and the events of a run
 costs     what a pass and a transfer take
+host      cores that workers share
 runner    computes nothing, and says how long that took
 relay     moves nothing, and says how long that took
 worker    an engine with these two, and its way to the router

@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from kvrelay.config import EngineOptions
-from kvrelay.discovery.base import Loss, OnChanged, OnJoined, OnLeft
+from kvrelay.discovery.base import Alone, Loss, OnChanged, OnJoined, OnLeft, router_record
 from kvrelay.engine import invariants
 from kvrelay.events.subscriber import EventOwner
 from kvrelay.ids import RouterId, WorkerId
@@ -18,8 +18,11 @@ from kvrelay.router.attempt import Mode
 from kvrelay.router.outside import Line, LineOwner, Outside, Subscription
 from kvrelay.router.peer import Peer
 from kvrelay.router.policy import PolicyName
+from kvrelay.router.rebalance import Rebalancer, Rules
+from kvrelay.router.role_changes import RoleChanges
 from kvrelay.router.router import Router
 from kvrelay.simulate.costs import Costs
+from kvrelay.simulate.host import Host
 from kvrelay.simulate.loop import VirtualLoop
 from kvrelay.simulate.relay import Network
 from kvrelay.simulate.worker import FINGERPRINT, OnOutputs, SimulatedWorker
@@ -45,6 +48,8 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int = 16_384
     registration_s: float = 4.0
     restart_s: float = 20.0  # from the end of a worker's process to its first request
+    rebalance: Rules | None = None  # workers change their roles by these
+    cores: int = 0  # of the one host that all workers share; 0: each has its own
 
     @property
     def num_workers(self) -> int:
@@ -59,6 +64,7 @@ class SimulatedCluster:
         self.loop = loop
         self.network = Network(loop, costs)
         self._costs = costs
+        self._host = Host(layout.cores)
         self._on_outputs = on_outputs
         self._options = msgspec.structs.replace(
             layout.engine.for_device("cuda"), kv_events=layout.policy == "prefix_aware", swap_blocks=0
@@ -67,15 +73,28 @@ class SimulatedCluster:
         self.gone: list[SimulatedWorker] = []
         self._numbers = dict.fromkeys(Role, 0)
         self._membership = _Membership()
+        self.num_role_changes = 0
+        metrics = Metrics()
         self.router = Router(
             membership=self._membership,
-            metrics=Metrics(),
+            metrics=metrics,
             policy=layout.policy,
             mode=layout.mode,
             local_prefill_tokens=layout.local_prefill_tokens,
             registration_s=layout.registration_s,
             outside=Outside(open_line=self._open_line, subscribe=self._subscribe, clock=loop.time),
         )
+        if layout.rebalance is not None:
+            self.router.on_tick = RoleChanges(
+                Rebalancer(layout.rebalance),
+                router_id=self.router.router_id,
+                company=Alone(router_record(self.router.router_id, may_lead=True)),
+                sights=self.router.sights,
+                drain=self.router.drain,
+                metrics=metrics,
+                mode="on",
+                clock=loop.time,
+            ).tick
 
     def start(self) -> None:
         self.router.start()
@@ -85,10 +104,18 @@ class SimulatedCluster:
                 self.add(role)
 
     def add(self, role: Role) -> SimulatedWorker:
+        return self._up(self._record(role))
+
+    def _start(self, role: Role) -> None:
+        """A process: the registry knows of it before it can take requests."""
+        record = self._record(role)
+        self._membership.on_joined(msgspec.structs.replace(record, state=WorkerState.STARTING))
+        self.loop.at(self.loop.now + self.layout.restart_s, self._up, record)
+
+    def _record(self, role: Role) -> WorkerRecord:
         self._numbers[role] += 1
-        worker_id = WorkerId(f"{role.value}-{self._numbers[role]:012x}")
-        record = WorkerRecord(
-            id=worker_id,
+        return WorkerRecord(
+            id=WorkerId(f"{role.value}-{self._numbers[role]:012x}"),
             role=role,
             state=WorkerState.READY,
             host=_ADDRESS,
@@ -105,16 +132,19 @@ class SimulatedCluster:
             replay_address=_ADDRESS if self._options.kv_events else "",
             block_size=self._options.block_size,
         )
-        worker = self.workers[worker_id] = SimulatedWorker(
+
+    def _up(self, record: WorkerRecord) -> SimulatedWorker:
+        worker = self.workers[record.id] = SimulatedWorker(
             record,
             self._options,
             self.network,
             self._costs,
+            self._host,
             num_blocks=self.layout.num_blocks,
             on_outputs=self._on_outputs,
             on_drained=self._drained,
         )
-        self._membership.on_joined(record)
+        self._membership.on_changed(record)
         return worker
 
     def kill(self, worker: SimulatedWorker, *, comes_back: bool = True) -> None:
@@ -130,13 +160,14 @@ class SimulatedCluster:
     def _drained(self, worker: SimulatedWorker) -> None:
         worker.die()
         self._membership.on_left(worker.record.id, Loss.LEFT)
+        self.num_role_changes += worker.next_role is not None
         self._forget(worker, worker.next_role)
 
     def _forget(self, worker: SimulatedWorker, next_role: Role | None) -> None:
         del self.workers[worker.record.id]
         self.gone.append(worker)
         if next_role is not None:
-            self.loop.at(self.loop.now + self.layout.restart_s, self.add, next_role)
+            self._start(next_role)
 
     @property
     def is_idle(self) -> bool:

@@ -11,6 +11,7 @@ from msgspec import Meta
 
 from kvrelay.config import Count, EngineOptions, Options, Positive
 from kvrelay.errors import ConfigError
+from kvrelay.router.rebalance import Rules
 from kvrelay.simulate import costs as cost_model
 from kvrelay.simulate.cluster import Layout
 from kvrelay.simulate.costs import Costs
@@ -37,7 +38,13 @@ class ClusterOptions(Options, frozen=True, kw_only=True):
     max_queue: Annotated[Positive, Meta(description="requests that may wait per worker")] = 512
     max_model_len: Annotated[Positive, Meta(description="longest prompt plus output")] = 16_384
     registration_s: Annotated[float, Meta(gt=0.0, description="as in `kvrelay serve`")] = 4.0
-    restart_s: Annotated[float, Meta(ge=0.0, description="seconds until a worker that was killed is back, as a new one")] = 20.0
+    restart_s: Annotated[
+        float, Meta(ge=0.0, description="seconds until a worker that was killed, or changes its role, is back, as a new one")
+    ] = 20.0
+    cores: Annotated[Count, Meta(description="all workers share one host with so many cores; 0: each has its own")] = 0
+    rebalance: Annotated[Literal["off", "on"], Meta(description="workers change their roles, as in `kvrelay serve`")] = "off"
+    rebalance_patience_s: Annotated[float, Meta(ge=0.0, description="as in `kvrelay serve`")] = 20.0
+    rebalance_pause_s: Annotated[float, Meta(ge=0.0, description="as in `kvrelay serve`")] = 60.0
     fail: Annotated[
         tuple[str, ...],
         Meta(description="kill a worker: SECONDS:ROLE, such as 30:decode; with :gone it does not come back; can be repeated"),
@@ -66,7 +73,12 @@ class ClusterOptions(Options, frozen=True, kw_only=True):
             max_model_len=self.max_model_len,
             registration_s=self.registration_s,
             restart_s=self.restart_s,
+            cores=self.cores,
+            rebalance=self._rules() if self.rebalance == "on" else None,
         )
+
+    def _rules(self) -> Rules:
+        return Rules(patience_s=self.rebalance_patience_s, pause_s=self.rebalance_pause_s)
 
     def failures(self) -> list[Failure]:
         """Raises ConfigError."""

@@ -59,6 +59,7 @@ class Outcome:
     num_preemptions: int = 0
     num_steps: int = 0
     num_told_blocks: int = 0  # in cache events
+    num_role_changes: int = 0
 
 
 def simulate(
@@ -121,7 +122,12 @@ def _check(cluster: SimulatedCluster, clients: Clients) -> None:
 
 def _outcome(cluster: SimulatedCluster, clients: Clients, seconds: float, cpu_s: float) -> Outcome:
     outcome = Outcome(
-        answers=clients.answers, gaps_us=clients.gaps_us, seconds=seconds, cpu_s=cpu_s, submit_us=clients.submit_us
+        answers=clients.answers,
+        gaps_us=clients.gaps_us,
+        seconds=seconds,
+        cpu_s=cpu_s,
+        submit_us=clients.submit_us,
+        num_role_changes=cluster.num_role_changes,
     )
     lived, busy = dict.fromkeys(Role, 0.0), dict.fromkeys(Role, 0.0)
     for worker in [*cluster.workers.values(), *cluster.gone]:

@@ -21,6 +21,7 @@ from kvrelay.engine.memory.events import EventRecorder
 from kvrelay.events.subscriber import EventOwner
 from kvrelay.router.peer import Peer
 from kvrelay.simulate.costs import Costs
+from kvrelay.simulate.host import Host
 from kvrelay.simulate.leap import leap, possible_steps
 from kvrelay.simulate.loop import VirtualLoop
 from kvrelay.simulate.relay import Network, SimulatedConsumer, SimulatedProducer
@@ -80,6 +81,7 @@ class SimulatedWorker:
         options: EngineOptions,
         network: Network,
         costs: Costs,
+        host: Host,
         *,
         num_blocks: int,
         on_outputs: OnOutputs,
@@ -88,6 +90,7 @@ class SimulatedWorker:
         self.record = record
         self._loop: VirtualLoop = network.loop
         self.now = self._loop.now
+        self._host = host
         self._on_outputs = on_outputs
         self._on_drained = on_drained
         self._inbox: deque[ToWorker] = deque()
@@ -125,6 +128,7 @@ class SimulatedWorker:
         return self.now
 
     def _spend(self, seconds: float) -> None:
+        seconds = self._host.takes(seconds, self.now)
         self.now += seconds
         self.busy_s += seconds
 
@@ -202,6 +206,8 @@ class SimulatedWorker:
 
     def _possible_steps(self) -> int:
         core = self.engine.core
+        if self._host.num_cores:
+            return 0  # how long a step takes depends on who else computes when it begins
         if core.outgoing.producer.has_news or core.incoming.consumer.has_news or not core.scheduler.running:
             return 0
         step_s = self._runner.decode_s(len(core.scheduler.running))

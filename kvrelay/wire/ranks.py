@@ -5,12 +5,15 @@
       | <---------------- Loaded | RankFailed |
       | KVMemory (and its descriptor) ------> |      where the worker's KV is
       | <------------------------- Loaded     |
+      | AdapterShare -----------------------> |      of a LoRA adapter, whenever one is read
       | Pass, Pass, ... --------------------> |      one per forward pass; the two then meet in memory that they share
 
 The end of the connection is the end of the other side.
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 import msgspec
 
@@ -49,6 +52,32 @@ class RankFailed(RankMessage, frozen=True, kw_only=True):
     reason: str
 
 
+class AdapterPart(msgspec.Struct, frozen=True, kw_only=True):
+    """A `kernels.base.LoraPart`."""
+
+    layer: int
+    linear: Literal["qkv", "output", "gate_up", "down"]
+    first: int
+    rank: int  # of the adapter's product
+    a: bytes
+    b: bytes
+
+
+class AdapterShare(RankMessage, frozen=True, kw_only=True):
+    """A rank's share of a LoRA adapter."""
+
+    number: int  # that passes know it by
+    num_layers: int
+    parts: list[AdapterPart]
+
+
+class LoraPass(msgspec.Struct, frozen=True, kw_only=True):
+    """As `kernels.base.LoraBatch`: begin, end and the adapter's number."""
+
+    tokens: list[tuple[int, int, int]]
+    outputs: list[tuple[int, int, int]]
+
+
 class ImagePass(msgspec.Struct, frozen=True, kw_only=True):
     """Tensors as bytes, as `kernels.base.ImageBatch` has them."""
 
@@ -72,9 +101,11 @@ class Pass(RankMessage, frozen=True, kw_only=True):
     lengths: list[tuple[int, int]] | None
     logit_rows: bytes
     images: ImagePass | None = None
+    lora: LoraPass | None = None
+    dropped: list[int] = []  # adapters that no request has any more
 
 
-ToRank = RankSetup | KVMemory | Pass
+ToRank = RankSetup | KVMemory | AdapterShare | Pass
 FromRank = Loaded | RankFailed
 
 read_from_rank: Decoder[FromRank] = Decoder(FromRank)

@@ -68,6 +68,7 @@ class ImageCounts(msgspec.Struct, frozen=True, kw_only=True):
     failed: int = 0  # that ended otherwise
     bytes: int = 0  # of embeddings, counted by the side that moves them
     resumes: int = 0  # rounds beyond the first, where the receiver had less room than it needed
+    by_peer: dict[WorkerId, int] = {}  # bytes that a receiver moved, by the encode worker that had them
 
 
 class MappingCounts(msgspec.Struct, frozen=True, kw_only=True):

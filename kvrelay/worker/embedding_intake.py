@@ -106,6 +106,7 @@ class EmbeddingIntake:
             failed=self._num_failed,
             bytes=counts.moved_bytes,
             resumes=counts.resumes,
+            by_peer=counts.by_peer.copy(),
         )
 
     def close(self) -> None:

@@ -36,7 +36,7 @@ def configure(folder: pathlib.Path, **changes: Any) -> None:
 
 
 def load(folder: pathlib.Path) -> None:
-    adapters = LoraAdapters(read_spec(tiny_model(MODEL)), TorchKernels(), torch.device("cpu"), torch.float32)
+    adapters = LoraAdapters(read_spec(tiny_model(MODEL)), TorchKernels().pack_adapter, torch.device("cpu"), torch.float32)
     adapters.add("x", str(folder), adapters.read(str(folder)))
 
 
@@ -124,5 +124,3 @@ def test_options_that_cannot_be_are_refused() -> None:
             named_folders(entries)
     with pytest.raises(ConfigError, match="not on cuda"):
         check_lora(ModelOptions(device="cuda", lora=("a=x",)))
-    with pytest.raises(ConfigError, match="--tp 2"):
-        check_lora(ModelOptions(tp=2, lora=("a=x",)))

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from triton_here import HAS_TRITON, ON_CARD, OnDevice
+from triton_here import HAS_TRITON, ON_CARD, OnDevice, use_few_programs
 
 from kvrelay.config import read_environment
 from kvrelay.kernels.base import AttentionBatch, ForwardBatch, HeadShape, Kernels
@@ -36,6 +36,7 @@ def implementations() -> dict[str, Callable[[], Kernels]]:
     if HAS_TRITON:
         from kvrelay.kernels.cuda.kernels import CudaKernels
 
+        use_few_programs()
         found["CudaKernels"] = lambda: OnDevice(CudaKernels())
     return found
 

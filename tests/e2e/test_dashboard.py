@@ -180,7 +180,7 @@ def test_with_keys_nothing_is_shown_without_one(browser: Browser) -> None:
     app = make_app(fake_backend("An answer."), RouterOptions(api_key="secret"))
     with running_server(app) as url:
         browser.open(url)
-        browser.until(lambda: browser.one("#gate").is_displayed(), "a key is asked for")
+        browser.until(lambda: browser.count("#gate-key"), "a key is asked for")
         assert not browser.one("#content").is_displayed()
         assert violations(browser) == []
         browser.one("#gate-key").send_keys("wrong" + Keys.ENTER)

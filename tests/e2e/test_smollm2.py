@@ -46,7 +46,6 @@ PERSON = {
 def reference() -> tuple[Any, Any]:
     transformers = pytest.importorskip("transformers")
     folder = resolve("smollm2", read_environment(), Silent())
-    torch.set_num_threads(2)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     return transformers.AutoTokenizer.from_pretrained(folder), model
 

@@ -20,12 +20,12 @@ def recorder_of(*cached: tuple[bytes, bytes]) -> EventRecorder:
 def test_neighbours_become_one_event_and_order_is_kept() -> None:
     recorder = recorder_of()
     assert not recorder
-    recorder.stored(b"a", b"root")
-    recorder.stored(b"b", b"a")
-    recorder.stored(b"x", b"root")
-    recorder.removed(b"b")
-    recorder.removed(b"x")
-    recorder.stored(b"b", b"a")
+    recorder.stored([b"a"], b"root")
+    recorder.stored([b"b"], b"a")
+    recorder.stored([b"x"], b"root")
+    recorder.removed([b"b"])
+    recorder.removed([b"x"])
+    recorder.stored([b"b"], b"a")
     assert recorder
     assert recorder.take() == [
         Stored(hashes=[b"a", b"b"], parent=b"root"),
@@ -41,10 +41,10 @@ def test_a_recorder_that_nobody_asks_forgets_and_says_it_all_anew(monkeypatch: p
     monkeypatch.setattr(engine_events, "_MIN_PENDING", 4)
     recorder = recorder_of((b"a", b"root"), (b"b", b"a"))
     for _ in range(100):
-        recorder.stored(b"c", b"root")
-        recorder.removed(b"c")
+        recorder.stored([b"c"], b"root")
+        recorder.removed([b"c"])
     assert recorder.take() == [Cleared(), Stored(hashes=[b"a", b"b"], parent=b"root")]
-    recorder.removed(b"b")
+    recorder.removed([b"b"])
     assert recorder.take() == [Removed(hashes=[b"b"])]
 
 

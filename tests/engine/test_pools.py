@@ -29,9 +29,9 @@ class PoolMachine(RuleBasedStateMachine):
         self.holders: dict[int, list[Holder]] = {}
         self.cached: list[int] = []
 
-    def on_evict(self, block: int) -> None:
-        self.known.remove(block)
-        self.evicted.append(block)
+    def on_evict(self, blocks: list[int]) -> None:
+        self.known.difference_update(blocks)
+        self.evicted += blocks
 
     @rule(count=st.integers(0, 14))
     def allocate(self, count: int) -> None:

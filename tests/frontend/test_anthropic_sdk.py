@@ -168,6 +168,9 @@ def test_an_image_for_a_model_without_any_is_refused_by_its_place(server: Server
         client.messages.create(
             **USUAL, system="s", messages=[{"role": "user", "content": "x"}, {"role": "user", "content": content}]
         )
+    result: Any = [{"type": "text", "text": "seen"}, {"type": "tool_result", "tool_use_id": "a", "content": content}]
+    with pytest.raises(anthropic.BadRequestError, match=r"messages\[0\]\.content\[1\]\.content\[1\]: this model takes no"):
+        client.messages.create(**USUAL, messages=[{"role": "user", "content": result}])
 
 
 @pytest.mark.parametrize(

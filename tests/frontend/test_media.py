@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import functools
 import json
@@ -435,3 +436,25 @@ async def test_a_text_model_takes_no_images() -> None:
         assert (await server.refused("hi", mm_processor_kwargs={"max_pixels": 9}))[0] == "mm_processor_kwargs"
         assert (await server.post("hi")).status_code == 200
     assert backend.submitted[0].images == []
+
+
+async def test_images_in_a_tools_result_are_shown_before_what_the_user_says() -> None:
+    """Of Anthropic's form: the same prompt as with the images in the user's own words."""
+    first, second, third = (
+        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": base64.b64encode(data).decode()}}
+        for data in (png(64, 64), png(96, 64), png(64, 96))
+    )
+    asked = {"type": "text", "text": "Which?"}
+    call = {"type": "tool_use", "id": "a", "name": "look", "input": {}}
+    before = [{"role": "user", "content": "Look."}, {"role": "assistant", "content": [call]}]
+    result = {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "text", "text": "two"}, first, second]}
+    plain = {"type": "tool_result", "tool_use_id": "a", "content": "two"}
+    async with serving() as server:
+        for content in ([result, third, asked], [plain, first, second, third, asked]):
+            messages = [*before, {"role": "user", "content": content}]
+            answer = await server.post(path="/v1/messages", max_tokens=4, messages=messages)
+            assert answer.status_code == 200, answer.text
+        inside, outside = server.backend.submitted
+        assert len(inside.images) == 3
+        assert inside.prompt == outside.prompt
+        assert inside.images == outside.images

@@ -27,10 +27,10 @@ class Case:
         return sum(count for count, _ in self.rows)
 
 
-def random_case(seed: int, dtype: torch.dtype, *, max_context: int, max_rows: int, kind: str) -> Case:
+def random_case(seed: int, dtype: torch.dtype, *, max_context: int, max_rows: int, max_kv_heads: int, kind: str) -> Case:
     """`kind`: decode (single queries, some rows padding), prompts (no prefix), chunks (some prefix) or mixed."""
     choose = random.Random(f"{kind} {seed}")
-    kv_heads = choose.choice([1, 2, 3, 8])
+    kv_heads = min(choose.choice([1, 2, 3, 8]), max_kv_heads)
     shape = HeadShape(kv_heads * choose.randint(1, 8), kv_heads, choose.choice([64, 96, 128, 256]))
 
     def row() -> tuple[int, int]:

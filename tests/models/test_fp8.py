@@ -12,7 +12,7 @@ import torch
 from paged_run import PagedRun, prompts_of
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
-from triton_here import DEVICE, HAS_TRITON, ON_CARD
+from triton_here import DEVICE, HAS_TRITON, ON_CARD, use_few_programs
 
 from kvrelay.checkpoint.spec import CONFIG_NAME, read_spec
 from kvrelay.errors import MissingTensorError, WrongShapeError
@@ -41,6 +41,7 @@ def folder(tmp_path: pathlib.Path) -> pathlib.Path:
 def card_kernels() -> Kernels:
     from kvrelay.kernels.cuda.kernels import CudaKernels
 
+    use_few_programs()
     return CudaKernels(linears="triton")  # x in fp8 as well is not what the reference computes
 
 

@@ -75,6 +75,8 @@ class Shape:
     eos_one_in: int = 0
     checkpoint: str = ""  # a folder: the real runner instead of the fake one
     tp: tuple[int, int] = (1, 1)  # ranks of a prefill and of a decode worker, with a checkpoint
+    lora: tuple[str, ...] = ()  # adapters of all workers, with a checkpoint: NAME=FOLDER
+    swap_blocks: int | Literal["auto"] = "auto"
     settings: TransferSettings = TransferSettings()
     wrap: Callable[[TransferEngine], TransferEngine] | None = None  # around each transport of the fake runner's workers
 
@@ -88,6 +90,7 @@ class Shape:
             token_budget=self.token_budget,
             prefix_cache=self.prefix_cache,
             check_invariants=self.check_invariants,
+            swap_blocks=self.swap_blocks,
         )
 
 
@@ -169,6 +172,7 @@ class Worker:
             version=PROTOCOL_VERSION,
             load=self.loop.status.load,
             signal_address=stage.signal_address,
+            adapters=stage.adapters.records(),
         )
         stage.waker.bind(self.loop.wake)
         self._thread = threading.Thread(target=self._main, name=worker_id, daemon=True)
@@ -345,7 +349,7 @@ class Cluster:
         assert self.shape.transfer != "memory"
         build = relay_stage(role, TransferOptions(transfer=self.shape.transfer), "127.0.0.1")
         tp = self.shape.tp[role is Role.DECODE]
-        model = ModelOptions(model=self.shape.checkpoint, dtype="float32", threads=1, tp=tp)
+        model = ModelOptions(model=self.shape.checkpoint, dtype="float32", threads=1, tp=tp, lora=self.shape.lora)
         return build(Setup(worker_id, model, options, read_environment(), Silent()))
 
     def _fake_stage(self, role: Role, worker_id: WorkerId, options: EngineOptions) -> Stage:

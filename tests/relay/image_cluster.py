@@ -64,6 +64,7 @@ class Shape:
     engine: dict[str, Any] = field(default_factory=dict)  # what differs from ENGINE
     transfer: dict[str, Any] = field(default_factory=dict)
     local_prefill_tokens: int = 0
+    tp: dict[Role, int] = field(default_factory=dict)  # ranks of the workers of a role, if more than one
 
     @property
     def roles(self) -> list[Role]:
@@ -191,7 +192,7 @@ class Cluster:
         worker_id = new_worker_id(role.value)
         options = msgspec.structs.replace(TRANSFER, **self.shape.transfer)
         engine_options = msgspec.structs.replace(ENGINE, **self.shape.engine)
-        model = ModelOptions(model=str(tiny_vl(self.shape.kind)), dtype="float32", threads=1)
+        model = ModelOptions(model=str(tiny_vl(self.shape.kind)), dtype="float32", threads=1, tp=self.shape.tp.get(role, 1))
         stage = stage_of(role, options, "127.0.0.1")(Setup(worker_id, model, engine_options, read_environment(), Silent()))
         return Worker(role, worker_id, stage)
 

@@ -35,6 +35,22 @@ async def test_three_workers_say_what_one_says_and_what_transformers_says(kind: 
         assert cluster.whole.images.encoded == 3
 
 
+@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen2_5_vl"])
+async def test_ranks_that_compute_prompts_with_images_say_what_transformers_says(kind: Kind) -> None:
+    """Rank 0 has the embeddings, whether an encode worker made them or its own tower; the others get them with the pass."""
+    prompts = [make_prompt(kind, TWO, "What differs?"), make_prompt(kind, [(50, 50)], "What is it?", seed=7)]
+    expected = [reference_output(kind, prompt, 6)[0] for prompt in prompts]
+    shape = Shape(encode=1, prefill=1, decode=1, kind=kind, engine={"token_budget": 16}, tp={Role.PREFILL: 2})
+    async with images(shape) as cluster:
+        said = [answer.tokens[0] for answer in await cluster.answers([ask(prompt) for prompt in prompts])]
+        assert said == expected
+        assert cluster.prefill.images.relayed == 3
+        assert cluster.decode.engine.load().prompt_tokens == 0
+    async with images(Shape(whole=1, kind=kind, tp={Role.WHOLE: 2})) as cluster:
+        assert [await cluster.answer(ask(prompt)) for prompt in prompts] == expected
+        assert cluster.whole.images.encoded == 3
+
+
 async def test_a_image_is_encoded_and_transferred_once() -> None:
     async with images(Shape(encode=1, prefill=1, decode=1)) as cluster:
         first = make_prompt("qwen3_vl", [(70, 50)], "What is it?")

@@ -81,8 +81,8 @@ async def test_a_hand_over_is_one_line_on_each_worker_with_ids_numbers_and_the_c
             assert line["tokens"] == len(PROMPT)
             assert isinstance(line["ms"], float)
         assert taken["request"] == stream.request_id != handed["request"]
-        token_bytes = cluster.decode[0].engine.core.incoming.consumer._turns.machine.desk.layout.all_layers_bytes  # type: ignore[attr-defined]
-        assert taken["bytes"] == len(PROMPT) * token_bytes > 0
+        token_bytes = cluster.decode[0].engine.core.incoming.consumer._turns.machine.desk.layout.all_heads_bytes  # type: ignore[attr-defined]
+        assert taken["bytes"] == handed["bytes"] == len(PROMPT) * token_bytes > 0
 
 
 async def test_the_timeline_of_a_request_has_the_stages_of_both_workers_in_order() -> None:
@@ -143,7 +143,7 @@ def test_stages_are_put_on_the_routers_clock_and_keep_their_own_length() -> None
     line = Timeline(external_id="far")
     timelines.begin(line, 0.0)
     worker, request_id = new_worker_id("whole"), new_request_id()
-    timelines.sent(line, [(request_id, worker, Role.WHOLE)], 0)
+    timelines.sent(line, [(request_id, worker, Role.WHOLE)], 0, now)
     now = 1002.0  # the worker's clock says 1.0 when ours says 1000.1: it came 0.1 s after it was sent, and is told 0.1 s later
     timelines.told(worker, Role.WHOLE, LegTimes(request_id, [(Stage.QUEUE, 1.0), (Stage.DECODE, 1.5)], 2.8))
     (shown,) = timelines.named("far", "")
@@ -170,8 +170,8 @@ def test_as_many_timelines_are_kept_as_there_is_room_for() -> None:
     lines = [Timeline(external_id=str(number)) for number in range(5)]
     for line in lines:
         timelines.begin(line, 0.0)
-        timelines.sent(line, [(new_request_id(), new_worker_id("whole"), Role.WHOLE)], 0)
-    timelines.sent(lines[0], [(new_request_id(), new_worker_id("whole"), Role.WHOLE)], 1)  # sent again after it was forgotten
+        timelines.sent(line, [(new_request_id(), new_worker_id("whole"), Role.WHOLE)], 0, 1.0)
+    timelines.sent(lines[0], [(new_request_id(), new_worker_id("whole"), Role.WHOLE)], 1, 2.0)  # again, after it was forgotten
     assert [shown["id"] for shown in timelines.latest("", 10)] == ["4", "3", "2"]
     assert len(timelines) == len(timelines._legs) == 3
     timelines.told(new_worker_id("whole"), Role.WHOLE, LegTimes(new_request_id(), [(Stage.QUEUE, 1.0)], 2.0))  # not known

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from kvrelay.config import EngineOptions
+from kvrelay.router.rebalance import Rules
 from kvrelay.simulate import worker as simulated_worker
 from kvrelay.simulate.cluster import Layout, SimulatedCluster
 from kvrelay.simulate.costs import H200_8B, Costs, line
@@ -121,6 +122,31 @@ def test_a_worker_changes_its_role_when_the_router_says_so() -> None:
     roles = [worker.record.role for worker in clusters[0].workers.values()]
     assert (roles.count(Role.PREFILL), roles.count(Role.DECODE)) == (2, 2)
     assert all(worker.busy_s > 0 for worker in clusters[0].workers.values())
+
+
+def test_over_a_day_workers_follow_the_load_and_no_request_is_lost_with_those_that_fail() -> None:
+    """At noon one prefill worker is not enough, and of three decode workers one can be spared."""
+    costs = msgspec.structs.replace(COSTS, prefill=line(1.0, 0.5))  # a prompt takes 101 ms
+    traffic = Wanted(kind="daily", rate=14.0, duration_s=150.0, input_tokens=200, output_tokens=4, seed=4)
+    failures = (Failure(at_s=50.0, role=Role.DECODE), Failure(at_s=120.0, role=Role.PREFILL))
+    layout = Layout(prefill=1, decode=3, restart_s=4.0)
+    fixed, moved = (
+        figures(run(msgspec.structs.replace(layout, rebalance=rules), traffic, failures, costs), TARGETS)
+        for rules in (None, Rules(patience_s=5.0, pause_s=15.0))
+    )
+    assert (fixed["role_changes"], moved["role_changes"] > 0) == (0, True)
+    assert moved["requests"] == moved["finished"]
+    assert moved["good_share"] > fixed["good_share"]
+
+
+def test_workers_of_one_host_share_its_cores() -> None:
+    """Of two prompts at once on one core, the one that begins second takes twice its time; so do steps beside others."""
+    traffic = Wanted(kind="bursty", rate=4.0, duration_s=4.0, input_tokens=1000, output_tokens=40, seed=1)
+    layout = Layout(prefill=2, decode=2)
+    apart, ample, scarce = (figures(run(msgspec.structs.replace(layout, cores=cores), traffic), TARGETS) for cores in (0, 4, 1))
+    assert ample == pytest.approx(apart, rel=1e-3)
+    assert scarce["ttft_ms_p90"] > 1.5 * ample["ttft_ms_p90"]
+    assert scarce["itl_ms_p50"] > 1.5 * ample["itl_ms_p50"]
 
 
 def test_a_day_is_busiest_at_noon() -> None:

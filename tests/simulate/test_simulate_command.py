@@ -88,7 +88,7 @@ def test_failures_are_read() -> None:
 
 def test_the_command_prints_writes_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result, drawing = tmp_path / "result.json", tmp_path / "result.svg"
-    arguments = ["simulate", "--prefill", "2", "--rate", "5", "--seconds", "4", "--fail", "2:prefill"]
+    arguments = ["simulate", "--prefill", "2", "--rate", "5", "--seconds", "4", "--fail", "2:prefill", "--rebalance", "on"]
     assert main.main([*arguments, "--json", str(result), "--plot", str(drawing)]) == 0
     written = json.loads(result.read_text())
     assert written["scenario"] == "simulate"

@@ -168,7 +168,7 @@ def test_what_the_decode_worker_has_is_not_moved_again(pair: Pair) -> None:
         pair.run(lambda submit=submit: (submit.request_id, 0) in pair.decode.finished)  # type: ignore[misc]
         assert pair.decode.text(submit.request_id) == alone(prompt)
         pair.run(lambda: is_idle(pair.prefill))
-        assert moved(pair) - before == expected * pair.prefill.core.layout.all_layers_bytes
+        assert moved(pair) - before == expected * pair.prefill.core.layout.all_heads_bytes
 
 
 def moved(pair: Pair) -> int:

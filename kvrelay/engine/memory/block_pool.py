@@ -32,13 +32,13 @@ class Holder(enum.IntEnum):
 
 
 _HOLDERS = tuple(Holder)
-_ONCE = [[int(index == holder) for index in Holder] for holder in Holder]  # references by holder of a block held once
+_ONCE = [[int(index == holder) for index in Holder] for holder in Holder]  # references by holder of blocks held once
 
 
 class BlockPool:
     """Counts references. Knows nothing of tokens; asks `keep` whether a released block is worth keeping."""
 
-    def __init__(self, num_blocks: int, *, keep: Callable[[int], bool], evict: Callable[[int], None]) -> None:
+    def __init__(self, num_blocks: int, *, keep: Callable[[int], bool], evict: Callable[[list[int]], None]) -> None:
         self.num_blocks = num_blocks
         self.references = [0] * num_blocks
         self.generations = [0] * num_blocks  # how often each was allocated: while this stays the same, so does its KV
@@ -67,16 +67,16 @@ class BlockPool:
         """`count` blocks, each held once by a sequence, or None (and nothing changes) if there are not so many."""
         if count > self.num_available:
             return None
-        blocks = []
-        for _ in range(count):
-            if self._free:
-                block = self._free.pop()
-            else:
-                block, _ = self._cached.popitem(last=False)
-                self._evict(block)
-            self.references[block] = 1
-            self.generations[block] += 1
-            blocks.append(block)
+        free, oldest = self._free, self._cached.popitem
+        blocks = [free.pop() for _ in range(min(count, len(free)))]
+        evicted = [oldest(last=False)[0] for _ in range(count - len(blocks))]
+        if evicted:
+            self._evict(evicted)
+            blocks += evicted
+        references, generations = self.references, self.generations
+        for block in blocks:
+            references[block] = 1
+            generations[block] += 1
         return blocks
 
     def holds(self, block: int, generation: int) -> bool:
@@ -92,47 +92,43 @@ class BlockPool:
 
     def release(self, blocks: Iterable[int], holder: Holder = Holder.SEQUENCE) -> None:
         """One reference less to each. Of those released together, the first becomes the oldest in the cache."""
-        keep, references, given_up = self._keep, self.references, self.given_up
+        references, last = self.references, []
         for block in blocks:
-            if references[block] != 1:
-                self._count(block, holder, -1)
-                continue
-            self._let_go(block, holder)
-            references[block] = 0
-            if keep(block):
-                self._cached[block] = None
-                given_up.append(block)
+            if references[block] == 1:
+                references[block] = 0
+                last.append(block)
             else:
-                self._free.append(block)
+                self._count(block, holder, -1)
+        self._let_go(last, holder)
+        kept = [block for block in last if self._keep(block)]
+        self._cached.update(dict.fromkeys(kept))
+        self.given_up.extend(kept)
+        if len(kept) < len(last):
+            self._free.extend(block for block in last if not self._keep(block))
 
     def hand_over(self, blocks: Iterable[int], before: Holder, after: Holder) -> None:
         """Of a long prompt these are many, between two steps of all other sequences: blocks held once, which is usual, are
         done without counting."""
-        num_once = 0
+        references, once = self.references, []
         for block in blocks:
-            if self.references[block] != 1:
+            if references[block] == 1:
+                once.append(block)
+            else:
                 self._count(block, after, 1)
                 self._count(block, before, -1)
-                continue
-            num_once += 1
-            if before is not Holder.SEQUENCE:
-                others = self._others.pop(block)
-                assert others[before] == 1, f"block {block} is not held as {before.name}"
-            else:
-                assert block not in self._others, f"block {block} is not held as {before.name}"
-            if after is not Holder.SEQUENCE:
-                self._others[block] = _ONCE[after].copy()
-        self._kinds[before] -= num_once
-        self._kinds[after] += num_once
+        self._let_go(once, before)
+        if after is not Holder.SEQUENCE:
+            self._others.update(dict.fromkeys(once, _ONCE[after]))
+            self._kinds[after] += len(once)
 
-    def _let_go(self, block: int, holder: Holder) -> None:
-        """Of its only holder, which is this one."""
-        others = self._others.pop(block, None)
-        if others is None:
-            assert holder is Holder.SEQUENCE, f"block {block} is not held as {holder.name}"
-        else:
-            assert others[holder] == 1, f"block {block} is not held as {holder.name}"
-            self._kinds[holder] -= 1
+    def _let_go(self, blocks: list[int], holder: Holder) -> None:
+        """Of their only holder, which is this one."""
+        if holder is Holder.SEQUENCE:
+            assert self._others.keys().isdisjoint(blocks), f"not all of blocks {blocks} are held as {holder.name}"
+            return
+        others = [self._others.pop(block) for block in blocks]
+        assert all(held[holder] == 1 for held in others), f"not all of blocks {blocks} are held as {holder.name}"
+        self._kinds[holder] -= len(blocks)
 
     def forget(self, block: int) -> None:
         """The prefix cache does not know the block any more: if it is not held, it is free."""
@@ -181,8 +177,9 @@ class BlockPool:
                 assert change > 0 or self.references[block] > 0, f"block {block} released more often than held"
                 self.references[block] += change
                 return
-            others = self._others[block] = [0] * len(Holder)
+            others = [0] * len(Holder)
             others[Holder.SEQUENCE] = self.references[block]
+        others = self._others[block] = others.copy()  # blocks held once share theirs
         if holder is Holder.SEQUENCE and others[holder] > 0 and others[holder] + change > 0:  # it stays a sequence's block
             others[holder] += change
             self.references[block] += change

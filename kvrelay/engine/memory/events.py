@@ -1,8 +1,8 @@
 """What happened to the prefix cache and to the KV of requests since the last `take`, in order.
 
-    stored / removed    by the prefix cache, as it happens
+    stored / removed    by the prefix cache, as it happens; what follows the last event becomes part of it
     lived               of a request, by the engine
-    take                by the worker after a step: the events so far, neighbours merged; the recorder is empty again
+    take                by the worker after a step: the events so far; the recorder is empty again
 
 If `take` is not called for long, more is pending than the cache holds: then the events are forgotten and `take` says it all
 anew (`Cleared`, then everything that is there). So a recorder never grows beyond a few times the size of the cache. What was
@@ -11,14 +11,11 @@ said of requests is kept even then, as far as there is room, the ends of request
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 
 from kvrelay.wire.events import CacheEvent, Cleared, Freed, LifeEvent, Removed, Stored
 
 _MIN_PENDING = 1024  # changes that are kept in any case
-
-Change = tuple[bytes, bytes | None]
-"""A hash, and the parent's if it was stored."""
 
 
 class EventRecorder:
@@ -29,45 +26,57 @@ class EventRecorder:
     def __init__(self, cached: Callable[[], Iterable[tuple[bytes, bytes]]], max_blocks: int) -> None:
         self._cached = cached
         self._max_pending = max(_MIN_PENDING, 2 * max_blocks)
-        self._pending: list[Change | LifeEvent] = []
+        self._pending: list[CacheEvent] = []
+        self._num_pending = 0  # hashes and events of requests
         self._overflowed = False
 
     def __bool__(self) -> bool:
         """Whether there is anything to take."""
         return bool(self._pending) or self._overflowed
 
-    def stored(self, digest: bytes, parent: bytes) -> None:
-        self._add((digest, parent))
+    def stored(self, hashes: Sequence[bytes], parent: bytes) -> None:
+        """One after the other, the first behind `parent`."""
+        if not self._overflowed:
+            _add_stored(self._pending, hashes, parent)
+            self._count(len(hashes))
 
-    def removed(self, digest: bytes) -> None:
-        self._add((digest, None))
+    def removed(self, hashes: Sequence[bytes]) -> None:
+        if self._overflowed or not hashes:
+            return
+        last = self._pending[-1] if self._pending else None
+        if isinstance(last, Removed):
+            last.hashes.extend(hashes)
+        else:
+            self._pending.append(Removed(hashes=[*hashes]))
+        self._count(len(hashes))
 
     def lived(self, event: LifeEvent) -> None:
-        self._add(event)
+        self._pending.append(event)
+        self._count(1)
 
     def take(self) -> list[CacheEvent]:
-        pending, self._pending = self._pending, []
+        pending, self._pending, self._num_pending = self._pending, [], 0
         if not self._overflowed:
-            return _merged(pending)
+            return pending
         self._overflowed = False
-        chains = list(self._cached())
-        cached = {digest for digest, _ in chains}
-        lives = [_only_cached(life, cached) for life in pending if not isinstance(life, tuple)]
-        return [Cleared(), *_merged(chains), *lives]
+        said: list[CacheEvent] = [Cleared()]
+        cached = dict(self._cached())
+        for digest, parent in cached.items():
+            _add_stored(said, (digest,), parent)
+        return said + [_only_cached(event, cached) for event in pending]
 
-    def _add(self, change: Change | LifeEvent) -> None:
-        if self._overflowed and isinstance(change, tuple):
-            return
-        self._pending.append(change)
-        if len(self._pending) > self._max_pending:
+    def _count(self, num_more: int) -> None:
+        self._num_pending += num_more
+        if self._num_pending > self._max_pending:
             self._overflow()
 
     def _overflow(self) -> None:
         """Changes of the cache can be said anew. Of requests, at least the ends should be told."""
         self._overflowed = True
-        lives = [life for life in self._pending if not isinstance(life, tuple)]
-        ends = [life for life in lives if isinstance(life, Freed)][-(self._max_pending // 2) :]
-        self._pending = [*ends] if 2 * len(lives) > self._max_pending else [*lives]
+        lives: list[CacheEvent] = [event for event in self._pending if not isinstance(event, Stored | Removed)]
+        ends = [event for event in lives if isinstance(event, Freed)][-(self._max_pending // 2) :]
+        self._pending = [*ends] if 2 * len(lives) > self._max_pending else lives
+        self._num_pending = len(self._pending)
 
 
 class Unheard(EventRecorder):
@@ -78,33 +87,26 @@ class Unheard(EventRecorder):
     def __init__(self) -> None:
         super().__init__(tuple, 0)
 
-    def _add(self, change: Change | LifeEvent) -> None:
+    def stored(self, hashes: Sequence[bytes], parent: bytes) -> None:
+        pass
+
+    def removed(self, hashes: Sequence[bytes]) -> None:
+        pass
+
+    def lived(self, event: LifeEvent) -> None:
         pass
 
 
-def _only_cached(life: LifeEvent, cached: set[bytes]) -> LifeEvent:
+def _add_stored(events: list[CacheEvent], hashes: Sequence[bytes], parent: bytes) -> None:
+    last = events[-1] if events else None
+    if isinstance(last, Stored) and last.hashes[-1] == parent:
+        last.hashes.extend(hashes)
+    else:
+        events.append(Stored(hashes=[*hashes], parent=parent))
+
+
+def _only_cached(event: CacheEvent, cached: Container[bytes]) -> CacheEvent:
     """Hashes that went meanwhile are left out: no event will say that they went."""
-    if not isinstance(life, Freed):
-        return life
-    return Freed(request=life.request, reason=life.reason, hashes=[digest for digest in life.hashes if digest in cached])
-
-
-def _merged(changes: Iterable[Change | LifeEvent]) -> list[CacheEvent]:
-    """Blocks that follow each other become one event."""
-    events: list[CacheEvent] = []
-    for change in changes:
-        if not isinstance(change, tuple):
-            events.append(change)
-            continue
-        digest, parent = change
-        last = events[-1] if events else None
-        if parent is None:
-            if isinstance(last, Removed):
-                last.hashes.append(digest)
-            else:
-                events.append(Removed(hashes=[digest]))
-        elif isinstance(last, Stored) and last.hashes[-1] == parent:
-            last.hashes.append(digest)
-        else:
-            events.append(Stored(hashes=[digest], parent=parent))
-    return events
+    if not isinstance(event, Freed):
+        return event
+    return Freed(request=event.request, reason=event.reason, hashes=[digest for digest in event.hashes if digest in cached])

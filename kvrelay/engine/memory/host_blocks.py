@@ -30,7 +30,7 @@ class HostBlocks:
     def __init__(self, kv: KVCache, num_blocks: int) -> None:
         self._kv = kv
         self.cache = kv.use_host_cache(num_blocks)
-        self.pool = BlockPool(num_blocks, keep=self.cache.__contains__, evict=self.cache.remove)
+        self.pool = BlockPool(num_blocks, keep=self.cache.knows, evict=self.cache.remove)
         self._block_of: dict[Origin, int] = {}
         self._origin_of: dict[int, Origin] = {}
 
@@ -134,7 +134,7 @@ class HostBlocks:
         """A prompt that waited in vain for these would find and wait for them again."""
         for host_block in host_blocks:
             if host_block in self.cache:
-                self.cache.remove(host_block)
+                self.cache.remove((host_block,))
                 self.pool.forget(host_block)
 
     def release(self, host_blocks: list[int]) -> None:

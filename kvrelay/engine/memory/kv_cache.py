@@ -32,7 +32,7 @@ class KVCache:
         self.prefixes = PrefixCache(block_size)
         self.host_prefixes = PrefixCache(block_size)
         self.prefixes.twin, self.host_prefixes.twin = self.host_prefixes, self.prefixes
-        self.pool = BlockPool(num_blocks, keep=self.prefixes.__contains__, evict=self.prefixes.remove)
+        self.pool = BlockPool(num_blocks, keep=self.prefixes.knows, evict=self.prefixes.remove)
         self._enabled = prefix_cache
         self._cache_seed = cache_seed
         self._roots: dict[tuple[str, str], bytes] = {}
@@ -53,8 +53,10 @@ class KVCache:
         self.pool.given_up = deque(maxlen=num_blocks)
         return self.host_prefixes
 
-    def is_findable(self, digest: bytes) -> bool:
-        return self.prefixes.has(digest) or self.host_prefixes.has(digest)
+    def findable(self, hashes: list[bytes]) -> list[bytes]:
+        """Those of them that lead to a block, here or on the host."""
+        here, on_host = self.prefixes.has, self.host_prefixes.has
+        return [digest for digest in hashes if here(digest) or on_host(digest)]
 
     def _chains(self) -> Iterator[tuple[bytes, bytes]]:
         yield from self.prefixes.chains()
@@ -280,6 +282,10 @@ class KVCache:
         prefixes, size = self.prefixes, self.block_size
         table, hashes, tokens = sequence.block_table, sequence.hashes, sequence.tokens
         parent = hashes[first - 1] if first else self._root(sequence)
+        if last - first > 1 and prefixes.add_new(
+            table[first:last], hashes[first:last], tokens[first * size : last * size], parent
+        ):
+            return
         for index in range(first, last):
             block, digest = table[index], hashes[index]
             if block not in prefixes:

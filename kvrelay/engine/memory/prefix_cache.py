@@ -7,7 +7,7 @@ them still has was not removed, and what one of them already has is not news.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from kvrelay.engine.memory.events import EventRecorder, Unheard
 
@@ -19,6 +19,8 @@ class PrefixCache:
         self._block_size = block_size
         self._block_of: dict[bytes, int] = {}
         self._content: dict[int, tuple[bytes, list[int], bytes]] = {}  # hash, tokens, the parent's hash
+        self.knows: Callable[[int], bool] = self._content.__contains__  # a block
+        self.has: Callable[[bytes], bool] = self._block_of.__contains__  # a hash
         self.num_collisions = 0
         self.recorder: EventRecorder = Unheard()
         self.twin: PrefixCache | None = None
@@ -28,9 +30,6 @@ class PrefixCache:
 
     def __contains__(self, block: int) -> bool:
         return block in self._content
-
-    def has(self, digest: bytes) -> bool:
-        return digest in self._block_of
 
     def content(self, block: int) -> tuple[bytes, list[int], bytes]:
         """Hash, tokens, and the parent's hash."""
@@ -70,19 +69,36 @@ class PrefixCache:
         if present is not None:
             self.num_collisions += 1
             del self._content[present]
-            self.recorder.removed(digest)
-            self.recorder.stored(digest, parent)
+            self.recorder.removed((digest,))
+            self.recorder.stored((digest,), parent)
         elif not self._twin_has(digest):
-            self.recorder.stored(digest, parent)
+            self.recorder.stored((digest,), parent)
         self._block_of[digest] = block
         self._content[block] = (digest, tokens, parent)
         return present
 
-    def remove(self, block: int) -> None:
-        digest = self._content.pop(block)[0]
-        del self._block_of[digest]
-        if not self._twin_has(digest):
-            self.recorder.removed(digest)
+    def add_new(self, blocks: list[int], hashes: list[bytes], tokens: list[int], parent: bytes) -> bool:
+        """As `add` of each, the first behind `parent`. False (and nothing changes) if any of them is known here or in the twin.
+        Of a long prompt these are many."""
+        content, block_of = self._content, self._block_of
+        if not (content.keys().isdisjoint(blocks) and block_of.keys().isdisjoint(hashes)):
+            return False
+        if self.twin is not None and not self.twin._block_of.keys().isdisjoint(hashes):
+            return False
+        self.recorder.stored(hashes, parent)
+        block_of.update(zip(hashes, blocks, strict=True))
+        start = 0
+        for block, digest in zip(blocks, hashes, strict=True):
+            end = start + self._block_size
+            content[block] = digest, tokens[start:end], parent
+            start, parent = end, digest
+        return True
+
+    def remove(self, blocks: Sequence[int]) -> None:
+        hashes = [self._content.pop(block)[0] for block in blocks]
+        for digest in hashes:
+            del self._block_of[digest]
+        self.recorder.removed([digest for digest in hashes if not self._twin_has(digest)] if self.twin else hashes)
 
     def _twin_has(self, digest: bytes) -> bool:
         return self.twin is not None and self.twin.has(digest)

@@ -83,7 +83,7 @@ class Endings:
         request = self._handing_on.pop(request_id, None)
         return None if request is None else request.stages
 
-    def handed_on(self, request_id: RequestId, reason: FreeReason) -> None:
+    def handed_on(self, request_id: RequestId, reason: FreeReason, sent_bytes: int = 0) -> None:
         """Or will not be: routers that follow the cache learn that it is over here."""
         request = self._handing_on.pop(request_id, None)
         if request is None:
@@ -92,7 +92,7 @@ class Endings:
             log.info(
                 "KV handed over",
                 request=request_id, transfer=request.transfer_id, tokens=len(request.sequences[0].tokens),
-                ms=round(1000 * request.stages.seconds_in(Stage.HAND_OVER), 1), trace=request.trace_id,
+                bytes=sent_bytes, ms=round(1000 * request.stages.seconds_in(Stage.HAND_OVER), 1), trace=request.trace_id,
             )  # fmt: skip
         self._tell_over(request, reason)
 
@@ -110,10 +110,11 @@ class Endings:
         self._core.outbox.news.append(request.stages.times(request.request_id, request.resumed_s))
         kv = self._core.kv
         if kv.recorder.is_heard:
-            found = [digest for digest in _hashes(request) if kv.is_findable(digest)]
-            kv.recorder.lived(Freed(request=request.external_id, reason=reason, hashes=found))
+            kv.recorder.lived(Freed(request=request.external_id, reason=reason, hashes=kv.findable(_hashes(request))))
 
 
 def _hashes(request: Request) -> list[bytes]:
     """Of the full blocks of all its samples, each once."""
+    if len(request.sequences) == 1:
+        return request.sequences[0].hashes
     return list(dict.fromkeys(digest for sequence in request.sequences for digest in sequence.hashes))

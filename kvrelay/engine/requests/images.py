@@ -187,11 +187,12 @@ class Images:
             source.peer_lost(worker_id)
 
     def counts(self) -> ImageCounts:
-        total = dict.fromkeys(ImageCounts.__struct_fields__, 0)
-        for source in self._sources:
-            for name, count in msgspec.structs.asdict(source.counts()).items():
-                total[name] += count
-        return ImageCounts(**total | {"held": self.num_held, "hits": total["hits"] + self._num_hits})
+        each = [msgspec.structs.asdict(source.counts()) for source in self._sources]
+        by_peer: dict[WorkerId, int] = {}  # one of them has peers
+        for counts in each:
+            by_peer |= counts.pop("by_peer")
+        total = {name: sum(counts[name] for counts in each) for name in ImageCounts.__struct_fields__ if name != "by_peer"}
+        return ImageCounts(**total | {"held": self.num_held, "hits": total["hits"] + self._num_hits}, by_peer=by_peer)
 
     def close(self) -> None:
         for source in self._sources:

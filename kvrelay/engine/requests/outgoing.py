@@ -98,8 +98,8 @@ class Outgoing:
                 self.producer.set_aside(request_id)
                 return
 
-    def poll(self) -> tuple[list[Submit], list[tuple[RequestId, str]]]:
-        """Prompts to compute once more, and hand-overs that ended: why, if they failed."""
+    def poll(self) -> tuple[list[Submit], list[tuple[RequestId, str, int]]]:
+        """Prompts to compute once more, and hand-overs that ended: why, if they failed, and the bytes of those that did not."""
         news = self.producer.poll()
         for request_id in news.set_aside:
             self._give_back(request_id)
@@ -109,7 +109,8 @@ class Outgoing:
             self._give_back(request_id)
             self._submits.pop(request_id, None)
             self._first_tokens.pop(request_id, None)
-        return restarts, [(request_id, reasons.get(request_id, "")) for request_id in news.released]
+        sent = news.sent_bytes
+        return restarts, [(request_id, reasons.get(request_id, ""), sent.get(request_id, 0)) for request_id in news.released]
 
     def _give_back(self, request_id: RequestId) -> None:
         self._being_set_aside.discard(request_id)

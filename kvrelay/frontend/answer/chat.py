@@ -65,6 +65,7 @@ class _Chat:
         self._begun = [False] * len(self._readers)
         self._is_text = conversation.plain and conversation.num_top_logprobs is None and not request.return_token_ids
         around_text, object_name = (b'"delta":{"content":', b"}"), "chat.completion.chunk"
+        self._usage = functools.partial(_usage, generation, self._readers)
         self._chunks = ChunkWriter(
             around_text, object_name, call, service.answer_name(request.model), request.stream_options, self._usage
         )
@@ -77,11 +78,6 @@ class _Chat:
 
     def end(self) -> bytes:
         return last_bytes(self._delivery, self._chunks, self._generation, self._body, _results, _shown_with)
-
-    def _usage(self) -> types.Usage:
-        generation = self._generation
-        reasoning = sum(reader.reasoning_tokens for reader in self._readers)
-        return usage_of(generation.prompt_tokens, generation.output_tokens, sum(generation.cached_tokens), reasoning)
 
     def _read(self, step: Step) -> list[Delta]:
         deltas = self._readers[step.sample.index].push(step.text, last=step.finish is not None)
@@ -163,6 +159,11 @@ class _Chat:
             return b""  # markup that shows nothing
         extra = self._generation.last_words(step, choice)
         return self._chunks.choice(choice, prompt + extra)
+
+
+def _usage(generation: Generation, readers: list[AnswerReader]) -> types.Usage:
+    reasoning = sum(reader.reasoning_tokens for reader in readers)
+    return usage_of(generation.prompt_tokens, generation.output_tokens, sum(generation.cached_tokens), reasoning)
 
 
 def _message(collected: Collected, *, is_old: bool) -> types.AnswerMessage:

@@ -68,6 +68,7 @@ class _Completion:
         self._shows_prompt = bool(plan.request.echo) or plan.request.return_token_ids
         self._is_text = plan.request.logprobs is None and not plan.request.return_token_ids and not plan.scores_only
         name, options = service.answer_name(plan.request.model), plan.request.stream_options
+        self._usage = functools.partial(_usage, generation, scores_only=plan.scores_only)
         self._chunks = ChunkWriter((b'"text":', b""), "text_completion", call, name, options, self._usage)
 
     def take(self, step: Step) -> bytes:
@@ -96,11 +97,6 @@ class _Completion:
         if plan.request.return_token_ids:
             shown["prompt_token_ids"] = plan.work.prompts[place]
         return self._chunks.choice(shown)
-
-    def _usage(self) -> Usage:
-        generation = self._generation
-        written = 0 if self._plan.scores_only else generation.output_tokens
-        return usage_of(generation.prompt_tokens, written, sum(generation.cached_tokens))
 
     def _finish_reason(self, sample: Sample) -> str | None:
         if sample.finish is None:
@@ -181,6 +177,11 @@ class _Completion:
             shown["token_ids"] = tokens
         extra = self._generation.last_words(step, shown)
         return self._chunks.choice(shown, extra)
+
+
+def _usage(generation: Generation, *, scores_only: bool) -> Usage:
+    written = 0 if scores_only else generation.output_tokens
+    return usage_of(generation.prompt_tokens, written, sum(generation.cached_tokens))
 
 
 def _results(body: Completion) -> list[dict[str, Any]]:

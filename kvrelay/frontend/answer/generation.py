@@ -21,7 +21,7 @@ from kvrelay.frontend.answer.continuation import as_extra, continued, provenance
 from kvrelay.frontend.answer.merge import Merge
 from kvrelay.frontend.answer.types import Continuation, Provenance
 from kvrelay.frontend.http.auth import owner_of
-from kvrelay.frontend.http.call import Call, Header, when_gone
+from kvrelay.frontend.http.call import Call, Header, Watch
 from kvrelay.frontend.http.errors import ClientGoneError
 from kvrelay.frontend.prompt.work import Origin, Work
 from kvrelay.frontend.service import Service
@@ -64,8 +64,7 @@ class Sample:
         return self.stream.parents[self.number]
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class Step:
+class Step(msgspec.Struct, eq=False, gc=False):
     """One token of one sample, and the text that it completes."""
 
     sample: Sample
@@ -104,7 +103,7 @@ class Generation:
             raise
         self._num_open = len(self.samples)
         self._merge = Merge(self._streams) if len(self._streams) > 1 else None
-        self._watch = when_gone(call, self._client_left)
+        self._watch = Watch(call, self._client_left)
 
     def _submit(self, service: Service, call: Call) -> None:
         work = self._work

@@ -196,12 +196,22 @@ def _not_empty(body: bytes) -> bytes:
     return body
 
 
-def when_gone(call: Call, act: Callable[[], object]) -> asyncio.Task[None]:
-    """A task that calls `act` once when the client leaves; cancel it when that no longer matters. The body must have been
-    read."""
+class Watch:
+    """Calls `act` once if the client leaves before `cancel`. The body must have been read.
 
-    async def watch() -> None:
+    Its task ends with the answer, or with the client. Cancelling the task instead would leave an error with its frames, and a
+    circle for the garbage collector, behind every request."""
+
+    __slots__ = ("_act", "_task")
+
+    def __init__(self, call: Call, act: Callable[[], object]) -> None:
+        self._act: Callable[[], object] | None = act
+        self._task = asyncio.get_running_loop().create_task(self._run(call))
+
+    def cancel(self) -> None:
+        self._act = None
+
+    async def _run(self, call: Call) -> None:
         await call.disconnected()
-        act()
-
-    return asyncio.get_running_loop().create_task(watch())
+        if self._act is not None:
+            self._act()

@@ -7,7 +7,7 @@ import contextlib
 
 from kvrelay.frontend.feed.feed import EVERY_S, LONGEST_S, event
 from kvrelay.frontend.http.auth import owner_of
-from kvrelay.frontend.http.call import Call, when_gone
+from kvrelay.frontend.http.call import Call, Watch
 from kvrelay.frontend.service import Service
 from kvrelay.version import version
 
@@ -19,7 +19,7 @@ async def feed(service: Service, call: Call) -> None:
         await call.end_stream()
         return
     viewer = service.feed.open(owner_of(call, service.options))
-    watch = when_gone(call, viewer.close)
+    watch = Watch(call, viewer.close)
     try:
         await call.start_stream()
         await call.write(event("hello", _about(service)))

@@ -13,7 +13,7 @@ import asyncio
 
 from kvrelay.errors import ConflictError, DeadlineError, InvalidRequestError, NotFoundError
 from kvrelay.frontend.http.auth import owner_of
-from kvrelay.frontend.http.call import Call, when_gone
+from kvrelay.frontend.http.call import Call, Watch
 from kvrelay.frontend.http.errors import ClientGoneError, refuse
 from kvrelay.frontend.prompt.types import ChatRequest, CompletionRequest, SamplingFields
 from kvrelay.frontend.prompt.work import LostOrigin, Origin
@@ -94,7 +94,7 @@ async def parent_of(service: Service, call: Call, handle: str, timeout_s: float 
     left_s = call.remaining_s(timeout_s, service.options.request_timeout_s)
     wait_s = _MAX_WAIT_S if left_s is None else min(left_s, _MAX_WAIT_S)
     finding = asyncio.ensure_future(backend.find_parent(handle, owner, wait_s=wait_s))
-    watch = when_gone(call, finding.cancel)
+    watch = Watch(call, finding.cancel)
     try:
         return await finding
     except asyncio.CancelledError:

@@ -42,7 +42,7 @@ def own_names(error: InvalidRequestError, request: MessagesBody) -> InvalidReque
     param = error.param
     if (place := _MESSAGE.match(param)) is not None:
         field, blocks = _read(request)[int(place.group(1))][1:]
-        inner = "" if place.group(2) is None else f".content[{blocks[int(place.group(2))]}]"
+        inner = "" if place.group(2) is None else blocks[int(place.group(2))]
         param = field + inner + param[place.end() :]
     else:
         for pattern, name in _NAMES:
@@ -102,7 +102,7 @@ def _tool_choice(choice: ToolChoice | None) -> chat.ToolChoice | None:
             return choice.type
 
 
-_Source = tuple[chat.ChatMessage, str, list[int]]  # a message, the field it comes from, and the blocks that its parts come from
+_Source = tuple[chat.ChatMessage, str, list[str]]  # a message, the field it comes from, and where in it its parts are
 
 
 def _read(request: MessagesBody) -> list[_Source]:
@@ -123,25 +123,32 @@ def _read(request: MessagesBody) -> list[_Source]:
 
 
 def _user(content: list[AnyBlock], field: str) -> list[_Source]:
-    """Results of tools are messages of their own, before what the user says."""
+    """Results of tools are messages of their own, before what the user says. Their images begin what the user says: templates
+    have no place for them in a result."""
     results: list[_Source] = []
+    shown: _Parts = []
+    shown_places: list[str] = []
     parts: _Parts = []
-    places: list[int] = []
+    places: list[str] = []
     for place, block in enumerate(content):
         match block:
             case TextBlock():
                 parts.append(chat.TextPart(text=block.text))
             case ImageBlock():
-                parts.append(chat.ImagePart(image_url=chat.ImageUrl(url=_url(block))))
+                parts.append(_image(block))
             case ToolResultBlock():
-                text = block.content if isinstance(block.content, str) else _joined(block.content or ())
+                inner = [] if block.content is None or isinstance(block.content, str) else block.content
+                text = block.content if isinstance(block.content, str) else _joined(inner)
                 results.append((chat.ToolMessage(content=text, tool_call_id=block.tool_use_id), field, []))
+                images = [(number, one) for number, one in enumerate(inner) if isinstance(one, ImageBlock)]
+                shown += [_image(one) for _, one in images]
+                shown_places += [f".content[{place}].content[{number}]" for number, _ in images]
                 continue
             case _:
                 raise _misplaced(block, f"{field}.content[{place}]", "user")
-        places.append(place)
-    said: list[_Source] = [(chat.UserMessage(content=parts), field, places)] if parts else []
-    return [*results, *said]
+        places.append(f".content[{place}]")
+    said = chat.UserMessage(content=[*shown, *parts])
+    return [*results, (said, field, [*shown_places, *places])] if said.content else results
 
 
 def _assistant(content: list[AnyBlock], field: str) -> chat.AssistantMessage:
@@ -165,13 +172,14 @@ def _assistant(content: list[AnyBlock], field: str) -> chat.AssistantMessage:
     )
 
 
-def _joined(blocks: Iterable[TextBlock]) -> str:
-    return "\n".join(block.text for block in blocks)
+def _joined(blocks: Iterable[TextBlock | ImageBlock]) -> str:
+    return "\n".join(block.text for block in blocks if isinstance(block, TextBlock))
 
 
-def _url(block: ImageBlock) -> str:
+def _image(block: ImageBlock) -> chat.ImagePart:
     source = block.source
-    return f"data:{source.media_type};base64,{source.data}" if isinstance(source, Base64Source) else source.url
+    url = f"data:{source.media_type};base64,{source.data}" if isinstance(source, Base64Source) else source.url
+    return chat.ImagePart(image_url=chat.ImageUrl(url=url))
 
 
 def _misplaced(block: AnyBlock, field: str, role: str) -> InvalidRequestError:

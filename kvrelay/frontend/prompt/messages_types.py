@@ -43,7 +43,7 @@ class ToolUseBlock(Block, frozen=True, kw_only=True, tag="tool_use"):
 
 class ToolResultBlock(Block, frozen=True, kw_only=True, tag="tool_result"):
     tool_use_id: str
-    content: str | list[TextBlock] | None = None
+    content: str | list[TextBlock | ImageBlock] | None = None
     is_error: bool | None = None
 
 

@@ -15,19 +15,15 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import assert_never
 
 import msgspec
-import torch
 
 from kvrelay.errors import ConfigError, RankDiedError
-from kvrelay.kernels.base import ForwardBatch
 from kvrelay.kernels.ranks import DistributedRanks, Ranks, SharedRanks, open_store, shared_bytes, shared_functions
 from kvrelay.log import Log
-from kvrelay.models.registry import Model
-from kvrelay.runner.ranks.passes import to_pass
 from kvrelay.wire.codec import encode
 from kvrelay.wire.ranks import KVMemory, Loaded, RankFailed, RankMessage, RankSetup, read_from_rank
 
@@ -85,12 +81,14 @@ class _Rank:
 
 
 class RankGroup:
-    """The other ranks of a worker. Used by the thread that runs the model; `on_death` is called from another one."""
+    """The other ranks of a worker. Used by the thread that runs the model, except for `tell_each`; `on_death` is called from
+    another one."""
 
     def __init__(self, setup: RankSetup, on_death: OnDeath | None = None) -> None:
         """`setup` is that of rank 0, from which those of the others follow."""
         self._on_death = on_death
         self._closing = False
+        self._telling = threading.Lock()
         self._others: list[_Rank] = []
         self._wakes, self._wake = socket.socketpair()
         memory_fd = os.memfd_create("kvrelay-ranks", os.MFD_CLOEXEC)
@@ -127,8 +125,16 @@ class RankGroup:
 
     def tell(self, message: RankMessage) -> None:
         encoded = encode(message)
-        for other in self._others:
-            other.tell(encoded)
+        with self._telling:
+            for other in self._others:
+                other.tell(encoded)
+
+    def tell_each(self, messages: Sequence[RankMessage]) -> None:
+        """One to each of the others, in their order. From any thread."""
+        encoded = [encode(message) for message in messages]
+        with self._telling:
+            for other, message in zip(self._others, encoded, strict=True):
+                other.tell(message)
 
     @property
     def pids(self) -> list[int]:
@@ -156,16 +162,3 @@ class RankGroup:
         for other in self._others:
             other.close()
         self._others.clear()
-
-
-class LeadingModel:
-    """Implements `Model` for rank 0: tells the others of each pass and takes part in it."""
-
-    def __init__(self, model: Model, group: RankGroup) -> None:
-        self.spec = model.spec
-        self._model = model
-        self._group = group
-
-    def forward(self, batch: ForwardBatch, kv: torch.Tensor, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
-        self._group.tell(to_pass(batch))
-        return self._model.forward(batch, kv, on_layer)

@@ -5,70 +5,73 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from kvrelay.kernels.base import AttentionBatch, ForwardBatch, ImageBatch
-from kvrelay.wire.ranks import ImagePass, Pass
+from kvrelay.kernels.base import AttentionBatch, ForwardBatch, ImageBatch, LoraBatch
+from kvrelay.wire.ranks import ImagePass, LoraPass, Pass
 
 
-def to_pass(batch: ForwardBatch) -> Pass:
+def to_pass(batch: ForwardBatch, lora: LoraPass | None, dropped: list[int]) -> Pass:
     rows, images = batch.attention, batch.images
     return Pass(
         num_tokens=batch.token_ids.shape[0],
-        positions=_bytes(batch.positions),
-        slots=_bytes(batch.slots),
-        query_start=_bytes(rows.query_start),
-        context_lens=_bytes(rows.context_lens),
-        block_tables=_bytes(rows.block_tables),
+        positions=bytes_of(batch.positions),
+        slots=bytes_of(batch.slots),
+        query_start=bytes_of(rows.query_start),
+        context_lens=bytes_of(rows.context_lens),
+        block_tables=bytes_of(rows.block_tables),
         max_query=rows.max_query,
         max_context=rows.max_context,
         lengths=None if rows.lengths is None else list(rows.lengths),
-        logit_rows=_bytes(batch.logit_rows),
+        logit_rows=bytes_of(batch.logit_rows),
         images=None
         if images is None
         else ImagePass(
-            axes=_bytes(images.axes),
-            places=_bytes(images.places),
-            features=_bytes(images.features),
+            axes=bytes_of(images.axes),
+            places=bytes_of(images.places),
+            features=bytes_of(images.features),
             num_deepstack=images.num_deepstack,
         ),
+        lora=lora,
+        dropped=dropped,
     )
 
 
-def to_batch(message: Pass, dtype: torch.dtype) -> ForwardBatch:
+def to_batch(message: Pass, dtype: torch.dtype, lora: LoraBatch | None) -> ForwardBatch:
     """Without the tokens, which only rank 0 needs: in their place are zeros."""
-    context_lens = _tensor(message.context_lens, torch.int32)
+    context_lens = tensor_of(message.context_lens, torch.int32)
     return ForwardBatch(
         token_ids=torch.zeros(message.num_tokens, dtype=torch.int64),
-        positions=_tensor(message.positions, torch.int64),
-        slots=_tensor(message.slots, torch.int64),
+        positions=tensor_of(message.positions, torch.int64),
+        slots=tensor_of(message.slots, torch.int64),
         attention=AttentionBatch(
-            query_start=_tensor(message.query_start, torch.int32),
+            query_start=tensor_of(message.query_start, torch.int32),
             context_lens=context_lens,
-            block_tables=_tensor(message.block_tables, torch.int32).view(len(context_lens), -1),
+            block_tables=tensor_of(message.block_tables, torch.int32).view(len(context_lens), -1),
             max_query=message.max_query,
             max_context=message.max_context,
             lengths=None if message.lengths is None else tuple(message.lengths),
         ),
-        logit_rows=_tensor(message.logit_rows, torch.int64),
+        logit_rows=tensor_of(message.logit_rows, torch.int64),
         images=None if message.images is None else _image_batch(message.images, message.num_tokens, dtype),
+        lora=lora,
     )
 
 
 def _image_batch(images: ImagePass, num_tokens: int, dtype: torch.dtype) -> ImageBatch:
-    places = _tensor(images.places, torch.int64)
+    places = tensor_of(images.places, torch.int64)
     return ImageBatch(
-        axes=_tensor(images.axes, torch.int64).view(3, num_tokens),
+        axes=tensor_of(images.axes, torch.int64).view(3, num_tokens),
         places=places,
-        features=_tensor(images.features, dtype).view(len(places), -1),
+        features=tensor_of(images.features, dtype).view(len(places), -1),
         num_deepstack=images.num_deepstack,
     )
 
 
-def _bytes(tensor: torch.Tensor) -> bytes:
+def bytes_of(tensor: torch.Tensor) -> bytes:
     array = tensor.contiguous().view(torch.uint8).numpy() if tensor.numel() else np.empty(0, dtype=np.uint8)
     return bytes(array.tobytes())
 
 
-def _tensor(data: bytes, dtype: torch.dtype) -> torch.Tensor:
+def tensor_of(data: bytes, dtype: torch.dtype) -> torch.Tensor:
     if not data:
         return torch.empty(0, dtype=dtype)
     return torch.frombuffer(bytearray(data), dtype=dtype)

@@ -29,11 +29,12 @@ from kvrelay.kernels.ranks import DistributedRanks, Ranks, SharedRanks, shared_f
 from kvrelay.log import Log, configure
 from kvrelay.models.registry import Model
 from kvrelay.progress import Silent
+from kvrelay.runner.ranks.adapters import HeldAdapters
 from kvrelay.runner.ranks.passes import to_batch
 from kvrelay.runner.ranks.shares import RankShare
 from kvrelay.runner.shared import load_for_worker
 from kvrelay.wire.codec import encode
-from kvrelay.wire.ranks import KVMemory, Loaded, Pass, RankFailed, RankSetup, read_for_rank
+from kvrelay.wire.ranks import AdapterShare, KVMemory, Loaded, Pass, RankFailed, RankSetup, read_for_rank
 
 log = Log("rank")
 
@@ -48,14 +49,14 @@ def main(connection_fd: int, memory_fd: int) -> int:
     configure(setup.log_level, f"rank-{setup.rank}")
     try:
         ranks = _open_ranks(setup, memory_fd)
-        model, spec = _load(setup, ranks)
+        model, spec, adapters = _load(setup, ranks)
     except (KVRelayError, OSError, RuntimeError, MemoryError) as error:
         connection.send_bytes(encode(RankFailed(reason=f"rank {setup.rank}: {error}")))
         return 1
     connection.send_bytes(encode(Loaded()))
     kv = _map_kv(connection, connection_fd, setup, spec)
     connection.send_bytes(encode(Loaded()))
-    _compute(connection, model, kv)
+    _compute(connection, model, kv, adapters)
     return 0
 
 
@@ -75,22 +76,23 @@ def _open_ranks(setup: RankSetup, memory_fd: int) -> Ranks:
     return SharedRanks(library, memory_fd, setup.rank, setup.num_ranks)
 
 
-def _load(setup: RankSetup, ranks: Ranks) -> tuple[Model, ModelSpec]:
+def _load(setup: RankSetup, ranks: Ranks) -> tuple[Model, ModelSpec, HeldAdapters]:
     torch.set_num_threads(setup.num_threads)
     folder, environment, dtype = Path(setup.folder), read_environment(), _dtype(setup)
     whole = read_spec(folder)
+    kernels = choose_kernels(torch.device("cpu"), dtype, environment, setup.model)
     model = load_for_worker(
         folder,
         whole,
         setup.model,
         environment,
-        kernels=choose_kernels(torch.device("cpu"), dtype, environment, setup.model),
+        kernels=kernels,
         dtype=dtype,
         progress=Silent(),
         max_positions=setup.max_positions or None,
         ranks=ranks,
     )
-    return model, RankShare(whole, setup.rank, setup.num_ranks).spec
+    return model, RankShare(whole, setup.rank, setup.num_ranks).spec, HeldAdapters(kernels, dtype)
 
 
 def _dtype(setup: RankSetup) -> torch.dtype:
@@ -111,15 +113,19 @@ def _map_kv(connection: Connection, connection_fd: int, setup: RankSetup, spec: 
 
 
 @torch.inference_mode()
-def _compute(connection: Connection, model: Model, kv: torch.Tensor) -> None:
+def _compute(connection: Connection, model: Model, kv: torch.Tensor, adapters: HeldAdapters) -> None:
     while True:
         try:
             message = read_for_rank.decode(connection.recv_bytes())
         except (EOFError, ConnectionError):
             return
+        if isinstance(message, AdapterShare):
+            adapters.hold(message)
+            continue
         assert isinstance(message, Pass)
+        adapters.drop(message.dropped)
         try:
-            model.forward(to_batch(message, kv.dtype), kv)
+            model.forward(to_batch(message, kv.dtype, adapters.batch(message.lora)), kv)
         except RankDiedError as error:
             log.error("rank ends", reason=error)
             return

@@ -34,9 +34,9 @@ class KVLayout(Layout, frozen=True, kw_only=True):
         return heads_per_rank(self.num_kv_heads, self.tp) * self.head_bytes
 
     @property
-    def all_layers_bytes(self) -> int:
-        """Of one token."""
-        return self.num_layers * self.planes * self.token_bytes
+    def all_heads_bytes(self) -> int:
+        """Of one token in all layers, each head once, however many ranks have it."""
+        return self.num_layers * self.planes * self.num_kv_heads * self.head_bytes
 
     @property
     def block_bytes(self) -> int:

@@ -156,6 +156,7 @@ class RelayProducer(Front[ProducerTurns[KVLayout, ProducerNews]]):
             news.set_aside += each.set_aside
             news.restart += each.restart
             news.failed += each.failed
+            news.sent_bytes |= each.sent_bytes
         for request_id in news.set_aside:
             self._lent.pop(request_id, None)
             if request_id in self._aborted:  # the two crossed: nothing more will be said of it

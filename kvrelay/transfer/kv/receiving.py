@@ -261,7 +261,7 @@ class Receiving(ReceivingTransfer[ConsumerState, KVLayout, ConsumerNews]):
         num_tokens = self.meta.num_tokens - self._reservation.skip_tokens
         log.info(
             "KV taken over", request=self.meta.request_id, transfer=self.transfer_id, producer=self.meta.peer,
-            tokens=num_tokens, bytes=num_tokens * self._desk.layout.all_layers_bytes,
+            tokens=num_tokens, bytes=num_tokens * self._desk.layout.all_heads_bytes,
             ms=round((now - self._reserved_at) * 1000, 1), trace=self.meta.trace_id,
         )  # fmt: skip
         self._desk.news.arrived.append(Arrival(self.meta.request_id, first_tokens))

@@ -36,6 +36,11 @@ _WAITING = frozenset({ProducerState.QUEUED, ProducerState.STARTED, ProducerState
 _Said = Reserve | Pull | ReadDone | Release | Abort | AbortAck
 
 
+def _bytes_of(meta: TransferMeta, reservation: Reservation | None, layout: KVLayout) -> int:
+    """That a transfer moves in all."""
+    return 0 if reservation is None else (meta.num_tokens - reservation.skip_tokens) * layout.all_heads_bytes
+
+
 class Sending(SendingTransfer[ProducerState, KVLayout, ProducerNews]):
     """Driven by the machine that holds it; calls the transfer engine of its link."""
 
@@ -237,6 +242,7 @@ class Sending(SendingTransfer[ProducerState, KVLayout, ProducerNews]):
         self._release_blocks()
 
     def _succeed(self) -> None:
+        self._desk.news.sent_bytes[self.meta.request_id] = _bytes_of(self.meta, self._reservation, self._desk.layout)
         self._advance(ProducerState.DONE)
         self._release_blocks()
 

@@ -34,10 +34,9 @@ class CacheListener:
                     for theirs in event.block_hashes:
                         if (name := self._names.pop(theirs, (None, None))[0]) is not None:
                             self._known.discard(name)
-                            self.recorder.removed(name)
+                            self.recorder.removed((name,))
                 case "AllBlocksCleared":
-                    for name, _ in self._names.values():
-                        self.recorder.removed(name)
+                    self.recorder.removed([name for name, _ in self._names.values()])
                     self._names.clear()
                     self._known.clear()
 
@@ -62,7 +61,7 @@ class CacheListener:
             if theirs not in self._names:
                 self._names[theirs] = (name, parent)
                 self._known.add(name)
-                self.recorder.stored(name, parent)
+                self.recorder.stored((name,), parent)
             parent = name
 
     def _root(self, event: Any) -> bytes:

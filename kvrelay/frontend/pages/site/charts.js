@@ -10,7 +10,7 @@ const CHARTS = [
   { title: "Between tokens", lines: [["token50", "median"], ["token95", "95 %"]], format: seconds, least: 0.01 },
   { title: "Queue", lines: [["waiting", "waiting"], ["running", "running"]], format: (value) => String(Math.round(value)), least: 4 },
   { title: "Tokens per second", lines: [["output", "generated"], ["prompt", "prompt, computed"]], format: short, least: 10 },
-  { title: "Cache hits", lines: [["hits", "of prompt tokens"]], format: (value) => `${Math.round(value)} %`, least: 100 },
+  { title: "Cache hits", lines: [["hits", "of prompt tokens"]], format: (value) => `${Math.round(value)}\u00a0%`, least: 100 },
 ];
 
 export class Charts {
@@ -26,13 +26,13 @@ export class Charts {
 
 function create({ title, lines }) {
   const paths = lines.map((_, at) => s("path", { class: `series s${at}` }));
-  const top = s("text", { class: "axis", x: 2, y: 11 });
+  const top = h("p", { class: "axis", "aria-hidden": "true" });
   const grid = [0.5, 1].map((share) => s("line", { class: "rule", x1: 0, x2: SIZE.width, y1: SIZE.height * share - 0.5, y2: SIZE.height * share - 0.5 }));
-  const svg = s("svg", { viewBox: `0 0 ${SIZE.width} ${SIZE.height}`, role: "img", "aria-label": title }, ...grid, ...paths, top);
+  const svg = s("svg", { viewBox: `0 0 ${SIZE.width} ${SIZE.height}`, preserveAspectRatio: "none", role: "img", "aria-label": title }, ...grid, ...paths);
   const values = lines.map(() => h("b"));
   const legend = h("p", { class: "series-names" }, ...lines.map(([, name], at) => h("span", {}, h("span", { class: `swatch s${at}` }), `${name} `, values[at])));
   const axis = h("p", { class: "times", "aria-hidden": "true" }, h("span", { text: `${MINUTES} min ago` }), h("span", { text: "now" }));
-  return { node: h("figure", { class: "chart" }, h("figcaption", { text: title }), legend, svg, axis), svg, paths, top, values };
+  return { node: h("figure", { class: "chart" }, h("figcaption", { text: title }), legend, top, svg, axis), svg, paths, top, values };
 }
 
 function update(chart, { title, lines, format, least }, points, now) {

@@ -6,6 +6,7 @@ import { ask, events } from "./server.js";
 
 const WRITE_EVERY_MS = 40;
 const value = (id) => byId(id).value.trim();
+const isAtEnd = (log) => log.scrollHeight - log.scrollTop - log.clientHeight < 40;
 const number = (id) => (value(id) === "" ? undefined : Number(value(id)));
 
 function otherFields() {
@@ -149,7 +150,7 @@ export class Chat {
   write(answer, run) {
     clearTimeout(answer.timer);
     answer.timer = 0;
-    const log = byId("chat-log"), follows = log.scrollHeight - log.scrollTop - log.clientHeight < 40;
+    const log = byId("chat-log"), follows = isAtEnd(log);
     answer.text.append(answer.waiting);
     answer.waiting = "";
     this.count(answer, run, performance.now());
@@ -169,10 +170,12 @@ export class Chat {
 
   // What the feed knows of the requests that made the answers.
   hear(changed) {
+    const log = byId("chat-log"), follows = isAtEnd(log);
     for (const request of changed) {
       const answer = this.answers.find((one) => one.ids.includes(request.answer_id));
       if (answer && request.stages.length) answer.work.replaceChildren(...answer.ids.map((id) => this.requests.find(id)).filter(Boolean).map(workOf));
     }
+    if (follows) log.scrollTop = log.scrollHeight;
   }
 }
 

@@ -62,12 +62,12 @@ export class History {
     const roles = new Map(this.workers().map((worker) => [worker.id, worker.role]));
     const flows = new Map();
     for (const worker of this.now.cluster.workers) {
-      for (const [peer, total] of Object.entries(worker.transfers.by_peer || {})) {
+      for (const [peer, total] of Object.entries(movedByPeer(worker))) {
         if (!roles.has(peer)) continue;
         const forth = RANK[worker.role] < RANK[roles.get(peer)];
         const [from, to] = forth ? [worker.id, peer] : [peer, worker.id];
         const before = this.before(worker.id);
-        const moved = before ? Math.max(0, total - ((before.transfers.by_peer || {})[peer] || 0)) : 0;
+        const moved = before ? Math.max(0, total - (movedByPeer(before)[peer] || 0)) : 0;
         const flow = flows.get(`${from} ${to}`) || { from, to, total: 0, perSecond: 0 };
         flow.total += total;
         flow.perSecond += moved / this.seconds;
@@ -122,6 +122,9 @@ export function quantile(counts, share) {
   }
   return low;
 }
+
+// Bytes of KV and embeddings, by the worker at the other end, as far as this one moved them.
+const movedByPeer = ({ transfers, images }) => ({ ...transfers.by_peer, ...images.by_peer });
 
 function restored() {
   try {
