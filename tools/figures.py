@@ -62,7 +62,7 @@ CPU_ROWS = (
         "{roofline_share_b4:.2f} / {roofline_share_b16:.2f} / {roofline_share_b64:.2f}",
     ),
     Row("prefill of 512 tokens: share of the GEMM rate", "engine", "{prefill_512_gemm_share:.2f}"),
-    Row("router: added time to first token, 1 connection, p50", "router", "{added_ttft_ms_p50:.2f} ms", " ms"),
+    Row("router: added time to first token, 1 connection, p50, `whole`", "router", "{added_ttft_ms_p50:.2f} ms", " ms"),
     Row(
         "router: streamed requests of 16 tokens per second, 32 connections; a step every 0.5 ms / instant steps",
         "router",
@@ -82,11 +82,17 @@ CPU_ROWS = (
         "{multiturn_ttft_p50_ratio:.1f}",
     ),
     Row(
-        "cluster: kill -9 of the busiest decode worker to the next token of its streams, p50 / max",
+        "cluster: these, p50; p99: `round_robin` / `prefix_aware`",
+        "router",
+        "{multiturn_ttft_ms_p50_round_robin:.0f} / {multiturn_ttft_ms_p50_prefix_aware:.0f}; "
+        "{multiturn_ttft_ms_p99_round_robin:.0f} / {multiturn_ttft_ms_p99_prefix_aware:.0f} ms",
+    ),
+    Row(
+        "cluster: kill -9 of the busiest decode worker to the next token of its streams, prompts cached, p50 / max",
         "router",
         "{failover_next_token_ms_p50:.0f} / {failover_next_token_ms_max:.0f} ms",
     ),
-    Row("cluster: the same p50 over detection plus one prefill", "router", "{failover_over_bound:.2f}"),
+    Row("cluster: the p50 of cached prompts over detection plus one prefill", "router", "{failover_over_bound:.2f}"),
     Row("cluster: processor time of an idle 2P2D cluster", "router", "{idle_cpu_percent:.1f} % of a core", " %"),
     Row(
         "swap: KV to the host and back over memcpy, blocks in order / scattered",
@@ -117,6 +123,11 @@ CPU_ROWS = (
         "two-stage",
         "{ttft_prefix_cache_pressure_over_calm:.0f}",
     ),
+    Row(
+        "continuation: wall time of both stages, `sequential` / `pipelined` / `prefix_cache` / `continuation`",
+        "two-stage",
+        "{wall_s_sequential:.1f} / {wall_s_pipelined:.1f} / {wall_s_prefix_cache:.1f} / {wall_s_continuation:.1f} s",
+    ),
     Row("beam search 32 x 3: the beams as single requests over the search", "two-stage", "{separate_requests_over_beam:.1f}"),
     Row(
         "images: text time to first token p99 while images are encoded, encode + prefill + decode over `whole`",
@@ -139,7 +150,11 @@ CPU_ROWS = (
         "relay",
         "{long_prompts_per_min_1p1d:.0f} / {long_prompts_per_min_whole:.0f}",
     ),
-    Row("relay: hand-over beyond the raw transfer and one decode step, p50", "relay", "{handover_excess_ms_p50:.1f} ms", " ms"),
+    Row(
+        "relay: hand-over, token 1 to token 2 / a decode step, p50",
+        "relay",
+        "{handover_ms_p50:.1f} / {decode_step_ms_p50:.1f} ms",
+    ),
     Row("relay: share of the bytes still to send when a 2048-token prefill ends", "relay", "{unsent_share_2048:.2f}"),
     Row(
         "relay: shared memory over one-thread memcpy, blocks fully scattered / in order (target: the former)",

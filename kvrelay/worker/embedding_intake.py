@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 
 from kvrelay.engine.requests.images import ImageFailure
@@ -20,7 +19,7 @@ from kvrelay.runner.vision.feature_rows import from_rows
 from kvrelay.runner.vision.features import FeatureStore
 from kvrelay.transfer.embedding.arrival import EmbeddingArrival
 from kvrelay.transfer.embedding.mover import EmbeddingConsumer
-from kvrelay.transfer.embedding.pool import Piece
+from kvrelay.transfer.embedding.pool import Piece, owned
 from kvrelay.wire.registry import ImageCounts
 from kvrelay.wire.serving import EmbeddingTransfer, Image
 from kvrelay.worker.embedding import describe
@@ -125,13 +124,11 @@ class EmbeddingIntake:
                 self._resumed_s[request_id] = max(took_s, self._resumed_s.get(request_id, 0.0))
         self._forget(coming)
         image = coming.image
-        fill_ids = np.concatenate([piece.fill_ids for piece in coming.pieces])
-        positions = np.concatenate([piece.positions for piece in coming.pieces])
-        rows = np.concatenate([piece.rows for piece in coming.pieces])
+        whole = owned(coming.pieces)
         self._consumer.release(arrival.transfer_id)
-        error = describe(image, self._merge_size).mismatch(fill_ids, positions, arrival.aux)
+        error = describe(image, self._merge_size).mismatch(whole.fill_ids, whole.positions, arrival.aux)
         if not error:
-            self._store.put(image.digest, from_rows(rows, self._dtype))
+            self._store.put(image.digest, from_rows(whole.rows, self._dtype))
         return error
 
     def _fail(self, coming: _Coming, reason: str) -> list[ImageFailure]:

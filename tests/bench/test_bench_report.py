@@ -61,7 +61,7 @@ def test_figures_are_short(figure: float, text: str) -> None:
         (["router", "--only", "idle,fail-over"], 2, "--only: unknown part 'fail-over'; did you mean failover?"),
         (["router", "--stream", "5"], 2, "unknown option --stream; did you mean --streams?"),
         (["engine", "--rounds", "0"], 2, "--rounds 0: expected int >= 1"),
-        (["engine", "--peer", "vllm"], 2, "invalid choice: 'vllm'"),
+        (["engine", "--peer", "vlm"], 2, "unknown peer 'vlm'"),
         (["engine", "--model", "/no/such/folder", "--rounds", "1"], 1, "/no/such/folder"),
     ],
 )

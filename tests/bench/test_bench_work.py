@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import pathlib
+import sys
+
 import pytest
 
 from kvrelay.bench.engine import scenario as engine
-from kvrelay.bench.engine.scenario import Round, summarise
+from kvrelay.bench.engine.peers import PeerMissing, PeerProcess, open_peer
+from kvrelay.bench.engine.scenario import Round, Timed, summarise
 from kvrelay.bench.engine.work import Limits, attention_flops, decode_work, head_weights, layer_weights, prefill_work
 from kvrelay.bench.harness.report import percentile
 from kvrelay.checkpoint.rope import RopeSpec
 from kvrelay.checkpoint.spec import ModelSpec
+from kvrelay.errors import BenchError, ConfigError
 
 SMOLLM2 = ModelSpec(
     architecture="LlamaForCausalLM",
@@ -63,27 +68,36 @@ def test_figures_are_medians_of_the_ratios_of_each_round() -> None:
     assert results["faster_than_transformers_b16"] == pytest.approx(2.0)
     assert results["prefill_512_gemm_share"] == pytest.approx(0.8)
     assert results["prefill_2048_gemm_share"] == pytest.approx(0.6)
+    assert results["prefill_4096_gemm_share"] == pytest.approx(0.6)
+    assert results["faster_than_transformers_prefill_2048"] == pytest.approx(3.0)
+    assert results["faster_than_llama_cpp_b1"] == pytest.approx(4.0), "beside ours with quantised weights"
     assert set(engine.TARGETS) <= set(results)
 
 
 def test_without_a_peer_nothing_is_said_about_it() -> None:
     this = _round(1.0, 0.02)
-    this.peer_decode_s, this.peer_prefill_s = {}, 0.0
+    this.peers.clear()
     assert not any("transformers" in name for name in summarise(SMOLLM2, [this]))
 
 
 def _round(slowness: float, decode_s: float) -> Round:
-    prefill_s = prefill_work(SMOLLM2, engine.PREFILL_TOKENS, 4).flops / LIMITS.flops_per_s / 0.8
-    long_flops = prefill_work(SMOLLM2, 2048, 4).flops + attention_flops(SMOLLM2, 2048)
-    long_prefill_s = long_flops / LIMITS.flops_per_s / 0.6
+    prefill_s = {512: prefill_work(SMOLLM2, 512, 4).flops / LIMITS.flops_per_s / 0.8 * slowness}
+    for tokens in (2048, 4096):
+        flops = prefill_work(SMOLLM2, tokens, 4).flops + attention_flops(SMOLLM2, tokens)
+        prefill_s[tokens] = flops / LIMITS.flops_per_s / 0.6 * slowness
+
+    def timed(factor: float) -> Timed:
+        return Timed(
+            decode_s=dict.fromkeys(engine.BATCHES, factor * decode_s * slowness),
+            best_decode_s=dict.fromkeys(engine.BATCHES, 0.9 * factor * decode_s * slowness),
+            prefill_s={tokens: 1.5 * factor * seconds if factor > 1 else seconds for tokens, seconds in prefill_s.items()},
+        )
+
     return Round(
         Limits(bytes_per_s=LIMITS.bytes_per_s / slowness, flops_per_s=LIMITS.flops_per_s / slowness),
-        decode_s=dict.fromkeys(engine.BATCHES, decode_s * slowness),
-        best_decode_s=dict.fromkeys(engine.BATCHES, 0.9 * decode_s * slowness),
-        prefill_s=prefill_s * slowness,
-        long_prefill_s=long_prefill_s * slowness,
-        peer_decode_s=dict.fromkeys(engine.BATCHES, 2 * decode_s * slowness),
-        peer_prefill_s=3 * prefill_s * slowness,
+        own=timed(1.0),
+        quantised=Timed(decode_s=dict.fromkeys(engine.BATCHES, 0.5 * decode_s * slowness), prefill_s=prefill_s),
+        peers={"transformers": timed(2.0), "llama.cpp": timed(2.0)},
     )
 
 
@@ -96,3 +110,43 @@ def test_no_two_prompts_begin_alike() -> None:
     prompts = engine.prompts(64)
     assert len({tuple(prompt[:16]) for prompt in prompts}) == 64
     assert {len(prompt) for prompt in prompts} == {engine.CONTEXT + 1}
+
+
+def test_peers_are_named_one_by_one() -> None:
+    assert engine.chosen_peers("none") == []
+    assert engine.chosen_peers("transformers, llama.cpp") == ["transformers", "llama.cpp"]
+    with pytest.raises(ConfigError, match=r"unknown peer 'llama.cp'.*llama.cpp"):
+        engine.chosen_peers("llama.cp")
+
+
+def test_a_peer_that_is_not_installed_says_how_to_get_it(tmp_path: pathlib.Path) -> None:
+    bare = tmp_path / "python"
+    bare.write_text("#!/bin/sh\nexit 1\n")
+    bare.chmod(0o755)
+    for name, file in (("vllm", None), ("llama.cpp", tmp_path / "model.gguf")):
+        with pytest.raises(PeerMissing, match=r"not installed: .*--peer-python"):
+            open_peer(name, "folder", file, [[1]], 1, str(bare))
+    with pytest.raises(PeerMissing, match="no GGUF"):
+        open_peer("llama.cpp", "folder", None, [[1]], 1, "")
+
+
+FAKE = """
+import json, sys
+print("ready", flush=True)
+for line in sys.stdin:
+    order = json.loads(line)
+    if order.get("steps") == 9: sys.exit("it is broken")
+    times = [float(len(order["prefill"]))] if "prefill" in order else [len(order["decode"])] * order["steps"]
+    print(json.dumps(times), flush=True)
+"""
+
+
+def test_a_peer_in_a_process_of_its_own_is_asked_for_times() -> None:
+    peer = PeerProcess([sys.executable, "-c", FAKE], [[1, 2], [3, 4], [5, 6]])
+    try:
+        assert peer.decode(2, 4) == [2, 2, 2, 2]
+        assert peer.prefill([7, 8, 9]) == 3.0
+        with pytest.raises(BenchError, match="it is broken"):
+            peer.decode(3, 9)
+    finally:
+        peer.close()

@@ -16,7 +16,7 @@ from kvrelay.transfer.embedding.layout import (
     embedding_layout,
     embedding_ranges,
 )
-from kvrelay.transfer.embedding.pool import Embedding, EmbeddingPool, Rows, joined
+from kvrelay.transfer.embedding.pool import Embedding, EmbeddingPool, Piece, Rows, empty_piece, joined, owned
 from kvrelay.transfer.engines.base import TransferError
 from kvrelay.transfer.region import shared_region
 from kvrelay.wire.embedding import PoolLayout
@@ -117,3 +117,24 @@ def test_an_embedding_can_be_written_into_the_pool_by_its_maker() -> None:
     assert (joined(pieces).rows == ready.rows).all()
     assert (joined(pieces).positions == ready.positions).all()
     assert pool.aux(5) == (14, 1, 2, 0, 0, 0, 0, 0)
+
+
+def test_an_embedding_that_came_in_parts_is_not_copied_twice() -> None:
+    """Parts that left the pool early are at home; those in the pool are put beside them."""
+    numbers = np.arange(6, dtype=np.int32)
+    whole = Piece(0, np.arange(24, dtype=np.uint8).reshape(6, 4), numbers, np.stack([numbers] * 3, axis=1))
+
+    def part(start: int, stop: int) -> Piece:
+        return Piece(start, whole.rows[start:stop], whole.fill_ids[start:stop], whole.positions[start:stop])
+
+    home = empty_piece(6, 4)
+    early = [home.put(part(0, 2)), home.put(part(2, 3))]
+    assert [(piece.start, piece.stop) for piece in early] == [(0, 2), (2, 3)]
+    mine = owned([*early, part(3, 6)])
+    assert mine is home
+    alone = owned([part(0, 6)])
+    for got in (mine, alone):
+        assert (got.rows == whole.rows).all()
+        assert (got.fill_ids == whole.fill_ids).all()
+        assert (got.positions == whole.positions).all()
+        assert not np.shares_memory(got.rows, whole.rows)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kvrelay.bench.engine.work import BATCHES, CONTEXT, LONG_PREFILL_TOKENS, PREFILL_TOKENS, STEPS, WARM_STEPS
+from kvrelay.bench.engine.work import BATCHES, CONTEXT, PREFILL_TOKENS, PREFILLS, STEPS, WARM_STEPS
 from kvrelay.bench.harness.engine import build_engine, run_dry, step
 from kvrelay.bench.harness.workload import submission
 from kvrelay.checkpoint.spec import ModelSpec
@@ -74,10 +74,10 @@ def build_subject(model: ModelOptions, prompts: list[list[int]]) -> tuple[ModelS
     longest = CONTEXT + 1 + WARM_STEPS + max(STEPS.values()) + 1
     options = EngineOptions(
         block_size=_BLOCK_SIZE,
-        kv_blocks=max(BATCHES) * -(-longest // _BLOCK_SIZE) + 2 * LONG_PREFILL_TOKENS // _BLOCK_SIZE,
+        kv_blocks=max(BATCHES) * -(-longest // _BLOCK_SIZE) + 2 * PREFILLS[-1] // _BLOCK_SIZE,
         max_batch=max(BATCHES),
-        token_budget=LONG_PREFILL_TOKENS,
-        max_model_len=2 * LONG_PREFILL_TOKENS,
+        token_budget=PREFILLS[-1],
+        max_model_len=2 * PREFILLS[-1],
     )
     engine, runner = build_engine(model, options, console_progress())
     return runner.spec, EngineSubject(engine, prompts)

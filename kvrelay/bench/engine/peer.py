@@ -9,17 +9,14 @@ from typing import Any
 import torch
 
 from kvrelay.bench.engine.work import WARM_STEPS
-from kvrelay.errors import BenchError
 
 
 class TransformersSubject:
     """Decodes with a dynamic cache, as `generate` does, without the overhead of `generate` itself."""
 
     def __init__(self, folder: str, prompts: list[list[int]], threads: int) -> None:
-        try:
-            from transformers import AutoModelForCausalLM
-        except ImportError as error:
-            raise BenchError("--peer transformers needs transformers: make install, or pip install 'kvrelay[dev]'") from error
+        from transformers import AutoModelForCausalLM
+
         torch.set_num_threads(threads)
         self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self._model.train(False)

@@ -11,7 +11,8 @@ STEPS = {1: 24, 4: 16, 16: 10, 64: 6}  # timed decode steps a round
 WARM_STEPS = 2
 CONTEXT = 128  # tokens a sequence holds when its timed steps begin, and one more
 PREFILL_TOKENS = 512
-LONG_PREFILL_TOKENS = 2048
+PREFILLS = (PREFILL_TOKENS, 2048, 4096)
+PEER_PREFILLS = PREFILLS[:2]  # some peers take minutes for the last
 
 
 @dataclass(frozen=True, kw_only=True)

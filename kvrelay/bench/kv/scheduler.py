@@ -40,6 +40,9 @@ class KVBench(ModelBench, frozen=True, kw_only=True):
     """What is measured, and how often."""
 
     rounds: Annotated[Positive, Meta(description="rounds; figures are medians over them")] = 5
+    contextpilot: Annotated[
+        str, Meta(description="Python that has ContextPilot, whose server is then the index; default is a stand-in")
+    ] = ""
     profile: Annotated[str, Meta(description="file of the scheduler's profile")] = "build/kv-scheduler-profile.txt"
 
 

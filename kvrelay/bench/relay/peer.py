@@ -16,7 +16,8 @@ from kvrelay.transfer.engines.base import MoveId, Ranges
 from kvrelay.transfer.engines.choose import make_engine
 from kvrelay.transfer.region import shared_region
 
-How = Literal["read", "write", "raw", "memcpy"]  # by our engine, by the library alone, or within this process by one memcpy
+# By our engine, by the library alone (in its batches, or range by range), or within this process by one memcpy.
+How = Literal["read", "write", "raw", "raw_one_by_one", "memcpy"]
 _POLL_S = 0.00005
 _MOVE_S = 60.0
 
@@ -65,6 +66,9 @@ class Peer:
             case "raw":
                 assert self._raw is not None
                 self._raw.write(ranges)
+            case "raw_one_by_one":
+                assert self._raw is not None
+                self._raw.write_one_by_one(ranges)
             case "memcpy":
                 ctypes.memmove(self._copies[0].ctypes.data, self._copies[1].ctypes.data, size)
             case _:

@@ -1,10 +1,13 @@
-"""NIXL and Mooncake as their own benchmarks use them: one call for many ranges, then waiting without a pause.
+"""NIXL and Mooncake driven as well as they can be without our layer: all ranges asked for at once, as far as the library takes
+them, then waiting without a pause. Mooncake is driven in two ways, of which the faster counts: whole batches one after another,
+and ranges one by one with as many in flight as our engine has.
 
 No thread, queue, book-keeping, check or cancelling of ours is in the way: what our engines are compared with.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any, Protocol
 
 import msgspec
@@ -25,7 +28,11 @@ class RawMover(Protocol):
 
     def meet(self, info: bytes) -> None: ...
 
-    def write(self, ranges: Ranges) -> None: ...
+    def write(self, ranges: Ranges) -> None:
+        """In the library's own batches."""
+
+    def write_one_by_one(self, ranges: Ranges) -> None:
+        """Asynchronously, with the depth of our engine."""
 
 
 class RawInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,6 +86,10 @@ class RawNixl:
         if status != self._nixl.NIXL_SUCCESS:
             raise BenchError(f"nixl by itself failed: {status.name}")
 
+    def write_one_by_one(self, ranges: Ranges) -> None:
+        """Our engine makes the same one request of all ranges."""
+        self.write(ranges)
+
     def _descriptors(self, addresses: Ranges, sizes: Ranges) -> Any:
         rows = np.column_stack((addresses, sizes, np.zeros_like(sizes))).astype(np.uint64)
         return self._nixl.nixlXferDList(self._nixl.DRAM_SEG, rows)
@@ -99,6 +110,23 @@ class RawMooncake:
 
     def meet(self, info: bytes) -> None:
         self._peer = msgspec.json.decode(info, type=RawInfo)
+
+    def write_one_by_one(self, ranges: Ranges) -> None:
+        columns = (ranges[:, 0] + self._region.address, ranges[:, 1] + self._peer.address, ranges[:, 2])
+        flight: deque[int] = deque()
+        for here, there, size in zip(*(column.tolist() for column in columns), strict=True):
+            flight.append(self._engine.batch_transfer_async_write(self._peer.name, [here], [there], [size]))
+            if len(flight) >= mooncake.WINDOW:
+                self._await(flight.popleft())
+        while flight:
+            self._await(flight.popleft())
+
+    def _await(self, batch: int) -> None:
+        status = self._engine.transfer_check_status(batch) if batch else -1
+        while status == 0:
+            status = self._engine.transfer_check_status(batch)
+        if status < 0:
+            raise BenchError("mooncake by itself failed")
 
     def write(self, ranges: Ranges) -> None:
         for start in range(0, len(ranges), _MOONCAKE_BATCH):

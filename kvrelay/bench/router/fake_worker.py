@@ -34,6 +34,7 @@ from kvrelay.wire.serving import (
     Encode,
     Finish,
     Forget,
+    HandedOver,
     Hello,
     LegTimes,
     PeerLost,
@@ -67,8 +68,9 @@ class _OpenRequest:
 class FakeWorker:
     """The step loop. `tokens` are given out in turn."""
 
-    def __init__(self, registry: str, model: str, tokens: list[int]) -> None:
-        """Returns once it is registered."""
+    def __init__(self, registry: str, model: str, tokens: list[int], role: Role = Role.WHOLE) -> None:
+        """Returns once it is registered. A prefill worker gives the first token and says that it has handed over."""
+        self._hands_over = role is Role.PREFILL
         use_key(load_key(key_file("", read_environment())))
         self._tokens = tokens
         self._decoder: Decoder[ToWorker] = Decoder(ToWorker)
@@ -81,7 +83,7 @@ class FakeWorker:
         self._socket = listening(zmq.ROUTER)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         port: int = self._socket.bind_to_random_port("tcp://127.0.0.1")
-        self._record = fake_record(Role.WHOLE, f"tcp://127.0.0.1:{port}", model, _MAX_MODEL_LEN)
+        self._record = fake_record(role, f"tcp://127.0.0.1:{port}", model, _MAX_MODEL_LEN)
         self._registration = EmbeddedRegistration(registry)
         while not self._registration.register(self._record, _LEASE_S):
             pass
@@ -154,26 +156,27 @@ class FakeWorker:
             if not requests:
                 continue
             outputs = [self._next_token(request) for request in requests.values()]
-            ended = [requests[output.request_id] for output in outputs if output.finish is not None]
+            ended = [requests[output.request_id] for output in outputs if output.finish is not None or self._hands_over]
+            handed = [HandedOver(request.request_id) for request in ended if self._hands_over]
             step = StepOutputs(
                 worker_id=self._record.id,
                 step=self._step,
                 load=self._load(),
                 outputs=outputs,
-                news=[_times(request) for request in ended],
+                news=[*handed, *map(_times, ended)],
             )
             self._send(identity, step)
             now = time.perf_counter()
             self._times.extend(now - request.received_at for request in requests.values() if request.position == 1)
-            for output in outputs:
-                if output.finish is not None:
-                    del requests[output.request_id]
+            for request in ended:
+                del requests[request.request_id]
 
     def _next_token(self, request: _OpenRequest) -> SequenceOutput:
         position = request.position
         request.position += 1
         token = self._tokens[position % len(self._tokens)]
-        finish = FinishReason.LENGTH if request.position >= request.max_tokens else None
+        is_last = request.position >= request.max_tokens and not self._hands_over
+        finish = FinishReason.LENGTH if is_last else None
         return SequenceOutput(request.request_id, 0, position, [token], finish)
 
     def _load(self) -> WorkerLoad:
@@ -182,6 +185,18 @@ class FakeWorker:
 
     def _send(self, identity: bytes, message: Welcome | StepOutputs) -> None:
         self._socket.send_multipart([identity, encode(message)])
+
+
+class FakePair:
+    """A prefill and a decode worker, between which nothing moves: the decode worker has all tokens by itself, the first too."""
+
+    def __init__(self, registry: str, model: str, tokens: list[int]) -> None:
+        self._prefill, self._decode = (FakeWorker(registry, model, tokens, role) for role in (Role.PREFILL, Role.DECODE))
+
+    def set_tick(self, tick_s: float) -> list[float]:
+        """As that of a worker; the first token is the prefill worker's."""
+        self._decode.set_tick(tick_s)
+        return self._prefill.set_tick(tick_s)
 
 
 def more_workers(registry: str, model: str, tokens: list[int], count: int) -> None:

@@ -22,7 +22,7 @@ from kvrelay.bench.harness.report import Target, percentile
 from kvrelay.bench.harness.scenario import ModelBench, Part, Results
 from kvrelay.bench.harness.server import HOST, await_page, free_port, serve_app
 from kvrelay.bench.router import load
-from kvrelay.bench.router.fake_worker import FakeWorker, more_workers
+from kvrelay.bench.router.fake_worker import FakePair, FakeWorker, more_workers
 from kvrelay.bench.router.load import LoadRequest, LoadResult
 from kvrelay.checkpoint.fetch import resolve
 from kvrelay.config import Positive, read_environment
@@ -42,6 +42,8 @@ TICK_S = 0.05
 PROMPT = "Write a short poem about a relay race in the rain."
 _WORDS = " the runner takes the stick and runs on in the cold rain while all who watch call out her name"
 _LOAD_S = 60.0  # beside the length of a run
+
+_PAIR_FIGURES = ("added_ttft_ms_p50", "added_ttft_ms_p99", "streamed_rps", "router_cpu_ms_per_request", "ttft_samples")
 
 TARGETS = {
     "added_ttft_ms_p50": Target("<=", 1.0),
@@ -72,6 +74,7 @@ class Bench:
     port: int
     model: str
     other_core: int  # that the router does not run on
+    is_pair: bool = False  # one prefill and one decode worker
 
     def run_load(self, *, tokens: int, connections: int, duration_s: float = 0.0, port: int = 0) -> LoadResult:
         port = port or self.port
@@ -80,7 +83,7 @@ class Bench:
 
     def set_tick(self, tick_s: float) -> list[float]:
         """Returns how long the worker held each request since the last time."""
-        return self.worker.ask(FakeWorker.set_tick, tick_s)
+        return self.worker.ask(FakePair.set_tick if self.is_pair else FakeWorker.set_tick, tick_s)
 
     def bare_ttft(self) -> list[float]:
         result = self.run_load(tokens=1, connections=1, duration_s=BARE_S, port=self.bare_port)
@@ -102,7 +105,10 @@ def measure(options: RouterBench, console: Console) -> Results:
         for number, (title, measure_it) in enumerate(steps.items(), 1):
             status.update(f"{number} of {len(steps)}: {title}")
             results |= measure_it(bench)
-    return results
+    with console.status("starting router and fake workers: 1P1D"), processes(options, is_pair=True) as bench:
+        bench.run_load(tokens=TOKENS, connections=1, duration_s=1.0)  # warms up
+        pair = measure_latency(bench) | measure_throughput(bench, options.seconds)
+    return results | {f"{name}_1p1d": pair[name] for name in _PAIR_FIGURES}
 
 
 def measure_latency(bench: Bench) -> Results:
@@ -114,6 +120,7 @@ def measure_latency(bench: Bench) -> Results:
     worker_s = statistics.median(bench.set_tick(0.0))
     bare += bench.bare_ttft()
     return {
+        "ttft_samples": float(len(result.ttft_s)),
         "added_ttft_ms_p50": (percentile(result.ttft_s, 50) - worker_s) * 1e3,
         "added_ttft_ms_p99": (percentile(result.ttft_s, 99) - worker_s) * 1e3,
         "worker_ttft_ms_p50": worker_s * 1e3,
@@ -181,12 +188,13 @@ def require_whole(result: LoadResult, what: str) -> None:
 
 
 @contextlib.contextmanager
-def processes(options: RouterBench, *, num_workers: int = 1) -> Iterator[Bench]:
+def processes(options: RouterBench, *, num_workers: int = 1, is_pair: bool = False) -> Iterator[Bench]:
+    """`is_pair`: a prefill and a decode worker, and every prompt is handed over; else so many whole ones."""
     other_core, router_core = two_cores()
     model, port, registry = options.model, free_port(), f"tcp://{HOST}:{free_port()}"
     url = f"http://{HOST}:{port}"
     tokens = plain_tokens(model)
-    flags = [f"--host={HOST}", f"--port={port}", f"--registry-listen={registry}"]
+    flags = [f"--host={HOST}", f"--port={port}", f"--registry-listen={registry}", "--local-prefill-tokens=0"]
     with (
         Child(other_core) as worker,
         Child(other_core, answer_s=_LOAD_S + options.seconds) as client,
@@ -194,7 +202,7 @@ def processes(options: RouterBench, *, num_workers: int = 1) -> Iterator[Bench]:
         Command(["router", model, *flags], router_core) as router,
     ):
         await_page(f"{url}/version", router)
-        worker.keep(FakeWorker, registry, model, tokens)
+        worker.keep(FakePair if is_pair else FakeWorker, registry, model, tokens)
         worker.call(more_workers, registry, model, tokens, num_workers - 1)
         await_page(f"{url}/health", router)
         served = await_page(f"{url}/v1/models", router)["data"][0]["id"]
@@ -207,6 +215,7 @@ def processes(options: RouterBench, *, num_workers: int = 1) -> Iterator[Bench]:
             port=port,
             model=served,
             other_core=other_core,
+            is_pair=is_pair,
         )
 
 

@@ -119,7 +119,10 @@ async def _turn(router: Router, conversation: Conversation, room: asyncio.Semaph
 def summarise(answers: dict[PolicyName, list[Answer]]) -> Results:
     ttft_s = {policy: [answer.ttft_s for answer in those] for policy, those in answers.items()}
     p50 = {policy: percentile(times, 50) for policy, times in ttft_s.items()}
-    results = {"multiturn_ttft_p50_ratio": p50["round_robin"] / p50["prefix_aware"]}
+    results = {
+        "multiturn_ttft_p50_ratio": p50["round_robin"] / p50["prefix_aware"],
+        "multiturn_samples": float(min(map(len, ttft_s.values()))),
+    }
     for policy, those in answers.items():
         cached, total = sum(each.cached_tokens for each in those), sum(each.num_prompt_tokens for each in those)
         results[f"multiturn_ttft_ms_p50_{policy}"] = p50[policy] * 1e3

@@ -53,8 +53,10 @@ _KEEP_S = 1800
 _SHOWN_CANDIDATES = 20  # as many as the API shows
 _TIE = 1e-3  # total logprobs so close are a tie: which of them is listed first depends on how a batch was cut
 _BURST_OUTPUT = 8  # tokens of one of its requests
-_PROBES = 15  # of a continuation's time to first token
-_BURSTS = 5  # each followed by one such probe
+_SAMPLES = 5  # of each way's time to first token, calm and after a burst
+_CACHED: frozenset[Way] = frozenset(
+    {"prefix_cache", "continuation"}
+)  # of what a burst takes away, so that each sample needs one
 _PRESS_PROMPT = 4  # tokens, so few that the worker that generates computes them
 
 
@@ -182,17 +184,18 @@ class TwoStageRun:
         calm = self.calm[way] = Outcome()
         parents, before = await self._both_stages(way, calm), self._server.num_evictions
         probed = parents.pop()
-        await self._probe(way, probed, calm, _PROBES if way == "continuation" else 1)
+        await self._probe(way, probed, calm, _SAMPLES)
         if way == "continuation":
             self._status.update(f"{title}: one search, and the same by single requests")
             await self._compare_search(parents[0])
         pressed = self.pressed[way] = Outcome()
-        for burst in range(_BURSTS if way == "continuation" else 1):
+        num_bursts = _SAMPLES if way in _CACHED else 1
+        for burst in range(num_bursts):
             self._status.update(f"{title}: a burst of other traffic")
             await self._burst()
             if burst == 0:
                 pressed.evictions = self._server.num_evictions - before
-            await self._probe(way, probed, pressed, 1)
+            await self._probe(way, probed, pressed, _SAMPLES // num_bursts)
         self._status.update(f"{title}: stage 2 again")
         began_at = time.perf_counter()
         await asyncio.gather(*(self._search(way, parent, pressed) for parent in parents))
@@ -242,7 +245,7 @@ class TwoStageRun:
         return timed
 
     async def _probe(self, way: Way, parent: Parent, outcome: Outcome, repeats: int) -> None:
-        """A prompt that a cache has seen once is no first time any more, so only what leaves nothing behind is repeated."""
+        """A prompt that no cache is to have gets a salt of its own each time; a continuation leaves nothing behind."""
         await self._server.rest()
         outcome.kept_on_device.append(await self._server.num_pinned_blocks())
         for _ in range(repeats):
@@ -313,6 +316,7 @@ class TwoStageRun:
         calm, pressed = self.calm, self.pressed
         reprefill_s = statistics.median([*calm["sequential"].ttft_s, *calm["pipelined"].ttft_s])
         results = {
+            "ttft_samples": float(_SAMPLES),
             "ttft_reprefill_over_continuation": reprefill_s / ttft_s(calm, "continuation"),
             "ttft_continuation_pressure_over_calm": ttft_s(pressed, "continuation") / ttft_s(calm, "continuation"),
             "ttft_prefix_cache_pressure_over_calm": ttft_s(pressed, "prefix_cache") / ttft_s(calm, "prefix_cache"),

@@ -33,13 +33,23 @@ class Piece:
     rows: Rows
     fill_ids: Ints  # [tokens]
     positions: Ints  # [tokens, 3]
+    home: Piece | None = None  # memory for all tokens of the embedding, which this is a part of
 
     @property
     def stop(self) -> int:
         return self.start + len(self.fill_ids)
 
-    def copy(self) -> Piece:
-        return Piece(self.start, self.rows.copy(), self.fill_ids.copy(), self.positions.copy())
+    def put(self, piece: Piece) -> Piece:
+        """Copies the piece to its place here; returns that."""
+        here = slice(piece.start - self.start, piece.stop - self.start)
+        self.rows[here], self.fill_ids[here], self.positions[here] = piece.rows, piece.fill_ids, piece.positions
+        return Piece(piece.start, self.rows[here], self.fill_ids[here], self.positions[here], self)
+
+
+def empty_piece(num_tokens: int, row_bytes: int) -> Piece:
+    """Memory for a whole embedding. Raises MemoryError."""
+    rows = np.empty((num_tokens, row_bytes), dtype=np.uint8)
+    return Piece(0, rows, np.empty(num_tokens, dtype=np.int32), np.empty((num_tokens, 3), dtype=np.int32))
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -66,6 +76,17 @@ def joined(pieces: Sequence[Piece]) -> Piece:
         np.concatenate([piece.fill_ids for piece in pieces]),
         np.concatenate([piece.positions for piece in pieces]),
     )
+
+
+def owned(pieces: Sequence[Piece]) -> Piece:
+    """All tokens of an embedding, in memory that is its holder's own. What is at home already is not copied again."""
+    home = pieces[0].home
+    if home is None:
+        home = empty_piece(pieces[-1].stop, pieces[0].rows.shape[1])
+    for piece in pieces:
+        if piece.home is not home:
+            home.put(piece)
+    return home
 
 
 class PoolCounts(msgspec.Struct, frozen=True, kw_only=True):

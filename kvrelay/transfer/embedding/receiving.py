@@ -28,7 +28,7 @@ from kvrelay.transfer.blocks import Placement, placed_blocks
 from kvrelay.transfer.embedding.arrival import EmbeddingArrival, Round
 from kvrelay.transfer.embedding.kind import ReceivingDesk
 from kvrelay.transfer.embedding.layout import EmbeddingLayout, embedding_ranges
-from kvrelay.transfer.embedding.pool import Piece
+from kvrelay.transfer.embedding.pool import Piece, empty_piece
 from kvrelay.transfer.embedding.room import NoRoomError, Room, Rooms
 from kvrelay.transfer.engines.base import TransferError
 from kvrelay.transfer.relay.ending import Failure
@@ -37,6 +37,8 @@ from kvrelay.transfer.relay.link import ProducerLink
 from kvrelay.transfer.relay.seam import ReceivingTransfer
 from kvrelay.wire.embedding import Done, Init, Partial, Received, Resume
 from kvrelay.wire.relay import TransferMessage
+
+_MAX_TOKENS = 1 << 18  # of an embedding: memory for all of them is made when the first have come
 
 log = Log("relay")
 
@@ -68,6 +70,7 @@ class EmbeddingReceiving(ReceivingTransfer[EmbeddingState, EmbeddingLayout, list
         self._num_resumes = 0
         self._num_first_tokens = 0  # of the first round, if there are several
         self._aux: tuple[int, ...] = ()
+        self._home: Piece | None = None  # for what leaves the pool before the rest comes
         self._arrived: Round | None = None  # to be copied out, once the message that asks for the next has been sent
         self._leaving: Round | None = None  # to be copied out
         rooms.queue(transfer_id)
@@ -156,6 +159,8 @@ class EmbeddingReceiving(ReceivingTransfer[EmbeddingState, EmbeddingLayout, list
     def _check(self, message: Partial | Done) -> None:
         assert self._room is not None
         stop, room_stop = _stop(message), self._first_token + self._room.tokens
+        if message.total_tokens > _MAX_TOKENS:
+            raise TransferError(f"{message.total_tokens} tokens in all, where {_MAX_TOKENS} is the most")
         if self._total_tokens and message.total_tokens != self._total_tokens:
             raise TransferError(f"{message.total_tokens} tokens in all, where there were {self._total_tokens}")
         if stop > room_stop:
@@ -259,8 +264,10 @@ class EmbeddingReceiving(ReceivingTransfer[EmbeddingState, EmbeddingLayout, list
             self._pool.give_back(arrived.blocks)
 
     def _arrive(self, arrived: Round) -> None:
-        """With copies of what is in the pool."""
-        pieces = tuple(piece.copy() for piece in self._pieces(arrived))
+        """With copies of what is in the pool, where all of the embedding will be."""
+        if self._home is None:
+            self._home = empty_piece(self._total_tokens, self._pool.layout.row_bytes)
+        pieces = tuple(map(self._home.put, self._pieces(arrived)))
         self._desk.news.append(
             EmbeddingArrival(transfer_id=self.transfer_id, pieces=pieces, total_tokens=self._total_tokens, aux=self._aux)
         )

@@ -45,7 +45,7 @@ INSTALL = (
     "Debian, Ubuntu: apt install libibverbs1 librdmacm1 libnuma1 liburing2)"
 )
 _PROGRESS_TIMEOUT_S = 10
-_WINDOW = 256  # ranges in flight per peer
+WINDOW = 256  # ranges in flight per peer
 _PIECE_BYTES = 4 << 20  # a longer range is cut, so that a cancel need not wait for all of it
 _POLL_S = 0.0002
 _DONE = 1
@@ -231,7 +231,7 @@ class _Segment:
             if flight.has_failed or move.stop.value:
                 break
             flight.add(start(self._peer, [here], [there], [size]))
-            flight.wait_until(_WINDOW - 1, abandon)
+            flight.wait_until(WINDOW - 1, abandon)
         flight.wait_until(0, abandon)
         return flight
 
