@@ -131,6 +131,7 @@ class ToySending(SendingTransfer[ToyState, Notes, list[tuple[TransferId, str]]])
                     raise TransferError(f"no block {message.block}")
                 self.want = message.block
                 if link.consumer_moves:
+                    self.lease.extend(now)  # the consumer counts from when it asked
                     self.ending.grant()
                     self._desk.send(peer, Here(transfer_id=self.transfer_id, block=self.block))
             case Got() if self.state is ToyState.OPEN and not self.ending.moves:
