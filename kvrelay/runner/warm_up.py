@@ -42,7 +42,9 @@ def warm_up_mixed(runner: TorchRunner, options: EngineOptions) -> None:
         if count <= min(room, options.token_budget - num_decoding):
             _run_mixed(runner, num_decoding, count, block_size)
     num_decoding = min(_DECODING, options.max_batch - 1)
-    _run_mixed(runner, num_decoding, min(room, options.token_budget - num_decoding), block_size, prefix=0)
+    count = min(room, options.token_budget - num_decoding)
+    if count > 1:
+        _run_mixed(runner, num_decoding, count, block_size, prefix=0)
 
 
 def run_prompt(runner: TorchRunner, num_tokens: int, block_size: int, params: SamplingParams) -> None:

@@ -47,7 +47,9 @@ def test_chunks_beside_decodes_as_far_as_there_is_room(max_batch: int, monkeypat
     warm_up_mixed(runner, options)
     steps = [counts for counts in launched if counts]
     many = min(68, max_batch - 1)  # two KV heads each
-    assert steps == ([] if max_batch == 1 else [[1] * many + [16], [1, 32], [1, 33]])
+    beside = min(16, max_batch - 1)
+    whole = [[1] * beside + [min(120, 128 - beside)]]  # what the context leaves, or the budget
+    assert steps == ([] if max_batch == 1 else [[1] * many + [16], [1, 32], [1, 33], *whole])
     assert runner.num_known_sequences == 0
 
 

@@ -114,7 +114,7 @@ def test_host_memory_is_refused() -> None:
 
 @pytest.mark.skipif(HAS_CARD, reason="there is a card")
 def test_without_a_driver_the_error_says_so() -> None:
-    with pytest.raises(TransferError, match="cuda_ipc needs"):
+    with pytest.raises(TransferError, match="needs NVIDIA's driver"):
         driver.load_driver()
 
 
