@@ -233,18 +233,18 @@ def _peer_figures(name: str, rounds: list[Round]) -> Results:
     figures: Results = {}
     for batch in BATCHES:
         times = [(this.peers[name].decode_s[batch], this.beside(name).decode_s[batch]) for this in rounds]
-        figures |= _ratio(name, "decode_ms", f"b{batch}", times)
+        figures |= _ratio(name, f"decode_ms_b{batch}", f"b{batch}", times)
     for tokens in PEER_PREFILLS:
         times = [(this.peers[name].prefill_s[tokens], this.beside(name).prefill_s[tokens]) for this in rounds]
-        figures |= _ratio(name, "ms", f"prefill_{tokens}", times)
+        figures |= _ratio(name, f"prefill_{tokens}_ms", f"prefill_{tokens}", times)
     return figures
 
 
-def _ratio(name: str, unit: str, what: str, times: list[tuple[float, float]]) -> Results:
+def _ratio(name: str, figure: str, what: str, times: list[tuple[float, float]]) -> Results:
     """Of the peer's seconds and ours."""
-    own = {f"quantised_{unit}_{what}": median(ours for _, ours in times) * 1e3} if name == QUANTISED_PEER else {}
+    own = {f"quantised_{figure}": median(ours for _, ours in times) * 1e3} if name == QUANTISED_PEER else {}
     return own | {
-        f"{slug(name)}_{unit}_{what}": median(theirs for theirs, _ in times) * 1e3,
+        f"{slug(name)}_{figure}": median(theirs for theirs, _ in times) * 1e3,
         f"faster_than_{slug(name)}_{what}": median(theirs / ours for theirs, ours in times),
     }
 
