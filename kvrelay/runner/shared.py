@@ -104,15 +104,19 @@ def load_shared(
     for folder in folders:
         try:
             prepare(folder)
-            with turn(folder, name, _PATIENCE_S) as held:
-                if not held:
-                    log.warning(
-                        "weights are not shared: another process has been writing them for too long", folder=folder.path
-                    )
-                    return None
-                sweep(folder, keep=name)
-                file = find(folder, name)
-                return _write(load, kernels, folder, name, progress) if file is None else _read(load, kernels, file, progress)
+            sweep(folder, keep=name)
+            file = find(folder, name)
+            if file is None:
+                with turn(folder, name, _PATIENCE_S) as held:
+                    if not held:
+                        log.warning(
+                            "weights are not shared: another process has been writing them for too long", folder=folder.path
+                        )
+                        return None
+                    file = find(folder, name)
+                    if file is None:
+                        return _write(load, kernels, folder, name, progress)
+            return _read(load, kernels, file, progress)  # not in turn: a reader that hangs holds up no other
         except OSError as error:
             log.warning("weights cannot be shared there", folder=folder.path, reason=error)
     return None
