@@ -1,5 +1,5 @@
-"""Draws the diagrams of docs/ for the site as SVG, so that it needs no script and no outside host. They are written in the subset
-of Mermaid that these pages use, which other readers of Markdown draw by themselves: messages between participants, and states.
+"""Draws the diagrams of docs/ for the site as SVG, so that it needs no script and no outside host. They are written in the
+subset of Mermaid that these pages use, and which GitHub draws by itself: messages between participants, and states.
 
     svg_of(source)     one diagram
 

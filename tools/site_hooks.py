@@ -1,5 +1,5 @@
-"""What `make docs` adds to the pages in docs/: reference pages made from the code, drawn diagrams (drawings.py), and links to files
-of the repository.
+"""What `make docs` adds to the pages in docs/: reference pages made from the code, diagrams (drawings.py), and
+links to files of the repository.
 
 reference/endpoints.md   from the server's own OpenAPI description
 reference/messages.md    from the structs in `kvrelay/wire`

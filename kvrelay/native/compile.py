@@ -28,8 +28,8 @@ _COMPILE_TIMEOUT_S = 120.0
 
 
 def load_native(module: str) -> ctypes.CDLL | None:
-    """The library made from the C file beside `module`, which is its `__file__`; None where native code is switched off or cannot
-    be made: callers have another way."""
+    """The library made from the C file beside `module`, a `__file__`; None where native code is switched off or cannot be made:
+    callers have another way."""
     environment, source = read_environment(), pathlib.Path(module).with_suffix(".c")
     if not environment.native_kernels:
         return None

@@ -1,8 +1,8 @@
-"""What an open dashboard costs the router in processor time: under requests that never cease, a viewer of its feed comes and goes;
-and with no requests at all. Processor time, since a machine that is busy otherwise changes rates far more than a viewer does.
+"""What an open dashboard costs the router in processor time: under requests that never cease a viewer of its feed comes and
+goes; and with no requests at all. Not in rates, which a machine that is busy otherwise changes far more than a viewer does.
 
-    without, with, with, without    a group: what drifts evenly meanwhile, takes nothing from one side and gives it to the other
-    ratio of a group                processor time per request with a viewer over without; the figure is the middle one of all groups
+    without, with, with, without    a group of rounds, in which an even drift weighs on both sides alike
+    its ratio                       processor time per request with a viewer over without; the middle one of all groups counts
 
 core B: load, viewer  --HTTP-->  core A: router  --serving plane-->  core B: 4 fake workers
 """
