@@ -115,7 +115,8 @@ def test_names_follow_the_conventions_of_prometheus() -> None:
 @given(st.lists(st.floats(0.0, 100.0) | st.sampled_from([0.001, 0.0025, 60.0]), max_size=3000))
 def test_a_histogram_counts_as_prometheus_own_does(values: list[float]) -> None:
     bounds = (0.001, 0.0025, 0.1, 60.0)
-    ours, theirs = (kind("h_seconds", "h", ["role"], buckets=bounds, registry=None) for kind in (Histogram, PrometheusHistogram))
+    ours = Histogram("h_seconds", "h", ["role"], buckets=bounds, registry=None)
+    theirs = PrometheusHistogram("h_seconds", "h", ["role"], buckets=bounds, registry=None)
     for number, value in enumerate(values):
         for histogram in (ours, theirs):
             histogram.labels("prefill" if number % 2 else "decode").observe(value)

@@ -86,6 +86,9 @@ class Reader:
         assert ended.returncode == 0, (words, ended.stdout, ended.stderr)
 
     def _serve(self, arguments: list[str]) -> None:
+        if "--port" in arguments:
+            at = arguments.index("--port")
+            arguments = arguments[:at] + arguments[at + 2 :]
         with_model = arguments if arguments and not arguments[0].startswith("--") else ["smollm2", *arguments]
         with serve(*map(self._here, with_model), *SMALL) as server:
             if any(option.startswith("--api-key") for option in arguments):
