@@ -26,7 +26,7 @@ from kvrelay.frontend.pages.openapi import openapi
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
-from drawings import svg_of  # noqa: E402  beside this file
+from drawings import svg_of
 
 _DIAGRAM = re.compile(r"^```mermaid\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./([^)]+)\)")

@@ -111,6 +111,10 @@ class SteadyLoad:
         self._num_seen = 0
         threading.Thread(target=lambda: uvloop.run(generate(request, self._result)), daemon=True).start()
 
+    @property
+    def num_lost(self) -> int:
+        return self._result.lost
+
     def since_last(self) -> list[float]:
         """Times to first token of the requests that ended since it was last asked. Raises BenchError if one was lost."""
         if self._result.lost:
