@@ -179,12 +179,17 @@ def _states(title: str, changes: Sequence[_Change]) -> str:
     names = list(dict.fromkeys(name for change in changes for name in (change.start, change.end)))
     names.sort(key=lambda name: name in {change.start for change in changes}, reverse=True)  # ends last
     row, half = {name: number for number, name in enumerate(names)}, max(60.0, _width(names) / 2 + 14)
-    reach = max(abs(row[change.end] - row[change.start]) for change in changes)
-    why = _width([change.why for change in changes])
-    middle, gap, first = 60 + reach * 24 + half, 64 if why else 52, 48 if title else 24
+    steps = {change: row[change.end] - row[change.start] for change in changes}
+    reach = max(map(abs, steps.values())) * 24
+    back = _width([change.why for change, rows in steps.items() if rows < 1])
+    aside = max(
+        0.0, _width([change.why for change, rows in steps.items() if rows == 1]) + 4 - half
+    )  # of words between two rows
+    why = _width([change.why for change, rows in steps.items() if rows > 1])
+    middle, gap, first = 30 + back + reach + half, 64 if why else 52, 48 if title else 24
     parts = [_text(middle, 24, title, "strong quiet")] if title else []
     for number, change in enumerate(changes):
-        parts += _change(change, row[change.start], row[change.end], middle, half, (first, gap), number)
+        parts += _change(change, row[change.start], row[change.end], middle, half, aside, (first, gap), number)
     for name in names:
         y = first + row[name] * gap
         if name == "[*]":
@@ -192,12 +197,19 @@ def _states(title: str, changes: Sequence[_Change]) -> str:
             continue
         box = f'x="{middle - half:.0f}" y="{y:.0f}" width="{half * 2:.0f}" height="30" rx="15"'
         parts += [f'<rect class="box" {box}/>', _text(middle, y + 20, name, "strong")]
-    width = middle + half + 36 + reach * 24 + why
+    width = middle + half + aside + 36 + reach + why
     return _page(width, first + len(names) * gap, title or f"States: {', '.join(names)}", parts)
 
 
 def _change(
-    change: _Change, start: int, end: int, middle: float, half: float, rows: tuple[float, float], number: int
+    change: _Change,
+    start: int,
+    end: int,
+    middle: float,
+    half: float,
+    aside: float,
+    rows: tuple[float, float],
+    number: int,
 ) -> list[str]:
     first, gap = rows
     top, bottom = first + start * gap, first + end * gap
@@ -206,7 +218,7 @@ def _change(
         return [line, _text(middle + 10, (top + 30 + bottom) / 2 + 5, change.why, "left quiet")] if change.why else [line]
     side = 1 if end > start else -1
     edge = middle + side * (half if change.start != "[*]" else 8)
-    into, bulge = middle + side * half, middle + side * (half + 12 + abs(end - start) * 24)
+    into, bulge = middle + side * half, middle + side * (half + 12 + (aside * 4 / 3 if side > 0 else 0) + abs(end - start) * 24)
     shift = (number % 3 - 1) * 5
     y1, y2 = top + 15 + shift, bottom + 15 - side * 6 + shift
     path = f"M{edge:.0f} {y1:.0f} C{bulge:.0f} {y1:.0f} {bulge:.0f} {y2:.0f} {into:.0f} {y2:.0f}"
