@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import msgspec
 
 from kvrelay.config import EngineOptions, Environment, ModelOptions, TransferOptions
 from kvrelay.engine.engine import Engine
+from kvrelay.engine.requests.local_encoder import LocalEncoder
 from kvrelay.errors import ConfigError
 from kvrelay.ids import new_worker_id
 from kvrelay.media.image_spec import read_image_spec
@@ -17,9 +16,6 @@ from kvrelay.text.tokenizer import Tokenizer
 from kvrelay.transfer.region import shared_region
 from kvrelay.worker.images import Reach, open_images
 from kvrelay.worker.stage import BuildStage, Setup, Stage, Waker, publishes_events
-
-if TYPE_CHECKING:  # it loads Pillow
-    from kvrelay.worker.local_encoder import LocalEncoder
 
 
 def whole_stage(options: TransferOptions, host: str) -> BuildStage:
@@ -79,7 +75,6 @@ def _open_encoder(setup: Setup) -> LocalEncoder | None:
     """None for a text model, whose worker loads none of this."""
     if read_image_spec(setup.folder) is None:
         return None
-    from kvrelay.worker.encode_stage import tower_of
-    from kvrelay.worker.local_encoder import LocalEncoder
+    from kvrelay.worker.encode_stage import tower_of  # it loads Pillow
 
     return LocalEncoder(tower_of(setup))
