@@ -28,6 +28,7 @@ class Hooks:
     clock: Callable[[], float]  # during a step: the moment at which that will have ended
     wake: Callable[[], None]
     spend: Callable[[float, bool], None]  # seconds, and whether they are of a prompt or an image
+    prefill_began: Callable[[], None]  # of a prompt that is handed over
     at_end: Callable[..., None]  # of the step under way, this function is called
 
 
@@ -46,7 +47,7 @@ def text_engine(
         vocab_size=VOCAB_SIZE,
         cache_seed=FINGERPRINT,
         producer=producer,
-        consumer=SimulatedConsumer(network, clock, wake) if role is Role.DECODE else None,
+        consumer=SimulatedConsumer(network, clock, wake, hooks.prefill_began) if role is Role.DECODE else None,
         images=_images(role, options, hooks) if takes_images else None,
         clock=clock,
     )

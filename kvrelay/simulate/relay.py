@@ -259,8 +259,13 @@ class SimulatedProducer(Side):
 
 
 class SimulatedConsumer(Side):
-    def __init__(self, network: Network, clock: Callable[[], float], wake: Callable[[], None]) -> None:
+    """`began` says that there is news, and that it is of prompts that have begun and nothing else."""
+
+    def __init__(
+        self, network: Network, clock: Callable[[], float], wake: Callable[[], None], began: Callable[[], None]
+    ) -> None:
         super().__init__(network, clock, wake)
+        self._began = began
         self._news = ConsumerNews()
 
     def expect(self, request_id: RequestId, transfer: TransferInfo, num_tokens: int) -> None:
@@ -279,7 +284,8 @@ class SimulatedConsumer(Side):
     def started(self, transfer: Transfer) -> None:
         if not transfer.is_over and transfer.consumer_request is not None:
             self._news.started.append(transfer.consumer_request)
-            self._tell()
+            self.has_news = True
+            self._began()
 
     def reserve(self, request_id: RequestId, blocks: Sequence[int], skip_tokens: int, fence: Fence) -> None:
         transfer = self.transfers.get(request_id)

@@ -24,7 +24,7 @@ from kvrelay.events.subscriber import EventOwner
 from kvrelay.router.peer import Peer
 from kvrelay.simulate.engines import Hooks, encode_engine, text_engine
 from kvrelay.simulate.host import Host, Pass
-from kvrelay.simulate.leap import leap, possible_steps
+from kvrelay.simulate.leap import leap, leaves_room, possible_steps
 from kvrelay.simulate.loop import VirtualLoop
 from kvrelay.simulate.relay import Network
 from kvrelay.simulate.runner import CostRunner
@@ -65,10 +65,15 @@ class Leap:
     step_s: float
     count: int
     is_cut: bool = False
+    num_begun: int = 0  # prompts that prefill workers began meanwhile, and that have no blocks here yet
 
     @property
     def ends_at(self) -> float:
         return self.began_at + self.count * self.step_s
+
+    def end_of_step(self, now: float) -> float:
+        """Of the one that is under way."""
+        return self.began_at + (1 + int((now - self.began_at) / self.step_s)) * self.step_s
 
 
 class SimulatedWorker:
@@ -113,15 +118,21 @@ class SimulatedWorker:
         self._at_end: list[tuple[Callable[..., object], tuple[object, ...]]] = []
         self._runner: CostRunner | None = None  # of one that computes text
         self._recorder: EventRecorder | None = None
-        hooks = Hooks(network=network, clock=self.clock, wake=self.wake, spend=self._spend, at_end=self._when_over)
+        hooks = Hooks(
+            network=network,
+            clock=self.clock,
+            wake=self.wake,
+            prefill_began=self._prefill_began,
+            spend=self._spend,
+            at_end=self._when_over,
+        )
         self.engine: Engine | EncodeEngine
         if record.role is Role.ENCODE:
             self.engine = encode_engine(record, options, hooks)
         else:
-            self.engine, self._runner = text_engine(
-                record, options, hooks, num_blocks=num_blocks, takes_images=takes_images
-            )
-            self._recorder = self.engine.kv.record_events() if options.kv_events else None
+            engine, self._runner = text_engine(record, options, hooks, num_blocks=num_blocks, takes_images=takes_images)
+            self.engine = engine
+            self._recorder = engine.kv.record_events() if options.kv_events else None
 
     def clock(self) -> float:
         """The loop's, but during a step the moment at which that will have ended."""
@@ -192,9 +203,33 @@ class SimulatedWorker:
         elif self._leap is not None and not self._leap.is_cut:
             self._leap.is_cut = True
             self._number += 1
-            num_begun = 1 + int((self._loop.now - self._leap.began_at) / self._leap.step_s)
-            self._leap.count = min(self._leap.count, num_begun)
+            num_steps = 1 + int((self._loop.now - self._leap.began_at) / self._leap.step_s)
+            self._leap.count = min(self._leap.count, num_steps)
             self._loop.at(self._leap.ends_at, self._turn, self._number)
+
+    def _prefill_began(self) -> None:
+        """Blocks are to be reserved when the step under way has ended. If that is one of several, these need not end for it."""
+        flight = self._leap
+        if flight is None or flight.is_cut:
+            self.wake()
+        elif (ends_at := flight.end_of_step(self._loop.now)) < flight.ends_at:
+            flight.num_begun += 1
+            self._loop.at(ends_at, self._reserve, flight)
+
+    def _reserve(self, flight: Leap) -> None:
+        if self._leap is not flight or flight.is_cut:
+            return
+        assert isinstance(self.engine, Engine)
+        self.now, core = self._loop.now, self.engine.core
+        if not leaves_room(core, flight.count, flight.num_begun):
+            self.wake()
+            return
+        flight.num_begun = 0
+        arrived = core.incoming.poll()
+        assert not arrived, "an arrival ends a leap"
+        core.scheduler.reserve_early()
+        if core.incoming.startable:
+            self.wake()
 
     def _turn(self, number: int) -> None:
         if not self.is_alive or number != self._number:

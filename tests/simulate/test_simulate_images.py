@@ -19,7 +19,7 @@ from kvrelay.simulate.traffic import Kind, Shown, Wanted, draw, read_trace
 from kvrelay.states import Role
 
 COSTS = Costs(
-    prefill=line(2.0, 0.02), decode=line(4.0, 0.1), encode=line(10.0, 0.1), latency_ms=0.5, embedding_bytes_per_token=100_000
+    prefill=line(2.0, 0.02), decode=line(4.0, 0.1), encode=line(10.0, 0.1), latency_ms=0.5, embedding_bytes_per_token=20_000
 )
 LAYOUT = Layout(
     prefill=2,
@@ -115,7 +115,7 @@ def test_find_counts_encode_workers() -> None:
 def test_find_by_simulation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """An image takes 100 ms and 25 come each second: 3 encode workers, and no fewer, keep up."""
     result = tmp_path / "found.json"
-    traffic = ["--rate", "25", "--seconds", "8", "--input-tokens", "64", "--output-tokens", "4", "--ttft-ms", "500"]
+    traffic = ["--rate", "25", "--seconds", "8", "--input-tokens", "64", "--output-tokens", "4", "--ttft-ms", "1000"]
     images = ["--image-share", "1", "--image-tokens", "100", "--encode", "1", "--encode-ms", "1"]
     costs = ["--prefill-ms", "0.01", "--step-ms", "1", "--sequence-ms", "0.01"]
     search = ["--find", "--most-workers", "12", "--good-share", "0.9", "--json", str(result)]
