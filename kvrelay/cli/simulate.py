@@ -41,8 +41,8 @@ class FindOptions(Options, frozen=True, kw_only=True):
     find: Annotated[
         bool,
         Meta(
-            description="find the least expensive numbers of prefill and decode workers whose answers are good, and, if there are"
-            " images, of encode workers"
+            description="find the least expensive numbers of prefill and decode workers whose answers are good; if there are"
+            " images, of encode workers too"
         ),
     ] = False
     good_share: Annotated[float, Meta(gt=0.0, le=1.0, description="share of the answers that has to be good")] = 0.99

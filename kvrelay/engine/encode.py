@@ -47,8 +47,8 @@ _PATCHES_PER_STEP = 16_384  # about four images of a million pixels
 
 
 Offer = Callable[[TransferId, Image], bool]
-"""Gives the features of an image, which are there, to the relay. False: there is no room; try again after a later `poll`. Raises
-EmbeddingTooLargeError."""
+"""Gives the features of an image, which are there, to the relay. False: there is no room; try again after a later `poll`.
+Raises EmbeddingTooLargeError."""
 
 
 class Sent(Protocol):

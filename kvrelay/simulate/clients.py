@@ -110,6 +110,8 @@ class Clients:
         streams = [leg.stream for output in message.outputs if (leg := legs.get(output.request_id)) is not None]
         peer.heard(message)
         for stream in streams:
+            if stream.request_id not in self._open:
+                continue  # it had two outputs in this message, and ended
             _, answer = self._open[stream.request_id]
             num_new = len(stream.tokens(0)) - answer.num_tokens
             if num_new > 0:

@@ -1,4 +1,4 @@
-"""Embeddings that cost time: the vision tower, the features that a worker has, and both sides of their relay as engines see them.
+"""Embeddings that cost time: the vision tower, the features that a worker has, both sides of their relay as engines see it.
 
     encode worker                           worker that computes the prompt
       expect                                  fetch
@@ -270,8 +270,8 @@ class _Coming:
 
 
 class SimulatedIntake:
-    """Implements `engine.requests.images.ImageSource`. Requests that want an image at the same time share one transfer of it, as
-    in `worker.embedding_intake`."""
+    """Implements `engine.requests.images.ImageSource`. Requests that want an image at the same time share one transfer of it,
+    as in `worker.embedding_intake`."""
 
     def __init__(self, moves: Moves, features: CostFeatures, wake: Callable[[], None]) -> None:
         self._moves = moves

@@ -170,7 +170,7 @@ class SimulatedWorker:
         if isinstance(self.engine, Engine):
             invariants.check_idle(self.engine.core)
         else:
-            assert not (load.waiting or load.transferring), f"{self.record.id} has images left behind"
+            assert load.waiting == load.transferring == 0, f"{self.record.id} has images left behind"
 
     def die(self) -> None:
         """Nothing more is heard of it. What it has computed before was told."""

@@ -80,9 +80,7 @@ class Calibration:
             self._both(count, prompt_ms, step_ms)
 
     def _streams_ms(self, count: int) -> float:
-        return statistics.median(
-            _gaps(self._ask([self._question(_STREAM_TOKENS) for _ in range(count)], "measuring streams"))
-        )
+        return statistics.median(_gaps(self._ask([self._question(_STREAM_TOKENS) for _ in range(count)], "measuring streams")))
 
     def _both(self, count: int, prompt_ms: float, step_ms: float) -> None:
         """So many prompts, which come when each decode worker has a stream and end before that does."""
@@ -119,21 +117,24 @@ class Calibration:
 
     @property
     def costs(self) -> Costs:
-        found = self.measured
-        decode_sharing = _sharing(found.shared_steps)
-        beside = max(1.0, interpolate(decode_sharing, self._pairs))  # batches were measured on all workers at once
-        return Costs(
-            prefill=tuple((count, statistics.median(times)) for count, times in sorted(found.prompts.items())),
-            decode=tuple((count, statistics.median(times) / beside) for count, times in sorted(found.steps.items())),
-            prefill_sharing=_sharing(found.shared_prompts),
-            decode_sharing=decode_sharing,
-            jitter=_quantiles(found.jitter),
-            gb_per_s=_GB_PER_S,
-            latency_ms=max(0.05, statistics.median(found.hand_overs)),
-            router_ms=0.0,
-            kv_bytes_per_token=_KV_BYTES,
-            num_layers=_LAYERS,
-        )
+        return costs_of(self.measured, self._pairs)
+
+
+def costs_of(found: Measured, pairs: int) -> Costs:
+    decode_sharing = _sharing(found.shared_steps)
+    beside = max(1.0, interpolate(decode_sharing, pairs)) if pairs > 1 else 1.0  # batches were on all workers at once
+    return Costs(
+        prefill=tuple((count, statistics.median(times)) for count, times in sorted(found.prompts.items())),
+        decode=tuple((count, statistics.median(times) / beside) for count, times in sorted(found.steps.items())),
+        prefill_sharing=_sharing(found.shared_prompts),
+        decode_sharing=decode_sharing,
+        jitter=_quantiles(found.jitter),
+        gb_per_s=_GB_PER_S,
+        latency_ms=max(0.05, statistics.median(found.hand_overs)),
+        router_ms=0.0,
+        kv_bytes_per_token=_KV_BYTES,
+        num_layers=_LAYERS,
+    )
 
 
 def _sharing(times: dict[int, list[float]]) -> tuple[Point, ...]:
