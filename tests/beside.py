@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from order import is_apart
+from order import portion
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
@@ -16,5 +16,4 @@ class Beside(LoadScopeScheduling):
         config.option.loadscopereorder = False  # it would begin with files of many tests, which are quick ones
 
     def _split_scope(self, nodeid: str) -> str:
-        file = nodeid.split("::", 1)[0]
-        return nodeid if is_apart(file) else file
+        return portion(nodeid)
