@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from order import portion
+from order import is_apart
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
@@ -16,4 +16,5 @@ class Beside(LoadScopeScheduling):
         config.option.loadscopereorder = False  # it would begin with files of many tests, which are quick ones
 
     def _split_scope(self, nodeid: str) -> str:
-        return portion(nodeid)
+        file = nodeid.split("::", 1)[0]
+        return nodeid if is_apart(file) else file

@@ -28,13 +28,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(LONG_TIMEOUT_S))
 
 
-def pytest_collection_finish() -> None:
-    """Workers and ranks that tests launch need not import what others have imported before."""
-    from prepared import launch_by_it
-
-    launch_by_it("kvrelay.launch.supervise", "kvrelay.runner.ranks.group")
-
-
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Called only where several tests run beside each other."""

@@ -1,8 +1,8 @@
 """Which tests run when, where several run beside each other: what takes longest begins first, and no file is a long tail.
 
-A file is one worker's, so that what it shares (a cluster, a browser, a compiled library) is made once; files of `TOGETHER`
-share something, too. The tests of a file in `APART` share nothing that is dear: each goes to whichever worker is free. Files
-that wait for processes and clocks come first: beside them the rest, which only computes, fills the cores.
+A file is one worker's, so that what it shares (a cluster, a browser, a compiled library) is made once. The tests of a file in
+`APART` share nothing that is dear: each goes to whichever worker is free. Files that wait for processes and clocks come first:
+beside them the rest, which only computes, fills the cores.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import pytest
 
 FIRST = (
     "e2e/test_smollm2.py",
-    "e2e/test_examples.py",
     "e2e/test_chaos.py",
     "contract/test_context_index.py",
     "e2e/",
@@ -35,7 +34,6 @@ FIRST = (
     "test_parity.py",
 )
 APART = frozenset[str]()
-TOGETHER = {"e2e/test_examples.py": "e2e/test_smollm2.py"}  # a server of SmolLM2
 
 _FOLDER = pathlib.Path(__file__).parent
 
@@ -46,7 +44,6 @@ def turn(item: pytest.Item) -> int:
     return next((index for index, prefix in enumerate(FIRST) if name.startswith(prefix)), len(FIRST))
 
 
-def portion(nodeid: str) -> str:
-    """What goes to one worker as a whole: equal for tests of one portion."""
-    file = nodeid.split("::", 1)[0].removeprefix("tests/")
-    return nodeid if file in APART else TOGETHER.get(file, file)
+def is_apart(file: str) -> bool:
+    """`file` as the ids of its tests begin."""
+    return file.removeprefix("tests/") in APART

@@ -85,12 +85,6 @@ def expected(model: str, device: str) -> list[list[int]]:
         return complete_all(server, prompts(NUM_PROMPTS[device]))
 
 
-@pytest.fixture(scope="module", params=["write", "read"])
-def server(model: str, device: str, request: pytest.FixtureRequest) -> Iterator[Server]:
-    with serve(model, *options(device, "--prefill", "1", "--decode", "1", "--mode", request.param)) as server:
-        yield server
-
-
 def assert_same(got: list[list[int]], expected: list[list[int]], model: str) -> None:
     """Another batch may round otherwise: where the two differ, the reference says whether that was a tie."""
     different = [number for number, tokens in enumerate(got) if tokens != expected[number]]
@@ -102,16 +96,19 @@ def assert_same(got: list[list[int]], expected: list[list[int]], model: str) -> 
             assert_parity(got[number], tokens, ties, f"prompt {number}")
 
 
+@pytest.mark.parametrize("mode", ["write", "read"])
 def test_many_prompts_at_once_give_the_tokens_of_a_whole_worker(
-    model: str, device: str, expected: list[list[int]], server: Server
+    model: str, device: str, expected: list[list[int]], mode: str
 ) -> None:
-    assert_same(complete_all(server, prompts(NUM_PROMPTS[device])), expected, model)
-    moved = [worker["transfers"] for worker in server.idle_workers()]
-    assert sum(each["bytes"] for each in moved) > 0
-    assert not any(each["failed"] for each in moved)
+    with serve(model, *options(device, "--prefill", "1", "--decode", "1", "--mode", mode)) as server:
+        assert_same(complete_all(server, prompts(NUM_PROMPTS[device])), expected, model)
+        moved = [worker["transfers"] for worker in server.idle_workers()]
+        assert sum(each["bytes"] for each in moved) > 0
+        assert not any(each["failed"] for each in moved)
 
 
-def test_aborts_at_random_points_leave_no_block(model: str, device: str, expected: list[list[int]], server: Server) -> None:
+@pytest.mark.parametrize("mode", ["write", "read"])
+def test_aborts_at_random_points_leave_no_block(model: str, device: str, expected: list[list[int]], mode: str) -> None:
     draw = random.Random(11)
     points = [draw.random() * 0.3 for _ in range(NUM_ABORTS[device])]
     asked = prompts(NUM_PROMPTS[device])
@@ -124,7 +121,8 @@ def test_aborts_at_random_points_leave_no_block(model: str, device: str, expecte
         except httpx.TimeoutException:
             return  # the client has left
 
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        list(pool.map(abort, range(len(points))))
-    server.idle_workers(patience_s=90.0)
-    assert_same(complete_all(server, asked[:AT_ONCE]), expected, model)
+    with serve(model, *options(device, "--prefill", "1", "--decode", "1", "--mode", mode)) as server:
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            list(pool.map(abort, range(len(points))))
+        server.idle_workers(patience_s=90.0)
+        assert_same(complete_all(server, asked[:AT_ONCE]), expected, model)

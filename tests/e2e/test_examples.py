@@ -1,18 +1,13 @@
-"""Every example runs, and says something. Those that need a server share one, and run in this process."""
+"""Every example runs as its readers run it."""
 
 from __future__ import annotations
 
-import contextlib
-import io
 import pathlib
-import runpy
 import subprocess
 import sys
-from unittest import mock
 
 import pytest
 from contextpilot_server import contextpilot
-from prepared import popen
 from server import Server
 
 FOLDER = pathlib.Path(__file__).resolve().parents[2] / "examples"
@@ -27,24 +22,16 @@ WITHOUT = sorted(path.name for path in FOLDER.glob("offline*.py"))
 
 
 def run(name: str, *arguments: str) -> str:
-    """In a process of its own; what it printed."""
-    process = popen([sys.executable, str(FOLDER / name), *arguments], stdout=subprocess.PIPE, text=True)
-    with process.stdout as output:
-        printed: str = output.read()
-    assert process.wait(200) == 0, printed
-    return printed
-
-
-def run_here(name: str, *arguments: str) -> str:
-    printed = io.StringIO()
-    with mock.patch.object(sys, "argv", [name, *arguments]), contextlib.redirect_stdout(printed):
-        runpy.run_path(str(FOLDER / name), run_name="__main__")
-    return printed.getvalue()
+    result = subprocess.run(
+        [sys.executable, str(FOLDER / name), *arguments], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
 
 
 @pytest.mark.parametrize("name", AGAINST_A_SERVER)
 def test_an_example_against_the_server(smol: Server, name: str) -> None:
-    assert run_here(name, smol.url + "/v1").strip()
+    assert run(name, smol.url + "/v1").strip()
 
 
 @pytest.mark.parametrize("name", WITHOUT)
@@ -54,7 +41,7 @@ def test_an_example_without_a_server(name: str) -> None:
 
 def test_the_example_with_a_context_index(smol: Server, contextpilot_python: pathlib.Path) -> None:
     with contextpilot(contextpilot_python, infer_url=smol.url) as index:
-        assert "the index lists 3 requests" in run_here(WITH_AN_INDEX, index.url)
+        assert "the index lists 3 requests" in run(WITH_AN_INDEX, index.url)
 
 
 def test_the_example_with_a_context_index_says_that_there_is_none() -> None:
