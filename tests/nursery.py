@@ -8,6 +8,7 @@ has started ends with it.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import gc
@@ -157,17 +158,13 @@ class Nursery:
 
 def _set_group(pid: int) -> None:
     """Both sides do it, as neither knows which of them is first."""
-    try:
+    with contextlib.suppress(PermissionError, ProcessLookupError):  # it has become another program, or has ended
         os.setpgid(pid, pid)
-    except (PermissionError, ProcessLookupError):
-        pass  # it has become another program, or has ended
 
 
 def _say(asker: socket.socket, number: int) -> None:
-    try:
+    with contextlib.suppress(OSError):  # it has left, which the selector tells
         asker.send(str(number).encode())
-    except OSError:
-        pass  # it has left, which the selector tells
 
 
 def run(command: list[str]) -> None:

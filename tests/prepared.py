@@ -109,10 +109,10 @@ def popen(
         ours_in = ours_out = None
         if stdin == subprocess.PIPE:
             read, write = os.pipe()
-            ours_in, stdin = open(write, "w" if text else "wb"), theirs.enter_context(open(read, "rb", buffering=0))
+            ours_in, stdin = os.fdopen(write, "w" if text else "wb"), theirs.enter_context(os.fdopen(read, "rb", buffering=0))
         if stdout == subprocess.PIPE:
             read, write = os.pipe()
-            ours_out, stdout = open(read, "r" if text else "rb"), theirs.enter_context(open(write, "wb", buffering=0))
+            ours_out, stdout = os.fdopen(read, "r" if text else "rb"), theirs.enter_context(os.fdopen(write, "wb", buffering=0))
         given = [lend(stdin, 0), lend(stdout, 1)]
         given.append(given[1] if stderr == subprocess.STDOUT else lend(stderr, 2))
         request = {

@@ -1,4 +1,4 @@
-"""A command of `kvrelay` in this process, and what it printed: an interpreter of its own takes longer to start than most run."""
+"""A command of `kvrelay` in this process, and what it printed: an interpreter takes longer to start than most commands run."""
 
 from __future__ import annotations
 
