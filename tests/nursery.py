@@ -34,7 +34,6 @@ IMPORTED = (
     "kvrelay.launch.console",
     "kvrelay.launch.serve",
     "kvrelay.worker.encode_stage",
-    "kvrelay.worker.local_encoder",
     "kvrelay.worker.relay",
     "kvrelay.worker.whole",
     "kvrelay.worker.worker",
