@@ -12,9 +12,7 @@ import torch
 from kvrelay.runner import plane_copies
 from kvrelay.runner.plane_copies import PlaneCopies
 
-POOL = torch.arange(3 * 2 * 5 * 4 * 2, dtype=torch.float32).view(
-    3, 2, 5, 4, 2
-)  # layers, K and V, blocks, tokens, width
+POOL = torch.arange(3 * 2 * 5 * 4 * 2, dtype=torch.float32).view(3, 2, 5, 4, 2)  # layers, K and V, blocks, tokens, width
 
 
 def copy_here(pointer: Any, stream: int) -> int:
