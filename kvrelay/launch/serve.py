@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import gc
 import pathlib
 import signal
 import socket
@@ -50,12 +51,12 @@ from kvrelay.progress import Progress
 from kvrelay.router.router import OpenSync
 from kvrelay.states import Role
 from kvrelay.text.tokenizer import Tokenizer
-from kvrelay.worker.collector import spare_the_collector
 
 # libuv accepts one connection per listening descriptor and turn of the loop. A turn in which hundreds of streams get their
 # tokens takes tens of milliseconds, so with one descriptor new clients would wait for seconds.
 _ACCEPTS_PER_TURN = 48
 _KEEP_ALIVE_S = 75  # longer than common proxies keep idle connections, so that they close first
+COLLECTOR_THRESHOLDS = (20_000, 20, 50)  # a request leaves few cycles behind
 DEFAULT_LISTEN = "tcp://127.0.0.1:5600"
 _TICKS_PER_CHECK = 50  # of a tenth of a second
 _LAST_REMOVALS_S = 2.0  # for telling a context index what went with the workers
@@ -257,7 +258,7 @@ async def _run(
         supervisor.start()
         await until_ready(front.router, supervisor, num_workers, stopped)
         if not stop.is_set():
-            spare_the_collector()
+            _spare_the_collector()
             tell_ready()
             await _until_stopped(http, stopped, supervisor)
     return 0
@@ -287,3 +288,10 @@ def _on_signals(server: HttpServer, stop: asyncio.Event) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop_now)
+
+
+def _spare_the_collector() -> None:
+    """What exists now lives as long as the process: the garbage collector need not look at it again and again."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*COLLECTOR_THRESHOLDS)

@@ -28,6 +28,7 @@ from kvrelay.bench.router.fake_worker import FINGERPRINT, fake_record
 from kvrelay.bench.router.http import RouterBench
 from kvrelay.errors import BenchError
 from kvrelay.ids import WorkerId, new_router_id
+from kvrelay.launch.serve import COLLECTOR_THRESHOLDS
 from kvrelay.metrics import Metrics
 from kvrelay.native import hashing
 from kvrelay.router.backend import GenerateRequest
@@ -40,7 +41,6 @@ from kvrelay.sampling import SamplingParams
 from kvrelay.states import Role
 from kvrelay.wire.registry import WorkerLoad
 from kvrelay.wire.serving import ToWorker
-from kvrelay.worker.collector import spared_collector
 
 
 def _ignore(*_: object) -> None:
@@ -162,8 +162,15 @@ def _planner(policy: PolicyName, peers: list[Peer], index: PrefixIndex) -> Plann
 
 def _time_all(planners: dict[PolicyName, Planner], prompts: Sequence[Prompt]) -> dict[PolicyName, Rounds]:
     """The policies in turns, after a round that does not count. A server, too, keeps what it has away from the collector."""
-    with spared_collector():
+    gc.collect()
+    gc.freeze()
+    usual = gc.get_threshold()
+    gc.set_threshold(*COLLECTOR_THRESHOLDS)
+    try:
         rounds = [{policy: _time(planner, prompts) for policy, planner in planners.items()} for _ in range(ROUNDS + 1)][1:]
+    finally:
+        gc.set_threshold(*usual)
+        gc.unfreeze()
     return {policy: [each[policy] for each in rounds] for policy in planners}
 
 
