@@ -97,6 +97,16 @@ def _one_row_kernel(
     tl.store(out + lines, result.to(out.dtype.element_ty), mask=real)
 
 
+@triton.jit
+def _row_tile(x, rows, columns, num_rows, width, EVEN_IN: tl.constexpr, SCALED: tl.constexpr):
+    """A tile of x, transposed; for weights in fp8, which one instruction widens to float16 and several to bfloat16, in
+    float16, whose range activations keep within: what does not is cut."""
+    values = tl.trans(_tile(x, rows, columns, num_rows, width, False, EVEN_IN))
+    if SCALED:
+        values = tl.clamp(values.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
+    return values
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _few_rows_kernel(
     x, weight, scale, bias, out, num_rows, num_lines, width,
@@ -122,14 +132,14 @@ def _few_rows_kernel(
     if PDL:
         gdc_wait()
     if EARLY:
-        values = tl.trans(_tile(x, rows, columns, num_rows, width, False, EVEN_IN))
+        values = _row_tile(x, rows, columns, num_rows, width, EVEN_IN, SCALED)
         sums = tl.dot(tile.to(values.dtype), values, sums, input_precision=PRECISION)
         if GATED:
             up_sums = tl.dot(up_tile.to(values.dtype), values, up_sums, input_precision=PRECISION)
     for start in range(first, width, BLOCK_IN):
         columns = start + tl.arange(0, BLOCK_IN)
         tile = _tile(weight, lines, columns, num_lines, width, EVEN_OUT, EVEN_IN)
-        values = tl.trans(_tile(x, rows, columns, num_rows, width, False, EVEN_IN))
+        values = _row_tile(x, rows, columns, num_rows, width, EVEN_IN, SCALED)
         sums = tl.dot(tile.to(values.dtype), values, sums, input_precision=PRECISION)
         if GATED:
             up_tile = _tile(upper, lines, columns, num_lines, width, EVEN_OUT, EVEN_IN)

@@ -18,6 +18,7 @@ class DecodeChoice:
     tile: int  # tokens of KV a step
     num_warps: int
     num_stages: int
+    early: bool = False  # load the first tile before waiting for the kernel before
 
 
 @dataclass(frozen=True, slots=True)
