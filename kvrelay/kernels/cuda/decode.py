@@ -89,9 +89,7 @@ def _decode_kernel(
     total = tl.zeros([GROUP_PAD], tl.float32)
     sums = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
     if EARLY:
-        top, total, sums = _attend(
-            query, first_keys, first_values, first_inside, scale, top, total, sums, PRECISION
-        )
+        top, total, sums = _attend(query, first_keys, first_values, first_inside, scale, top, total, sums, PRECISION)
         begin_left = first_end
     else:
         begin_left = begin
