@@ -65,8 +65,9 @@ def _finished(sums, scale, bias, lines, real, SCALED: tl.constexpr, BIAS: tl.con
 def _one_row_kernel(
     x, weight, scale, bias, out, num_lines, width,
     BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_OUT: tl.constexpr, EVEN_IN: tl.constexpr,
-    GATED: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
+    GATED: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """With STAGES above 1 so many tiles are under way to shared memory; else a tile is loaded when it is wanted."""
     if PDL:
         gdc_launch_dependents()
     lines = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
@@ -81,7 +82,7 @@ def _one_row_kernel(
     sums = tile.to(tl.float32) * values
     if GATED:
         up_sums = up_tile.to(tl.float32) * values
-    for start in range(BLOCK_IN, width, BLOCK_IN):
+    for start in tl.range(BLOCK_IN, width, BLOCK_IN, num_stages=STAGES):
         columns = start + tl.arange(0, BLOCK_IN)
         tile = _tile(weight, lines, columns, num_lines, width, EVEN_OUT, EVEN_IN)
         values = tl.load(x + columns, mask=columns < width, other=0.0).to(tl.float32)[None, :]
@@ -172,7 +173,8 @@ def small_linear(
     grid = (triton.cdiv(lines, block_out),)
     scale, bias = x if packed.scale is None else packed.scale, x if packed.bias is None else packed.bias
     if rows == 1 and not choice.tensor_cores:
-        _one_row_kernel[grid](x, packed.weight, scale, bias, out, lines, width, **arguments)
+        stages = choice.num_stages if choice.pipelined else 1
+        _one_row_kernel[grid](x, packed.weight, scale, bias, out, lines, width, STAGES=stages, **arguments)
     else:
         precision = "ieee" if x.dtype is torch.float32 else "tf32"
         _few_rows_kernel[grid](

@@ -1,7 +1,7 @@
 """Which variant of a kernel a shape gets: measured on an H200 with `python -m kvrelay.kernels.cuda.tune`, in CUDA graphs.
 
 Those of decode attention and of linears are the best of a whole captured step of Llama-3.1-8B's shape. Weights in fp8: 2.96 ms
-a step became 2.69 at one row; of several rows the library's product took 4.50 ms where Triton's took 8.27.
+a step became 2.51 at one row; of several rows the library's product took 4.50 ms where Triton's took 8.27.
 
 Shapes are all that is asked here, never lengths on the device, so a choice holds for every replay of a captured graph.
 """
@@ -37,6 +37,7 @@ class LinearChoice:
     num_stages: int
     early: bool = False  # several rows: load the first tile of the weight before waiting for the kernel before
     tensor_cores: bool = False  # one row: as if it were several
+    pipelined: bool = False  # one row: so many stages are under way to shared memory
 
 
 _MAX_SMALL_ROWS = 32  # of linears; more are faster in cuBLAS
@@ -99,8 +100,8 @@ def choose_linear(num_rows: int, num_lines: int, gated: bool, scaled: bool = Fal
         if num_rows > 1:
             return LinearChoice(64, 128, 4, 3) if gated else LinearChoice(64, 256, 4, 4)
         if gated:
-            return LinearChoice(8, 512, 8, 3)
-        return LinearChoice(16, 512, 8, 3) if num_lines > 4096 else LinearChoice(8, 1024, 4, 3)
+            return LinearChoice(4, 1024, 4, 4, pipelined=True)
+        return LinearChoice(16, 512, 8, 3) if num_lines > 4096 else LinearChoice(4, 1024, 4, 3, pipelined=True)
     if num_rows == 1:
         return LinearChoice(4, 1024, 8, 3) if gated else LinearChoice(4, 2048, 8, 3)
     if num_lines > 32768:
