@@ -59,7 +59,8 @@ def _decode_kernel(
     PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """With MIXED, rows with more queries than one are left to another kernel. With EARLY a split's first tile is loaded before
-    the wait, into registers, unless it holds the row's last token, which the kernel before writes."""
+    the wait, into registers, unless it holds the row's last token, which the kernel before writes. (Where this pass has written
+    more of the row, as at a prompt's end, an ordinary kernel that gathers the queries stands between.)"""
     if PDL:
         gdc_launch_dependents()
     row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
