@@ -37,7 +37,7 @@ def test_the_requests_that_were_asked_are_simulated() -> None:
 def test_costs_are_those_of_a_pass_alone_and_how_much_others_slow_it() -> None:
     """Batches were measured with both decode workers busy; a round on a busier machine has the same ratios."""
     found = Measured(
-        prompts={100: [50.0, 60.0, 90.0]},
+        prompts={1.0: [(99, 50.0), (100, 60.0), (101, 90.0)]},
         steps={1: [15.0, 18.0, 27.0], 4: [30.0, 36.0, 54.0]},
         shared_prompts={1: [50.0, 60.0, 90.0], 3: [100.0, 120.0, 180.0]},
         shared_steps={1: [10.0, 12.0, 18.0], 2: [15.0, 18.0, 27.0]},
@@ -46,6 +46,7 @@ def test_costs_are_those_of_a_pass_alone_and_how_much_others_slow_it() -> None:
     )
     costs = costs_of(found, pairs=2)
     assert costs.decode == ((1, pytest.approx(12.0)), (4, pytest.approx(24.0)))
+    assert costs.prefill == ((100, 60.0),)
     assert costs.prefill_sharing == ((1, 1.0), (3, 2.0))
     assert costs.decode_sharing == ((1, 1.0), (2, 1.5))
     assert (min(costs.jitter), max(costs.jitter)) == (0.9, 1.1)
