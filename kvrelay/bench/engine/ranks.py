@@ -1,5 +1,5 @@
-"""What splitting a model among two ranks costs and gains: decode steps of one rank and of two, one thread each, in turns; and of
-a step of two, the time in which rank 0 tells its plan to the other and takes part in sums, waiting for the other included."""
+"""What splitting a model among two ranks costs and gains: decode steps of one rank and of two, one thread each, in turns; and
+of a step of two, what rank 0 spends on telling its plan to the other and on sums, waiting for the other included."""
 
 from __future__ import annotations
 
