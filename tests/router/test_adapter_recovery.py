@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 import pytest
+from router.test_router import Cluster, ask, expected, tokens_of
 from stub_worker import StubWorker
-from test_router import Cluster, ask, expected, tokens_of
 
 from kvrelay.engine.interfaces import LoadedAdapter
 from kvrelay.errors import ModelError, UnavailableError
