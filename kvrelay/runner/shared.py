@@ -109,9 +109,7 @@ def load_shared(
             if file is None:
                 with turn(folder, name, _PATIENCE_S) as held:
                     if not held:
-                        log.warning(
-                            "weights are not shared: the process that writes them does not get on", folder=folder.path
-                        )
+                        log.warning("weights are not shared: the process that writes them does not get on", folder=folder.path)
                         return None
                     file = find(folder, name)
                     if file is None:

@@ -57,9 +57,7 @@ def tokens_of(url: str, prompt: list[int] = PROMPT, num_tokens: int = NUM_TOKENS
         return tokens
 
 
-def check(
-    tokens: list[int], prompt: list[int] = PROMPT, num_tokens: int = NUM_TOKENS, adapter: str | None = None
-) -> None:
+def check(tokens: list[int], prompt: list[int] = PROMPT, num_tokens: int = NUM_TOKENS, adapter: str | None = None) -> None:
     reference = reference_model("kv2") if adapter is None else adapted_model("kv2", adapter)
     assert_parity(tokens, *reference_tokens(reference, prompt, num_tokens), f"ranks, {adapter or 'the base'}")
 

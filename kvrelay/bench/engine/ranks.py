@@ -21,6 +21,7 @@ from kvrelay.bench.harness.scenario import Results
 from kvrelay.config import EngineOptions, ModelOptions
 from kvrelay.runner.ranks import leading
 from kvrelay.runner.ranks.group import RankGroup
+from kvrelay.runner.ranks.passes import to_pass
 
 BATCHES = (1, 16)
 TARGETS = {"ranks_cost_ms_b1": Target("<=", 0.5)}
@@ -95,7 +96,7 @@ def _round(alone: EngineSubject, split: EngineSubject, watch: _Watch, batch: int
 def _watched(group: RankGroup) -> Iterator[_Watch]:
     watch = _Watch()
     with (
-        mock.patch.object(leading, "to_pass", watch.begins(leading.to_pass)),
+        mock.patch.object(leading, "to_pass", watch.begins(to_pass)),
         mock.patch.object(group, "tell", watch.inside(group.tell)),
         mock.patch.object(group.ranks, "spread", watch.inside(group.ranks.spread)),
         mock.patch.object(group.ranks, "add_up", watch.inside(group.ranks.add_up)),
