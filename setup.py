@@ -36,7 +36,8 @@ class BuildWithKernels(build_py):
         prebuilt.build([found, *build.FLAGS], sorted(KERNELS.glob("*.c")), target / KERNELS.relative_to(ROOT) / "built")
         for source in (ROOT / "kvrelay").rglob("*.c"):
             if source.parent != KERNELS:
-                library = target / source.relative_to(ROOT).with_suffix(".so")
+                library = target / source.relative_to(ROOT).parent / "built" / f"{source.stem}.so"
+                library.parent.mkdir(exist_ok=True)
                 subprocess.run([found, "-shared", "-fPIC", "-O3", "-o", str(library), str(source)], check=True)
 
 

@@ -1,6 +1,6 @@
 """Small C functions, each in a file beside the module that calls them, loaded with ctypes.
 
-    wheel     of one platform: setup.py has compiled every file, and each library lies beside its source
+    wheel     of one platform: setup.py has compiled every file, and each library lies in `built` beside its source
     else      compiled once per machine, into the cache folder, under a name made from everything that shaped it (source,
               compiler, processor): another version never meets a stale one, and processes that start together may compile side
               by side, since each writes its own file and renames it into place
@@ -38,7 +38,7 @@ def load_native(module: str) -> ctypes.CDLL | None:
 
 def _brought(source: pathlib.Path) -> ctypes.CDLL | None:
     """What the wheel brought. One that was made for another C library cannot be loaded."""
-    library = source.with_suffix(".so")
+    library = source.parent / "built" / f"{source.stem}.so"  # beside its module, Python would take it for that
     try:
         return ctypes.CDLL(str(library)) if library.exists() else None
     except OSError as error:

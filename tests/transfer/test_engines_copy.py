@@ -130,7 +130,8 @@ def test_a_library_of_the_wheel_that_cannot_be_loaded_is_compiled_instead(
     monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
     monkeypatch.setenv("KVRELAY_CACHE", str(tmp_path))
-    (tmp_path / "answer.so").write_text("no library")
+    (tmp_path / "built").mkdir()
+    (tmp_path / "built" / "answer.so").write_text("no library")
     library = load_native(c_file(tmp_path, "int answer(void) { return 42; }"))
     assert library is not None
     assert library.answer() == 42
