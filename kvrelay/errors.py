@@ -4,6 +4,7 @@ KVRelayError
 ├── RequestError                 reaches the client as OpenAI's error JSON
 │   ├── InvalidRequestError      400, names the field
 │   ├── UnauthorizedError        401
+│   ├── ForbiddenError           403
 │   ├── NotFoundError            404
 │   ├── MethodNotAllowedError    405
 │   ├── ConflictError            409
@@ -21,6 +22,7 @@ KVRelayError
 │   ├── MissingTensorError
 │   └── WrongShapeError
 ├── MediaError                   an image that cannot be fetched, read or used; the front end says which one
+├── EmbeddingTooLargeError       an embedding that no empty pool could hold
 ├── ProtocolError                a peer sent something we do not understand
 │   ├── WrongIdError
 │   └── VersionMismatchError
@@ -61,6 +63,13 @@ class InvalidRequestError(RequestError):
 class UnauthorizedError(RequestError):
     status = 401
     kind = "authentication_error"
+
+
+class ForbiddenError(RequestError):
+    """The key is valid, but not for this."""
+
+    status = 403
+    kind = "permission_error"
 
 
 class NotFoundError(RequestError):
@@ -157,6 +166,10 @@ class WrongShapeError(ModelError):
 
 class MediaError(KVRelayError):
     """An image that cannot be fetched, read or used. The front end answers 400 and names the part."""
+
+
+class EmbeddingTooLargeError(KVRelayError):
+    """An embedding, or its aux data, that does not even fit an empty pool."""
 
 
 class ProtocolError(KVRelayError):

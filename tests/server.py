@@ -15,6 +15,8 @@ import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
+from prepared import Process, popen
+
 READY = re.compile(r"kvrelay ready on (http://\S+)")
 START_LIMIT_S = 180.0
 
@@ -22,11 +24,12 @@ START_LIMIT_S = 180.0
 class Server:
     """A running `kvrelay serve` and what it printed."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
+    def __init__(self, process: subprocess.Popen[str] | Process) -> None:
         self.process = process
         self.lines: list[str] = []
         self._ready = threading.Event()
         self.url = ""
+        self.headers: dict[str, str] = {}
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -45,7 +48,8 @@ class Server:
         assert self.url, "the server did not come up:\n" + "\n".join(self.lines[-40:])
 
     def get(self, path: str) -> Any:
-        with urllib.request.urlopen(self.url + path, timeout=60) as response:
+        request = urllib.request.Request(self.url + path, headers=self.headers)
+        with urllib.request.urlopen(request, timeout=60) as response:
             return json.loads(response.read())
 
     def stop(self) -> None:
@@ -78,9 +82,11 @@ def is_idle(worker: dict[str, Any]) -> bool:
 
 
 @contextlib.contextmanager
-def serve(*arguments: str, environment: dict[str, str] | None = None) -> Iterator[Server]:
-    """`kvrelay serve ARGUMENTS` on a free port, ready for requests; stopped and checked for leaks at the end."""
-    process = subprocess.Popen(
+def serve(*arguments: str, environment: dict[str, str] | None = None, fresh: bool = False) -> Iterator[Server]:
+    """`kvrelay serve ARGUMENTS` on a free port, ready for requests; stopped and checked for leaks at the end.
+
+    `fresh`: in an interpreter of its own, which is the parent of its workers, as users start it."""
+    process = (subprocess.Popen if fresh else popen)(
         [sys.executable, "-m", "kvrelay", "serve", *arguments, "--port", "0"],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -57,7 +57,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "launch": frozenset(
         {"wire", "planes", "checkpoint", "text", "discovery", "events", "native", "media", "router", "frontend"}
     ),
-    "simulate": frozenset({"wire", "engine", "discovery", "events", "router"}),
+    "simulate": frozenset({"wire", "engine", "discovery", "events", "router", "media"}),
     "offline": frozenset({"wire", "engine", "checkpoint", "text", "worker", "router", "launch"}),
 }
 # May import everything.
@@ -66,6 +66,7 @@ TOP = frozenset({"__init__", "__main__", "cli", "bench"})
 # Folder of runner/ or engine/ that outsiders may use where only a narrow door is open: (importer, part) -> module prefixes.
 DOORS: dict[tuple[str, str], tuple[str, ...]] = {
     ("engine", "media"): ("kvrelay.media.placeholders",),
+    ("simulate", "media"): ("kvrelay.media.placeholders",),
     ("runner", "engine"): ("kvrelay.engine.interfaces", "kvrelay.engine.fence"),
     ("transfer", "engine"): ("kvrelay.engine.movers", "kvrelay.engine.fence"),
 }
@@ -207,13 +208,13 @@ def test_a_right_import_passes(file: str, source: str) -> None:
     assert problems_of(PACKAGE / file, source) == []
 
 
-@pytest.mark.parametrize("part", ["checkpoint", "text", "discovery", "router", "frontend", "engine"])
-def test_importing_a_part_does_not_load_torch(part: str) -> None:
+def test_parts_without_torch_do_not_load_it() -> None:
     """Also not through a third party: the router process must stay small and start fast."""
-    modules = [module_of(path) for path in sources() if part_of(module_of(path)) == part]
-    script = f"import sys\nfor name in {modules!r}:\n    __import__(name)\nprint('torch' in sys.modules)"
+    parts = ("checkpoint", "text", "discovery", "router", "frontend", "engine")
+    modules = [module_of(path) for path in sources() if part_of(module_of(path)) in parts]
+    script = f"import sys\nfor name in {modules!r}:\n    __import__(name)\n    assert 'torch' not in sys.modules, name"
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=False)
-    assert (result.stdout.strip(), result.returncode) == ("False", 0), result.stderr
+    assert result.returncode == 0, result.stderr
 
 
 # The shape of the house

@@ -5,6 +5,7 @@ Run as a program, this file is the process: `-m tests.transfer_peers ENGINE WORK
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import pathlib
 import signal
@@ -24,6 +25,7 @@ from kvrelay.transfer.engines.choose import make_engine
 from kvrelay.transfer.engines.cuda.ipc import CudaIpcEngine
 from kvrelay.transfer.region import Region, shared_region
 from tests.fake_card import FakeCard, card_bytes, card_region
+from tests.prepared import popen
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 Bytes = npt.NDArray[np.uint8]
@@ -96,8 +98,11 @@ class CardBytes:
         return np.asarray(self).copy()
 
 
+@functools.cache
 def random_bytes(size: int, seed: int) -> Bytes:
-    return np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
+    made = np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
+    made.flags.writeable = False
+    return made
 
 
 def digest(memory: Any) -> str:
@@ -144,7 +149,7 @@ class ProcessPeer:
     def __init__(self, engine: str, worker: WorkerId, size: int, seed: int) -> None:
         self.worker = worker
         command = [sys.executable, "-m", "tests.transfer_peers", engine, worker, str(size), str(seed)]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        self.process = popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, folder=ROOT)
         self.info = bytes.fromhex(self._answer())
 
     def know(self, worker: WorkerId, info: bytes) -> None:
