@@ -12,11 +12,17 @@ from parity import assert_parity, reference_tokens
 from test_parity import prompts
 from tiny_models import reference_model, tiny_model
 
+from kvrelay.checkpoint.spec import read_spec
 from kvrelay.config import EngineOptions, ModelOptions, read_environment
 from kvrelay.engine.engine import Engine
 from kvrelay.ids import new_request_id, new_worker_id
+from kvrelay.kernels.torch_kernels import TorchKernels
 from kvrelay.progress import Silent
 from kvrelay.runner.build import build_runner
+from kvrelay.runner.kv_pool import KVPool
+from kvrelay.runner.loader import load_model
+from kvrelay.runner.lora import LoraAdapters
+from kvrelay.runner.runner import TorchRunner
 from kvrelay.sampling import BeamSearch, SamplingParams
 from kvrelay.transfer.region import shared_region
 from kvrelay.wire.serving import Failure, SequenceOutput, Submit, of_kind
@@ -172,3 +178,30 @@ def test_an_unloaded_adapter_lives_as_long_as_its_requests() -> None:
         outputs += engine.step().outputs
     assert_parity(tokens_of(outputs), *expected(FUSED, "all", 6), "unloaded")
     check_idle(engine.core)
+
+
+def test_adapters_beside_steps_that_are_replayed_and_run_ahead() -> None:
+    """As on a card, with the code that graphs are captured from: the base alone is replayed ahead of its tokens, and a step in
+    which a row has an adapter is computed as it is."""
+    folder = tiny_model("llama")
+    settings = EngineOptions(max_model_len=128, kv_blocks=128, max_batch=8, token_budget=64, check_invariants=True)
+    spec, kernels, cpu = read_spec(folder), TorchKernels(), torch.device("cpu")
+    model = load_model(folder, spec, kernels=kernels, device=cpu, dtype=torch.float32, load="auto", progress=Silent())
+    adapters = LoraAdapters(spec, kernels.pack_adapter, cpu, torch.float32)
+    adapters.add("all", "", adapters.read(str(adapter_folder("llama", "all"))))
+    pool = KVPool(spec, num_blocks=129, block_size=settings.block_size, dtype=torch.float32, device=cpu)
+    runner = TorchRunner(
+        model, pool, spec, block_size=settings.block_size, max_batch=settings.max_batch, token_budget=settings.token_budget,
+        max_model_len=128, fingerprint="tiny", folder=folder, adapters=adapters, graph_sizes=[1, 2, 4, 8],
+    )  # fmt: skip
+    assert runner.runs_ahead
+    engine = Engine(
+        options=settings, runner=runner, worker_id=new_worker_id("whole"), eos_token_ids=frozenset(), max_model_len=128,
+        vocab_size=spec.vocab_size, cache_seed="tiny", adapters=adapters,
+    )  # fmt: skip
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
+    for work in ([("", 5), ("", 7)], [("all", 5)], [("all", 3), ("", 6), ("all", 10), ("", 11)]):
+        for (adapter, index), outputs in zip(work, generate(engine, work, params), strict=True):
+            assert_parity(tokens_of(outputs), *expected("llama", adapter, index), f"{adapter or 'the base'}, prompt {index}")
+    check_idle(engine.core)
+    runner.close()
