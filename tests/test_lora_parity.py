@@ -29,12 +29,15 @@ from kvrelay.wire.serving import Failure, SequenceOutput, Submit, of_kind
 
 NUM_TOKENS = 10
 FUSED = "mistral"  # its heads are wide enough for the native layer
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 
 
-def make_engine(model: str, adapters: list[str], tp: int = 1, **options: object) -> Engine:
+def make_engine(model: str, adapters: list[str], tp: int = 1, device: str = "cpu", **options: object) -> Engine:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no NVIDIA card")
     settings = EngineOptions(**{"max_model_len": 128, "kv_blocks": 128, "check_invariants": True, **options})  # type: ignore[arg-type]
     lora = tuple(f"{name}={adapter_folder(model, name)}" for name in adapters)
-    chosen = ModelOptions(model=model, dtype="float32", threads=2, lora=lora, tp=tp)
+    chosen = ModelOptions(model=model, dtype="float32", threads=2, lora=lora, tp=tp, device=device)  # type: ignore[arg-type]
     allocate = shared_region if tp > 1 else None
     runner = build_runner(chosen, settings, tiny_model(model), read_environment(), Silent(), allocate)
     return Engine(
@@ -92,11 +95,12 @@ def numbers_of(outputs: list[SequenceOutput]) -> list[object]:
     return [(output.tokens, [entry.top for entry in output.logprobs or []]) for output in outputs]
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("model", "adapter"), [*((FUSED, name) for name in ADAPTERS), ("llama", "all"), ("qwen3", "all"), ("qwen2", "patterns")]
 )
-def test_an_adapter_gives_the_tokens_of_peft(model: str, adapter: str) -> None:
-    engine = make_engine(model, [adapter])
+def test_an_adapter_gives_the_tokens_of_peft(model: str, adapter: str, device: str) -> None:
+    engine = make_engine(model, [adapter], device=device)
     work = [(adapter, index) for index in range(len(prompts()))]
     for (_, index), outputs in zip(work, generate(engine, work), strict=True):
         assert_parity(tokens_of(outputs), *expected(model, adapter, index), f"{adapter} on {model}, prompt {index}")
@@ -114,6 +118,18 @@ def test_adapters_and_the_base_in_one_batch_are_as_alone(options: dict[str, obje
         [solo] = generate(alone, [(adapter, index)])
         assert numbers_of(outputs) == numbers_of(solo), f"{adapter or 'the base'}, prompt {index}"
         assert_parity(tokens_of(outputs), *expected(FUSED, adapter, index), f"{adapter}, prompt {index}")
+    check_idle(engine.core)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("options", [{}, {"token_budget": 37, "prefix_cache": False}, {"kv_blocks": 16, "swap_blocks": 32}])
+def test_adapters_and_the_base_in_one_batch_on_a_card(options: dict[str, object]) -> None:
+    """Steps of the base alone are replayed, others are not: first some of the base alone, then all together."""
+    engine = make_engine(FUSED, ["all", "queries"], device="cuda", **options)
+    mixed = [(adapter, index) for index in (3, 6, 7, 10) for adapter in ("all", "", "queries")]
+    for work in ([("", 5), ("", 7)], mixed, [("queries", 4)], [("", 4)]):
+        for (adapter, index), outputs in zip(work, generate(engine, work), strict=True):
+            assert_parity(tokens_of(outputs), *expected(FUSED, adapter, index), f"{adapter or 'the base'}, prompt {index}")
     check_idle(engine.core)
 
 
@@ -138,8 +154,9 @@ def test_prompt_logprobs_are_the_adapters() -> None:
     assert found == pytest.approx(wanted, abs=1e-3)
 
 
-def test_beam_search_gives_the_hypotheses_of_peft() -> None:
-    engine = make_engine(FUSED, ["all"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_beam_search_gives_the_hypotheses_of_peft(device: str) -> None:
+    engine = make_engine(FUSED, ["all"], device=device)
     width = 3
     params = SamplingParams(temperature=0.0, max_tokens=6, n=width, beam=BeamSearch(width=width))
     prompt = torch.tensor([prompts()[5]])
