@@ -162,8 +162,13 @@ class TorchRunner:
 
     def on_layer(self, listener: LayerListener) -> None:
         every = _FENCED_LAYERS if self._pool.tensor.device.type == "cuda" else 1
-        told = frozenset((*range(every - 1, self.spec.num_layers, every), self.spec.num_layers - 2, self.spec.num_layers - 1))
-        self._on_layer = lambda layer: listener(layer, self.fence()) if layer in told else None
+        last = self.spec.num_layers - 1
+
+        def on_layer(layer: int) -> None:
+            if (layer + 1) % every == 0 or layer >= last - 1:
+                listener(layer, self.fence())
+
+        self._on_layer = on_layer
 
     def fence(self) -> Fence:
         return CudaFence(self._pool.tensor.device) if self._pool.tensor.device.type == "cuda" else PASSED
