@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Literal
 
 import pytest
 import torch
@@ -32,12 +33,14 @@ FUSED = "mistral"  # its heads are wide enough for the native layer
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 
 
-def make_engine(model: str, adapters: list[str], tp: int = 1, device: str = "cpu", **options: object) -> Engine:
+def make_engine(
+    model: str, adapters: list[str], tp: int = 1, device: Literal["cpu", "cuda"] = "cpu", **options: object
+) -> Engine:
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no NVIDIA card")
     settings = EngineOptions(**{"max_model_len": 128, "kv_blocks": 128, "check_invariants": True, **options})  # type: ignore[arg-type]
     lora = tuple(f"{name}={adapter_folder(model, name)}" for name in adapters)
-    chosen = ModelOptions(model=model, dtype="float32", threads=2, lora=lora, tp=tp, device=device)  # type: ignore[arg-type]
+    chosen = ModelOptions(model=model, dtype="float32", threads=2, lora=lora, tp=tp, device=device)
     allocate = shared_region if tp > 1 else None
     runner = build_runner(chosen, settings, tiny_model(model), read_environment(), Silent(), allocate)
     return Engine(
@@ -99,7 +102,7 @@ def numbers_of(outputs: list[SequenceOutput]) -> list[object]:
 @pytest.mark.parametrize(
     ("model", "adapter"), [*((FUSED, name) for name in ADAPTERS), ("llama", "all"), ("qwen3", "all"), ("qwen2", "patterns")]
 )
-def test_an_adapter_gives_the_tokens_of_peft(model: str, adapter: str, device: str) -> None:
+def test_an_adapter_gives_the_tokens_of_peft(model: str, adapter: str, device: Literal["cpu", "cuda"]) -> None:
     engine = make_engine(model, [adapter], device=device)
     work = [(adapter, index) for index in range(len(prompts()))]
     for (_, index), outputs in zip(work, generate(engine, work), strict=True):
@@ -155,7 +158,7 @@ def test_prompt_logprobs_are_the_adapters() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_beam_search_gives_the_hypotheses_of_peft(device: str) -> None:
+def test_beam_search_gives_the_hypotheses_of_peft(device: Literal["cpu", "cuda"]) -> None:
     engine = make_engine(FUSED, ["all"], device=device)
     width = 3
     params = SamplingParams(temperature=0.0, max_tokens=6, n=width, beam=BeamSearch(width=width))

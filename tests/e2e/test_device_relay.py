@@ -87,7 +87,8 @@ def expected(model: str, device: str) -> list[list[int]]:
 def counted(server: Server, name: str) -> float:
     """Of all decode workers together."""
     lines = httpx.get(f"{server.url}/metrics", timeout=60.0).text.splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.startswith(f"kvrelay_worker_{name}_total") and '"decode"' in line)
+    found = [line for line in lines if line.startswith(f"kvrelay_worker_{name}_total") and 'role="decode"' in line]
+    return sum(float(line.split()[-1]) for line in found)
 
 
 def assert_same(got: list[list[int]], expected: list[list[int]], model: str) -> None:

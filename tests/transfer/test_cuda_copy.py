@@ -67,7 +67,8 @@ def test_a_table_longer_than_any_before_finds_room(monkeypatch: pytest.MonkeyPat
 
 
 def test_alignment_is_that_of_every_number() -> None:
-    for address, last, wanted in ((32, [64, 16, 160], 16), (32, [64, 24, 160], 8), (32, [64, 16, 161], 1), (24, [64, 16, 160], 8)):
+    cases = ((32, [64, 16, 160], 16), (32, [64, 24, 160], 8), (32, [64, 16, 161], 1), (24, [64, 16, 160], 8))
+    for address, last, wanted in cases:
         scanned = scan(np.array([[16, 32, 48], last], dtype=np.int64))
         assert (alignment(address | scanned.bits), scanned.longest, scanned.size_bytes) == (wanted, last[2], 48 + last[2])
 

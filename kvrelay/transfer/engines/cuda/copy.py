@@ -69,7 +69,9 @@ class Copies:
                 self._array[part.start : part.start + len(rows)] = rows
                 self._launch((len(rows), num_pieces, 1), self._table[part], to_address, from_address, aligned)
 
-    def _launch(self, grid: tuple[int, int, int], table: torch.Tensor, to_address: int, from_address: int, aligned: int) -> None:
+    def _launch(
+        self, grid: tuple[int, int, int], table: torch.Tensor, to_address: int, from_address: int, aligned: int
+    ) -> None:
         item = 8 if aligned >= 8 else 1
         arguments = (table, to_address, from_address, aligned, item, _PIECE_BYTES, _STEP_BYTES // item)
         compiled = self._compiled.get(aligned)

@@ -3,9 +3,9 @@
 1. `register` exports the allocation that holds the pool, once.
 2. `local_info` tells the handle, which host this is and which process. A consumer elsewhere is refused in `add_peer`.
 3. The consumer's link opens the handle once, also that of another card (peer access), and closes it when the peer is removed.
-4. `read` launches all ranges of a move at once, on a stream of the link's own, and `poll` asks whether its event has passed. What
-   was asked for before the handle is open, and what is very large, is copied by the link's thread. `write` does not exist, so
-   no peer can write memory that its owner has reused.
+4. `read` launches all ranges of a move at once, on a stream of the link's own, and `poll` asks whether its event has passed.
+   What was asked for before the handle is open, and what is very large, is copied by the link's thread. `write` does not
+   exist, so no peer can write memory that its owner has reused.
 
 The producer says what may be read when the event behind it has passed (docs/relay.md, fences), so a copy waits for nothing
 there. When the producer dies, the driver keeps what is mapped: whether bytes may be used is decided by leases, not here.
