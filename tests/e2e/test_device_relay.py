@@ -135,17 +135,14 @@ def test_aborts_at_random_points_leave_no_block(model: str, device: str, expecte
 
 
 def test_a_decode_pool_too_small_for_its_streams_is_swapped_and_changes_no_token(model: str, device: str) -> None:
-    """Each of them fits, and not four: what was handed over goes to host memory and comes back."""
-    asked, num_tokens = [prompt[:60] for prompt in prompts(AT_ONCE) if len(prompt) >= 60][:8], 300
-    small = ("--decode-kv-blocks", "80", "--decode-swap-blocks", "400")
+    """Two of them fit, and not three: what was handed over goes to host memory and comes back."""
+    asked, num_tokens = [prompt[:60] for prompt in prompts(AT_ONCE) if len(prompt) >= 60][:6], 100
+    small = ("--decode-kv-blocks", "24", "--decode-swap-blocks", "100", "--max-model-len", "176")
     with serve(model, *options(device, "--prefill", "1", "--decode", "1", *small)) as server:
-        alone = [complete(server, prompt, num_tokens) for prompt in asked]
-        together = complete_all(server, asked, num_tokens)
+        got = complete_all(server, asked, num_tokens)
         server.idle_workers()
         assert counted(server, "host_swapped_out") > 0
         assert counted(server, "host_swapped_in") > 0
     reference = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    for number, (prompt, one, other) in enumerate(zip(asked, alone, together, strict=True)):
-        if one != other:
-            tokens, ties = reference_tokens(reference, prompt, num_tokens)
-            assert_parity(other, tokens, ties, f"prompt {number}")
+    for number, (prompt, found) in enumerate(zip(asked, got, strict=True)):
+        assert_parity(found, *reference_tokens(reference, prompt, num_tokens), f"prompt {number}")

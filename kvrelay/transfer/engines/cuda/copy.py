@@ -19,7 +19,7 @@ from kvrelay.transfer.engines.ranges import Scanned, cut, scan
 _PIECE_BYTES = 32 << 10
 _STEP_BYTES = 16 << 10  # of a program, at a time
 _MOST_PIECES = 65535  # of a launch's second dimension
-_FIRST_ROWS = 1024  # of a table that are launched alone, while the rest is prepared
+_FIRST_ROWS = 2048  # of a table that are launched alone, while the rest is prepared
 _IDLE_FACTOR = 4  # programs there may be for each that has something to do
 
 
