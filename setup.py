@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT))
 
 from kvrelay.kernels.native import build, prebuilt  # noqa: E402  both need nothing but Python
 
-TABLE = ROOT / "kvrelay/router/block_table.c"
+KERNELS = ROOT / "kvrelay/kernels/native"  # for each kind of processor; other C files are the same for all
 
 
 def compiler() -> str | None:
@@ -32,12 +32,12 @@ class BuildWithKernels(build_py):
         found = compiler()
         if found is None or self.editable_mode:
             return
-        package = pathlib.Path(self.build_lib) / "kvrelay"
-        sources = sorted((ROOT / "kvrelay/kernels/native").glob("*.c"))
-        prebuilt.build([found, *build.FLAGS], sources, package / "kernels/native/built")
-        target = package / "native/built/block_table.so"
-        target.parent.mkdir(parents=True, exist_ok=True)
-        subprocess.run([found, "-shared", "-fPIC", "-O3", "-o", str(target), str(TABLE)], check=True)
+        target = pathlib.Path(self.build_lib)
+        prebuilt.build([found, *build.FLAGS], sorted(KERNELS.glob("*.c")), target / KERNELS.relative_to(ROOT) / "built")
+        for source in (ROOT / "kvrelay").rglob("*.c"):
+            if source.parent != KERNELS:
+                library = target / source.relative_to(ROOT).with_suffix(".so")
+                subprocess.run([found, "-shared", "-fPIC", "-O3", "-o", str(library), str(source)], check=True)
 
 
 class PlatformDistribution(Distribution):

@@ -21,6 +21,7 @@ KVRelayError
 │   ├── MissingTensorError
 │   └── WrongShapeError
 ├── MediaError                   an image that cannot be fetched, read or used; the front end says which one
+├── EmbeddingTooLargeError       an embedding that no empty pool could hold
 ├── ProtocolError                a peer sent something we do not understand
 │   ├── WrongIdError
 │   └── VersionMismatchError
@@ -157,6 +158,10 @@ class WrongShapeError(ModelError):
 
 class MediaError(KVRelayError):
     """An image that cannot be fetched, read or used. The front end answers 400 and names the part."""
+
+
+class EmbeddingTooLargeError(KVRelayError):
+    """An embedding, or its aux data, that does not even fit an empty pool."""
 
 
 class ProtocolError(KVRelayError):

@@ -27,6 +27,7 @@ class Server:
         self.lines: list[str] = []
         self._ready = threading.Event()
         self.url = ""
+        self.headers: dict[str, str] = {}
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -45,7 +46,8 @@ class Server:
         assert self.url, "the server did not come up:\n" + "\n".join(self.lines[-40:])
 
     def get(self, path: str) -> Any:
-        with urllib.request.urlopen(self.url + path, timeout=60) as response:
+        request = urllib.request.Request(self.url + path, headers=self.headers)
+        with urllib.request.urlopen(request, timeout=60) as response:
             return json.loads(response.read())
 
     def stop(self) -> None:

@@ -6,6 +6,7 @@ import ast
 import re
 from pathlib import Path
 
+import commands
 import documented
 import pytest
 
@@ -104,6 +105,18 @@ def test_every_state_is_drawn(machine: type[states.RequestState | states.KVState
 def test_links_lead_somewhere(path: Path) -> None:
     targets = re.findall(r"\]\((?!https?://|#)([^)#\s]+)", path.read_text(encoding="utf-8"))
     assert [target for target in targets if not (path.parent / target).exists()] == []
+
+
+@pytest.mark.parametrize("path", commands.PAGES, ids=lambda path: path.name)
+def test_every_block_of_commands_is_run_or_says_why_not(path: Path) -> None:
+    """By tests/e2e/test_commands.py if it says nothing. Whether the named test does it, its readers judge."""
+    for block in commands.blocks_of(path):
+        if named := re.fullmatch(r"run by (tests/\S+\.py)", block.mark):
+            assert (ROOT / named[1]).exists(), block.mark
+        else:
+            assert not block.mark or re.fullmatch(r"not run: \S.*", block.mark), block.mark
+        for words in block.commands:
+            assert words[0] in ("kvrelay", "curl") or words[:2] == ["make", "serve"], f"neither run nor marked: {words}"
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)

@@ -57,7 +57,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "launch": frozenset(
         {"wire", "planes", "checkpoint", "text", "discovery", "events", "native", "media", "router", "frontend"}
     ),
-    "simulate": frozenset({"wire", "engine", "discovery", "events", "router"}),
+    "simulate": frozenset({"wire", "engine", "discovery", "events", "router", "media"}),
     "offline": frozenset({"wire", "engine", "checkpoint", "text", "worker", "router", "launch"}),
 }
 # May import everything.
@@ -66,6 +66,7 @@ TOP = frozenset({"__init__", "__main__", "cli", "bench"})
 # Folder of runner/ or engine/ that outsiders may use where only a narrow door is open: (importer, part) -> module prefixes.
 DOORS: dict[tuple[str, str], tuple[str, ...]] = {
     ("engine", "media"): ("kvrelay.media.placeholders",),
+    ("simulate", "media"): ("kvrelay.media.placeholders",),
     ("runner", "engine"): ("kvrelay.engine.interfaces", "kvrelay.engine.fence"),
     ("transfer", "engine"): ("kvrelay.engine.movers", "kvrelay.engine.fence"),
 }

@@ -15,18 +15,27 @@ import pytest
 
 from kvrelay.kernels.native import prebuilt
 from kvrelay.kernels.native.build import COMPILERS
-from kvrelay.native import compile as native
+from kvrelay.native.compile import load_native
+from kvrelay.router import block_table
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 KERNELS = """
-import os, pathlib, torch
-os.environ["PATH"] = ""
+import torch
 import kvrelay
 from kvrelay.config import read_environment
+from kvrelay.kernels import ranks
 from kvrelay.kernels.choose import choose_kernels
-from kvrelay.router.block_table import _library
+from kvrelay.native import hashing
+from kvrelay.router import block_table
+from kvrelay.runner import host_pool
+from kvrelay.transfer import copy
+from kvrelay.transfer.engines import ranges
 kernels = choose_kernels(torch.device("cpu"), torch.float32, read_environment())
-print(kvrelay.__file__, type(kernels).__name__, _library() is not None, sep="\\n")
+print(kvrelay.__file__, type(kernels).__name__, sep="\\n")
+assert block_table._library() and ranks.shared_functions() and ranges._native_join()
+assert hashing._hash_blocks() is not hashing._hash_by_hashlib
+assert copy._best_copy() is not copy._copy_by_ctypes
+assert host_pool._best_copy() is not host_pool._copy_by_numpy
 """
 
 
@@ -52,7 +61,7 @@ def test_the_best_variant_that_the_processor_can_run_is_chosen(tmp_path: pathlib
 
 def test_without_a_compiler_and_without_a_wheels_library_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    assert native.compile_and_load("block_table", "int x;") is None
+    assert load_native(block_table.__file__) is None
 
 
 @pytest.fixture(scope="module")
@@ -87,18 +96,27 @@ def test_the_index_would_take_wheel_and_sdist(made: pathlib.Path) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="there is no C compiler")
-def test_an_installed_wheel_has_fast_kernels_on_a_machine_without_a_compiler(
-    made: pathlib.Path, tmp_path: pathlib.Path
-) -> None:
+def test_an_installed_wheel_brings_all_native_code_and_compiles_nothing(made: pathlib.Path, tmp_path: pathlib.Path) -> None:
     (wheel,) = made.glob("*.whl")
     assert wheel.name.endswith(f"-py3-none-linux_{platform.machine()}.whl")
+    installed, tools = tmp_path / "installed", tmp_path / "tools"
     with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(tmp_path)
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "KVRELAY_CACHE": str(tmp_path / "cache")}
+        archive.extractall(installed)
+    sources = {path for path in installed.rglob("*.c") if path.parent.parts[-2:] != ("kernels", "native")}
+    assert len(sources) >= 6
+    assert {path for path in sources if not path.with_suffix(".so").exists()} == set()
+    tools.mkdir()
+    (tools / "cc").write_text(f"#!/bin/sh\n: > {tmp_path}/called\nexit 1\n")
+    (tools / "cc").chmod(0o755)
+    environment = os.environ | {
+        "PYTHONPATH": str(installed), "KVRELAY_CACHE": str(tmp_path / "cache"), "PATH": str(tools)
+    }  # fmt: skip
     result = subprocess.run(
         [sys.executable, "-c", KERNELS], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stderr
-    place, kernels, has_table = result.stdout.split()
-    assert pathlib.Path(place).is_relative_to(tmp_path)
-    assert (kernels, has_table) == ("NativeKernels", "True")
+    place, kernels = result.stdout.split()
+    assert pathlib.Path(place).is_relative_to(installed)
+    assert kernels == "NativeKernels"
+    assert not (tmp_path / "called").exists()
+    assert not (tmp_path / "cache").exists()

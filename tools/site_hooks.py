@@ -1,4 +1,5 @@
-"""What `make docs` adds to the pages in docs/: reference pages made from the code, and links to files of the repository.
+"""What `make docs` adds to the pages in docs/: reference pages made from the code, diagrams (drawings.py), and
+links to files of the repository.
 
 reference/endpoints.md   from the server's own OpenAPI description
 reference/messages.md    from the structs in `kvrelay/wire`
@@ -12,6 +13,7 @@ import importlib
 import pathlib
 import pkgutil
 import re
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,6 +24,11 @@ from mkdocs.structure.files import File, Files
 from kvrelay import states, wire
 from kvrelay.frontend.pages.openapi import openapi
 
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+
+from drawings import svg_of
+
+_DIAGRAM = re.compile(r"^```mermaid\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./([^)]+)\)")
 
 
@@ -34,6 +41,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """A file of the repository that is no page is named instead of linked."""
+    markdown = _DIAGRAM.sub(lambda match: f"<div>\n{svg_of(match[1])}\n</div>", markdown)
     return _OUTSIDE.sub(lambda match: f"{match[1]} (`{match[2]}` in the repository)", markdown)
 
 

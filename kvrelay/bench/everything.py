@@ -25,7 +25,7 @@ from kvrelay.errors import BenchError, ConfigError
 PUBLISHED, DRAFTS = pathlib.Path("bench/results"), pathlib.Path("build/bench")
 # What README shows needs more than the defaults in a few places.
 _OPTIONS: dict[str, list[str]] = {
-    "engine": ["--peer", "transformers,vllm,llama.cpp"],
+    "engine": ["--rounds", "5", "--peer", "transformers,vllm,llama.cpp"],
     "router": [],
     "relay": [],
     "kv": [],

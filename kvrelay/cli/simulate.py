@@ -29,6 +29,7 @@ examples:
   kvrelay simulate --prefill 2 --decode 2 --rate 8
   kvrelay simulate --costs bench/results/nvidia-h200/gpu.json --prefill 50 --decode 50 --rate 200 --seconds 600
   kvrelay simulate --find --rate 40 --ttft-ms 200 --itl-ms 12
+  kvrelay simulate --encode 1 --image-share 0.3 --image-tokens 1024
   kvrelay simulate --traffic conversation --fail 30:decode --json result.json --plot result.svg
 """
 _MOST_DOTS = 4000
@@ -38,12 +39,17 @@ class FindOptions(Options, frozen=True, kw_only=True):
     """The search for a cluster."""
 
     find: Annotated[
-        bool, Meta(description="find the least expensive numbers of prefill and decode workers whose answers are good")
+        bool,
+        Meta(
+            description="find the least expensive numbers of prefill and decode workers whose answers are good; if there are"
+            " images, of encode workers too"
+        ),
     ] = False
     good_share: Annotated[float, Meta(gt=0.0, le=1.0, description="share of the answers that has to be good")] = 0.99
     prefill_price: Annotated[float, Meta(gt=0.0, description="of a prefill worker, in any unit")] = 1.0
     decode_price: Annotated[float, Meta(gt=0.0, description="of a decode worker, in the same unit")] = 1.0
-    most_workers: Annotated[int, Meta(ge=2, le=1000, description="of both roles together, in the largest cluster tried")] = 64
+    encode_price: Annotated[float, Meta(gt=0.0, description="of an encode worker, in the same unit")] = 1.0
+    most_workers: Annotated[int, Meta(ge=2, le=1000, description="of all roles together, in the largest cluster tried")] = 64
 
 
 class ResultOptions(Options, frozen=True, kw_only=True):
@@ -68,7 +74,9 @@ def run(argv: list[str]) -> int:
     cluster, traffic = said.value(ClusterOptions), said.value(TrafficOptions)
     costs, search, result = said.value(CostOptions), said.value(FindOptions), said.value(ResultOptions)
     configure("error", "simulate")
-    layout, sessions, model = cluster.layout(), list(traffic.sessions()), costs.model()
+    sessions, model = list(traffic.sessions()), costs.model()
+    has_images = any(turn.images for session in sessions for turn in session.turns)
+    layout = cluster.layout(takes_images=has_images)
     run_one = partial(simulate, costs=model, sessions=sessions, failures=cluster.failures(), duration_s=traffic.seconds)
     if search.find:
         layout = _find(layout, run_one, traffic.targets, search)
@@ -83,20 +91,25 @@ def _find(layout: Layout, run_one: Callable[[Layout], Outcome], targets: Targets
 
     def meets(tried: Layout) -> bool:
         share = figures(run_one(tried), targets)["good_share"]
-        console.print(f"{tried.prefill} prefill, {tried.decode} decode: {share:.1%} are good", highlight=False)
+        console.print(f"{_named(tried, ', ')}: {share:.1%} are good", highlight=False)
         return share >= options.good_share
 
-    prices = Prices(prefill=options.prefill_price, decode=options.decode_price)
+    prices = Prices(prefill=options.prefill_price, decode=options.decode_price, encode=options.encode_price)
     found = cheapest(meets, layout, prices, options.most_workers)
     if found is None:
         raise ConfigError(f"--find: no cluster of up to {options.most_workers} workers (--most-workers) meets the targets")
-    price = prices.of(found.prefill, found.decode)
-    console.print(f"least expensive: {found.prefill} prefill and {found.decode} decode workers, at {price:g}", highlight=False)
+    price = prices.of((found.prefill, found.decode, found.encode))
+    console.print(f"least expensive: {_named(found, ' and ')} workers, at {price:g}", highlight=False)
     return found
 
 
+def _named(layout: Layout, between: str) -> str:
+    encode = [f"{layout.encode} encode"] if layout.takes_images else []
+    return between.join([*encode, f"{layout.prefill} prefill", f"{layout.decode} decode"])
+
+
 def _counts(layout: Layout) -> dict[str, float]:
-    return {"prefill": layout.prefill, "decode": layout.decode, "whole": layout.whole}
+    return {role.value: count for role, count in layout.counts.items()}
 
 
 def _show(found: dict[str, float], outcome: Outcome, argv: Sequence[str], options: ResultOptions) -> None:

@@ -6,7 +6,7 @@ computes: it answers with a `StepResult`. Neither knows how the other works insi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import msgspec
 
 from kvrelay.engine.fence import Fence
-from kvrelay.errors import UnsupportedModelError
+from kvrelay.errors import MediaError, UnsupportedModelError
 from kvrelay.ids import RequestId
 from kvrelay.sampling import SamplingParams
 from kvrelay.wire.registry import Adapter
@@ -227,3 +227,31 @@ class Features(Protocol):
 
     def release(self, digest: str) -> None:
         """Once for each `hold`."""
+
+    @property
+    def num_held(self) -> int:
+        """Digests that are held; 0 once all were released."""
+
+
+class Tower(Protocol):
+    """Makes features of images, and puts them into its store."""
+
+    @property
+    def store(self) -> Features: ...
+
+    @property
+    def num_encoded(self) -> int:
+        """Images that went through it."""
+
+    @property
+    def num_hits(self) -> int:
+        """Images that did not need to."""
+
+    def encode(self, images: List[Image]) -> Mapping[str, MediaError]:
+        """Until this returns, the features of each image are in the store (as far as it keeps what is not held). Images
+        that cannot be read are told by digest; the others are whole."""
+
+
+def patches_in(image: Image) -> int:
+    frames, num_rows, num_columns = image.grid
+    return frames * num_rows * num_columns

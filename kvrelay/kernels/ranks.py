@@ -2,7 +2,7 @@
 
 `SharedRanks`       on one host: memory that all ranks have mapped, and a C function that waits in it. A sum of one token's
                     activations takes a few microseconds.
-`DistributedRanks`  torch.distributed: gloo where there is no compiler.
+`DistributedRanks`  torch.distributed: gloo where there is neither a compiler nor a library of the wheel.
 
 Each rank has a counter and two places for its numbers, used in turn. In turn n a rank writes into its place n mod 2, sets its
 counter to n, and waits until every counter has reached n; then it reads all places. It comes back to a place in turn n + 2,
@@ -24,106 +24,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from kvrelay.errors import RankDiedError
-from kvrelay.native.compile import compile_and_load
+from kvrelay.native.compile import load_native
 
-_HEADER_BYTES = 4096
+_HEADER_BYTES = 4096  # HEADER and FLOATS of ranks.c
 _PLACE_FLOATS = 1 << 18
 _FOR_EVER = datetime.timedelta(days=365)
-
-_SOURCE = f"""
-#include <limits.h>
-#include <linux/futex.h>
-#include <stdint.h>
-#include <string.h>
-#include <sys/syscall.h>
-#include <time.h>
-#include <unistd.h>
-
-enum {{ HEADER = {_HEADER_BYTES}, FLOATS = {_PLACE_FLOATS}, SPINS = 2000 }};
-
-struct Ranks {{
-    char *memory;
-    int64_t rank, count, turn;
-}};
-
-struct Counter {{ /* a cache line of its own */
-    uint32_t turn, num_waiting;
-    char rest[56];
-}};
-
-static struct Counter *counter(struct Ranks *ranks, int64_t rank) {{ return (struct Counter *)ranks->memory + rank; }}
-
-static float *place(struct Ranks *ranks, int64_t rank) {{
-    return (float *)(ranks->memory + HEADER) + (rank * 2 + (ranks->turn & 1)) * FLOATS;
-}}
-
-static int is_behind(uint32_t turn, struct Ranks *ranks) {{ return (int32_t)(turn - (uint32_t)ranks->turn) < 0; }}
-
-/* Looks for a while, then sleeps until the other rank, which may have no processor now, wakes it. */
-static void look_again_later(struct Ranks *ranks, struct Counter *other, long looks) {{
-    if (looks < SPINS) {{
-#if defined(__x86_64__)
-        __builtin_ia32_pause();
-#endif
-        return;
-    }}
-    struct timespec limit = {{0, 20000000}}; /* a rank that has ended wakes nobody */
-    __atomic_fetch_add(&other->num_waiting, 1, __ATOMIC_SEQ_CST);
-    uint32_t seen = __atomic_load_n(&other->turn, __ATOMIC_SEQ_CST);
-    if (is_behind(seen, ranks)) syscall(SYS_futex, &other->turn, FUTEX_WAIT, seen, &limit, 0, 0);
-    __atomic_fetch_sub(&other->num_waiting, 1, __ATOMIC_SEQ_CST);
-}}
-
-/* -1 if a rank has ended: the line behind the counters says so. */
-static int meet(struct Ranks *ranks) {{
-    struct Counter *own = counter(ranks, ranks->rank), *ended = counter(ranks, ranks->count);
-    __atomic_store_n(&own->turn, (uint32_t)ranks->turn, __ATOMIC_SEQ_CST);
-    if (__atomic_load_n(&own->num_waiting, __ATOMIC_SEQ_CST)) syscall(SYS_futex, &own->turn, FUTEX_WAKE, INT_MAX, 0, 0, 0);
-    for (int64_t rank = 0; rank < ranks->count; rank++) {{
-        struct Counter *other = counter(ranks, rank);
-        for (long looks = 0; is_behind(__atomic_load_n(&other->turn, __ATOMIC_ACQUIRE), ranks); looks++) {{
-            if (__atomic_load_n(&ended->turn, __ATOMIC_RELAXED)) return -1;
-            look_again_later(ranks, other, looks);
-        }}
-    }}
-    return 0;
-}}
-
-/* x becomes the sum of every rank's x. */
-int kvrelay_add_up(struct Ranks *ranks, float *x, int64_t count) {{
-    for (int64_t first = 0; first < count; first += FLOATS) {{
-        int64_t size = count - first < FLOATS ? count - first : FLOATS;
-        ranks->turn++;
-        memcpy(place(ranks, ranks->rank), x + first, size * sizeof(float));
-        if (meet(ranks)) return -1;
-        memcpy(x + first, place(ranks, 0), size * sizeof(float));
-        for (int64_t rank = 1; rank < ranks->count; rank++) {{
-            const float *theirs = place(ranks, rank);
-            for (int64_t i = 0; i < size; i++) x[first + i] += theirs[i];
-        }}
-    }}
-    return 0;
-}}
-
-/* Rank 0's bytes become everyone's. */
-int kvrelay_spread(struct Ranks *ranks, char *bytes, int64_t count) {{
-    for (int64_t first = 0; first < count; first += FLOATS * sizeof(float)) {{
-        int64_t size = count - first < (int64_t)(FLOATS * sizeof(float)) ? count - first : (int64_t)(FLOATS * sizeof(float));
-        ranks->turn++;
-        if (ranks->rank == 0) memcpy(place(ranks, 0), bytes + first, size);
-        if (meet(ranks)) return -1;
-        if (ranks->rank != 0) memcpy(bytes + first, place(ranks, 0), size);
-    }}
-    return 0;
-}}
-
-int kvrelay_meet(struct Ranks *ranks) {{
-    ranks->turn++;
-    return meet(ranks);
-}}
-
-void kvrelay_end(struct Ranks *ranks) {{ __atomic_store_n(&counter(ranks, ranks->count)->turn, 1, __ATOMIC_RELAXED); }}
-"""
 
 
 class Ranks(Protocol):
@@ -160,7 +65,7 @@ def shared_bytes(num_ranks: int) -> int:
 @functools.cache
 def shared_functions() -> ctypes.CDLL | None:
     """None where there is no compiler."""
-    library = compile_and_load("ranks", _SOURCE, ("-O3",))
+    library = load_native(__file__)
     if library is not None:
         pointer, number = ctypes.c_void_p, ctypes.c_int64
         library.kvrelay_add_up.argtypes = library.kvrelay_spread.argtypes = (pointer, pointer, number)

@@ -1,8 +1,11 @@
-"""Small C functions, compiled once per machine and loaded with ctypes.
+"""Small C functions, each in a file beside the module that calls them, loaded with ctypes.
 
-The compiled file lives in the cache folder under a name made from everything that shaped it (source, flags, compiler,
-processor), so another version never meets a stale one, and processes that start together may compile side by side: each
-writes its own file and renames it into place. Without a compiler, some of them are found in the installed wheel.
+    wheel     of one platform: setup.py has compiled every file, and each library lies beside its source
+    else      compiled once per machine, into the cache folder, under a name made from everything that shaped it (source,
+              compiler, processor): another version never meets a stale one, and processes that start together may compile side
+              by side, since each writes its own file and renames it into place
+
+No processor needs a library of its own: what these functions do waits for memory.
 """
 
 from __future__ import annotations
@@ -15,52 +18,59 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
 
 from kvrelay.config import read_environment
 from kvrelay.log import Log
 
 _log = Log("native")
+_FLAGS = ("-shared", "-fPIC", "-O3")
 _COMPILE_TIMEOUT_S = 120.0
 
 
-def compile_and_load(name: str, source: str, flags: Sequence[str] = ("-O2",)) -> ctypes.CDLL | None:
-    """The library made from C `source`; None where native code is switched off or cannot be made: callers have another way."""
-    environment = read_environment()
-    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+def load_native(module: str) -> ctypes.CDLL | None:
+    """The library made from the C file beside `module`, a `__file__`; None where native code is switched off or cannot be made:
+    callers have another way."""
+    environment, source = read_environment(), pathlib.Path(module).with_suffix(".c")
     if not environment.native_kernels:
         return None
+    return _brought(source) or _compiled(source, environment.cache_dir / "native")
+
+
+def _brought(source: pathlib.Path) -> ctypes.CDLL | None:
+    """What the wheel brought. One that was made for another C library cannot be loaded."""
+    library = source.with_suffix(".so")
+    try:
+        return ctypes.CDLL(str(library)) if library.exists() else None
+    except OSError as error:
+        _log.warning("could not load native code of the package", name=source.stem, error=error)
+        return None
+
+
+def _compiled(source: pathlib.Path, cache: pathlib.Path) -> ctypes.CDLL | None:
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
-        return _brought(name)
-    command = [compiler, "-shared", "-fPIC", "-x", "c", *flags]
-    shaped_by = "\0".join([source, *command, platform.machine(), platform.node()])
+        return None
+    shaped_by = "\0".join([source.read_text(encoding="utf-8"), compiler, *_FLAGS, platform.machine(), platform.node()])
     key = hashlib.sha256(shaped_by.encode()).hexdigest()[:16]
-    library = environment.cache_dir / "native" / f"{name}-{key}.so"
+    library = cache / f"{source.stem}-{key}.so"
     try:
         if not library.exists():
-            _compile(command, source, library)
+            _compile(compiler, source, library)
         return ctypes.CDLL(str(library))
     except subprocess.CalledProcessError as error:
-        _log.warning("could not compile native code", name=name, compiler=compiler, said=error.stderr.strip())
+        _log.warning("could not compile native code", name=source.stem, compiler=compiler, said=error.stderr.strip())
     except (OSError, subprocess.TimeoutExpired) as error:
-        _log.warning("could not make native code", name=name, error=error)
+        _log.warning("could not make native code", name=source.stem, error=error)
     return None
 
 
-def _brought(name: str) -> ctypes.CDLL | None:
-    """What the wheel brought, if it was made on a machine with a compiler (setup.py)."""
-    library = pathlib.Path(__file__).parent / "built" / f"{name}.so"
-    return ctypes.CDLL(str(library)) if library.exists() else None
-
-
-def _compile(command: list[str], source: str, library: pathlib.Path) -> None:
+def _compile(compiler: str, source: pathlib.Path, library: pathlib.Path) -> None:
     library.parent.mkdir(parents=True, exist_ok=True)
     handle, made = tempfile.mkstemp(suffix=".so", dir=library.parent)
     os.close(handle)
     try:
         subprocess.run(
-            [*command, "-o", made, "-"],
-            input=source,
+            [compiler, *_FLAGS, "-o", made, str(source)],
             text=True,
             capture_output=True,
             check=True,

@@ -13,14 +13,14 @@ struct List {
 struct Integer {
     ssize_t references;
     void *type;
-    uint64_t size; /* PLAIN for a positive number of one digit */
+    uint64_t size; /* `plain` for a positive number of one digit: it depends on the version of Python */
     uint32_t digit;
 };
 extern char PyLong_Type;
 extern long PyLong_AsLong(void *number);
 
-static long value_of(const struct Integer *number) {
-    if (number->type == &PyLong_Type && number->size == PLAIN)
+static long value_of(const struct Integer *number, uint64_t plain) {
+    if (number->type == &PyLong_Type && number->size == plain)
         return number->digit;
     return PyLong_AsLong((void *)number);
 }
@@ -62,7 +62,8 @@ static void compress(uint64_t h[8], const uint64_t m[16], uint64_t length, int l
 
 /* Hashes `count` blocks of `size` tokens, from tokens[first] on, into `out`; `parent` is the hash before them.
    Returns 0, or -1 if a token is no 32-bit integer (then an exception may be set). */
-int kvrelay_hash_blocks(void *tokens, ssize_t first, ssize_t size, ssize_t count, const char *parent, char *out) {
+int kvrelay_hash_blocks(void *tokens, ssize_t first, ssize_t size, ssize_t count, const char *parent, char *out,
+                        ssize_t plain) {
     uint64_t m[16], h[8];
     void **items = ((const struct List *)tokens)->items;
     uint64_t total = 16 + 4 * (uint64_t)size;
@@ -74,7 +75,7 @@ int kvrelay_hash_blocks(void *tokens, ssize_t first, ssize_t size, ssize_t count
         int filled = 4;
         uint64_t length = 0;
         for (ssize_t i = first; i < first + size; i++) {
-            long token = value_of(items[i]);
+            long token = value_of(items[i], (uint64_t)plain);
             if (token != (int32_t)token || (token == -1 && PyErr_Occurred()))
                 return -1;
             if (filled == 32) { /* full, and more to come */

@@ -15,13 +15,12 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
-import pathlib
 import struct
 import sys
 import sysconfig
 from collections.abc import Callable, Sequence
 
-from kvrelay.native.compile import compile_and_load
+from kvrelay.native.compile import load_native
 
 HASH_BYTES = 16
 _PLAIN_SIZE = 1 if sys.version_info < (3, 12) else 8  # how CPython marks a positive integer of one digit
@@ -79,19 +78,18 @@ def _lists_are_plain() -> bool:
 def _hash_blocks() -> _HashBlocks:
     if not _lists_are_plain():
         return _hash_by_hashlib
-    source = pathlib.Path(__file__).with_suffix(".c").read_text()
-    library = compile_and_load("hashing", source, ("-O3", f"-DPLAIN={_PLAIN_SIZE}"))
+    library = load_native(__file__)
     if library is None:
         return _hash_by_hashlib
     # PYFUNCTYPE keeps Python's lock, since the function reads a list.
     number, text = ctypes.c_ssize_t, ctypes.c_char_p
-    prototype = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, number, number, number, text, text)
+    prototype = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, number, number, number, text, text, number)
     function = prototype(("kvrelay_hash_blocks", library))
 
     def hash_blocks(tokens: Sequence[int], first: int, size: int, count: int, parent: bytes) -> bytes:
         out = (ctypes.c_char * (HASH_BYTES * count))()
         listed = tokens if isinstance(tokens, list) else list(tokens)
-        if function(listed, first, size, count, parent, out):
+        if function(listed, first, size, count, parent, out, _PLAIN_SIZE):
             raise OverflowError("a token is no 32-bit integer")
         return out.raw
 

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import pathlib
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
-from kvrelay.native.compile import compile_and_load
+from kvrelay.native.compile import load_native
 from kvrelay.native.hashing import HASH_BYTES
 
 
@@ -141,7 +140,7 @@ def _bits(mask: int) -> Iterator[int]:
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    return compile_and_load("block_table", pathlib.Path(__file__).with_suffix(".c").read_text(), ("-O3",))
+    return load_native(__file__)
 
 
 class _Functions:

@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvrelay.errors import ConfigError
-from kvrelay.native.compile import compile_and_load
+from kvrelay.native.compile import load_native
 from kvrelay.runner.kv_pool import KVPool
 
 _STAGED_BLOCKS = 64  # gathered on a GPU before they are sent
@@ -190,38 +190,12 @@ def _runs(host_blocks: list[int]) -> list[tuple[int, int, int]]:
     return runs
 
 
-_SOURCE = """
-#include <stdint.h>
-#include <string.h>
-
-/* The pool's pieces are far apart: ask for the next one ahead of time. */
-static void expect(const char *piece, int64_t size) {
-    for (int64_t page = 0; page < size && page < 65536; page += 4096)
-        for (int64_t line = 0; line < 1024 && page + line < size; line += 64)
-            __builtin_prefetch(piece + page + line, 0, 0);
-}
-
-/* pairs: host block, block. A host block is `planes` pieces in a row; the pool has a plane of pieces for each. */
-void kvrelay_copy_blocks(char *host, char *pool, const int64_t *pairs, int64_t count, int64_t planes, int64_t piece,
-                         int64_t plane_bytes, int32_t to_host) {
-    for (int64_t i = 0; i < count; i++, pairs += 2) {
-        char *there = host + pairs[0] * planes * piece;
-        char *here = pool + pairs[1] * piece;
-        for (int64_t plane = 0; plane < planes; plane++, there += piece, here += plane_bytes) {
-            if (plane + 1 < planes)
-                expect(to_host ? here + plane_bytes : there + piece, piece);
-            memcpy(to_host ? there : here, to_host ? here : there, piece);
-        }
-    }
-}
-"""
-
 _Copy = Callable[[NDArray[np.uint8], NDArray[np.uint8], NDArray[np.int64], int, int, bool], None]
 
 
 @functools.cache
 def _best_copy() -> _Copy:
-    library = compile_and_load("host_pool", _SOURCE)
+    library = load_native(__file__)
     if library is None:
         return _copy_by_numpy
     function = library.kvrelay_copy_blocks

@@ -2,10 +2,12 @@
 
 loop      the clock and the events of a run
 costs     what a pass and a transfer take
-host      cores that workers share
+host      shared by workers, whose passes slow each other
 runner    computes nothing, and says how long that took
 relay     moves nothing, and says how long that took
-worker    an engine with these two, and its way to the router
+embedding the same of images: tower, features, relay
+engines   real ones over these
+worker    an engine, and its way to the router
 cluster   a router and its workers; failures, restarts, changes of role
 traffic   who asks what, and when
 clients   ask, and note what they get

@@ -16,11 +16,12 @@ from kvrelay.router.router import Router
 from kvrelay.router.stream import RequestStream
 from kvrelay.sampling import SamplingParams
 from kvrelay.simulate.loop import VirtualLoop
-from kvrelay.simulate.traffic import Session
+from kvrelay.simulate.traffic import Prompt, Session
 from kvrelay.wire.serving import StepOutputs
 
 Outcome = Literal["finished", "failed", "refused"]
 
+_NO_PROMPT = Prompt()
 _LOOK_EVERY_S = 1.0  # a request that fails says so through no worker's outputs
 
 
@@ -30,7 +31,7 @@ class Answer:
 
     session: Session
     turn: int
-    prompt: list[int]  # until it has ended
+    prompt: Prompt  # until it has ended
     asked_at: float
     first_at: float = 0.0
     last_at: float = 0.0
@@ -79,7 +80,7 @@ class Clients:
         self._await_next(sessions)
         self._ask(session, 0, session.first_prompt())
 
-    def _ask(self, session: Session, turn: int, prompt: list[int]) -> None:
+    def _ask(self, session: Session, turn: int, prompt: Prompt) -> None:
         answer = Answer(session, turn, prompt, self._loop.now)
         self.answers.append(answer)
         self._loop.at(self._loop.now + self._router_s, self._submit, answer)
@@ -94,7 +95,9 @@ class Clients:
         name = f"{answer.session.number}-{answer.turn}"
         began_ns = time.thread_time_ns()
         try:
-            stream = self.router.submit(GenerateRequest(external_id=name, prompt=answer.prompt, params=params))
+            stream = self.router.submit(
+                GenerateRequest(external_id=name, prompt=answer.prompt.tokens, params=params, images=answer.prompt.images)
+            )
             self.submit_us[(time.thread_time_ns() - began_ns) // 1000] += 1
         except RequestError as error:
             self._end(answer, "refused" if isinstance(error, QueueFullError) else "failed")
@@ -107,6 +110,8 @@ class Clients:
         streams = [leg.stream for output in message.outputs if (leg := legs.get(output.request_id)) is not None]
         peer.heard(message)
         for stream in streams:
+            if stream.request_id not in self._open:
+                continue  # it had two outputs in this message, and ended
             _, answer = self._open[stream.request_id]
             num_new = len(stream.tokens(0)) - answer.num_tokens
             if num_new > 0:
@@ -142,7 +147,7 @@ class Clients:
         assert not answer.outcome, "a request ended twice"
         answer.outcome = outcome
         session, turn, prompt = answer.session, answer.turn + 1, answer.prompt
-        answer.prompt = []
+        answer.prompt = _NO_PROMPT
         if outcome == "finished" and turn < len(session.turns):
             self._num_to_come += 1
             self._loop.at(

@@ -2,9 +2,12 @@
 
     a pass      of prompt tokens: the curve `prefill`; of sequences that decode: the curve `decode`; of both: the sum, less the
                 weights that are read once
-    a transfer  its bytes at `gb_per_s`, one after the other between two workers, and `latency_s` for every message
+    images      of a pass of the vision tower: the curve `encode`, of the tokens of all its images
+    a transfer  its bytes at `gb_per_s`, one after the other between two workers, and `latency_ms` for every message
 
-A curve goes through measured points, straight between them and beyond.
+A curve goes through measured points, straight between them and beyond. Where all workers share one host, two more say how
+many times longer a pass takes while so many are under way; and a step takes longer or shorter than its curve says by one of
+`jitter`, as chance will have it.
 """
 
 from __future__ import annotations
@@ -33,6 +36,11 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
     router_ms: float = 1.0  # from a client to the workers
     kv_bytes_per_token: int = 131_072
     num_layers: int = 32
+    encode: tuple[Point, ...] = ((0, 3.0), (1000, 23.0))  # image tokens of a pass
+    embedding_bytes_per_token: int = 8192
+    prefill_sharing: tuple[Point, ...] = ()  # passes under way, factor; none: workers share nothing
+    decode_sharing: tuple[Point, ...] = ()
+    jitter: tuple[float, ...] = ()  # factors, each as likely; none: a step always takes the same time
 
     @property
     def weights_ms(self) -> float:
@@ -48,8 +56,15 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
     def transfer_s(self, num_tokens: int) -> float:
         return num_tokens * self.kv_bytes_per_token / (self.gb_per_s * 1e9)
 
+    def encode_s(self, num_tokens: int) -> float:
+        return interpolate(self.encode, num_tokens) / 1000.0
 
-# `bench gpu` on an H200 with the shape of Llama-3.1-8B in bfloat16 (bench/results/nvidia-h200/gpu.json); transfers are a guess
+    def embedding_s(self, num_tokens: int) -> float:
+        return num_tokens * self.embedding_bytes_per_token / (self.gb_per_s * 1e9)
+
+
+# `bench gpu` on an H200 with the shape of Llama-3.1-8B in bfloat16 (bench/results/nvidia-h200/gpu.json); transfers and
+# images are a guess
 H200_8B = Costs(
     prefill=((512, 14.569), (2048, 46.649), (8192, 207.591)),
     decode=((1, 3.973), (8, 5.009), (64, 7.493), (256, 13.237)),
@@ -70,7 +85,7 @@ def line(base_ms: float, ms_each: float) -> tuple[Point, ...]:
 
 
 def fit(paths: Iterable[pathlib.Path], otherwise: Costs = H200_8B) -> Costs:
-    """From result files of `bench engine`, `bench gpu`, `bench relay` and `bench simulate`. What none of them has is as it is
+    """From result files of `bench engine`, `bench gpu` and `bench relay`. What none of them has is as it is
     `otherwise`. Raises ConfigError."""
     figures: dict[str, float] = {}
     for path in paths:

@@ -29,6 +29,8 @@ def figures(outcome: Outcome, targets: Targets) -> dict[str, float]:
     found["cache_hit_share"] = outcome.num_cached_tokens / max(1, num_prompt_tokens)
     found |= {f"idle_share_{role.value}": 1.0 - outcome.busy[role] for role in Role if role in outcome.busy}
     found |= {"preemptions": outcome.num_preemptions, "steps": outcome.num_steps}
+    found["images"] = sum(len(answer.session.turns[answer.turn].images) for answer in answers)
+    found["images_encoded"] = outcome.num_encoded
     found["role_changes"] = outcome.num_role_changes
     found["told_blocks_per_s"] = outcome.num_told_blocks / max(outcome.seconds, 1e-9)
     return found

@@ -1,22 +1,23 @@
-"""The least expensive numbers of prefill and decode workers that meet the targets, each cluster tried by a simulation.
+"""The least expensive numbers of workers of each role that meet the targets, each cluster tried by a simulation.
 
-    1. the fewest decode workers that do, beside as many prefill workers as anybody could want
-    2. the fewest prefill workers that do, beside as many decode workers
-    3. from these two on, clusters by their price, until one meets the targets
+    1. of each role, the fewest workers that do, beside as many of the others as anybody could want
+    2. from these on, clusters by their price, until one meets the targets
 
-More workers never do worse, so nothing below 1 and 2 can meet them, and usually the first cluster of 3 does.
+More workers never do worse, so nothing below 1 can meet them, and usually the first cluster of 2 does.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import msgspec
 
 from kvrelay.simulate.cluster import Layout
 
 Meets = Callable[[Layout], bool]
+Counts = tuple[int, ...]  # of prefill and decode workers; where there are images, of encode workers too
 
 
 class Prices(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,34 +25,40 @@ class Prices(msgspec.Struct, frozen=True, kw_only=True):
 
     prefill: float = 1.0
     decode: float = 1.0
+    encode: float = 1.0
 
-    def of(self, num_prefill: int, num_decode: int) -> float:
-        return num_prefill * self.prefill + num_decode * self.decode
+    def of(self, counts: Counts) -> float:
+        return sum(count * price for count, price in zip(counts, (self.prefill, self.decode, self.encode), strict=False))
 
 
 def cheapest(meets: Meets, layout: Layout, prices: Prices, most_workers: int) -> Layout | None:
-    """None if no cluster of `most_workers` does. It has no whole workers."""
-    tried: dict[tuple[int, int], bool] = {}
+    """None if no cluster of `most_workers` does. It has no whole workers, and encode workers only if it takes images."""
+    tried: dict[Counts, bool] = {}
 
-    def does(num_prefill: int, num_decode: int) -> bool:
-        pair = num_prefill, num_decode
-        if pair not in tried:
-            tried[pair] = meets(_with(layout, num_prefill, num_decode))
-        return tried[pair]
+    def does(counts: Counts) -> bool:
+        if counts not in tried:
+            tried[counts] = meets(with_counts(layout, counts))
+        return tried[counts]
 
-    ample = max(1, most_workers // 2)
-    if not does(ample, ample):
+    num_roles = 3 if layout.takes_images else 2
+    ample = max(1, most_workers // num_roles)
+    plenty = (ample,) * num_roles
+    if not does(plenty):
         return None
-    num_decode = _fewest(lambda count: does(ample, count), ample)
-    num_prefill = _fewest(lambda count: does(count, ample), ample)
-    for pair in by_price(prices, (num_prefill, num_decode), 2 * ample):
-        if does(*pair):
-            return _with(layout, *pair)
+
+    def does_with(place: int, count: int) -> bool:
+        return does((*plenty[:place], count, *plenty[place + 1 :]))
+
+    least = tuple(_fewest(partial(does_with, place), ample) for place in range(num_roles))
+    for counts in by_price(prices, least, num_roles * ample):
+        if does(counts):
+            return with_counts(layout, counts)
     return None
 
 
-def _with(layout: Layout, num_prefill: int, num_decode: int) -> Layout:
-    return msgspec.structs.replace(layout, prefill=num_prefill, decode=num_decode, whole=0)
+def with_counts(layout: Layout, counts: Counts) -> Layout:
+    num_prefill, num_decode, *others = counts
+    return msgspec.structs.replace(layout, prefill=num_prefill, decode=num_decode, encode=sum(others), whole=0)
 
 
 def _fewest(does: Callable[[int], bool], enough: int) -> int:
@@ -66,14 +73,15 @@ def _fewest(does: Callable[[int], bool], enough: int) -> int:
     return high
 
 
-def by_price(prices: Prices, least: tuple[int, int], most_workers: int) -> Iterator[tuple[int, int]]:
-    """Numbers of prefill and decode workers; of one price, more decode workers first."""
-    heap = [(prices.of(*least), -least[1], least)]
+def by_price(prices: Prices, least: Counts, most_workers: int) -> Iterator[Counts]:
+    """Of one price, more decode workers first."""
+    heap = [(prices.of(least), -least[1], least)]
     seen = {least}
     while heap:
-        _, _, (num_prefill, num_decode) = heapq.heappop(heap)
-        yield num_prefill, num_decode
-        for further in ((num_prefill + 1, num_decode), (num_prefill, num_decode + 1)):
+        _, _, counts = heapq.heappop(heap)
+        yield counts
+        for place in range(len(counts)):
+            further = (*counts[:place], counts[place] + 1, *counts[place + 1 :])
             if further not in seen and sum(further) <= most_workers:
                 seen.add(further)
-                heapq.heappush(heap, (prices.of(*further), -further[1], further))
+                heapq.heappush(heap, (prices.of(further), -further[1], further))

@@ -29,6 +29,12 @@ def possible_steps(core: Core) -> int:
     return max(0, min(fewest - 1, most)) if scheduler.running else 0
 
 
+def leaves_room(core: Core, count: int, num_begun: int) -> bool:
+    """Whether `count` steps reach their end, should so many prompts take blocks meanwhile."""
+    left = core.kv.pool.num_available - num_begun * core.kv.blocks_for(core.limits.model.max_model_len)
+    return left >= len(core.scheduler.running) * (count // core.kv.block_size + 2)
+
+
 def leap(core: Core, count: int) -> None:
     kv, outbox = core.kv, core.outbox
     for sequence in core.scheduler.running:

@@ -26,6 +26,7 @@ class ClusterOptions(Options, frozen=True, kw_only=True):
     prefill: Annotated[Count, Meta(description="prefill workers")] = 1
     decode: Annotated[Count, Meta(description="decode workers")] = 1
     whole: Annotated[Count, Meta(description="workers that both prefill and decode")] = 0
+    encode: Annotated[Count, Meta(description="workers that make embeddings of images")] = 0
     policy: Annotated[
         Literal["round_robin", "least_loaded", "prefix_aware"], Meta(description="how the router chooses workers")
     ] = "prefix_aware"
@@ -50,16 +51,20 @@ class ClusterOptions(Options, frozen=True, kw_only=True):
         Meta(description="kill a worker: SECONDS:ROLE, such as 30:decode; with :gone it does not come back; can be repeated"),
     ] = ()
 
-    def layout(self) -> Layout:
+    def layout(self, *, takes_images: bool = False) -> Layout:
         """Raises ConfigError."""
         if not (self.decode or self.whole):
             raise ConfigError("a cluster needs --decode or --whole workers")
+        if takes_images and not (self.encode or self.whole):
+            raise ConfigError("traffic with images needs --encode or --whole workers")
         if self.max_model_len > self.kv_blocks * self.block_size:
             raise ConfigError(f"--kv-blocks {self.kv_blocks}: one request of --max-model-len {self.max_model_len} does not fit")
         return Layout(
             prefill=self.prefill,
             decode=self.decode,
             whole=self.whole,
+            encode=self.encode,
+            takes_images=takes_images,
             policy=self.policy,
             mode=self.mode,
             local_prefill_tokens=self.local_prefill_tokens,
@@ -106,6 +111,11 @@ class TrafficOptions(Options, frozen=True, kw_only=True):
     output_tokens: Annotated[Positive, Meta(description="of an answer")] = 128
     prefixes: Annotated[Positive, Meta(description="different prefixes of long-prefix traffic")] = 4
     pause_s: Annotated[float, Meta(gt=0.0, description="mean pause before a further question of a conversation")] = 2.0
+    image_share: Annotated[float, Meta(ge=0.0, le=1.0, description="share of the questions that have an image")] = 0.0
+    image_tokens: Annotated[
+        Positive, Meta(description="of an image's embedding, which come to the prompt besides its words")
+    ] = 1024
+    images: Annotated[Count, Meta(description="different images that are drawn from; 0: each is its own")] = 0
     seed: Annotated[Count, Meta(description="the same seed gives the same traffic and the same result")] = 0
     trace: Annotated[str, Meta(description="file of requests (JSON lines) instead of traffic from a seed")] = ""
     ttft_ms: Annotated[float, Meta(gt=0.0, description="an answer is good if its first token comes within this")] = 1000.0
@@ -124,6 +134,9 @@ class TrafficOptions(Options, frozen=True, kw_only=True):
                 output_tokens=self.output_tokens,
                 num_prefixes=self.prefixes,
                 pause_s=self.pause_s,
+                image_share=self.image_share,
+                image_tokens=self.image_tokens,
+                num_images=self.images,
                 seed=self.seed,
             )
         )
@@ -145,10 +158,14 @@ class CostOptions(Options, frozen=True, kw_only=True):
     sequence_ms: Annotated[
         float, Meta(ge=0.0, description="by hand: milliseconds that each further sequence adds to a step")
     ] = 0.0
+    encode_ms: Annotated[
+        float, Meta(ge=0.0, description="by hand: milliseconds per token of an image in the vision tower; 0 leaves it as it is")
+    ] = 0.0
     gb_per_s: Annotated[float, Meta(ge=0.0, description="by hand: transfers between workers; 0 leaves it as it is")] = 0.0
     latency_ms: Annotated[float, Meta(ge=0.0, description="by hand: a message between workers; 0 leaves it as it is")] = 0.0
     router_ms: Annotated[float, Meta(ge=0.0, description="from a client to the workers")] = 1.0
     kv_bytes_per_token: Annotated[Positive, Meta(description="2 x layers x KV heads x head size x bytes of a number")] = 131_072
+    embedding_bytes_per_token: Annotated[Positive, Meta(description="hidden size x bytes of a number")] = 8192
     layers: Annotated[Positive, Meta(description="of the model; the transfer of all but the last overlaps with computing")] = 32
 
     def model(self) -> Costs:
@@ -158,12 +175,15 @@ class CostOptions(Options, frozen=True, kw_only=True):
         by_hand: dict[str, object] = {
             "router_ms": self.router_ms,
             "kv_bytes_per_token": self.kv_bytes_per_token,
+            "embedding_bytes_per_token": self.embedding_bytes_per_token,
             "num_layers": self.layers,
         }
         if self.prefill_ms:
             by_hand["prefill"] = cost_model.line(step_ms, self.prefill_ms)
         if self.step_ms or self.sequence_ms:
             by_hand["decode"] = cost_model.line(step_ms, self.sequence_ms)
+        if self.encode_ms:
+            by_hand["encode"] = cost_model.line(0.0, self.encode_ms)
         if self.gb_per_s:
             by_hand["gb_per_s"] = self.gb_per_s
         if self.latency_ms:

@@ -19,6 +19,7 @@ from kvrelay.engine.fence import Fence
 from kvrelay.engine.movers import Arrival, ConsumerNews, ProducerNews
 from kvrelay.ids import RequestId, TransferId, WorkerId
 from kvrelay.simulate.costs import Costs
+from kvrelay.simulate.embedding import Moves
 from kvrelay.simulate.loop import VirtualLoop
 from kvrelay.wire.registry import MappingCounts, TransferCounts
 from kvrelay.wire.serving import FirstToken, TransferInfo
@@ -58,6 +59,7 @@ class Network:
         self.loop = loop
         self.costs = costs
         self.latency_s = costs.latency_ms / 1000.0
+        self.moves = Moves(loop, costs)
         self.transfers: dict[TransferId, Transfer] = {}
 
     def get(self, info: TransferInfo) -> Transfer:
@@ -82,6 +84,7 @@ class Network:
                 seconds = costs.transfer_s(chunk.end - moved)
                 at = max(max(at, chunk.began_at) + seconds, chunk.ended_at + seconds / costs.num_layers)
                 moved = chunk.end
+        at = max(at, self.loop.now)  # a step may have ended later than it was foretold
         producer.link_free_at = consumer.link_free_at = at
         self.loop.at(at + self.latency_s, self._arrived, transfer)
 
@@ -164,10 +167,13 @@ class Side:
 
 
 class SimulatedProducer(Side):
-    """`clock` is ahead of the loop's while a step is committed: it says when the step will have ended."""
+    """`clock` is ahead of the loop's while a step is committed: it says when the step will have ended. `at_end` calls then."""
 
-    def __init__(self, network: Network, clock: Callable[[], float], wake: Callable[[], None]) -> None:
+    def __init__(
+        self, network: Network, clock: Callable[[], float], wake: Callable[[], None], at_end: Callable[..., None]
+    ) -> None:
         super().__init__(network, clock, wake)
+        self._at_end = at_end
         self._news = ProducerNews()
         self._rows: Sequence[tuple[RequestId, int]] = ()
         self._began_at = 0.0
@@ -206,7 +212,7 @@ class SimulatedProducer(Side):
         """During the step whose end it is: what follows happens when that is over."""
         transfer = self.transfers.get(request_id)
         if transfer is not None:
-            self._network.loop.at(self._clock(), self._finished, transfer, first_tokens)
+            self._at_end(self._finished, transfer, first_tokens)
 
     def _finished(self, transfer: Transfer, first_tokens: list[FirstToken]) -> None:
         if transfer.is_over:
@@ -253,8 +259,13 @@ class SimulatedProducer(Side):
 
 
 class SimulatedConsumer(Side):
-    def __init__(self, network: Network, clock: Callable[[], float], wake: Callable[[], None]) -> None:
+    """`began` says that there is news, and that it is of prompts that have begun and nothing else."""
+
+    def __init__(
+        self, network: Network, clock: Callable[[], float], wake: Callable[[], None], began: Callable[[], None]
+    ) -> None:
         super().__init__(network, clock, wake)
+        self._began = began
         self._news = ConsumerNews()
 
     def expect(self, request_id: RequestId, transfer: TransferInfo, num_tokens: int) -> None:
@@ -273,7 +284,8 @@ class SimulatedConsumer(Side):
     def started(self, transfer: Transfer) -> None:
         if not transfer.is_over and transfer.consumer_request is not None:
             self._news.started.append(transfer.consumer_request)
-            self._tell()
+            self.has_news = True
+            self._began()
 
     def reserve(self, request_id: RequestId, blocks: Sequence[int], skip_tokens: int, fence: Fence) -> None:
         transfer = self.transfers.get(request_id)

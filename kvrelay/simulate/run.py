@@ -59,6 +59,7 @@ class Outcome:
     num_preemptions: int = 0
     num_steps: int = 0
     num_told_blocks: int = 0  # in cache events
+    num_encoded: int = 0  # images that went through a vision tower
     num_role_changes: int = 0
 
 
@@ -139,5 +140,6 @@ def _outcome(cluster: SimulatedCluster, clients: Clients, seconds: float, cpu_s:
         outcome.num_preemptions += load.preemptions
         outcome.num_steps += worker.num_steps
         outcome.num_told_blocks += worker.num_told_blocks
+        outcome.num_encoded += load.images.encoded if load.images is not None else 0
     outcome.busy = {role: min(1.0, busy[role] / lived[role]) for role in lived if lived[role] > 0}
     return outcome

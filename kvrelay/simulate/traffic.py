@@ -10,6 +10,8 @@ from their first block on, so that caches find in them what they would find in r
     long-prefix    one of some long texts, and a short question behind it
     conversation   four turns: the whole conversation is sent again with every question
     daily          as fixed, but the rate rises from a fifth to all of it and falls again, once in the whole time
+
+In any of them a share of the questions may have an image, before their words.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ from typing import Literal
 import msgspec
 
 from kvrelay.errors import ConfigError
+from kvrelay.media.placeholders import placeholder_ids
 from kvrelay.simulate.runner import TOKEN
+from kvrelay.wire.serving import Image
 
 Kind = Literal["fixed", "mixed", "bursty", "long-prefix", "conversation", "daily"]
 
@@ -32,12 +36,26 @@ _TURNS = 4
 _OWN_TOKENS = 32  # behind a shared prefix, and of each further turn
 _BASE = 30_000  # numbers that tell prompts apart
 _FILLER = list(range(1, _BASE)) * 8
+_FILE = b"an image"
+
+
+class Shown(msgspec.Struct, frozen=True):
+    """An image of a question. Those of one name are the same."""
+
+    tokens: int
+    name: str = ""  # none: an image of its own
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
-    prompt_tokens: int  # that the conversation so far does not have
+    prompt_tokens: int  # words that the conversation so far does not have
     output_tokens: int
     pause_s: float = 0.0  # after the last answer
+    images: tuple[Shown, ...] = ()
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    tokens: list[int] = []
+    images: list[Image] = []
 
 
 class Session(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,14 +65,23 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
     prefix: int = 0  # which shared beginning
     prefix_tokens: int = 0
 
-    def first_prompt(self) -> list[int]:
+    def first_prompt(self) -> Prompt:
         mark = [_BASE + self.prefix % 2000, self.prefix // 2000]
         shared = (mark + _FILLER[: max(0, self.prefix_tokens - len(mark))])[: self.prefix_tokens]
-        return shared + self._words(0)
+        return self._asked(shared, [], 0)
 
-    def next_prompt(self, prompt: list[int], turn: int) -> list[int]:
+    def next_prompt(self, prompt: Prompt, turn: int) -> Prompt:
         """After an answer to the last one."""
-        return prompt + [TOKEN] * self.turns[turn - 1].output_tokens + self._words(turn)
+        return self._asked(prompt.tokens + [TOKEN] * self.turns[turn - 1].output_tokens, prompt.images, turn)
+
+    def _asked(self, tokens: list[int], images: list[Image], turn: int) -> Prompt:
+        """The question of this turn behind what was said."""
+        for place, shown in enumerate(self.turns[turn].images):
+            digest = shown.name or f"{self.number} {turn} {place}"
+            grid = 1, 2, 2 * shown.tokens  # four patches make a token
+            images = [*images, Image(digest=digest, start=len(tokens), num_tokens=shown.tokens, grid=grid, data=_FILE)]
+            tokens = tokens + placeholder_ids(digest, shown.tokens)
+        return Prompt(tokens + self._words(turn), images)
 
     def _words(self, turn: int) -> list[int]:
         count = self.turns[turn].prompt_tokens
@@ -72,13 +99,18 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens: int = 128
     num_prefixes: int = 4
     pause_s: float = 2.0
+    image_share: float = 0.0  # of questions that have one
+    image_tokens: int = 1024
+    num_images: int = 0  # different ones; 0: each is its own
     seed: int = 0
 
 
 def draw(wanted: Wanted) -> Iterator[Session]:
     source = random.Random(f"{wanted.kind} {wanted.seed}")
+    images = random.Random(f"images {wanted.seed}")  # of its own, so that the rest is the same with and without them
     for number, at_s in enumerate(_times(wanted, source)):
-        yield _session(wanted, source, number, at_s)
+        session = _session(wanted, source, number, at_s)
+        yield _illustrated(wanted, images, session) if wanted.image_share else session
 
 
 def _times(wanted: Wanted, source: random.Random) -> Iterator[float]:
@@ -116,6 +148,18 @@ def _session(wanted: Wanted, source: random.Random, number: int, at_s: float) ->
     return Session(at_s=at_s, turns=turns, number=number)
 
 
+def _illustrated(wanted: Wanted, source: random.Random, session: Session) -> Session:
+    turns = tuple(
+        msgspec.structs.replace(turn, images=(_shown(wanted, source),)) if source.random() < wanted.image_share else turn
+        for turn in session.turns
+    )
+    return msgspec.structs.replace(session, turns=turns)
+
+
+def _shown(wanted: Wanted, source: random.Random) -> Shown:
+    return Shown(wanted.image_tokens, f"image {source.randrange(wanted.num_images)}" if wanted.num_images else "")
+
+
 def _between(source: random.Random, usual: int) -> int:
     return max(1, round(usual * math.exp(source.uniform(math.log(1 / 8), math.log(4)))))
 
@@ -129,6 +173,7 @@ class _Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     session: str = ""
     prefix: str = ""
     prefix_tokens: int = 0
+    images: tuple[Shown, ...] = ()
 
 
 def read_trace(path: pathlib.Path) -> list[Session]:
@@ -164,6 +209,7 @@ def _sessions_of(lines: list[_Line]) -> list[Session]:
                         prompt_tokens=max(1, turn.prompt_tokens - (turn.prefix_tokens if turn is first else 0)),
                         output_tokens=turn.output_tokens,
                         pause_s=turn.at_s - before,
+                        images=turn.images,
                     )
                     for turn, before in zip(turns, starts, strict=False)
                 ),

@@ -16,15 +16,17 @@ from typing import assert_never
 import msgspec
 
 from kvrelay.config import EngineOptions
+from kvrelay.engine import invariants
+from kvrelay.engine.encode import EncodeEngine
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.memory.events import EventRecorder
 from kvrelay.events.subscriber import EventOwner
 from kvrelay.router.peer import Peer
-from kvrelay.simulate.costs import Costs
-from kvrelay.simulate.host import Host
-from kvrelay.simulate.leap import leap, possible_steps
+from kvrelay.simulate.engines import Hooks, encode_engine, text_engine
+from kvrelay.simulate.host import Host, Pass
+from kvrelay.simulate.leap import leap, leaves_room, possible_steps
 from kvrelay.simulate.loop import VirtualLoop
-from kvrelay.simulate.relay import Network, SimulatedConsumer, SimulatedProducer
+from kvrelay.simulate.relay import Network
 from kvrelay.simulate.runner import CostRunner
 from kvrelay.states import Role, WorkerState
 from kvrelay.wire import PROTOCOL_VERSION
@@ -49,9 +51,6 @@ from kvrelay.wire.serving import (
     Welcome,
 )
 
-VOCAB_SIZE = 32_768
-FINGERPRINT = "simulated"
-
 OnOutputs = Callable[[Peer, StepOutputs, int, float], None]
 """A worker's outputs, for its peer: of so many steps, each so long. The last of them has just ended."""
 
@@ -66,24 +65,30 @@ class Leap:
     step_s: float
     count: int
     is_cut: bool = False
+    num_begun: int = 0  # prompts that prefill workers began meanwhile, and that have no blocks here yet
 
     @property
     def ends_at(self) -> float:
         return self.began_at + self.count * self.step_s
 
+    def end_of_step(self, now: float) -> float:
+        """Of the one that is under way."""
+        return self.began_at + (1 + int((now - self.began_at) / self.step_s)) * self.step_s
+
 
 class SimulatedWorker:
-    """`on_outputs` brings what it says to the router; `on_drained` is called once it has nothing left to do."""
+    """`host` is one that it shares with others, if it does. `on_outputs` brings what it says to the router; `on_drained` is
+    called once it has nothing left to do."""
 
     def __init__(
         self,
         record: WorkerRecord,
         options: EngineOptions,
         network: Network,
-        costs: Costs,
-        host: Host,
+        host: Host | None,
         *,
         num_blocks: int,
+        takes_images: bool,
         on_outputs: OnOutputs,
         on_drained: Callable[[SimulatedWorker], None],
     ) -> None:
@@ -107,30 +112,39 @@ class SimulatedWorker:
         self.began_at = self.now
         self.died_at = 0.0  # 0 while it lives
         self.busy_s = 0.0
-        role = record.role
-        self._runner = CostRunner(costs, num_blocks, self._spend)
-        self.engine = Engine(
-            options=options,
-            runner=self._runner,
-            worker_id=record.id,
-            eos_token_ids=frozenset(),
-            max_model_len=record.max_model_len,
-            vocab_size=VOCAB_SIZE,
-            cache_seed=FINGERPRINT,
-            producer=SimulatedProducer(network, self.clock, self.wake) if role is Role.PREFILL else None,
-            consumer=SimulatedConsumer(network, self.clock, self.wake) if role is Role.DECODE else None,
+        self._work_s, self._has_prompts = 0.0, False  # of the step that is planned now
+        self._pass: Pass | None = None  # of the step under way, on a host that is shared
+        self._step_began_at = 0.0
+        self._at_end: list[tuple[Callable[..., object], tuple[object, ...]]] = []
+        self._runner: CostRunner | None = None  # of one that computes text
+        self._recorder: EventRecorder | None = None
+        hooks = Hooks(
+            network=network,
             clock=self.clock,
+            wake=self.wake,
+            prefill_began=self._prefill_began,
+            spend=self._spend,
+            at_end=self._when_over,
         )
-        self._recorder: EventRecorder | None = self.engine.kv.record_events() if options.kv_events else None
+        self.engine: Engine | EncodeEngine
+        if record.role is Role.ENCODE:
+            self.engine = encode_engine(record, options, hooks)
+        else:
+            engine, self._runner = text_engine(record, options, hooks, num_blocks=num_blocks, takes_images=takes_images)
+            self.engine = engine
+            self._recorder = engine.kv.record_events() if options.kv_events else None
 
     def clock(self) -> float:
         """The loop's, but during a step the moment at which that will have ended."""
         return self.now
 
-    def _spend(self, seconds: float) -> None:
-        seconds = self._host.takes(seconds, self.now)
-        self.now += seconds
-        self.busy_s += seconds
+    def _spend(self, seconds: float, has_prompts: bool) -> None:
+        self._work_s += seconds
+        self._has_prompts |= has_prompts
+        self.now += seconds if self._host is None else self._host.takes_s(seconds, has_prompts=has_prompts)
+
+    def _when_over(self, function: Callable[..., object], *arguments: object) -> None:
+        self._at_end.append((function, arguments))
 
     @property
     def is_idle(self) -> bool:
@@ -138,16 +152,31 @@ class SimulatedWorker:
 
     @property
     def num_transfers(self) -> int:
-        return self.engine.core.mover.counts().in_flight
+        """On their way, of KV or of embeddings."""
+        if not isinstance(self.engine, Engine):
+            return self.engine.load().transfers.in_flight
+        core = self.engine.core
+        return core.mover.counts().in_flight + (core.images.counts().in_flight if core.limits.takes_images else 0)
 
     @property
     def num_steps(self) -> int:
         return self.engine.load().steps + self.num_leapt
 
+    def check_idle(self) -> None:
+        """The leak check: it has nothing left to do, and holds nothing."""
+        load = self.engine.load()
+        assert not self.num_transfers, f"{self.record.id} has transfers left behind"
+        assert load.images is None or not load.images.held, f"{self.record.id} holds images"
+        if isinstance(self.engine, Engine):
+            invariants.check_idle(self.engine.core)
+        else:
+            assert load.waiting == load.transferring == 0, f"{self.record.id} has images left behind"
+
     def die(self) -> None:
         """Nothing more is heard of it. What it has computed before was told."""
         if self._leap is not None:
             self._land(int((self._loop.now - self._leap.began_at) / self._leap.step_s))
+        self._end_pass()
         self.is_alive, self.died_at = False, self._loop.now
         self._inbox.clear()
 
@@ -162,7 +191,7 @@ class SimulatedWorker:
         """An abort of what has ended here, as a router sends it behind every hand-over: nothing comes of it."""
         if not isinstance(message, Abort) or self._inbox or self.record.role is Role.PREFILL:
             return False
-        return self.engine.requests.keys().isdisjoint(message.request_ids)
+        return isinstance(self.engine, Engine) and self.engine.requests.keys().isdisjoint(message.request_ids)
 
     def wake(self) -> None:
         """There is something to do: at once, or when the step under way has ended."""
@@ -174,9 +203,33 @@ class SimulatedWorker:
         elif self._leap is not None and not self._leap.is_cut:
             self._leap.is_cut = True
             self._number += 1
-            num_begun = 1 + int((self._loop.now - self._leap.began_at) / self._leap.step_s)
-            self._leap.count = min(self._leap.count, num_begun)
+            num_steps = 1 + int((self._loop.now - self._leap.began_at) / self._leap.step_s)
+            self._leap.count = min(self._leap.count, num_steps)
             self._loop.at(self._leap.ends_at, self._turn, self._number)
+
+    def _prefill_began(self) -> None:
+        """Blocks are to be reserved when the step under way has ended. If that is one of several, these need not end for it."""
+        flight = self._leap
+        if flight is None or flight.is_cut:
+            self.wake()
+        elif (ends_at := flight.end_of_step(self._loop.now)) < flight.ends_at:
+            flight.num_begun += 1
+            self._loop.at(ends_at, self._reserve, flight)
+
+    def _reserve(self, flight: Leap) -> None:
+        if self._leap is not flight or flight.is_cut:
+            return
+        assert isinstance(self.engine, Engine)
+        self.now, core = self._loop.now, self.engine.core
+        if not leaves_room(core, flight.count, flight.num_begun):
+            self.wake()
+            return
+        flight.num_begun = 0
+        arrived = core.incoming.poll()
+        assert not arrived, "an arrival ends a leap"
+        core.scheduler.reserve_early()
+        if core.incoming.startable:
+            self.wake()
 
     def _turn(self, number: int) -> None:
         if not self.is_alive or number != self._number:
@@ -185,33 +238,61 @@ class SimulatedWorker:
         if self._leap is not None:
             self._land(self._leap.count)
         if self._told is not None:
-            self._tell(self._told, 1, 0.0)
-            self._told = None
+            self._end_step(self._told)
         while self._inbox:
             self._take(self._inbox.popleft())
         self._go_on()
 
     def _go_on(self) -> None:
-        engine = self.engine
-        if not engine.has_work:
+        if not self.engine.has_work:
             self._is_busy = False
-            if engine.drained:
+            if self.engine.drained:
                 self._on_drained(self)
-        elif (count := self._possible_steps()) > 1:
-            self._leap = leap = Leap(self.now, self._runner.decode_s(len(engine.scheduler.running)), count)
-            self._loop.at(leap.ends_at, self._turn, self._number)
+        elif (flight := self._possible_leap()) is not None:
+            self._leap = flight
+            self._loop.at(flight.ends_at, self._turn, self._number)
         else:
-            self._told = engine.step()
+            self._begin_step()
+
+    def _begin_step(self) -> None:
+        self._step_began_at, self._work_s, self._has_prompts = self.now, 0.0, False
+        self._told = self.engine.step()
+        if self._host is not None and self._work_s:
+            self._pass = self._host.begin(self._work_s, self._ends_at, has_prompts=self._has_prompts)
+        else:
             self._loop.at(self.now, self._turn, self._number)
 
-    def _possible_steps(self) -> int:
+    def _ends_at(self, when: float) -> None:
+        """What was said before does not hold any more."""
+        self._number += 1
+        self._loop.at(when, self._turn, self._number)
+
+    def _end_step(self, told: StepOutputs) -> None:
+        self._end_pass()
+        self.busy_s += self.now - self._step_began_at
+        at_end, self._at_end = self._at_end, []
+        for function, arguments in at_end:
+            function(*arguments)
+        self._told = None
+        self._tell(told, 1, 0.0)
+
+    def _end_pass(self) -> None:
+        if self._host is not None and self._pass is not None:
+            ended, self._pass = self._pass, None
+            self._host.end(ended)
+
+    def _possible_leap(self) -> Leap | None:
+        """Not where how long a step takes depends on others, or on chance."""
+        if self._host is not None or self._runner is None or self._runner.has_jitter:
+            return None
+        assert isinstance(self.engine, Engine)
         core = self.engine.core
-        if self._host.num_cores:
-            return 0  # how long a step takes depends on who else computes when it begins
-        if core.outgoing.producer.has_news or core.incoming.consumer.has_news or not core.scheduler.running:
-            return 0
-        step_s = self._runner.decode_s(len(core.scheduler.running))
-        return min(possible_steps(core), int(_LONGEST_LEAP_S / step_s))
+        running = core.scheduler.running
+        if not running or core.outgoing.producer.has_news or core.incoming.consumer.has_news or core.images.has_news:
+            return None
+        step_s = self._runner.decode_s(len(running))
+        count = min(possible_steps(core), int(_LONGEST_LEAP_S / step_s))
+        return Leap(self.now, step_s, count) if count > 1 else None
 
     def _land(self, count: int) -> None:
         """Of the leap, so many steps were taken."""
@@ -221,6 +302,7 @@ class SimulatedWorker:
             self.now = flight.began_at + count * flight.step_s
             self.busy_s += count * flight.step_s
             self.num_leapt += count
+            assert isinstance(self.engine, Engine)
             leap(self.engine.core, count)
             self._tell(self.engine.say(), count, flight.step_s)
 

@@ -6,14 +6,19 @@ import functools
 
 from kvrelay.checkpoint.spec import read_spec
 from kvrelay.config import TransferOptions
+from kvrelay.engine.encode import EncodeEngine
 from kvrelay.errors import ConfigError
+from kvrelay.ids import TransferId
 from kvrelay.media.decode import Limits, decode
 from kvrelay.media.image_spec import read_image_spec
 from kvrelay.runner.build import model_fingerprint
 from kvrelay.runner.vision.build import build_encoder
 from kvrelay.runner.vision.encoder import Encoder
+from kvrelay.runner.vision.feature_rows import to_rows
 from kvrelay.transfer.embedding.mover import EmbeddingProducer
-from kvrelay.worker.encode import EncodeEngine
+from kvrelay.transfer.embedding.pool import Embedding
+from kvrelay.wire.serving import Image
+from kvrelay.worker.embedding import describe
 from kvrelay.worker.images import Reach, relay_parts
 from kvrelay.worker.stage import BuildStage, Setup, Stage, Waker
 from kvrelay.worker.transports import signal_port
@@ -34,11 +39,19 @@ def encode_stage(options: TransferOptions, host: str, port: int = 0) -> BuildSta
         parts = relay_parts(setup, image_spec, fingerprint, reach)
         with signal_port(host, port):
             producer = EmbeddingProducer(parts, listen_host=host, listen_port=port)
+
+        merge_size = image_spec.merge_size
+
+        def offer(transfer_id: TransferId, image: Image) -> bool:
+            fill_ids, positions, aux = describe(image, merge_size)
+            rows = to_rows(encoder.store.get(image.digest))
+            return producer.offer(transfer_id, Embedding(rows=rows, fill_ids=fill_ids, positions=positions, aux=aux))
+
         engine = EncodeEngine(
             worker_id=setup.worker_id,
             encoder=encoder,
             producer=producer,
-            merge_size=image_spec.merge_size,
+            offer=offer,
             max_queue=setup.engine.max_queue,
         )
         return Stage(

@@ -8,6 +8,7 @@ import msgspec
 
 from kvrelay.config import EngineOptions, Environment, ModelOptions, TransferOptions
 from kvrelay.engine.engine import Engine
+from kvrelay.engine.requests.local_encoder import LocalEncoder
 from kvrelay.errors import ConfigError
 from kvrelay.ids import new_worker_id
 from kvrelay.media.image_spec import read_image_spec
@@ -19,7 +20,7 @@ from kvrelay.worker.images import Reach, open_images
 from kvrelay.worker.stage import BuildStage, Setup, Stage, Waker, publishes_events
 
 if TYPE_CHECKING:  # it loads Pillow
-    from kvrelay.worker.local_encoder import LocalEncoder
+    from kvrelay.runner.vision.encoder import Encoder
 
 
 def whole_stage(options: TransferOptions, host: str) -> BuildStage:
@@ -41,8 +42,7 @@ def build_engine(
 
 
 def _join(setup: Setup, reach: Reach | None = None) -> tuple[Engine, Stage]:
-    encoder = _open_encoder(setup)
-    features = None if encoder is None else encoder.store
+    tower = _open_tower(setup)
     runner = build_runner(
         setup.model,
         setup.engine,
@@ -50,7 +50,7 @@ def _join(setup: Setup, reach: Reach | None = None) -> tuple[Engine, Stage]:
         setup.environment,
         setup.progress,
         shared_region if setup.model.tp > 1 else None,
-        features=features,
+        features=None if tower is None else tower.store,
         on_rank_death=setup.on_rank_death,
     )
     engine = Engine(
@@ -61,7 +61,7 @@ def _join(setup: Setup, reach: Reach | None = None) -> tuple[Engine, Stage]:
         max_model_len=runner.max_model_len,
         vocab_size=runner.spec.vocab_size,
         cache_seed=runner.fingerprint,
-        images=open_images(setup, runner, reach=reach, encoder=encoder),
+        images=open_images(setup, runner, reach=reach, encoder=None if tower is None else LocalEncoder(tower)),
         adapters=runner.adapters,
     )
     stage = Stage(
@@ -75,11 +75,10 @@ def _join(setup: Setup, reach: Reach | None = None) -> tuple[Engine, Stage]:
     return engine, stage
 
 
-def _open_encoder(setup: Setup) -> LocalEncoder | None:
+def _open_tower(setup: Setup) -> Encoder | None:
     """None for a text model, whose worker loads none of this."""
     if read_image_spec(setup.folder) is None:
         return None
     from kvrelay.worker.encode_stage import tower_of
-    from kvrelay.worker.local_encoder import LocalEncoder
 
-    return LocalEncoder(tower_of(setup))
+    return tower_of(setup)

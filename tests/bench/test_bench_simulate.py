@@ -8,6 +8,7 @@ from tiny_models import tiny_model
 
 from kvrelay.bench.main import find_scenario
 from kvrelay.bench.serve.client import Asked
+from kvrelay.bench.simulate.calibrate import Measured, costs_of
 from kvrelay.bench.simulate.scenario import COMPARED, SimulateBench, predict
 from kvrelay.simulate.costs import Costs, line
 
@@ -27,6 +28,24 @@ def test_the_requests_that_were_asked_are_simulated() -> None:
     crowded = predict(1, COSTS, [asked(100.0, 190, 11)] * 5, SimulateBench())
     assert crowded["ttft_ms_p99"] > found["ttft_ms_p99"]
     assert predict(2, COSTS, [asked(100.0, 190, 11)] * 5, SimulateBench())["ttft_ms_p99"] < crowded["ttft_ms_p99"]
+
+
+def test_costs_are_those_of_a_pass_alone_and_how_much_others_slow_it() -> None:
+    """Batches were measured with both decode workers busy; a round on a busier machine has the same ratios."""
+    found = Measured(
+        prompts={100: [50.0, 60.0, 90.0]},
+        steps={1: [15.0, 18.0, 27.0], 4: [30.0, 36.0, 54.0]},
+        shared_prompts={1: [50.0, 60.0, 90.0], 3: [100.0, 120.0, 180.0]},
+        shared_steps={1: [10.0, 12.0, 18.0], 2: [15.0, 18.0, 27.0]},
+        hand_overs=[2.0, 3.0, 4.0],
+        jitter=[0.9, 1.0, 1.1],
+    )
+    costs = costs_of(found, pairs=2)
+    assert costs.decode == ((1, pytest.approx(12.0)), (4, pytest.approx(24.0)))
+    assert costs.prefill_sharing == ((1, 1.0), (3, 2.0))
+    assert costs.decode_sharing == ((1, 1.0), (2, 1.5))
+    assert (min(costs.jitter), max(costs.jitter)) == (0.9, 1.1)
+    assert costs.latency_ms == 3.0
 
 
 def test_a_real_cluster_and_its_simulation_answer_the_same_requests() -> None:

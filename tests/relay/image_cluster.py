@@ -22,6 +22,7 @@ from server import is_idle
 from vision_models import Kind, Prompt, tiny_vl
 
 from kvrelay.config import EngineOptions, ModelOptions, TransferOptions, read_environment
+from kvrelay.engine.encode import EncodeEngine
 from kvrelay.engine.engine import Engine
 from kvrelay.ids import WorkerId, new_worker_id
 from kvrelay.metrics import Metrics
@@ -37,7 +38,6 @@ from kvrelay.wire import PROTOCOL_VERSION
 from kvrelay.wire.registry import ImageCounts, WorkerRecord
 from kvrelay.wire.serving import Encode
 from kvrelay.worker.build import stage_of
-from kvrelay.worker.encode import EncodeEngine
 from kvrelay.worker.serving import EngineFailedError, ServingLoop
 from kvrelay.worker.stage import Setup, Stage
 
@@ -156,7 +156,8 @@ class Worker:
             assert not self.engine._owners
             assert not self.engine._waiting
             assert not self.engine._made
-            pool = self.engine._producer.pool_counts()
+            producer: Any = self.engine._producer
+            pool = producer.pool_counts()
         else:
             assert isinstance(self.engine, Engine)
             check_idle(self.engine.core)

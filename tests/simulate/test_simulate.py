@@ -11,6 +11,8 @@ from kvrelay.simulate import worker as simulated_worker
 from kvrelay.simulate.cluster import Layout, SimulatedCluster
 from kvrelay.simulate.costs import H200_8B, Costs, line
 from kvrelay.simulate.figures import figures
+from kvrelay.simulate.host import Host, Pass
+from kvrelay.simulate.loop import VirtualLoop
 from kvrelay.simulate.run import Failure, Outcome, Targets, simulate
 from kvrelay.simulate.traffic import Kind, Wanted, draw
 from kvrelay.states import Role
@@ -147,6 +149,33 @@ def test_workers_of_one_host_share_its_cores() -> None:
     assert ample == pytest.approx(apart, rel=1e-3)
     assert scarce["ttft_ms_p90"] > 1.5 * ample["ttft_ms_p90"]
     assert scarce["itl_ms_p50"] > 1.5 * ample["itl_ms_p50"]
+
+
+def test_a_pass_is_slowed_by_those_that_begin_after_it_and_only_while_they_run() -> None:
+    """Alone it takes a second; for half a second another one ran beside it, and both got on at half their speed."""
+    loop, ends = VirtualLoop(), dict[str, float]()
+    host = Host(loop, dict.fromkeys((True, False), ((1, 1.0), (2, 2.0))))
+    begun: dict[str, Pass] = {}
+
+    def begin(name: str, seconds: float) -> None:
+        begun[name] = host.begin(seconds, lambda when: ends.__setitem__(name, when), has_prompts=False)
+
+    def end(name: str) -> None:
+        if loop.now == ends[name]:
+            host.end(begun.pop(name))
+
+    loop.at(0.0, begin, "long", 1.0)
+    loop.at(0.5, begin, "short", 0.25)
+    loop.at(1.0, end, "short")
+    loop.run(lambda: False)
+    assert ends == {"long": pytest.approx(1.25), "short": pytest.approx(1.0)}
+
+
+def test_steps_that_vary_are_the_same_with_the_same_seed() -> None:
+    costs = msgspec.structs.replace(COSTS, jitter=(0.5, 1.0, 3.0))
+    first, again, even = (figures(run(Layout(), wanted(), costs=each), TARGETS) for each in (costs, costs, COSTS))
+    assert first == again
+    assert first["itl_ms_p99"] > 2 * even["itl_ms_p99"]
 
 
 def test_a_day_is_busiest_at_noon() -> None:

@@ -56,9 +56,9 @@ def test_a_trace_has_sessions_and_prefixes(tmp_path: Path) -> None:
     conversation, single = read_trace(path)
     assert [turn.prompt_tokens for turn in conversation.turns] == [100, 20]
     assert conversation.turns[1].pause_s == 2.0
-    assert len(conversation.first_prompt()) == 100
-    assert len(conversation.next_prompt(conversation.first_prompt(), 1)) == 100 + 10 + 20
-    assert len(single.first_prompt()) == 80
+    assert len(conversation.first_prompt().tokens) == 100
+    assert len(conversation.next_prompt(conversation.first_prompt(), 1).tokens) == 100 + 10 + 20
+    assert len(single.first_prompt().tokens) == 80
     assert single.at_s == 2.0
 
 
@@ -70,6 +70,7 @@ def test_a_trace_has_sessions_and_prefixes(tmp_path: Path) -> None:
         (["--fail", "soon:decode"], "--fail"),
         (["--fail", "3:decode:later"], "--fail"),
         (["--decode", "0"], "--decode"),
+        (["--image-share", "0.5"], "--encode"),
         (["--kv-blocks", "4"], "--kv-blocks"),
         (["--prefil", "2"], "--prefill"),
     ],

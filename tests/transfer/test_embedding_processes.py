@@ -14,9 +14,10 @@ from contextlib import contextmanager
 import pytest
 from embedding_pair import Consumer, consumer, producer, wait_for, wide_embedding
 
+from kvrelay.errors import EmbeddingTooLargeError
 from kvrelay.ids import TransferId, WorkerId, new_transfer_id
 from kvrelay.states import EmbeddingState
-from kvrelay.transfer.embedding.mover import EmbeddingProducer, EmbeddingTooLargeError
+from kvrelay.transfer.embedding.mover import EmbeddingProducer
 from kvrelay.transfer.embedding.room import EmbeddingSettings
 from kvrelay.transfer.relay.link import TransferSettings
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import pathlib
 import shutil
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.native.compile import compile_and_load
+from kvrelay.native.compile import load_native
 from kvrelay.transfer import copy
 from kvrelay.transfer.engines import ranges as arithmetic
 from kvrelay.transfer.engines.base import Ranges, TransferError
@@ -101,20 +102,35 @@ def test_the_copy_is_native_where_there_is_a_compiler() -> None:
     assert (copy._best_copy() is not copy._copy_by_ctypes) == (shutil.which("cc") is not None)
 
 
-def test_source_that_does_not_compile_is_no_library_and_no_error() -> None:
-    assert compile_and_load("broken", "this is not C") is None
+def c_file(folder: pathlib.Path, source: str) -> str:
+    """As a module calls it that stands beside it."""
+    (folder / "answer.c").write_text(source)
+    return str(folder / "answer.py")
 
 
-def test_native_code_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_source_that_does_not_compile_is_no_library_and_no_error(tmp_path: pathlib.Path) -> None:
+    assert load_native(c_file(tmp_path, "this is not C")) is None
+
+
+def test_native_code_can_be_switched_off(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     monkeypatch.setenv("KVRELAY_NATIVE", "0")
-    assert compile_and_load("answer", "int answer(void) { return 42; }") is None
+    assert load_native(c_file(tmp_path, "int answer(void) { return 42; }")) is None
 
 
-def test_a_library_is_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    cache = tmp_path_factory.mktemp("cache")
-    monkeypatch.setenv("KVRELAY_CACHE", str(cache))
+def test_a_library_is_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    monkeypatch.setenv("KVRELAY_CACHE", str(tmp_path))
     for _ in range(2):
-        library = compile_and_load("answer", "int answer(void) { return 42; }")
+        library = load_native(c_file(tmp_path, "int answer(void) { return 42; }"))
         assert library is not None
         assert library.answer() == 42
-    assert len(list((cache / "native").iterdir())) == 1
+    assert len(list((tmp_path / "native").iterdir())) == 1
+
+
+def test_a_library_of_the_wheel_that_cannot_be_loaded_is_compiled_instead(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    monkeypatch.setenv("KVRELAY_CACHE", str(tmp_path))
+    (tmp_path / "answer.so").write_text("no library")
+    library = load_native(c_file(tmp_path, "int answer(void) { return 42; }"))
+    assert library is not None
+    assert library.answer() == 42

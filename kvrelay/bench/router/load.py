@@ -171,8 +171,9 @@ def run(load: LoadRequest) -> LoadResult:
     return uvloop.run(generate(load))
 
 
-async def generate(load: LoadRequest) -> LoadResult:
-    result, request, start = LoadResult(), build_request(load), time.perf_counter()
+async def generate(load: LoadRequest, result: LoadResult | None = None) -> LoadResult:
+    """`result`: what it has seen can be read there meanwhile."""
+    result, request, start = result or LoadResult(), build_request(load), time.perf_counter()
     ends = await asyncio.gather(*(_drive(load, request, start + load.duration_s, result) for _ in range(load.connections)))
     result.wall_s = max(ends) - start
     return result

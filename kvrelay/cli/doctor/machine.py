@@ -15,6 +15,8 @@ import zmq
 from kvrelay.cli.doctor.finding import Checks, Finding, Grade
 from kvrelay.cli.doctor.host import check_card_transports
 from kvrelay.config import Environment, ModelOptions
+from kvrelay.kernels.native import prebuilt
+from kvrelay.kernels.native.build import COMPILERS
 
 _LIBRARIES = ("torch", "numpy", "safetensors", "tokenizers", "llguidance", "msgspec", "pyzmq", "uvicorn", "uvloop")
 _MINIMUM_PYTHON = (3, 11)
@@ -98,7 +100,9 @@ def check_gpu() -> Finding:
 def check_compiler(environment: Environment) -> Finding:
     if not environment.native_kernels:
         return Finding(Grade.WARN, "native kernels are switched off", "unset KVRELAY_NATIVE")
-    compiler = next((path for path in map(shutil.which, ("cc", "gcc", "clang")) if path), None)
+    if (brought := prebuilt.find()) is not None:
+        return Finding(Grade.OK, f"not needed: the package brings {brought.stem}")
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
         return Finding(Grade.WARN, "no C compiler", "install gcc or clang: native CPU kernels are faster than torch's")
     return Finding(Grade.OK, compiler)

@@ -82,6 +82,8 @@ class _Wants:
 class NoFeatures:
     """Of a worker whose model takes no images: requests with any are refused."""
 
+    num_held = 0
+
     def is_ready(self, digest: str) -> bool:
         return False
 

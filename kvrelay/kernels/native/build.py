@@ -1,4 +1,4 @@
-"""Compiles the C kernels on first use and loads them. Without a compiler, loads those of the wheel (prebuilt.py).
+"""Loads the C kernels: those that the wheel brought for this kind of processor (prebuilt.py), else compiled on first use:
 
 1. The name of the library is a digest of sources, flags, compiler and processor, so a cached one always fits: machines that
    share a cache folder each find the library for their own kind (AVX-512, AVX2, NEON, or plain C).
@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from kvrelay.kernels.native import prebuilt
 
@@ -43,7 +43,7 @@ class KernelsUnavailableError(Exception):
 def load_library(
     cache_dir: pathlib.Path, compilers: Sequence[str] = COMPILERS, processor: Sequence[str] = _THIS_PROCESSOR
 ) -> ctypes.CDLL:
-    """The compiled kernels, ready to be called. Takes a few seconds the first time. `processor` is what the compiler is told
+    """The compiled kernels, ready to be called. Compiling takes a few seconds, once. `processor` is what the compiler is told
     of it: by default to use all that this one has."""
     if not sys.platform.startswith("linux"):
         raise KernelsUnavailableError(f"they are built on Linux only, not on {sys.platform}")
@@ -59,13 +59,11 @@ def load_library(
 
 
 def _library(cache_dir: pathlib.Path, compilers: Sequence[str], processor: Sequence[str]) -> ctypes.CDLL:
-    try:
-        return _cached_library(cache_dir / "kernels", _find_compiler(compilers), processor)
-    except KernelsUnavailableError:
-        brought = prebuilt.find()
-        if brought is None:
-            raise
-        return ctypes.CDLL(str(brought))
+    brought = prebuilt.find()
+    if brought is not None and processor == _THIS_PROCESSOR:
+        with suppress(OSError):  # made for another C library
+            return ctypes.CDLL(str(brought))
+    return _cached_library(cache_dir / "kernels", _find_compiler(compilers), processor)
 
 
 def _cached_library(folder: pathlib.Path, compiler: str, processor: Sequence[str]) -> ctypes.CDLL:

@@ -1,8 +1,7 @@
-"""C kernels that are compiled when a wheel is made, for machines that have no compiler: one library for each kind of processor.
+"""C kernels that are compiled when a wheel is made: one library for each kind of processor.
 
     wheel      setup.py calls `build`: every variant of the machine it runs on, under kernels/native/built/
-    run time   `find`: the best one that this processor has all features for. Where there is a compiler, none of them is used:
-               what it makes for this very processor is at least as fast
+    run time   `find`: the best one that this processor has all features for. Nothing is compiled then
 
 Nothing here needs a package that is not in Python itself: setup.py runs before any is installed.
 """

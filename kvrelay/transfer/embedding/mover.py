@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvrelay.errors import KVRelayError
+from kvrelay.errors import EmbeddingTooLargeError
 from kvrelay.ids import TransferId, WorkerId, as_transfer_id, as_worker_id
 from kvrelay.transfer.embedding.arrival import EmbeddingArrival
 from kvrelay.transfer.embedding.kind import EMBEDDINGS, EmbeddingSent
@@ -46,10 +46,6 @@ from kvrelay.transfer.relay.turns import ConsumerTurns, Front, ProducerTurns
 
 SendingMachine = ProducerMachine[EmbeddingSending, EmbeddingLayout, list[EmbeddingSent]]
 ReceivingMachine = ConsumerMachine[EmbeddingReceiving, EmbeddingLayout, list[EmbeddingArrival]]
-
-
-class EmbeddingTooLargeError(KVRelayError):
-    """An embedding, or its aux data, that does not even fit an empty pool."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

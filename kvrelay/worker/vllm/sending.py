@@ -112,7 +112,7 @@ class Sending(Hooks):
             self._give_back(request_id)
             if (prompt := self._prompts.pop(request_id, None)) is not None:
                 self._carriers.pop(prompt.carrier.sequence_id, None)
-                self._released(prompt, reasons.get(request_id, ""))
+                self._released(prompt, reasons.get(request_id, ""), news.sent_bytes.get(request_id, 0))
 
     def make_room(self) -> None:
         """Asks the peer of the oldest computed prompt to do without its blocks for now."""
@@ -179,7 +179,7 @@ class Sending(Hooks):
             prompt.is_lent = False
             self._book.core.sent(prompt.carrier.sequence_id)
 
-    def _released(self, prompt: _Prompt, reason: str) -> None:
+    def _released(self, prompt: _Prompt, reason: str, sent_bytes: int) -> None:
         open_ = prompt.open
         if open_.id in self._book.opens:
             why = reason or "not wanted any more"
@@ -188,8 +188,13 @@ class Sending(Hooks):
         self._book.outbox.news.append(HandedOver(open_.id))
         self._book.tell_over(open_, FreeReason.FAILED if reason else FreeReason.HANDED_OVER)
         if not reason:
-            ms = round(1000 * open_.stages.seconds_in(Stage.HAND_OVER), 1)
-            log.info("KV handed over", request=open_.id, tokens=len(open_.common), ms=ms)
+            transfer = open_.submit.transfer
+            assert transfer is not None
+            log.info(
+                "KV handed over",
+                request=open_.id, transfer=transfer.transfer_id, tokens=len(open_.common), bytes=sent_bytes,
+                ms=round(1000 * open_.stages.seconds_in(Stage.HAND_OVER), 1), trace=transfer.trace_id,
+            )  # fmt: skip
 
     # What the core asks and tells
 

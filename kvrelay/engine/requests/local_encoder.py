@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 
+from kvrelay.engine.interfaces import Tower, patches_in
 from kvrelay.engine.requests.images import ImageFailure
 from kvrelay.errors import InvalidRequestError
 from kvrelay.ids import RequestId, WorkerId
-from kvrelay.runner.vision.encoder import Encoder
-from kvrelay.runner.vision.features import FeatureStore
 from kvrelay.wire.registry import ImageCounts
 from kvrelay.wire.serving import EmbeddingTransfer, Image
 
@@ -18,13 +17,9 @@ _PATCHES_PER_STEP = 4096  # of images encoded between two steps of the text mode
 class LocalEncoder:
     """Implements `engine.requests.images.ImageSource`. Encodes between the steps of the text model, a few images at a time."""
 
-    def __init__(self, encoder: Encoder) -> None:
+    def __init__(self, encoder: Tower) -> None:
         self._encoder = encoder
         self._waiting: deque[tuple[RequestId, Image]] = deque()
-
-    @property
-    def store(self) -> FeatureStore:
-        return self._encoder.store
 
     def fetch(self, request_id: RequestId, image: Image, transfer: EmbeddingTransfer | None) -> None:
         assert transfer is None
@@ -64,8 +59,3 @@ class LocalEncoder:
 
     def close(self) -> None:
         self._waiting.clear()
-
-
-def patches_in(image: Image) -> int:
-    frames, num_rows, num_columns = image.grid
-    return frames * num_rows * num_columns

@@ -11,19 +11,24 @@ themselves.
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
+from kvrelay.engine.interfaces import Tower, patches_in
 from kvrelay.engine.requests.stages import Stages
-from kvrelay.errors import InternalError, InvalidRequestError, QueueFullError, RequestError, UnavailableError
+from kvrelay.errors import (
+    EmbeddingTooLargeError,
+    InternalError,
+    InvalidRequestError,
+    QueueFullError,
+    RequestError,
+    UnavailableError,
+)
 from kvrelay.ids import KeptId, RequestId, TransferId, WorkerId
-from kvrelay.log import Log
-from kvrelay.runner.vision.encoder import Encoder
-from kvrelay.runner.vision.feature_rows import to_rows
 from kvrelay.states import Stage
-from kvrelay.transfer.embedding.mover import EmbeddingProducer, EmbeddingTooLargeError
-from kvrelay.transfer.embedding.pool import Embedding
 from kvrelay.wire.registry import ImageCounts, TransferCounts, WorkerLoad
 from kvrelay.wire.serving import (
     EmbeddingTransfer,
@@ -37,12 +42,63 @@ from kvrelay.wire.serving import (
     StepOutputs,
     Submit,
 )
-from kvrelay.worker.embedding import describe
-from kvrelay.worker.local_encoder import patches_in
-
-log = Log("encode")
 
 _PATCHES_PER_STEP = 16_384  # about four images of a million pixels
+
+
+Offer = Callable[[TransferId, Image], bool]
+"""Gives the features of an image, which are there, to the relay. False: there is no room; try again after a later `poll`.
+Raises EmbeddingTooLargeError."""
+
+
+class Sent(Protocol):
+    """How an expected transfer ended. `error` is empty when its consumer has everything."""
+
+    @property
+    def transfer_id(self) -> TransferId: ...
+
+    @property
+    def error(self) -> str: ...
+
+    @property
+    def is_unwanted(self) -> bool:
+        """It was the consumer that ended it."""
+
+
+class SentCounts(Protocol):
+    """Since the start."""
+
+    done: int
+    failed: int
+    moved_bytes: int
+    resumes: int
+    by_peer: dict[WorkerId, int]
+
+
+class EmbeddingSender(Protocol):
+    """The relay, as an encode worker sees it. No call blocks."""
+
+    def expect(self, transfer_id: TransferId, consumers: Sequence[WorkerId]) -> None:
+        """An embedding will be offered; these will ask for it."""
+
+    def abort(self, transfer_id: TransferId) -> None:
+        """Nothing more is told of it."""
+
+    def peer_lost(self, worker_id: WorkerId) -> None: ...
+
+    @property
+    def has_news(self) -> bool: ...
+
+    @property
+    def num_live(self) -> int:
+        """Transfers that have not ended."""
+
+    def poll(self) -> Sequence[Sent]:
+        """Of each expected transfer once, unless it was aborted."""
+
+    def counts(self) -> SentCounts: ...
+
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,23 +111,25 @@ class _Job:
 
 
 class EncodeEngine:
-    """Implements `worker.serving_engine.ServingEngine`. One thread calls it."""
+    """As `worker.serving_engine.ServingEngine` asks of it. One thread calls it."""
 
     def __init__(
         self,
         *,
         worker_id: WorkerId,
-        encoder: Encoder,
-        producer: EmbeddingProducer,
-        merge_size: int,
+        encoder: Tower,
+        producer: EmbeddingSender,
+        offer: Offer,
         max_queue: int,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._worker_id = worker_id
         self._encoder = encoder
         self._store = encoder.store
         self._producer = producer
-        self._merge_size = merge_size
+        self._offer = offer
         self._max_queue = max_queue
+        self._clock = clock
         self._open: dict[RequestId, set[TransferId]] = {}  # what was neither taken nor refused yet
         self._stages: dict[RequestId, Stages] = {}  # of the same requests
         self._owners: dict[TransferId, RequestId] = {}
@@ -92,7 +150,7 @@ class EncodeEngine:
             self._news.append(Failure.of(encode.request_id, error))
             return
         self._open[encode.request_id] = {transfer.transfer_id for transfer in encode.transfers}
-        self._stages[encode.request_id] = Stages()
+        self._stages[encode.request_id] = Stages(clock=self._clock)
         for image, transfer in zip(encode.images, encode.transfers, strict=True):
             self._owners[transfer.transfer_id] = encode.request_id
             self._producer.expect(transfer.transfer_id, [transfer.consumer])
@@ -214,7 +272,7 @@ class EncodeEngine:
         while self._made and not self._pool_full:
             job = self._made[0]
             try:
-                self._pool_full = not self._producer.offer(job.transfer.transfer_id, self._embedding(job.image))
+                self._pool_full = not self._offer(job.transfer.transfer_id, job.image)
             except EmbeddingTooLargeError as error:
                 self._fail(job.request_id, InvalidRequestError(str(error), param="messages"))
                 continue
@@ -222,10 +280,6 @@ class EncodeEngine:
                 self._stages[job.request_id].enter(Stage.TRANSFER)
                 self._made.popleft()
                 self._store.release(job.image.digest)
-
-    def _embedding(self, image: Image) -> Embedding:
-        fill_ids, positions, aux = describe(image, self._merge_size)
-        return Embedding(rows=to_rows(self._store.get(image.digest)), fill_ids=fill_ids, positions=positions, aux=aux)
 
     # Endings
 
