@@ -36,7 +36,7 @@ class Steps:
 
     While a pass computes something that is being sent, the thread looks for finished layers now and then. Waking it with every
     layer would hand it the interpreter just when the model needs it; so it mostly runs while the model is inside a kernel. A
-    card's kernels are only launched by then, which needs the interpreter all the time: it looks less often until that is over."""
+    card's kernels are only launched by then, which needs the interpreter all the time, so it looks less often."""
 
     def __init__(self, find: Callable[[RequestId], Sending | None], num_layers: int) -> None:
         self._find = find
