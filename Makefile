@@ -58,7 +58,7 @@ test: check libraries ## check, then every test but the long counts (under 12 mi
 	$(call run_tests,-m 'not long and not cuda')
 
 test-all: check libraries ## check, then every test with the long counts; tests for NVIDIA cards skip themselves where there is none
-	@export KVRELAY_CHAOS_S=60; $(call run_tests,)
+	@export KVRELAY_CHAOS_S=60 KVRELAY_FUZZ_CASES=10000; $(call run_tests,)
 
 test-vllm: $(VLLM_STAMP) ## vLLM as an engine, for real, in an environment of its own (.venv-vllm)
 	PYTHONPATH=$(CURDIR) $(VLLM_VENV)/bin/python -m pytest tests/vllm_engine -v $(ARGS)

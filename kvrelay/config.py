@@ -131,12 +131,11 @@ class RouterOptions(Options, frozen=True, kw_only=True):
     ] = 0
     api_key: Annotated[str, Meta(description="key that clients must send; separate several keys by commas")] = ""
     api_key_file: Annotated[str, Meta(description="file of API keys, one per line; it is read again when it changes")] = ""
+    admin_key_file: Annotated[str, Meta(description="file of keys that an operator's orders need, as --api-key-file")] = ""
     allowed_origins: Annotated[
         str, Meta(description="origins whose pages may call the server from a browser, separated by commas; * is every origin")
     ] = ""
-    max_connections: Annotated[Positive, Meta(description="HTTP connections open at once; further ones are answered 503")] = (
-        16384
-    )
+    max_connections: Annotated[Positive, Meta(description="HTTP connections open at once; others are answered 503")] = 16384
     request_timeout_s: Annotated[
         float,
         Meta(

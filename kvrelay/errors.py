@@ -4,6 +4,7 @@ KVRelayError
 ├── RequestError                 reaches the client as OpenAI's error JSON
 │   ├── InvalidRequestError      400, names the field
 │   ├── UnauthorizedError        401
+│   ├── ForbiddenError           403
 │   ├── NotFoundError            404
 │   ├── MethodNotAllowedError    405
 │   ├── ConflictError            409
@@ -62,6 +63,13 @@ class InvalidRequestError(RequestError):
 class UnauthorizedError(RequestError):
     status = 401
     kind = "authentication_error"
+
+
+class ForbiddenError(RequestError):
+    """The key is valid, but not for this."""
+
+    status = 403
+    kind = "permission_error"
 
 
 class NotFoundError(RequestError):

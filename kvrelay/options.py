@@ -26,7 +26,7 @@ from kvrelay.errors import ConfigError
 from kvrelay.states import Role
 
 _NUM_WORKERS = "workers"  # in a role's block of a config file; elsewhere the role's name stands for it
-_NEVER_EMPTY = ("api_key", "api_key_file")  # such as "$KEY" of a variable that is not set: the server would need no key
+_NEVER_EMPTY = ("api_key", "api_key_file", "admin_key_file")  # such as "$KEY" of an unset variable: none would be needed
 O = TypeVar("O", bound=Options)
 _METAVARS: dict[type[inspect.Type], str] = {inspect.IntType: "N", inspect.FloatType: "X", inspect.StrType: "TEXT"}
 # What short options mean elsewhere; there are none here.

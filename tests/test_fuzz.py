@@ -36,8 +36,8 @@ from kvrelay.wire.codec import Decoder, encode
 from kvrelay.wire.registry import Leave, Register, Renew, WorkerLoad, WorkerRecord
 
 SEED = int(os.environ.get("KVRELAY_FUZZ_SEED", "1"))
-CASES = 10_000  # a port
-BATCH = 2500
+CASES = int(os.environ.get("KVRELAY_FUZZ_CASES", "3000"))  # a port; `make test-all` has 10,000
+BATCH = CASES // 4
 OPENINGS = 400  # of these cases, connections that do not speak ZMQ, or not to the end
 MAX_GROWTH_BYTES = 80 << 20  # of one process, by one port's cases
 MAX_LINES = 300  # logged by one process about one port's cases

@@ -40,7 +40,7 @@ def make_engine(
         pytest.skip("no NVIDIA card")
     settings = EngineOptions(**{"max_model_len": 128, "kv_blocks": 128, "check_invariants": True, **options})  # type: ignore[arg-type]
     lora = tuple(f"{name}={adapter_folder(model, name)}" for name in adapters)
-    chosen = ModelOptions(model=model, dtype="float32", threads=2, lora=lora, tp=tp, device=device)
+    chosen = ModelOptions(model=model, dtype="float32", threads=tp, lora=lora, tp=tp, device=device)
     allocate = shared_region if tp > 1 else None
     runner = build_runner(chosen, settings, tiny_model(model), read_environment(), Silent(), allocate)
     return Engine(
@@ -102,9 +102,10 @@ def numbers_of(outputs: list[SequenceOutput]) -> list[object]:
 @pytest.mark.parametrize(
     ("model", "adapter"), [*((FUSED, name) for name in ADAPTERS), ("llama", "all"), ("qwen3", "all"), ("qwen2", "patterns")]
 )
-def test_an_adapter_gives_the_tokens_of_peft(model: str, adapter: str, device: Literal["cpu", "cuda"]) -> None:
+@pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.long)], ids=["some prompts", "every prompt"])
+def test_an_adapter_gives_the_tokens_of_peft(model: str, adapter: str, step: int, device: Literal["cpu", "cuda"]) -> None:
     engine = make_engine(model, [adapter], device=device)
-    work = [(adapter, index) for index in range(len(prompts()))]
+    work = [(adapter, index) for index in range(0, len(prompts()), step)]
     for (_, index), outputs in zip(work, generate(engine, work), strict=True):
         assert_parity(tokens_of(outputs), *expected(model, adapter, index), f"{adapter} on {model}, prompt {index}")
     assert expected(model, adapter, 4)[0] != expected(model, "", 4)[0], "an adapter that changes nothing tests nothing"

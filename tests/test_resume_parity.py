@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 
 import msgspec
@@ -148,20 +149,39 @@ def test_the_kinds_end_as_they_should() -> None:
     assert undisturbed("llama", "samples").ends == dict.fromkeys(range(3), FinishReason.LENGTH)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
-def test_greedy_equals_transformers_in_every_chunk_size_and_under_preemption(name: str) -> None:
-    chosen = [prompts()[index] for index in (0, 3, 6, 10)]
-    references = [reference_tokens(reference_model(name), prompt, NUM_TOKENS) for prompt in chosen]
+SETTINGS = {
+    "1 at a time": {"token_budget": 1},
+    "7 at a time": {"token_budget": 7},
+    "64 at a time": {"token_budget": 64},
+    "preempted": {"kv_blocks": 32, "block_size": 5},
+}
+QUICK = {
+    ("llama", "1 at a time"),
+    ("qwen2", "7 at a time"),
+    ("qwen3", "64 at a time"),
+    ("llama", "preempted"),
+    ("qwen3", "preempted"),
+}
+EVERY = itertools.product(("llama", "qwen2", "qwen3"), SETTINGS)
+
+
+@functools.cache
+def greedy(name: str, index: int) -> tuple[list[int], list[bool]]:
+    return reference_tokens(reference_model(name), prompts()[index], NUM_TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"), [pytest.param(*case, marks=[] if case in QUICK else pytest.mark.long) for case in EVERY]
+)
+def test_greedy_equals_transformers_in_every_chunk_size_and_under_preemption(name: str, settings: str) -> None:
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=NUM_TOKENS)
-    for settings in ({"token_budget": 1}, {"token_budget": 7}, {"token_budget": 64}, {"kv_blocks": 32, "block_size": 5}):
-        engine = make_engine(name, **settings)
-        cuts = [
-            (tokens, ties, ask(prompt, params, [Resumed(0, tokens[:length])]))
-            for prompt, (tokens, ties) in zip(chosen, references, strict=True)
-            for length in (0, 1, 6, NUM_TOKENS - 1)
-        ]
-        for (tokens, ties, _), run in zip(cuts, run_all(engine, [request for *_, request in cuts]), strict=True):
-            assert_parity(run.tokens[0], tokens, ties, f"{name} {settings}")
-        if "kv_blocks" in settings:
-            assert engine.load().preemptions > 0
-        engine.close()
+    engine = make_engine(name, **SETTINGS[settings])
+    cuts = [
+        (index, ask(prompts()[index], params, [Resumed(0, greedy(name, index)[0][:length])]))
+        for index in (0, 3, 6, 10)
+        for length in (0, 1, 6, NUM_TOKENS - 1)
+    ]
+    for (index, _), run in zip(cuts, run_all(engine, [request for _, request in cuts]), strict=True):
+        assert_parity(run.tokens[0], *greedy(name, index), f"{name}, {settings}")
+    assert settings != "preempted" or engine.load().preemptions > 0
+    engine.close()

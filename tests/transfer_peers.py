@@ -5,6 +5,7 @@ Run as a program, this file is the process: `-m tests.transfer_peers ENGINE WORK
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import pathlib
 import signal
@@ -94,8 +95,11 @@ class CardBytes:
         return np.asarray(self).copy()
 
 
+@functools.cache
 def random_bytes(size: int, seed: int) -> Bytes:
-    return np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
+    made = np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
+    made.flags.writeable = False
+    return made
 
 
 def digest(memory: Any) -> str:

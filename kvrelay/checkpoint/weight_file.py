@@ -2,7 +2,7 @@
 
     NAME            whole and never written to again. Who uses it holds a shared lock on it
     NAME.PID.part   being written. Its writer holds a lock on it; then it is renamed, so that half a file is never seen
-    NAME.lock       held by the one that writes NAME, while the others wait
+    NAME.lock       held by the thread that writes NAME and says so in it, while the others wait and watch it
 
 A lock ends with its process. So a file that nobody has locked is nobody's, whatever happened to whoever wrote it, and `sweep`
 removes it. The lock on writing only saves work: two that wrote at once would rename one after the other.
@@ -14,6 +14,7 @@ import fcntl
 import os
 import pathlib
 import stat
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 
 SUFFIX = ".weights"
 _POLL_S = 0.05
+_ON_DISK = "D"  # the kernel's letter for a thread that waits for a disk and can do nothing else
 _SPARE = 64 << 20  # bytes that a file leaves free beside itself
 
 
@@ -112,12 +114,37 @@ def writing(folder: WeightFolder, name: str, size_bytes: int) -> Iterator[Weight
 
 @contextmanager
 def turn(folder: WeightFolder, name: str, patience_s: float) -> Iterator[bool]:
-    """Waits while another process writes the file of that name. False: it took too long, and nothing is held."""
-    with (folder.path / f"{name}.lock").open("w") as file:
-        deadline = time.monotonic() + patience_s
-        while not (held := _try_lock(file.fileno())) and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
+    """Waits while another process writes the file of that name. False: it has not got on for `patience_s`, and nothing is
+    held."""
+    with (folder.path / f"{name}.lock").open("a+b", buffering=0) as file:
+        held = _wait_for(file.fileno(), patience_s)
+        if held:
+            file.truncate(0)
+            file.write(f"{os.getpid()} {threading.get_native_id()}".encode())
         yield held
+
+
+def _wait_for(descriptor: int, patience_s: float) -> bool:
+    deadline, work = time.monotonic() + patience_s, _work_of(descriptor)
+    while not _try_lock(descriptor):
+        before, work = work, _work_of(descriptor)
+        if work != before or _ON_DISK in work:
+            deadline = time.monotonic() + patience_s
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(_POLL_S)
+    return True
+
+
+def _work_of(descriptor: int) -> tuple[str, ...]:
+    """What the thread has done that has the turn: pages read, processor time. Another value whenever it gets on."""
+    try:
+        process, thread = map(int, os.pread(descriptor, 64, 0).split())
+        shown = pathlib.Path(f"/proc/{process}/task/{thread}/stat").read_text()
+    except (ValueError, OSError):  # it is about to say who it is, or has ended
+        return ()
+    state, *fields = shown.rpartition(") ")[2].split()
+    return str(thread), fields[8], fields[10], fields[11], *([_ON_DISK] if state == _ON_DISK else [])
 
 
 def sweep(folder: WeightFolder, keep: str = "") -> None:

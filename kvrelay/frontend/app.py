@@ -22,7 +22,7 @@ from kvrelay.frontend.answer.completions import completions
 from kvrelay.frontend.answer.messages import count_tokens, messages
 from kvrelay.frontend.answer.responses import responses
 from kvrelay.frontend.feed.feed import Feed
-from kvrelay.frontend.http.auth import ApiKeys, KeyRing
+from kvrelay.frontend.http.auth import ApiKeys, KeyRing, Operators
 from kvrelay.frontend.http.call import Call, Receive, Scope, Send
 from kvrelay.frontend.http.endpoint import Endpoint, Handler
 from kvrelay.frontend.http.errors import error_body, unknown_path
@@ -92,6 +92,7 @@ class FrontEnd(Starlette):
         self,
         endpoints: Mapping[str, Endpoint],
         keys: KeyRing,
+        admin_keys: KeyRing,
         lifespan: Lifespan | None,
         feed: Feed,
         *,
@@ -107,7 +108,7 @@ class FrontEnd(Starlette):
         self._endpoints = endpoints
         self.feed = feed
         self._root_path = root_path
-        self._serve = _with_origins(ApiKeys(self._dispatch, keys), allowed_origins)
+        self._serve = _with_origins(ApiKeys(self._dispatch, keys, admin_keys), allowed_origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._root_path and scope["type"] == "http" and f"{scope['path']}/".startswith(f"{self._root_path}/"):
@@ -134,7 +135,10 @@ def create_app(
 ) -> FrontEnd:
     """`model` is the server's argument, and the model's name to clients unless `served_model_name` is set. With an `image_spec`
     the server takes images."""
-    service = Service(backend, tokenizer, metrics, options, model, _images(image_spec, options))
+    keys = KeyRing(options.api_key, options.api_key_file)
+    admin_keys = KeyRing("", options.admin_key_file, option="--admin-key-file")
+    operators = Operators(keys, admin_keys)
+    service = Service(backend, tokenizer, metrics, options, model, _images(image_spec, options), operators)
     handlers: dict[str, dict[str, Handler]] = {}
     for path, method, handler in ROUTES:
         handlers.setdefault(path, {})[method] = functools.partial(handler, service)
@@ -146,8 +150,9 @@ def create_app(
     root_path = options.root_path
     if root_path and (not root_path.startswith("/") or root_path.endswith("/")):
         raise ConfigError(f"--root-path {root_path} must begin with a slash, and not end with one")
-    keys = KeyRing(options.api_key, options.api_key_file)
-    return FrontEnd(endpoints, keys, lifespan, service.feed, root_path=root_path, allowed_origins=options.allowed_origins)
+    return FrontEnd(
+        endpoints, keys, admin_keys, lifespan, service.feed, root_path=root_path, allowed_origins=options.allowed_origins
+    )
 
 
 def _with_origins(app: ASGIApp, allowed: str) -> ASGIApp:

@@ -13,6 +13,7 @@ import msgspec
 from kvrelay.config import RouterOptions
 from kvrelay.errors import ConfigError, InvalidRequestError, NotFoundError
 from kvrelay.frontend.feed.feed import Feed
+from kvrelay.frontend.http.auth import Operators
 from kvrelay.frontend.http.call import Call
 from kvrelay.frontend.prompt.call_formats import format_of
 from kvrelay.frontend.prompt.images import Images
@@ -52,6 +53,7 @@ class Service:
         options: RouterOptions,
         model: str,
         images: Images,
+        operators: Operators,
     ) -> None:
         self.backend = backend
         self.tokenizer = tokenizer
@@ -61,6 +63,7 @@ class Service:
         self.model = self.models[0]  # what answers say
         self.root = model
         self.images = images
+        self.operators = operators
         self.feed = Feed(backend, metrics)
         self.started_at = int(time.time())
         self.call_format, self.reads_tool_calls = format_of(tokenizer, options.tool_parser)

@@ -46,6 +46,7 @@ from kvrelay.wire.serving import COMES_FIRST, BeamResult, Failure, HandedOver, I
 log = Log("router")
 
 _NO_ENCODER = "no encode worker is up, and the request has images"
+_NO_ADAPTER = "no worker has the LoRA adapter of the request yet"
 
 
 class Dispatcher:
@@ -102,7 +103,8 @@ class Dispatcher:
             raise
         self.open[stream.request_id] = entry
         if plan is None:
-            self.stranded.add(entry, UnavailableError(excuse or _NO_ENCODER, code="no_worker"))
+            missing = _NO_ENCODER if Role.ENCODE in self._planner.lacking(request) else _NO_ADAPTER
+            self.stranded.add(entry, UnavailableError(excuse or missing, code="no_worker"))
         if request.timeout_s is not None:
             entry.deadline = asyncio.get_running_loop().call_later(request.timeout_s, self._expired, entry)
         self._metrics.dispatched.inc()

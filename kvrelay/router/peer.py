@@ -138,6 +138,7 @@ class Peer:
         self.num_foreign_requests = 0  # on the worker, but not ours: other routers send it work too
         self.load_tokens = 0  # what the policy goes by
         self.refusal = ""  # why this router will not use the worker, however ready it is
+        self.adapter_failures: dict[str, str] = {}  # of LoRA adapters that it was to load when it came, by name
         self._outside = outside or Outside()
         self.breaker = Breaker(self._outside.clock)
         self._listeners = listeners
@@ -228,6 +229,8 @@ class Peer:
         described |= {"in_flight": len(self.open), "breaker": self.breaker.state.value}
         if self.problem:
             described["problem"] = self.problem
+        if self.adapter_failures:
+            described["adapter_failures"] = dict(self.adapter_failures)
         return described
 
     def forgive(self) -> None:

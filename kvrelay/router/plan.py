@@ -83,7 +83,8 @@ class Planner:
 
     def lacking(self, request: GenerateRequest) -> frozenset[Role]:
         """Workers of any of these roles would let the request go on; empty if it is not for want of a worker that it waits."""
-        if not self.ready:
+        generating = self._by_role[Role.WHOLE] or self._by_role[Role.DECODE]
+        if not any(not request.adapter or peer.record.has(request.adapter) for peer in generating):
             return _GENERATING
         needs_encoder = bool(request.images) and not self._by_role[Role.ENCODE] and not self._by_role[Role.WHOLE]
         return _ENCODING if needs_encoder else frozenset()

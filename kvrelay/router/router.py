@@ -20,7 +20,7 @@ from kvrelay.events.eviction_sync import EvictionSync
 from kvrelay.ids import RouterId, WorkerId, new_router_id
 from kvrelay.log import Log
 from kvrelay.metrics import Metrics
-from kvrelay.router.adapters import AdapterOrders, adapters_of
+from kvrelay.router.adapters import AdapterOrders
 from kvrelay.router.attempt import Mode
 from kvrelay.router.backend import AdapterChange, DrainOrder, GenerateRequest
 from kvrelay.router.collector import WorkerCollector
@@ -103,7 +103,7 @@ class Router:
         self._company = company or Alone(router_record(self.router_id))
         self.continuations.on_known = self._on_known
         self._search = KeptSearch(self.continuations, lambda: self._dispatcher.usable)
-        self._orders = AdapterOrders(lambda: self._dispatcher.usable)
+        self._orders = AdapterOrders(lambda: self._dispatcher.usable, self._refresh)
         self._listeners = Listeners(
             opened=self._on_opened,
             broken=self._on_broken,
@@ -151,7 +151,7 @@ class Router:
 
     @property
     def adapters(self) -> Mapping[str, Adapter]:
-        return adapters_of(self._dispatcher.usable)
+        return self._orders.known
 
     async def load_adapter(self, name: str, path: str, *, in_place: bool) -> AdapterChange:
         return await self._orders.load(name, path, in_place=in_place)
@@ -278,7 +278,7 @@ class Router:
         log.info("worker left", worker=worker_id, reason=loss.value)
         self._refresh()
         self._search.lost(peer)
-        self._orders.lost(peer)
+        self._orders.left(peer)
         self.continuations.lost(worker_id, "its worker left" if loss is Loss.LEFT else "its worker was lost")
         if loss is Loss.LEFT:
             self._dispatcher.lost(peer, "it left")
@@ -292,6 +292,7 @@ class Router:
         self._starting.pop(peer.id, None)
         self._dispatcher.came_back(peer)
         self._refresh()
+        self._orders.opened(peer)
 
     def _on_broken(self, peer: Peer, reason: str) -> None:
         self._metrics.worker_losses.labels(peer.record.role.value, "broken").inc()
@@ -330,7 +331,7 @@ class Router:
         usable = [peer for peer in reachable if peer.usable]
         lengths = [peer.record.max_model_len for peer in usable if peer.record.role is not Role.ENCODE]
         self._max_model_len = min(lengths, default=self._max_model_len)
-        self._dispatcher.use(usable, frozenset(record.role for record in self._starting.values()))
+        self._dispatcher.use(usable, self._orders.awaited.union(record.role for record in self._starting.values()))
         self._changed.set()
 
     def _schedule_tick(self) -> None:

@@ -89,6 +89,21 @@ def build_runner(
     With several ranks, `allocate` must give memory that they can map, and `on_rank_death` is told when one has ended."""
     chosen = _choose(model_options, engine_options, folder, environment)
     group = _start_ranks(chosen, on_rank_death)
+    try:
+        return _build(chosen, group, progress, allocate, features)
+    except BaseException:
+        if group is not None:
+            group.close()
+        raise
+
+
+def _build(
+    chosen: _Choices,
+    group: RankGroup | None,
+    progress: Progress,
+    allocate: Allocate | None,
+    features: FeatureStore | None,
+) -> TorchRunner:
     kernels = _choose_kernels(chosen)
     model = _load_weights(chosen, kernels, group, progress)
     sizes = [] if isinstance(kernels, TorchKernels | NativeKernels) else graph_sizes(chosen.engine.max_batch)
@@ -100,7 +115,7 @@ def build_runner(
         pack: Pack = kernels.pack_adapter
         if group is not None:
             group.share(pool.descriptor, num_blocks, chosen.engine.block_size)
-            split = SplitAdapters(chosen.spec, model_options.tp, kernels, group)
+            split = SplitAdapters(chosen.spec, chosen.model.tp, kernels, group)
             pack, model = split.pack, LeadingModel(model, group, split)
         runner = TorchRunner(
             model,
@@ -110,10 +125,10 @@ def build_runner(
             max_batch=chosen.engine.max_batch,
             token_budget=chosen.engine.token_budget,
             max_model_len=size.max_model_len,
-            fingerprint=model_fingerprint(chosen.spec, model_options, folder),
-            folder=folder,
+            fingerprint=model_fingerprint(chosen.spec, chosen.model, chosen.folder),
+            folder=chosen.folder,
             num_threads=chosen.num_threads,
-            host_pool=_open_host_pool(pool, chosen.engine.swap_blocks, chosen.num_threads * model_options.tp),
+            host_pool=_open_host_pool(pool, chosen.engine.swap_blocks, chosen.num_threads * chosen.model.tp),
             features=make_store(chosen.spec, chosen.engine, chosen.device, chosen.dtype) if features is None else features,
             adapters=_load_adapters(chosen, pack),
             graph_sizes=sizes,

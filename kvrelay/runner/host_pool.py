@@ -1,7 +1,7 @@
 """KV blocks on the host, and the copies between them and the pool.
 
-A host block is one contiguous piece: what the pool keeps of a block in each layer, K and V, one after the other. So a GPU
-gathers blocks on the device and sends each in one go, and a CPU reads or writes one side straight through.
+A host block is one contiguous piece: what the pool keeps of a block in each layer, K and V, one after the other. So a CPU reads
+or writes one side straight through, and a GPU's copy engine takes a block in one go (`plane_copies.py`).
 
     begin       returns a ticket at once; the copy runs beside the forward passes
     finished    the tickets of copies that have ended, each once
@@ -28,8 +28,8 @@ from numpy.typing import NDArray
 from kvrelay.errors import ConfigError
 from kvrelay.native.compile import load_native
 from kvrelay.runner.kv_pool import KVPool
+from kvrelay.runner.plane_copies import PlaneCopies
 
-_STAGED_BLOCKS = 64  # gathered on a GPU before they are sent
 _SHARE = 0.1  # of the free memory, for the host blocks of all workers of a host together
 _MOST_BYTES = 4 * 2**30
 
@@ -118,30 +118,28 @@ class CpuHostPool:
 
 
 class CudaHostPool:
-    """Copies on a stream of its own. Blocks are gathered or scattered on the device, so that each crosses in one piece."""
+    """Copies on a stream of its own, without a kernel."""
 
     def __init__(self, pool: KVPool, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self._pool = pool.every_rank
         layers, two, _, *block = pool.every_rank.shape
         self._host = torch.empty((num_blocks, layers, two, *block), dtype=self._pool.dtype, pin_memory=True)
-        self._staged = torch.empty((layers, two, _STAGED_BLOCKS, *block), dtype=self._pool.dtype, device=self._pool.device)
-        self._crossing = torch.empty((_STAGED_BLOCKS, layers, two, *block), dtype=self._pool.dtype, device=self._pool.device)
+        self._copies = PlaneCopies(self._pool, self._host, layers * two)
         self._stream = torch.cuda.Stream(device=self._pool.device)  # type: ignore[no-untyped-call]
         self._num_begun = 0
         self._under_way: deque[tuple[int, torch.cuda.Event]] = deque()
 
-    @torch.inference_mode()
     def begin(self, saves: Pairs, loads: Pairs) -> int:
         self._num_begun += 1
         self._stream.wait_stream(torch.cuda.current_stream(self._pool.device))
-        with torch.cuda.stream(self._stream):
-            for first in range(0, len(saves), _STAGED_BLOCKS):
-                self._save(saves[first : first + _STAGED_BLOCKS])
-            for first in range(0, len(loads), _STAGED_BLOCKS):
-                self._load(loads[first : first + _STAGED_BLOCKS])
-            ended = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            ended.record(self._stream)
+        stream = self._stream.cuda_stream
+        for block, host_block in saves:
+            self._copies.copy(block, host_block, to_host=True, stream=stream)
+        for host_block, block in loads:
+            self._copies.copy(block, host_block, to_host=False, stream=stream)
+        ended = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        ended.record(self._stream)
         self._under_way.append((self._num_begun, ended))
         return self._num_begun
 
@@ -157,37 +155,6 @@ class CudaHostPool:
     def close(self) -> None:
         self._stream.synchronize()
         self._under_way.clear()
-
-    def _save(self, pairs: Pairs) -> None:
-        count = len(pairs)
-        blocks = self._indices([block for block, _ in pairs])
-        torch.index_select(self._pool, 2, blocks, out=self._staged[:, :, :count])
-        crossing = self._crossing[:count]
-        crossing.copy_(self._staged[:, :, :count].movedim(2, 0))
-        for first, end, start in _runs([host_block for _, host_block in pairs]):
-            self._host[start : start + end - first].copy_(crossing[first:end], non_blocking=True)
-
-    def _load(self, pairs: Pairs) -> None:
-        count = len(pairs)
-        crossing = self._crossing[:count]
-        for first, end, start in _runs([host_block for host_block, _ in pairs]):
-            crossing[first:end].copy_(self._host[start : start + end - first], non_blocking=True)
-        self._pool.index_copy_(2, self._indices([block for _, block in pairs]), crossing.movedim(0, 2))
-
-    def _indices(self, values: list[int]) -> torch.Tensor:
-        """From pinned memory, so that the stream does not stop for it."""
-        return torch.tensor(values, dtype=torch.int64).pin_memory().to(self._pool.device, non_blocking=True)
-
-
-def _runs(host_blocks: list[int]) -> list[tuple[int, int, int]]:
-    """Neighbours that follow each other: (first, end, host block of the first)."""
-    runs: list[tuple[int, int, int]] = []
-    for index, host_block in enumerate(host_blocks):
-        if runs and host_block == runs[-1][2] + index - runs[-1][0]:
-            runs[-1] = (runs[-1][0], index + 1, runs[-1][2])
-        else:
-            runs.append((index, index + 1, host_block))
-    return runs
 
 
 _Copy = Callable[[NDArray[np.uint8], NDArray[np.uint8], NDArray[np.int64], int, int, bool], None]

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+_ALIGNED = 4  # numbers: kernels are compiled for addresses that are multiples of 16 bytes, and again for others
 WIDE = frozenset({"token_ids", "positions", "slots", "logit_rows", "changed_entries"})  # int64 in the pass; others are int32
 
 
@@ -108,10 +109,10 @@ class SentInputs:
 
     def array(self, name: str, size: int) -> NDArray[Any]:
         first = self._used
-        if first + size > len(self._areas[0].array):
-            self._grow(first + size)
+        if first + size + _ALIGNED > len(self._areas[0].array):
+            self._grow(first + size + _ALIGNED)
         self._places[name] = first
-        self._used += size
+        self._used = -(-(first + size) // _ALIGNED) * _ALIGNED
         return self._areas[self._turn].array[first : first + size]
 
     def _grow(self, size: int) -> None:

@@ -39,7 +39,7 @@ from kvrelay.models.registry import Model
 from kvrelay.progress import Progress, Silent
 from kvrelay.runner.loader import load_model
 
-_PATIENCE_S = 300.0  # while another worker writes
+_PATIENCE_S = 5.0  # with another worker that writes and does not get on: it may have been stopped
 
 log = Log("weights")
 
@@ -100,7 +100,7 @@ def file_name(
 def load_shared(
     load: Load, kernels: NativeKernels, folders: tuple[WeightFolder, ...], name: str, progress: Progress
 ) -> Model | None:
-    """None: there is no room, or another worker takes too long to write it."""
+    """None: there is no room, or the worker that writes it does not get on."""
     for folder in folders:
         try:
             prepare(folder)
@@ -109,9 +109,7 @@ def load_shared(
             if file is None:
                 with turn(folder, name, _PATIENCE_S) as held:
                     if not held:
-                        log.warning(
-                            "weights are not shared: another process has been writing them for too long", folder=folder.path
-                        )
+                        log.warning("weights are not shared: the process that writes them does not get on", folder=folder.path)
                         return None
                     file = find(folder, name)
                     if file is None:

@@ -17,6 +17,7 @@ class LoadAdapter(AdapterMessage, frozen=True, kw_only=True):
     order: str  # the router's name for it
     name: str
     path: str
+    digest: str = ""  # what it must have; empty: an operator's order, which decides what the name means
 
 
 class UnloadAdapter(AdapterMessage, frozen=True, kw_only=True):
@@ -24,6 +25,7 @@ class UnloadAdapter(AdapterMessage, frozen=True, kw_only=True):
 
     order: str
     name: str
+    decides: bool = True  # an operator's order; else the worker learns of one that was given before it came
 
 
 class AdaptersTold(AdapterMessage, frozen=True, kw_only=True):
@@ -32,3 +34,4 @@ class AdaptersTold(AdapterMessage, frozen=True, kw_only=True):
     adapters: list[Adapter]
     order: str = ""
     error: str = ""  # why the order was not carried out; empty: it was
+    decided: str = ""  # the name that an operator has just loaded or unloaded here: what it is now, it is to be everywhere

@@ -110,6 +110,7 @@ class Adapter(msgspec.Struct, frozen=True, kw_only=True):
     name: str  # what clients ask for it by, as for a model
     digest: str  # of its content: adapters that compute the same have the same
     path: str  # where the worker read it
+    is_ordered: bool = False  # by an operator, at run time: the worker's options do not say it
 
 
 class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,4 +1,5 @@
-"""An operator's orders about LoRA adapters, at a worker. Files are read beside the engine, and added between two steps."""
+"""Orders about LoRA adapters, at a worker: an operator's, and those by which a router brings a worker up to date that has
+missed some. Files are read beside the engine, and added between two steps."""
 
 from __future__ import annotations
 
@@ -7,10 +8,13 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
+
 from kvrelay.engine.interfaces import Adapters, LoadedAdapter, NoAdapters
 from kvrelay.errors import ModelError
 from kvrelay.log import Log
 from kvrelay.wire.adapters import AdaptersTold, LoadAdapter, UnloadAdapter
+from kvrelay.wire.registry import Adapter
 
 log = Log("worker")
 
@@ -31,7 +35,12 @@ class AdapterOrders:
     def __init__(self, wake: Callable[[], None]) -> None:
         self.adapters: Adapters = NoAdapters()
         self._wake = wake
+        self._ordered: set[str] = set()  # names of those that no option has brought
         self._read: queue.SimpleQueue[_Read] = queue.SimpleQueue()
+
+    def records(self) -> list[Adapter]:
+        found = self.adapters.records()
+        return [msgspec.structs.replace(record, is_ordered=record.name in self._ordered) for record in found]
 
     def load(self, identity: bytes, order: LoadAdapter) -> None:
         threading.Thread(target=self._load, args=(identity, order), name="read-adapter", daemon=True).start()
@@ -39,24 +48,30 @@ class AdapterOrders:
     def unload(self, order: UnloadAdapter) -> AdaptersTold:
         if self.adapters.unload(order.name):
             log.info("LoRA adapter unloaded", name=order.name)
-        return AdaptersTold(order=order.order, adapters=self.adapters.records())
+        decided = order.name if order.decides else ""
+        return AdaptersTold(order=order.order, adapters=self.records(), decided=decided)
 
     def take(self) -> list[tuple[bytes, AdaptersTold]]:
         """What is to be said to the routers whose orders have ended."""
         told: list[tuple[bytes, AdaptersTold]] = []
         while not self._read.empty():
             read = self._read.get()
+            order, decided = read.order, ""
             if read.adapter is not None:
-                self.adapters.add(read.order.name, read.order.path, read.adapter)
-                log.info("LoRA adapter loaded", name=read.order.name, digest=read.adapter.digest)
-            told.append(
-                (read.identity, AdaptersTold(order=read.order.order, adapters=self.adapters.records(), error=read.error))
-            )
+                self.adapters.add(order.name, order.path, read.adapter)
+                self._ordered.add(order.name)
+                decided = "" if order.digest else order.name
+                log.info("LoRA adapter loaded", name=order.name, digest=read.adapter.digest)
+            answer = AdaptersTold(order=order.order, adapters=self.records(), error=read.error, decided=decided)
+            told.append((read.identity, answer))
         return told
 
     def _load(self, identity: bytes, order: LoadAdapter) -> None:
         try:
-            read = _Read(identity, order, self.adapters.read(order.path))
+            adapter = self.adapters.read(order.path)
+            if order.digest and adapter.digest != order.digest:
+                raise ModelError(f"{order.path} holds another adapter now than when it was loaded")
+            read = _Read(identity, order, adapter)
         except ModelError as error:
             read = _Read(identity, order, None, str(error))
         except Exception as error:  # the border to the libraries that read files: the order gets an answer

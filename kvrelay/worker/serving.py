@@ -235,13 +235,14 @@ class ServingLoop:
         """The router that gave the order learns its end; all others, if it changed anything, which adapters there are."""
         assert self.record is not None
         try_send(self._socket, (identity, encode(told)))
-        if told.adapters == self.record.adapters:
+        if told.adapters == self.record.adapters and not told.decided:
             return
         self.record = msgspec.structs.replace(self.record, adapters=told.adapters)
         self.on_adapters(self.record)
+        news = encode(AdaptersTold(adapters=told.adapters, decided=told.decided))
         for router in self._callers:
             if router.identity != identity:
-                try_send(self._socket, (router.identity, encode(AdaptersTold(adapters=told.adapters))))
+                try_send(self._socket, (router.identity, news))
 
     def _on_submit(self, router: Caller, submit: Submit) -> None:
         check_submit(submit)

@@ -11,7 +11,6 @@ an engine error  every open request fails with 500, then the process ends with s
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import socket
@@ -33,6 +32,7 @@ from kvrelay.states import Role, WorkerState
 from kvrelay.wire import PROTOCOL_VERSION
 from kvrelay.wire.registry import WorkerRecord
 from kvrelay.worker.cache_events import CacheEvents
+from kvrelay.worker.collector import spare_the_collector
 from kvrelay.worker.heartbeat import Heartbeat
 from kvrelay.worker.launcher import LauncherTie
 from kvrelay.worker.restart import execute_again
@@ -83,8 +83,7 @@ def run_worker(
     )
     with announced(registration, record, worker_options.registration_s):
         stage = build_stage(Setup(worker_id, model_options, engine_options, environment, progress, _end_at_once))
-    gc.collect()
-    gc.freeze()  # what exists now lives as long as the process
+    spare_the_collector()
     loop = ServingLoop(stage.engine, host=worker_options.worker_host, port=worker_options.worker_port)
     events = CacheEvents(stage.recorder, worker_id, worker_options)
     loop.record = msgspec.structs.replace(

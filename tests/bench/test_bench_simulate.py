@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from rich.console import Console
 from tiny_models import tiny_model
 
 from kvrelay.bench.main import find_scenario
-from kvrelay.bench.serve.client import Asked
-from kvrelay.bench.simulate.calibrate import Measured, costs_of
+from kvrelay.bench.serve.client import Asked, Target
+from kvrelay.bench.serve.sessions import Session
+from kvrelay.bench.simulate import calibrate
+from kvrelay.bench.simulate.calibrate import Calibration, Measured, costs_of
 from kvrelay.bench.simulate.scenario import COMPARED, SimulateBench, predict
 from kvrelay.simulate.costs import Costs, line
 
@@ -33,7 +37,7 @@ def test_the_requests_that_were_asked_are_simulated() -> None:
 def test_costs_are_those_of_a_pass_alone_and_how_much_others_slow_it() -> None:
     """Batches were measured with both decode workers busy; a round on a busier machine has the same ratios."""
     found = Measured(
-        prompts={100: [50.0, 60.0, 90.0]},
+        prompts={1.0: [(99, 50.0), (100, 60.0), (101, 90.0)]},
         steps={1: [15.0, 18.0, 27.0], 4: [30.0, 36.0, 54.0]},
         shared_prompts={1: [50.0, 60.0, 90.0], 3: [100.0, 120.0, 180.0]},
         shared_steps={1: [10.0, 12.0, 18.0], 2: [15.0, 18.0, 27.0]},
@@ -42,10 +46,41 @@ def test_costs_are_those_of_a_pass_alone_and_how_much_others_slow_it() -> None:
     )
     costs = costs_of(found, pairs=2)
     assert costs.decode == ((1, pytest.approx(12.0)), (4, pytest.approx(24.0)))
+    assert costs.prefill == ((100, 60.0),)
     assert costs.prefill_sharing == ((1, 1.0), (3, 2.0))
     assert costs.decode_sharing == ((1, 1.0), (2, 1.5))
     assert (min(costs.jitter), max(costs.jitter)) == (0.9, 1.1)
     assert costs.latency_ms == 3.0
+
+
+def meet_a_machine(target: Target, sessions: Sequence[Session], concurrency: int, title: str) -> tuple[list[Asked], float]:
+    """One on which a prompt takes a millisecond a word and a step 10; but while prompts and streams are under way, twice that.
+    A prompt that hardly has an answer is no stream."""
+    has_both = len({question.max_tokens for session in sessions for question in session.questions}) > 1
+    factor = 2.0 if has_both else 1.0
+    found = []
+    for session in sessions:
+        (question,) = session.questions
+        words = len(question.text.split()) - 1
+        first = 100.0 + session.at_s + (factor if session.at_s else 1.0) * words / 1e3
+        times = [first, *(first + 0.015 + factor * 0.01 * number for number in range(question.max_tokens - 1))]
+        found.append(Asked(100.0 + session.at_s, times, "text", words, question.max_tokens))
+    return found, 1.0
+
+
+@pytest.mark.parametrize("pairs", [1, 2])
+def test_a_machine_is_measured_as_it_is(pairs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrate, "run_sessions", meet_a_machine)
+    calibration = Calibration(Target("", "", {}, ignore_eos=True), pairs, 200)
+    for _ in range(3):
+        calibration.round()
+    costs = calibration.costs
+    assert costs.prefill == ((100, pytest.approx(100.0)), (200, pytest.approx(200.0)), (300, pytest.approx(300.0)))
+    assert [ms for _, ms in costs.decode] == pytest.approx([10.0, 10.0, 10.0])
+    assert dict(costs.prefill_sharing)[2 * pairs] == pytest.approx(2.0)
+    assert dict(costs.decode_sharing)[2 * pairs] == pytest.approx(2.0)
+    assert costs.latency_ms == pytest.approx(5.0)
+    assert calibration.drift == pytest.approx(1.0)
 
 
 def test_a_real_cluster_and_its_simulation_answer_the_same_requests() -> None:

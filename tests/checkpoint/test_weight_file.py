@@ -134,6 +134,28 @@ def test_a_writer_that_is_killed_leaves_no_file_and_no_lock(folder: WeightFolder
     close_all()
 
 
+@pytest.mark.parametrize("line", ["os.kill(os.getpid(), signal.SIGSTOP)", "time.sleep(600)"])
+def test_a_writer_that_does_not_get_on_is_not_waited_for(folder: WeightFolder, line: str) -> None:
+    taken = "turned = turn(folder, NAME, 1.0); assert turned.__enter__()"
+    writer = start(folder, "import os, signal", taken, "print('ready', flush=True)", line)
+    try:
+        with turn(folder, NAME, 0.3) as held:
+            assert not held
+    finally:
+        kill(writer)
+
+
+def test_a_slow_writer_is_waited_for(folder: WeightFolder) -> None:
+    """It computes for several times as long as one that does nothing would be waited for."""
+    lines = ["with turn(folder, NAME, 1.0):", " print('ready', flush=True)"]
+    writer = start(folder, *lines, " until = time.process_time() + 3.0", " while time.process_time() < until: pass")
+    try:
+        with turn(folder, NAME, 2.0) as held:
+            assert held
+    finally:
+        kill(writer)
+
+
 def test_a_file_outlives_its_writer_as_long_as_it_is_used(folder: WeightFolder) -> None:
     writer = start(
         folder,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from _pytest.mark.structures import ParameterSet
 from triton_here import HAS_TRITON, ON_CARD, OnDevice, use_few_programs
 
 from kvrelay.config import read_environment
@@ -216,10 +218,20 @@ ROWS = {
 }
 
 
-@every_kernel
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS.keys())
-@pytest.mark.parametrize("block_size", [4, 16])
+BLOCK_SIZES = (4, 16)
+
+
+def attention_cases() -> Iterator[ParameterSet]:
+    """All of them; of those that Triton interprets, which take seconds, every pair of two parameters' values in `make test`."""
+    for case, (place, shape), (number, rows), size in itertools.product(CASES, enumerate(SHAPES), enumerate(ROWS), BLOCK_SIZES):
+        name, dtype = case.values
+        taken = (BLOCK_SIZES[(number + place) % 2], dtypes_of(str(name))[(number // 2 + place) % 2 - 1])
+        is_long = name == "CudaKernels" and not ON_CARD and taken != (size, dtype)
+        marks = [*case.marks, *([pytest.mark.long] if is_long else [])]
+        yield pytest.param(name, dtype, shape, ROWS[rows], size, id=f"{size}-{rows}-{shape}-{case.id}", marks=marks)
+
+
+@pytest.mark.parametrize(("name", "dtype", "shape", "rows", "block_size"), list(attention_cases()))
 def test_attention(name: str, dtype: torch.dtype, shape: HeadShape, rows: tuple[list[int], list[int]], block_size: int) -> None:
     queries, contexts = rows
     batch, slots_of = make_batch(queries, contexts, block_size)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import functools
 import json
 import os
+import pathlib
+import shutil
 import signal
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -137,9 +140,31 @@ def test_what_cannot_be_loaded_is_loaded_nowhere(server: Server) -> None:
     assert [worker["adapters"] for worker in server.get("/cluster")["workers"]] == [["all", "queries"]] * 2
 
 
-def test_a_stream_whose_worker_is_killed_goes_on_with_its_adapter(server: Server) -> None:
-    prompt, num_tokens = PROMPTS[0], 150
-    body = {"model": "all", "prompt": prompt, "temperature": 0, "max_tokens": num_tokens, "ignore_eos": True}
+def decode_workers(server: Server) -> list[dict[str, Any]]:
+    return [each for each in server.get("/cluster")["workers"] if each["role"] == "decode" and each["state"] == "ready"]
+
+
+def until_caught_up(server: Server, killed: int) -> dict[str, Any]:
+    """The worker in the place of the killed one, when it has tried to load what it had missed."""
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        found = [each for each in decode_workers(server) if each["pid"] != killed and "adapter_failures" in each]
+        if found and "stays" in found[0]["adapters"]:
+            return found[0]
+        assert time.monotonic() < deadline, server.get("/cluster")
+        time.sleep(0.1)
+
+
+def test_what_was_loaded_at_run_time_outlives_a_killed_worker(server: Server, tmp_path: pathlib.Path) -> None:
+    """A stream goes on with its adapter; what was unloaded stays so; a folder that is gone is the new worker's loss alone."""
+    moved, folder = tmp_path / "moved", adapter_folder(MODEL, "rslora")
+    shutil.copytree(adapter_folder(MODEL, "patterns"), moved)
+    for name, path in (("stays", folder), ("goes", folder), ("moved", moved)):
+        assert post(server, "/v1/load_lora_adapter", lora_name=name, lora_path=str(path)).status_code == 200
+    assert post(server, "/v1/unload_lora_adapter", lora_name="goes").status_code == 200
+    shutil.rmtree(moved)
+    prompt, num_tokens, killed = PROMPTS[0], 150, decode_workers(server)[0]["pid"]
+    body = {"model": "stays", "prompt": prompt, "temperature": 0, "max_tokens": num_tokens, "ignore_eos": True}
     tokens: list[int] = []
     with httpx.stream(
         "POST", server.url + "/v1/completions", json={**body, "stream": True, "return_token_ids": True}, timeout=PATIENCE_S
@@ -152,7 +177,15 @@ def test_a_stream_whose_worker_is_killed_goes_on_with_its_adapter(server: Server
             for choice in chunk["choices"]:
                 tokens += choice.get("token_ids") or []
             if len(tokens) == 2:
-                os.kill(
-                    next(each["pid"] for each in server.get("/cluster")["workers"] if each["role"] == "decode"), signal.SIGKILL
-                )
-    assert_parity(tokens, *reference_tokens(adapted_model(MODEL, "all"), prompt, num_tokens), "killed")
+                os.kill(killed, signal.SIGKILL)
+    assert_parity(tokens, *reference_tokens(adapted_model(MODEL, "rslora"), prompt, num_tokens), "killed")
+    worker = until_caught_up(server, killed)
+    assert worker["adapters"] == ["all", "queries", "stays"]
+    assert list(worker["adapter_failures"]) == ["moved"]
+    missed = post(server, model="moved", prompt=prompt, max_tokens=2)
+    assert (missed.status_code, missed.json()["error"]["code"]) == (503, "no_adapter")
+    assert post(server, model="goes", prompt=prompt, max_tokens=2).status_code == 404
+    check(complete(server, "all", prompt=prompt), "all", prompt)
+    for name in ("stays", "moved"):
+        assert post(server, "/v1/unload_lora_adapter", lora_name=name).status_code == 200
+    assert [model["id"] for model in server.get("/v1/models")["data"]] == ["tiny", "all", "queries"]

@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+from lora_adapters import adapted_model, adapter_folder
 from parity import assert_parity, reference_tokens
 from process_cluster import ProcessCluster, WorkerProcess
 from server import Server, is_idle, serve
@@ -45,9 +46,10 @@ def ranks_of(pid: int) -> list[psutil.Process]:
     return [child for child in children if "kvrelay.runner.ranks.process" in child.cmdline()]
 
 
-def tokens_of(url: str, prompt: list[int] = PROMPT, num_tokens: int = NUM_TOKENS) -> list[int]:
+def tokens_of(url: str, prompt: list[int] = PROMPT, num_tokens: int = NUM_TOKENS, adapter: str | None = None) -> list[int]:
     body = {
-        "prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, "return_token_ids": True
+        "model": adapter, "prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True,
+        "return_token_ids": True,
     }  # fmt: skip
     request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"})
     with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
@@ -55,8 +57,22 @@ def tokens_of(url: str, prompt: list[int] = PROMPT, num_tokens: int = NUM_TOKENS
         return tokens
 
 
-def check(tokens: list[int], prompt: list[int] = PROMPT, num_tokens: int = NUM_TOKENS) -> None:
-    assert_parity(tokens, *reference_tokens(reference_model("kv2"), prompt, num_tokens), "ranks")
+def check(tokens: list[int], prompt: list[int] = PROMPT, num_tokens: int = NUM_TOKENS, adapter: str | None = None) -> None:
+    reference = reference_model("kv2") if adapter is None else adapted_model("kv2", adapter)
+    assert_parity(tokens, *reference_tokens(reference, prompt, num_tokens), f"ranks, {adapter or 'the base'}")
+
+
+def check_adapters(url: str, prompt: list[int]) -> None:
+    """The base and two adapters, beside each other."""
+    models = (None, "all", "queries")
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        answers = [pool.submit(tokens_of, url, prompt, NUM_TOKENS, adapter) for adapter in models]
+    for adapter, answer in zip(models, answers, strict=True):
+        check(answer.result(), prompt, NUM_TOKENS, adapter)
+
+
+def lora() -> list[str]:
+    return [f"--lora={name}={adapter_folder('kv2', name)}" for name in ("all", "queries")]
 
 
 def workers(server: Server) -> list[dict[str, Any]]:
@@ -65,11 +81,11 @@ def workers(server: Server) -> list[dict[str, Any]]:
 
 
 def test_one_worker_of_two_ranks_gives_the_tokens_of_transformers_and_leaves_no_process() -> None:
-    with serve(str(tiny_model("kv2")), "--whole", "1", "--tp", "2", *FLAGS) as server:
+    with serve(str(tiny_model("kv2")), "--whole", "1", "--tp", "2", *FLAGS, *lora()) as server:
         (worker,) = workers(server)
         started = ranks_of(worker["pid"])
         assert len(started) == 1
-        check(tokens_of(server.url))
+        check_adapters(server.url, PROMPT)
         server.idle_workers()
         server.stop()
         until(lambda: all(map(gone, started)))
@@ -86,10 +102,12 @@ def test_degrees_differ_by_role_and_a_killed_router_leaves_no_rank() -> None:
         until(lambda: all(map(gone, started)))
 
 
-@pytest.mark.parametrize("mode", ["write", "read"])
-def test_a_rank_killed_in_mid_transfer_is_one_failure_and_the_request_goes_on_elsewhere(mode: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("mode", "adapter"), [("write", "all"), ("read", None)])
+def test_a_rank_killed_in_mid_transfer_is_one_failure_and_the_request_goes_on_elsewhere(
+    mode: str, adapter: str | None, tmp_path: Path
+) -> None:
     """The prefill worker's second rank stands still, so that the transfer has begun and cannot end; then it is killed."""
-    flags = ("--tp", "2", "--token-budget", "32", *FLAGS)
+    flags = ("--tp", "2", "--token-budget", "32", *FLAGS, *lora())
     router = ("--mode", mode, "--local-prefill-tokens", "0")
     with (
         ProcessCluster(
@@ -99,21 +117,21 @@ def test_a_rank_killed_in_mid_transfer_is_one_failure_and_the_request_goes_on_el
     ):
         prefill, decode = cluster.add("prefill"), cluster.add("decode")
         cluster.until_ready(2)
-        check(tokens_of(cluster.url, PROMPT[:50]), PROMPT[:50])
+        check_adapters(cluster.url, PROMPT[:50])
         (rank,) = ranks_of(prefill.pid)
         rank.suspend()
-        answer = pool.submit(tokens_of, cluster.url)
+        answer = pool.submit(tokens_of, cluster.url, adapter=adapter)
         cluster.until(lambda: entry(cluster, decode)["transfers"]["in_flight"] == 1)
         spare = cluster.add("prefill")
         cluster.until_ready(3)
         os.kill(rank.pid, signal.SIGKILL)
-        check(answer.result(PATIENCE_S))
+        check(answer.result(PATIENCE_S), adapter=adapter)
         prefill.process.wait(PATIENCE_S)
         assert gone(rank)
         cluster.until(lambda: is_idle(entry(cluster, decode)) and is_idle(entry(cluster, spare)))
         transfers = entry(cluster, decode)["transfers"]
-        assert (transfers["failed"], transfers["done"]) == (1, 2)
-        check(tokens_of(cluster.url, PROMPT[:70]), PROMPT[:70])
+        assert (transfers["failed"], transfers["done"]) == (1, 4)
+        check_adapters(cluster.url, PROMPT[:70])
 
 
 def test_streams_go_on_elsewhere_when_a_rank_of_their_decode_worker_is_killed(tmp_path: Path) -> None:

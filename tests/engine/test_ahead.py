@@ -217,9 +217,21 @@ class Script:
         return finish(engine, collected)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_any_traffic_gives_the_same_tokens_and_ends(seed: int) -> None:
+    compare(seed)
+
+
+@pytest.mark.long
+@settings(max_examples=600, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_any_traffic_gives_the_same_tokens_and_ends_for_long(seed: int) -> None:
+    compare(seed)
+
+
+def compare(seed: int) -> None:
+    """The same traffic with and without steps that run ahead."""
     script = Script.random(seed)
     plain, ahead = (script.play(make(runs_ahead, **script.options)) for runs_ahead in (False, True))  # type: ignore[arg-type]
     cut = {request.request_id for _, request in [*script.aborts, *script.finishes]}

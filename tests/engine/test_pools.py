@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -208,10 +209,22 @@ class KVMachine(RuleBasedStateMachine):
         assert self.kv.pool.counts().in_use == 0
 
 
-TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
-TestKV = KVMachine.TestCase
-TestKV.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+class TestPool(PoolMachine.TestCase):  # type: ignore[misc, name-defined]
+    settings = settings(max_examples=35, stateful_step_count=40, deadline=None)
+
+
+class TestKV(KVMachine.TestCase):  # type: ignore[misc, name-defined]
+    settings = settings(max_examples=35, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.long
+class TestPoolForLong(PoolMachine.TestCase):  # type: ignore[misc, name-defined]
+    settings = settings(max_examples=500, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.long
+class TestKVForLong(KVMachine.TestCase):  # type: ignore[misc, name-defined]
+    settings = settings(max_examples=500, stateful_step_count=40, deadline=None)
 
 
 def test_a_collision_is_a_miss_and_the_newer_block_replaces_the_older() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -106,7 +107,12 @@ class SwapMachine(RuleBasedStateMachine):
 
 
 class TestSwapMachine(SwapMachine.TestCase):  # type: ignore[misc, name-defined]
-    settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+    settings = settings(max_examples=20, stateful_step_count=30, deadline=None)
+
+
+@pytest.mark.long
+class TestSwapMachineForLong(SwapMachine.TestCase):  # type: ignore[misc, name-defined]
+    settings = settings(max_examples=300, stateful_step_count=30, deadline=None)
 
 
 def test_the_same_traffic_goes_through_every_transition() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 from typing import Any
 
 import pytest
@@ -129,6 +130,52 @@ async def test_the_key_of_v1_is_needed_here_too() -> None:
         answer = await client.post("/admin/drain", json={"worker": FIRST}, headers={"authorization": "Bearer secret"})
         assert answer.status_code == 200
         assert (await client.get("/admin/drain", headers={"authorization": "Bearer secret"})).status_code == 405
+
+
+ORDERS: list[tuple[str, dict[str, Any]]] = [
+    ("/admin/drain", {"worker": FIRST}),
+    ("/admin/role", {"worker": FIRST, "role": "whole"}),
+    ("/v1/load_lora_adapter", {"lora_name": "sql", "lora_path": "/adapters/sql"}),
+    ("/v1/unload_lora_adapter", {"lora_name": "sql"}),
+]
+
+
+@pytest.fixture
+def admin_keys(tmp_path: pathlib.Path) -> str:
+    file = tmp_path / "admin"
+    file.write_text("operator\n", encoding="utf-8")
+    file.chmod(0o600)
+    return str(file)
+
+
+async def statuses(options: RouterOptions, key: str) -> list[int]:
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    async with http_client(make_app(Draining(), options)) as client:
+        return [(await client.post(path, json=body, headers=headers)).status_code for path, body in ORDERS]
+
+
+async def test_orders_need_an_admin_key_where_there_are_any(admin_keys: str) -> None:
+    both = RouterOptions(api_key="client", admin_key_file=admin_keys)
+    alone = RouterOptions(admin_key_file=admin_keys)
+    assert await statuses(RouterOptions(), "") == [200] * 4
+    for options in (both, alone):
+        assert await statuses(options, "operator") == [200] * 4
+        assert await statuses(options, "") == await statuses(options, "wrong") == [401] * 4
+    assert await statuses(both, "client") == [403] * 4
+
+
+async def test_an_api_key_lets_no_worker_read_a_folder() -> None:
+    assert await statuses(RouterOptions(api_key="client"), "client") == [200, 200, 403, 403]
+
+
+async def test_a_refusal_says_what_is_needed_and_admin_keys_open_the_rest(admin_keys: str) -> None:
+    async with http_client(make_app(Draining(), RouterOptions(api_key="client", admin_key_file=admin_keys))) as client:
+        refused = await client.post("/v1/load_lora_adapter", json=ORDERS[2][1], headers={"authorization": "Bearer client"})
+        assert refused.json()["error"]["type"] == "permission_error"
+        assert "admin key (--admin-key-file)" in refused.json()["error"]["message"]
+        assert (await client.get("/v1/models", headers={"authorization": "Bearer operator"})).status_code == 200
+    async with http_client(make_app(Draining(), RouterOptions(admin_key_file=admin_keys))) as client:
+        assert (await client.get("/v1/models")).status_code == 200  # orders alone need a key here
 
 
 # The commands

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import pathlib
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import pytest
 import torch
+from _pytest.mark.structures import ParameterSet
 from triton_here import DEVICE, HAS_TRITON, ON_CARD, use_few_programs
 
 from kvrelay.kernels.base import LINEARS, ForwardBatch, HeadShape, LayerWeights, LoraBatch, LoraPart, LoraSpan
@@ -41,11 +44,20 @@ LIMITS = (
     else {"max_context": 80, "max_rows": 3, "max_kv_heads": 2}
 )
 SEEDS = range(12 if ON_CARD else 3)
+KINDS = ("decode", "prompts", "chunks", "mixed")
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", ["decode", "prompts", "chunks", "mixed"])
-@pytest.mark.parametrize("seed", SEEDS)
+def in_turn(first: Iterable[Any], second: Iterable[Any], *others: Sequence[Any]) -> list[ParameterSet]:
+    """All combinations. Interpreted, `make test` has each of the first two, with one value of every other, in turn."""
+    found = []
+    for (place, a), (number, b), *rest in itertools.product(*map(enumerate, (first, second, *others))):
+        turns = [(place // 2**depth + number) % len(values) for depth, values in enumerate(others)]
+        is_long = not ON_CARD and turns != [index for index, _ in rest]
+        found.append(pytest.param(a, b, *(value for _, value in rest), marks=pytest.mark.long if is_long else ()))
+    return found
+
+
+@pytest.mark.parametrize(("seed", "kind", "dtype"), in_turn(SEEDS, KINDS, DTYPES), ids=str)
 def test_attention_over_random_shapes(seed: int, kind: str, dtype: torch.dtype) -> None:
     case = random_case(seed, dtype, kind=kind, **LIMITS)
     q, batch, kv = make(case, DEVICE, seed)
@@ -55,11 +67,13 @@ def test_attention_over_random_shapes(seed: int, kind: str, dtype: torch.dtype) 
 
 @pytest.mark.parametrize("splits", [1, 2, 8])
 @pytest.mark.parametrize("tile", [16, 64])
-def test_decode_in_splits_some_of_which_are_empty(splits: int, tile: int) -> None:
-    case = Case(HeadShape(6, 2, 64), 8, tuple((1, context) for context in (0, 1, 15, 16, 17, 70)), torch.float16)
+@pytest.mark.parametrize("early", [False, True])
+def test_decode_in_splits_some_of_which_are_empty(splits: int, tile: int, early: bool) -> None:
+    contexts = (0, 1, 15, 16, 17, 65, 70)
+    case = Case(HeadShape(6, 2, 64), 8, tuple((1, context) for context in contexts), torch.float16)
     q, batch, kv = make(case, DEVICE)
     out = torch.full((case.num_tokens, 6 * 64), float("nan"), dtype=case.dtype, device=DEVICE)
-    decode_attention(q, case.shape, batch.attention, kv, 0.1, out, choice=DecodeChoice(splits, tile, 2, 2))
+    decode_attention(q, case.shape, batch.attention, kv, 0.1, out, choice=DecodeChoice(splits, tile, 2, 2, early))
     assert error(out, attention64(case, q, batch, kv, 0.1)) < TOLERANCE[case.dtype]
 
 
@@ -72,10 +86,13 @@ def test_prefill_in_tiles(choice: tuple[int, int]) -> None:
     assert error(out, attention64(case, q, batch, kv, 0.1)) < TOLERANCE[case.dtype]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows", [1, 2, 16, 27, 64])
-@pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("size", [(48, 96), (38, 1100), *([(4096, 4096), (6144, 14336)] if ON_CARD else [])])
+@pytest.mark.parametrize(
+    ("rows", "size", "with_bias", "dtype"),
+    in_turn(
+        [1, 2, 16, 27, 64], [(48, 96), (38, 1100), *([(4096, 4096), (6144, 14336)] if ON_CARD else [])], [False, True], DTYPES
+    ),
+    ids=str,
+)
 def test_linears_of_few_rows(dtype: torch.dtype, rows: int, with_bias: bool, size: tuple[int, int]) -> None:
     """Without and with the activation."""
     generator = torch.Generator(device=DEVICE).manual_seed(rows)
@@ -124,9 +141,9 @@ def test_linears_of_many_rows_in_fp8(rows: int, with_bias: bool) -> None:
     assert error(scaled_linear(x, CudaPacked(weight, bias, scale)), expected) < TOLERANCE[torch.bfloat16]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("linears", ["auto", "cublas"])
-@pytest.mark.parametrize("rows", [((1, 5), (1, 0), (1, 33)), ((4, 20), (1, 9))], ids=["decode", "mixed"])
+@pytest.mark.parametrize(
+    ("dtype", "linears", "rows"), in_turn(DTYPES, ["auto", "cublas"], [((1, 5), (1, 0), (1, 33)), ((4, 20), (1, 9))]), ids=str
+)
 @pytest.mark.parametrize("adapted", [False, True], ids=["base", "lora"])
 def test_layer_is_what_the_reference_computes(
     dtype: torch.dtype, linears: str, rows: tuple[tuple[int, int], ...], adapted: bool

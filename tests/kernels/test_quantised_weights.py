@@ -3,9 +3,11 @@ any number of rows."""
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
-from processors import TARGETS, built_for, can_run
+from processors import built_for, targets
 from quantised_blocks import layout_of, random_blocks
 
 from kvrelay.checkpoint.convert import KEPT_FORMATS
@@ -15,12 +17,13 @@ from kvrelay.kernels.native.kernels import NativeKernels
 ROWS = (1, 2, 3, 4, 5, 7, 14, 15, 40, 99, 200)
 
 
-@pytest.fixture(scope="module", params=filter(can_run, TARGETS))
+@pytest.fixture(scope="module", params=targets())
 def kernels(request: pytest.FixtureRequest) -> NativeKernels:
     """Built for each kind of processor that this one can stand for."""
     return built_for(request.param)
 
 
+@functools.cache
 def both(layout: str, out_size: int, in_size: int) -> tuple[Quantised, torch.Tensor]:
     """A weight in blocks, and dequantised as a checkpoint's conversion does it."""
     blocks = random_blocks(layout, out_size * in_size, seed=out_size + in_size)

@@ -212,6 +212,22 @@ def test_a_writer_that_is_killed_harms_nobody(folder: WeightFolder) -> None:
     assert [path.suffix for path in folder.path.iterdir() if path.suffix != ".lock"] == [SUFFIX]
 
 
+def test_a_writer_that_stands_still_holds_up_no_other(folder: WeightFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    native()
+    prepare(folder)
+    monkeypatch.setattr(shared, "_PATIENCE_S", 0.5)
+    options = ModelOptions(model=str(tiny_model("llama")), weights="float32")
+    writer = start(folder, tiny_model("llama"), "slow")
+    try:
+        await_ready(writer)
+        writer.send_signal(signal.SIGSTOP)
+        own = load(options)
+        assert whole_files(folder) == [], "it is not whole"
+        assert torch.equal(logits(own), logits(load(msgspec.structs.replace(options, share_weights=False))))
+    finally:
+        end(writer)
+
+
 def test_those_that_wait_go_on_when_the_writer_is_killed(folder: WeightFolder) -> None:
     native()
     prepare(folder)

@@ -315,7 +315,7 @@ class Cluster:
         while not condition():
             self.check_alive()
             assert asyncio.get_running_loop().time() < deadline, f"waited in vain: {self.router.cluster()['workers']}"
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(0.003)
 
     def check_alive(self) -> None:
         for worker in self.workers:

@@ -228,9 +228,10 @@ async def abort_under_load(seed: int, count: int, shape: Shape) -> None:
         await asyncio.gather(*(client(index) for index in range(2 * count)))
 
 
-@pytest.mark.parametrize(("mode", "rounds"), [("write", 46), ("read", 45)])
-async def test_500_aborts_in_all_at_every_point(mode: str, rounds: int) -> None:
-    """46 x 6 and 45 x 5: in read mode nothing is reserved before the prompt is computed."""
+@pytest.mark.parametrize("mode", ["write", "read"])
+@pytest.mark.parametrize("rounds", [9, pytest.param(46, marks=pytest.mark.long)])
+async def test_aborts_at_every_point_again_and_again(mode: str, rounds: int) -> None:
+    """In 46 rounds 500 in all: 46 x 6 and 46 x 5, for in read mode nothing is reserved before the prompt is computed."""
     transports: list[HeldBack] = []
     points = [point for point in POINTS if reachable(point, mode)]
     async with relay(shape("shm", mode, transports)) as cluster:

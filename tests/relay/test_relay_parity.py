@@ -30,8 +30,14 @@ def assert_all_handed_over(cluster: Cluster) -> None:
         assert load.transfers.done
 
 
-@pytest.mark.parametrize("transfer", ["shm", "nixl", pytest.param("mooncake", marks=pytest.mark.long)])
-@pytest.mark.parametrize("pairs", [1, 2])
+@pytest.mark.parametrize(
+    ("transfer", "pairs"),
+    [
+        ("shm", 2),
+        ("nixl", 1),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in (("shm", 1), ("nixl", 2), ("mooncake", 1), ("mooncake", 2))),
+    ],
+)
 async def test_200_random_prompts_in_each_mode(transfer: str, pairs: int) -> None:
     shape = Shape(prefill=pairs, decode=pairs, transfer=transfer)  # type: ignore[arg-type]
     async with relay(shape) as cluster:
@@ -47,10 +53,19 @@ async def test_200_random_prompts_in_each_mode(transfer: str, pairs: int) -> Non
             assert worker.engine.load().cached_tokens > 0
 
 
-@pytest.mark.parametrize("mode", MODES)
+UNEQUAL = [
+    ((16, 32), "shm", "write"),
+    ((32, 16), "shm", "read"),
+    ((16, 24), "shm", "write"),
+    ((24, 16), "nixl", "read"),
+    ((16, 32), "nixl", "write"),
+    ((32, 16), "mooncake", "read"),
+]
+OTHER_MODE = [(sizes, transfer, "read" if mode == "write" else "write") for sizes, transfer, mode in UNEQUAL]
+
+
 @pytest.mark.parametrize(
-    ("block_sizes", "transfer"),
-    [((16, 32), "shm"), ((32, 16), "shm"), ((16, 24), "shm"), ((24, 16), "nixl"), ((16, 32), "nixl"), ((32, 16), "mooncake")],
+    ("block_sizes", "transfer", "mode"), [*UNEQUAL, *(pytest.param(*case, marks=pytest.mark.long) for case in OTHER_MODE)]
 )
 async def test_unequal_block_sizes_with_prefix_hits(block_sizes: tuple[int, int], transfer: str, mode: str) -> None:
     shape = Shape(block_sizes=block_sizes, transfer=transfer, mode=mode)  # type: ignore[arg-type]

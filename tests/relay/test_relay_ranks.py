@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import pytest
 from cluster import Shape, ask, random_prompts, relay
@@ -44,8 +45,23 @@ async def compare(name: str, shape: Shape) -> None:
         assert (load.transfers.done, load.transfers.failed) == (2 * NUM_PROMPTS, 0)
 
 
-@pytest.mark.parametrize("name", ["kv1", "kv2", "kv8"])
-@pytest.mark.parametrize("tp", [(1, 1), (1, 2), (2, 1), (2, 2), (4, 1)], ids=str)
+# KV heads that every rank has (kv1), that are split one to each (kv2) or several (kv8)
+QUICK = {
+    ("kv1", (1, 2)),
+    ("kv1", (2, 2)),
+    ("kv1", (4, 1)),
+    ("kv2", (2, 1)),
+    ("kv2", (2, 2)),
+    ("kv8", (1, 1)),
+    ("kv8", (1, 2)),
+    ("kv8", (4, 1)),
+}
+EVERY = itertools.product(("kv1", "kv2", "kv8"), ((1, 1), (1, 2), (2, 1), (2, 2), (4, 1)))
+
+
+@pytest.mark.parametrize(
+    ("name", "tp"), [pytest.param(*case, marks=[] if case in QUICK else pytest.mark.long) for case in EVERY], ids=str
+)
 async def test_any_number_of_ranks_hands_over_to_any_other(name: str, tp: tuple[int, int]) -> None:
     await compare(name, shape_of(name, tp))
 

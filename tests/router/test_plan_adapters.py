@@ -7,6 +7,8 @@ import pytest
 
 from kvrelay.errors import QueueFullError, UnavailableError
 from kvrelay.native.hashing import extend_hashes, root_hash
+from kvrelay.router.backend import GenerateRequest
+from kvrelay.sampling import SamplingParams
 from kvrelay.states import Role
 from kvrelay.wire.registry import Adapter
 from tests.router.test_plan import PROMPT, Worker, World, split
@@ -44,6 +46,15 @@ def test_a_worker_that_has_it_and_is_full_is_waited_for() -> None:
     able.has_room = False
     with pytest.raises(QueueFullError):
         World("round_robin", able, other).plan(adapter="a")
+
+
+def test_a_request_lacks_a_worker_that_has_its_adapter() -> None:
+    world, prefills, decodes = split("round_robin")
+    give(prefills[0], "a")
+    request = GenerateRequest(external_id="x", prompt=PROMPT, params=SamplingParams(max_tokens=5), adapter="a")
+    assert world.planner.lacking(request) == {Role.WHOLE, Role.DECODE}
+    give(decodes[1], "a")
+    assert world.planner.lacking(request) == frozenset()
 
 
 def test_what_is_cached_counts_for_its_own_adapter() -> None:

@@ -6,6 +6,7 @@ import logging
 import pathlib
 from collections.abc import Iterator
 
+import psutil
 import pytest
 import torch
 from free_sequences import FreeSequence, plan, whole
@@ -118,6 +119,13 @@ def test_a_pool_of_one_block_warms_up_too() -> None:
 def test_what_cannot_work_is_refused_by_name(model: dict[str, object], engine: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         build(engine=engine, **model)
+
+
+def test_no_rank_is_left_where_building_fails() -> None:
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    with pytest.raises(ConfigError, match="--kv-blocks"):
+        build("kv2", engine={"max_model_len": 256, "kv_blocks": 2}, tp=2)
+    assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
 
 
 def test_a_folder_without_a_checkpoint_is_refused(tmp_path: pathlib.Path) -> None:

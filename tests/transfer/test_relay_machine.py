@@ -27,7 +27,7 @@ WORLDS: dict[str, Callable[[random.Random], World[Any, Any, Any]]] = {
     "embedding": EmbeddingWorld.drawn,
     "toy": ToyWorld.drawn,
 }
-EXAMPLES = {"kv": 100, "embedding": 40, "toy": 25}
+EXAMPLES = {"kv": 40, "embedding": 20, "toy": 10}
 KINDS = pytest.mark.parametrize("kind", list(WORLDS))
 index = st.integers(0, 1000)
 seeds = st.integers(0, 2**32).map(random.Random)
@@ -246,13 +246,20 @@ class Relay(RuleBasedStateMachine):
             self.faults.end()
 
 
-TestRelay = Relay.TestCase
-TestRelay.settings = settings(
-    max_examples=125,
+CHOSEN = settings(
     stateful_step_count=60,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
 )
+
+
+class TestRelay(Relay.TestCase):  # type: ignore[misc, name-defined]
+    settings = settings(CHOSEN, max_examples=40)
+
+
+@pytest.mark.long
+class TestRelayForLong(Relay.TestCase):  # type: ignore[misc, name-defined]
+    settings = settings(CHOSEN, max_examples=600)
 
 
 class Schedule:

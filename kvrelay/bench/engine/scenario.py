@@ -20,7 +20,7 @@ from msgspec import Meta
 from rich.console import Console
 from rich.progress import Progress
 
-from kvrelay.bench.engine import int8, lora, shared, weights
+from kvrelay.bench.engine import int8, lora, ranks, shared, weights
 from kvrelay.bench.engine.own import build_subject
 from kvrelay.bench.engine.peers import NAMES, PeerMissing, Subject, open_peer, slug
 from kvrelay.bench.engine.work import (
@@ -269,6 +269,11 @@ def measure_int8(options: EngineBench, console: Console) -> Results:
         return int8.measure(options.local_model(options.threads))
 
 
+def measure_ranks(options: EngineBench, console: Console) -> Results:
+    model = msgspec.structs.replace(options.local_model(), weights="float32")
+    return ranks.measure(model, prompts(max(ranks.BATCHES)), options.rounds, console)
+
+
 SCENARIO = Scenario(
     EngineBench,
     {
@@ -277,5 +282,6 @@ SCENARIO = Scenario(
         "shared": Part("weights that several workers share", measure_shared, shared.TARGETS),
         "int8": Part("weights rounded to int8", measure_int8, int8.TARGETS),
         "lora": Part("decode with LoRA adapters", measure_lora, lora.TARGETS),
+        "ranks": Part("decode in two ranks", measure_ranks, ranks.TARGETS),
     },
 )

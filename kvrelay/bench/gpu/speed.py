@@ -28,6 +28,7 @@ from kvrelay.config import EngineOptions, ModelOptions
 from kvrelay.engine.engine import Engine
 from kvrelay.launch.console import console_progress
 from kvrelay.runner.runner import TorchRunner
+from kvrelay.worker.collector import spared_collector
 
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -131,13 +132,11 @@ def open_bench(rounds: int, weights: Literal["auto", "fp8"] = "auto") -> Iterato
         engine, runner = build_engine(model, EngineOptions().for_device("cuda"), console_progress())
         bench = Bench(engine, runner, rounds)
         bench.seconds(1, 16, 1)
-        gc.collect()
-        gc.freeze()
         try:
-            yield bench
+            with spared_collector():
+                yield bench
         finally:
             engine.close()
-            gc.unfreeze()
 
 
 def measure_speed(rounds: int, console: Console) -> dict[str, float]:

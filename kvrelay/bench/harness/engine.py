@@ -13,12 +13,14 @@ from kvrelay.runner.build import build_runner
 from kvrelay.runner.fake import FakeRunner
 from kvrelay.runner.runner import TorchRunner
 from kvrelay.states import Role
+from kvrelay.transfer.region import shared_region
 from kvrelay.wire.serving import Failure, StepOutputs, of_kind
 
 
 def build_engine(model: ModelOptions, options: EngineOptions, progress: Progress | None = None) -> tuple[Engine, TorchRunner]:
     """`model.model` is a folder."""
-    runner = build_runner(model, options, pathlib.Path(model.model), read_environment(), progress or Silent())
+    allocate = shared_region if model.tp > 1 else None
+    runner = build_runner(model, options, pathlib.Path(model.model), read_environment(), progress or Silent(), allocate)
     return engine_over(runner, options, runner.spec.vocab_size), runner
 
 

@@ -65,6 +65,7 @@ class Target:
     model: str
     headers: dict[str, str]
     ignore_eos: bool
+    shows_special: bool = False  # so that every token has a text, those of full-length answers behind their end too
 
     def body(self, messages: list[dict[str, str]], max_tokens: int) -> dict[str, Any]:
         fields: dict[str, Any] = {
@@ -75,6 +76,8 @@ class Target:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
+        if self.shows_special:
+            fields["skip_special_tokens"] = False
         return fields | {"ignore_eos": True} if self.ignore_eos else fields
 
 

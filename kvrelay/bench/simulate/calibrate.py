@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvrelay.bench.serve.client import Asked, Target
 from kvrelay.bench.serve.scenario import run_sessions
-from kvrelay.bench.serve.sessions import Question, Session
+from kvrelay.bench.serve.sessions import WORDS, Question, Session
 from kvrelay.errors import BenchError
 from kvrelay.simulate.costs import Costs, Point, interpolate
 
@@ -37,7 +38,7 @@ _KV_BYTES, _LAYERS, _GB_PER_S = 46_080, 30, 5.0  # of SmolLM2-135M in float32; s
 class Measured:
     """Milliseconds, one of each round."""
 
-    prompts: dict[int, list[float]] = field(default_factory=dict)  # by tokens
+    prompts: dict[float, list[Point]] = field(default_factory=dict)  # tokens and time, by length as a share of the traffic's
     steps: dict[int, list[float]] = field(default_factory=dict)  # by sequences on each decode worker, all of them busy
     shared_prompts: dict[int, list[float]] = field(default_factory=dict)  # by passes under way, of the traffic's length
     shared_steps: dict[int, list[float]] = field(default_factory=dict)  # by passes under way, of one sequence
@@ -60,7 +61,7 @@ class Calibration:
         found = self.measured
         for share in _LENGTHS:
             (one,) = self._ask([self._question(2, share)], "measuring a prompt")
-            found.prompts.setdefault(one.prompt_tokens, []).append(_ms(one.ttft_s))
+            found.prompts.setdefault(share, []).append((one.prompt_tokens, _ms(one.ttft_s)))
             if share == 1.0:
                 prompt_ms = _ms(one.ttft_s)
                 _add(found.shared_prompts, 1, prompt_ms)
@@ -97,8 +98,9 @@ class Calibration:
             _add(self.measured.shared_steps, num_passes, statistics.median(beside))
 
     def _question(self, max_tokens: int, share: float = 1.0) -> Question:
-        words = max(1, round(share * self._words))
-        return Question(" ".join([f"{next(self._marks)}", *["again"] * words]), max_tokens)
+        mark = next(self._marks)
+        words = random.Random(mark).choices(WORDS, k=max(1, round(share * self._words)))
+        return Question(" ".join([f"{mark}", *words]), max_tokens)
 
     def _ask(self, questions: Sequence[Question], title: str, *, later: int = 0, later_s: float = 0.0) -> list[Asked]:
         """The last `later` of them come `later_s` after the others. Raises BenchError."""
@@ -124,7 +126,7 @@ def costs_of(found: Measured, pairs: int) -> Costs:
     decode_sharing = _sharing(found.shared_steps)
     beside = max(1.0, interpolate(decode_sharing, pairs)) if pairs > 1 else 1.0  # batches were on all workers at once
     return Costs(
-        prefill=tuple((count, statistics.median(times)) for count, times in sorted(found.prompts.items())),
+        prefill=tuple(_middle(points) for _, points in sorted(found.prompts.items())),
         decode=tuple((count, statistics.median(times) / beside) for count, times in sorted(found.steps.items())),
         prefill_sharing=_sharing(found.shared_prompts),
         decode_sharing=decode_sharing,
@@ -135,6 +137,11 @@ def costs_of(found: Measured, pairs: int) -> Costs:
         kv_bytes_per_token=_KV_BYTES,
         num_layers=_LAYERS,
     )
+
+
+def _middle(points: Sequence[Point]) -> Point:
+    """Prompts of as many words have about as many tokens."""
+    return statistics.median_low(count for count, _ in points), statistics.median(ms for _, ms in points)
 
 
 def _sharing(times: dict[int, list[float]]) -> tuple[Point, ...]:

@@ -66,7 +66,7 @@ def _run_real(
     pairs: int, model: ModelOptions, options: SimulateBench, console: Console
 ) -> tuple[Results, Calibration, Sequence[Asked]]:
     with serve(model, {"local-prefill-tokens": 0}, prefill=pairs, decode=pairs) as server:
-        target = Target(server.url, find_model(server.url, {}), {}, ignore_eos=True)
+        target = Target(server.url, find_model(server.url, {}), {}, ignore_eos=True, shows_special=True)
         calibration = Calibration(target, pairs, options.input_tokens)
         calibration.round()
         rate = options.load * pairs / calibration.costs.pass_s(options.input_tokens, 0)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import enum
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
+from itertools import filterfalse
 
 from kvrelay.wire.registry import BlockCounts
 
@@ -100,11 +101,11 @@ class BlockPool:
             else:
                 self._count(block, holder, -1)
         self._let_go(last, holder)
-        kept = [block for block in last if self._keep(block)]
+        kept = list(filter(self._keep, last))
         self._cached.update(dict.fromkeys(kept))
         self.given_up.extend(kept)
         if len(kept) < len(last):
-            self._free.extend(block for block in last if not self._keep(block))
+            self._free.extend(filterfalse(self._keep, last))
 
     def hand_over(self, blocks: Iterable[int], before: Holder, after: Holder) -> None:
         """Of a long prompt these are many, between two steps of all other sequences: blocks held once, which is usual, are

@@ -3,6 +3,7 @@ browsers, which hold nothing of the server and ask for a key themselves.
 
     --api-key a,b          fixed for the life of the process
     --api-key-file FILE    one key a line, `#` begins a comment line; read again when the file has changed
+    --admin-key-file FILE  the same, of keys that pass everywhere; where there are any, an operator's orders need one
 
 The file is checked when a request comes, at most once a second. If it can no longer be read, or holds no key, the keys read
 before stay valid and the log says so.
@@ -19,7 +20,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from kvrelay.config import RouterOptions
-from kvrelay.errors import ConfigError, UnauthorizedError
+from kvrelay.errors import ConfigError, ForbiddenError, UnauthorizedError
 from kvrelay.frontend.http.accept import prefers_html
 from kvrelay.frontend.http.call import Call, Receive, Scope, Send
 from kvrelay.frontend.http.endpoint import send_error
@@ -44,7 +45,11 @@ class KeyRing:
     A key is stored and looked up as its digest under a secret of this process, so that the time it takes reveals nothing.
     """
 
-    def __init__(self, keys: str, file: str, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, keys: str, file: str, *, option: str = "--api-key-file", clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`option` is the one that names the file."""
+        self._option = option
         self._secret = secrets.token_bytes(32)
         self._clock = clock
         self._file = file
@@ -76,16 +81,16 @@ class KeyRing:
             return
         try:
             self._from_file = self._read()
-            _log.info("API keys read again", file=self._file, keys=len(self._from_file))
+            _log.info("keys read again", file=self._file, keys=len(self._from_file))
         except ConfigError as error:
-            _log.warning("API keys not read again; the last ones stay valid", reason=error)
+            _log.warning("keys not read again; the last ones stay valid", reason=error)
 
     def _read(self) -> dict[bytes, bytes]:
         """Raises ConfigError."""
         self._seen = _signature(self._file)
-        keys = self._digests(read_secret_lines("--api-key-file", self._file, _MAX_FILE_BYTES))
+        keys = self._digests(read_secret_lines(self._option, self._file, _MAX_FILE_BYTES))
         if not keys:
-            raise ConfigError(f"--api-key-file {self._file} holds no key")
+            raise ConfigError(f"{self._option} {self._file} holds no key")
         return keys
 
     def _digests(self, keys: Iterable[str]) -> dict[bytes, bytes]:
@@ -123,12 +128,38 @@ def _is_page(call: Call) -> bool:
     return path.startswith(_ASSETS) or (path in _PAGES and prefers_html(call.header(b"accept")))
 
 
-class ApiKeys:
-    """ASGI middleware. Lets a request pass if it carries a valid key."""
+class Operators:
+    """Who may give orders: where the server has admin keys, their holders; else everyone who may use the server. An order that
+    makes workers read a folder is more than an API key is for: where there are API keys alone, it is refused."""
 
-    def __init__(self, app: AsgiApp, ring: KeyRing) -> None:
+    def __init__(self, api: KeyRing, admin: KeyRing) -> None:
+        self._api = api
+        self._admin = admin
+
+    def check(self, call: Call, *, reads_files: bool = False) -> None:
+        """Raises UnauthorizedError or ForbiddenError."""
+        if not self._admin.asks:
+            if reads_files and self._api.asks:
+                raise ForbiddenError(
+                    "this needs an admin key, and the server has none: start it with --admin-key-file", code="no_admin_key"
+                )
+            return
+        key = _key(call)
+        if key and self._admin.holds(key):
+            return
+        if self._api.asks:  # it has passed with an API key
+            raise ForbiddenError("this needs an admin key (--admin-key-file), not an API key", code="not_an_admin_key")
+        reason = "wrong admin key" if key else "no admin key: send the header 'Authorization: Bearer KEY'"
+        raise UnauthorizedError(reason, code="invalid_admin_key")
+
+
+class ApiKeys:
+    """ASGI middleware. Lets a request pass if it carries a valid key. An admin key is one, too."""
+
+    def __init__(self, app: AsgiApp, ring: KeyRing, admin: KeyRing) -> None:
         self._app = app
         self._ring = ring
+        self._admin = admin
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Coroutine[Any, Any, None]:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS or not self._ring.asks:
@@ -137,7 +168,7 @@ class ApiKeys:
         if _is_page(call):
             return self._app(scope, receive, send)
         key = _key(call)
-        if key and self._ring.holds(key):
+        if key and (self._ring.holds(key) or self._admin.holds(key)):
             return self._app(scope, receive, send)
         reason = "wrong API key" if key else "no API key: send the header 'Authorization: Bearer KEY'"
         return send_error(call, UnauthorizedError(reason, code="invalid_api_key"))

@@ -44,6 +44,7 @@ class MessageError(msgspec.Struct, frozen=True, kw_only=True):
 MESSAGES_PATHS = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
 _MESSAGE_KINDS = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     413: "request_too_large",
     429: "rate_limit_error",

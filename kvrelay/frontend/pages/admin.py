@@ -1,5 +1,5 @@
 """An operator's orders: POST /admin/drain and /admin/role to one worker, POST /v1/load_lora_adapter and
-/v1/unload_lora_adapter (vLLM's names) to all of them. They need an API key if /v1 does."""
+/v1/unload_lora_adapter (vLLM's names) to all of them. Who may give them: `Operators` (http/auth.py)."""
 
 from __future__ import annotations
 
@@ -40,12 +40,14 @@ _unload = msgspec.json.Decoder(UnloadAdapterRequest)
 
 async def drain(service: Service, call: Call) -> None:
     """The worker finishes its requests and leaves. Answered at once; GET /cluster shows the progress."""
+    service.operators.check(call)
     request = await call.read(_drain, service.options.max_body_bytes)
     await call.answer_json(service.backend.drain(request.worker))
 
 
 async def change_role(service: Service, call: Call) -> None:
     """The worker finishes its requests and comes back as a new worker of the same process."""
+    service.operators.check(call)
     request = await call.read(_role, service.options.max_body_bytes)
     role = Role(request.role)
     if role is Role.ENCODE and not service.images.takes_images:
@@ -55,6 +57,7 @@ async def change_role(service: Service, call: Call) -> None:
 
 async def load_adapter(service: Service, call: Call) -> None:
     """Answered when every worker has it."""
+    service.operators.check(call, reads_files=True)
     request = await call.read(_load, service.options.max_body_bytes)
     name = request.lora_name
     if name in service.models:
@@ -64,5 +67,6 @@ async def load_adapter(service: Service, call: Call) -> None:
 
 async def unload_adapter(service: Service, call: Call) -> None:
     """Requests that have it keep it to their end."""
+    service.operators.check(call, reads_files=True)
     request = await call.read(_unload, service.options.max_body_bytes)
     await call.answer_json(await service.backend.unload_adapter(request.lora_name))

@@ -29,10 +29,11 @@ _ONE = "/v1/continuations/{id}"
 _RESPONSE = "/v1/responses/{id}"
 _GENERATE = (400, 401, 404, 409, 413, 429, 500, 503, 504)
 _READ = (400, 401, 404, 413, 500)
-_ADMIN = (400, 401, 404, 409, 413, 500, 503)
+_ADMIN = (400, 401, 403, 404, 409, 413, 500, 503)
 ERRORS = {
     400: "A field is wrong; `param` names it",
     401: "No API key, or a wrong one",
+    403: "An operator's order, which needs an admin key",
     404: "No such path, model, worker, response or continuation",
     409: "The worker is already draining, or already has that role; or the request to continue from is still running",
     413: "The body is too large",

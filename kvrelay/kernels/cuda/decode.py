@@ -21,14 +21,46 @@ from kvrelay.kernels.cuda.table import DecodeChoice, choose_decode, choose_mixed
 _LOG2_E = 1.4426950408889634
 
 
+@triton.jit
+def _kv_tile(
+    kv, value_offset, table, kv_head, start, end, dim,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Keys and values of TILE tokens from `start` on, 0 from `end` on; and which of them are before it."""
+    place = start + tl.arange(0, TILE)
+    inside = place < end
+    block = tl.load(table + place // BLOCK_SIZE, mask=inside, other=0)
+    slot = block.to(tl.int64) * BLOCK_SIZE + place % BLOCK_SIZE
+    source = kv + ((slot * KV_HEADS + kv_head) * DIM)[:, None] + dim[None, :]
+    loaded = inside[:, None]
+    if DIM != DIM_PAD:
+        loaded = loaded & (dim < DIM)[None, :]
+    return tl.load(source, mask=loaded, other=0.0), tl.load(source + value_offset, mask=loaded, other=0.0), inside
+
+
+@triton.jit
+def _attend(query, keys, values, inside, scale, top, total, sums, PRECISION: tl.constexpr):
+    """One tile more of a running softmax: its maximum, its sum and the weighted values."""
+    scores = tl.dot(query, tl.trans(keys), input_precision=PRECISION) * scale
+    scores = tl.where(inside[None, :], scores, float("-inf"))
+    peak = tl.maximum(top, tl.max(scores, axis=1))
+    safe = tl.where(peak > float("-inf"), peak, 0.0)  # the tile may be empty
+    ratio = tl.exp2(top - safe)
+    weights = tl.exp2(scores - safe[:, None])
+    sums = tl.dot(weights.to(values.dtype), values, sums * ratio[:, None], input_precision=PRECISION)
+    return peak, total * ratio + tl.sum(weights, axis=1), sums
+
+
 @triton.jit(do_not_specialize=["table_stride"])
 def _decode_kernel(
     q, q_stride, kv, value_offset, tables, table_stride, contexts, query_start, out, partial, lse, scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, MIXED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, MIXED: tl.constexpr, EARLY: tl.constexpr,
     PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """With MIXED, rows with more queries than one are left to another kernel."""
+    """With MIXED, rows with more queries than one are left to another kernel. With EARLY a split's first tile is loaded before
+    the wait, into registers, unless it holds the row's last token, which the kernel before writes. (Where this pass has written
+    more of the row, as at a prompt's end, an ordinary kernel that gathers the queries stands between.)"""
     if PDL:
         gdc_launch_dependents()
     row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -38,6 +70,12 @@ def _decode_kernel(
     end = tl.minimum(begin + split_size, context)
     member = tl.arange(0, GROUP_PAD)
     dim = tl.arange(0, DIM_PAD)
+    table = tables + row.to(tl.int64) * table_stride
+    if EARLY:
+        first_end = tl.where(begin + TILE < context, tl.minimum(begin + TILE, end), begin)
+        first_keys, first_values, first_inside = _kv_tile(
+            kv, value_offset, table, kv_head, begin, first_end, dim, KV_HEADS, DIM, DIM_PAD, BLOCK_SIZE, TILE
+        )
     if PDL:
         gdc_wait()
     token = row
@@ -51,25 +89,16 @@ def _decode_kernel(
     top = tl.full([GROUP_PAD], float("-inf"), tl.float32)
     total = tl.zeros([GROUP_PAD], tl.float32)
     sums = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
-    for start in range(begin, end, TILE):
-        place = start + tl.arange(0, TILE)
-        inside = place < end
-        block = tl.load(tables + row.to(tl.int64) * table_stride + place // BLOCK_SIZE, mask=inside, other=0)
-        slot = block.to(tl.int64) * BLOCK_SIZE + place % BLOCK_SIZE
-        source = kv + ((slot * KV_HEADS + kv_head) * DIM)[:, None] + dim[None, :]
-        loaded = inside[:, None]
-        if DIM != DIM_PAD:
-            loaded = loaded & (dim < DIM)[None, :]
-        keys = tl.load(source, mask=loaded, other=0.0)
-        scores = tl.dot(query, tl.trans(keys), input_precision=PRECISION) * scale
-        scores = tl.where(inside[None, :], scores, float("-inf"))
-        peak = tl.maximum(top, tl.max(scores, axis=1))
-        ratio = tl.exp2(top - peak)
-        weights = tl.exp2(scores - peak[:, None])
-        values = tl.load(source + value_offset, mask=loaded, other=0.0)
-        sums = tl.dot(weights.to(values.dtype), values, sums * ratio[:, None], input_precision=PRECISION)
-        total = total * ratio + tl.sum(weights, axis=1)
-        top = peak
+    if EARLY:
+        top, total, sums = _attend(query, first_keys, first_values, first_inside, scale, top, total, sums, PRECISION)
+        begin_left = first_end
+    else:
+        begin_left = begin
+    for start in range(begin_left, end, TILE):
+        keys, values, inside = _kv_tile(
+            kv, value_offset, table, kv_head, start, end, dim, KV_HEADS, DIM, DIM_PAD, BLOCK_SIZE, TILE
+        )
+        top, total, sums = _attend(query, keys, values, inside, scale, top, total, sums, PRECISION)
     seen = total > 0.0
     sums = sums / tl.where(seen, total, 1.0)[:, None]
     if SPLITS == 1:
@@ -137,7 +166,7 @@ def decode_attention(
         q, q.stride(0), kv, kv.stride(0), rows.block_tables, rows.block_tables.stride(0), rows.context_lens,
         rows.query_start, out, partial, lse, scale * _LOG2_E,
         KV_HEADS=shape.num_kv_heads, GROUP=group, GROUP_PAD=power_of_2(group, 16), DIM=dim, DIM_PAD=power_of_2(dim, 16),
-        BLOCK_SIZE=block_size, TILE=choice.tile, SPLITS=splits, MIXED=mixed,
+        BLOCK_SIZE=block_size, TILE=choice.tile, SPLITS=splits, MIXED=mixed, EARLY=choice.early,
         PRECISION="ieee" if q.dtype is torch.float32 else "tf32",
         **options(choice.num_warps, choice.num_stages),
     )  # fmt: skip

@@ -65,8 +65,9 @@ def _finished(sums, scale, bias, lines, real, SCALED: tl.constexpr, BIAS: tl.con
 def _one_row_kernel(
     x, weight, scale, bias, out, num_lines, width,
     BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_OUT: tl.constexpr, EVEN_IN: tl.constexpr,
-    GATED: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
+    GATED: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """With STAGES above 1 so many tiles are under way to shared memory; else a tile is loaded when it is wanted."""
     if PDL:
         gdc_launch_dependents()
     lines = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
@@ -81,7 +82,7 @@ def _one_row_kernel(
     sums = tile.to(tl.float32) * values
     if GATED:
         up_sums = up_tile.to(tl.float32) * values
-    for start in range(BLOCK_IN, width, BLOCK_IN):
+    for start in tl.range(BLOCK_IN, width, BLOCK_IN, num_stages=STAGES):
         columns = start + tl.arange(0, BLOCK_IN)
         tile = _tile(weight, lines, columns, num_lines, width, EVEN_OUT, EVEN_IN)
         values = tl.load(x + columns, mask=columns < width, other=0.0).to(tl.float32)[None, :]
@@ -95,6 +96,16 @@ def _one_row_kernel(
         up = _finished(tl.sum(up_sums, axis=1), scale, bias, num_lines + lines, real, SCALED, BIAS)
         result = result / (1.0 + tl.exp(-result)) * up
     tl.store(out + lines, result.to(out.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def _row_tile(x, rows, columns, num_rows, width, EVEN_IN: tl.constexpr, SCALED: tl.constexpr):
+    """A tile of x, transposed; for weights in fp8, which one instruction widens to float16 and several to bfloat16, in
+    float16, whose range activations keep within: what does not is cut."""
+    values = tl.trans(_tile(x, rows, columns, num_rows, width, False, EVEN_IN))
+    if SCALED:
+        values = tl.clamp(values.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
+    return values
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -122,14 +133,14 @@ def _few_rows_kernel(
     if PDL:
         gdc_wait()
     if EARLY:
-        values = tl.trans(_tile(x, rows, columns, num_rows, width, False, EVEN_IN))
+        values = _row_tile(x, rows, columns, num_rows, width, EVEN_IN, SCALED)
         sums = tl.dot(tile.to(values.dtype), values, sums, input_precision=PRECISION)
         if GATED:
             up_sums = tl.dot(up_tile.to(values.dtype), values, up_sums, input_precision=PRECISION)
     for start in range(first, width, BLOCK_IN):
         columns = start + tl.arange(0, BLOCK_IN)
         tile = _tile(weight, lines, columns, num_lines, width, EVEN_OUT, EVEN_IN)
-        values = tl.trans(_tile(x, rows, columns, num_rows, width, False, EVEN_IN))
+        values = _row_tile(x, rows, columns, num_rows, width, EVEN_IN, SCALED)
         sums = tl.dot(tile.to(values.dtype), values, sums, input_precision=PRECISION)
         if GATED:
             up_tile = _tile(upper, lines, columns, num_lines, width, EVEN_OUT, EVEN_IN)
@@ -162,7 +173,8 @@ def small_linear(
     grid = (triton.cdiv(lines, block_out),)
     scale, bias = x if packed.scale is None else packed.scale, x if packed.bias is None else packed.bias
     if rows == 1 and not choice.tensor_cores:
-        _one_row_kernel[grid](x, packed.weight, scale, bias, out, lines, width, **arguments)
+        stages = choice.num_stages if choice.pipelined else 1
+        _one_row_kernel[grid](x, packed.weight, scale, bias, out, lines, width, STAGES=stages, **arguments)
     else:
         precision = "ieee" if x.dtype is torch.float32 else "tf32"
         _few_rows_kernel[grid](

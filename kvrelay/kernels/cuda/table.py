@@ -1,7 +1,7 @@
 """Which variant of a kernel a shape gets: measured on an H200 with `python -m kvrelay.kernels.cuda.tune`, in CUDA graphs.
 
 Those of decode attention and of linears are the best of a whole captured step of Llama-3.1-8B's shape. Weights in fp8: 2.96 ms
-a step became 2.69 at one row; of several rows the library's product took 4.50 ms where Triton's took 8.27.
+a step became 2.51 at one row; of several rows the library's product took 4.50 ms where Triton's took 8.27.
 
 Shapes are all that is asked here, never lengths on the device, so a choice holds for every replay of a captured graph.
 """
@@ -18,6 +18,7 @@ class DecodeChoice:
     tile: int  # tokens of KV a step
     num_warps: int
     num_stages: int
+    early: bool = False  # load the first tile before waiting for the kernel before
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,7 @@ class LinearChoice:
     num_stages: int
     early: bool = False  # several rows: load the first tile of the weight before waiting for the kernel before
     tensor_cores: bool = False  # one row: as if it were several
+    pipelined: bool = False  # one row: so many stages are under way to shared memory
 
 
 _MAX_SMALL_ROWS = 32  # of linears; more are faster in cuBLAS
@@ -48,7 +50,7 @@ _WIDE_HEAD_BYTES = 256  # of a head's keys: 128 x bfloat16
 def is_triton_faster(num_rows: int, num_lines: int, gated: bool, scaled: bool) -> bool:
     """Than cuBLAS. `num_lines` and `scaled` as below."""
     if scaled:
-        return num_rows == 1
+        return num_rows == 1 or (num_rows <= 16 and not gated and num_lines > 4096)
     return num_rows <= _MAX_SMALL_ROWS or (num_rows <= _MAX_WIDE_ROWS and (gated or 4096 < num_lines <= 32768))
 
 
@@ -63,9 +65,11 @@ def choose_decode(num_heads: int, max_context: int, head_bytes: int) -> DecodeCh
         splits *= 2
     if wide or tile == 32:
         return DecodeChoice(splits, tile, 4, 2)
-    if num_heads > 64 and splits > 1:
+    if splits == 1:
+        return DecodeChoice(1, tile, 2, 3, early=True)
+    if num_heads > 64:
         return DecodeChoice(splits, tile, 2, 2)
-    return DecodeChoice(splits, tile, 4, 2 if 32 < num_heads <= 64 else 3)
+    return DecodeChoice(16, 16, 1, 3, early=True) if num_heads > 32 else DecodeChoice(splits, tile, 4, 3)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -94,10 +98,10 @@ def choose_linear(num_rows: int, num_lines: int, gated: bool, scaled: bool = Fal
     """`num_lines` counts outputs: with `gated` each has two rows of the weight. `scaled`: the weight is in fp8."""
     if scaled:
         if num_rows > 1:
-            return LinearChoice(64, 128 if gated else 256, 4, 3)
+            return LinearChoice(64, 128, 4, 3) if gated else LinearChoice(64, 256, 4, 4)
         if gated:
-            return LinearChoice(8, 512, 8, 3)
-        return LinearChoice(16, 512, 8, 3) if num_lines > 4096 else LinearChoice(8, 1024, 4, 3)
+            return LinearChoice(4, 1024, 4, 4, pipelined=True)
+        return LinearChoice(16, 512, 8, 3) if num_lines > 4096 else LinearChoice(4, 1024, 4, 3, pipelined=True)
     if num_rows == 1:
         return LinearChoice(4, 1024, 8, 3) if gated else LinearChoice(4, 2048, 8, 3)
     if num_lines > 32768:
@@ -108,4 +112,4 @@ def choose_linear(num_rows: int, num_lines: int, gated: bool, scaled: bool = Fal
         return LinearChoice(64, 128, 4, 5) if gated else LinearChoice(64, 128, 8, 5)
     if gated:
         return LinearChoice(64, 128, 4, 3, early=True)
-    return LinearChoice(64, 128, 4, 5, early=True) if num_lines > 4096 else LinearChoice(64, 256, 4, 5)
+    return LinearChoice(64, 256, 4, 4, early=True) if num_lines > 4096 else LinearChoice(64, 256, 4, 5)
