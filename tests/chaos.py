@@ -292,11 +292,14 @@ def run_chaos(
     every_s: tuple[float, float] = (0.3, 1.8),
     mode: str = "write",
     say: Callable[[str], None] = lambda line: None,
+    fresh: bool = False,
 ) -> Report:
     """A whole run, on a cluster of its own."""
     model = tiny_model("llama")
     flags = ("--local-prefill-tokens", "16", "--mode", mode)
-    with ProcessCluster(str(model), folder, registration_s=LEASE_S, router_flags=flags, worker_flags=_WORKER_FLAGS) as cluster:
+    with ProcessCluster(
+        str(model), folder, registration_s=LEASE_S, router_flags=flags, worker_flags=_WORKER_FLAGS, fresh=fresh
+    ) as cluster:
         for role, count in POPULATION.items():
             for _ in range(count):
                 cluster.add(role)
@@ -327,6 +330,7 @@ def main() -> int:
         duration_s=arguments.minutes * 60,
         mode=arguments.mode,
         say=lambda line: print(line, flush=True),
+        fresh=True,
     )
     print(report.as_text())
     if arguments.report is not None:

@@ -24,7 +24,6 @@ from typing import IO, Any
 from kvrelay.config import read_environment
 
 CONSTRAINTS = pathlib.Path(__file__).with_name("contextpilot-constraints.txt")
-NEEDED = ("fastapi", "uvicorn", "aiohttp", "numpy", "scipy")  # of what it requires, all that its index server imports
 START_LIMIT_S = 60.0
 
 # The server builds its index with a pool of forked processes and ends them by SIGTERM. One that it catches while it is still
@@ -62,10 +61,9 @@ def install(say: IO[str]) -> pathlib.Path:
         fcntl.flock(lock, fcntl.LOCK_EX)  # two test runs may begin at once
         if not complete.exists():
             print(f"\ninstalling ContextPilot into {folder} (once, about a minute)", file=say, flush=True)
-            _call(say, sys.executable, "-m", "venv", "--clear", str(folder))
-            pip = (str(python), "-m", "pip", "install", "--disable-pip-version-check", "-c", str(CONSTRAINTS))
-            _call(say, *pip, "--no-deps", "contextpilot")
-            _call(say, *pip, *NEEDED)
+            _call(say, sys.executable, "-m", "venv", "--clear", "--without-pip", str(folder))
+            pip = (sys.executable, "-m", "pip", "--python", str(python), "install", "--disable-pip-version-check")
+            _call(say, *pip, "--no-deps", "--no-compile", "-r", str(CONSTRAINTS))  # nothing is left to resolve
             complete.touch()
     return python
 

@@ -23,6 +23,8 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+from prepared import Process, popen
+
 START_LIMIT_S = 180.0
 _YIELDING = 5  # a niceness
 _READY = re.compile(r"kvrelay ready on http://([^:]+):(\d+).*register at (tcp://\S+?)\)")
@@ -31,7 +33,7 @@ _READY = re.compile(r"kvrelay ready on http://([^:]+):(\d+).*register at (tcp://
 class WorkerProcess:
     """One `kvrelay worker`. Its process keeps its id when it comes back as a new worker."""
 
-    def __init__(self, role: str, process: subprocess.Popen[bytes], log: pathlib.Path) -> None:
+    def __init__(self, role: str, process: Process, log: pathlib.Path) -> None:
         self.role = role
         self.process = process
         self.log = log
@@ -72,8 +74,11 @@ class ProcessCluster:
         router_flags: Sequence[str] = (),
         worker_flags: Sequence[str] = (),
         api_key: str = "",
+        fresh: bool = False,
     ) -> None:
+        """`fresh`: each process in an interpreter of its own, as users start them."""
         self._model = model
+        self._start: Callable[..., Any] = subprocess.Popen if fresh else popen
         self._folder = folder
         self._lease = ("--registration-s", str(registration_s))
         self._worker_flags = worker_flags
@@ -83,9 +88,7 @@ class ProcessCluster:
         self.router_log = folder / "router.log"
         flags = ("--port", "0", "--registry-listen", "tcp://127.0.0.1:*", *self._lease, *router_flags)
         with self.router_log.open("wb") as log:
-            self.router = subprocess.Popen(
-                _command("router", model, *flags), stdout=subprocess.PIPE, stderr=log, env=_environment()
-            )
+            self.router = self._start(_command("router", model, *flags), stdout=subprocess.PIPE, stderr=log, env=_environment())
         assert self.router.stdout is not None
         line = self.router.stdout.readline().decode()
         found = _READY.search(line)
@@ -106,9 +109,8 @@ class ProcessCluster:
         path = self._folder / f"{self._count:03d}-{role}.log"
         flags = ("--role", role, "--registry", self.registry, *self._lease, *self._worker_flags)
         with path.open("wb") as log:
-            process = subprocess.Popen(
-                _command("worker", self._model, *flags), stdout=log, stderr=log, env=_environment(), process_group=0
-            )
+            command = _command("worker", self._model, *flags)
+            process = self._start(command, stdout=log, stderr=log, env=_environment(), process_group=0)
         worker = WorkerProcess(role, process, path)
         self.workers.append(worker)
         return worker

@@ -15,6 +15,8 @@ import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
+from prepared import Process, popen
+
 READY = re.compile(r"kvrelay ready on (http://\S+)")
 START_LIMIT_S = 180.0
 
@@ -22,7 +24,7 @@ START_LIMIT_S = 180.0
 class Server:
     """A running `kvrelay serve` and what it printed."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
+    def __init__(self, process: subprocess.Popen[str] | Process) -> None:
         self.process = process
         self.lines: list[str] = []
         self._ready = threading.Event()
@@ -80,9 +82,11 @@ def is_idle(worker: dict[str, Any]) -> bool:
 
 
 @contextlib.contextmanager
-def serve(*arguments: str, environment: dict[str, str] | None = None) -> Iterator[Server]:
-    """`kvrelay serve ARGUMENTS` on a free port, ready for requests; stopped and checked for leaks at the end."""
-    process = subprocess.Popen(
+def serve(*arguments: str, environment: dict[str, str] | None = None, fresh: bool = False) -> Iterator[Server]:
+    """`kvrelay serve ARGUMENTS` on a free port, ready for requests; stopped and checked for leaks at the end.
+
+    `fresh`: in an interpreter of its own, which is the parent of its workers, as users start it."""
+    process = (subprocess.Popen if fresh else popen)(
         [sys.executable, "-m", "kvrelay", "serve", *arguments, "--port", "0"],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -208,13 +208,13 @@ def test_a_right_import_passes(file: str, source: str) -> None:
     assert problems_of(PACKAGE / file, source) == []
 
 
-@pytest.mark.parametrize("part", ["checkpoint", "text", "discovery", "router", "frontend", "engine"])
-def test_importing_a_part_does_not_load_torch(part: str) -> None:
+def test_parts_without_torch_do_not_load_it() -> None:
     """Also not through a third party: the router process must stay small and start fast."""
-    modules = [module_of(path) for path in sources() if part_of(module_of(path)) == part]
-    script = f"import sys\nfor name in {modules!r}:\n    __import__(name)\nprint('torch' in sys.modules)"
+    parts = ("checkpoint", "text", "discovery", "router", "frontend", "engine")
+    modules = [module_of(path) for path in sources() if part_of(module_of(path)) in parts]
+    script = f"import sys\nfor name in {modules!r}:\n    __import__(name)\n    assert 'torch' not in sys.modules, name"
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=False)
-    assert (result.stdout.strip(), result.returncode) == ("False", 0), result.stderr
+    assert result.returncode == 0, result.stderr
 
 
 # The shape of the house

@@ -24,6 +24,7 @@ from kvrelay.transfer.engines.choose import make_engine
 from kvrelay.transfer.engines.cuda.ipc import CudaIpcEngine
 from kvrelay.transfer.region import Region, shared_region
 from tests.fake_card import FakeCard, card_bytes, card_region
+from tests.prepared import popen
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 Bytes = npt.NDArray[np.uint8]
@@ -146,7 +147,7 @@ class ProcessPeer:
     def __init__(self, engine: str, worker: WorkerId, size: int, seed: int) -> None:
         self.worker = worker
         command = [sys.executable, "-m", "tests.transfer_peers", engine, worker, str(size), str(seed)]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        self.process = popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, folder=ROOT)
         self.info = bytes.fromhex(self._answer())
 
     def know(self, worker: WorkerId, info: bytes) -> None:

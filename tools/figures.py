@@ -63,6 +63,39 @@ CPU_ROWS = (
         "{roofline_share_b4:.2f} / {roofline_share_b16:.2f} / {roofline_share_b64:.2f}",
     ),
     Row("prefill of 512 tokens: share of the GEMM rate", "engine", "{prefill_512_gemm_share:.2f}"),
+    Row("prefill of 2048 tokens: the same", "engine", "{prefill_2048_gemm_share:.2f}"),
+    Row(
+        "vLLM's time over ours in the same run, float32: decode, batch 1 / 4 / 16 / 64",
+        "engine",
+        "{faster_than_vllm_b1:.2f} / {faster_than_vllm_b4:.2f} / {faster_than_vllm_b16:.2f} / {faster_than_vllm_b64:.2f}",
+    ),
+    Row(
+        "the same: prefill of 512 / 2048 tokens",
+        "engine",
+        "{faster_than_vllm_prefill_512:.2f} / {faster_than_vllm_prefill_2048:.2f}",
+    ),
+    Row(
+        "llama.cpp's time over ours in the same run, both with the GGUF file's Q4_1 blocks: decode, batch 1 / 4 / 16 / 64",
+        "engine",
+        "{faster_than_llama_cpp_b1:.2f} / {faster_than_llama_cpp_b4:.2f} / "
+        "{faster_than_llama_cpp_b16:.2f} / {faster_than_llama_cpp_b64:.2f}",
+    ),
+    Row(
+        "the same: prefill of 512 / 2048 tokens",
+        "engine",
+        "{faster_than_llama_cpp_prefill_512:.2f} / {faster_than_llama_cpp_prefill_2048:.2f}",
+    ),
+    Row(
+        "quantised weights over float32: decode, batch 1 / 64 (target: the former)",
+        "engine",
+        "{quantised_over_float32_b1:.2f} / {quantised_over_float32_b64:.2f}",
+    ),
+    Row(
+        "memory of 4 workers on one host, weights of each its own / shared: float32; quantised",
+        "engine",
+        "{memory_mib_4_float32_own:.0f} / {memory_mib_4_float32_shared:.0f}; "
+        "{memory_mib_4_quantised_own:.0f} / {memory_mib_4_quantised_shared:.0f} MiB",
+    ),
     Row("router: added time to first token, 1 connection, p50, `whole`", "router", "{added_ttft_ms_p50:.2f} ms", " ms"),
     Row(
         "router: streamed requests of 16 tokens per second, 32 connections; a step every 0.5 ms / instant steps",

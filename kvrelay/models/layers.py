@@ -144,4 +144,8 @@ def _joined(parts: list[tuple[torch.Tensor, torch.Tensor | None]]) -> tuple[torc
 
 
 def _stacked(parts: list[torch.Tensor]) -> torch.Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    if len(parts) == 1:
+        return parts[0]
+    if parts[0].is_meta:  # `torch.cat` of shapes alone imports PyTorch's compiler: seconds, and 60 MiB
+        return torch.empty((sum(len(part) for part in parts), *parts[0].shape[1:]), dtype=parts[0].dtype, device="meta")
+    return torch.cat(parts)

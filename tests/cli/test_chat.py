@@ -5,12 +5,12 @@ from __future__ import annotations
 import http.server
 import json
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from command import run
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -58,8 +58,7 @@ def url() -> Iterator[str]:
 
 
 def chat(url: str, text: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "kvrelay", "chat", "--url", url, *arguments]
-    return subprocess.run(command, input=text, capture_output=True, text=True, check=False, timeout=60)
+    return run("chat", "--url", url, *arguments, said=text)
 
 
 def test_a_piped_conversation_remembers_until_it_is_reset(url: str) -> None:

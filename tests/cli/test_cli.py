@@ -9,6 +9,7 @@ import sys
 
 import msgspec
 import pytest
+from command import run
 
 from kvrelay.cli import doctor, serve
 from kvrelay.cli import main as cli
@@ -43,12 +44,6 @@ def engine(*argv: str, config: pathlib.Path | None = None) -> EngineOptions:
     options = parse(*argv, config=config)[EngineOptions]
     assert isinstance(options, EngineOptions)
     return options
-
-
-def run(*argv: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "kvrelay", *argv], capture_output=True, text=True, input=stdin, check=False, timeout=60
-    )
 
 
 def test_without_flags_every_option_has_its_default() -> None:
@@ -262,7 +257,8 @@ def test_help_lists_the_commands_and_loads_nothing_heavy() -> None:
 
 
 def test_version_is_one_line() -> None:
-    result = run("version")
+    command = [sys.executable, "-m", "kvrelay", "version"]  # as a user runs it
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
     assert result.stdout.startswith("kvrelay ")
     assert result.stdout.count("\n") == 1
 

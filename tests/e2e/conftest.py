@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def smol() -> Iterator[Server]:
-    with serve("smollm2", "--max-model-len", "2048", "--kv-blocks", "1200", "--local-prefill-tokens", "0") as server:
+    with serve(
+        "smollm2", "--max-model-len", "2048", "--kv-blocks", "1200", "--local-prefill-tokens", "0", fresh=True
+    ) as server:
         yield server
 
 

@@ -90,7 +90,7 @@ class Reader:
             at = arguments.index("--port")
             arguments = arguments[:at] + arguments[at + 2 :]
         with_model = arguments if arguments and not arguments[0].startswith("--") else ["smollm2", *arguments]
-        with serve(*map(self._here, with_model), *SMALL) as server:
+        with serve(*map(self._here, with_model), *SMALL, fresh=True) as server:
             if any(option.startswith("--api-key") for option in arguments):
                 server.headers = {"authorization": f"Bearer {KEY}"}
             ask(server)

@@ -43,7 +43,7 @@ def ready(server: Server, role: str) -> list[dict[str, Any]]:
 @pytest.mark.long
 def test_roles_change_crashes_are_repaired_and_drained_workers_stay_away(capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--prefill", "1", "--decode", "2", "--max-batch", "8", "--kv-blocks", "64", "--local-prefill-tokens", "0")
-    with serve(str(tiny_model("llama")), *options) as server:
+    with serve(str(tiny_model("llama")), *options, fresh=True) as server:
         before = complete(server.url)
         worker = ready(server, "decode")[0]
         assert cli.main(["role", worker["id"], "prefill", "--url", server.url]) == 0

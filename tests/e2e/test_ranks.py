@@ -81,7 +81,7 @@ def workers(server: Server) -> list[dict[str, Any]]:
 
 
 def test_one_worker_of_two_ranks_gives_the_tokens_of_transformers_and_leaves_no_process() -> None:
-    with serve(str(tiny_model("kv2")), "--whole", "1", "--tp", "2", *FLAGS, *lora()) as server:
+    with serve(str(tiny_model("kv2")), "--whole", "1", "--tp", "2", *FLAGS, *lora(), fresh=True) as server:
         (worker,) = workers(server)
         started = ranks_of(worker["pid"])
         assert len(started) == 1
@@ -93,7 +93,7 @@ def test_one_worker_of_two_ranks_gives_the_tokens_of_transformers_and_leaves_no_
 
 def test_degrees_differ_by_role_and_a_killed_router_leaves_no_rank() -> None:
     options = ("--prefill-tp", "2", "--decode-tp", "1", "--local-prefill-tokens", "0")
-    with serve(str(tiny_model("kv2")), *options, *FLAGS) as server:
+    with serve(str(tiny_model("kv2")), *options, *FLAGS, fresh=True) as server:
         started = [rank for worker in workers(server) for rank in ranks_of(worker["pid"])]
         assert len(started) == 1
         check(tokens_of(server.url))

@@ -64,7 +64,7 @@ def folder() -> str:
 
 
 def test_two_workers_serve_and_sigterm_leaves_no_process(folder: str) -> None:
-    with serve(folder, "--whole", "2", *TINY) as server:
+    with serve(folder, "--whole", "2", *TINY, fresh=True) as server:
         workers = server.get("/cluster")["workers"]
         assert [worker["state"] for worker in workers] == ["ready", "ready"]
         assert sum("kvrelay ready on" in line for line in server.lines) == 1
@@ -78,7 +78,7 @@ def test_two_workers_serve_and_sigterm_leaves_no_process(folder: str) -> None:
 
 
 def test_kill_9_of_the_parent_leaves_no_process(folder: str) -> None:
-    with serve(folder, *ONE) as server:
+    with serve(folder, *ONE, fresh=True) as server:
         started = processes_of(server)
         assert len(started) >= 2
         server.process.kill()
@@ -87,7 +87,7 @@ def test_kill_9_of_the_parent_leaves_no_process(folder: str) -> None:
 
 
 def test_ctrl_c_in_the_middle_of_a_long_answer_ends_everything(folder: str) -> None:
-    with serve(folder, *ONE) as server:
+    with serve(folder, *ONE, fresh=True) as server:
         started = processes_of(server)
         body = json.dumps({"prompt": "a", "max_tokens": 200, "stream": True, "ignore_eos": True}).encode()
         request = urllib.request.Request(server.url + "/v1/completions", body, {"content-type": "application/json"})
@@ -99,7 +99,7 @@ def test_ctrl_c_in_the_middle_of_a_long_answer_ends_everything(folder: str) -> N
 
 
 def test_a_killed_worker_is_replaced(folder: str) -> None:
-    with serve(folder, *ONE) as server:
+    with serve(folder, *ONE, fresh=True) as server:
         before = complete(server.url)
         (worker,) = server.get("/cluster")["workers"]
         os.kill(worker["pid"], signal.SIGKILL)

@@ -88,7 +88,7 @@ def until_idle(line: Line) -> None:
 def server() -> Iterator[Server]:
     options = ("--routers", "2", "--whole", "1", "--max-batch", "8", "--kv-blocks", "64", "--registration-s", "2")
     options += ("--shutdown-wait-s", "60")  # a slow machine must not cut the responses of a router that ends
-    with serve(str(tiny_model("llama")), *options) as made:
+    with serve(str(tiny_model("llama")), *options, fresh=True) as made:
         yield made
         until(lambda: all(map(is_idle, made.get("/cluster")["workers"])))
         family = [psutil.Process(made.process.pid), *psutil.Process(made.process.pid).children(recursive=True)]

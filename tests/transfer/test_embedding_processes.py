@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 import pytest
 from embedding_pair import Consumer, consumer, producer, wait_for, wide_embedding
+from prepared import Process, popen
 
 from kvrelay.errors import EmbeddingTooLargeError
 from kvrelay.ids import TransferId, WorkerId, new_transfer_id
@@ -36,7 +37,7 @@ class Child:
             "PYTHONPATH": os.pathsep.join([str(HERE.parent.parent), str(HERE), str(HERE.parent), *sys.path]),
         }
         command = [sys.executable, str(HERE / "embedding_pair.py"), transport, str(LEASE_S)]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+        self.process: Process = popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
         told = self.hear()
         self.worker, self.address = WorkerId(str(told["worker"])), str(told["address"])
 
@@ -62,7 +63,7 @@ def two_processes(transport: str, num_tokens: int, pool_tokens: int = 2048) -> I
             yield child, side, transfer_id
     finally:
         child.process.kill()
-        child.process.communicate()
+        child.process.wait()
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

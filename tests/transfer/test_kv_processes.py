@@ -14,6 +14,7 @@ from contextlib import contextmanager
 
 import msgspec
 import pytest
+from prepared import Process, popen
 from relay_pair import Consumer, wait_for
 
 from kvrelay.engine.fence import PASSED
@@ -28,11 +29,11 @@ LEASE_S = 1.0
 
 
 @contextmanager
-def reserved(transport: str) -> Iterator[tuple[subprocess.Popen[str], Consumer, RequestId]]:
+def reserved(transport: str) -> Iterator[tuple[Process, Consumer, RequestId]]:
     """A consumer that has reserved blocks, and the process that may write them (or whose blocks it copies)."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent.parent), str(HERE), *sys.path])}
     command = [sys.executable, str(HERE / "relay_child.py"), transport, str(LEASE_S)]
-    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+    child: Process = popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
     consumer = Consumer(transport=transport, settings=TransferSettings(lease_s=LEASE_S, hello_retry_s=0.1))
     try:
         assert child.stdout is not None

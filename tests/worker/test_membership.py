@@ -13,12 +13,12 @@ import os
 import pathlib
 import random
 import signal
-import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
+from prepared import Process, popen
 from server import is_idle
 
 from kvrelay.discovery.base import Membership
@@ -49,9 +49,9 @@ class Cluster:
             membership=membership, metrics=Metrics(), policy="round_robin", registration_s=LEASE_S, model="fake"
         )
         self.registry = membership.address or "static"
-        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+        self.processes: dict[int, Process] = {}
 
-    def add(self, role: str, *arguments: str) -> subprocess.Popen[bytes]:
+    def add(self, role: str, *arguments: str) -> Process:
         flags = [
             f"--registry={self.registry}",
             f"--role={role}",
@@ -59,7 +59,7 @@ class Cluster:
             f"--transfer-lease-s={NEVER_S}",
         ]
         command = [sys.executable, str(SCRIPT), *flags, "--token-budget=32", "--step-time-s=0.01", *arguments]
-        process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)})
+        process: Process = popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)})
         self.processes[process.pid] = process
         return process
 
@@ -82,7 +82,7 @@ class Cluster:
             assert asyncio.get_running_loop().time() < deadline, self.workers
             await asyncio.sleep(0.005)
 
-    async def ended(self, process: subprocess.Popen[bytes]) -> int:
+    async def ended(self, process: Process) -> int:
         return await asyncio.to_thread(process.wait, PATIENCE_S)
 
     async def idle(self) -> None:

@@ -8,11 +8,11 @@ import os
 import pathlib
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
+from prepared import Process, popen
 
 from kvrelay.discovery.embedded import EmbeddedMembership
 from kvrelay.errors import UnavailableError
@@ -38,10 +38,10 @@ async def served() -> AsyncIterator[tuple[Router, str]]:
 
 
 @contextlib.contextmanager
-def worker_process(registry: str, *arguments: str, pass_fds: tuple[int, ...] = ()) -> Iterator[subprocess.Popen[bytes]]:
+def worker_process(registry: str, *arguments: str, pass_fds: tuple[int, ...] = ()) -> Iterator[Process]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(SCRIPT), f"--registry={registry}", *arguments]
-    process = subprocess.Popen(command, env=environment, pass_fds=pass_fds)
+    process: Process = popen(command, env=environment, pass_fds=pass_fds)
     try:
         yield process
     finally:
@@ -54,7 +54,7 @@ async def until_ready(router: Router) -> None:
         await router.until_usable(1)
 
 
-async def until_ended(process: subprocess.Popen[bytes]) -> int:
+async def until_ended(process: Process) -> int:
     return await asyncio.to_thread(process.wait, PATIENCE_S)
 
 
