@@ -7,12 +7,14 @@ import mmap
 import os
 import threading
 import time
+from collections.abc import Callable
 
 import numpy as np
 
 from kvrelay.transfer.copy import copy_ranges
-from kvrelay.transfer.engines.base import Ranges, TransferError
+from kvrelay.transfer.engines.base import TransferError
 from kvrelay.transfer.engines.cuda.card import HANDLE_BYTES
+from kvrelay.transfer.engines.ranges import Scanned
 from kvrelay.transfer.region import Region, shared_region
 
 _OFFSET = 4096  # of a region in its allocation
@@ -81,8 +83,32 @@ class FakeCopier:
     def __init__(self, card: FakeCard, delay_s: float) -> None:
         self._card = card
         self._delay_s = delay_s
+        self._started: list[FakeCopying] = []
 
-    def copy(self, to_address: int, from_address: int, ranges: Ranges) -> None:
-        time.sleep(self._delay_s)
-        assert copy_ranges(to_address, from_address, ranges, ctypes.c_int32(0))
-        self._card.copied.append(len(ranges))
+    def start(self, to_address: int, from_address: int, scanned: Scanned) -> FakeCopying:
+        def copy() -> None:
+            time.sleep(self._delay_s)
+            assert copy_ranges(to_address, from_address, scanned.ranges, ctypes.c_int32(0))
+            self._card.copied.append(len(scanned.ranges))
+
+        copying = FakeCopying(copy)
+        self._started.append(copying)
+        return copying
+
+    def rest(self) -> None:
+        for copying in self._started:
+            copying.wait()
+
+
+class FakeCopying:
+    """A thread copies, as a card would."""
+
+    def __init__(self, copy: Callable[[], None]) -> None:
+        self._thread = threading.Thread(target=copy, daemon=True)
+        self._thread.start()
+
+    def passed(self) -> bool:
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        self._thread.join()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Literal
 
 import pytest
 import torch
@@ -12,23 +13,34 @@ from parity import assert_parity, reference_tokens
 from test_parity import prompts
 from tiny_models import reference_model, tiny_model
 
+from kvrelay.checkpoint.spec import read_spec
 from kvrelay.config import EngineOptions, ModelOptions, read_environment
 from kvrelay.engine.engine import Engine
 from kvrelay.ids import new_request_id, new_worker_id
+from kvrelay.kernels.torch_kernels import TorchKernels
 from kvrelay.progress import Silent
 from kvrelay.runner.build import build_runner
+from kvrelay.runner.kv_pool import KVPool
+from kvrelay.runner.loader import load_model
+from kvrelay.runner.lora import LoraAdapters
+from kvrelay.runner.runner import TorchRunner
 from kvrelay.sampling import BeamSearch, SamplingParams
 from kvrelay.transfer.region import shared_region
 from kvrelay.wire.serving import Failure, SequenceOutput, Submit, of_kind
 
 NUM_TOKENS = 10
 FUSED = "mistral"  # its heads are wide enough for the native layer
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 
 
-def make_engine(model: str, adapters: list[str], tp: int = 1, **options: object) -> Engine:
+def make_engine(
+    model: str, adapters: list[str], tp: int = 1, device: Literal["cpu", "cuda"] = "cpu", **options: object
+) -> Engine:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no NVIDIA card")
     settings = EngineOptions(**{"max_model_len": 128, "kv_blocks": 128, "check_invariants": True, **options})  # type: ignore[arg-type]
     lora = tuple(f"{name}={adapter_folder(model, name)}" for name in adapters)
-    chosen = ModelOptions(model=model, dtype="float32", threads=tp, lora=lora, tp=tp)
+    chosen = ModelOptions(model=model, dtype="float32", threads=tp, lora=lora, tp=tp, device=device)
     allocate = shared_region if tp > 1 else None
     runner = build_runner(chosen, settings, tiny_model(model), read_environment(), Silent(), allocate)
     return Engine(
@@ -86,12 +98,13 @@ def numbers_of(outputs: list[SequenceOutput]) -> list[object]:
     return [(output.tokens, [entry.top for entry in output.logprobs or []]) for output in outputs]
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("model", "adapter"), [*((FUSED, name) for name in ADAPTERS), ("llama", "all"), ("qwen3", "all"), ("qwen2", "patterns")]
 )
 @pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.long)], ids=["some prompts", "every prompt"])
-def test_an_adapter_gives_the_tokens_of_peft(model: str, adapter: str, step: int) -> None:
-    engine = make_engine(model, [adapter])
+def test_an_adapter_gives_the_tokens_of_peft(model: str, adapter: str, step: int, device: Literal["cpu", "cuda"]) -> None:
+    engine = make_engine(model, [adapter], device=device)
     work = [(adapter, index) for index in range(0, len(prompts()), step)]
     for (_, index), outputs in zip(work, generate(engine, work), strict=True):
         assert_parity(tokens_of(outputs), *expected(model, adapter, index), f"{adapter} on {model}, prompt {index}")
@@ -109,6 +122,18 @@ def test_adapters_and_the_base_in_one_batch_are_as_alone(options: dict[str, obje
         [solo] = generate(alone, [(adapter, index)])
         assert numbers_of(outputs) == numbers_of(solo), f"{adapter or 'the base'}, prompt {index}"
         assert_parity(tokens_of(outputs), *expected(FUSED, adapter, index), f"{adapter}, prompt {index}")
+    check_idle(engine.core)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("options", [{}, {"token_budget": 37, "prefix_cache": False}, {"kv_blocks": 16, "swap_blocks": 32}])
+def test_adapters_and_the_base_in_one_batch_on_a_card(options: dict[str, object]) -> None:
+    """Steps of the base alone are replayed, others are not: first some of the base alone, then all together."""
+    engine = make_engine(FUSED, ["all", "queries"], device="cuda", **options)
+    mixed = [(adapter, index) for index in (3, 6, 7, 10) for adapter in ("all", "", "queries")]
+    for work in ([("", 5), ("", 7)], mixed, [("queries", 4)], [("", 4)]):
+        for (adapter, index), outputs in zip(work, generate(engine, work), strict=True):
+            assert_parity(tokens_of(outputs), *expected(FUSED, adapter, index), f"{adapter or 'the base'}, prompt {index}")
     check_idle(engine.core)
 
 
@@ -133,8 +158,9 @@ def test_prompt_logprobs_are_the_adapters() -> None:
     assert found == pytest.approx(wanted, abs=1e-3)
 
 
-def test_beam_search_gives_the_hypotheses_of_peft() -> None:
-    engine = make_engine(FUSED, ["all"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_beam_search_gives_the_hypotheses_of_peft(device: Literal["cpu", "cuda"]) -> None:
+    engine = make_engine(FUSED, ["all"], device=device)
     width = 3
     params = SamplingParams(temperature=0.0, max_tokens=6, n=width, beam=BeamSearch(width=width))
     prompt = torch.tensor([prompts()[5]])
@@ -173,3 +199,30 @@ def test_an_unloaded_adapter_lives_as_long_as_its_requests() -> None:
         outputs += engine.step().outputs
     assert_parity(tokens_of(outputs), *expected(FUSED, "all", 6), "unloaded")
     check_idle(engine.core)
+
+
+def test_adapters_beside_steps_that_are_replayed_and_run_ahead() -> None:
+    """As on a card, with the code that graphs are captured from: the base alone is replayed ahead of its tokens, and a step in
+    which a row has an adapter is computed as it is."""
+    folder = tiny_model("llama")
+    settings = EngineOptions(max_model_len=128, kv_blocks=128, max_batch=8, token_budget=64, check_invariants=True)
+    spec, kernels, cpu = read_spec(folder), TorchKernels(), torch.device("cpu")
+    model = load_model(folder, spec, kernels=kernels, device=cpu, dtype=torch.float32, load="auto", progress=Silent())
+    adapters = LoraAdapters(spec, kernels.pack_adapter, cpu, torch.float32)
+    adapters.add("all", "", adapters.read(str(adapter_folder("llama", "all"))))
+    pool = KVPool(spec, num_blocks=129, block_size=settings.block_size, dtype=torch.float32, device=cpu)
+    runner = TorchRunner(
+        model, pool, spec, block_size=settings.block_size, max_batch=settings.max_batch, token_budget=settings.token_budget,
+        max_model_len=128, fingerprint="tiny", folder=folder, adapters=adapters, graph_sizes=[1, 2, 4, 8],
+    )  # fmt: skip
+    assert runner.runs_ahead
+    engine = Engine(
+        options=settings, runner=runner, worker_id=new_worker_id("whole"), eos_token_ids=frozenset(), max_model_len=128,
+        vocab_size=spec.vocab_size, cache_seed="tiny", adapters=adapters,
+    )  # fmt: skip
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
+    for work in ([("", 5), ("", 7)], [("all", 5)], [("all", 3), ("", 6), ("all", 10), ("", 11)]):
+        for (adapter, index), outputs in zip(work, generate(engine, work, params), strict=True):
+            assert_parity(tokens_of(outputs), *expected("llama", adapter, index), f"{adapter or 'the base'}, prompt {index}")
+    check_idle(engine.core)
+    runner.close()

@@ -16,7 +16,6 @@ from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
-import pytest
 import torch
 
 from kvrelay.ids import WorkerId
@@ -31,7 +30,6 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 Bytes = npt.NDArray[np.uint8]
 FAKE_CARD = "cuda_ipc-fake"
 ON_CARD = ("cuda_ipc", "nixl-cuda")
-ON_A_CARD = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA card")]
 _tensors: dict[int, torch.Tensor] = {}  # memory of a card, by its address
 
 

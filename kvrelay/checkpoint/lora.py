@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from kvrelay.config import ModelOptions
 from kvrelay.errors import ConfigError, ModelError, UnsupportedModelError
 
 CONFIG_NAME = "adapter_config.json"
@@ -96,12 +95,6 @@ def lora_digest(folder: pathlib.Path) -> str:
     except OSError as error:
         raise ModelError(f"{folder} is no LoRA adapter: cannot read {WEIGHTS_NAME}: {error.strerror}") from error
     return digest.hexdigest()
-
-
-def check_lora(model: ModelOptions) -> None:
-    """Refuses adapters where they are not computed. Raises ConfigError."""
-    if model.lora and model.device != "cpu":
-        raise ConfigError(f"--lora: LoRA adapters are computed on --device cpu only, not on {model.device}")
 
 
 def named_folders(entries: Sequence[str]) -> dict[str, pathlib.Path]:

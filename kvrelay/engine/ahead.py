@@ -127,6 +127,6 @@ def _is_plain(row: Row) -> bool:
     params = sequence.params
     if sequence.request.num_unforked or sequence.request.search is not None:
         return False
-    if params.penalised or params.grammar is not None or params.bad_tokens:
+    if params.penalised or params.grammar is not None or params.bad_tokens or sequence.adapter is not None:
         return False
     return row.start + 1 - sequence.num_prompt_tokens >= params.min_tokens

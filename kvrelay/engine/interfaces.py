@@ -196,9 +196,9 @@ class Runner(Protocol):
         """Tickets of copies that ended, each once, in any order. If there are none, waits up to `wait_s` for one."""
 
     def on_layer(self, listener: LayerListener) -> None:
-        """The listener is told in the middle of a pass, from the thread that launched it, each time a layer of all rows was
-        launched: layer 0, 1, ... The layer's KV is stored when the fence has passed. A runner with a listener does not run
-        ahead."""
+        """The listener is told in the middle of a pass, from the thread that launched it, when a layer of all rows was
+        launched: layer 0, 1, ..., or some of them and always the last. Its KV, and that of the layers before, is stored when
+        the fence has passed. A runner with a listener does not run ahead."""
 
     def fence(self) -> Fence:
         """Behind everything launched so far, collected or not: a plan without samples may be collected while it runs."""

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from kvrelay.checkpoint.digest import weights_digest
-from kvrelay.checkpoint.lora import check_lora, named_folders
+from kvrelay.checkpoint.lora import named_folders
 from kvrelay.checkpoint.spec import ModelSpec, fingerprint, read_spec
 from kvrelay.config import EngineOptions, Environment, ModelOptions
 from kvrelay.engine.interfaces import Adapters, Allocate
@@ -145,7 +145,6 @@ def _build(
 def _choose(
     model_options: ModelOptions, engine_options: EngineOptions, folder: pathlib.Path, environment: Environment
 ) -> _Choices:
-    check_lora(model_options)
     chosen = _Choices(
         model=model_options,
         engine=engine_options.for_device(model_options.device),
@@ -231,10 +230,7 @@ def check_products(spec: ModelSpec, dtype: torch.dtype, device: torch.device, en
         )
 
 
-def _load_adapters(chosen: _Choices, pack: Pack) -> Adapters | None:
-    """None where adapters are not computed."""
-    if chosen.model.device != "cpu":
-        return None
+def _load_adapters(chosen: _Choices, pack: Pack) -> Adapters:
     adapters = LoraAdapters(chosen.spec, pack, chosen.device, chosen.dtype)
     for name, folder in named_folders(chosen.model.lora).items():
         adapters.add(name, str(folder), adapters.read(str(folder)))

@@ -76,10 +76,10 @@ class DecodeGraphs:
         return self._sizes[-1]
 
     def takes(self, rows: list[Row]) -> bool:
-        """Whether the step can be replayed: one token a row, none of an image, and no prompt logprobs."""
+        """Whether the step can be replayed: one token a row, none of an image, no adapter, and no prompt logprobs."""
         if len(rows) > self.max_rows:
             return False
-        if not all(row.count == 1 and not row.prompt_logprobs for row in rows):
+        if not all(row.count == 1 and not row.prompt_logprobs and row.sequence.adapter is None for row in rows):
             return False
         return self._builder.images is None or all(not row.sequence.images or row.start >= _image_end(row) for row in rows)
 

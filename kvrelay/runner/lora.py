@@ -71,7 +71,10 @@ class LoraAdapters:
 
     def read(self, path: str) -> RunnerAdapter:
         folder = pathlib.Path(path).expanduser()
-        return RunnerAdapter(lora_digest(folder), self._pack(self._read(folder, read_lora(folder))))
+        adapter = RunnerAdapter(lora_digest(folder), self._pack(self._read(folder, read_lora(folder))))
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # the thread that uses it may have another stream
+        return adapter
 
     def add(self, name: str, path: str, adapter: LoadedAdapter) -> None:
         assert isinstance(adapter, RunnerAdapter)

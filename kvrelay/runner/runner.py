@@ -43,6 +43,7 @@ from kvrelay.wire.kv import Layout
 
 MAX_LAUNCHED = 2
 TOKENIZER_NAME = "tokenizer.json"
+_FENCED_LAYERS = 4  # of a card, behind one fence: a fence takes the host as long as a kernel. The last layer has its own
 
 
 @dataclass(slots=True)
@@ -160,7 +161,14 @@ class TorchRunner:
         return self._pool.tensor
 
     def on_layer(self, listener: LayerListener) -> None:
-        self._on_layer = lambda layer: listener(layer, self.fence())
+        every = _FENCED_LAYERS if self._pool.tensor.device.type == "cuda" else 1
+        last = self.spec.num_layers - 1
+
+        def on_layer(layer: int) -> None:
+            if (layer + 1) % every == 0 or layer >= last - 1:
+                listener(layer, self.fence())
+
+        self._on_layer = on_layer
 
     def fence(self) -> Fence:
         return CudaFence(self._pool.tensor.device) if self._pool.tensor.device.type == "cuda" else PASSED

@@ -13,9 +13,8 @@ from lora_adapters import adapter_folder
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
 
-from kvrelay.checkpoint.lora import CONFIG_NAME, WEIGHTS_NAME, check_lora, lora_digest, named_folders, read_lora
+from kvrelay.checkpoint.lora import CONFIG_NAME, WEIGHTS_NAME, lora_digest, named_folders, read_lora
 from kvrelay.checkpoint.spec import read_spec
-from kvrelay.config import ModelOptions
 from kvrelay.errors import ConfigError, ModelError
 from kvrelay.kernels.torch_kernels import TorchKernels
 from kvrelay.runner.lora import LoraAdapters
@@ -122,5 +121,3 @@ def test_options_that_cannot_be_are_refused() -> None:
     for entries in (["a"], ["=x"], ["a="], ["a=x", "a=y"]):
         with pytest.raises(ConfigError, match="--lora"):
             named_folders(entries)
-    with pytest.raises(ConfigError, match="not on cuda"):
-        check_lora(ModelOptions(device="cuda", lora=("a=x",)))

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 from _pytest.mark.structures import ParameterSet
+from devices import ON_A_CARD
 from memory_faults import Fate, FaultyEngine
 from transfer_peers import (
     FAKE_CARD,
-    ON_A_CARD,
     ON_CARD,
     Bytes,
     LocalPeer,

@@ -14,6 +14,7 @@ import httpx
 import pytest
 import torch
 import transformers
+from devices import DEVICES, on
 from parity import assert_parity, reference_tokens
 from server import Server, serve
 from tiny_models import VOCAB_SIZE, write_tokenizer
@@ -21,8 +22,6 @@ from tiny_models import VOCAB_SIZE, write_tokenizer
 MAX_LEN = 1024
 AT_ONCE = 32
 OUTPUT_TOKENS = 24
-_NO_CARD = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA card")
-DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda, _NO_CARD])]
 NUM_PROMPTS = {"cpu": 12, "cuda": 200}
 NUM_ABORTS = {"cpu": 8, "cuda": 100}
 
@@ -44,7 +43,7 @@ def model() -> Iterator[str]:
 def options(device: str, *more: str) -> list[str]:
     """Small chunks, so that several passes of a prompt are under way at once."""
     pool = ["--kv-blocks", "2048", "--token-budget", "96", "--threads", "1", "--served-model-name", "tiny"]
-    return [*pool, "--device", device, "--dtype", "float32", "--local-prefill-tokens", "0", "--check-invariants", *more]
+    return [*pool, *on(device), "--local-prefill-tokens", "0", "--check-invariants", *more]
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -60,17 +59,17 @@ def prompts(count: int) -> list[list[int]]:
     return drawn
 
 
-def complete(server: Server, prompt: list[int]) -> list[int]:
-    body = {"model": "tiny", "prompt": prompt, "max_tokens": OUTPUT_TOKENS, "temperature": 0, "ignore_eos": True}
+def complete(server: Server, prompt: list[int], num_tokens: int = OUTPUT_TOKENS) -> list[int]:
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
     answer = httpx.post(f"{server.url}/v1/completions", json={**body, "return_token_ids": True}, timeout=120.0)
     assert answer.status_code == 200, answer.text
     tokens: list[int] = answer.json()["choices"][0]["token_ids"]
     return tokens
 
 
-def complete_all(server: Server, asked: list[list[int]]) -> list[list[int]]:
+def complete_all(server: Server, asked: list[list[int]], num_tokens: int = OUTPUT_TOKENS) -> list[list[int]]:
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        return list(pool.map(lambda prompt: complete(server, prompt), asked))
+        return list(pool.map(lambda prompt: complete(server, prompt, num_tokens), asked))
 
 
 @pytest.fixture(scope="module", params=DEVICES)
@@ -83,6 +82,13 @@ def device(request: pytest.FixtureRequest) -> str:
 def expected(model: str, device: str) -> list[list[int]]:
     with serve(model, *options(device, "--whole", "1")) as server:
         return complete_all(server, prompts(NUM_PROMPTS[device]))
+
+
+def counted(server: Server, name: str) -> float:
+    """Of all decode workers together."""
+    lines = httpx.get(f"{server.url}/metrics", timeout=60.0).text.splitlines()
+    found = [line for line in lines if line.startswith(f"kvrelay_worker_{name}_total") and 'role="decode"' in line]
+    return sum(float(line.split()[-1]) for line in found)
 
 
 def assert_same(got: list[list[int]], expected: list[list[int]], model: str) -> None:
@@ -126,3 +132,17 @@ def test_aborts_at_random_points_leave_no_block(model: str, device: str, expecte
             list(pool.map(abort, range(len(points))))
         server.idle_workers(patience_s=90.0)
         assert_same(complete_all(server, asked[:AT_ONCE]), expected, model)
+
+
+def test_a_decode_pool_too_small_for_its_streams_is_swapped_and_changes_no_token(model: str, device: str) -> None:
+    """Two of them fit, and not three: what was handed over goes to host memory and comes back."""
+    asked, num_tokens = [prompt[:60] for prompt in prompts(AT_ONCE) if len(prompt) >= 60][:6], 100
+    small = ("--decode-kv-blocks", "24", "--decode-swap-blocks", "100", "--max-model-len", "176")
+    with serve(model, *options(device, "--prefill", "1", "--decode", "1", *small)) as server:
+        got = complete_all(server, asked, num_tokens)
+        server.idle_workers()
+        assert counted(server, "host_swapped_out") > 0
+        assert counted(server, "host_swapped_in") > 0
+    reference = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    for number, (prompt, found) in enumerate(zip(asked, got, strict=True)):
+        assert_parity(found, *reference_tokens(reference, prompt, num_tokens), f"prompt {number}")

@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
+from devices import DEVICES, on
 from lora_adapters import adapted_model, adapter_folder
 from parity import assert_parity, reference_tokens
 from server import Server, serve
@@ -26,8 +27,8 @@ NUM_TOKENS = 12
 PATIENCE_S = 120.0
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
+@pytest.fixture(scope="module", params=DEVICES)
+def server(request: pytest.FixtureRequest) -> Iterator[Server]:
     lora = [f"--lora={name}={adapter_folder(MODEL, name)}" for name in ("all", "queries")]
     small = [
         "--kv-blocks",
@@ -40,7 +41,7 @@ def server() -> Iterator[Server]:
         "--failover-wait-s",
         "120",
     ]
-    with serve(str(tiny_model(MODEL)), "--served-model-name", "tiny", *small, *lora) as running:
+    with serve(str(tiny_model(MODEL)), "--served-model-name", "tiny", *small, *lora, *on(request.param)) as running:
         yield running
         running.idle_workers()
 

@@ -1,4 +1,6 @@
-"""A real server with a prefill and a decode process: clients that leave, workers that are killed, every transport."""
+"""A real server with a prefill and a decode process: clients that leave, workers that are killed, every transport.
+
+On a card both workers share it, and KV moves by cuda_ipc."""
 
 from __future__ import annotations
 
@@ -19,6 +21,7 @@ import httpx
 import pytest
 import torch
 import transformers
+from devices import DEVICES, ON_A_CARD, on
 from parity import assert_parity, reference_tokens
 from server import Server, is_idle, serve
 from tiny_models import VOCAB_SIZE, write_tokenizer
@@ -59,9 +62,15 @@ def options(*more: str) -> list[str]:
     return [*pool, "--local-prefill-tokens", "0", "--failover-wait-s", "60", "--check-invariants", *more]
 
 
+@pytest.fixture(scope="module", params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
 @pytest.fixture(scope="module")
-def server(model: str) -> Iterator[Server]:
-    with serve(model, *options()) as running:
+def server(model: str, device: str) -> Iterator[Server]:
+    with serve(model, *options(*on(device))) as running:
         yield running
 
 
@@ -304,11 +313,13 @@ def test_a_decode_worker_killed_in_the_middle_is_replaced_and_nobody_notices(ser
 
 @pytest.mark.long
 @pytest.mark.parametrize(("transfer", "mode"), [("nixl", "read"), ("mooncake", "write")])
-def test_other_transports_and_read_mode(server: Server, model: str, transfer: str, mode: str) -> None:
+def test_other_transports_and_read_mode(server: Server, model: str, device: str, transfer: str, mode: str) -> None:
     """The same texts, also after the prefill worker was killed in the middle of a prompt."""
+    if device == "cuda" and transfer == "mooncake":
+        pytest.skip("its package is built without CUDA")
     prompts = [LONG_PROMPT[:length] for length in (1, 17, 200, 900)]
     expected = [text_of(server, prompt) for prompt in prompts]
-    with serve(model, *options("--transfer", transfer, "--mode", mode)) as other:
+    with serve(model, *options(*on(device), "--transfer", transfer, "--mode", mode)) as other:
         assert [text_of(other, prompt) for prompt in prompts] == expected
         assert worker(other, "decode")["transfers"]["done"] == 4
         with ThreadPoolExecutor(4) as pool:
@@ -351,11 +362,17 @@ def test_a_frozen_decode_worker_is_given_up_and_used_again_when_it_wakes(server:
     assert text_of(server, LONG_PROMPT[:300], **fresh()) == expected
 
 
+ON_EVERY_TRANSPORT = [
+    *(("cpu", transfer) for transfer in ("shm", "nixl", "mooncake")),
+    pytest.param("cuda", "cuda_ipc", marks=ON_A_CARD),
+]
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("transfer", ["shm", "nixl", "mooncake"])
-def test_a_prompt_on_a_frozen_prefill_worker_is_computed_by_the_decode_worker(model: str, transfer: str) -> None:
+@pytest.mark.parametrize(("where", "transfer"), ON_EVERY_TRANSPORT)
+def test_a_prompt_on_a_frozen_prefill_worker_is_computed_by_the_decode_worker(model: str, where: str, transfer: str) -> None:
     """When its lease is over. What it might still write when it wakes stays out of use until it has let go."""
-    with serve(model, *options("--transfer", transfer, "--transfer-lease-s", "5")) as other:
+    with serve(model, *options(*on(where), "--transfer", transfer, "--transfer-lease-s", "5")) as other:
         expected = text_of(other, LONG_PROMPT)
         frozen = worker(other, "prefill")["pid"]
         with ThreadPoolExecutor(2) as pool:

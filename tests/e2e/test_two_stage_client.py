@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+import pytest
+from devices import DEVICES, on
 from server import Server, serve
 from tiny_models import tiny_model
 
@@ -94,10 +96,11 @@ def run_pipelined_request(server: Server, request_id: str, prompt: str, prompt_t
     return stage_1, request_openai_completions(s2_input), s2_extra_body["continuation_suffix"]
 
 
-def test_the_notes_client_thinks_and_searches_from_its_thought() -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_notes_client_thinks_and_searches_from_its_thought(device: str) -> None:
     folder = str(tiny_model("llama"))
     flags = ("--served-model-name", "tiny", "--kv-blocks", "200", "--threads", "1", "--local-prefill-tokens", "0")
-    with serve(folder, *flags) as server:
+    with serve(folder, *flags, *on(device)) as server:
         for number, prompt in enumerate(("The quick brown fox jumps over", "What is the capital of France?")):
             thought, found, suffix = run_pipelined_request(server, f"benchmark-{number}", prompt, "<|im_start|>")
             assert sorted(found.texts) == list(range(NUM_BEAMS))

@@ -12,16 +12,18 @@ from collections.abc import Iterator
 import openai
 import pytest
 import tokenizers
+from devices import DEVICES, on
 from server import Server, serve
 from vision_models import make_prompt, reference_output, tiny_vl
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
+@pytest.fixture(scope="module", params=DEVICES)
+def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    """On a card embeddings leave it for host memory, and KV stays on it."""
     folder: pathlib.Path = tiny_vl("qwen3_vl")
     with serve(
         str(folder), "--encode", "1", "--prefill", "1", "--decode", "1", "--local-prefill-tokens", "0", "--kv-blocks", "300",
-        "--served-model-name", "tiny", "--threads", "1", "--check-invariants", "--failover-wait-s", "60",
+        "--served-model-name", "tiny", "--threads", "1", "--check-invariants", "--failover-wait-s", "60", *on(request.param),
     ) as running:  # fmt: skip
         yield running
 

@@ -8,7 +8,7 @@ import os
 import pathlib
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ import torch
 from _pytest.mark.structures import ParameterSet
 from triton_here import DEVICE, HAS_TRITON, ON_CARD, use_few_programs
 
-from kvrelay.kernels.base import ForwardBatch, HeadShape, LayerWeights
+from kvrelay.kernels.base import LINEARS, ForwardBatch, HeadShape, LayerWeights, LoraBatch, LoraPart, LoraSpan
 from kvrelay.kernels.fp8 import dequantise, quantise
 from kvrelay.kernels.torch_kernels import TorchKernels
 
@@ -144,8 +144,12 @@ def test_linears_of_many_rows_in_fp8(rows: int, with_bias: bool) -> None:
 @pytest.mark.parametrize(
     ("dtype", "linears", "rows"), in_turn(DTYPES, ["auto", "cublas"], [((1, 5), (1, 0), (1, 33)), ((4, 20), (1, 9))]), ids=str
 )
-def test_layer_is_what_the_reference_computes(dtype: torch.dtype, linears: str, rows: tuple[tuple[int, int], ...]) -> None:
-    """The whole layer in few launches, against the reference's single calls in float64."""
+@pytest.mark.parametrize("adapted", [False, True], ids=["base", "lora"])
+def test_layer_is_what_the_reference_computes(
+    dtype: torch.dtype, linears: str, rows: tuple[tuple[int, int], ...], adapted: bool
+) -> None:
+    """The whole layer in few launches, against the reference's single calls in float64. An adapter of the first row is as if
+    that row had other weights."""
     case = Case(HeadShape(4, 2, 32), 8, rows, dtype)
     _, batch, kv = make(case, DEVICE)
     generator = torch.Generator(device=DEVICE).manual_seed(1)
@@ -169,6 +173,13 @@ def test_layer_is_what_the_reference_computes(dtype: torch.dtype, linears: str, 
     layer = kernels.fuse(LayerWeights(index=0, shape=case.shape, eps=1e-5, scale=0.2, **packed, **norms))
     assert layer is not None
     expected = reference_layer(case, tensors, x, residual, cos_sin, batch, kv.double())
+    if adapted:
+        own = slice(0, rows[0][0])
+        parts = {name: adapter_of(tensors[name], drawn) for name in LINEARS}
+        merged = {name: tensors[name] + part.b.T.float() @ part.a.float() for name, part in parts.items()}
+        expected[own] = reference_layer(case, {**tensors, **merged}, x, residual, cos_sin, batch, kv.double())[own]
+        span = LoraSpan(own.start, own.stop, kernels.pack_adapter([{name: [part] for name, part in parts.items()}]))
+        batch.lora = LoraBatch((span,), ())
     total = layer(x, residual, cos_sin, batch, kv) + residual
     assert error(total, expected) < 2 * TOLERANCE[dtype]
 
@@ -221,6 +232,11 @@ def test_rows_attend_to_themselves_whatever_follows_them(
     heads = [row.view(1, -1, 8, 16) for row in roomy[before:tokens].split(list(rows))]
     expected = torch.cat([by_pytorch(row.double(), shape, 0.2)[0].flatten(1) for row in heads])
     assert error(got, expected) < TOLERANCE[torch.float32]
+
+
+def adapter_of(weight: torch.Tensor, drawn: Callable[..., torch.Tensor]) -> LoraPart:
+    out_features, in_features = weight.shape
+    return LoraPart(0, drawn(4, in_features), drawn(4, out_features))
 
 
 def reference_layer(

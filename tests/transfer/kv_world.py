@@ -113,7 +113,7 @@ class ProducerSide(Side[Plan]):
         self.requests: dict[RequestId, Computing] = {}
         self.aborted: set[RequestId] = set()
         self.step: tuple[Computing, int, int] | None = None
-        self.steps = producing.Steps(lambda request: self.machine.table.named(request))
+        self.steps = producing.Steps(lambda request: self.machine.table.named(request), layout.num_layers)
         self.rows: producing.Rows = []
 
     def make_machine(self) -> producing.SendingMachine:

@@ -12,6 +12,7 @@ if not HAS_TRITON:
 
 from kvrelay.transfer.engines.base import Ranges
 from kvrelay.transfer.engines.cuda.copy import Copies, alignment, shaped, warm_up
+from kvrelay.transfer.engines.ranges import scan
 
 pytestmark = [pytest.mark.cuda] if ON_CARD else []
 
@@ -25,7 +26,8 @@ def check(ranges: Ranges) -> None:
     for to, start, size in ranges.tolist():
         expected[to : to + size] = source[start : start + size]
     there, target = source.to(DEVICE), torch.zeros(SIZE, dtype=torch.uint8, device=DEVICE)
-    Copies(DEVICE).launch(target.data_ptr(), there.data_ptr(), ranges)
+    copies = Copies(DEVICE)
+    copies.launch(target.data_ptr(), there.data_ptr(), scan(ranges))
     assert torch.equal(target.cpu(), expected)
 
 
@@ -44,12 +46,12 @@ def test_a_range_of_many_pieces_and_one_of_few() -> None:
 
 def test_one_long_range_among_short_ones_is_cut_and_equal_ones_are_not() -> None:
     short = np.array([[index * 64, index * 64, 64] for index in range(1000)], dtype=np.int64)
-    table, pieces = shaped(short)
+    table, pieces = shaped(scan(short))
     assert (len(table), pieces) == (1000, 1)
-    table, pieces = shaped(np.concatenate((short, [[100_000, 100_000, 1 << 20]])))
+    table, pieces = shaped(scan(np.concatenate((short, [[100_000, 100_000, 1 << 20]]))))
     assert (len(table), pieces) == (1000 + 32, 1)
     assert int(table[:, 2].sum()) == 64_000 + (1 << 20)
-    table, pieces = shaped(np.array([[0, 0, 1 << 20], [1 << 20, 1 << 20, 1 << 20]], dtype=np.int64))
+    table, pieces = shaped(scan(np.array([[0, 0, 1 << 20], [1 << 20, 1 << 20, 1 << 20]], dtype=np.int64)))
     assert (len(table), pieces) == (2, 32)
 
 
@@ -60,15 +62,15 @@ def test_a_table_longer_than_any_before_finds_room(monkeypatch: pytest.MonkeyPat
     copies = Copies(DEVICE)
     for count in (10, 50, 20):
         places = np.arange(count, dtype=np.int64) * 16
-        copies.launch(target.data_ptr(), source.data_ptr(), np.column_stack((places, places, np.full(count, 16))))
+        copies.launch(target.data_ptr(), source.data_ptr(), scan(np.column_stack((places, places, np.full(count, 16)))))
         assert torch.equal(target[: 16 * count].cpu(), source[: 16 * count].cpu())
 
 
 def test_alignment_is_that_of_every_number() -> None:
-    assert alignment(32, np.array([[16, 32, 48], [64, 16, 160]], dtype=np.int64)) == 16
-    assert alignment(32, np.array([[16, 32, 48], [64, 24, 160]], dtype=np.int64)) == 8
-    assert alignment(32, np.array([[16, 32, 48], [64, 16, 161]], dtype=np.int64)) == 1
-    assert alignment(24, np.array([[16, 32, 48], [64, 16, 160]], dtype=np.int64)) == 8
+    cases = ((32, [64, 16, 160], 16), (32, [64, 24, 160], 8), (32, [64, 16, 161], 1), (24, [64, 16, 160], 8))
+    for address, last, wanted in cases:
+        scanned = scan(np.array([[16, 32, 48], last], dtype=np.int64))
+        assert (alignment(address | scanned.bits), scanned.longest, scanned.size_bytes) == (wanted, last[2], 48 + last[2])
 
 
 def test_it_is_tried_before_it_is_used() -> None:

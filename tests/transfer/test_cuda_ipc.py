@@ -15,6 +15,7 @@ from kvrelay.ids import new_worker_id
 from kvrelay.transfer.engines.base import Completion, MoveId, TransferError
 from kvrelay.transfer.engines.cuda import driver
 from kvrelay.transfer.engines.cuda.ipc import CudaIpcEngine, CudaIpcInfo
+from kvrelay.transfer.engines.ranges import scan
 from kvrelay.transfer.region import Region, shared_region
 from tests.fake_card import FakeCard, card_bytes, card_region
 
@@ -152,7 +153,7 @@ def test_both_ways_to_copy_bring_exactly_the_ranges(how: str) -> None:
     target = torch.zeros_like(source)
     torch.cuda.synchronize()
     ranges = np.array([[0, 100, 5000], [8192, 16384, 65536], [500_001, 3, 1]], dtype=np.int64)
-    StreamCopier(launch, torch.device("cuda", 0)).copy(target.data_ptr(), source.data_ptr(), ranges)
+    StreamCopier(lambda: launch, torch.device("cuda", 0)).start(target.data_ptr(), source.data_ptr(), scan(ranges)).wait()
     expected = torch.zeros_like(source)
     for to, start, size in ranges.tolist():
         expected[to : to + size] = source[start : start + size]

@@ -19,7 +19,8 @@ from kvrelay.transfer.engines.memory import MemoryEngine, MemoryNetwork
 from kvrelay.transfer.region import Region
 from kvrelay.transfer.relay.link import TransferSettings
 from kvrelay.transfer.relay.thread import ThreadFailedError
-from tests.transfer_peers import FAKE_CARD, ON_A_CARD, ON_CARD
+from tests.devices import ON_A_CARD
+from tests.transfer_peers import FAKE_CARD, ON_CARD
 
 FAST = TransferSettings(lease_s=3.0, hello_retry_s=0.1)
 MODES = pytest.mark.parametrize("mode", ["write", "read"])

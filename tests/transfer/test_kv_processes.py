@@ -21,7 +21,8 @@ from kvrelay.engine.fence import PASSED
 from kvrelay.ids import RequestId, new_request_id, new_transfer_id
 from kvrelay.transfer.relay.link import TransferSettings
 from kvrelay.wire.serving import TransferInfo
-from tests.transfer_peers import FAKE_CARD, ON_A_CARD
+from tests.devices import ON_A_CARD
+from tests.transfer_peers import FAKE_CARD
 
 HERE = pathlib.Path(__file__).resolve().parent
 LEASE_S = 1.0

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from kvrelay.kernels.base import AttentionBatch, ForwardBatch, HeadShape, Kernels, LayerWeights, Packed
+from kvrelay.kernels.base import AttentionBatch, ForwardBatch, HeadShape, Kernels, LayerWeights, LinearName, LoraSpans, Packed
 
 
 class LayerKernels(Kernels, Protocol):
@@ -28,14 +28,26 @@ class CudaLayer:
     def __call__(
         self, x: torch.Tensor | None, residual: torch.Tensor, cos_sin: torch.Tensor, batch: ForwardBatch, kv: torch.Tensor
     ) -> torch.Tensor:
-        assert batch.lora is None, "adapters are refused where a card computes"
         kernels, own = self._kernels, self._weights
+        lora = () if batch.lora is None else batch.lora.tokens
         if x is None:
             x = kernels.rms_norm(residual, own.input_norm, own.eps)
         else:
             x = kernels.add_rms_norm(x, residual, own.input_norm, own.eps)
-        qkv = kernels.qkv_linear(x, own.qkv, own.shape, batch.attention)
+        qkv = self._adapted(kernels.qkv_linear(x, own.qkv, own.shape, batch.attention), x, lora, "qkv")
         q = kernels.rope_and_store(qkv, own.shape, cos_sin, batch, kv, own.q_norm, own.k_norm, own.eps)
-        x = kernels.linear(kernels.attention(q, own.shape, batch, kv, own.scale), own.output)
+        attended = kernels.attention(q, own.shape, batch, kv, own.scale)
+        x = self._adapted(kernels.linear(attended, own.output), attended, lora, "output")
         x = kernels.add_rms_norm(x, residual, own.post_norm, own.eps)
-        return kernels.linear(kernels.gated_linear(x, own.gate_up), own.down)
+        active = self._gated(x, lora)
+        return self._adapted(kernels.linear(active, own.down), active, lora, "down")
+
+    def _gated(self, x: torch.Tensor, lora: LoraSpans) -> torch.Tensor:
+        if not lora:
+            return self._kernels.gated_linear(x, self._weights.gate_up)
+        return self._kernels.silu_mul(self._adapted(self._kernels.linear(x, self._weights.gate_up), x, lora, "gate_up"))
+
+    def _adapted(self, out: torch.Tensor, x: torch.Tensor, lora: LoraSpans, name: LinearName) -> torch.Tensor:
+        if lora:
+            self._kernels.add_lora(out, x, lora, self._weights.index, name)
+        return out

@@ -56,7 +56,7 @@ class Link:
 
     def __init__(self, name: str, remote_size_bytes: int, way: Way, book: MoveBook, abandon: threading.Event) -> None:
         self.remote_size_bytes = remote_size_bytes
-        self._way = way
+        self.way = way
         self._book = book
         self._abandon = abandon
         self._is_open = False
@@ -67,6 +67,10 @@ class Link:
 
     def submit(self, move: Move) -> None:
         self._queue.put(move)
+
+    @property
+    def is_leaving(self) -> bool:
+        return self._is_leaving.is_set()
 
     def leave(self) -> None:
         """Returns at once. The thread ends what runs, closes the way, and ends itself."""
@@ -79,14 +83,14 @@ class Link:
             move = self._queue.get()
             if move is not None:
                 self._serve(move)
-        self._error_of(self._way.close)
+        self._error_of(self.way.close)
 
     def _serve(self, move: Move) -> None:
         error = self._try_open()
         if not self._book.start(move):
             return
         if not error:
-            error = self._error_of(lambda: self._way.move(move, self._abandon))
+            error = self._error_of(lambda: self.way.move(move, self._abandon))
             self._is_open = not error or bool(move.stop.value)  # a way that broke is opened anew for the next move
         if error and self._abandon.is_set():
             self._book.rest(move)  # `close` ends it once nothing can touch memory any more
@@ -107,7 +111,7 @@ class Link:
             return PEER_REMOVED
         if self._is_open:
             return ""
-        error = self._error_of(self._way.open)
+        error = self._error_of(self.way.open)
         self._is_open = not error
         return error
 
@@ -203,15 +207,19 @@ class LinkedEngine(abc.ABC):
         self._book.end_all(CLOSED)
 
     def _submit(self, peer: WorkerId, ranges: Ranges, *, writes: bool) -> MoveId:
-        region, link = self._registered(), self._links.get(peer)
-        if link is None:
-            raise TransferError(f"{self.name}: unknown peer {peer}")
+        region, link = self._registered(), self._link_to(peer)
         move = self._book.open(peer, coalesce(ranges, region.size_bytes, link.remote_size_bytes), writes=writes)
         if len(move.ranges):
             link.submit(move)
         else:
             self._book.end(move)
         return move.id
+
+    def _link_to(self, peer: WorkerId) -> Link:
+        link = self._links.get(peer)
+        if link is None:
+            raise TransferError(f"{self.name}: unknown peer {peer}")
+        return link
 
     def _registered(self) -> Region:
         if self._region is None:

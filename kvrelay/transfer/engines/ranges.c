@@ -21,3 +21,17 @@ int64_t kvrelay_join(const int64_t *range, int64_t count, int64_t local_bytes, i
     }
     return in_order ? left : -2;
 }
+
+/* Whether no range leaves its region. Then `found` has the bits of all numbers, the longest range, and all bytes. */
+int32_t kvrelay_scan(const int64_t *range, int64_t count, int64_t local_bytes, int64_t remote_bytes, int64_t *found) {
+    int64_t bits = 0, longest = 0, total = 0, outside = 0;
+    for (int64_t i = 0; i < count; i++, range += 3) {
+        const int64_t local = range[0], remote = range[1], size = range[2];
+        bits |= local | remote | size;
+        longest = size > longest ? size : longest;
+        total += size;
+        outside |= (local > local_bytes - size) | (remote > remote_bytes - size);
+    }
+    found[0] = bits, found[1] = longest, found[2] = total;
+    return !outside && bits >= 0;
+}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,35 +18,72 @@ _OUTSIDE, _NOT_IN_ORDER = -1, -2
 def coalesce(ranges: Ranges, local_size_bytes: int = MAX_BYTES, remote_size_bytes: int = MAX_BYTES) -> Ranges:
     """Joins neighbours that are contiguous on both sides. Order of local offsets; empty ranges vanish. Raises TransferError if
     anything lies outside either region, or is no range."""
-    if ranges.ndim != 2 or ranges.shape[1] != 3 or ranges.dtype != np.int64:
-        raise TransferError(f"ranges must be int64 [count, 3], not {ranges.dtype} {ranges.shape}")
-    join = _native_join()
+    _check_shape(ranges)
+    native = _native()
     ranges = np.ascontiguousarray(ranges)
     joined = np.empty_like(ranges)
     left = _NOT_IN_ORDER
-    if join is not None:
-        left = join(ranges.ctypes.data, len(ranges), local_size_bytes, remote_size_bytes, joined.ctypes.data)
+    if native is not None:
+        left = native.kvrelay_join(ranges.ctypes.data, len(ranges), local_size_bytes, remote_size_bytes, joined.ctypes.data)
     elif not _are_inside(ranges, local_size_bytes, remote_size_bytes):
         left = _OUTSIDE
     if left == _OUTSIDE:
-        raise TransferError(f"ranges outside the regions of {local_size_bytes} and {remote_size_bytes} bytes")
+        raise _outside(local_size_bytes, remote_size_bytes)
     return _sort_and_join(ranges) if left == _NOT_IN_ORDER else joined[:left]
 
 
 def prepare() -> None:
     """Compiles, so that the first move does not wait for it."""
-    _native_join()
+    _native()
 
 
 @functools.cache
-def _native_join() -> Callable[[int, int, int, int, int], int] | None:
+def _native() -> ctypes.CDLL | None:
     library = load_native(__file__)
-    if library is None:
-        return None
-    join: Callable[[int, int, int, int, int], int] = library.kvrelay_join
-    pointer, number = ctypes.c_void_p, ctypes.c_int64
-    library.kvrelay_join.argtypes, library.kvrelay_join.restype = [pointer, number, number, number, pointer], number
-    return join
+    if library is not None:
+        pointer, number = ctypes.c_void_p, ctypes.c_int64
+        library.kvrelay_join.argtypes, library.kvrelay_join.restype = [pointer, number, number, number, pointer], number
+        library.kvrelay_scan.argtypes = [pointer, number, number, number, pointer]
+        library.kvrelay_scan.restype = ctypes.c_int32
+    return library
+
+
+@dataclass(frozen=True, slots=True)
+class Scanned:
+    """Ranges, none of which leaves its region, and what they have together."""
+
+    ranges: Ranges
+    bits: int  # of all their numbers
+    longest: int
+    size_bytes: int
+
+
+def scan(ranges: Ranges, local_size_bytes: int = MAX_BYTES, remote_size_bytes: int = MAX_BYTES) -> Scanned:
+    """Raises TransferError as `coalesce`."""
+    _check_shape(ranges)
+    native = _native()
+    ranges = np.ascontiguousarray(ranges)
+    if native is None:
+        is_inside = _are_inside(ranges, local_size_bytes, remote_size_bytes)
+        bits = int(np.bitwise_or.reduce(ranges.reshape(-1)))
+        found = [bits, int(ranges[:, 2].max(initial=0)), int(ranges[:, 2].sum())]
+    else:
+        numbers = (ctypes.c_int64 * 3)()
+        address = ctypes.addressof(numbers)
+        is_inside = bool(native.kvrelay_scan(ranges.ctypes.data, len(ranges), local_size_bytes, remote_size_bytes, address))
+        found = list(numbers)
+    if not is_inside:
+        raise _outside(local_size_bytes, remote_size_bytes)
+    return Scanned(ranges, *found)
+
+
+def _check_shape(ranges: Ranges) -> None:
+    if ranges.ndim != 2 or ranges.shape[1] != 3 or ranges.dtype != np.int64:
+        raise TransferError(f"ranges must be int64 [count, 3], not {ranges.dtype} {ranges.shape}")
+
+
+def _outside(local_size_bytes: int, remote_size_bytes: int) -> TransferError:
+    return TransferError(f"ranges outside the regions of {local_size_bytes} and {remote_size_bytes} bytes")
 
 
 def _are_inside(ranges: Ranges, local_size_bytes: int, remote_size_bytes: int) -> bool:

@@ -24,6 +24,7 @@ from kvrelay.wire.serving import FirstToken, TransferInfo
 
 SendingMachine = ProducerMachine[Sending, KVLayout, ProducerNews]
 
+_LAUNCH_LOOK_S = 0.001  # while a pass is launched on a card: every look holds the launch up
 
 Rows = list[tuple[RequestId, tuple[int, ...], int]]
 """What a pass computes: requests, their blocks, and their tokens up to which count."""
@@ -34,17 +35,22 @@ class Steps:
     pass holds as far as its fences have passed, and of a later pass not before.
 
     While a pass computes something that is being sent, the thread looks for finished layers now and then. Waking it with every
-    layer would hand it the interpreter just when the model needs it; so it mostly runs while the model is inside a kernel."""
+    layer would hand it the interpreter just when the model needs it; so it mostly runs while the model is inside a kernel. A
+    card's kernels are only launched by then, which needs the interpreter all the time, so it looks less often."""
 
-    def __init__(self, find: Callable[[RequestId], Sending | None]) -> None:
+    def __init__(self, find: Callable[[RequestId], Sending | None], num_layers: int) -> None:
         self._find = find
+        self._num_layers = num_layers
         self._fenced = Fenced()
         self._rows: Rows = []  # of the last pass, while it is launched
+        self._is_launching = False  # a pass on a card
 
     def layer_done(self, rows: Rows, layers: int, fence: Fence) -> None:
+        self._is_launching = fence is not PASSED and layers < self._num_layers
         self._fenced.put(fence, lambda: self._computing(rows, layers))
 
     def ended(self, rows: Rows) -> None:
+        self._is_launching = False
         self._fenced.put(PASSED, lambda: self._computed(rows))
 
     def put(self, fence: Fence, action: Callable[[], object]) -> None:
@@ -57,6 +63,8 @@ class Steps:
     def look(self) -> float:
         """The pause until the next look is short while a layer of a pass could be moved as soon as it is computed."""
         pause_s = self._fenced.look()
+        if self._is_launching:
+            return _LAUNCH_LOOK_S
         is_sent = any(sending.state is ProducerState.SENDING for sending, _, _ in self._found(self._rows))
         return LOOK_S if is_sent else pause_s
 
@@ -92,7 +100,8 @@ class RelayProducer(Front[ProducerTurns[KVLayout, ProducerNews]]):
 
     def __init__(self, parts: RelayParts[KVLayout], *, listen_host: str = "127.0.0.1", listen_port: int = 0) -> None:
         """Raises TransferError if a transport cannot register the region, ZMQError if the address cannot be bound."""
-        self._steps = Steps(lambda request_id: self._turns.machine.table.named(request_id))
+        self._num_layers = parts.layout.num_layers
+        self._steps = Steps(lambda request_id: self._turns.machine.table.named(request_id), self._num_layers)
         self._open: set[RequestId] = set()
         self._lent: dict[RequestId, tuple[int, ...]] = {}  # of these, those whose blocks the relay has
         self._aborted: set[RequestId] = set()  # of these, those whose blocks the engine waits for
@@ -121,7 +130,8 @@ class RelayProducer(Front[ProducerTurns[KVLayout, ProducerNews]]):
 
     def layer_done(self, layer: int, fence: Fence) -> None:
         rows = self._rows
-        self._turns.note(lambda: self._steps.layer_done(rows, layer + 1, fence))
+        say = self._turns.call if layer + 1 == self._num_layers else self._turns.note
+        say(lambda: self._steps.layer_done(rows, layer + 1, fence))
 
     def end_step(self) -> None:
         rows = self._rows

@@ -7,16 +7,29 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from kvrelay.transfer.engines.base import Ranges
+from kvrelay.transfer.engines.ranges import Scanned
 
 HANDLE_BYTES = 64
 
 
-class Copier(Protocol):
-    """Copies within the memory of a card and of its peers, beside what else the card does. One thread has it."""
+class Copying(Protocol):
+    """Copies under way. Every call may raise TransferError."""
 
-    def copy(self, to_address: int, from_address: int, ranges: Ranges) -> None:
-        """Returns when every byte is there, and what is launched then sees it. Blocks without Python's lock."""
+    def passed(self) -> bool:
+        """Whether every byte is there, and what is launched now sees it. Not called again once it has said so."""
+
+    def wait(self) -> None:
+        """Until it would say so, instead of asking. Blocks without Python's lock."""
+
+
+class Copier(Protocol):
+    """Copies within the memory of a card and of its peers, beside what else the card does. One thread at a time has it."""
+
+    def start(self, to_address: int, from_address: int, scanned: Scanned) -> Copying:
+        """Returns at once. Raises TransferError."""
+
+    def rest(self) -> None:
+        """Returns when nothing that was started copies any more. Blocks, and may be called beside `start`."""
 
 
 class Card(Protocol):

@@ -6,13 +6,15 @@ most programs would find nothing to do.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 import triton
 import triton.language as tl
 
 from kvrelay.transfer.engines.base import Ranges
-from kvrelay.transfer.engines.ranges import cut
+from kvrelay.transfer.engines.ranges import Scanned, cut, scan
 
 _PIECE_BYTES = 32 << 10
 _STEP_BYTES = 16 << 10  # of a program, at a time
@@ -47,52 +49,52 @@ def _copy_kernel(
 
 
 class Copies:
-    """Queues copies on the current stream. The table stays where it is, so what was queued before must have ended."""
+    """Queues copies on the current stream. The card reads the table out of host memory, where it stays: what was queued before
+    must have ended."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._on_card = device.type == "cuda"
+        self._compiled: dict[int, Any] = {}  # by alignment: what Triton would look up again, which takes twice as long
         self._hold(2 * _FIRST_ROWS)
 
-    def launch(self, to_address: int, from_address: int, ranges: Ranges) -> None:
+    def launch(self, to_address: int, from_address: int, scanned: Scanned) -> None:
         """In two launches where there are many, so that the card copies the first while the table of the others is made."""
-        table, num_pieces = shaped(ranges)
+        table, num_pieces = shaped(scanned)
+        aligned = alignment(to_address | from_address | scanned.bits)
         if len(table) > len(self._array):
             self._hold(2 * len(table))
         for part in (slice(0, _FIRST_ROWS), slice(_FIRST_ROWS, len(table))):
-            if part.start < len(table):
-                self._launch(to_address, from_address, table[part], num_pieces, part)
+            rows = table[part]
+            if len(rows):
+                self._array[part.start : part.start + len(rows)] = rows
+                self._launch((len(rows), num_pieces, 1), self._table[part], to_address, from_address, aligned)
 
-    def _launch(self, to_address: int, from_address: int, table: Ranges, num_pieces: int, place: slice) -> None:
-        """Of a part of the table."""
-        aligned = alignment(to_address | from_address, table)
+    def _launch(
+        self, grid: tuple[int, int, int], table: torch.Tensor, to_address: int, from_address: int, aligned: int
+    ) -> None:
         item = 8 if aligned >= 8 else 1
-        self._array[place][: len(table)] = table
-        sent = self._sent[place][: len(table)]
-        if self._sent is not self._staged:
-            sent.copy_(self._staged[place][: len(table)], non_blocking=True)
-        _copy_kernel[(len(table), num_pieces)](
-            sent, to_address, from_address,
-            ALIGNED=aligned, ITEM=item, PIECE=_PIECE_BYTES, STEP=_STEP_BYTES // item, num_warps=16,
-        )  # fmt: skip
+        arguments = (table, to_address, from_address, aligned, item, _PIECE_BYTES, _STEP_BYTES // item)
+        compiled = self._compiled.get(aligned)
+        if compiled is None:
+            self._compiled[aligned] = _copy_kernel[grid](*arguments, num_warps=16)
+        else:
+            compiled[grid](*arguments)
 
     def _hold(self, num_rows: int) -> None:
-        on_card = self._device.type == "cuda"
-        self._staged = torch.zeros(num_rows, 3, dtype=torch.int64, pin_memory=on_card)
-        self._array = self._staged.numpy()
-        self._sent = torch.zeros_like(self._staged, device=self._device) if on_card else self._staged
+        self._table = torch.zeros(num_rows, 3, dtype=torch.int64, pin_memory=self._on_card)
+        self._array = self._table.numpy()
 
 
-def shaped(ranges: Ranges) -> tuple[Ranges, int]:
+def shaped(scanned: Scanned) -> tuple[Ranges, int]:
     """The ranges, cut where that saves programs, and how many pieces the longest has."""
-    most = -(-int(ranges[:, 2].max()) // _PIECE_BYTES)
+    ranges, most = scanned.ranges, -(-scanned.longest // _PIECE_BYTES)
     if most > 1 and (most > _MOST_PIECES or len(ranges) * most > _IDLE_FACTOR * int((-(-ranges[:, 2] // _PIECE_BYTES)).sum())):
         return cut(ranges, _PIECE_BYTES), 1
     return ranges, most
 
 
-def alignment(addresses: int, ranges: Ranges) -> int:
-    """The largest of 16, 8 and 1 that divides every address, offset and size; `addresses` has the bits of both."""
-    bits = addresses | int(np.bitwise_or.reduce(ranges.reshape(-1)))
+def alignment(bits: int) -> int:
+    """The largest of 16, 8 and 1 that divides every address, offset and size, whose bits these are."""
     return 16 if bits % 16 == 0 else 8 if bits % 8 == 0 else 1
 
 
@@ -100,7 +102,10 @@ def warm_up(device: torch.device) -> None:
     """Compiles the kernel for each alignment, and tries it. Raises whatever Triton raises, or RuntimeError."""
     source = torch.arange(4096, dtype=torch.int64, device=device)
     target = torch.zeros_like(source)
+    copies = Copies(device)
     for offset, size in ((0, 32768), (8, 8), (3, 17)):
-        Copies(device).launch(target.data_ptr(), source.data_ptr(), np.array([[offset, offset, size]], dtype=np.int64))
+        copies.launch(target.data_ptr(), source.data_ptr(), scan(np.array([[offset, offset, size]], dtype=np.int64)))
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
     if not torch.equal(source, target):
         raise RuntimeError("the kernel does not copy what it should")

@@ -3,16 +3,18 @@
 1. `register` exports the allocation that holds the pool, once.
 2. `local_info` tells the handle, which host this is and which process. A consumer elsewhere is refused in `add_peer`.
 3. The consumer's link opens the handle once, also that of another card (peer access), and closes it when the peer is removed.
-4. `read` copies on a stream of the link's own, one launch for all ranges of a move; the link's thread waits for its event.
-   `write` does not exist, so no peer can write memory that its owner has reused.
+4. `read` launches all ranges of a move at once, on a stream of the link's own, and `poll` asks whether its event has passed.
+   What was asked for before the handle is open, and what is very large, is copied by the link's thread. `write` does not
+   exist, so no peer can write memory that its owner has reused.
 
 The producer says what may be read when the event behind it has passed (docs/relay.md, fences), so a copy waits for nothing
 there. When the producer dies, the driver keeps what is mapped: whether bytes may be used is decided by leases, not here.
-A copy cannot be called back: a cancelled move ends with the group of ranges under way, in about a millisecond.
+A copy cannot be called back: a cancelled move ends with the ranges under way, in about a millisecond.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import secrets
 import threading
@@ -23,11 +25,11 @@ import msgspec
 from msgspec import Meta
 
 from kvrelay.ids import WorkerId
-from kvrelay.transfer.engines.base import MoveId, Mover, Ranges, TransferError
-from kvrelay.transfer.engines.cuda.card import HANDLE_BYTES, Card, Copier
-from kvrelay.transfer.engines.links import CANCELLED, LinkedEngine, Way, read_info
+from kvrelay.transfer.engines.base import Completion, MoveId, Mover, Ranges, TransferError
+from kvrelay.transfer.engines.cuda.card import HANDLE_BYTES, Card, Copier, Copying
+from kvrelay.transfer.engines.links import CANCELLED, PEER_REMOVED, Link, LinkedEngine, Way, read_info
 from kvrelay.transfer.engines.moves import Move
-from kvrelay.transfer.engines.ranges import groups
+from kvrelay.transfer.engines.ranges import Scanned, groups, scan
 from kvrelay.transfer.engines.shm import host_identity
 from kvrelay.transfer.region import MAX_BYTES, Region
 
@@ -63,6 +65,7 @@ class CudaIpcEngine(LinkedEngine):
     def __init__(self, worker: WorkerId, open_card: Callable[[str], Card] = nvidia_card) -> None:
         super().__init__(worker)
         self._open_card = open_card
+        self._started: list[tuple[Move, Link, Copying]] = []
 
     def _open(self, region: Region) -> None:
         if not region.device.startswith("cuda"):
@@ -86,6 +89,44 @@ class CudaIpcEngine(LinkedEngine):
     def write(self, peer: WorkerId, ranges: Ranges) -> MoveId:
         raise TransferError("cuda_ipc: the consumer copies; a producer never writes a peer's memory")
 
+    def read(self, peer: WorkerId, ranges: Ranges) -> MoveId:
+        region, link = self._registered(), self._link_to(peer)
+        scanned = scan(ranges, region.size_bytes, link.remote_size_bytes)
+        assert isinstance(link.way, _MappedPool)
+        if not link.way.takes(scanned):
+            return super().read(peer, ranges)
+        move = self._book.open(peer, ranges, writes=False)
+        self._book.start(move)
+        try:
+            self._started.append((move, link, link.way.start(scanned)))
+        except TransferError as error:
+            self._book.end(move, str(error))
+        return move.id
+
+    def poll(self) -> list[Completion]:
+        self._started = [each for each in self._started if not self._has_ended(*each)]
+        return super().poll()
+
+    def _has_ended(self, move: Move, link: Link, copying: Copying) -> bool:
+        error = ""
+        try:
+            if not copying.passed():
+                return False
+        except TransferError as failure:
+            error = str(failure)
+        if move.stop.value:
+            error = PEER_REMOVED if link.is_leaving else CANCELLED
+        self._book.end(move, error)
+        return True
+
+    def close(self) -> None:
+        for move, _, copying in self._started:
+            with contextlib.suppress(TransferError):
+                copying.wait()
+            self._book.rest(move)
+        self._started = []
+        super().close()
+
     def _tear_down(self, region: Region) -> None:
         """What was exported goes with the pool."""
 
@@ -100,6 +141,8 @@ class _MappedPool:
         self._base: int | None = None  # of the allocation, where it had to be opened
         self._address = 0
         self._copier: Copier | None = None
+        self._lock = threading.Lock()  # two threads start copies, and one of them closes
+        self._is_open = False
 
     def open(self) -> None:
         self.close()
@@ -109,15 +152,29 @@ class _MappedPool:
             self._base = self._card.open(self._told.handle)
             self._address = self._base + self._told.offset
         self._copier = self._copier or self._card.copier()
+        self._is_open = True
+
+    def takes(self, scanned: Scanned) -> bool:
+        """Whether it is open, and they can be copied at once."""
+        return self._is_open and 0 < scanned.size_bytes <= _GROUP_BYTES
+
+    def start(self, scanned: Scanned) -> Copying:
+        with self._lock:
+            if not self._is_open or self._copier is None:
+                raise TransferError("cuda_ipc: the peer's memory is being opened anew")
+            return self._copier.start(self._region.address, self._address, scanned)
 
     def move(self, move: Move, abandon: threading.Event) -> None:
-        assert self._copier is not None
         for ranges in groups(move.ranges, _GROUP_BYTES):
             if move.stop.value:
                 raise TransferError(CANCELLED)
-            self._copier.copy(self._region.address, self._address, ranges)
+            self.start(scan(ranges)).wait()
 
     def close(self) -> None:
+        with self._lock:
+            self._is_open = False
+        if self._copier is not None:
+            self._copier.rest()
         base, self._base = self._base, None
         if base is not None:
             self._card.close(base)

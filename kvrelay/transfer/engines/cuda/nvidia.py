@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
 
 from kvrelay.log import Log
-from kvrelay.transfer.engines.base import Ranges, TransferError
+from kvrelay.transfer.engines.base import TransferError
 from kvrelay.transfer.engines.cuda.card import Copier
 from kvrelay.transfer.engines.cuda.driver import Driver
+from kvrelay.transfer.engines.ranges import Scanned
 
 if TYPE_CHECKING:
     from kvrelay.transfer.engines.cuda.copy import Copies
 
 _log = Log("transfer.cuda")
 
-Launch = Callable[[int, int, Ranges, torch.cuda.Stream], None]
+Launch = Callable[[int, int, Scanned, torch.cuda.Stream], None]
 """Queues copies to and from these addresses on the stream."""
 
 
@@ -45,26 +47,58 @@ class NvidiaCard:
         self._driver.close(address)
 
     def copier(self) -> Copier:
-        return StreamCopier(self._make_launch(), self._device)
+        return StreamCopier(self._make_launch, self._device)
 
 
 class StreamCopier:
     """Implements `Copier` on a stream of its own. PyTorch's streams do not wait for its default stream, where models run."""
 
-    def __init__(self, launch: Launch, device: torch.device) -> None:
-        self._launch = launch
-        self._device = device
+    def __init__(self, make_launch: Callable[[], Launch], device: torch.device) -> None:
+        self._make_launch = make_launch
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._idle: list[StreamCopying] = []
 
-    def copy(self, to_address: int, from_address: int, ranges: Ranges) -> None:
-        try:
+    def start(self, to_address: int, from_address: int, scanned: Scanned) -> StreamCopying:
+        with explained():
+            copying = self._idle.pop() if self._idle else StreamCopying(self._make_launch(), self._idle)
             with torch.cuda.stream(self._stream):  # and its device
-                self._launch(to_address, from_address, ranges, self._stream)
-                self._done.record(self._stream)
-            self._done.synchronize()  # without Python's lock
-        except RuntimeError as error:  # PyTorch's and Triton's
-            raise TransferError(f"cuda_ipc: the copy failed: {error}") from error
+                copying.launch(to_address, from_address, scanned, self._stream)
+                copying.done.record(self._stream)
+        return copying
+
+    def rest(self) -> None:
+        with explained():
+            self._stream.synchronize()
+
+
+class StreamCopying:
+    """Implements `Copying`. What a launch reads is its own until it has passed, then the next one's."""
+
+    def __init__(self, launch: Launch, idle: list[StreamCopying]) -> None:
+        self.launch = launch
+        self.done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._idle = idle
+
+    def passed(self) -> bool:
+        with explained():
+            has_passed = bool(self.done.query())  # type: ignore[no-untyped-call]
+        if has_passed:
+            self._idle.append(self)
+        return has_passed
+
+    def wait(self) -> None:
+        with explained():
+            self.done.synchronize()  # without Python's lock
+        self._idle.append(self)
+
+
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """Errors of PyTorch and Triton become TransferError."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise TransferError(f"cuda_ipc: the copy failed: {error}") from error
 
 
 def choose_launch(driver: Driver, device: torch.device) -> Callable[[], Launch]:
@@ -80,15 +114,15 @@ def choose_launch(driver: Driver, device: torch.device) -> Callable[[], Launch]:
 
 
 def _by_triton(copies: Copies) -> Launch:
-    def launch(to_address: int, from_address: int, ranges: Ranges, stream: torch.cuda.Stream) -> None:
-        copies.launch(to_address, from_address, ranges)  # on the current stream, which it is
+    def launch(to_address: int, from_address: int, scanned: Scanned, stream: torch.cuda.Stream) -> None:
+        copies.launch(to_address, from_address, scanned)  # on the current stream, which it is
 
     return launch
 
 
 def by_driver(driver: Driver) -> Launch:
-    def launch(to_address: int, from_address: int, ranges: Ranges, stream: torch.cuda.Stream) -> None:
-        for there, here, size in ranges.tolist():
+    def launch(to_address: int, from_address: int, scanned: Scanned, stream: torch.cuda.Stream) -> None:
+        for there, here, size in scanned.ranges.tolist():
             driver.copy(to_address + there, from_address + here, size, stream.cuda_stream)
 
     return launch
