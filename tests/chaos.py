@@ -30,6 +30,7 @@ from typing import Any
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 from chaos_load import Kind, Load, Outcome, keep_asking, make_requests
+from patience import PATIENCE_S
 from process_cluster import ProcessCluster, WorkerProcess
 from server import is_idle
 from tiny_models import tiny_model
@@ -40,7 +41,6 @@ COMPLETE_SHARE = 0.995
 LEASE_S = 2.5  # on a busy machine with few cores, a shorter one takes workers for hung that only wait for their turn
 POPULATION = {"prefill": 2, "decode": 2}
 MOST = {"prefill": 3, "decode": 3}
-IDLE_PATIENCE_S = 60.0
 _LOOK_EVERY_S = 0.1
 _BLUR_S = 0.5  # how far the timeline may be behind
 _WORKER_FLAGS = ("--kv-blocks", "256", "--max-batch", "32", "--threads", "1", "--progress", "plain", "--transfer-lease-s", "4")
@@ -267,7 +267,7 @@ class Chaos:
 
 def leaks(cluster: ProcessCluster) -> list[str]:
     """Waits until every worker that is left is ready and holds nothing; says who does not get there."""
-    deadline = time.monotonic() + IDLE_PATIENCE_S
+    deadline = time.monotonic() + PATIENCE_S
     while True:
         cluster.reap()
         shown = cluster.shown()
@@ -276,7 +276,7 @@ def leaks(cluster: ProcessCluster) -> list[str]:
         if not held and not missing:
             return []
         if time.monotonic() > deadline:
-            return [f"not idle after {IDLE_PATIENCE_S:.0f} s: {entry}" for entry in held] + [
+            return [f"not idle after {PATIENCE_S:.0f} s: {entry}" for entry in held] + [
                 f"alive, but not in the cluster: {worker.role} {worker.pid} {worker.log.name}"
                 for worker in cluster.workers
                 if worker.pid in missing

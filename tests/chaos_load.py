@@ -16,12 +16,12 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from patience import PATIENCE_S
 from tiny_models import VOCAB_SIZE
 
 from kvrelay.offline.llm import LLM
 from kvrelay.sampling import SamplingParams
 
-HANG_S = 180.0  # only a guard: on a busy machine a worker takes half a minute to start
 _LONGEST_PROMPT = 150
 _SPECIAL_TOKENS = 3
 _LEAVING = 0.08  # of the clients go before the end
@@ -117,7 +117,7 @@ async def ask(host: str, port: int, asked: Asked, leaves_after: int | None = Non
     answer = _Answer()
     began_at = time.monotonic()
     try:
-        async with asyncio.timeout(HANG_S):
+        async with asyncio.timeout(PATIENCE_S):
             kind, detail = await _stream(host, port, asked, answer, leaves_after)
     except TimeoutError:
         kind, detail = Kind.HUNG, f"after {answer.num_tokens} of {asked.num_tokens} tokens"

@@ -21,10 +21,11 @@ import urllib.request
 from collections.abc import Iterator
 from typing import IO, Any
 
+from patience import PATIENCE_S
+
 from kvrelay.config import read_environment
 
 CONSTRAINTS = pathlib.Path(__file__).with_name("contextpilot-constraints.txt")
-START_LIMIT_S = 60.0
 
 # The server builds its index with a pool of forked processes and ends them by SIGTERM. One that it catches while it is still
 # being forked has uvicorn's handler of that signal, and forgets it: then /reorder waits for ever, on a busy machine often. So
@@ -90,7 +91,7 @@ class ContextPilotServer:
         flags = [text for name, value in options.items() for text in (f"--{name}", value)]
         command = [str(self._python), "-c", LAUNCHER, *flags]
         self._process = subprocess.Popen(command, stdout=self._output, stderr=subprocess.STDOUT, process_group=0)
-        deadline = time.monotonic() + START_LIMIT_S
+        deadline = time.monotonic() + PATIENCE_S
         while not self._answers():
             assert self._process.poll() is None, f"ContextPilot ended: {self.output()}"
             assert time.monotonic() < deadline, f"ContextPilot did not come up: {self.output()}"
@@ -127,7 +128,7 @@ class ContextPilotServer:
     def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, {"content-type": "application/json"}, method=method)
-        with urllib.request.urlopen(request, timeout=60) as response:
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
             return json.loads(response.read())
 
     def output(self) -> str:

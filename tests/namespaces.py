@@ -24,6 +24,8 @@ import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 
+from patience import PATIENCE_S
+
 PREFIX = "kvrelay-test-"
 SUBNET = "10.213.77"
 _CLONE_NEWNET = 0x40000000
@@ -67,7 +69,7 @@ class Host:
     def plug_cable(self) -> None:
         ip("-n", self._switch, "link", "set", "dev", self.name, "up")
 
-    def connect(self, address: str, port: int, timeout_s: float = 30.0) -> socket.socket:
+    def connect(self, address: str, port: int, timeout_s: float = PATIENCE_S) -> socket.socket:
         """A TCP connection made from this host. A thread enters the namespace for it; the socket stays there."""
         made: list[socket.socket] = []
         failed: list[Exception] = []
@@ -86,7 +88,7 @@ class Host:
             raise failed[0]
         return made[0]
 
-    def http(self, address: str, port: int, timeout_s: float = 60.0) -> http.client.HTTPConnection:
+    def http(self, address: str, port: int, timeout_s: float = PATIENCE_S) -> http.client.HTTPConnection:
         connection = http.client.HTTPConnection(address, port, timeout=timeout_s)
         connection.sock = self.connect(address, port, timeout_s)
         return connection

@@ -17,15 +17,14 @@ import re
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+from patience import PATIENCE_S, until
 from prepared import Process, popen
 
-START_LIMIT_S = 180.0
 _YIELDING = 5  # a niceness
 _READY = re.compile(r"kvrelay ready on http://([^:]+):(\d+).*register at (tcp://\S+?)\)")
 
@@ -54,7 +53,7 @@ class WorkerProcess:
 
     def kill(self) -> None:
         self.signal(signal.SIGKILL)
-        self.process.wait(START_LIMIT_S)
+        self.process.wait(PATIENCE_S)
 
     def yield_to_others(self, *, yields: bool) -> None:
         """On a machine with few cores, workers that serve would starve those that start. Taking it back needs rights."""
@@ -119,10 +118,10 @@ class ProcessCluster:
         """Forgets workers that have ended."""
         self.workers = [worker for worker in self.workers if worker.alive]
 
-    def get(self, path: str, timeout_s: float = 60.0) -> Any:
+    def get(self, path: str, timeout_s: float = PATIENCE_S) -> Any:
         return self._ask(urllib.request.Request(self.url + path, headers=self._headers), timeout_s)
 
-    def post(self, path: str, body: dict[str, Any], timeout_s: float = 60.0) -> Any:
+    def post(self, path: str, body: dict[str, Any], timeout_s: float = PATIENCE_S) -> Any:
         return self._ask(urllib.request.Request(self.url + path, json.dumps(body).encode(), self._headers), timeout_s)
 
     def _ask(self, request: urllib.request.Request, timeout_s: float) -> Any:
@@ -134,16 +133,15 @@ class ProcessCluster:
         workers: list[dict[str, Any]] = self.get("/cluster")["workers"]
         return workers
 
-    def until_ready(self, count: int, patience_s: float = START_LIMIT_S) -> None:
-        self.until(lambda: sum(entry["state"] == "ready" for entry in self.shown()) >= count, patience_s)
+    def until_ready(self, count: int) -> None:
+        self.until(lambda: sum(entry["state"] == "ready" for entry in self.shown()) >= count)
 
-    def until(self, condition: Callable[[], bool], patience_s: float = START_LIMIT_S) -> None:
-        deadline = time.monotonic() + patience_s
-        while not condition():
-            if time.monotonic() > deadline:
-                raise AssertionError(f"waited in vain; the cluster says {self.shown()}\n{self.logs()}")
+    def until(self, condition: Callable[[], bool]) -> None:
+        def so_far() -> bool:
             assert self.router.poll() is None, f"the router has ended\n{self.logs()}"
-            time.sleep(0.05)
+            return condition()
+
+        until(so_far, lambda: f"waited in vain; the cluster says {self.shown()}\n{self.logs()}")
 
     def logs(self, lines: int = 12) -> str:
         """The end of every log."""
@@ -158,15 +156,15 @@ class ProcessCluster:
             worker.signal(signal.SIGKILL)
         self.router.terminate()
         try:
-            self.router.wait(60)
+            self.router.wait(PATIENCE_S)
         except subprocess.TimeoutExpired:
             self.router.kill()
-            self.router.wait(60)
+            self.router.wait(PATIENCE_S)
         if self.router.stdout is not None:
             self.router.stdout.close()
         for worker in self.workers:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                worker.process.wait(60)
+                worker.process.wait(PATIENCE_S)
 
 
 def _command(*arguments: str) -> list[str]:

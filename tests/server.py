@@ -15,10 +15,10 @@ import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
+from patience import PATIENCE_S
 from prepared import Process, popen
 
 READY = re.compile(r"kvrelay ready on (http://\S+)")
-START_LIMIT_S = 180.0
 
 
 class Server:
@@ -44,25 +44,25 @@ class Server:
         self._ready.set()
 
     def wait_ready(self) -> None:
-        self._ready.wait(START_LIMIT_S)
+        self._ready.wait(PATIENCE_S)
         assert self.url, "the server did not come up:\n" + "\n".join(self.lines[-40:])
 
     def get(self, path: str) -> Any:
         request = urllib.request.Request(self.url + path, headers=self.headers)
-        with urllib.request.urlopen(request, timeout=60) as response:
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
             return json.loads(response.read())
 
     def stop(self) -> None:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         try:
-            self.process.wait(60)
+            self.process.wait(PATIENCE_S)
         finally:
             if self.process.poll() is None:
                 self.process.kill()
-        self._reader.join(60)
+        self._reader.join(PATIENCE_S)
 
-    def idle_workers(self, patience_s: float = 60.0) -> list[dict[str, Any]]:
+    def idle_workers(self, patience_s: float = PATIENCE_S) -> list[dict[str, Any]]:
         """The leak check: waits until nothing runs, then fails if any block is held."""
         deadline = time.monotonic() + patience_s
         while True:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable
 
 import msgspec
+from patience import PATIENCE_S
 
 from kvrelay.discovery.choose import open_registration
 from kvrelay.ids import KeptId, RequestId, WorkerId, new_worker_id
@@ -253,13 +254,13 @@ class StubWorker:
     def stop(self) -> None:
         """Ends in order: leaves the registry, tells open requests."""
         self.loop.stop_asked = True
-        self._thread.join(60)
+        self._thread.join(PATIENCE_S)
 
     def drain(self) -> None:
         self.loop.drain_asked = True
 
     def join(self) -> None:
-        self._thread.join(60)
+        self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive()
 
     def crash(self) -> None:

@@ -21,6 +21,7 @@ import psutil
 import pytest
 import zmq
 from fuzzing import GREETING, READY, hostile_messages, hostile_openings, hostile_requests
+from patience import PATIENCE_S
 from process_cluster import ProcessCluster
 from server import is_idle
 from tiny_models import tiny_model
@@ -81,7 +82,7 @@ class Target:
 
     def until_idle(self) -> None:
         """The leak check."""
-        self.cluster.until(lambda: all(is_idle(entry) for entry in self.cluster.shown()), patience_s=60.0)
+        self.cluster.until(lambda: all(is_idle(entry) for entry in self.cluster.shown()))
 
     def sizes(self) -> list[int]:
         return [psutil.Process(pid).memory_info().rss for pid in self.pids]
@@ -156,7 +157,7 @@ def knock(address: str, openings: Sequence[bytes]) -> list[socket.socket]:
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     held = []
     for number, opening in enumerate(openings):
-        link = socket.create_connection((host.strip("[]"), int(port)), timeout=60)
+        link = socket.create_connection((host.strip("[]"), int(port)), timeout=PATIENCE_S)
         with contextlib.suppress(ConnectionError):
             link.sendall(opening)
         if number % 10:
@@ -384,7 +385,7 @@ def _send_http(target: Target, data: bytes, *, keep: bool = False) -> list[socke
 
 def test_headers_without_end_are_cut_off(target: Target) -> None:
     with bounded(target):
-        link = socket.create_connection((target.cluster.host, target.cluster.port), timeout=60)
+        link = socket.create_connection((target.cluster.host, target.cluster.port), timeout=PATIENCE_S)
         link.sendall(b"GET /cluster HTTP/1.1\r\n")
         line = b"x-%d: " + b"y" * 8000 + b"\r\n"
         with pytest.raises(ConnectionError):  # noqa: PT012
@@ -397,13 +398,13 @@ def test_a_body_beyond_the_limit_is_not_taken(target: Target) -> None:
     with bounded(target):
         request = urllib.request.Request(target.cluster.url + "/v1/completions", b"x" * (33 << 20))
         with pytest.raises(OSError):
-            urllib.request.urlopen(request, timeout=60)
+            urllib.request.urlopen(request, timeout=PATIENCE_S)
 
 
 def test_a_frame_beyond_the_limit_costs_the_connection(target: Target) -> None:
     with bounded(target):
         host, _, port = target.cluster.registry.removeprefix("tcp://").rpartition(":")
-        link = socket.create_connection((host, int(port)), timeout=60)
+        link = socket.create_connection((host, int(port)), timeout=PATIENCE_S)
         link.sendall(GREETING + READY + b"\x02" + (2 << 20).to_bytes(8))
         with contextlib.suppress(ConnectionError):
             while link.recv(4096):

@@ -19,6 +19,7 @@ import yaml
 from documented import metric_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from patience import PATIENCE_S
 from prometheus_client import Histogram as PrometheusHistogram
 from prometheus_client.parser import text_string_to_metric_families
 from server import Server, serve
@@ -29,7 +30,6 @@ from kvrelay.router.collector import WorkerCollector
 DEPLOY = pathlib.Path(__file__).resolve().parent.parent / "deploy"
 BOARD = DEPLOY / "grafana/kvrelay.json"
 RULES = DEPLOY / "prometheus/alerts.yml"
-PATIENCE_S = 60.0
 UNITS = ("seconds", "bytes")
 
 
@@ -160,7 +160,7 @@ def free_port() -> int:
 
 def ask(port: int, query: str) -> list[dict[str, Any]]:
     url = f"http://127.0.0.1:{port}/api/v1/query?" + urllib.parse.urlencode({"query": query})
-    with urllib.request.urlopen(url, timeout=30) as response:
+    with urllib.request.urlopen(url, timeout=PATIENCE_S) as response:
         result: list[dict[str, Any]] = json.loads(response.read())["data"]["result"]
         return result
 
@@ -180,7 +180,7 @@ def until_known(port: int, query: str) -> list[dict[str, Any]]:
 def generate(server: Server) -> None:
     body = json.dumps({"model": "tiny", "prompt": list(range(20, 90)), "max_tokens": 6, "ignore_eos": True}).encode()
     request = urllib.request.Request(server.url + "/v1/completions", body, {"content-type": "application/json"})
-    with urllib.request.urlopen(request, timeout=60) as response:
+    with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
         assert json.loads(response.read())["usage"]["completion_tokens"] == 6
 
 
@@ -231,4 +231,4 @@ def test_a_real_prometheus_scrapes_a_real_cluster_and_evaluates_every_rule(tmp_p
             assert not ask(port, 'ALERTS{alertname=~"KvrelayDown|KvrelayNoWorker"}')
         finally:
             prometheus.terminate()
-            prometheus.wait(30)
+            prometheus.wait(PATIENCE_S)

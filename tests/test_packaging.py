@@ -78,7 +78,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
 def test_the_index_would_take_wheel_and_sdist(made: pathlib.Path) -> None:
     files = sorted(map(str, made.iterdir()))
     assert len(files) == 2
@@ -94,7 +93,6 @@ def test_the_index_would_take_wheel_and_sdist(made: pathlib.Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
 @pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="there is no C compiler")
 def test_an_installed_wheel_brings_all_native_code_and_compiles_nothing(made: pathlib.Path, tmp_path: pathlib.Path) -> None:
     (wheel,) = made.glob("*.whl")

@@ -11,6 +11,7 @@ import time
 
 import psutil
 import pytest
+from patience import PATIENCE_S
 from prepared import popen
 
 SCRIPT = """
@@ -27,7 +28,6 @@ process = popen([sys.executable, sys.argv[1], "wait"], env={"WORD": "x"})
 print(process.pid, flush=True)
 sys.stdin.readline()
 """
-PATIENCE_S = 60.0
 
 
 @pytest.fixture

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import zmq
 import zmq.asyncio
+from patience import PATIENCE_S, eventually
 from registry_records import make_record
 from stub_worker import StubWorker
 
@@ -24,7 +24,6 @@ from kvrelay.wire.events import EVENTS_VERSION
 from kvrelay.wire.registry import FromRegistry, Register, Registered, RegistryRefused
 from kvrelay.wire.serving import Hello, Refused, ToRouter, Welcome
 
-PATIENCE_S = 60.0
 OTHERS = [0, PROTOCOL_VERSION - 1, PROTOCOL_VERSION + 1]
 REMEDY = "run the same version of kvrelay on both"
 
@@ -35,12 +34,6 @@ to_router: Decoder[ToRouter] = Decoder(ToRouter)
 def assert_tells(reason: str, version: int) -> None:
     for part in (f"protocol {version}", f"protocol {PROTOCOL_VERSION}", REMEDY):
         assert part in reason
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 class Answering:
@@ -132,7 +125,7 @@ async def test_a_router_refuses_a_worker_of_another_version(version: int) -> Non
     router.start()
     try:
         membership._answer(b"worker", [encode(Register(record=worker.record, ttl_s=9.0))])
-        await until(lambda: "protocol" in router.cluster()["workers"][0]["problem"])
+        await eventually(lambda: "protocol" in router.cluster()["workers"][0]["problem"])
         assert_tells(router.cluster()["workers"][0]["problem"], version)
         assert not router.ready
     finally:
@@ -151,7 +144,7 @@ async def test_a_named_worker_of_another_version_does_not_join(version: int) -> 
     )
     membership.start(joined.append, joined.append, lambda worker_id, loss: None)
     try:
-        await until(lambda: bool(malformed))
+        await eventually(lambda: bool(malformed))
         assert joined == []
     finally:
         membership.close()

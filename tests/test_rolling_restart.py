@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 
+from patience import PATIENCE_S
 from stub_worker import StubWorker, stub_token
 
 from kvrelay.discovery.embedded import EmbeddedMembership
@@ -13,7 +14,6 @@ from kvrelay.router.backend import GenerateRequest
 from kvrelay.router.router import Router
 from kvrelay.sampling import SamplingParams
 
-PATIENCE_S = 60.0
 NUM_WORKERS = 3
 NUM_CLIENTS = 8
 NUM_TOKENS = 20

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from patience import PATIENCE_S
 from server import serve
 from tiny_models import tiny_model
 
@@ -23,7 +24,6 @@ from kvrelay.planes.cluster_key import derive, load_key, write_new_key
 from kvrelay.router.backend import GenerateRequest
 from kvrelay.router.router import Router
 
-PATIENCE_S = 180.0  # processes start meanwhile
 FAKE_WORKER = pathlib.Path(__file__).parent / "worker" / "fake_worker_process.py"
 SMALL: dict[str, Any] = {"kv_blocks": 64, "max_batch": 8, "threads": 1}
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import pytest
 import zmq
+from patience import PATIENCE_S
 from registry_records import make_record
 from stub_worker import StubWorker
 from transfer.relay_pair import Producer
@@ -361,5 +362,5 @@ def test_the_guard_ends_with_its_context() -> None:
         "    zmq.Context.instance().term()\n"
         "print('ended')"
     )
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=PATIENCE_S)
     assert (result.stdout, result.stderr) == ("ended\n", "")

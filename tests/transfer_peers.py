@@ -17,6 +17,7 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from patience import PATIENCE_S
 
 from kvrelay.ids import WorkerId
 from kvrelay.transfer.engines.base import TransferEngine
@@ -123,7 +124,7 @@ class LocalPeer:
         self.engine.add_peer(worker, info)
         first = view(self.region)[0]
         move = self.engine.read(worker, np.array([[0, 0, 1]], dtype=np.int64))
-        deadline = time.monotonic() + 60.0
+        deadline = time.monotonic() + PATIENCE_S
         while not (completions := self.engine.poll()):
             assert time.monotonic() < deadline
             time.sleep(0.001)

@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 
 import pytest
+from patience import PATIENCE_S
 
 from kvrelay.bench.router.feed import Group, Round, SteadyLoad, Viewer, summarise
 from kvrelay.bench.router.load import LoadRequest
@@ -51,7 +52,7 @@ def test_the_bounds_of_many_groups_leave_the_outer_ones_out() -> None:
 def test_a_load_that_loses_answers_measures_nothing() -> None:
     with running_server(make_app(fake_backend())) as url:
         load = SteadyLoad(LoadRequest("127.0.0.1", int(url.rpartition(":")[2]), "no such model", "Hello", 1, 2))
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE_S
         while load.num_lost < 2:
             assert time.monotonic() < deadline
             time.sleep(0.02)

@@ -11,6 +11,7 @@ import threading
 
 import pytest
 from gguf_files import gguf_of_checkpoint
+from patience import PATIENCE_S
 from tiny_models import tiny_model
 
 from kvrelay.checkpoint import fetch
@@ -82,7 +83,7 @@ def test_what_a_crash_left_is_cleared(gguf: pathlib.Path, tmp_path: pathlib.Path
 def test_processes_that_start_together_share_the_work(gguf: pathlib.Path, tmp_path: pathlib.Path) -> None:
     command = [sys.executable, "-c", RESOLVE, str(tmp_path / "cache"), str(gguf)]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(3)]
-    results = [process.communicate(timeout=120) for process in processes]
+    results = [process.communicate(timeout=PATIENCE_S) for process in processes]
     assert [process.returncode for process in processes] == [0, 0, 0], results
     folders = {pathlib.Path(out.strip()) for out, _ in results}
     assert len(folders) == 1
@@ -100,7 +101,7 @@ def test_the_second_waits_for_the_first_and_says_so(
     def slow(*arguments: object) -> None:
         conversions.append(arguments)
         converting.set()
-        assert go_on.wait(60)
+        assert go_on.wait(PATIENCE_S)
         real(*arguments)  # type: ignore[arg-type]
 
     class Waiting(Silent):
@@ -111,7 +112,7 @@ def test_the_second_waits_for_the_first_and_says_so(
     monkeypatch.setattr(fetch, "convert", slow)
     first = threading.Thread(target=resolve, args=(str(gguf), cache, Silent()))
     first.start()
-    assert converting.wait(60)
+    assert converting.wait(PATIENCE_S)
     folder = resolve(str(gguf), cache, Waiting())
     first.join()
     assert (folder / "kvrelay.json").exists()

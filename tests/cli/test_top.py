@@ -7,6 +7,7 @@ import json
 import urllib.request
 
 import pytest
+from patience import PATIENCE_S
 from rich.console import Console
 from server import serve
 from tiny_models import tiny_model
@@ -44,7 +45,7 @@ def test_a_real_server_is_shown_once(capsys: pytest.CaptureFixture[str]) -> None
             {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 4, "ignore_eos": True, "request_id": "seen"}
         ).encode()
         request = urllib.request.Request(server.url + "/v1/completions", body, {"content-type": "application/json"})
-        with urllib.request.urlopen(request, timeout=60) as response:
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
             assert response.status == 200
         assert main.main(["top", "--once", "--url", server.url]) == 0
         (timeline,) = server.get("/requests/seen")["data"]

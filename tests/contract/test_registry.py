@@ -12,6 +12,7 @@ import msgspec
 import pytest
 import zmq
 from etcd_server import etcd_server
+from patience import PATIENCE_S
 from registry_records import make_record
 
 from kvrelay.discovery.base import Loss, Membership, Registration, router_record
@@ -27,7 +28,6 @@ from kvrelay.wire.registry import WorkerLoad, WorkerRecord
 from kvrelay.wire.serving import Hello, ToWorker, Welcome
 
 LEASE_S = 0.6
-PATIENCE_S = 60.0
 
 
 class Watcher:

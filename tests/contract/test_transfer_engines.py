@@ -18,6 +18,7 @@ import pytest
 from _pytest.mark.structures import ParameterSet
 from devices import ON_A_CARD
 from memory_faults import Fate, FaultyEngine
+from patience import PATIENCE_S
 from transfer_peers import (
     FAKE_CARD,
     ON_CARD,
@@ -39,7 +40,6 @@ from kvrelay.transfer.region import Region, shared_region
 
 SIZE = 4 << 20
 REMOTE_SIZE = 5 << 20  # unequal, so that one side's size is never taken for the other's
-HANG_S = 60.0  # only a guard: a healthy move takes milliseconds
 CALL_S = 2.0  # only a guard: no call waits for a peer
 
 
@@ -110,7 +110,7 @@ class Pair:
         assert isinstance(self.peer, ProcessPeer)
         return self.peer
 
-    def ends(self, *moves: MoveId, within_s: float = HANG_S) -> list[Completion]:
+    def ends(self, *moves: MoveId, within_s: float = PATIENCE_S) -> list[Completion]:
         """Polls until these have appeared. Nothing else may."""
         return ends_of(self.engine, *moves, within_s=within_s)
 
@@ -125,7 +125,7 @@ class Pair:
         self.region.close()
 
 
-def ends_of(engine: TransferEngine, *moves: MoveId, within_s: float = HANG_S) -> list[Completion]:
+def ends_of(engine: TransferEngine, *moves: MoveId, within_s: float = PATIENCE_S) -> list[Completion]:
     wanted, found, deadline = set(moves), [], time.monotonic() + within_s
     while wanted:
         for completion in engine.poll():

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import zmq
 import zmq.asyncio
+from patience import PATIENCE_S
 from registry_records import make_record
 
 from kvrelay.discovery.base import Loss
@@ -67,7 +68,7 @@ class Registry:
 
     async def ask(self, *frames: bytes) -> FromRegistry:
         await self.socket.send_multipart(frames)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE_S):
             return self._decoder.decode(await self.socket.recv())
 
     def close(self) -> None:
@@ -157,7 +158,7 @@ async def test_a_registry_that_restarts_learns_its_workers_again() -> None:
     joined: list[WorkerRecord] = []
     second = EmbeddedMembership(address)
     second.start(joined.append, lambda _: None, lambda *_: None)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE_S):
         while not await asyncio.to_thread(registration.renew, WorkerState.DRAINING, WorkerLoad(running=2)):
             pass
     assert joined == [msgspec.structs.replace(record, state=WorkerState.DRAINING, load=WorkerLoad(running=2))]

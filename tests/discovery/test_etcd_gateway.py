@@ -9,6 +9,7 @@ import httpx
 import pytest
 from etcd_server import EtcdServer
 from etcd_tools import Etcdctl, View
+from patience import PATIENCE_S
 from registry_records import make_record
 
 from kvrelay.discovery.etcd_gateway import (
@@ -125,7 +126,7 @@ async def test_a_watch_of_what_was_compacted_says_so(server: EtcdServer) -> None
     revision = (await asyncio.to_thread(control.post, "/v3/kv/range", {"key": PREFIX}))["header"]["revision"]
     await asyncio.to_thread(control.post, "/v3/kv/compaction", {"revision": revision, "physical": True})
     watch = Watch(create_request=WatchRange(key=PREFIX, range_end=PREFIX_END, start_revision=1))
-    async with new_async_client(1.0) as client, asyncio.timeout(60):
+    async with new_async_client(1.0) as client, asyncio.timeout(PATIENCE_S):
         news = AsyncGateway(client, server.url, timeout_s=1.0).watch(watch)
         while not (piece := await anext(news)).canceled:
             pass

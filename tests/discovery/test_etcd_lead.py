@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-
 from etcd_server import EtcdServer
+from patience import until
 
 from kvrelay.discovery.base import router_record
 from kvrelay.discovery.etcd_lead import EtcdCompany
 from kvrelay.ids import new_router_id
-
-PATIENCE_S = 60.0
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.05)
 
 
 def company(server: EtcdServer, *, may_lead: bool = True) -> EtcdCompany:

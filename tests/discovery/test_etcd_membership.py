@@ -11,7 +11,8 @@ import time
 import msgspec
 import pytest
 from etcd_server import EtcdServer, etcd_server, free_port
-from etcd_tools import LEASE_S, PATIENCE_S, Etcdctl, Relay, View, register, renewed, until_renewed
+from etcd_tools import LEASE_S, Etcdctl, Relay, View, register, renewed, until_renewed
+from patience import PATIENCE_S, eventually
 from registry_records import make_record
 
 from kvrelay.discovery.base import Loss
@@ -33,13 +34,13 @@ async def test_workers_stay_through_a_kill_and_restart_of_etcd_and_new_ones_join
     record = await register(registration)
     await view.until_members(record)
     await asyncio.to_thread(server.kill)
-    await view.until(lambda: not view.reachable[-1])
+    await eventually(lambda: not view.reachable[-1])
     assert not await renewed(registration)
     await asyncio.sleep(2 * LEASE_S)
     assert view.members == {record.id: record}
     await asyncio.to_thread(server.start)
     await until_renewed(registration)
-    await view.until(lambda: view.reachable[-1])
+    await eventually(lambda: view.reachable[-1])
     other = EtcdRegistration(server.address)
     newcomer = await register(other)
     await view.until_members(record, newcomer)
@@ -57,7 +58,7 @@ async def test_etcd_that_lost_its_data_costs_no_living_worker(server: EtcdServer
     await asyncio.to_thread(server.start)
     await view.until_members(alive)  # the other one had said that it goes
     await until_renewed(registration)
-    await view.until(lambda: bool(Etcdctl(server).get(key_of(alive))))
+    await eventually(lambda: bool(Etcdctl(server).get(key_of(alive))))
     assert view.losses == {drained.id: Loss.LEFT}
     assert view.events.count(("joined", alive.id)) == 1
     view.membership.close()
@@ -108,9 +109,9 @@ async def test_a_stopped_etcd_is_noticed_and_followed_again(server: EtcdServer) 
     await asyncio.to_thread(Etcdctl(server).put_all, [record])
     await view.until_members(record)
     server.pause()
-    await view.until(lambda: not view.reachable[-1])
+    await eventually(lambda: not view.reachable[-1])
     server.resume()
-    await view.until(lambda: view.reachable[-1])
+    await eventually(lambda: view.reachable[-1])
     other = make_record()
     await asyncio.to_thread(Etcdctl(server).put_all, [other])
     await view.until_members(record, other)
@@ -138,7 +139,7 @@ async def test_the_watch_is_not_started_anew_while_it_works(server: EtcdServer) 
     for running in range(60):
         await asyncio.to_thread(control.put_all, [msgspec.structs.replace(record, load=WorkerLoad(running=running))])
         await asyncio.sleep(0.01)
-    await view.until(lambda: view.members[record.id].load.running == 59)
+    await eventually(lambda: view.members[record.id].load.running == 59)
     await asyncio.sleep(1.2)  # two probes of an etcd in which nothing happens
     assert view.reachable == [True]
     view.membership.close()
@@ -159,9 +160,9 @@ async def test_strangers_are_counted_and_ignored(server: EtcdServer) -> None:
     await asyncio.to_thread(control.put_all, [record])
     for key, value in nonsense.items():
         await asyncio.to_thread(control.put, key, value)
-    await view.until(lambda: view.num_malformed == len(nonsense))
+    await eventually(lambda: view.num_malformed == len(nonsense))
     await asyncio.to_thread(control.put, key_of(record), b"{}")
-    await view.until(lambda: view.num_malformed == len(nonsense) + 1)
+    await eventually(lambda: view.num_malformed == len(nonsense) + 1)
     assert view.members == {record.id: record}
     assert view.reachable == [True]
     await asyncio.to_thread(control.delete_all)
@@ -171,7 +172,7 @@ async def test_strangers_are_counted_and_ignored(server: EtcdServer) -> None:
 
 async def test_lines_of_megabytes_are_read(server: EtcdServer) -> None:
     view = View(server.address, probe_every_s=60.0)
-    await view.until(lambda: view.reachable == [True])
+    await eventually(lambda: view.reachable == [True])
     records = [make_record() for _ in range(100)]
     pairs = {key_of(record): value_of(record) for record in records} | {PREFIX + b"large": b"x" * 1_200_000}
     puts = [{"request_put": {"key": key, "value": value}} for key, value in pairs.items()]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
-
 import msgspec
 import pytest
+from patience import eventually
 from registry_records import make_record
 
 from kvrelay.discovery.base import Loss, router_record
@@ -17,8 +15,6 @@ from kvrelay.errors import ConfigError, ProtocolError
 from kvrelay.ids import WorkerId, new_router_id
 from kvrelay.wire.codec import encode
 from kvrelay.wire.registry import Gone, Listing, RegistryRefused, RouterRecord, Seen, Watch, WorkerRecord
-
-PATIENCE_S = 60.0
 
 
 class Seeing:
@@ -38,12 +34,6 @@ class Seeing:
     def _left(self, worker_id: WorkerId, loss: Loss) -> None:
         del self.records[worker_id]
         self.losses.append(loss)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 def make_router(**changes: object) -> RouterRecord:
@@ -74,18 +64,18 @@ async def test_routers_see_each_other_and_the_oldest_that_may_leads() -> None:
     registry.start(lambda _: None, lambda _: None, lambda *_: None)
     assert not registry.is_shared
     shy = Seeing(registry.address, registration_s=1.0)
-    await until(lambda: registry.is_shared)
+    await eventually(lambda: registry.is_shared)
     bold = Seeing(registry.address, may_lead=True, registration_s=1.0)
-    await until(lambda: len(registry.routers) == 2)
+    await eventually(lambda: len(registry.routers) == 2)
     third = Seeing(registry.address, may_lead=True, registration_s=1.0)
     seeing = [shy, bold, third]
-    await until(lambda: all(one.membership.routers == [other.record for other in seeing] for one in seeing))
+    await eventually(lambda: all(one.membership.routers == [other.record for other in seeing] for one in seeing))
     assert {one.membership.leader for one in seeing} == {bold.record.id}
     bold.membership.close()
-    await until(lambda: shy.membership.leader == third.record.id == third.membership.leader)
+    await eventually(lambda: shy.membership.leader == third.record.id == third.membership.leader)
     assert [router.id for router in registry.routers] == [shy.record.id, third.record.id]
     registry.close()
-    await until(lambda: third.membership.leader is None)  # nobody tells it that it still is
+    await eventually(lambda: third.membership.leader is None)  # nobody tells it that it still is
     shy.membership.close()
     third.membership.close()
 

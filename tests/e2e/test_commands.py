@@ -13,13 +13,13 @@ import re
 import shlex
 import subprocess
 import sys
-import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 from commands import PAGES, Block, blocks_of
 from etcd_server import etcd_server, free_port
+from patience import PATIENCE_S, until
 from server import Server, serve
 from tiny_models import tiny_model
 from vision_models import tiny_vl
@@ -29,7 +29,6 @@ MODELS = {"smollm2": "llama", "MODEL": "llama", "path/to/model": "llama", "path/
 FILES = ("cluster.key", "keys")
 SMALL = ("--kv-blocks", "64", "--threads", "1")
 AT_ONCE = {"quickstart.md"}  # asks a server that others ask too; the other pages wait for the long counts
-PATIENCE_S = 180.0
 _HOST = re.compile(r"(?:10|127)\.0\.0\.(\d+)")
 
 
@@ -133,14 +132,6 @@ def num_ready(router: Server) -> int:
     return sum(worker["state"] == "ready" for worker in router.get("/cluster")["workers"])
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
-
-
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("page", to_run())
 def test_the_commands_of_a_page_work(page: pathlib.Path, tmp_path: pathlib.Path, request: pytest.FixtureRequest) -> None:
     blocks = [block for block in blocks_of(page) if block.is_run_here]

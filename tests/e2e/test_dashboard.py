@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 from axe_core_python.selenium import Axe
 from browser import Browser, browsing, needs_chromium
+from patience import PATIENCE_S
 from process_cluster import ProcessCluster
 from selenium.webdriver.common.keys import Keys
 from server import is_idle
@@ -17,7 +18,7 @@ from tiny_models import tiny_model
 from kvrelay.config import RouterOptions
 from tests.frontend.serving import fake_backend, make_app, running_server
 
-pytestmark = [needs_chromium, pytest.mark.timeout(600)]
+pytestmark = needs_chromium
 POSITIONS = 4096
 LONG = 1500  # tokens of a stream that is to be interrupted
 WORKER_FLAGS = ("--kv-blocks", "1024", "--max-model-len", str(POSITIONS), "--threads", "1", "--progress", "plain")
@@ -172,7 +173,7 @@ def test_a_worker_drains_when_it_is_told_to(browser: Browser, cluster: ProcessCl
     browser.until(lambda: browser.js("return document.getElementById('ask').open"), "a question is asked")
     browser.one("#ask-yes").click()
     browser.until(lambda: browser.count(f"{card}.draining, {card}.left"), "it drains")
-    extra.process.wait(180)
+    extra.process.wait(PATIENCE_S)
     browser.until(lambda: browser.count(f"{card}.left"), "it has left, and is not red")
 
 

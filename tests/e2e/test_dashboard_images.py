@@ -15,7 +15,7 @@ from vision_models import make_prompt, reference_output, tiny_vl
 
 from tests.e2e.test_dashboard import say, violations
 
-pytestmark = [needs_chromium, pytest.mark.timeout(600)]
+pytestmark = needs_chromium
 KEY = "secret"
 QUESTION = "What is it?"
 TOKENS = 6

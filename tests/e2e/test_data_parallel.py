@@ -8,6 +8,7 @@ import urllib.request
 from typing import Any
 
 import pytest
+from patience import PATIENCE_S
 from server import Server, serve
 from tiny_models import tiny_model
 
@@ -19,7 +20,7 @@ def post(server: Server, body: dict[str, Any], headers: dict[str, str] | None = 
     body = {"max_tokens": 4, "temperature": 0, **body}
     sent = {"content-type": "application/json", **(headers or {})}
     request = urllib.request.Request(server.url + "/v1/completions", json.dumps(body).encode(), sent)
-    with urllib.request.urlopen(request, timeout=60) as response:
+    with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
         return int(response.headers["x-data-parallel-rank"]), json.loads(response.read())
 
 

@@ -16,6 +16,7 @@ import torch
 import transformers
 from devices import DEVICES, on
 from parity import assert_parity, reference_tokens
+from patience import PATIENCE_S
 from server import Server, serve
 from tiny_models import VOCAB_SIZE, write_tokenizer
 
@@ -61,7 +62,7 @@ def prompts(count: int) -> list[list[int]]:
 
 def complete(server: Server, prompt: list[int], num_tokens: int = OUTPUT_TOKENS) -> list[int]:
     body = {"model": "tiny", "prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
-    answer = httpx.post(f"{server.url}/v1/completions", json={**body, "return_token_ids": True}, timeout=120.0)
+    answer = httpx.post(f"{server.url}/v1/completions", json={**body, "return_token_ids": True}, timeout=PATIENCE_S)
     assert answer.status_code == 200, answer.text
     tokens: list[int] = answer.json()["choices"][0]["token_ids"]
     return tokens
@@ -86,7 +87,7 @@ def expected(model: str, device: str) -> list[list[int]]:
 
 def counted(server: Server, name: str) -> float:
     """Of all decode workers together."""
-    lines = httpx.get(f"{server.url}/metrics", timeout=60.0).text.splitlines()
+    lines = httpx.get(f"{server.url}/metrics", timeout=PATIENCE_S).text.splitlines()
     found = [line for line in lines if line.startswith(f"kvrelay_worker_{name}_total") and 'role="decode"' in line]
     return sum(float(line.split()[-1]) for line in found)
 

@@ -5,33 +5,25 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 import urllib.request
 from typing import Any
 
 from etcd_server import etcd_server
+from patience import PATIENCE_S, until
 from server import Server, serve
 from tiny_models import tiny_model
 
 BODY = {"prompt": "The quick brown fox", "temperature": 0, "max_tokens": 6}
-PATIENCE_S = 180.0  # processes start meanwhile
 
 
 def complete(server: Server) -> Any:
     request = urllib.request.Request(server.url + "/v1/completions", json.dumps(BODY).encode())
-    with urllib.request.urlopen(request, timeout=30) as response:
+    with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
         return json.loads(response.read())["choices"][0]["text"]
 
 
 def ready_workers(server: Server) -> set[str]:
     return {worker["id"] for worker in server.get("/cluster")["workers"] if worker["state"] == "ready"}
-
-
-def until_one_is_ready(server: Server) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not ready_workers(server):
-        assert time.monotonic() < deadline, "the worker never came up"
-        time.sleep(0.05)
 
 
 def test_two_routers_serve_through_the_worker_that_etcd_lists_and_through_its_restart() -> None:
@@ -50,7 +42,7 @@ def test_two_routers_serve_through_the_worker_that_etcd_lists_and_through_its_re
             )
             try:
                 second.wait_ready()
-                until_one_is_ready(second)
+                until(lambda: ready_workers(second))
                 text = complete(first)
                 etcd.restart()
                 assert complete(second) == complete(first) == text

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from contextpilot_server import contextpilot
+from patience import PATIENCE_S
 from server import Server
 
 FOLDER = pathlib.Path(__file__).resolve().parents[2] / "examples"
@@ -23,7 +24,7 @@ WITHOUT = sorted(path.name for path in FOLDER.glob("offline*.py"))
 
 def run(name: str, *arguments: str) -> str:
     result = subprocess.run(
-        [sys.executable, str(FOLDER / name), *arguments], capture_output=True, text=True, timeout=200, check=False
+        [sys.executable, str(FOLDER / name), *arguments], capture_output=True, text=True, timeout=PATIENCE_S, check=False
     )
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
@@ -46,7 +47,7 @@ def test_the_example_with_a_context_index(smol: Server, contextpilot_python: pat
 
 def test_the_example_with_a_context_index_says_that_there_is_none() -> None:
     command = [sys.executable, str(FOLDER / WITH_AN_INDEX), "http://127.0.0.1:9"]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
     assert ended.returncode == 1
     assert ended.stderr.startswith("no ContextPilot server answers at http://127.0.0.1:9")
     assert "Traceback" not in ended.stderr

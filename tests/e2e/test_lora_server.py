@@ -18,13 +18,13 @@ import pytest
 from devices import DEVICES, on
 from lora_adapters import adapted_model, adapter_folder
 from parity import assert_parity, reference_tokens
+from patience import PATIENCE_S
 from server import Server, serve
 from tiny_models import VOCAB_SIZE, reference_model, tiny_model
 
 MODEL = "mistral"
 PROMPTS = [[3 + (number * 7 + start) % (VOCAB_SIZE - 3) for number in range(40 + start)] for start in range(3)]
 NUM_TOKENS = 12
-PATIENCE_S = 120.0
 
 
 @pytest.fixture(scope="module", params=DEVICES)

@@ -25,6 +25,7 @@ from typing import Any
 import pytest
 from etcd_server import EtcdServer
 from namespaces import Host, hosts, why_not
+from patience import PATIENCE_S
 from server import is_idle
 from tiny_models import tiny_model
 
@@ -34,7 +35,6 @@ from kvrelay.planes.cluster_key import write_new_key
 REASON = why_not()
 pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
 
-PATIENCE_S = 60.0
 HTTP_PORT = 8000
 LEASE_S = 1.0
 MODEL_LEN = 4096
@@ -93,7 +93,7 @@ class Net:
             process.terminate()
         for process in self._processes.values():
             try:
-                process.wait(60)
+                process.wait(PATIENCE_S)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()

@@ -5,33 +5,23 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
 from typing import Any
 
 import psutil
 import pytest
+from patience import PATIENCE_S, until
 from server import Server, serve
 from tiny_models import tiny_model
 
 from kvrelay.cli import main as cli
 
-PATIENCE_S = 180.0  # processes start meanwhile
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.05)
-
 
 def complete(url: str) -> str:
     body = {"prompt": "The quick brown fox", "max_tokens": 6, "temperature": 0, "ignore_eos": True}
     request = urllib.request.Request(url + "/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"})
-    with urllib.request.urlopen(request, timeout=60) as response:
+    with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
         text: str = json.loads(response.read())["choices"][0]["text"]
         return text
 

@@ -6,9 +6,7 @@ import concurrent.futures
 import json
 import os
 import signal
-import time
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +14,14 @@ import psutil
 import pytest
 from lora_adapters import adapted_model, adapter_folder
 from parity import assert_parity, reference_tokens
+from patience import PATIENCE_S, until
 from process_cluster import ProcessCluster, WorkerProcess
 from server import Server, is_idle, serve
 from tiny_models import reference_model, tiny_model
 
-PATIENCE_S = 90.0
 PROMPT = list(range(5, 125))
 NUM_TOKENS = 12
 FLAGS = ("--kv-blocks", "128", "--max-batch", "8", "--threads", "1")
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.05)
 
 
 def gone(process: psutil.Process) -> bool:

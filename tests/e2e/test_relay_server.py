@@ -23,6 +23,7 @@ import torch
 import transformers
 from devices import DEVICES, ON_A_CARD, on
 from parity import assert_parity, reference_tokens
+from patience import PATIENCE_S, until
 from server import Server, is_idle, serve
 from tiny_models import VOCAB_SIZE, write_tokenizer
 
@@ -30,7 +31,6 @@ from kvrelay.checkpoint.fetch import resolve
 from kvrelay.config import read_environment
 from kvrelay.progress import Silent
 
-PATIENCE_S = 180.0  # processes start meanwhile
 MAX_LEN = 2048
 LONG_PROMPT = [3 + number * 7 % (VOCAB_SIZE - 3) for number in range(1500)]  # computed in some fifty steps
 MID_PROMPT_S = 0.3  # usually in the middle of it; nothing depends on that
@@ -150,13 +150,6 @@ def kill(server: Server, role: str) -> str:
     os.kill(killed["pid"], signal.SIGKILL)
     name: str = killed["id"]
     return name
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
 
 
 def wait_for_both(server: Server, gone: str) -> None:

@@ -8,7 +8,8 @@ import random
 import signal
 
 from chaos_load import Kind, Load, keep_asking, make_requests
-from process_cluster import START_LIMIT_S, ProcessCluster, WorkerProcess
+from patience import PATIENCE_S
+from process_cluster import ProcessCluster, WorkerProcess
 from server import is_idle
 from tiny_models import tiny_model
 
@@ -23,7 +24,7 @@ async def replace_all(cluster: ProcessCluster, load: Load, clients: list[asyncio
         successor = cluster.add(old.role)
         await asyncio.to_thread(cluster.until, lambda: successor.pid in ready(cluster))  # noqa: B023
         old.signal(signal.SIGTERM)
-        assert await asyncio.to_thread(old.process.wait, START_LIMIT_S) == 0, old.log.read_text()[-2000:]
+        assert await asyncio.to_thread(old.process.wait, PATIENCE_S) == 0, old.log.read_text()[-2000:]
         await served(load, len(load.outcomes) + NUM_STREAMS, clients)
 
 
@@ -32,7 +33,7 @@ def ready(cluster: ProcessCluster) -> set[int]:
 
 
 async def served(load: Load, count: int, clients: list[asyncio.Task[None]]) -> None:
-    async with asyncio.timeout(START_LIMIT_S):
+    async with asyncio.timeout(PATIENCE_S):
         while len(load.outcomes) < count:
             assert not any(client.done() for client in clients)
             await asyncio.sleep(0.05)

@@ -12,6 +12,7 @@ import openai
 import pytest
 import torch
 from parity import assert_parity, reference_tokens
+from patience import PATIENCE_S
 from server import Server
 
 from kvrelay.checkpoint.fetch import resolve
@@ -80,7 +81,7 @@ def test_the_same_tokens_as_transformers(smol: Server, reference: tuple[Any, Any
     for prompt in ("The quick brown fox", "def fibonacci(n):", "Dear Sir or Madam,\n\nI am writing", story):
         ids = tokenizer(prompt)["input_ids"]
         body = {"model": "smollm2", "prompt": prompt, "temperature": 0, "max_tokens": 24, "return_token_ids": True}
-        answer = httpx.post(smol.url + "/v1/completions", json=body, timeout=120).raise_for_status().json()
+        answer = httpx.post(smol.url + "/v1/completions", json=body, timeout=PATIENCE_S).raise_for_status().json()
         assert answer["usage"]["prompt_tokens"] == len(ids)
         tokens, ties = reference_tokens(model, ids, 24, frozenset({2}))
         assert_parity(answer["choices"][0]["token_ids"], tokens, ties, prompt[:20])

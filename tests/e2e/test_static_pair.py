@@ -11,10 +11,9 @@ import time
 import urllib.request
 from collections.abc import Iterator
 
+from patience import PATIENCE_S
 from server import is_idle
 from tiny_models import tiny_model
-
-PATIENCE_S = 90.0
 
 
 def free_port() -> int:
@@ -33,12 +32,12 @@ def running(*arguments: str) -> Iterator[None]:
         yield
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(PATIENCE_S)
 
 
 def ask(url: str, body: dict[str, object] | None = None) -> tuple[dict[str, object], dict[str, str]]:
     data = None if body is None else json.dumps(body).encode()
-    with urllib.request.urlopen(urllib.request.Request(url, data), timeout=30) as response:
+    with urllib.request.urlopen(urllib.request.Request(url, data), timeout=PATIENCE_S) as response:
         return json.loads(response.read()), dict(response.headers)
 
 

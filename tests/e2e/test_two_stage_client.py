@@ -13,10 +13,10 @@ from typing import Any
 import httpx
 import pytest
 from devices import DEVICES, on
+from patience import PATIENCE_S
 from server import Server, serve
 from tiny_models import tiny_model
 
-PATIENCE_S = 120.0
 MAX_NEW_TOKENS, NUM_BEAMS = 3, 8
 
 

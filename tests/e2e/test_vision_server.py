@@ -13,6 +13,7 @@ import openai
 import pytest
 import tokenizers
 from devices import DEVICES, on
+from patience import PATIENCE_S
 from server import Server, serve
 from vision_models import make_prompt, reference_output, tiny_vl
 
@@ -75,7 +76,7 @@ def test_a_killed_encode_worker_is_replaced(server: Server) -> None:
 
 def ask_until_served(server: Server, seed: int) -> tuple[str, dict[str, str]]:
     """A request that comes when no encode worker is up is told so at once; when one is starting, it waits."""
-    deadline = time.monotonic() + 60.0
+    deadline = time.monotonic() + PATIENCE_S
     while True:
         try:
             return ask(server, seed)[:2]

@@ -7,15 +7,15 @@ import contextlib
 import json
 import pathlib
 import random
-import time
 import urllib.request
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
 import pytest
 from contextpilot_server import ContextPilotServer
+from patience import PATIENCE_S, eventually
 from server import Server, serve
 from tiny_models import tiny_model
 
@@ -27,7 +27,6 @@ from kvrelay.wire.events import CacheEvent, Cleared, Removed, Stored
 from kvrelay.wire.registry import WorkerRecord
 
 BLOCK_SIZE = 8
-PATIENCE_S = 60.0
 FIRST_TOKEN, LAST_TOKEN = 10, 300  # of the tiny model, without the special ones
 
 
@@ -42,7 +41,7 @@ class Stack:
         return self.metric("kvrelay_eviction_sync_waiting")
 
     def metric(self, name: str) -> float:
-        with urllib.request.urlopen(self.kvrelay.url + "/metrics", timeout=30) as response:
+        with urllib.request.urlopen(self.kvrelay.url + "/metrics", timeout=PATIENCE_S) as response:
             lines = response.read().decode().splitlines()
         return float(next(line.rpartition(" ")[2] for line in lines if line.startswith(name + " ")))
 
@@ -161,18 +160,11 @@ async def caches_of(server: Server) -> AsyncIterator[Caches]:
     membership = StaticMembership(addresses, router_id=new_router_id(), registration_s=10.0)
     membership.start(caches.joined, lambda record: None, lambda worker_id, loss: None)
     try:
-        await until(lambda: caches.in_step)
+        await eventually(lambda: caches.in_step)
         yield caches
     finally:
         membership.close()
         caches.close()
-
-
-async def until(condition: Callable[[], bool], what: Callable[[], object] = lambda: "") -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"waited in vain: {what()}"
-        await asyncio.sleep(0.05)
 
 
 def document(number: int) -> list[int]:
@@ -186,7 +178,7 @@ class Client:
 
     def __init__(self, server: Server, caches: Caches, rng: random.Random) -> None:
         self._caches = caches
-        self._http = httpx.AsyncClient(base_url=server.url, timeout=60.0)
+        self._http = httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S)
         self._room = asyncio.Semaphore(12)
         self._rng = rng
 
@@ -252,7 +244,7 @@ async def test_what_the_index_lists_is_what_is_cached(stack: Stack) -> None:
             listed = stack.index.listed()
             return listed - caches.held(), ((caches.held() & own) | caches.lasting()) - listed
 
-        await until(lambda: stack.waiting() == 0 and mistakes() == (set(), set()), mistakes)
+        await eventually(lambda: stack.waiting() == 0 and mistakes() == (set(), set()), mistakes)
         assert 0 < len(caches.held() & own) < 50, "the pools were not too small, or everything is gone"
         assert len(caches.lasting() - own) > 0
     assert stack.metric('kvrelay_eviction_sync_requests_total{outcome="not_found"}') == 0
@@ -261,7 +253,7 @@ async def test_what_the_index_lists_is_what_is_cached(stack: Stack) -> None:
 async def test_behind_its_proxy_reorder_serve_evict_and_reorder_again(stack: Stack) -> None:
     text = "What is the capital of France? The capital of France is Paris. " * 2
     body = {"model": "tiny", "prompt": text, "max_tokens": 4, "temperature": 0, "ignore_eos": True}
-    async with httpx.AsyncClient(base_url=stack.index.url, timeout=60.0) as proxy:
+    async with httpx.AsyncClient(base_url=stack.index.url, timeout=PATIENCE_S) as proxy:
         (first,) = stack.index.reorder([[5001, 5002]])
         answer = await proxy.post("/v1/completions", json={**body, "request_id": first})
         assert answer.status_code == 200, answer.text
@@ -277,7 +269,7 @@ async def test_behind_its_proxy_reorder_serve_evict_and_reorder_again(stack: Sta
         for number in range(30):  # as much as the pools hold, several times over
             filler = {**body, "prompt": [FIRST_TOKEN + (7 * number + place) % 250 for place in range(90)]}
             assert (await proxy.post("/v1/completions", json=filler)).status_code == 200
-        await until(lambda: not {first, chatted} & stack.index.listed(), stack.index.listed)
+        await eventually(lambda: not {first, chatted} & stack.index.listed(), stack.index.listed)
 
         (second,) = stack.index.reorder([[5001, 5002]])
         assert second != first
@@ -290,25 +282,25 @@ async def test_an_index_that_is_stopped_or_starts_again_is_nobodys_problem(stack
     """Served as if nothing were, and told afterwards. The router's loop never waits: it answers all the time."""
 
     async def serve_and_forget(name: str) -> None:
-        async with httpx.AsyncClient(base_url=stack.kvrelay.url, timeout=60.0) as client:
+        async with httpx.AsyncClient(base_url=stack.kvrelay.url, timeout=PATIENCE_S) as client:
             for number in range(16):
                 prompt = [FIRST_TOKEN + (13 * number + place * (1 + len(name))) % 250 for place in range(90)]
                 body = {"model": "tiny", "prompt": prompt, "max_tokens": 2, "request_id": f"{name}-{number}"}
                 assert (await client.post("/v1/completions", json=body)).status_code == 200
-                assert (await client.get("/health", timeout=60.0)).status_code == 200
+                assert (await client.get("/health", timeout=PATIENCE_S)).status_code == 200
 
     stack.index.pause()
     try:
         await serve_and_forget("stopped")
-        await until(lambda: stack.waiting() > 0)
+        await eventually(lambda: stack.waiting() > 0)
     finally:
         stack.index.resume()
-    await until(lambda: stack.waiting() == 0)
+    await eventually(lambda: stack.waiting() == 0)
     stack.index.stop()
     await serve_and_forget("dead")
     stack.index.start()  # empty: 503 until somebody calls /reorder
     await serve_and_forget("restarted")
-    await until(lambda: stack.waiting() > 0)
+    await eventually(lambda: stack.waiting() > 0)
     stack.index.reorder([[1], [2]])
-    await until(lambda: stack.waiting() == 0)
+    await eventually(lambda: stack.waiting() == 0)
     assert stack.metric("kvrelay_eviction_sync_up") == 1

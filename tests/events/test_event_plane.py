@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 import msgspec
 import pytest
 import zmq
+from patience import PATIENCE_S, eventually
 from registry_records import make_record
 
 from kvrelay.errors import ConfigError, ProtocolError
@@ -103,12 +104,6 @@ async def plane(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Plane]:
     made.close()
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.002)
-
-
 def stored(*names: str) -> list[CacheEvent]:
     return [Stored(hashes=[name.encode() for name in names], parent=b"root")]
 
@@ -120,11 +115,11 @@ def removed(*names: str) -> list[CacheEvent]:
 async def test_a_subscriber_follows_in_order(plane: Plane) -> None:
     publisher = plane.publisher()
     subscriber, owner = plane.subscribe(publisher)
-    await until(lambda: subscriber.in_step)
+    await eventually(lambda: subscriber.in_step)
     publisher.publish(stored("a", "b"))
     publisher.publish(removed("b"))
     publisher.publish([*stored("b"), Cleared(), *stored("c")])
-    await until(lambda: subscriber.sequence == 3)
+    await eventually(lambda: subscriber.sequence == 3)
     assert owner.hashes == {b"c"}
     assert owner.said == []
     assert owner.problems == []
@@ -135,7 +130,7 @@ async def test_one_that_joins_late_has_everything(plane: Plane) -> None:
     publisher.publish(stored("a", "b"))
     publisher.publish(removed("a"))
     subscriber, owner = plane.subscribe(publisher)
-    await until(lambda: subscriber.in_step and subscriber.sequence == 2)
+    await eventually(lambda: subscriber.in_step and subscriber.sequence == 2)
     assert owner.hashes == {b"b"}
     assert owner.said == []  # replayed from the first batch on
 
@@ -145,13 +140,13 @@ async def test_one_that_joins_after_the_ring_is_over_gets_a_snapshot(plane: Plan
     for number in range(10):
         publisher.publish(stored(f"block {number}"))
     publisher.publish(removed("block 0"))
-    await until(lambda: publisher._sequence == 11)  # its thread has got so far
+    await eventually(lambda: publisher._sequence == 11)  # its thread has got so far
     subscriber, owner = plane.subscribe(publisher)
-    await until(lambda: subscriber.in_step)
+    await eventually(lambda: subscriber.in_step)
     assert (subscriber.sequence, owner.said) == (11, ["replaced"])
     assert owner.hashes == {f"block {number}".encode() for number in range(1, 10)}
     publisher.publish(stored("later"))
-    await until(lambda: b"later" in owner.hashes)
+    await eventually(lambda: b"later" in owner.hashes)
 
 
 async def test_a_long_history_of_a_small_cache_comes_as_a_snapshot(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,9 +155,9 @@ async def test_a_long_history_of_a_small_cache_comes_as_a_snapshot(plane: Plane,
     for _ in range(200):
         publisher.publish([*stored("a"), *removed("a")])
     publisher.publish(stored("a"))
-    await until(lambda: publisher._sequence == 201)
+    await eventually(lambda: publisher._sequence == 201)
     subscriber, owner = plane.subscribe(publisher)
-    await until(lambda: subscriber.in_step)
+    await eventually(lambda: subscriber.in_step)
     assert owner.hashes == {b"a"}
     assert owner.said == ["replaced"]
 
@@ -171,13 +166,13 @@ async def test_a_long_history_of_a_small_cache_comes_as_a_snapshot(plane: Plane,
 async def test_a_gap_is_noticed_and_closed(plane: Plane, ring: int, monkeypatch: pytest.MonkeyPatch) -> None:
     publisher = plane.publisher(PublisherSettings(beat_s=0.05, ring_batches=ring))
     subscriber, owner = plane.subscribe(publisher)
-    await until(lambda: subscriber.in_step)
+    await eventually(lambda: subscriber.in_step)
     lost = {2, 3, 4}
     monkeypatch.setattr(Deaf, "drop", staticmethod(lambda frames: len(frames) == 1 and number_of(frames[0]) in lost))
     for number in range(1, 7):
         publisher.publish(stored(f"block {number}"))
-        await until(lambda number=number: subscriber._latest >= number or number in lost)
-    await until(lambda: subscriber.in_step and subscriber.sequence == 6)
+        await eventually(lambda number=number: subscriber._latest >= number or number in lost)
+    await eventually(lambda: subscriber.in_step and subscriber.sequence == 6)
     assert len(owner.hashes) == 6
     assert owner.said[0] == "gap"
     assert owner.said[-1] == ("replay" if ring == 100 else "snapshot")
@@ -192,11 +187,11 @@ def number_of(frame: bytes) -> int:
 async def test_a_lost_last_batch_is_noticed_by_the_beat(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
     publisher = plane.publisher()
     subscriber, owner = plane.subscribe(publisher)
-    await until(lambda: subscriber.in_step)
+    await eventually(lambda: subscriber.in_step)
     monkeypatch.setattr(Deaf, "drop", staticmethod(lambda frames: len(frames) == 1 and number_of(frames[0]) == 1))
     publisher.publish(stored("a"))
-    await until(lambda: b"a" in owner.hashes)
-    await until(lambda: owner.said == ["gap", "replay"])
+    await eventually(lambda: b"a" in owner.hashes)
+    await eventually(lambda: owner.said == ["gap", "replay"])
 
 
 async def test_asking_goes_on_until_it_is_answered(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,7 +205,7 @@ async def test_asking_goes_on_until_it_is_answered(plane: Plane, monkeypatch: py
 
     monkeypatch.setattr(Deaf, "drop", staticmethod(deaf))
     subscriber, owner = plane.subscribe(publisher)
-    await until(lambda: subscriber.in_step)
+    await eventually(lambda: subscriber.in_step)
     assert owner.hashes == {b"a"}
 
 
@@ -218,13 +213,13 @@ async def test_what_is_not_repaired_for_long_is_dropped_and_comes_back(plane: Pl
     publisher = plane.publisher()
     subscriber, owner = plane.subscribe(publisher)
     publisher.publish(stored("a"))
-    await until(lambda: subscriber.in_step and subscriber.sequence == 1)
+    await eventually(lambda: subscriber.in_step and subscriber.sequence == 1)
     monkeypatch.setattr(subscriber_module, "_GIVE_UP_S", 0.1)
     monkeypatch.setattr(Deaf, "drop", staticmethod(lambda frames: len(frames) > 1 or number_of(frames[0]) == 2))
     publisher.publish(stored("b"))
-    await until(lambda: not owner.hashes and not subscriber.in_step)
+    await eventually(lambda: not owner.hashes and not subscriber.in_step)
     monkeypatch.setattr(Deaf, "drop", staticmethod(lambda frames: False))
-    await until(lambda: subscriber.in_step)
+    await eventually(lambda: subscriber.in_step)
     assert owner.hashes == {b"a", b"b"}
 
 
@@ -232,22 +227,22 @@ async def test_a_restarted_worker_on_the_same_ports_is_another_worker(plane: Pla
     publisher = plane.publisher()
     subscriber, owner = plane.subscribe(publisher)
     publisher.publish(stored("a"))
-    await until(lambda: subscriber.in_step and b"a" in owner.hashes)
+    await eventually(lambda: subscriber.in_step and b"a" in owner.hashes)
     ports = tuple(int(address.rpartition(":")[2]) for address in (publisher.events_address, publisher.replay_address))
     publisher.close()
     plane._open.remove(publisher)
     again = await rebound(plane, (ports[0], ports[1]))
     again.publish(stored("z"))
-    await until(lambda: bool(owner.problems))  # the old subscription hears the new worker, and does not believe it
+    await eventually(lambda: bool(owner.problems))  # the old subscription hears the new worker, and does not believe it
     assert owner.hashes == {b"a"}
     fresh, fresh_owner = plane.subscribe(again)
-    await until(lambda: fresh.in_step and fresh.sequence == 1)
+    await eventually(lambda: fresh.in_step and fresh.sequence == 1)
     assert fresh_owner.hashes == {b"z"}
 
 
 async def rebound(plane: Plane, ports: tuple[int, int]) -> EventPublisher:
     """The old sockets may take a moment to go."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE_S):
         while True:
             try:
                 return plane.publisher(ports=ports)
@@ -345,8 +340,8 @@ async def test_garbage_on_the_replay_socket_changes_nothing(plane: Plane) -> Non
         noise.setsockopt(zmq.SUBSCRIBE, rng.randbytes(rng.randrange(50)))
     subscriber, owner = plane.subscribe(publisher)
     publisher.publish(stored("a"))
-    await until(lambda: subscriber.in_step and b"a" in owner.hashes)
-    await until(lambda: publisher.num_malformed > 3000)
+    await eventually(lambda: subscriber.in_step and b"a" in owner.hashes)
+    await eventually(lambda: publisher.num_malformed > 3000)
     for socket in (stranger, raw, noise):
         socket.close()
 
@@ -373,7 +368,7 @@ async def test_an_oversized_message_costs_its_sender_the_connection_and_nobody_e
     stranger.send(bytes(1 << 20))
     subscriber, owner = plane.subscribe(publisher)
     publisher.publish(stored("a"))
-    await until(lambda: subscriber.in_step and b"a" in owner.hashes)
+    await eventually(lambda: subscriber.in_step and b"a" in owner.hashes)
     assert publisher.num_malformed == 0
     stranger.close()
 
@@ -385,7 +380,7 @@ async def test_a_publisher_that_is_behind_says_so(plane: Plane) -> None:
     publisher.publish(stored("b"))
     assert not publisher.has_room
     publisher.start()
-    await until(lambda: publisher.has_room)
+    await eventually(lambda: publisher.has_room)
     publisher.close()
 
 
@@ -442,12 +437,12 @@ async def test_the_index_is_the_union_of_the_caches_though_a_fifth_of_the_events
             join()
     for life, publisher in lives.values():
         life.kv.pool.check()
-        await until(lambda publisher=publisher: publisher.has_room)
+        await eventually(lambda publisher=publisher: publisher.has_room)
         publisher.publish(life.recorder.take())
     for worker_id, (life, _) in lives.items():
         expected = life.hashes()
         assert len(expected) > 50
-        await until(lambda worker_id=worker_id, expected=expected: index.hashes(worker_id) == expected)
+        await eventually(lambda worker_id=worker_id, expected=expected: index.hashes(worker_id) == expected)
     assert len(index) == len(set().union(*(life.hashes() for life, _ in lives.values())))
     counts = {
         sample.name + str(sample.labels): sample.value for metric in metrics.registry.collect() for sample in metric.samples

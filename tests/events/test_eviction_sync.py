@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterable
 
 import pytest
+from patience import PATIENCE_S
 
 from kvrelay.events.eviction_sync import EvictionSyncAdapter, Mode, SyncSettings
 from kvrelay.ids import WorkerId, new_answer_id, new_request_id
@@ -429,6 +430,6 @@ async def test_at_random_what_is_told_is_exactly_what_is_gone(seed: int) -> None
 
 
 async def until_told(world: World, names: list[str]) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE_S):
         while world.told != names:
             await asyncio.sleep(0.002)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
+from patience import PATIENCE_S, eventually
 
 from kvrelay.errors import ContextIndexError, IndexNotReadyError, IndexRefusedError
 from kvrelay.events.context_index import Removal
@@ -35,7 +36,7 @@ class World:
         return int(self.metrics.eviction_sync.labels(outcome)._value.get())
 
     async def sent(self) -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE_S):
             await self.queue.until_idle()
 
 
@@ -45,12 +46,6 @@ async def world() -> AsyncIterator[World]:
     yield made
     await made.queue.close()
     assert made.index.closed
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 async def test_ids_go_together(world: World) -> None:
@@ -67,7 +62,7 @@ async def test_a_batch_is_bounded_and_a_full_one_goes_at_once() -> None:
     world = World(RecordingIndex(), RemovalSettings(batch_ids=10, gather_s=3600.0))
     for number in range(10):
         world.queue.add(f"req-{number}")
-    await until(lambda: len(world.index.calls) == 1)
+    await eventually(lambda: len(world.index.calls) == 1)
     await world.queue.close()
     world = World(RecordingIndex())
     for number in range(35):
@@ -81,7 +76,7 @@ async def test_what_fails_is_sent_again_and_the_order_stays(world: World) -> Non
     world.index.failures.extend([ContextIndexError("reset"), ContextIndexError("timeout")])
     world.queue.add("req-1")
     world.queue.add("req-2")
-    await until(lambda: len(world.index.failures) == 1)
+    await eventually(lambda: len(world.index.failures) == 1)
     world.queue.add("req-3")
     await world.sent()
     assert world.index.removed == ["req-1", "req-2", "req-3"]
@@ -92,7 +87,7 @@ async def test_after_three_failures_one_id_finds_out_whether_it_works_again(worl
     world.index.failures.extend([ContextIndexError("dead")] * 6)
     for number in range(4):
         world.queue.add(f"req-{number}")
-    await until(lambda: world.queue.state is BreakerState.OPEN)
+    await eventually(lambda: world.queue.state is BreakerState.OPEN)
     assert world.metrics.registry.get_sample_value("kvrelay_eviction_sync_up") == 0
     await world.sent()
     assert world.index.calls == [["req-0"], ["req-1", "req-2", "req-3"]]
@@ -133,7 +128,7 @@ async def test_the_queue_is_bounded_and_the_oldest_go_first(world: World) -> Non
     for number in range(80):
         world.queue.add(f"req-{number}")
         await asyncio.sleep(0)
-    await until(lambda: len(world.index.failures) < 995)
+    await eventually(lambda: len(world.index.failures) < 995)
     assert len(world.queue) == 50
     assert world.count("dropped") == 30
     world.index.failures.clear()
@@ -147,7 +142,7 @@ async def test_what_is_taken_back_in_time_is_not_sent(world: World) -> None:
         world.queue.add(name)
     world.queue.cancel("req-1")
     world.queue.cancel("nobody")
-    await until(lambda: not world.index.failures)
+    await eventually(lambda: not world.index.failures)
     world.queue.cancel("req-2")  # after its first try has failed
     await world.sent()
     assert world.index.removed == ["req-3"]
@@ -176,7 +171,7 @@ async def test_an_index_with_a_mistake_in_it_does_not_end_the_task(world: World)
 
     working, world.index.remove_requests = world.index.remove_requests, broken  # type: ignore[method-assign]
     world.queue.add("req-1")
-    await until(lambda: world.queue.state is BreakerState.OPEN)
+    await eventually(lambda: world.queue.state is BreakerState.OPEN)
     world.index.remove_requests = working  # type: ignore[method-assign]
     await world.sent()
     assert world.index.removed == ["req-1"]

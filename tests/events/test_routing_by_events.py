@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import pytest
+from patience import PATIENCE_S, eventually
 from registry_records import make_record
 
 from kvrelay.config import EngineOptions, WorkerOptions
@@ -75,18 +76,12 @@ async def workers() -> AsyncIterator[list[EngineWorker]]:
         worker.stop()
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.005)
-
-
 async def ask(router: Router, prompt: list[int]) -> tuple[str, list[int], int]:
     """The worker that answered, its tokens, and how many of the prompt it had cached."""
     params = SamplingParams(max_tokens=20, temperature=0.0)
     stream = router.submit(GenerateRequest(external_id="client", prompt=prompt, params=params))
     tokens, cached = [], 0
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE_S):
         while outputs := await stream.next():
             for output in outputs:
                 tokens += output.tokens
@@ -112,12 +107,12 @@ async def test_conversations_go_back_to_the_worker_that_has_them(workers: list[E
             assert home.setdefault(number, decode) == decode
             assert cached == (0 if turn == 0 else (len(prompt) - 21) // 16 * 16)  # the last token sampled has no KV
             prompt += [*tokens, *range(20)]
-            await until(lambda: all(index.hashes(worker.id) == worker.cached() for worker in workers))
+            await eventually(lambda: all(index.hashes(worker.id) == worker.cached() for worker in workers))
     assert len(set(home.values())) == 3  # equal ones took turns
     assert metrics.routed_cached_tokens.labels("whole")._value.get() > 6 * 96
     gone = workers.pop()
     gone.stop()
-    await until(lambda: not index.hashes(gone.id))
+    await eventually(lambda: not index.hashes(gone.id))
     assert all(index.hashes(worker.id) for worker in workers)
     router.close()
     assert len(index) == 0

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import pytest
+from patience import eventually
 from registry_records import make_record
 
 from kvrelay.events import publisher as publisher_module
@@ -63,7 +64,7 @@ class World:
         self.feed.joined(record)
 
     async def in_step(self, worker: EventPublisher) -> None:
-        await until(lambda: self.feed._subscribers[worker._worker_id].in_step)
+        await eventually(lambda: self.feed._subscribers[worker._worker_id].in_step)
 
     async def close(self) -> None:
         self.feed.close()
@@ -80,12 +81,6 @@ async def world() -> AsyncIterator[World]:
     await made.close()
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.002)
-
-
 async def test_a_request_is_removed_when_both_workers_have_nothing_of_it(world: World) -> None:
     prefill, decode = world.worker("prefill"), world.worker("decode")
     for worker in (prefill, decode):
@@ -98,13 +93,13 @@ async def test_a_request_is_removed_when_both_workers_have_nothing_of_it(world: 
     decode.publish([Restored(request="a", num_blocks=2)])
     decode.publish([FreedForNow(request="a", reason=FreeReason.NO_SWAP_ROOM)])
     decode.publish([stored(3), freed("a", 1, 2, 3)])
-    await until(lambda: world.prefixes.holds(block(3)))
+    await eventually(lambda: world.prefixes.holds(block(3)))
     world.sync.on_request_ended("a")
     decode.publish([removed(3, 2, 1)])
-    await until(lambda: not world.prefixes.holds(block(3)))
+    await eventually(lambda: not world.prefixes.holds(block(3)))
     assert world.index.calls == []
     prefill.publish([removed(2, 1)])
-    await until(lambda: world.index.removed == ["a"])
+    await eventually(lambda: world.index.removed == ["a"])
 
 
 @pytest.mark.parametrize("how", ["cleared", "left"])
@@ -112,12 +107,12 @@ async def test_a_worker_that_loses_everything_takes_its_requests_with_it(world: 
     decode = world.worker("decode")
     world.join(decode)
     decode.publish([stored(1), freed("a", 1)])
-    await until(lambda: "a" in world.sync)
+    await eventually(lambda: "a" in world.sync)
     if how == "cleared":
         decode.publish([Cleared()])
     else:
         world.feed.left(decode._worker_id)
-    await until(lambda: world.index.removed == ["a"])
+    await eventually(lambda: world.index.removed == ["a"])
 
 
 async def test_what_happened_before_a_router_listened_is_repeated_to_it(world: World) -> None:
@@ -126,11 +121,11 @@ async def test_what_happened_before_a_router_listened_is_repeated_to_it(world: W
     for number in range(1, 200):
         decode.publish([stored(number), removed(number - 1)])
     decode.publish([freed("a", 199)])
-    await until(lambda: decode._sequence == 200)
+    await eventually(lambda: decode._sequence == 200)
     world.join(decode)
-    await until(lambda: "a" in world.sync)
+    await eventually(lambda: "a" in world.sync)
     decode.publish([removed(199)])
-    await until(lambda: world.index.removed == ["a"])
+    await eventually(lambda: world.index.removed == ["a"])
 
 
 async def test_what_was_lost_for_good_ends_with_a_removal_all_the_same(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,18 +136,18 @@ async def test_what_was_lost_for_good_ends_with_a_removal_all_the_same(world: Wo
     lost: list[CacheEvent] = [stored(1), freed("a", 1)]
     decode.publish(lost)
     decode.publish([stored(2)])
-    await until(lambda: decode._sequence == 2)
+    await eventually(lambda: decode._sequence == 2)
     world.sync.on_request_ended("a")
     world.join(decode)
     await world.in_step(decode)
-    await until(lambda: world.index.removed == ["a"])
+    await eventually(lambda: world.index.removed == ["a"])
 
 
 async def test_a_router_that_ends_takes_nothing_with_it(world: World) -> None:
     decode = world.worker("decode")
     world.join(decode)
     decode.publish([stored(1), freed("a", 1)])
-    await until(lambda: "a" in world.sync)
+    await eventually(lambda: "a" in world.sync)
     world.feed.close()
     await asyncio.sleep(0.02)
     assert world.index.calls == []

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import pytest
+from patience import PATIENCE_S, eventually
 from stub_worker import StubWorker
 
 from kvrelay.config import RouterOptions, read_environment
@@ -67,7 +68,7 @@ class World:
 @pytest.fixture
 async def world() -> AsyncIterator[World]:
     made = World()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE_S):
         await made.router.until_usable(2)
     yield made
     made.router.close()
@@ -76,15 +77,9 @@ async def world() -> AsyncIterator[World]:
 
 
 async def drain(stream: RequestStream) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE_S):
         while await stream.next():
             pass
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 async def test_ends_are_told_and_made_up_ids_are_not(world: World) -> None:
@@ -106,7 +101,7 @@ async def test_a_request_that_is_sent_again_keeps_its_id(world: World) -> None:
     stream = world.submit("a")
     first = world.worker_of(stream)
     first.crash()
-    await until(lambda: stream.decode != first.id)
+    await eventually(lambda: stream.decode != first.id)
     assert world.told.ids == []
     world.gate(is_open=True)
     await drain(stream)

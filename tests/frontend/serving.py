@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 
 import httpx
 import uvicorn
+from patience import PATIENCE_S
 
 from kvrelay.config import RouterOptions
 from kvrelay.frontend.app import FrontEnd, create_app
@@ -67,7 +68,7 @@ def running_server(app: FrontEnd) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}"
     finally:
         server.should_exit = True
-        thread.join(timeout=60)
+        thread.join(PATIENCE_S)
 
 
 def wait_until_idle(backend: FakeBackend) -> None:

@@ -8,10 +8,10 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import uvicorn
+from patience import PATIENCE_S, until
 
 from kvrelay.frontend.app import FrontEnd
 from kvrelay.frontend.http import connections
@@ -19,7 +19,6 @@ from kvrelay.frontend.http.connections import limited
 from kvrelay.launch.serve import HttpServer
 from tests.frontend.serving import fake_backend, make_app
 
-PATIENCE_S = 60.0
 LIMIT = 4
 GET = b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n"
 
@@ -109,13 +108,6 @@ def test_one_connection_too_many_is_told_so_and_the_others_go_on() -> None:
 def can_connect(address: tuple[str, int]) -> bool:
     with connect(address) as client:
         return ask(client) == 200
-
-
-def until(condition: Any) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.02)
 
 
 def test_one_too_many_that_says_nothing_is_told_so_too(monkeypatch: pytest.MonkeyPatch) -> None:

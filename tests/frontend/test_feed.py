@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import httpx
 import pytest
 import uvicorn
+from patience import PATIENCE_S, until
 
 from kvrelay.config import RouterOptions
 from kvrelay.errors import UnavailableError
@@ -22,7 +23,6 @@ from kvrelay.metrics import Metrics
 from kvrelay.router.timelines import Timeline
 from tests.frontend.serving import MODEL, fake_backend, make_app, running_server
 
-PATIENCE_S = 60.0
 KEYS = RouterOptions(api_key="mine,other")
 
 Event = tuple[str, Any]
@@ -48,15 +48,6 @@ def watching(url: str, key: str = "") -> Iterator[Iterator[Event]]:
 
 def first(events: Iterator[Event], name: str) -> Any:
     return next(value for each, value in events if each == name)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    pause = threading.Event()
-    for _ in range(int(PATIENCE_S / 0.01)):
-        if condition():
-            return
-        pause.wait(0.01)
-    raise AssertionError("waited in vain")
 
 
 @contextlib.asynccontextmanager

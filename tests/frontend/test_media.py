@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+from patience import PATIENCE_S
 from PIL import Image as PillowImage
 from scratch import scratch_folder
 
@@ -300,7 +301,7 @@ async def test_images_are_read_off_the_event_loop(monkeypatch: pytest.MonkeyPatc
 
     def waiting(data: bytes, limits: Any) -> tuple[int, int]:
         begun.set()
-        assert go.wait(60)
+        assert go.wait(PATIENCE_S)
         return 64, 64
 
     monkeypatch.setattr(media_module, "check", waiting)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from patience import PATIENCE_S
 
 from kvrelay.log import configure
 from tests.frontend.serving import fake_backend, make_app, wait_until_idle
@@ -38,7 +39,7 @@ def test_nonsense_after_a_request_ends_it_without_an_error_of_ours(capsys: pytes
         client.sendall(long_request())
         read_until(client, b"data: ")
         client.sendall(long_request() + b"\0 nonsense\r\n\r\n")
-        client.settimeout(60)
+        client.settimeout(PATIENCE_S)
         try:
             while client.recv(65536):
                 pass

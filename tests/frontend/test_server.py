@@ -13,6 +13,7 @@ import httpx
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, settings
+from patience import PATIENCE_S
 from schemathesis.checks import not_a_server_error
 
 from kvrelay.config import RouterOptions
@@ -84,7 +85,7 @@ def test_many_streams_at_once_do_not_mix_and_do_not_leak() -> None:
     def one(number: int, url: str) -> None:
         prompt = f"number {number} of many: {'x' * number}"
         body = {"prompt": prompt, "stream": True, "max_tokens": 60, "add_special_tokens": False}
-        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=PATIENCE_S) as answer:
             if number % 4 == 3:
                 next(answer.iter_lines())
                 return  # leaves

@@ -10,14 +10,13 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
+from patience import PATIENCE_S, until
 from server import Server, serve
 from tiny_models import tiny_model
 
@@ -26,16 +25,8 @@ from kvrelay.launch.supervise import Supervisor
 from kvrelay.states import Role
 from kvrelay.wire.launcher import Becomes, Ends, Ready, ToLauncher, encode_line
 
-PATIENCE_S = 180.0  # processes start meanwhile
 TINY = ("--max-batch", "8", "--kv-blocks", "64", "--registration-s", "2")
 ONE = ("--whole", "1", *TINY)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.05)
 
 
 def processes_of(server: Server) -> list[psutil.Process]:
@@ -53,7 +44,7 @@ def gone(process: psutil.Process) -> bool:
 def complete(url: str, max_tokens: int = 4) -> str:
     body = {"prompt": "The quick", "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
     request = urllib.request.Request(url + "/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"})
-    with urllib.request.urlopen(request, timeout=60) as response:
+    with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
         text: str = json.loads(response.read())["choices"][0]["text"]
         return text
 
@@ -91,7 +82,7 @@ def test_ctrl_c_in_the_middle_of_a_long_answer_ends_everything(folder: str) -> N
         started = processes_of(server)
         body = json.dumps({"prompt": "a", "max_tokens": 200, "stream": True, "ignore_eos": True}).encode()
         request = urllib.request.Request(server.url + "/v1/completions", body, {"content-type": "application/json"})
-        with urllib.request.urlopen(request, timeout=60) as response:
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
             assert response.readline().startswith(b"data:")
             server.process.send_signal(signal.SIGINT)
             assert server.process.wait(PATIENCE_S) == 0

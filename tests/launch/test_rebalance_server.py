@@ -11,10 +11,10 @@ import urllib.request
 from collections import Counter
 from typing import Any
 
+from patience import PATIENCE_S
 from server import Server, serve
 from tiny_models import tiny_model
 
-PATIENCE_S = 240.0  # processes start meanwhile
 CLIENTS = 24
 SLOW_PREFILL = ("--prefill-token-budget", "16", "--prefill-max-running-prefills", "1", "--no-prefix-cache")
 OPTIONS = (
@@ -71,7 +71,7 @@ def test_a_decode_worker_becomes_a_prefill_worker_when_prompts_pile_up_and_no_re
         assert [client.error for client in clients if client.error is not None] == []
         assert seen == {"prefill": 3, "decode": 1}
         assert all(len(client.answers) == 1 for client in clients)
-        with urllib.request.urlopen(server.url + "/metrics", timeout=60) as page:
+        with urllib.request.urlopen(server.url + "/metrics", timeout=PATIENCE_S) as page:
             metrics = page.read().decode()
         assert 'kvrelay_role_changes_total{next_role="prefill",role="decode"} 1.0' in metrics
         server.idle_workers()

@@ -15,21 +15,13 @@ from typing import Any
 
 import psutil
 import pytest
+from patience import PATIENCE_S, until
 from server import Server, is_idle, serve
 from tiny_models import tiny_model
 
 from kvrelay.config import ClusterOptions, ModelOptions, RouterOptions, read_environment
 from kvrelay.launch.launch import Launch
 from kvrelay.launch.routers import router_commands
-
-PATIENCE_S = 180.0  # processes start meanwhile
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.05)
 
 
 class Line:

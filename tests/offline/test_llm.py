@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+from patience import PATIENCE_S, until
 from server import is_idle
 from tiny_models import VOCAB_SIZE, tiny_model
 
@@ -29,7 +30,6 @@ from kvrelay.states import FinishReason
 
 SMALL: dict[str, Any] = {"progress": False, "kv_blocks": 64, "max_batch": 4, "max_model_len": 128, "threads": 1}
 RELAY: dict[str, Any] = {**SMALL, "prefill": 1, "decode": 1, "local_prefill_tokens": 0, "registration_s": 2.0, "max_queue": 8}
-PATIENCE_S = 60.0
 PROMPTS = [
     "The quick brown fox",
     "What is the capital of France?",
@@ -48,13 +48,6 @@ def warm(**settings: Any) -> SamplingParams:
 
 def tokens(outputs: list[RequestOutput]) -> list[list[list[int]]]:
     return [[sample.token_ids for sample in output.outputs] for output in outputs]
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.05)
 
 
 def assert_empty(llm: LLM | AsyncLLM) -> None:

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from test_llm import PATIENCE_S, PROMPTS, SMALL, assert_empty, greedy, last, tokens, until, until_empty
+from patience import PATIENCE_S, until
+from test_llm import PROMPTS, SMALL, assert_empty, greedy, last, tokens, until_empty
 from tiny_models import tiny_model
 
 from kvrelay.config import read_environment

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from leaks import check_idle
+from patience import PATIENCE_S
 from server import is_idle
 
 from kvrelay.config import EngineOptions, ModelOptions, TransferOptions, read_environment
@@ -52,7 +53,6 @@ from kvrelay.worker.stage import Setup, Stage, Waker
 
 VOCAB = 997
 EOS = 0
-PATIENCE_S = 60.0
 Transfer = Literal["memory", "shm", "nixl", "mooncake"]
 
 

@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-from cluster import PATIENCE_S, Answer, GatedEngine, Members, collect
+from cluster import Answer, GatedEngine, Members, collect
 from leaks import check_idle
+from patience import PATIENCE_S
 from server import is_idle
 from vision_models import Kind, Prompt, tiny_vl
 

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from cluster import collect
 from image_cluster import Shape, ask, images
+from patience import PATIENCE_S
 from vision_models import Prompt, make_prompt, reference_output
 
 from kvrelay.ids import new_kept_id
@@ -31,7 +32,7 @@ async def test_a_child_of_a_request_with_images_encodes_nothing() -> None:
         stream = cluster.submit(kept(ask(prompt)))
         said = (await collect(stream)).tokens[0]
         parent = stream.parents[0]
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE_S):
             await cluster.router.continuations.until_ended(parent, "", 20.0)
         assert parent.state is HandleState.HELD, parent.reason
         whole = Prompt([*prompt.tokens, *said, *SUFFIX], list(parent.images), prompt.pixels)

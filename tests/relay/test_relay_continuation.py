@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 from cluster import VOCAB, Answer, Cluster, Shape, Worker, ask, collect, relay, solo
+from patience import PATIENCE_S
 
 from kvrelay.discovery.base import Loss
 from kvrelay.ids import new_kept_id
@@ -50,7 +51,7 @@ async def continuing(shape: Shape) -> AsyncIterator[Cluster]:
 
 async def parent_of(cluster: Cluster, stream: RequestStream, sample: int = 0) -> Parent:
     parent = stream.parents[sample]
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE_S):
         await cluster.router.continuations.until_ended(parent, "", 20.0)
     return parent
 

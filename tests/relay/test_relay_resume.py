@@ -13,6 +13,7 @@ from typing import Any, Literal
 import pytest
 from cluster import VOCAB
 from leaks import check_idle
+from patience import PATIENCE_S
 from tiny_models import VOCAB_SIZE, tiny_model
 
 from kvrelay.config import EngineOptions, ModelOptions, read_environment
@@ -37,7 +38,6 @@ from kvrelay.transfer.relay.parts import RelayParts
 from kvrelay.wire.kv import Layout
 from kvrelay.wire.serving import Failure, Resumed, StepOutputs, Submit, TokenLogprobs, TransferInfo, of_kind
 
-PATIENCE_S = 60.0
 PROMPT = [7 * number % 300 + 3 for number in range(37)]
 Mode = Literal["write", "read"]
 

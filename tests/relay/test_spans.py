@@ -12,6 +12,7 @@ import pytest
 from cluster import Shape, ask, collect, relay
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
+from patience import PATIENCE_S
 
 from kvrelay.errors import ConfigError
 from kvrelay.metrics import Metrics
@@ -90,7 +91,7 @@ def test_a_collector_that_is_gone_costs_spans_and_nothing_else(collector: Collec
     export.offer(Timeline(external_id="a", trace_id=TRACE_ID, span_id=CLIENT_SPAN, is_sampled=True))
     export.offer(Timeline(external_id="b", trace_id=TRACE_ID, span_id=CLIENT_SPAN, is_sampled=False))
     export._waiting.put(None)
-    export._thread.join(60.0)
+    export._thread.join(PATIENCE_S)
     assert not export._thread.is_alive()
     assert metrics.registry.get_sample_value("kvrelay_spans_total", {"outcome": "failed"}) == 1.0
     collector._server.shutdown = lambda: None  # type: ignore[method-assign]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 import pytest
+from patience import eventually
 from router.test_router import Cluster, ask, expected, tokens_of
 from stub_worker import StubWorker
 
@@ -61,7 +62,7 @@ async def add(cluster: Cluster, adapters: StubAdapters) -> StubWorker:
     worker = StubWorker(cluster.membership.address)
     worker.loop.orders.adapters = adapters  # before the router, on this loop, can say anything
     cluster.workers.append(worker)
-    await cluster.until(lambda: cluster.router.num_usable == 1)
+    await eventually(lambda: cluster.router.num_usable == 1)
     return worker
 
 
@@ -72,7 +73,7 @@ async def replaced(cluster: Cluster, adapters: StubAdapters) -> StubWorker:
     worker = await add(cluster, first)
     assert (await cluster.router.load_adapter("sql", "/sql", in_place=False)).workers == [worker.id]
     await asyncio.to_thread(worker.crash)
-    await cluster.until(lambda: not cluster.router.ready)
+    await eventually(lambda: not cluster.router.ready)
     assert list(cluster.router.adapters) == ["sql"]
     return await add(cluster, adapters)
 
@@ -91,7 +92,7 @@ async def test_a_worker_that_cannot_load_it_is_shown_and_serves_the_rest(cluster
     adapters = StubAdapters(fails=True)
     adapters.may_end.set()
     worker = await replaced(cluster, adapters)
-    await cluster.until(lambda: "adapter_failures" in cluster.shown(worker))
+    await eventually(lambda: "adapter_failures" in cluster.shown(worker))
     assert cluster.shown(worker)["adapter_failures"] == {"sql": "/sql is no adapter"}
     with pytest.raises(UnavailableError, match="no whole worker has the LoRA adapter"):
         cluster.router.submit(msgspec.structs.replace(ask([5]), adapter=cluster.router.adapters["sql"].digest))

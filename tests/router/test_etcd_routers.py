@@ -8,10 +8,11 @@ import pathlib
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import pytest
 from etcd_server import EtcdServer, etcd_server
+from patience import PATIENCE_S, eventually
 from stub_worker import StubWorker, stub_token
 
 from kvrelay.discovery.etcd import EtcdMembership
@@ -23,7 +24,6 @@ from kvrelay.sampling import SamplingParams
 SCRIPT = pathlib.Path(__file__).parent / "router_process.py"
 ROOT = SCRIPT.parents[2]
 LEASE_S = 1.0
-PATIENCE_S = 60.0
 
 
 class Cluster:
@@ -54,13 +54,8 @@ class Cluster:
 
     async def add(self) -> StubWorker:
         worker = self.start_worker()
-        await self.until(lambda: all(router.num_usable == len(self.workers) for router in self.routers))
+        await eventually(lambda: all(router.num_usable == len(self.workers) for router in self.routers))
         return worker
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            while not condition():
-                await asyncio.sleep(0.01)
 
     def are_up(self) -> list[float | None]:
         return [metrics.registry.get_sample_value("kvrelay_registry_up") for metrics in self.metrics]
@@ -94,13 +89,13 @@ async def test_every_router_serves_through_every_worker(cluster: Cluster) -> Non
         await asyncio.gather(*(serves(router, [number]) for router in cluster.routers))
     assert all(worker.engine.submitted for worker in workers)
     await asyncio.to_thread(workers.pop().stop)
-    await cluster.until(lambda: all(router.num_usable == 1 for router in cluster.routers))
+    await eventually(lambda: all(router.num_usable == 1 for router in cluster.routers))
 
     def losses() -> list[float | None]:
         labels = {"role": "whole", "reason": "left"}
         return [each.registry.get_sample_value("kvrelay_worker_losses_total", labels) for each in cluster.metrics]
 
-    await cluster.until(lambda: losses() == [1.0, 1.0])  # a worker that drains is unusable before it has left
+    await eventually(lambda: losses() == [1.0, 1.0])  # a worker that drains is unusable before it has left
     for router in cluster.routers:
         await serves(router, [9])
 
@@ -121,10 +116,10 @@ async def test_the_requests_of_a_lost_router_are_aborted_within_its_time_and_the
     try:
         assert process.stdout is not None
         assert await asyncio.to_thread(process.stdout.readline) == b"sent\n"
-        await cluster.until(lambda: len(worker.engine.submitted) == 1)
+        await eventually(lambda: len(worker.engine.submitted) == 1)
         process.send_signal(number)
         async with asyncio.timeout(LEASE_S + 2.0):
-            await cluster.until(lambda: worker.engine.aborted == [worker.engine.submitted[0].request_id])
+            await eventually(lambda: worker.engine.aborted == [worker.engine.submitted[0].request_id])
     finally:
         process.kill()
         process.wait()
@@ -138,13 +133,13 @@ async def test_requests_go_on_while_etcd_is_killed_and_workers_join_when_it_is_b
     await cluster.add()
     assert cluster.are_up() == [1.0, 1.0]
     await asyncio.to_thread(cluster.server.kill)
-    await cluster.until(lambda: cluster.are_up() == [0.0, 0.0])
+    await eventually(lambda: cluster.are_up() == [0.0, 0.0])
     late = cluster.start_worker()  # keeps trying
     await asyncio.sleep(1.5 * LEASE_S)
     for router in cluster.routers:
         await serves(router, [4])
     await asyncio.to_thread(cluster.server.start)
-    await cluster.until(lambda: all(router.num_usable == 2 for router in cluster.routers))
+    await eventually(lambda: all(router.num_usable == 2 for router in cluster.routers))
     assert cluster.are_up() == [1.0, 1.0]
     for number in range(4):
         await asyncio.gather(*(serves(router, [number]) for router in cluster.routers))

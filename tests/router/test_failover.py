@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator
 
 import msgspec
 import pytest
-from router.test_router import PATIENCE_S, Cluster, ask, expected, tokens_of
+from patience import PATIENCE_S, eventually
+from router.test_router import Cluster, ask, expected, tokens_of
 from stub_worker import StubWorker
 
 from kvrelay.discovery.breaker import FAILURES, FIRST_PAUSE_S, Breaker
@@ -122,7 +123,7 @@ async def test_a_request_waits_for_a_worker_that_comes_up(cluster: Cluster) -> N
     stream = cluster.router.submit(ask([5], max_tokens=300))
     begun = await some_tokens(stream, 3)
     await asyncio.to_thread(worker.crash)
-    await cluster.until(lambda: cluster.router.cluster()["stranded"] == 1)
+    await eventually(lambda: cluster.router.cluster()["stranded"] == 1)
     await cluster.add_ready(step_s=0.0)
     assert [token for _, token in [*begun, *await tokens_of_rest(stream)]] == expected([5], 300)
 
@@ -132,7 +133,7 @@ async def test_a_stranded_request_can_be_aborted(cluster: Cluster) -> None:
     stream = cluster.router.submit(ask([5], max_tokens=300))
     await some_tokens(stream, 1)
     await asyncio.to_thread(worker.crash)
-    await cluster.until(lambda: cluster.router.cluster()["stranded"] == 1)
+    await eventually(lambda: cluster.router.cluster()["stranded"] == 1)
     stream.abort()
     assert cluster.router.cluster()["stranded"] == 0
 
@@ -168,7 +169,7 @@ async def test_retries_are_bounded() -> None:
         await some_tokens(stream, 1)
         await asyncio.to_thread(next(worker for worker in workers if worker.id == begun_on).crash)
         if _ < 2:
-            await cluster.until(lambda begun_on=begun_on: stream.decode != begun_on)  # type: ignore[misc]
+            await eventually(lambda begun_on=begun_on: stream.decode != begun_on)  # type: ignore[misc]
     with pytest.raises(UnavailableError, match="was lost"):
         await tokens_of_rest(stream)
     await cluster.close()
@@ -205,7 +206,7 @@ async def test_a_deadline_ends_the_request_here_and_on_the_worker(cluster: Clust
     stream = cluster.router.submit(msgspec.structs.replace(request, timeout_s=0.05))
     with pytest.raises(DeadlineError, match="longer than it was given"):
         await tokens_of_rest(stream)
-    await cluster.until(lambda: worker.engine.aborted == [stream.request_id])
+    await eventually(lambda: worker.engine.aborted == [stream.request_id])
     worker.engine.gate.set()
     on_time = cluster.router.submit(msgspec.structs.replace(request, timeout_s=PATIENCE_S))
     assert await tokens_of(on_time) == {0: expected([1], 5)}

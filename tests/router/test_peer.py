@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import zmq
 import zmq.asyncio
+from patience import PATIENCE_S, eventually
 from registry_records import make_record
 
 from kvrelay.discovery.base import Loss, OnChanged, OnJoined, OnLeft
@@ -25,8 +26,6 @@ from kvrelay.wire import PROTOCOL_VERSION
 from kvrelay.wire.codec import Decoder, encode
 from kvrelay.wire.registry import WorkerLoad, WorkerRecord
 from kvrelay.wire.serving import Drain, Hello, Ping, Refused, SequenceOutput, StepOutputs, Submit, ToWorker, Welcome
-
-PATIENCE_S = 60.0
 
 
 class GivenMembership:
@@ -76,7 +75,7 @@ class Scripted:
         self.membership.joined(self.record)
         assert isinstance(await self.receive(), Hello)
         await self.send(self.welcome())
-        await self.until(lambda: self.router.ready)
+        await eventually(lambda: self.router.ready)
 
     def welcome(self, **changes: object) -> Welcome:
         return Welcome(version=PROTOCOL_VERSION, worker=msgspec.structs.replace(self.record, **changes))
@@ -88,11 +87,6 @@ class Scripted:
     def malformed(self) -> float:
         value = self.metrics.registry.get_sample_value("kvrelay_malformed_messages_total", {"plane": "serving"})
         return value or 0.0
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            while not condition():
-                await asyncio.sleep(0.005)
 
     def close(self) -> None:
         self.router.close()
@@ -168,7 +162,7 @@ async def test_a_worker_that_forgot_the_router_fails_its_requests_and_is_asked_a
     assert not scripted.router.ready
     assert isinstance(await scripted.receive_other_than(Ping, Submit), Hello)
     await scripted.send(scripted.welcome())
-    await scripted.until(lambda: scripted.router.ready)
+    await eventually(lambda: scripted.router.ready)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +179,7 @@ async def test_a_worker_that_does_not_fit_is_not_used(
     scripted.membership.joined(scripted.record)
     await scripted.receive()
     await scripted.send(welcome(scripted.record))
-    await scripted.until(lambda: problem in scripted.router.cluster()["workers"][0]["problem"])
+    await eventually(lambda: problem in scripted.router.cluster()["workers"][0]["problem"])
     with pytest.raises(UnavailableError, match=problem):
         scripted.router.submit(ask())
 
@@ -212,4 +206,4 @@ async def test_a_worker_that_left_fails_what_was_open_and_says_nothing_more(scri
     scripted.membership.joined(scripted.record)
     await scripted.receive_other_than(Ping, Submit)
     await scripted.send(scripted.welcome(), scripted.outputs(token(stream.request_id, 0, 5)))
-    await scripted.until(lambda: scripted.router.ready)
+    await eventually(lambda: scripted.router.ready)

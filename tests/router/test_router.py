@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
 import pytest
+from patience import PATIENCE_S, eventually
 from stub_worker import NUM_BLOCKS, StubWorker, stub_token
 
 from kvrelay.discovery.embedded import EmbeddedMembership
@@ -21,8 +22,6 @@ from kvrelay.router.stream import RequestStream
 from kvrelay.sampling import SamplingParams
 from kvrelay.states import FinishReason
 from kvrelay.wire.serving import Image
-
-PATIENCE_S = 60.0
 
 
 class Cluster:
@@ -49,13 +48,13 @@ class Cluster:
     async def add(self, **settings: Any) -> StubWorker:
         worker = StubWorker(self.membership.address, **{"registration_s": self.registration_s, **settings})
         self.workers.append(worker)
-        await self.until(lambda: any(entry["id"] == worker.id for entry in self.workers_shown()))
+        await eventually(lambda: any(entry["id"] == worker.id for entry in self.workers_shown()))
         return worker
 
     async def add_ready(self, **settings: Any) -> StubWorker:
         count = self.router.num_usable
         worker = await self.add(**settings)
-        await self.until(lambda: self.router.num_usable == count + 1)
+        await eventually(lambda: self.router.num_usable == count + 1)
         return worker
 
     def workers_shown(self) -> list[dict[str, Any]]:
@@ -64,11 +63,6 @@ class Cluster:
 
     def shown(self, worker: StubWorker) -> dict[str, Any]:
         return next(entry for entry in self.workers_shown() if entry["id"] == worker.id)
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            while not condition():
-                await asyncio.sleep(0.005)
 
     async def close(self) -> None:
         """Workers first: one that leaves wants an answer of the registry."""
@@ -115,7 +109,7 @@ async def test_a_request_streams_to_its_end_and_leaves_nothing(cluster: Cluster)
     assert stream.prefill == stream.decode == worker.id
     assert await tokens_of(stream) == {0: expected([1, 2, 3], 5)}
     assert cluster.router.cluster()["in_flight"] == 0
-    await cluster.until(lambda: cluster.shown(worker)["blocks"]["in_use"] == 0)
+    await eventually(lambda: cluster.shown(worker)["blocks"]["in_use"] == 0)
     assert worker.loop.num_open == 0
 
 
@@ -137,11 +131,11 @@ async def test_an_abort_reaches_the_worker_and_the_cluster_shows_it(cluster: Clu
     worker = await cluster.add_ready()
     worker.engine.gate.clear()
     stream = cluster.router.submit(ask([1], max_tokens=1000))
-    await cluster.until(lambda: worker.loop.num_open == 1)
+    await eventually(lambda: worker.loop.num_open == 1)
     stream.abort()
     assert await stream.next() == []
-    await cluster.until(lambda: worker.engine.aborted == [stream.request_id])
-    await cluster.until(lambda: cluster.shown(worker)["blocks"]["in_use"] == 0)
+    await eventually(lambda: worker.engine.aborted == [stream.request_id])
+    await eventually(lambda: cluster.shown(worker)["blocks"]["in_use"] == 0)
     stream.abort()
     assert cluster.router.cluster()["in_flight"] == 0
 
@@ -151,9 +145,9 @@ async def test_a_stop_string_ends_one_sample_in_the_worker_too(cluster: Cluster)
     stream = cluster.router.submit(ask([1], n=2, max_tokens=100_000))
     await stream.next()
     stream.finish(0, 1, FinishReason.STOP)
-    await cluster.until(lambda: [finish.sample for finish in worker.engine.finished] == [0])
+    await eventually(lambda: [finish.sample for finish in worker.engine.finished] == [0])
     stream.finish(1, 1, FinishReason.STOP)
-    await cluster.until(lambda: worker.loop.num_open == 0 and cluster.shown(worker)["running"] == 0)
+    await eventually(lambda: worker.loop.num_open == 0 and cluster.shown(worker)["running"] == 0)
     assert [(finish.keep_tokens, finish.reason) for finish in worker.engine.finished] == [(1, FinishReason.STOP)] * 2
 
 
@@ -184,14 +178,14 @@ async def test_a_dead_worker_disappears_when_its_registration_ends(quick_cluster
     await asyncio.to_thread(worker.crash)
     worker.heartbeat.registration.leave = lambda: None  # type: ignore[method-assign]
     await asyncio.to_thread(worker.heartbeat.stop)
-    await quick_cluster.until(lambda: quick_cluster.workers_shown() == [])
+    await eventually(lambda: quick_cluster.workers_shown() == [])
 
 
 async def test_the_other_worker_goes_on_when_one_dies(cluster: Cluster) -> None:
     dying = await cluster.add_ready()
     staying = await cluster.add_ready()
     await asyncio.to_thread(dying.crash)
-    await cluster.until(lambda: cluster.router.num_usable == 1)
+    await eventually(lambda: cluster.router.num_usable == 1)
     for _ in range(4):
         stream = cluster.router.submit(ask([2]))
         assert stream.decode == staying.id
@@ -224,13 +218,13 @@ async def test_an_engine_error_fails_every_request_of_the_worker(cluster: Cluste
     worker = await cluster.add_ready()
     worker.engine.gate.clear()
     streams = [cluster.router.submit(ask([1])) for _ in range(3)]
-    await cluster.until(lambda: worker.loop.num_open == 3)
+    await eventually(lambda: worker.loop.num_open == 3)
     worker.engine.step_error = RuntimeError("device lost")
     worker.engine.gate.set()
     for stream in streams:
         with pytest.raises(InternalError, match="device lost"):
             await stream.next()
-    await cluster.until(lambda: cluster.workers_shown() == [])
+    await eventually(lambda: cluster.workers_shown() == [])
     assert worker.failed
 
 
@@ -238,14 +232,14 @@ async def test_a_draining_worker_finishes_and_gets_nothing_new(cluster: Cluster)
     draining = await cluster.add_ready()
     draining.engine.gate.clear()
     stream = cluster.router.submit(ask([3]))
-    await cluster.until(lambda: draining.loop.num_open == 1)
+    await eventually(lambda: draining.loop.num_open == 1)
     draining.drain()
-    await cluster.until(lambda: cluster.shown(draining)["state"] == "draining")
+    await eventually(lambda: cluster.shown(draining)["state"] == "draining")
     with pytest.raises(UnavailableError, match="draining"):
         cluster.router.submit(ask([4]))
     draining.engine.gate.set()
     assert await tokens_of(stream) == {0: expected([3], 5)}
-    await cluster.until(lambda: cluster.workers_shown() == [])
+    await eventually(lambda: cluster.workers_shown() == [])
     await asyncio.to_thread(draining.join)
     assert draining.engine.closed
 
@@ -253,10 +247,10 @@ async def test_a_draining_worker_finishes_and_gets_nothing_new(cluster: Cluster)
 async def test_a_worker_of_another_model_is_not_used(cluster: Cluster) -> None:
     first = await cluster.add_ready(fingerprint="a")
     other = await cluster.add(fingerprint="b")
-    await cluster.until(lambda: "another model" in cluster.shown(other).get("problem", ""))
+    await eventually(lambda: "another model" in cluster.shown(other).get("problem", ""))
     assert {cluster.router.submit(ask([1])).decode for _ in range(4)} == {first.id}
     await asyncio.to_thread(first.stop)
-    await cluster.until(lambda: cluster.router.ready and "problem" not in cluster.shown(other))
+    await eventually(lambda: cluster.router.ready and "problem" not in cluster.shown(other))
 
 
 async def test_cluster_shows_what_the_contract_names(cluster: Cluster) -> None:
@@ -288,11 +282,11 @@ async def test_closing_fails_what_is_open_and_tells_the_worker() -> None:
     worker = await cluster.add_ready()
     worker.engine.gate.clear()
     stream = cluster.router.submit(ask([1]))
-    await cluster.until(lambda: worker.loop.num_open == 1)
+    await eventually(lambda: worker.loop.num_open == 1)
     cluster.router.close()
     with pytest.raises(UnavailableError, match="shutting down"):
         await stream.next()
-    await cluster.until(lambda: worker.engine.aborted == [stream.request_id])
+    await eventually(lambda: worker.engine.aborted == [stream.request_id])
     await cluster.close()
 
 
@@ -312,7 +306,7 @@ async def test_a_stuck_engine_loses_its_registration_and_comes_back(quick_cluste
     with pytest.raises(UnavailableError, match="did not renew its registration"):
         await stream.next()
     worker.engine.stuck_s = 0.0
-    await quick_cluster.until(lambda: quick_cluster.router.ready)
+    await eventually(lambda: quick_cluster.router.ready)
     assert await tokens_of(quick_cluster.router.submit(ask([1]))) == {0: expected([1], 5)}
 
 

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from patience import PATIENCE_S, eventually
 from test_router import Cluster, expected, tokens_of
 
 from kvrelay.discovery.static import StaticMembership
@@ -22,7 +23,6 @@ from kvrelay.states import FinishReason, HandleState, Role
 from kvrelay.wire.serving import Keep
 
 PROMPT = [1, 2, 3]
-PATIENCE_S = 60.0
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ async def test_without_the_holder_the_same_tokens_go_elsewhere(cluster: Cluster,
     other = next(worker for worker in workers if worker is not holder)
     if end == "lost":
         await asyncio.to_thread(holder.stop)
-        await cluster.until(lambda: parent.state is HandleState.KNOWN)
+        await eventually(lambda: parent.state is HandleState.KNOWN)
         assert parent.reason
     elif end == "drained":
         cluster.router.drain(holder.id)
@@ -116,7 +116,7 @@ async def test_a_child_whose_worker_is_lost_goes_on_elsewhere_without_the_kept_k
     other = next(worker for worker in workers if worker is not holder)
     holder.engine.gate.clear()
     stream = cluster.router.submit(child_of(parent, [9]))
-    await cluster.until(lambda: stream.inherited is not None)
+    await eventually(lambda: stream.inherited is not None)
     await asyncio.to_thread(holder.stop)
     assert await tokens_of(stream) == {0: expected([*parent.tokens, 9], 3)}
     assert stream.decode == other.id
@@ -131,11 +131,11 @@ async def test_a_parent_that_is_sent_again_is_kept_where_it_ends(cluster: Cluste
     stream = cluster.router.submit(keeping(max_tokens=20))
     first = next(worker for worker in workers if worker.id == stream.decode)
     other = next(worker for worker in workers if worker is not first)
-    await cluster.until(lambda: first.loop.num_open == 1)
+    await eventually(lambda: first.loop.num_open == 1)
     other.engine.gate.set()
     await asyncio.to_thread(first.stop)
     await tokens_of(stream)
-    await cluster.until(lambda: stream.parents[0].state is HandleState.HELD)
+    await eventually(lambda: stream.parents[0].state is HandleState.HELD)
     assert stream.parents[0].worker_id == other.id
 
 
@@ -144,11 +144,11 @@ async def test_a_parent_whose_hand_over_failed_is_kept_all_the_same(cluster: Clu
     prefill.engine.gate.clear()
     decode.engine.gate.clear()
     stream = cluster.router.submit(keeping(prompt=list(range(100))))
-    await cluster.until(lambda: decode.loop.num_open == 1)
+    await eventually(lambda: decode.loop.num_open == 1)
     decode.engine.fail_all("hand_over_error")
     decode.engine.gate.set()
     await tokens_of(stream)
-    await cluster.until(lambda: stream.parents[0].state is not HandleState.RUNNING)
+    await eventually(lambda: stream.parents[0].state is not HandleState.RUNNING)
     assert stream.parents[0].state is HandleState.HELD, stream.parents[0].reason
     assert list(decode.engine.leases) == [stream.parents[0].kept_id]
 
@@ -164,7 +164,7 @@ async def test_a_pair_is_kept_apart_only_if_it_is_not_the_producer_who_ended_the
         GenerateRequest(external_id="", prompt=list(range(100)), params=SamplingParams(max_tokens=4))
     )
     assert stream.prefill == prefill.id
-    await cluster.until(lambda: decode.loop.num_open == 1)
+    await eventually(lambda: decode.loop.num_open == 1)
     decode.engine.fail_all("hand_over_error", by_producer=by_producer)
     decode.engine.gate.set()
     assert await tokens_of(stream) == {0: expected(list(range(100)), 4)}
@@ -179,13 +179,13 @@ async def test_a_parent_that_waits_for_another_worker_is_kept_there(cluster: Clu
     first = await cluster.add_ready()
     first.engine.gate.clear()
     stream = cluster.router.submit(keeping())
-    await cluster.until(lambda: first.loop.num_open == 1)
+    await eventually(lambda: first.loop.num_open == 1)
     first.engine.fail_all("service_unavailable_error")
-    await cluster.until(lambda: cluster.router.cluster()["stranded"] == 1)
+    await eventually(lambda: cluster.router.cluster()["stranded"] == 1)
     await asyncio.to_thread(first.stop)
     other = await cluster.add_ready()
     await tokens_of(stream)
-    await cluster.until(lambda: stream.parents[0].state is not HandleState.RUNNING)
+    await eventually(lambda: stream.parents[0].state is not HandleState.RUNNING)
     assert stream.parents[0].state is HandleState.HELD, stream.parents[0].reason
     assert stream.parents[0].worker_id == other.id
 
@@ -221,17 +221,17 @@ async def test_a_stop_string_cuts_the_kept_kv(cluster: Cluster) -> None:
     stream.finish(0, 1, FinishReason.STOP)
     parent = await cluster.router.find_parent("client", "", wait_s=PATIENCE_S)
     assert list(parent.tokens) == [*PROMPT, *expected(PROMPT, 1)]
-    await cluster.until(lambda: parent.state is HandleState.HELD)
+    await eventually(lambda: parent.state is HandleState.HELD)
     assert len(worker.engine.leases) == 1
 
 
 async def test_a_stop_string_found_after_the_workers_own_end_cuts_the_kept_kv(cluster: Cluster) -> None:
     worker = await cluster.add_ready()
     stream = cluster.router.submit(keeping(max_tokens=4))
-    await cluster.until(lambda: len(stream.tokens(0)) == 4 and bool(worker.engine.leases))
+    await eventually(lambda: len(stream.tokens(0)) == 4 and bool(worker.engine.leases))
     stream.finish(0, 2, FinishReason.STOP)
     parent = await cluster.router.find_parent("client", "", wait_s=PATIENCE_S)
-    await cluster.until(lambda: parent.state is HandleState.HELD)
+    await eventually(lambda: parent.state is HandleState.HELD)
     assert list(parent.tokens) == [*PROMPT, *expected(PROMPT, 2)]
     assert await tokens_of(cluster.router.submit(child_of(parent, [5]))) == {0: expected([*parent.tokens, 5], 3)}
 
@@ -265,7 +265,7 @@ async def test_a_deleted_handle_is_given_up_by_its_worker(cluster: Cluster) -> N
     parent = await held(cluster)
     assert "kvrelay_kept_kv 1.0" in cluster.metrics.render().decode()
     await cluster.router.delete_parents("client", "")
-    await cluster.until(lambda: not worker.engine.leases)
+    await eventually(lambda: not worker.engine.leases)
     assert parent.state is HandleState.GONE
     with pytest.raises(NotFoundError, match="deleted"):
         await cluster.router.find_parent(str(parent.kept_id), "", wait_s=1.0)
@@ -278,7 +278,7 @@ async def test_a_parent_deleted_while_it_runs_leaves_no_kept_kv(cluster: Cluster
     await cluster.router.delete_parents("client", "")
     worker.engine.gate.set()
     await tokens_of(stream)
-    await cluster.until(lambda: bool(worker.engine.submitted) and not worker.engine.leases and worker.loop.num_open == 0)
+    await eventually(lambda: bool(worker.engine.submitted) and not worker.engine.leases and worker.loop.num_open == 0)
     assert stream.parents[0].state is HandleState.GONE
 
 
@@ -329,7 +329,7 @@ async def test_a_parent_of_another_model_is_refused(cluster: Cluster) -> None:
     first = await cluster.add_ready()
     parent = await held(cluster)
     await asyncio.to_thread(first.stop)
-    await cluster.until(lambda: cluster.router.num_usable == 0)
+    await eventually(lambda: cluster.router.num_usable == 0)
     await cluster.add_ready(fingerprint="another")
     with pytest.raises(InvalidRequestError, match="another model") as refused:
         cluster.router.submit(child_of(parent, [5]))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
+from patience import PATIENCE_S, eventually
 from stub_worker import StubWorker
 from test_router import Cluster, expected, tokens_of
 
@@ -23,7 +24,6 @@ from kvrelay.wire.serving import Image, Keep, ParentInfo
 from kvrelay.worker.remembered import Remembered
 
 PROMPT = [1, 2, 3]
-PATIENCE_S = 60.0
 
 
 @pytest.fixture
@@ -70,12 +70,6 @@ async def served(router: Router, *, n: int = 1, keep: bool = False, is_stored: b
     return stream.parents
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
 def num_remembered(workers: list[StubWorker]) -> int:
     return sum(len(worker.loop._remembered) for worker in workers)
 
@@ -85,7 +79,7 @@ async def test_tokens_are_known_to_every_router(cluster: Cluster, opened: list[R
     workers = [await cluster.add_ready() for _ in range(2)]
     first, second = await open_router(workers, opened), await open_router(workers, opened)
     (parent,) = await served(first)
-    await until(lambda: num_remembered(workers) == 2)
+    await eventually(lambda: num_remembered(workers) == 2)
     tokens = list(parent.tokens)
     if first_is_gone:
         first.close()
@@ -109,10 +103,10 @@ async def test_the_loss_of_one_worker_loses_nothing(cluster: Cluster, opened: li
     workers = [await cluster.add_ready() for _ in range(2)]
     first, second = await open_router(workers, opened), await open_router(workers, opened)
     (parent,) = await served(first)
-    await until(lambda: num_remembered(workers) == 2)
+    await eventually(lambda: num_remembered(workers) == 2)
     lost = next(worker for worker in workers if worker.engine.worker_id == parent.worker_id)
     await asyncio.to_thread(lost.stop)
-    await until(lambda: second.num_usable == 1)
+    await eventually(lambda: second.num_usable == 1)
     assert list((await second.find_parent("mine", "me", wait_s=1.0)).tokens) == list(parent.tokens)
 
 
@@ -120,7 +114,7 @@ async def test_kept_kv_is_found_under_the_name_of_the_answer(cluster: Cluster, o
     workers = [await cluster.add_ready() for _ in range(2)]
     first, second = await open_router(workers, opened), await open_router(workers, opened)
     parents = await served(first, n=2, keep=True)
-    await until(lambda: num_remembered(workers) == 4)
+    await eventually(lambda: num_remembered(workers) == 4)
     found = await second.find_parents("resp_1", "me")
     assert {one.kept_id for one in found} == {one.kept_id for one in parents}
     assert all(one.state is HandleState.HELD and one.worker_id == parents[0].worker_id for one in found)
@@ -131,11 +125,11 @@ async def test_a_stored_answer_is_known_to_every_router_until_it_is_deleted(clus
     first, second = await open_router(workers, opened), await open_router(workers, opened)
     (parent,) = await served(first, is_stored=True)
     first.continuations.store(parent, b"the answer")
-    await until(lambda: num_remembered(workers) == 1)
+    await eventually(lambda: num_remembered(workers) == 1)
     (found,) = await second.find_parents("resp_1", "me")
     assert (found.record, found.is_stored) == (b"the answer", True)
     await second.delete_parents("resp_1", "me")
-    await until(lambda: num_remembered(workers) == 0 and parent.state is HandleState.GONE)
+    await eventually(lambda: num_remembered(workers) == 0 and parent.state is HandleState.GONE)
     third = await open_router(workers, opened)
     with pytest.raises(NotFoundError):
         await third.find_parents("resp_1", "me")

@@ -8,9 +8,10 @@ from collections.abc import AsyncIterator
 
 import msgspec
 import pytest
+from patience import PATIENCE_S, eventually
 from registry_records import make_record
 from router.test_failover import some_tokens, tokens_of_rest
-from router.test_router import PATIENCE_S, Cluster, ask, expected, tokens_of
+from router.test_router import Cluster, ask, expected, tokens_of
 
 from kvrelay.discovery.embedded import EmbeddedRegistration
 from kvrelay.errors import ConflictError, NotFoundError, UnavailableError
@@ -43,7 +44,7 @@ async def starting(cluster: Cluster, role: Role = Role.WHOLE) -> AsyncIterator[s
     registration = EmbeddedRegistration(cluster.membership.address, timeout_s=PATIENCE_S)
     loading = announced(registration, record, cluster.registration_s)
     await asyncio.to_thread(loading.__enter__)
-    await cluster.until(lambda: (record.id, "starting") in states(cluster))
+    await eventually(lambda: (record.id, "starting") in states(cluster))
     try:
         yield record.id
     finally:
@@ -62,7 +63,7 @@ async def lose_its_worker(cluster: Cluster) -> tuple[RequestStream, list[int]]:
     stream = cluster.router.submit(ask([5], max_tokens=300))
     begun = await some_tokens(stream, 3)
     await asyncio.to_thread(worker.crash)
-    await cluster.until(lambda: not cluster.router.ready)
+    await eventually(lambda: not cluster.router.ready)
     return stream, [token for _, token in begun]
 
 
@@ -78,7 +79,7 @@ async def test_a_stream_waits_for_the_successor_of_its_worker(cluster: Cluster) 
 async def test_a_request_that_finds_no_worker_waits_for_one_that_starts(cluster: Cluster) -> None:
     first = await cluster.add_ready()
     await asyncio.to_thread(first.crash)
-    await cluster.until(lambda: not cluster.router.ready)
+    await eventually(lambda: not cluster.router.ready)
     with pytest.raises(UnavailableError, match="no worker can take requests"):
         cluster.router.submit(ask([5]))
     async with starting(cluster):
@@ -140,7 +141,7 @@ async def test_images_wait_for_an_encode_worker_that_starts(cluster: Cluster) ->
         await asyncio.sleep(0.5)
         assert cluster.router.cluster()["stranded"] == 1
         encoder = await cluster.add_ready(role=Role.ENCODE)
-        await cluster.until(lambda: cluster.router.cluster()["stranded"] == 0)
+        await eventually(lambda: cluster.router.cluster()["stranded"] == 0)
         assert stream.encode == encoder.id
         stream.abort()
 
@@ -157,11 +158,11 @@ async def test_loading_that_fails_leaves_the_registry(cluster: Cluster) -> None:
             raise MemoryError
 
     loading = asyncio.create_task(asyncio.to_thread(load))
-    await cluster.until(lambda: (record.id, "starting") in states(cluster))
+    await eventually(lambda: (record.id, "starting") in states(cluster))
     is_shown.set()
     with pytest.raises(MemoryError):
         await loading
-    await cluster.until(lambda: states(cluster) == [])
+    await eventually(lambda: states(cluster) == [])
     registration.close()
 
 

@@ -8,6 +8,7 @@ import itertools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from patience import PATIENCE_S
 
 from kvrelay.errors import InternalError, UnavailableError
 from kvrelay.ids import new_request_id
@@ -47,7 +48,7 @@ def output(stream: RequestStream, position: int, tokens: list[int], *, sample: i
 
 async def drain(stream: RequestStream) -> list[int]:
     tokens: list[int] = []
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE_S):
         while outputs := await stream.next():
             for piece in outputs:
                 assert [-entry.logprob for entry in piece.logprobs or []] == piece.tokens

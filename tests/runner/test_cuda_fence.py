@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+from patience import PATIENCE_S
 
 from kvrelay.runner.cuda_fence import CudaFence
 
@@ -15,7 +16,7 @@ _SLOW_CYCLES = 1_000_000_000  # about half a second
 
 
 def until_passed(fence: CudaFence) -> None:
-    deadline = time.monotonic() + 60.0
+    deadline = time.monotonic() + PATIENCE_S
     while not fence.passed():
         assert time.monotonic() < deadline
         time.sleep(0.001)

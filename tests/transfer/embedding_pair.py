@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
 from contextlib import contextmanager
 
 import numpy as np
@@ -48,13 +47,6 @@ def parts(
 
 def wide_embedding(number: int, num_tokens: int) -> Embedding:
     return embedding(number, num_tokens, row_bytes=HIDDEN * 2 * 4)
-
-
-def wait_for(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.002)
 
 
 class Consumer:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from memory_faults import Fate, FaultyEngine
@@ -23,13 +22,6 @@ from kvrelay.wire.serving import FirstToken, TransferInfo
 from tests.transfer_peers import engine_of, floats, region_of
 
 TINY = KVLayout(num_layers=2, num_blocks=32, block_size=4, num_kv_heads=1, head_dim=2, dtype="float32", item_bytes=4)
-
-
-def wait_for(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.002)
 
 
 class Side:

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
-from embedding_pair import Consumer, consumer, producer, wait_for, wide_embedding
+from embedding_pair import Consumer, consumer, producer, wide_embedding
+from patience import until
 from prepared import Process, popen
 
 from kvrelay.errors import EmbeddingTooLargeError
@@ -69,18 +70,18 @@ def two_processes(transport: str, num_tokens: int, pool_tokens: int = 2048) -> I
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_an_embedding_reaches_another_process_in_several_rounds(transport: str) -> None:
     with two_processes(transport, 5000) as (child, side, transfer_id):
-        wait_for(lambda: side.is_over(transfer_id))
+        until(lambda: side.is_over(transfer_id))
         assert [arrival.error for arrival in side.arrivals(transfer_id) if arrival.error] == []
         assert side.holds(transfer_id, wide_embedding(1, 5000))
         assert side.relay.counts().resumes == 2
         side.relay.release(transfer_id)
         assert child.hear() == {"error": "", "free": 128}
-        wait_for(side.is_empty)
+        until(side.is_empty)
 
 
 def _asked(side: Consumer, transfer_id: TransferId) -> None:
     """Blocks are held, and the producer was told of them."""
-    wait_for(lambda: side.relay.state_of(transfer_id) is EmbeddingState.WAITING_FOR_INPUT)
+    until(lambda: side.relay.state_of(transfer_id) is EmbeddingState.WAITING_FOR_INPUT)
     assert side.relay.pool_counts().held > 0
 
 
@@ -89,20 +90,20 @@ def test_a_killed_encode_worker_is_found_out_and_the_blocks_come_back(transport:
     with two_processes(transport, 0) as (child, side, transfer_id):
         _asked(side, transfer_id)
         child.process.kill()
-        wait_for(lambda: side.is_over(transfer_id))
+        until(lambda: side.is_over(transfer_id))
         assert side.arrivals(transfer_id)[-1].error
-        wait_for(side.is_empty)
+        until(side.is_empty)
 
 
 def test_a_stopped_writer_keeps_the_blocks_quarantined_until_it_goes_on() -> None:
     with two_processes("nixl", 0) as (child, side, transfer_id):
         _asked(side, transfer_id)
         child.process.send_signal(signal.SIGSTOP)
-        wait_for(lambda: side.is_over(transfer_id))
+        until(lambda: side.is_over(transfer_id))
         assert "has not answered" in side.arrivals(transfer_id)[-1].error
         assert side.relay.pool_counts().quarantined > 0, "time is no proof"
         child.process.send_signal(signal.SIGCONT)
-        wait_for(side.is_empty)
+        until(side.is_empty)
         assert child.hear()["free"] == 128
 
 
@@ -111,8 +112,8 @@ def test_where_the_consumer_copies_a_stopped_encode_worker_holds_nothing_up() ->
     with two_processes("shm", 0) as (child, side, transfer_id):
         _asked(side, transfer_id)
         child.process.send_signal(signal.SIGSTOP)
-        wait_for(lambda: side.is_over(transfer_id))
-        wait_for(side.is_empty)
+        until(lambda: side.is_over(transfer_id))
+        until(side.is_empty)
 
 
 @contextmanager
@@ -143,9 +144,9 @@ def test_many_embeddings_at_once_share_two_small_pools() -> None:
                 side.relay.release(transfer_id)
             return not wanted
 
-        wait_for(step, 60.0)
-        wait_for(side.is_empty)
-        wait_for(lambda: relay.pool_counts().free == relay.pool_counts().total)
+        until(step)
+        until(side.is_empty)
+        until(lambda: relay.pool_counts().free == relay.pool_counts().total)
         assert sorted(sent.error for sent in relay.poll()) == [""] * 20
         assert side.relay.counts().done == 20
 
@@ -168,12 +169,12 @@ def test_an_abort_that_crosses_the_arrival_gives_the_blocks_back(when: str) -> N
         side.relay.expect(transfer_id, encoder, relay.signal_address)
         assert relay.offer(transfer_id, wide_embedding(1, 500))
         if when == "after":
-            wait_for(lambda: side.is_over(transfer_id))
+            until(lambda: side.is_over(transfer_id))
         else:
-            wait_for(lambda: side.relay.has_news)
+            until(lambda: side.relay.has_news)
         side.relay.abort(transfer_id)
         assert side.relay.poll() == []
-        wait_for(side.is_empty)
+        until(side.is_empty)
 
 
 def test_of_an_embedding_that_is_refused_nothing_moves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,14 +185,14 @@ def test_of_an_embedding_that_is_refused_nothing_moves(monkeypatch: pytest.Monke
             relay.expect(transfer_id, [prefill])
             assert relay.offer(transfer_id, wide_embedding(1, 500))
         side.relay.expect(first, encoder, relay.signal_address)
-        wait_for(lambda: side.is_over(first))  # the two know each other
+        until(lambda: side.is_over(first))  # the two know each other
         moved, turns = side.relay.counts().moved_bytes, side.relay._turns
         call = turns.call
 
         def slowly(command: Callable[[], object]) -> None:
             num_turns = turns.num_turns
             call(command)
-            wait_for(lambda: turns.num_turns > num_turns + 1)
+            until(lambda: turns.num_turns > num_turns + 1)
 
         monkeypatch.setattr(turns, "call", slowly)
         side.relay.refuse(refused, encoder, relay.signal_address)
@@ -200,7 +201,7 @@ def test_of_an_embedding_that_is_refused_nothing_moves(monkeypatch: pytest.Monke
             ended |= {sent.transfer_id: sent for sent in relay.poll()}
         assert ended[refused].is_unwanted
         side.relay.release(first)
-        wait_for(side.is_empty)
+        until(side.is_empty)
         assert side.relay.counts().moved_bytes == moved
 
 
@@ -209,13 +210,13 @@ def test_closing_either_side_ends_what_is_open_with_a_reason() -> None:
         transfer_id = new_transfer_id()
         relay.expect(transfer_id, [prefill])
         side.relay.expect(transfer_id, encoder, relay.signal_address)
-        wait_for(lambda: side.relay.pool_counts().held > 0)
+        until(lambda: side.relay.pool_counts().held > 0)
         relay.close()
         assert [sent.error for sent in relay.poll()] == ["the worker closes"]
-        wait_for(lambda: side.is_over(transfer_id))
-        wait_for(side.is_empty)
+        until(lambda: side.is_over(transfer_id))
+        until(side.is_empty)
         another = new_transfer_id()
         side.relay.expect(another, encoder, relay.signal_address)
         side.relay.close()
-        wait_for(lambda: side.is_over(another))
+        until(lambda: side.is_over(another))
         assert side.is_empty()

@@ -9,6 +9,7 @@ from types import ModuleType
 import msgspec
 import numpy as np
 import pytest
+from patience import PATIENCE_S
 
 from kvrelay.ids import new_worker_id
 from kvrelay.transfer.engines import mooncake
@@ -52,7 +53,7 @@ def test_peers_that_come_and_go_leave_no_threads() -> None:
         peer = new_worker_id("decode")
         here.add_peer(peer, there.local_info())
         here.read(peer, np.array([[0, 0, 4096]], dtype=np.int64))
-        deadline = time.monotonic() + 60.0
+        deadline = time.monotonic() + PATIENCE_S
         while not (completions := here.poll()):
             assert time.monotonic() < deadline
             time.sleep(0.001)

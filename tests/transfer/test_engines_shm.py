@@ -13,6 +13,7 @@ import time
 import msgspec
 import numpy as np
 import pytest
+from patience import PATIENCE_S
 from transfer_peers import LocalPeer, ProcessPeer, random_bytes, view
 
 from kvrelay.ids import new_worker_id
@@ -31,7 +32,7 @@ def consumer() -> tuple[ShmEngine, Region]:
 
 
 def completion_of(engine: TransferEngine) -> Completion:
-    deadline = time.monotonic() + 60.0
+    deadline = time.monotonic() + PATIENCE_S
     while not (completions := engine.poll()):
         assert time.monotonic() < deadline
         time.sleep(0.001)
@@ -167,7 +168,7 @@ def num_open_files() -> int:
 
 def until_open(count: int) -> None:
     """A link's thread unmaps what it has mapped a moment after its engine was closed."""
-    deadline = time.monotonic() + 60.0
+    deadline = time.monotonic() + PATIENCE_S
     while num_open_files() > count:
         names = [os.readlink(path) for path in pathlib.Path("/proc/self/fd").iterdir() if path.is_symlink()]
         assert time.monotonic() < deadline, names

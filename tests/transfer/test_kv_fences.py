@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 from kv_world import KVWorld
-from relay_pair import Consumer, Producer, info, kv, wait_for
+from patience import until
+from relay_pair import Consumer, Producer, info, kv
 
 from kvrelay.engine.fence import PASSED
 from kvrelay.ids import RequestId, new_request_id
@@ -78,7 +79,7 @@ def turn(side: Producer | Consumer) -> None:
     turns = side.relay._turns
     before = turns.num_turns
     turns.call(lambda: None)
-    wait_for(lambda: turns.num_turns > before)
+    until(lambda: turns.num_turns > before)
 
 
 def moved(producer: Producer, consumer: Consumer) -> int:
@@ -86,7 +87,7 @@ def moved(producer: Producer, consumer: Consumer) -> int:
 
 
 def until_moved(producer: Producer, consumer: Consumer, size_bytes: int) -> None:
-    wait_for(lambda: moved(producer, consumer) == size_bytes)
+    until(lambda: moved(producer, consumer) == size_bytes)
 
 
 def expected(producer: Producer, consumer: Consumer) -> tuple[RequestId, RequestId]:
@@ -100,7 +101,7 @@ def test_layers_leave_one_by_one_behind_their_fences_while_two_passes_are_under_
     producer, consumer = pair
     here, there = expected(producer, consumer)
     producer.relay.start(here, BLOCKS, 0, PASSED)
-    wait_for(lambda: consumer.is_started(there))
+    until(lambda: consumer.is_started(there))
     consumer.relay.reserve(there, MINE, 0, PASSED)
     device = LateDevice(producer, BLOCKS, 7.0)
     device.launch(here, range(CHUNK))
@@ -112,10 +113,10 @@ def test_layers_leave_one_by_one_behind_their_fences_while_two_passes_are_under_
         sent += device.compute()
         until_moved(producer, consumer, sent)
     producer.relay.finish(here, [FirstToken(0, 7)])
-    wait_for(lambda: there in consumer.arrivals())
+    until(lambda: there in consumer.arrivals())
     assert consumer.arrivals()[there].error == ""
     assert consumer.holds(MINE, 0, TOKENS, 7.0)
-    wait_for(lambda: producer.is_released(here))
+    until(lambda: producer.is_released(here))
 
 
 def test_the_first_token_is_not_told_before_the_pass_it_came_from_has_passed(pair: tuple[Producer, Consumer]) -> None:
@@ -123,7 +124,7 @@ def test_the_first_token_is_not_told_before_the_pass_it_came_from_has_passed(pai
     producer, consumer = pair
     here, there = expected(producer, consumer)
     producer.relay.start(here, BLOCKS, 0, PASSED)
-    wait_for(lambda: consumer.is_started(there))
+    until(lambda: consumer.is_started(there))
     consumer.relay.reserve(there, MINE, 0, PASSED)
     device = LateDevice(producer, BLOCKS, 3.0)
     device.launch(here, range(TOKENS))
@@ -133,9 +134,9 @@ def test_the_first_token_is_not_told_before_the_pass_it_came_from_has_passed(pai
     assert there not in consumer.arrivals()
     while device.queue:
         device.compute()
-    wait_for(lambda: there in consumer.arrivals())
+    until(lambda: there in consumer.arrivals())
     assert consumer.holds(MINE, 0, TOKENS, 3.0)
-    wait_for(lambda: producer.is_released(here))
+    until(lambda: producer.is_released(here))
 
 
 def test_a_cached_prefix_leaves_when_the_pass_that_computed_it_has_ended(pair: tuple[Producer, Consumer]) -> None:
@@ -144,7 +145,7 @@ def test_a_cached_prefix_leaves_when_the_pass_that_computed_it_has_ended(pair: t
     here, there = expected(producer, consumer)
     fence = LateFence()
     producer.relay.start(here, BLOCKS, 8, fence)
-    wait_for(lambda: consumer.is_started(there))  # the consumer may make room meanwhile
+    until(lambda: consumer.is_started(there))  # the consumer may make room meanwhile
     consumer.relay.reserve(there, MINE, 0, PASSED)
     rest(producer, consumer, producer)
     assert moved(producer, consumer) == 0
@@ -157,39 +158,39 @@ def test_a_cached_prefix_leaves_when_the_pass_that_computed_it_has_ended(pair: t
     device.compute()
     device.compute()
     producer.relay.finish(here, [FirstToken(0, 5)])
-    wait_for(lambda: there in consumer.arrivals())
+    until(lambda: there in consumer.arrivals())
     assert consumer.holds(MINE, 0, TOKENS, 5.0)
-    wait_for(lambda: producer.is_released(here))
+    until(lambda: producer.is_released(here))
 
 
 def test_blocks_are_written_when_the_passes_that_used_them_before_have_ended(pair: tuple[Producer, Consumer]) -> None:
     producer, consumer = pair
     here, there = expected(producer, consumer)
     producer.relay.start(here, BLOCKS, 0, PASSED)
-    wait_for(lambda: consumer.is_started(there))
+    until(lambda: consumer.is_started(there))
     fence = LateFence()
     consumer.relay.reserve(there, MINE, 0, fence)
     producer.compute(here, BLOCKS, TOKENS, 6.0)
     rest(consumer, producer, consumer)
     assert moved(producer, consumer) == 0
     fence.is_over = True
-    wait_for(lambda: there in consumer.arrivals())
+    until(lambda: there in consumer.arrivals())
     assert consumer.holds(MINE, 0, TOKENS, 6.0)
-    wait_for(lambda: producer.is_released(here))
+    until(lambda: producer.is_released(here))
 
 
 def test_an_abort_does_not_wait_for_a_fence(pair: tuple[Producer, Consumer]) -> None:
     producer, consumer = pair
     here, there = expected(producer, consumer)
     producer.relay.start(here, BLOCKS, 8, LateFence())
-    wait_for(lambda: consumer.is_started(there))
+    until(lambda: consumer.is_started(there))
     fence = LateFence()
     consumer.relay.reserve(there, MINE, 0, fence)
     producer.relay.abort(here)
     consumer.relay.abort(there)
-    wait_for(lambda: producer.is_released(here))
+    until(lambda: producer.is_released(here))
     fence.is_over = True
-    wait_for(lambda: consumer.is_freed(there))
+    until(lambda: consumer.is_freed(there))
     assert moved(producer, consumer) == 0
 
 

@@ -4,7 +4,8 @@ it was doing. Transfers fail at once; no block that is in use again is touched."
 from __future__ import annotations
 
 import pytest
-from relay_pair import Consumer, Producer, info, wait_for
+from patience import until
+from relay_pair import Consumer, Producer, info
 from test_kv_faults import MODES, MOVERS, Pair
 
 from kvrelay.engine.fence import PASSED
@@ -182,13 +183,13 @@ def test_a_relay_that_hears_of_a_lost_producer_fails_the_transfer_and_frees_when
         consumer.relay.expect(there, transfer, 8)
         consumer.relay.expect(waiting, info(producer, consumer), 8)  # the producer has not heard of this one
         producer.relay.start(here, [0, 1], 0, PASSED)
-        wait_for(lambda: consumer.is_started(there))
+        until(lambda: consumer.is_started(there))
         consumer.relay.reserve(there, [5, 6], 0, PASSED)
         consumer.relay.peer_lost(producer.id)
-        wait_for(lambda: {there, waiting} <= set(consumer.arrivals()))
+        until(lambda: {there, waiting} <= set(consumer.arrivals()))
         assert {arrival.error for arrival in consumer.arrivals().values()} == {f"the producer was lost: {LOST}"}
-        wait_for(lambda: consumer.is_freed(there))  # the producer lives, and says that it drained
-        wait_for(lambda: here in producer.failures())
+        until(lambda: consumer.is_freed(there))  # the producer lives, and says that it drained
+        until(lambda: here in producer.failures())
         producer.relay.peer_lost(consumer.id)  # nothing is left to fail
         assert consumer.relay.counts().in_flight == producer.relay.counts().in_flight == 0
     finally:

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 from memory_faults import random_faults
-from relay_pair import TINY, Consumer, Producer, info, wait_for
+from patience import PATIENCE_S, until
+from relay_pair import TINY, Consumer, Producer, info
 
 from kvrelay.engine.fence import PASSED
 from kvrelay.errors import WrongIdError
@@ -63,18 +64,18 @@ def hand_over(producer: Producer, consumer: Consumer, mode: str, *, num_tokens: 
     producer.relay.start(here, blocks, 0, PASSED)
     if mode == "read":
         producer.compute(here, blocks, num_tokens, value)
-    wait_for(lambda: consumer.is_started(there))
+    until(lambda: consumer.is_started(there))
     skip = skip_blocks * consumer.layout.block_size
     mine = random.sample(range(consumer.layout.num_blocks), -(-(num_tokens - skip) // consumer.layout.block_size))
     consumer.relay.reserve(there, mine, skip, PASSED)
     if mode == "write":
         producer.compute(here, blocks, num_tokens, value)
-    wait_for(lambda: there in consumer.arrivals())
+    until(lambda: there in consumer.arrivals())
     arrival = consumer.arrivals()[there]
     assert arrival.error == ""
     assert [first.token for first in arrival.first_tokens] == [int(value)]
     assert consumer.holds(mine, skip, num_tokens, value)
-    wait_for(lambda: producer.is_released(here))
+    until(lambda: producer.is_released(here))
     assert here not in producer.failures()
 
 
@@ -137,13 +138,13 @@ def test_setting_aside_and_a_late_reserve(make: Closing) -> None:
     producer.relay.start(here, [0, 1], 0, PASSED)
     producer.compute(here, [0, 1], 8, 3.0)
     producer.relay.set_aside(here)
-    wait_for(lambda: producer.poll() or here in producer.set_aside)
-    wait_for(lambda: consumer.is_started(there))
+    until(lambda: producer.poll() or here in producer.set_aside)
+    until(lambda: consumer.is_started(there))
     consumer.relay.reserve(there, [5, 6], 0, PASSED)
-    wait_for(lambda: producer.poll() or here in producer.restart)
+    until(lambda: producer.poll() or here in producer.restart)
     producer.relay.start(here, [7, 8], 0, PASSED)
     producer.compute(here, [7, 8], 8, 3.0)
-    wait_for(lambda: there in consumer.arrivals())
+    until(lambda: there in consumer.arrivals())
     assert consumer.arrivals()[there].error == ""
     assert consumer.holds([5, 6], 0, 8, 3.0)
 
@@ -156,11 +157,11 @@ def test_a_consumer_aborts_and_gets_its_blocks_back(make: Closing) -> None:
     producer.relay.expect(here, transfer, 8)
     consumer.relay.expect(there, transfer, 8)
     producer.relay.start(here, [0, 1], 0, PASSED)
-    wait_for(lambda: consumer.is_started(there))
+    until(lambda: consumer.is_started(there))
     consumer.relay.reserve(there, [5, 6], 0, PASSED)
     consumer.relay.abort(there)
-    wait_for(lambda: consumer.is_freed(there))
-    wait_for(lambda: producer.is_released(here))
+    until(lambda: consumer.is_freed(there))
+    until(lambda: producer.is_released(here))
     assert there not in consumer.arrivals()
     producer.relay.abort(here)  # harmless
     hand_over(producer, consumer, "write")
@@ -174,11 +175,11 @@ def test_a_producer_that_closes_ends_its_transfers_with_a_reason(make: Closing) 
     producer.relay.expect(here, transfer, 8)
     consumer.relay.expect(there, transfer, 8)
     producer.relay.start(here, [0, 1], 0, PASSED)
-    wait_for(lambda: consumer.is_started(there))
+    until(lambda: consumer.is_started(there))
     consumer.relay.reserve(there, [5, 6], 0, PASSED)
     producer.close()
     assert producer.failures()[here] == "the worker closes"
-    wait_for(lambda: consumer.is_freed(there))
+    until(lambda: consumer.is_freed(there))
     assert "the producer" in consumer.arrivals()[there].error
 
 
@@ -190,15 +191,15 @@ def test_a_consumer_that_closes_frees_everything(make: Closing) -> None:
     producer.relay.expect(here, transfer, 8)
     consumer.relay.expect(there, transfer, 8)
     producer.relay.start(here, [0, 1], 0, PASSED)
-    wait_for(lambda: consumer.is_started(there))
+    until(lambda: consumer.is_started(there))
     consumer.relay.reserve(there, [5, 6], 0, PASSED)
     consumer.close()
     assert consumer.arrivals()[there].error == "the worker closes"
     assert consumer.is_freed(there)
-    wait_for(lambda: here in producer.failures())
+    until(lambda: here in producer.failures())
     assert producer.is_released(here)
     consumer.relay.expect(new_request_id(), info(producer, consumer), 4)
-    wait_for(lambda: len(consumer.arrivals()) == 2)
+    until(lambda: len(consumer.arrivals()) == 2)
 
 
 @pytest.mark.parametrize("which", ["producer", "consumer"])
@@ -213,17 +214,17 @@ def test_a_fault_in_the_thread_fails_every_transfer_and_lets_no_request_hang(mak
     producer.relay.expect(here, transfer, 8)
     consumer.relay.expect(there, transfer, 8)
     producer.relay.start(here, [0, 1], 0, PASSED)
-    wait_for(lambda: consumer.is_started(there))
+    until(lambda: consumer.is_started(there))
     consumer.relay.reserve(there, [5, 6], 0, PASSED)
     engine.poll = _raise  # type: ignore[method-assign]
     producer.relay.set_aside(here)  # wakes it
     consumer.relay.abort(new_request_id())  # and this wakes the other
-    wait_for(lambda: _has_failed(broken))  # by then it has told of every transfer
+    until(lambda: _has_failed(broken))  # by then it has told of every transfer
     if which == "producer":
-        wait_for(lambda: there in consumer.arrivals())
-        wait_for(lambda: consumer.is_freed(there))
+        until(lambda: there in consumer.arrivals())
+        until(lambda: consumer.is_freed(there))
     else:
-        wait_for(lambda: here in producer.failures())
+        until(lambda: here in producer.failures())
     assert here in producer.released
     assert there in consumer.freed
     reason = producer._failures[here] if which == "producer" else consumer._arrivals[there].error
@@ -279,14 +280,14 @@ def _try_once(producer: Producer, consumer: Consumer, mode: str, number: int) ->
     producer.relay.start(here, [3, 1, 2], 0, PASSED)
     if mode == "read":
         producer.compute(here, [3, 1, 2], 11, float(number))
-    wait_for(lambda: consumer.is_started(there))
+    until(lambda: consumer.is_started(there))
     consumer.relay.reserve(there, [9, 4, 7], 0, PASSED)
     if mode == "write":
         producer.compute(here, [3, 1, 2], 11, float(number))
-    wait_for(lambda: there in consumer.arrivals())
-    wait_for(lambda: producer.is_released(here))
+    until(lambda: there in consumer.arrivals())
+    until(lambda: producer.is_released(here))
     if consumer.arrivals()[there].error:
-        wait_for(lambda: consumer.is_freed(there))
+        until(lambda: consumer.is_freed(there))
         return "failed"
     assert consumer.holds([9, 4, 7], 0, 11, float(number))
     return "arrived"
@@ -301,12 +302,12 @@ def test_a_dropped_move_is_given_up_when_the_request_is_aborted(make: Closing) -
     producer.relay.expect(here, transfer, 8)
     consumer.relay.expect(there, transfer, 8)
     producer.relay.start(here, [0, 1], 0, PASSED)
-    wait_for(lambda: consumer.is_started(there))
+    until(lambda: consumer.is_started(there))
     consumer.relay.reserve(there, [5, 6], 0, PASSED)
     producer.compute(here, [0, 1], 8, 1.0)
     consumer.relay.abort(there)
-    wait_for(lambda: consumer.is_freed(there))
-    wait_for(lambda: producer.is_released(here))
+    until(lambda: consumer.is_freed(there))
+    until(lambda: producer.is_released(here))
 
 
 def test_an_idle_thread_sleeps(make: Closing) -> None:
@@ -328,5 +329,5 @@ def test_the_engine_is_woken_by_news(make: Closing) -> None:
     producer.relay.expect(here, transfer, 4)
     consumer.relay.expect(there, transfer, 4)
     producer.relay.start(here, [0], 0, PASSED)
-    assert consumer.news.wait(60)
+    assert consumer.news.wait(PATIENCE_S)
     assert consumer.is_started(there)

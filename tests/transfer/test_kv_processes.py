@@ -14,8 +14,9 @@ from contextlib import contextmanager
 
 import msgspec
 import pytest
+from patience import until
 from prepared import Process, popen
-from relay_pair import Consumer, wait_for
+from relay_pair import Consumer
 
 from kvrelay.engine.fence import PASSED
 from kvrelay.ids import RequestId, new_request_id, new_transfer_id
@@ -50,9 +51,9 @@ def reserved(transport: str) -> Iterator[tuple[Process, Consumer, RequestId]]:
         child.stdin.flush()
         request = new_request_id()
         consumer.relay.expect(request, transfer, 16)
-        wait_for(lambda: consumer.is_started(request))
+        until(lambda: consumer.is_started(request))
         consumer.relay.reserve(request, [4, 5, 6, 7], 0, PASSED)
-        wait_for(lambda: consumer.relay.counts().in_flight == 1)
+        until(lambda: consumer.relay.counts().in_flight == 1)
         yield child, consumer, request
     finally:
         consumer.close()
@@ -64,25 +65,25 @@ def reserved(transport: str) -> Iterator[tuple[Process, Consumer, RequestId]]:
 def test_a_killed_producer_is_found_out_and_the_blocks_come_back(transport: str) -> None:
     with reserved(transport) as (child, consumer, request):
         child.kill()
-        wait_for(lambda: request in consumer.arrivals())
+        until(lambda: request in consumer.arrivals())
         assert consumer.arrivals()[request].error
-        wait_for(lambda: consumer.is_freed(request))
+        until(lambda: consumer.is_freed(request))
 
 
 def test_a_stopped_writer_keeps_the_blocks_quarantined_until_it_goes_on() -> None:
     with reserved("nixl") as (child, consumer, request):
         child.send_signal(signal.SIGSTOP)
-        wait_for(lambda: request in consumer.arrivals())
+        until(lambda: request in consumer.arrivals())
         assert "has not answered" in consumer.arrivals()[request].error
         time.sleep(2 * LEASE_S)
         assert not consumer.is_freed(request), "time is no proof"
         child.send_signal(signal.SIGCONT)
-        wait_for(lambda: consumer.is_freed(request))
+        until(lambda: consumer.is_freed(request))
 
 
 @pytest.mark.parametrize("transport", ["shm", FAKE_CARD, pytest.param("cuda_ipc", marks=ON_A_CARD)])
 def test_where_the_consumer_copies_a_stopped_producer_holds_nothing_up(transport: str) -> None:
     with reserved(transport) as (child, consumer, request):
         child.send_signal(signal.SIGSTOP)
-        wait_for(lambda: request in consumer.arrivals())
-        wait_for(lambda: consumer.is_freed(request))
+        until(lambda: request in consumer.arrivals())
+        until(lambda: consumer.is_freed(request))

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 import msgspec
 import pytest
 import zmq
-from relay_pair import TINY, Consumer, Producer, info, wait_for
+from patience import until
+from relay_pair import TINY, Consumer, Producer, info
 
 from kvrelay.ids import new_request_id, new_transfer_id, new_worker_id
 from kvrelay.transfer.relay.link import TransferSettings
@@ -149,7 +150,7 @@ def test_a_layout_that_does_not_fit_is_refused_naming_the_field(
 
 def test_a_stranger_without_a_worker_id_is_counted(producer: Producer, raw: Callable[[str], RawConsumer]) -> None:
     raw("stranger").socket.send(hello(new_worker_id("decode")))
-    wait_for(lambda: producer.relay._turns.socket.strangers == 1)
+    until(lambda: producer.relay._turns.socket.strangers == 1)
 
 
 def test_another_model_fails_the_transfers_of_both_sides_with_the_reason(producer: Producer) -> None:
@@ -158,8 +159,8 @@ def test_another_model_fails_the_transfers_of_both_sides_with_the_reason(produce
         transfer, here, there = info(producer, consumer), new_request_id(), new_request_id()
         producer.relay.expect(here, transfer, 4)
         consumer.relay.expect(there, transfer, 4)
-        wait_for(lambda: consumer.arrivals().get(there) is not None)
-        wait_for(lambda: producer.failures().get(here) is not None)
+        until(lambda: consumer.arrivals().get(there) is not None)
+        until(lambda: producer.failures().get(here) is not None)
         for reason in (consumer.arrivals()[there].error, producer.failures()[here]):
             assert "other/bfloat16" in reason
             assert "tiny/float32" in reason
@@ -174,7 +175,7 @@ def test_a_producer_that_is_not_there_fails_the_request_at_once(producer: Produc
         request = new_request_id()
         producer.close()
         consumer.relay.expect(request, gone, 4)
-        wait_for(lambda: request in consumer.arrivals())
+        until(lambda: request in consumer.arrivals())
         assert "no process listens" in consumer.arrivals()[request].error
     finally:
         consumer.close()
@@ -185,7 +186,7 @@ def test_a_signal_address_that_is_none_fails_the_request(producer: Producer) -> 
     try:
         request = new_request_id()
         consumer.relay.expect(request, msgspec.structs.replace(info(producer, consumer), signal_address="nonsense"), 4)
-        wait_for(lambda: request in consumer.arrivals())
+        until(lambda: request in consumer.arrivals())
         assert "cannot connect" in consumer.arrivals()[request].error
     finally:
         consumer.close()

@@ -20,6 +20,7 @@ from typing import Any
 
 import httpx
 import pytest
+from patience import PATIENCE_S, until
 from server import Server
 
 from kvrelay.checkpoint.fetch import resolve
@@ -34,7 +35,6 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 
-PATIENCE_S = 180.0
 MAX_TOKENS = 24
 PROMPTS = [
     "The capital of France is", "Once upon a time", "def fibonacci(n):", "Water boils at", "The three primary colours are",
@@ -77,13 +77,6 @@ def _nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if "server" in request.fixturenames:
         until_idle(request.getfixturevalue("server"))
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.1)
 
 
 def until_idle(server: Server) -> None:

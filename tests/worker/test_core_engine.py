@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 import pytest
 from fake_core import BLOCK_SIZE, FakeCore
+from patience import PATIENCE_S
 
 from kvrelay.ids import RequestId, new_request_id, new_transfer_id, new_worker_id
 from kvrelay.sampling import BeamSearch, SamplingParams
@@ -27,7 +28,6 @@ from kvrelay.worker.vllm.requests import Limits
 from kvrelay.worker.vllm.sending import Sending
 
 Mode = Literal["write", "read"]
-PATIENCE_S = 60.0
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 
 

@@ -14,10 +14,11 @@ import pathlib
 import random
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from patience import PATIENCE_S, eventually
 from prepared import Process, popen
 from server import is_idle
 
@@ -34,7 +35,6 @@ from kvrelay.states import Role
 
 SCRIPT = pathlib.Path(__file__).parent / "fake_worker_process.py"
 ROOT = SCRIPT.parents[2]
-PATIENCE_S = 180.0  # processes start meanwhile
 LEASE_S = 2.0  # a shorter one takes workers for hung that only wait for their turn on a busy machine
 NEVER_S = 600.0  # a transfer lease that no test outlives: nothing can end by it
 NUM_CLIENTS = 6
@@ -76,18 +76,12 @@ class Cluster:
     def steps_of(self, entry: Entry) -> int:
         return sum(each["steps"] for each in self.workers if each["id"] == entry["id"])
 
-    async def until(self, condition: Callable[[], object]) -> None:
-        deadline = asyncio.get_running_loop().time() + PATIENCE_S
-        while not condition():
-            assert asyncio.get_running_loop().time() < deadline, self.workers
-            await asyncio.sleep(0.005)
-
     async def ended(self, process: Process) -> int:
         return await asyncio.to_thread(process.wait, PATIENCE_S)
 
     async def idle(self) -> None:
         """The leak check."""
-        await self.until(lambda: all(map(is_idle, self.workers)))
+        await eventually(lambda: all(map(is_idle, self.workers)))
         assert self.router.cluster()["in_flight"] == 0
 
     def close(self) -> None:
@@ -124,7 +118,7 @@ async def two_of_each(shared: Cluster) -> AsyncIterator[Cluster]:
     for role in ("prefill", "decode"):
         for _ in range(2 - len(shared.of(role))):
             shared.add(role)
-    await shared.until(lambda: len(shared.of("prefill")) == len(shared.of("decode")) == 2)
+    await eventually(lambda: len(shared.of("prefill")) == len(shared.of("decode")) == 2)
     yield shared
     await shared.idle()
 
@@ -209,17 +203,17 @@ async def in_the_middle_of_transfers(cluster: Cluster, entry: Entry) -> None:
             worker["transfers"]["bytes"] > moved.get(worker["id"], 0) for worker in cluster.workers
         )
 
-    await cluster.until(moving)
+    await eventually(moving)
 
 
 async def hang(cluster: Cluster, load: Load, role: str) -> None:
     entry = cluster.of(role)[0]
     await in_the_middle_of_transfers(cluster, entry)
     os.kill(entry["pid"], signal.SIGSTOP)
-    await cluster.until(lambda: all(each["id"] != entry["id"] for each in cluster.workers))
+    await eventually(lambda: all(each["id"] != entry["id"] for each in cluster.workers))
     await load.more()  # blocks are reused meanwhile
     os.kill(entry["pid"], signal.SIGCONT)
-    await cluster.until(lambda: cluster.at(entry["pid"]) is not None)
+    await eventually(lambda: cluster.at(entry["pid"]) is not None)
     back = cluster.at(entry["pid"])
     assert back is not None
     assert back["id"] != entry["id"]
@@ -253,7 +247,7 @@ async def test_a_killed_prefill_worker_fails_its_transfers_at_once(two_of_each: 
         entry, before = cluster.of("prefill")[0], failed()
         await in_the_middle_of_transfers(cluster, entry)
         os.kill(entry["pid"], signal.SIGKILL)
-        await cluster.until(lambda: failed() > before)
+        await eventually(lambda: failed() > before)
         await load.more()
 
 
@@ -272,7 +266,7 @@ async def test_draining_under_load_loses_nothing(two_of_each: Cluster) -> None:
         assert len(cluster.workers) == 2
         order = cluster.router.drain(cluster.of("prefill")[0]["id"])
         assert order.warning == "it is the last prefill worker: decode workers compute every prompt themselves"
-        await cluster.until(lambda: not cluster.of("prefill"))
+        await eventually(lambda: not cluster.of("prefill"))
         await load.more()
         with pytest.raises(NotFoundError):
             cluster.router.drain("decode-nobody")
@@ -298,9 +292,9 @@ async def test_a_worker_told_to_leave_that_hangs_just_ends_when_it_wakes() -> No
         streams = [cluster.router.submit(request(number, max_tokens=100)) for number in range(4)]
         cluster.router.drain(entry["id"])
         # Between two steps it reads what it was told.
-        await cluster.until(lambda: cluster.steps_of(entry) > entry["steps"] + 2)
+        await eventually(lambda: cluster.steps_of(entry) > entry["steps"] + 2)
         os.kill(entry["pid"], signal.SIGSTOP)
-        await cluster.until(lambda: len(cluster.workers) == 1)
+        await eventually(lambda: len(cluster.workers) == 1)
         os.kill(entry["pid"], signal.SIGCONT)
         assert await cluster.ended(cluster.processes[entry["pid"]]) == 0
         for stream in streams:  # the other one has taken them over
@@ -319,13 +313,13 @@ async def test_a_hung_worker_of_a_static_registry_comes_back_as_new() -> None:
     cluster.router.start()
     try:
         process = cluster.add("whole", f"--worker-port={port}")
-        await cluster.until(lambda: cluster.at(process.pid))
+        await eventually(lambda: cluster.at(process.pid))
         entry = cluster.at(process.pid)
         assert entry is not None
         process.send_signal(signal.SIGSTOP)
-        await cluster.until(lambda: not cluster.workers)
+        await eventually(lambda: not cluster.workers)
         process.send_signal(signal.SIGCONT)
-        await cluster.until(lambda: cluster.at(process.pid))
+        await eventually(lambda: cluster.at(process.pid))
         assert cluster.workers[0]["id"] != entry["id"]
         assert len(await answer(cluster.router, 1)) == 12
         await cluster.idle()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import msgspec
 import pytest
 import zmq
+from patience import PATIENCE_S, until
 from stub_worker import StubWorker, stub_token
 
 from kvrelay.ids import RequestId, new_request_id, new_router_id
@@ -31,8 +31,6 @@ from kvrelay.wire.serving import (
     Welcome,
     of_kind,
 )
-
-PATIENCE_S = 60.0
 
 
 class Peer:
@@ -97,13 +95,6 @@ def peer(worker: StubWorker) -> Iterator[Peer]:
     made = Peer(worker.address)
     yield made
     made.close()
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.005)
 
 
 def test_hello_is_answered_with_the_record(worker: StubWorker, peer: Peer) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
+from patience import PATIENCE_S
 from registry_records import make_record
 
 from kvrelay.states import WorkerState
@@ -85,10 +86,10 @@ def test_who_is_over_renews_nothing_and_leaves_without_a_word(vigil: Vigil, cloc
         on_refused=lambda error: None,
     )
     heartbeat.start()
-    assert registration.renewed.wait(60)
+    assert registration.renewed.wait(PATIENCE_S)
     if stands_still:
         clock.now += LEASE_S + 1
-        heartbeat._thread.join(60)
+        heartbeat._thread.join(PATIENCE_S)
         assert not heartbeat._thread.is_alive()
     heartbeat.stop()
     assert registration.asked[-1] == "close"

@@ -12,6 +12,7 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
+from patience import PATIENCE_S
 from prepared import Process, popen
 
 from kvrelay.discovery.embedded import EmbeddedMembership
@@ -25,7 +26,6 @@ from kvrelay.sampling import SamplingParams
 
 SCRIPT = pathlib.Path(__file__).parent / "fake_worker_process.py"
 ROOT = SCRIPT.parents[2]
-PATIENCE_S = 180.0  # processes start meanwhile
 
 
 @pytest.fixture
