@@ -7,6 +7,7 @@ beside them the rest, which only computes, fills the cores.
 
 from __future__ import annotations
 
+import functools
 import pathlib
 
 import pytest
@@ -40,7 +41,12 @@ _FOLDER = pathlib.Path(__file__).parent
 
 def turn(item: pytest.Item) -> int:
     """Of its file among the others."""
-    name = item.path.relative_to(_FOLDER).as_posix() if item.path.is_relative_to(_FOLDER) else ""
+    return _turn(item.path)
+
+
+@functools.cache
+def _turn(file: pathlib.Path) -> int:
+    name = file.relative_to(_FOLDER).as_posix() if file.is_relative_to(_FOLDER) else ""
     return next((index for index, prefix in enumerate(FIRST) if name.startswith(prefix)), len(FIRST))
 
 
