@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -34,13 +34,18 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 
 
 def make_engine(
-    model: str, adapters: list[str], tp: int = 1, device: Literal["cpu", "cuda"] = "cpu", **options: object
+    model: str,
+    adapters: list[str],
+    tp: int = 1,
+    device: Literal["cpu", "cuda"] = "cpu",
+    threads: int | None = None,
+    **options: object,
 ) -> Engine:
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no NVIDIA card")
     settings = EngineOptions(**{"max_model_len": 128, "kv_blocks": 128, "check_invariants": True, **options})  # type: ignore[arg-type]
     lora = tuple(f"{name}={adapter_folder(model, name)}" for name in adapters)
-    chosen = ModelOptions(model=model, dtype="float32", threads=tp, lora=lora, tp=tp, device=device)
+    chosen = ModelOptions(model=model, dtype="float32", threads=threads or tp, lora=lora, tp=tp, device=device)
     allocate = shared_region if tp > 1 else None
     runner = build_runner(chosen, settings, tiny_model(model), read_environment(), Silent(), allocate)
     return Engine(
@@ -112,8 +117,10 @@ def test_an_adapter_gives_the_tokens_of_peft(model: str, adapter: str, step: int
     check_idle(engine.core)
 
 
-@pytest.mark.parametrize("options", [{}, {"token_budget": 7, "prefix_cache": False}, {"kv_blocks": 16, "swap_blocks": 32}])
-def test_adapters_and_the_base_in_one_batch_are_as_alone(options: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    "options", [{"threads": 2}, {"token_budget": 7, "prefix_cache": False}, {"kv_blocks": 16, "swap_blocks": 32}]
+)
+def test_adapters_and_the_base_in_one_batch_are_as_alone(options: dict[str, Any]) -> None:
     engine = make_engine(FUSED, ["all", "queries"], **options)
     work = [(adapter, index) for index in (3, 6, 7, 10) for adapter in ("all", "", "queries")]
     together = generate(engine, work)
