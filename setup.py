@@ -4,7 +4,6 @@ and machines compile on first use. Everything else about the package is in pypro
 from __future__ import annotations
 
 import pathlib
-import shutil
 import subprocess
 import sys
 
@@ -16,14 +15,14 @@ from setuptools.dist import Distribution
 ROOT = pathlib.Path(__file__).parent
 sys.path.insert(0, str(ROOT))
 
-from kvrelay.kernels.native import build, prebuilt  # noqa: E402  both need nothing but Python
+from kvrelay.kernels.native import build, prebuilt  # noqa: E402  these need nothing but Python
+from kvrelay.native.compiler import FLAGS, find_compiler  # noqa: E402
 
 KERNELS = ROOT / "kvrelay/kernels/native"  # for each kind of processor; other C files are the same for all
 
 
 def compiler() -> str | None:
-    found = next(filter(None, map(shutil.which, build.COMPILERS)), None)
-    return found if sys.platform.startswith("linux") else None
+    return find_compiler() if sys.platform.startswith("linux") else None
 
 
 class BuildWithKernels(build_py):
@@ -38,7 +37,7 @@ class BuildWithKernels(build_py):
             if source.parent != KERNELS:
                 library = target / source.relative_to(ROOT).parent / "built" / f"{source.stem}.so"
                 library.parent.mkdir(exist_ok=True)
-                subprocess.run([found, "-shared", "-fPIC", "-O3", "-o", str(library), str(source)], check=True)
+                subprocess.run([found, *FLAGS, "-o", str(library), str(source)], check=True)
 
 
 class PlatformDistribution(Distribution):

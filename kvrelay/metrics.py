@@ -6,8 +6,6 @@ reads them from the latest `WorkerLoad` at a scrape (`router/collector.py`).
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 
 from prometheus_client import (
@@ -15,46 +13,15 @@ from prometheus_client import (
     CollectorRegistry,
     Counter,
     Gauge,
+    Histogram,
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client import Histogram as PrometheusHistogram
-from prometheus_client.samples import Sample
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 _LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _DURATION_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
-
-_MOST_UNCOUNTED = 1000
-
-
-class Histogram(PrometheusHistogram):
-    """One that is observed for every token: values are put aside, and sorted into buckets many at a time. On one thread."""
-
-    def _metric_init(self) -> None:
-        super()._metric_init()
-        self._uncounted: list[float] = []
-
-    def observe(self, amount: float, exemplar: dict[str, str] | None = None) -> None:
-        assert exemplar is None
-        self._uncounted.append(amount)
-        if len(self._uncounted) >= _MOST_UNCOUNTED:
-            self._count()
-
-    def _child_samples(self) -> Iterable[Sample]:
-        self._count()
-        return super()._child_samples()
-
-    def _count(self) -> None:
-        values, self._uncounted = sorted(self._uncounted), []
-        self._sum.inc(sum(values))
-        counted = 0
-        for bound, bucket in zip(self._upper_bounds, self._buckets, strict=True):
-            end = bisect_right(values, bound, counted)
-            if end > counted:
-                bucket.inc(end - counted)
-            counted = end
 
 
 def _counter(name: str, help: str, *labels: str) -> Counter:

@@ -17,14 +17,11 @@ from typing import Any
 import pytest
 import yaml
 from documented import metric_table
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from patience import PATIENCE_S
-from prometheus_client import Histogram as PrometheusHistogram
 from prometheus_client.parser import text_string_to_metric_families
 from server import Server, serve
 
-from kvrelay.metrics import Histogram, Metrics
+from kvrelay.metrics import Metrics
 from kvrelay.router.collector import WorkerCollector
 
 DEPLOY = pathlib.Path(__file__).resolve().parent.parent / "deploy"
@@ -109,20 +106,6 @@ def test_names_follow_the_conventions_of_prometheus() -> None:
         assert not family.name.endswith(("_total", "_count", "_sum", "_bucket", "_ms", "_mib")), family.name
         if family.type == "histogram":
             assert family.name.endswith(UNITS), family.name
-
-
-@settings(deadline=None)
-@given(st.lists(st.floats(0.0, 100.0) | st.sampled_from([0.001, 0.0025, 60.0]), max_size=3000))
-def test_a_histogram_counts_as_prometheus_own_does(values: list[float]) -> None:
-    bounds = (0.001, 0.0025, 0.1, 60.0)
-    ours = Histogram("h_seconds", "h", ["role"], buckets=bounds, registry=None)
-    theirs = PrometheusHistogram("h_seconds", "h", ["role"], buckets=bounds, registry=None)
-    for number, value in enumerate(values):
-        for histogram in (ours, theirs):
-            histogram.labels("prefill" if number % 2 else "decode").observe(value)
-    counted, expected = ([(one.name, one.labels, one.value) for one in each.collect()[0].samples] for each in (ours, theirs))
-    assert [one[:2] for one in counted] == [one[:2] for one in expected]
-    assert [one[2] for one in counted] == pytest.approx([one[2] for one in expected])
 
 
 def test_metrics_that_mean_the_same_as_vllms_are_called_the_same() -> None:

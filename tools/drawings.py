@@ -87,7 +87,10 @@ class _Sequence:
         self._y = 64.0
         for line in lines:
             self._draw(line)
-        self._width = self._MARGIN * 2 + self._GAP * (len(self._names) - 1)
+
+    @property
+    def _page_width(self) -> float:
+        return self._MARGIN * 2 + self._GAP * (len(self._names) - 1)
 
     def svg(self) -> str:
         height = self._y + 16
@@ -97,7 +100,7 @@ class _Sequence:
             half = max(50.0, _width([name]) / 2 + 14)
             heads.append(f'<rect class="box" x="{x - half:.0f}" y="8" width="{half * 2:.0f}" height="32" rx="6"/>')
             heads.append(_text(x, 29, name, "strong"))
-        return _page(self._width, height, f"Messages between {', '.join(self._names)}", [*lines, *heads, *self._parts])
+        return _page(self._page_width, height, f"Messages between {', '.join(self._names)}", [*lines, *heads, *self._parts])
 
     def _draw(self, line: str) -> None:
         if named := re.fullmatch(r"participant (\w+) as (.+)", line):
@@ -141,7 +144,7 @@ class _Sequence:
 
     def _close(self, frame: _Frame) -> None:
         inset = self._INSET * (len(self._frames) + 1)
-        width = self._MARGIN * 2 + self._GAP * (len(self._names) - 1) - 2 * inset
+        width = self._page_width - 2 * inset
         self._y += 2
         box = f'x="{inset:.0f}" y="{frame.top:.0f}" width="{width:.0f}" height="{self._y - frame.top:.0f}" rx="6"'
         self._parts += [f'<rect class="line" {box}/>', _text(inset + 10, frame.top + 17, frame.title, "left quiet strong")]
@@ -182,9 +185,8 @@ def _states(title: str, changes: Sequence[_Change]) -> str:
     steps = {change: row[change.end] - row[change.start] for change in changes}
     reach = max(map(abs, steps.values())) * 24
     back = _width([change.why for change, rows in steps.items() if rows < 1])
-    aside = max(
-        0.0, _width([change.why for change, rows in steps.items() if rows == 1]) + 4 - half
-    )  # of words between two rows
+    beside = _width([change.why for change, rows in steps.items() if rows == 1])  # of words between two rows
+    aside = max(0.0, beside + 4 - half)
     why = _width([change.why for change, rows in steps.items() if rows > 1])
     middle, gap, first = 30 + back + reach + half, 64 if why else 52, 48 if title else 24
     parts = [_text(middle, 24, title, "strong quiet")] if title else []

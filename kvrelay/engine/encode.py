@@ -111,7 +111,7 @@ class _Job:
 
 
 class EncodeEngine:
-    """As `worker.serving_engine.ServingEngine` asks of it. One thread calls it."""
+    """Implements `worker.serving_engine.ServingEngine`. One thread calls it."""
 
     def __init__(
         self,

@@ -64,7 +64,7 @@ def shared_bytes(num_ranks: int) -> int:
 
 @functools.cache
 def shared_functions() -> ctypes.CDLL | None:
-    """None where there is no compiler."""
+    """None where there is no native code."""
     library = load_native(__file__)
     if library is not None:
         pointer, number = ctypes.c_void_p, ctypes.c_int64

@@ -15,15 +15,14 @@ import hashlib
 import os
 import pathlib
 import platform
-import shutil
 import subprocess
 import tempfile
 
 from kvrelay.config import read_environment
 from kvrelay.log import Log
+from kvrelay.native.compiler import FLAGS, find_compiler
 
 _log = Log("native")
-_FLAGS = ("-shared", "-fPIC", "-O3")
 _COMPILE_TIMEOUT_S = 120.0
 
 
@@ -47,10 +46,10 @@ def _brought(source: pathlib.Path) -> ctypes.CDLL | None:
 
 
 def _compiled(source: pathlib.Path, cache: pathlib.Path) -> ctypes.CDLL | None:
-    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    compiler = find_compiler()
     if compiler is None:
         return None
-    shaped_by = "\0".join([source.read_text(encoding="utf-8"), compiler, *_FLAGS, platform.machine(), platform.node()])
+    shaped_by = "\0".join([source.read_text(encoding="utf-8"), compiler, *FLAGS, platform.machine(), platform.node()])
     key = hashlib.sha256(shaped_by.encode()).hexdigest()[:16]
     library = cache / f"{source.stem}-{key}.so"
     try:
@@ -70,7 +69,7 @@ def _compile(compiler: str, source: pathlib.Path, library: pathlib.Path) -> None
     os.close(handle)
     try:
         subprocess.run(
-            [compiler, *_FLAGS, "-o", made, str(source)],
+            [compiler, *FLAGS, "-o", made, str(source)],
             text=True,
             capture_output=True,
             check=True,

@@ -62,7 +62,7 @@ class _Order:
 
 @dataclass(frozen=True, slots=True)
 class _CatchUp:
-    """What a worker was told that has missed an operator's order."""
+    """An order to a worker that has missed an operator's."""
 
     peer: Peer
     name: str
@@ -127,7 +127,7 @@ class AdapterOrders:
     def told(self, peer: Peer, told: AdaptersTold) -> None:
         log.info("adapters of a worker", worker=peer.id, adapters=",".join(adapter.name for adapter in told.adapters))
         self._seen[peer.id] = has = {adapter.name: adapter for adapter in told.adapters}
-        if told.decided:
+        if told.decided and peer in self._peers():  # not of one that serves another model
             self._decided[told.decided] = has.get(told.decided)
             peer.adapter_failures.pop(told.decided, None)
         self._note()

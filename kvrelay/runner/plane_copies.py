@@ -17,7 +17,7 @@ _HOST, _CARD = 1, 2  # CUmemorytype
 _size = ctypes.c_size_t
 
 
-def _side(name: str) -> tuple[tuple[str, type[ctypes._SimpleCData[Any]]], ...]:
+def _side(name: str) -> tuple[tuple[str, Any], ...]:
     return (
         (f"{name}XInBytes", _size), (f"{name}Y", _size), (f"{name}MemoryType", ctypes.c_uint),
         (f"{name}Host", ctypes.c_void_p), (f"{name}Device", ctypes.c_uint64), (f"{name}Array", ctypes.c_void_p),

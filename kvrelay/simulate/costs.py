@@ -85,7 +85,7 @@ def line(base_ms: float, ms_each: float) -> tuple[Point, ...]:
 
 
 def fit(paths: Iterable[pathlib.Path], otherwise: Costs = H200_8B) -> Costs:
-    """From result files of `bench engine`, `bench gpu` and `bench relay`. What none of them has is as it is
+    """From result files of `bench engine`, `bench gpu` and `bench relay`. What none of them has is that of
     `otherwise`. Raises ConfigError."""
     figures: dict[str, float] = {}
     for path in paths:

@@ -145,7 +145,7 @@ class Moves:
             self._end(move)
 
     def fail(self, move: Move, reason: str, *, by_sender: bool = False, by_intake: bool = False) -> None:
-        """Each side is told that did not end it."""
+        """A side that ended it is not told."""
         if move.is_over:
             return
         self._end(move)
@@ -172,6 +172,8 @@ class Sent:
 
 @dataclass(slots=True)
 class SentCounts:
+    """Implements `engine.encode.SentCounts`."""
+
     done: int = 0
     failed: int = 0
     moved_bytes: int = 0

@@ -29,7 +29,7 @@ class Hooks:
     wake: Callable[[], None]
     spend: Callable[[float, bool], None]  # seconds, and whether they are of a prompt or an image
     prefill_began: Callable[[], None]  # of a prompt that is handed over
-    at_end: Callable[..., None]  # of the step under way, this function is called
+    at_end: Callable[..., None]  # calls a function when the step under way has ended
 
 
 def text_engine(

@@ -41,9 +41,9 @@ def cheapest(meets: Meets, layout: Layout, prices: Prices, most_workers: int) ->
         return tried[counts]
 
     num_roles = 3 if layout.takes_images else 2
-    ample = max(1, most_workers // num_roles)
+    ample = most_workers // num_roles
     plenty = (ample,) * num_roles
-    if not does(plenty):
+    if not ample or not does(plenty):
         return None
 
     def does_with(place: int, count: int) -> bool:

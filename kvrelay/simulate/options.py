@@ -112,9 +112,7 @@ class TrafficOptions(Options, frozen=True, kw_only=True):
     prefixes: Annotated[Positive, Meta(description="different prefixes of long-prefix traffic")] = 4
     pause_s: Annotated[float, Meta(gt=0.0, description="mean pause before a further question of a conversation")] = 2.0
     image_share: Annotated[float, Meta(ge=0.0, le=1.0, description="share of the questions that have an image")] = 0.0
-    image_tokens: Annotated[
-        Positive, Meta(description="of an image's embedding, which come to the prompt besides its words")
-    ] = 1024
+    image_tokens: Annotated[Positive, Meta(description="tokens of an image, besides the words of its question")] = 1024
     images: Annotated[Count, Meta(description="different images that are drawn from; 0: each is its own")] = 0
     seed: Annotated[Count, Meta(description="the same seed gives the same traffic and the same result")] = 0
     trace: Annotated[str, Meta(description="file of requests (JSON lines) instead of traffic from a seed")] = ""

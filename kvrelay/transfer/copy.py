@@ -42,7 +42,7 @@ def _best_copy() -> _Copy:
 
 
 def _copy_by_ctypes(to_address: int, from_address: int, ranges: Ranges, stop: ctypes.c_int32) -> bool:
-    """Where there is no compiler: one call per slice, good for large ranges and slow for thousands of small ones."""
+    """Where there is no native code: one call per slice, good for large ranges and slow for thousands of small ones."""
     for to_offset, from_offset, size in ranges.tolist():
         for done in range(0, size, _SLICE_BYTES):
             if stop.value:

@@ -1,8 +1,8 @@
 """Python's garbage collector in a process that serves.
 
 What exists before the first request lives as long as the process, and what a step makes is gone with the next one, without the
-collector. What is left for it are a few circles a request. A look at everything, the prefix cache's tens of thousands of blocks
-among it, stops a worker for 40 to 60 ms: with Python's own thresholds every few hundred steps of a large batch.
+collector. What is left for it is a few reference cycles a request. A look at everything, with the prefix cache's tens of
+thousands of blocks, stops a worker for 40 to 60 ms: with Python's own thresholds every few hundred steps of a large batch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _THRESHOLDS = (20_000, 20, 50)
 
 
 def spare_the_collector() -> None:
-    """It need not look again and again at what exists now."""
+    """What exists now lives as long as the process, so it need not be looked at again."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*_THRESHOLDS)

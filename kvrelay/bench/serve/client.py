@@ -65,7 +65,7 @@ class Target:
     model: str
     headers: dict[str, str]
     ignore_eos: bool
-    shows_special: bool = False  # so that every token has a text, those of full-length answers behind their end too
+    shows_special: bool = False  # so that with `ignore_eos` tokens after an answer's end have text, too
 
     def body(self, messages: list[dict[str, str]], max_tokens: int) -> dict[str, Any]:
         fields: dict[str, Any] = {

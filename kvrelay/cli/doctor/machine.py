@@ -16,7 +16,7 @@ from kvrelay.cli.doctor.finding import Checks, Finding, Grade
 from kvrelay.cli.doctor.host import check_card_transports
 from kvrelay.config import Environment, ModelOptions
 from kvrelay.kernels.native import prebuilt
-from kvrelay.kernels.native.build import COMPILERS
+from kvrelay.native.compiler import find_compiler
 
 _LIBRARIES = ("torch", "numpy", "safetensors", "tokenizers", "llguidance", "msgspec", "pyzmq", "uvicorn", "uvloop")
 _MINIMUM_PYTHON = (3, 11)
@@ -102,7 +102,7 @@ def check_compiler(environment: Environment) -> Finding:
         return Finding(Grade.WARN, "native kernels are switched off", "unset KVRELAY_NATIVE")
     if (brought := prebuilt.find()) is not None:
         return Finding(Grade.OK, f"not needed: the package brings {brought.stem}")
-    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    compiler = find_compiler()
     if compiler is None:
         return Finding(Grade.WARN, "no C compiler", "install gcc or clang: native CPU kernels are faster than torch's")
     return Finding(Grade.OK, compiler)

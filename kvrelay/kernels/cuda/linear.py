@@ -100,8 +100,8 @@ def _one_row_kernel(
 
 @triton.jit
 def _row_tile(x, rows, columns, num_rows, width, EVEN_IN: tl.constexpr, SCALED: tl.constexpr):
-    """A tile of x, transposed; beside weights in fp8, which one instruction widens to float16 and several to bfloat16, what has
-    16 bits becomes float16, whose range activations keep within: what does not is cut."""
+    """A tile of x, transposed. Beside weights in fp8, which one instruction widens to float16 and several to bfloat16, values
+    of 16 bits become float16; what exceeds its range, which activations hardly do, is clamped."""
     values = tl.trans(_tile(x, rows, columns, num_rows, width, False, EVEN_IN))
     if SCALED and x.dtype.element_ty != tl.float32:
         values = tl.clamp(values.to(tl.float32), -65504.0, 65504.0).to(tl.float16)

@@ -1,7 +1,8 @@
 """Which variant of a kernel a shape gets: measured on an H200 with `python -m kvrelay.kernels.cuda.tune`, in CUDA graphs.
 
 Those of decode attention and of linears are the best of a whole captured step of Llama-3.1-8B's shape. Weights in fp8: 2.96 ms
-a step became 2.51 at one row; of several rows the library's product took 4.50 ms where Triton's took 8.27.
+a step became 2.51 at one row; of several rows the library's products took 4.50 ms where Triton's took 8.27, so there only wide
+ones of up to 16 rows are Triton's.
 
 Shapes are all that is asked here, never lengths on the device, so a choice holds for every replay of a captured graph.
 """

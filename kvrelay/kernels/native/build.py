@@ -17,7 +17,6 @@ import os
 import pathlib
 import platform
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -25,9 +24,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from kvrelay.kernels.native import prebuilt
+from kvrelay.native.compiler import COMPILERS, find_compiler
 
 _FOLDER = pathlib.Path(__file__).parent
-COMPILERS = ("cc", "gcc", "clang")
 # Contracting a * b + c, or reordering sums, would make a row's result depend on its batch. Scheduling before registers are
 # assigned makes GCC copy accumulators in the innermost loops, which costs a fifth of the speed.
 FLAGS = ("-O3", "-std=gnu11", "-ffp-contract=off", "-fno-schedule-insns", "-fvisibility=hidden", "-fPIC", "-shared")
@@ -63,7 +62,10 @@ def _library(cache_dir: pathlib.Path, compilers: Sequence[str], processor: Seque
     if brought is not None and processor == _THIS_PROCESSOR:
         with suppress(OSError):  # made for another C library
             return ctypes.CDLL(str(brought))
-    return _cached_library(cache_dir / "kernels", _find_compiler(compilers), processor)
+    compiler = find_compiler(compilers)
+    if compiler is None:
+        raise KernelsUnavailableError(f"there is no C compiler on PATH (looked for {', '.join(compilers)})")
+    return _cached_library(cache_dir / "kernels", compiler, processor)
 
 
 def _cached_library(folder: pathlib.Path, compiler: str, processor: Sequence[str]) -> ctypes.CDLL:
@@ -103,13 +105,6 @@ def _locked(path: pathlib.Path) -> Iterator[None]:
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-def _find_compiler(names: Sequence[str]) -> str:
-    for name in names:
-        if found := shutil.which(name):
-            return found
-    raise KernelsUnavailableError(f"there is no C compiler on PATH (looked for {', '.join(names)})")
 
 
 def _compile(compiler: str, processor: Sequence[str], path: pathlib.Path) -> None:

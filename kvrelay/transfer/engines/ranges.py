@@ -1,4 +1,4 @@
-"""Arithmetic on ranges that several engines need. What every move passes through is native where there is a compiler."""
+"""Arithmetic on ranges that several engines need. What every move passes through is native where it can be."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def coalesce(ranges: Ranges, local_size_bytes: int = MAX_BYTES, remote_size_byte
 
 
 def prepare() -> None:
-    """Compiles, so that the first move does not wait for it."""
+    """Loads or compiles native code, so that the first move does not wait for it."""
     _native()
 
 
