@@ -9,7 +9,7 @@ const CHARTS = [
   { title: "Time to first token", lines: [["ttft50", "median"], ["ttft95", "95 %"]], format: seconds, least: 0.05 },
   { title: "Between tokens", lines: [["token50", "median"], ["token95", "95 %"]], format: seconds, least: 0.01 },
   { title: "Queue", lines: [["waiting", "waiting"], ["running", "running"]], format: (value) => String(Math.round(value)), least: 4 },
-  { title: "Tokens per second", lines: [["output", "generated"], ["prompt", "prompt, computed"]], format: short, least: 10 },
+  { title: "Tokens per second", lines: [["output", "generated"], ["prompt", "prefilled"]], format: short, least: 10 },
   { title: "Cache hits", lines: [["hits", "of prompts"]], format: (value) => `${Math.round(value)}\u00a0%`, least: 100 },
 ];
 
