@@ -36,13 +36,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Beside(config, log)
 
 
-def pytest_runtest_setup() -> None:
-    """Where tests run beside each other, PyTorch computes with one thread: two wait for one another, at work, for a core that
-    another test has."""
-    if "PYTEST_XDIST_WORKER" in os.environ and (torch := sys.modules.get("torch")):
-        torch.set_num_threads(1)
-
-
 @pytest.fixture(autouse=True)
 def _untouched_log() -> Iterator[None]:
     """A command that runs in this process sets up the log for good. The next test finds it as if none had: pytest adds
