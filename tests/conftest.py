@@ -16,7 +16,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("KVRELAY_OFFLINE", "0")  # the default model may be fetched
 
 
-LONG_TIMEOUT_S = 1800
+LONG_TIMEOUT_S = 3600
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator
 
-PATIENCE_S = 300.0
+PATIENCE_S = 600.0
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.001, 0.05
 
 
