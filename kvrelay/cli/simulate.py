@@ -95,6 +95,10 @@ def _find(layout: Layout, run_one: Callable[[Layout], Outcome], targets: Targets
         return share >= options.good_share
 
     prices = Prices(prefill=options.prefill_price, decode=options.decode_price, encode=options.encode_price)
+    if layout.takes_images and options.most_workers < 3:
+        raise ConfigError(
+            "--find: --most-workers: with images a cluster has at least 3 workers, an encode, a prefill and a decode one"
+        )
     found = cheapest(meets, layout, prices, options.most_workers)
     if found is None:
         raise ConfigError(f"--find: no cluster of up to {options.most_workers} workers (--most-workers) meets the targets")

@@ -1,7 +1,12 @@
 """LoRA adapters of a cluster: which there are, and an operator's orders to load and unload them on every worker.
 
-An order goes to all workers that compute, and ends when each has answered. One that fails anywhere is taken back everywhere, so
-that a name means the same adapter on all of them or on none.
+An order goes to all workers that compute, and ends when each has answered. All of them read an adapter before any uses it:
+
+    LoadAdapter  ->  each reads the folder, sets the adapter aside, and answers
+    UseAdapter   ->  all could: it takes its name, in the place of one that had it
+    DropAdapter  ->  some could not: nothing has changed anywhere
+
+What holds longer than an order:
 
     a worker carried out an operator's order  ->  it tells all routers: that is what the name is to mean
     a worker comes, or comes back             ->  each router compares what it has with that, and orders the difference
@@ -17,13 +22,13 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvrelay.errors import ConflictError, InvalidRequestError, NotFoundError, RequestError, UnavailableError
+from kvrelay.errors import ConflictError, InvalidRequestError, NotFoundError, UnavailableError
 from kvrelay.ids import WorkerId
 from kvrelay.log import Log
 from kvrelay.router.backend import AdapterChange
 from kvrelay.router.peer import Peer
 from kvrelay.states import Role
-from kvrelay.wire.adapters import AdaptersTold, LoadAdapter, UnloadAdapter
+from kvrelay.wire.adapters import AboutAdapters, AdaptersTold, DropAdapter, LoadAdapter, UnloadAdapter, UseAdapter
 from kvrelay.wire.registry import Adapter
 
 _ANSWER_WITHIN_S = 120.0  # large adapters on slow disks
@@ -47,15 +52,28 @@ def _generates(peer: Peer) -> bool:
 
 @dataclass(slots=True, eq=False)
 class _Order:
-    unanswered: set[WorkerId]
+    name: str
+    asked: Sequence[Peer]
+    unanswered: Sequence[Peer]  # when the order has ended: in time
     ended: asyncio.Future[None]
+    done_by: list[Peer] = field(default_factory=list)
     errors: dict[WorkerId, str] = field(default_factory=dict)
 
-    def answered_by(self, worker_id: WorkerId, error: str) -> None:
-        if worker_id in self.unanswered:
-            self.unanswered.discard(worker_id)
+    @property
+    def has_failed(self) -> bool:
+        return bool(self.errors or self.unanswered)
+
+    def answered_by(self, peer: Peer, error: str) -> None:
+        if peer in self.unanswered:
             if error:
-                self.errors[worker_id] = error
+                self.errors[peer.id] = error
+            else:
+                self.done_by.append(peer)
+            self.without(peer)
+
+    def without(self, peer: Peer) -> None:
+        """It has answered, or is gone."""
+        self.unanswered = [each for each in self.unanswered if each is not peer]
         if not self.unanswered and not self.ended.done():
             self.ended.set_result(None)
 
@@ -95,45 +113,49 @@ class AdapterOrders:
 
     async def load(self, name: str, path: str, *, in_place: bool) -> AdapterChange:
         async with self._one_by_one:
-            known = name in adapters_of(self._peers())
-            if known and not in_place:
+            if not in_place and name in adapters_of(self._peers()):
                 raise ConflictError(f"the LoRA adapter {name!r} is loaded already; load_inplace replaces it", param="lora_name")
-            asked, order = await self._give(lambda order: LoadAdapter(order=order, name=name, path=path))
-            if order.errors and not known:
-                await self._give(lambda order: UnloadAdapter(order=order, name=name))
-            _check(order, f"the LoRA adapter {name!r} was not loaded")
-            return AdapterChange(name=name, workers=asked)
+            read = await self._give(self._peers(), lambda order: LoadAdapter(order=order, name=name, path=path))
+            if read.has_failed:
+                for peer in read.asked:
+                    peer.send(DropAdapter(read=read.name))
+            _check(read, f"the LoRA adapter {name!r} was not loaded")
+            used = await self._give(read.done_by, lambda order: UseAdapter(order=order, read=read.name))
+            if not used.done_by:
+                _check(used, f"the LoRA adapter {name!r} was not loaded")
+            self._catch_up_all()  # those that came meanwhile, or were away for a moment
+            return AdapterChange(name=name, workers=[peer.id for peer in used.done_by])
 
     async def unload(self, name: str) -> AdapterChange:
         async with self._one_by_one:
             if name not in self.known:
                 raise NotFoundError(f"there is no LoRA adapter {name[:200]!r}", param="lora_name", code="adapter_not_found")
-            asked, order = await self._give(lambda order: UnloadAdapter(order=order, name=name))
+            order = await self._give(self._peers(), lambda order: UnloadAdapter(order=order, name=name))
             _check(order, f"the LoRA adapter {name!r} was not unloaded everywhere")
-            return AdapterChange(name=name, workers=asked)
+            return AdapterChange(name=name, workers=[peer.id for peer in order.done_by])
 
-    async def _give(self, message: Callable[[str], LoadAdapter | UnloadAdapter]) -> tuple[list[WorkerId], _Order]:
+    async def _give(self, peers: Sequence[Peer], message: Callable[[str], AboutAdapters]) -> _Order:
+        """Ends when each has answered, is gone, or has had its time. Raises UnavailableError if all are gone."""
         name = uuid.uuid4().hex
-        asked = [peer.id for peer in self._peers() if peer.record.role is not Role.ENCODE and peer.send(message(name))]
-        if not asked:
-            raise UnavailableError("no worker can be reached", code="no_worker")
-        order = self._orders[name] = _Order(set(asked), asyncio.get_running_loop().create_future())
-        await asyncio.wait((order.ended,), timeout=_ANSWER_WITHIN_S)
+        asked = [peer for peer in peers if peer.record.role is not Role.ENCODE and peer.send(message(name))]
+        order = self._orders[name] = _Order(name, asked, asked, asyncio.get_running_loop().create_future())
+        if asked:
+            await asyncio.wait((order.ended,), timeout=_ANSWER_WITHIN_S)
         del self._orders[name]
-        for worker_id in list(order.unanswered):
-            order.answered_by(worker_id, f"no answer within {_ANSWER_WITHIN_S:g} s")
-        return asked, order
+        if not order.done_by and not order.has_failed:
+            raise UnavailableError("no worker can be reached", code="no_worker")
+        return order
 
     def told(self, peer: Peer, told: AdaptersTold) -> None:
         log.info("adapters of a worker", worker=peer.id, adapters=",".join(adapter.name for adapter in told.adapters))
         self._seen[peer.id] = has = {adapter.name: adapter for adapter in told.adapters}
-        if told.decided and peer in self._peers():  # not of one that serves another model
+        if told.decided and not peer.refusal:  # it serves this model, even if it is about to leave
             self._decided[told.decided] = has.get(told.decided)
             peer.adapter_failures.pop(told.decided, None)
         self._note()
         order = self._orders.get(told.order)
         if order is not None:
-            order.answered_by(peer.id, told.error)
+            order.answered_by(peer, told.error)
         caught_up = self._catching_up.pop(told.order, None)
         if caught_up is not None:
             if told.error:
@@ -157,14 +179,12 @@ class AdapterOrders:
                 self._decided[name] = adapter
         self._seen[peer.id] = has
         self._note()
-        for each in self._peers():
-            self._catch_up(each)
-        self._on_awaited()
+        self._catch_up_all()
 
     def lost(self, peer: Peer) -> None:
         """A worker that is gone does not count: another that comes in its place is another worker."""
         for order in self._orders.values():
-            order.answered_by(peer.id, "")
+            order.without(peer)
         self._catching_up = {order: each for order, each in self._catching_up.items() if each.peer is not peer}
 
     def left(self, peer: Peer) -> None:
@@ -175,6 +195,11 @@ class AdapterOrders:
         peers = self._peers()
         if any(map(_generates, peers)):
             self._last = adapters_of(peers)
+
+    def _catch_up_all(self) -> None:
+        for peer in self._peers():
+            self._catch_up(peer)
+        self._on_awaited()
 
     def _catch_up(self, peer: Peer) -> None:
         """Orders what the worker has missed, once."""
@@ -193,7 +218,7 @@ class AdapterOrders:
 
 
 def _check(order: _Order, what: str) -> None:
-    if order.errors:
-        worker_id, reason = next(iter(order.errors.items()))
-        error: type[RequestError] = UnavailableError if reason.startswith("no answer") else InvalidRequestError
-        raise error(f"{what}: worker {worker_id}: {reason}", param="lora_path")
+    for worker_id, reason in order.errors.items():
+        raise InvalidRequestError(f"{what}: worker {worker_id}: {reason}", param="lora_path")
+    for peer in order.unanswered:
+        raise UnavailableError(f"{what}: worker {peer.id}: no answer within {_ANSWER_WITHIN_S:g} s", param="lora_path")

@@ -30,7 +30,7 @@ from kvrelay.simulate.relay import Network
 from kvrelay.simulate.runner import CostRunner
 from kvrelay.states import Role, WorkerState
 from kvrelay.wire import PROTOCOL_VERSION
-from kvrelay.wire.adapters import LoadAdapter, UnloadAdapter
+from kvrelay.wire.adapters import AdapterMessage
 from kvrelay.wire.events import Freed, Removed, Stored
 from kvrelay.wire.registry import WorkerRecord
 from kvrelay.wire.serving import (
@@ -337,7 +337,7 @@ class SimulatedWorker:
                 self.peer.heard(Welcome(version=PROTOCOL_VERSION, worker=record))
             case ReleaseKept():
                 self.engine.release_kept(message.kept_ids)
-            case Ping() | Remember() | Forget() | AskKept() | LoadAdapter() | UnloadAdapter():
+            case Ping() | Remember() | Forget() | AskKept() | AdapterMessage():
                 pass  # of no concern in a simulation
             case _:
                 assert_never(message)

@@ -12,12 +12,27 @@ class AdapterMessage(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_d
 
 
 class LoadAdapter(AdapterMessage, frozen=True, kw_only=True):
-    """Read a LoRA adapter. One that has the name gives way to it. Answered by AdaptersTold."""
+    """Read a LoRA adapter. An operator's is set aside until UseAdapter or DropAdapter, any other takes its name at once.
+    Answered by AdaptersTold."""
 
     order: str  # the router's name for it
     name: str
     path: str
     digest: str = ""  # what it must have; empty: an operator's order, which decides what the name means
+
+
+class UseAdapter(AdapterMessage, frozen=True, kw_only=True):
+    """Every worker has read it: what was set aside takes its name, and one that has the name gives way to it. Answered by
+    AdaptersTold."""
+
+    order: str
+    read: str  # the order by which it was read
+
+
+class DropAdapter(AdapterMessage, frozen=True, kw_only=True):
+    """Some worker could not read it: what was set aside, or still will be, is not used. Not answered."""
+
+    read: str
 
 
 class UnloadAdapter(AdapterMessage, frozen=True, kw_only=True):
@@ -35,3 +50,6 @@ class AdaptersTold(AdapterMessage, frozen=True, kw_only=True):
     order: str = ""
     error: str = ""  # why the order was not carried out; empty: it was
     decided: str = ""  # the name that an operator has just loaded or unloaded here: what it is now, it is to be everywhere
+
+
+AboutAdapters = LoadAdapter | UseAdapter | DropAdapter | UnloadAdapter

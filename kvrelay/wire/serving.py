@@ -15,6 +15,7 @@ router                                   worker
   | AskKept ------------------------------> |   a router that did not serve the parent looks for it
   | <----------------------------- KeptTold |
   | LoadAdapter, UnloadAdapter -----------> |   an operator's order about LoRA adapters
+  | UseAdapter, DropAdapter --------------> |   once every worker has read what LoadAdapter named, or some could not
   | <------------------------- AdaptersTold |   its end, to the router that gave it; and to all others which there are now
 """
 
@@ -37,7 +38,7 @@ from kvrelay.errors import (
 from kvrelay.ids import KeptId, RequestId, RouterId, TransferId, WorkerId
 from kvrelay.sampling import SamplingParams
 from kvrelay.states import FinishReason, Role, Stage
-from kvrelay.wire.adapters import AdaptersTold, LoadAdapter, UnloadAdapter
+from kvrelay.wire.adapters import AboutAdapters, AdaptersTold
 from kvrelay.wire.registry import WorkerLoad, WorkerRecord
 
 Logprob = tuple[int, float]  # token id, natural logarithm of its probability
@@ -394,5 +395,5 @@ class StepOutputs(Message, frozen=True, kw_only=True):
 
 
 AboutParents = Remember | Forget | AskKept | ReleaseKept
-ToWorker = Hello | Submit | Encode | Abort | Finish | Ping | PeerLost | Drain | AboutParents | LoadAdapter | UnloadAdapter
+ToWorker = Hello | Submit | Encode | Abort | Finish | Ping | PeerLost | Drain | AboutParents | AboutAdapters
 ToRouter = Welcome | Refused | StepOutputs | KeptTold | Forgotten | AdaptersTold

@@ -13,7 +13,7 @@ import msgspec
 from kvrelay.engine.interfaces import Adapters, LoadedAdapter, NoAdapters
 from kvrelay.errors import ModelError
 from kvrelay.log import Log
-from kvrelay.wire.adapters import AdaptersTold, LoadAdapter, UnloadAdapter
+from kvrelay.wire.adapters import AdaptersTold, DropAdapter, LoadAdapter, UnloadAdapter, UseAdapter
 from kvrelay.wire.registry import Adapter
 
 log = Log("worker")
@@ -36,6 +36,7 @@ class AdapterOrders:
         self.adapters: Adapters = NoAdapters()
         self._wake = wake
         self._ordered: set[str] = set()  # names of those that no option has brought
+        self._aside: dict[tuple[bytes, str], _Read | None] = {}  # by router and order; None: it is still read
         self._read: queue.SimpleQueue[_Read] = queue.SimpleQueue()
 
     def records(self) -> list[Adapter]:
@@ -43,7 +44,23 @@ class AdapterOrders:
         return [msgspec.structs.replace(record, is_ordered=record.name in self._ordered) for record in found]
 
     def load(self, identity: bytes, order: LoadAdapter) -> None:
+        if not order.digest:
+            self._aside[identity, order.order] = None
         threading.Thread(target=self._load, args=(identity, order), name="read-adapter", daemon=True).start()
+
+    def use(self, identity: bytes, order: UseAdapter) -> AdaptersTold:
+        read = self._aside.pop((identity, order.read), None)
+        if read is None:
+            return AdaptersTold(order=order.order, adapters=self.records(), error="the worker has not read the adapter")
+        self._add(read)
+        return AdaptersTold(order=order.order, adapters=self.records(), decided=read.order.name)
+
+    def drop(self, identity: bytes, order: DropAdapter) -> None:
+        self._aside.pop((identity, order.read), None)
+
+    def forget(self, identity: bytes) -> None:
+        """The router is gone, and will not say whether what it ordered is to be used."""
+        self._aside = {key: read for key, read in self._aside.items() if key[0] != identity}
 
     def unload(self, order: UnloadAdapter) -> AdaptersTold:
         if self.adapters.unload(order.name):
@@ -56,15 +73,22 @@ class AdapterOrders:
         told: list[tuple[bytes, AdaptersTold]] = []
         while not self._read.empty():
             read = self._read.get()
-            order, decided = read.order, ""
-            if read.adapter is not None:
-                self.adapters.add(order.name, order.path, read.adapter)
-                self._ordered.add(order.name)
-                decided = "" if order.digest else order.name
-                log.info("LoRA adapter loaded", name=order.name, digest=read.adapter.digest)
-            answer = AdaptersTold(order=order.order, adapters=self.records(), error=read.error, decided=decided)
+            key = (read.identity, read.order.order)
+            if read.adapter is None:
+                self._aside.pop(key, None)
+            elif read.order.digest:
+                self._add(read)
+            elif key in self._aside:
+                self._aside[key] = read
+            answer = AdaptersTold(order=read.order.order, adapters=self.records(), error=read.error)
             told.append((read.identity, answer))
         return told
+
+    def _add(self, read: _Read) -> None:
+        assert read.adapter is not None
+        self.adapters.add(read.order.name, read.order.path, read.adapter)
+        self._ordered.add(read.order.name)
+        log.info("LoRA adapter loaded", name=read.order.name, digest=read.adapter.digest)
 
     def _load(self, identity: bytes, order: LoadAdapter) -> None:
         try:

@@ -25,7 +25,7 @@ from kvrelay.planes.curve import Socket, listening
 from kvrelay.planes.loop_socket import bound_address, try_send
 from kvrelay.states import Role, WorkerState
 from kvrelay.wire import PROTOCOL_VERSION, check_version
-from kvrelay.wire.adapters import AdaptersTold, LoadAdapter, UnloadAdapter
+from kvrelay.wire.adapters import AdaptersTold, DropAdapter, LoadAdapter, UnloadAdapter, UseAdapter
 from kvrelay.wire.codec import Decoder, encode
 from kvrelay.wire.registry import WorkerLoad, WorkerRecord
 from kvrelay.wire.serving import (
@@ -192,6 +192,10 @@ class ServingLoop:
                 self._engine.release_kept(message.kept_ids)
             case LoadAdapter():
                 self.orders.load(identity, message)
+            case UseAdapter():
+                self._tell_adapters(identity, self.orders.use(identity, message))
+            case DropAdapter():
+                self.orders.drop(identity, message)
             case UnloadAdapter():
                 self._tell_adapters(identity, self.orders.unload(message))
             case Remember():
@@ -355,6 +359,7 @@ class ServingLoop:
     def _forget(self, router: Caller) -> None:
         self._abort(router, list(router.open))
         self._callers.forget(router)
+        self.orders.forget(router.identity)
 
     def _fail_all(self, error: RequestError) -> None:
         for router in self._callers:

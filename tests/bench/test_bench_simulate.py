@@ -35,12 +35,12 @@ def test_the_requests_that_were_asked_are_simulated() -> None:
 
 
 def test_costs_are_those_of_a_pass_alone_and_how_much_others_slow_it() -> None:
-    """Batches were measured with both decode workers busy; a round on a busier machine has the same ratios."""
+    """Batches were measured with both decode workers busy."""
     found = Measured(
         prompts={1.0: [(99, 50.0), (100, 60.0), (101, 90.0)]},
         steps={1: [15.0, 18.0, 27.0], 4: [30.0, 36.0, 54.0]},
-        shared_prompts={1: [50.0, 60.0, 90.0], 3: [100.0, 120.0, 180.0]},
-        shared_steps={1: [10.0, 12.0, 18.0], 2: [15.0, 18.0, 27.0]},
+        shared_prompts={1: [1.0, 1.0, 1.0], 3: [1.9, 2.0, 2.3]},
+        shared_steps={1: [1.0, 1.0, 1.0], 2: [1.5, 1.5, 1.6]},
         hand_overs=[2.0, 3.0, 4.0],
         jitter=[0.9, 1.0, 1.1],
     )
@@ -81,6 +81,29 @@ def test_a_machine_is_measured_as_it_is(pairs: int, monkeypatch: pytest.MonkeyPa
     assert dict(costs.decode_sharing)[2 * pairs] == pytest.approx(2.0)
     assert costs.latency_ms == pytest.approx(5.0)
     assert calibration.drift == pytest.approx(1.0)
+
+
+def test_a_slower_round_is_compared_with_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if in another one no step was seen beside the prompts, as all streams were over when these came."""
+    slowness = [1.0]
+
+    def meet(target: Target, sessions: Sequence[Session], concurrency: int, title: str) -> tuple[list[Asked], float]:
+        found, seconds = meet_a_machine(target, sessions, concurrency, title)
+        has_later = any(session.at_s for session in sessions)
+        for one, session in zip(found, sessions, strict=True):
+            one.times[:] = [one.sent_at + slowness[0] * (at - one.sent_at) for at in one.times]
+            if slowness == [1.0] and has_later and not session.at_s:
+                del one.times[3:]
+        return found, seconds
+
+    monkeypatch.setattr(calibrate, "run_sessions", meet)
+    calibration = Calibration(Target("", "", {}, ignore_eos=True), 2, 200)
+    for slowness[0] in (1.0, 2.0, 4.0):
+        calibration.round()
+    assert len(calibration.measured.shared_steps[4]) == 2
+    assert dict(calibration.costs.prefill_sharing)[4] == pytest.approx(2.0)
+    assert dict(calibration.costs.decode_sharing)[4] == pytest.approx(2.0)
+    assert calibration.drift == pytest.approx(4.0)
 
 
 def test_a_real_cluster_and_its_simulation_answer_the_same_requests() -> None:

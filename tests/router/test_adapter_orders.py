@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 import pytest
 from registry_records import make_record
 
-from kvrelay.errors import InvalidRequestError
+from kvrelay.errors import InvalidRequestError, UnavailableError
 from kvrelay.ids import WorkerId, new_worker_id
+from kvrelay.router import adapters
 from kvrelay.router.adapters import AdapterOrders
 from kvrelay.states import Role
-from kvrelay.wire.adapters import AdaptersTold, LoadAdapter, UnloadAdapter
+from kvrelay.wire.adapters import AboutAdapters, AdaptersTold, DropAdapter, LoadAdapter, UnloadAdapter, UseAdapter
 from kvrelay.wire.registry import Adapter, WorkerRecord
 
 
@@ -29,11 +31,14 @@ class Worker:
         has = [Adapter(name=name, digest=digest_of(f"/{name}"), path=f"/{name}") for name in options]
         self.record: WorkerRecord = make_record(id=self.id, role=role, adapters=has)
         self.adapter_failures: dict[str, str] = {}
+        self.refusal = ""
         self.fails = fails
-        self.told: list[LoadAdapter | UnloadAdapter] = []
+        self.is_slow = False
+        self.aside: dict[str, LoadAdapter] = {}
+        self.told: list[AboutAdapters] = []
         self.company: list[AdapterOrders] = []
 
-    def send(self, message: LoadAdapter | UnloadAdapter) -> bool:
+    def send(self, message: AboutAdapters) -> bool:
         self.told.append(message)
         return True
 
@@ -41,28 +46,44 @@ class Worker:
     def has(self) -> list[str]:
         return [adapter.name for adapter in self.record.adapters]
 
+    @property
+    def paths(self) -> dict[str, str]:
+        return {adapter.name: adapter.path for adapter in self.record.adapters}
+
     def answer(self) -> None:
         """What it was told, to the first of its routers; the others hear what it has now."""
-        while self.told:
+        while self.told and not self.is_slow:
             message = self.told.pop(0)
-            error, decided = "", message.name
-            found = {adapter.name: adapter for adapter in self.record.adapters}
             match message:
+                case LoadAdapter() if self.fails:
+                    self.tell(message.order, error=self.fails)
+                case LoadAdapter() if message.digest:
+                    self.add(message)
+                    self.tell(message.order)
                 case LoadAdapter():
-                    error = self.fails
-                    decided = "" if error or message.digest else message.name
-                    if not error:
-                        found[message.name] = Adapter(
-                            name=message.name, digest=digest_of(message.path), path=message.path, is_ordered=True
-                        )
+                    self.aside[message.order] = message
+                    self.tell(message.order)
+                case UseAdapter():
+                    self.add(read := self.aside.pop(message.read))
+                    self.tell(message.order, decided=read.name)
+                case DropAdapter():
+                    self.aside.pop(message.read, None)
                 case UnloadAdapter():
-                    decided = message.name if message.decides else ""
-                    found.pop(message.name, None)
-            self.record = msgspec.structs.replace(self.record, adapters=list(found.values()))
-            for index, orders in enumerate(self.company):
-                told = AdaptersTold(adapters=self.record.adapters, decided=decided)
-                first = msgspec.structs.replace(told, order=message.order, error=error)
-                orders.told(self, told if index else first)  # type: ignore[arg-type]
+                    self.keep(adapter for adapter in self.record.adapters if adapter.name != message.name)
+                    self.tell(message.order, decided=message.name if message.decides else "")
+
+    def add(self, read: LoadAdapter) -> None:
+        added = Adapter(name=read.name, digest=digest_of(read.path), path=read.path, is_ordered=True)
+        self.keep([*(adapter for adapter in self.record.adapters if adapter.name != read.name), added])
+
+    def keep(self, adapters: Iterable[Adapter]) -> None:
+        self.record = msgspec.structs.replace(self.record, adapters=list(adapters))
+
+    def tell(self, order: str, *, error: str = "", decided: str = "") -> None:
+        for index, orders in enumerate(self.company):
+            told = AdaptersTold(adapters=self.record.adapters, decided=decided)
+            first = msgspec.structs.replace(told, order=order, error=error)
+            orders.told(self, told if index else first)  # type: ignore[arg-type]
 
 
 class World:
@@ -137,7 +158,7 @@ async def test_what_was_unloaded_or_replaced_is_so_on_a_worker_whose_options_say
     later = Worker(Role.WHOLE, "a", "b", "c")
     world.add(later)
     world.answer()
-    assert {adapter.name: adapter.path for adapter in later.record.adapters} == {"b": "/other", "c": "/c"}
+    assert later.paths == {"b": "/other", "c": "/c"}
 
 
 async def test_every_router_knows_what_one_of_them_was_told_and_so_does_one_that_starts_later() -> None:
@@ -152,7 +173,7 @@ async def test_every_router_knows_what_one_of_them_was_told_and_so_does_one_that
     third.opened(worker)  # type: ignore[arg-type]
     later = Worker(Role.WHOLE)
     world.add(later)
-    assert [message.name for message in later.told] == ["sql", "sql"]
+    assert [message.name for message in later.told if isinstance(message, LoadAdapter)] == ["sql", "sql"]
     world.answer()
     assert later.has == ["sql"]
     assert list(second.known) == list(third.known) == ["sql"]
@@ -191,7 +212,7 @@ async def test_a_worker_that_cannot_load_what_it_missed_is_shown_and_not_asked_a
     assert later.has == ["sql"]
 
 
-async def test_an_order_that_is_taken_back_is_not_given_to_workers_that_come_later() -> None:
+async def test_an_order_that_has_failed_is_not_given_to_workers_that_come_later() -> None:
     world = World()
     world.add(Worker(), Worker(fails="no room"))
     (orders,) = world.routers
@@ -201,6 +222,80 @@ async def test_an_order_that_is_taken_back_is_not_given_to_workers_that_come_lat
     world.add(later)
     assert later.told == []
     assert [worker.has for worker in world.workers] == [[], [], []]
+
+
+async def test_one_that_some_worker_cannot_read_replaces_none() -> None:
+    world, good, bad = World(2), Worker(Role.WHOLE), Worker(Role.WHOLE)
+    world.add(good, bad)
+    first, second = world.routers
+    await world.order(first.load("sql", "/sql", in_place=False))
+    bad.fails = "no answer is in the folder"  # whatever it says: the order is at fault, not the cluster
+    with pytest.raises(InvalidRequestError, match=f"was not loaded: worker {bad.id}: no answer is"):
+        await world.order(first.load("sql", "/other", in_place=True))
+    world.answer()
+    assert good.paths == bad.paths == {"sql": "/sql"}
+    assert good.aside == {}
+    assert first.known["sql"].path == second.known["sql"].path == "/sql"
+
+
+async def test_a_worker_that_does_not_answer_in_time_gets_nothing_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapters, "_ANSWER_WITHIN_S", 0.01)
+    world, quick, slow = World(), Worker(Role.WHOLE), Worker(Role.WHOLE)
+    world.add(quick, slow)
+    (orders,) = world.routers
+    slow.is_slow = True
+    with pytest.raises(UnavailableError, match=f"worker {slow.id}: no answer within"):
+        await world.order(orders.load("sql", "/sql", in_place=False))
+    slow.is_slow = False
+    world.answer()
+    assert quick.has == slow.has == []
+    assert quick.aside == slow.aside == {}
+    assert dict(orders.known) == {}
+
+
+async def test_a_worker_that_comes_while_others_read_an_adapter_is_given_it() -> None:
+    world, worker, later = World(), Worker(Role.WHOLE), Worker(Role.WHOLE)
+    world.add(worker)
+    (orders,) = world.routers
+    loading = asyncio.ensure_future(orders.load("sql", "/sql", in_place=False))
+    while not worker.told:
+        await asyncio.sleep(0)
+    world.add(later)
+    await world.order(loading)
+    world.answer()
+    assert later.has == ["sql"]
+    assert not orders.awaited
+
+
+async def test_workers_of_another_model_decide_nothing() -> None:
+    world, worker, other = World(), Worker(Role.WHOLE), Worker(Role.WHOLE)
+    world.add(worker)
+    (orders,) = world.routers
+    other.company, other.refusal = world.routers, "it serves another model"
+    orders.opened(other)  # type: ignore[arg-type]
+    other.add(LoadAdapter(order="", name="sql", path="/sql"))
+    other.tell("", decided="sql")
+    world.add(Worker(Role.WHOLE))
+    assert [each.told for each in world.workers] == [[], []]
+    assert dict(orders.known) == {}
+
+
+async def test_an_order_that_the_only_worker_carries_out_while_it_drains_holds_for_its_successor() -> None:
+    world, worker = World(), Worker(Role.WHOLE)
+    world.add(worker)
+    (orders,) = world.routers
+    loading = asyncio.ensure_future(orders.load("sql", "/sql", in_place=False))
+    while not worker.told:
+        await asyncio.sleep(0)
+    world.workers.remove(worker)  # it gets no requests any more, and still answers
+    while not loading.done():
+        worker.answer()
+        await asyncio.sleep(0)
+    assert (await loading).workers == [worker.id]
+    later = Worker(Role.WHOLE)
+    world.add(later)
+    world.answer()
+    assert later.has == ["sql"]
 
 
 async def test_what_is_unloaded_while_a_worker_still_reads_it_goes_again() -> None:

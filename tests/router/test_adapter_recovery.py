@@ -14,7 +14,7 @@ from router.test_router import Cluster, ask, expected, tokens_of
 from stub_worker import StubWorker
 
 from kvrelay.engine.interfaces import LoadedAdapter
-from kvrelay.errors import ModelError, UnavailableError
+from kvrelay.errors import InvalidRequestError, ModelError, UnavailableError
 from kvrelay.wire.registry import Adapter
 
 
@@ -62,7 +62,8 @@ async def add(cluster: Cluster, adapters: StubAdapters) -> StubWorker:
     worker = StubWorker(cluster.membership.address)
     worker.loop.orders.adapters = adapters  # before the router, on this loop, can say anything
     cluster.workers.append(worker)
-    await eventually(lambda: cluster.router.num_usable == 1)
+    usable = cluster.router.num_usable
+    await eventually(lambda: cluster.router.num_usable == usable + 1)
     return worker
 
 
@@ -97,3 +98,19 @@ async def test_a_worker_that_cannot_load_it_is_shown_and_serves_the_rest(cluster
     with pytest.raises(UnavailableError, match="no whole worker has the LoRA adapter"):
         cluster.router.submit(msgspec.structs.replace(ask([5]), adapter=cluster.router.adapters["sql"].digest))
     assert await tokens_of(cluster.router.submit(ask([7]))) == {0: expected([7], 5)}
+
+
+async def test_what_one_worker_cannot_read_replaces_nothing_on_another(cluster: Cluster) -> None:
+    both = [StubAdapters(), StubAdapters()]
+    for adapters in both:
+        adapters.may_end.set()
+        await add(cluster, adapters)
+    await cluster.router.load_adapter("sql", "/sql", in_place=False)
+    both[1].fails = True
+    with pytest.raises(InvalidRequestError, match="/other is no adapter"):
+        await cluster.router.load_adapter("sql", "/other", in_place=True)
+    assert [adapters.found["sql"].path for adapters in both] == ["/sql", "/sql"]
+    both[1].fails = False
+    changed = await cluster.router.load_adapter("sql", "/other", in_place=True)
+    assert sorted(changed.workers) == sorted(worker.id for worker in cluster.workers)
+    assert [adapters.found["sql"].path for adapters in both] == ["/other", "/other"]

@@ -24,7 +24,7 @@ from kvrelay.planes.cluster_key import key_file, load_key
 from kvrelay.planes.curve import listening, use_key
 from kvrelay.states import FinishReason, Role, Stage, WorkerState
 from kvrelay.wire import PROTOCOL_VERSION
-from kvrelay.wire.adapters import LoadAdapter, UnloadAdapter
+from kvrelay.wire.adapters import AdapterMessage
 from kvrelay.wire.codec import Decoder, encode
 from kvrelay.wire.registry import BlockCounts, WorkerLoad, WorkerRecord
 from kvrelay.wire.serving import (
@@ -145,7 +145,7 @@ class FakeWorker:
                 requests.pop(message.request_id, None)
             case Ping() | PeerLost() | Drain() | ReleaseKept() | Remember() | Forget() | AskKept() | Encode():
                 pass
-            case LoadAdapter() | UnloadAdapter():
+            case AdapterMessage():
                 pass
             case _:
                 assert_never(message)

@@ -36,12 +36,12 @@ _KV_BYTES, _LAYERS, _GB_PER_S = 46_080, 30, 5.0  # of SmolLM2-135M in float32; s
 
 @dataclass(slots=True)
 class Measured:
-    """Milliseconds, one of each round."""
+    """Milliseconds, and how many times longer passes took beside others than alone in the same round."""
 
     prompts: dict[float, list[Point]] = field(default_factory=dict)  # tokens and time, by length as a share of the traffic's
     steps: dict[int, list[float]] = field(default_factory=dict)  # by sequences on each decode worker, all of them busy
-    shared_prompts: dict[int, list[float]] = field(default_factory=dict)  # by passes under way, of the traffic's length
-    shared_steps: dict[int, list[float]] = field(default_factory=dict)  # by passes under way, of one sequence
+    shared_prompts: dict[int, list[float]] = field(default_factory=dict)  # slower, by passes under way; of the traffic's length
+    shared_steps: dict[int, list[float]] = field(default_factory=dict)  # slower, by passes under way; of one sequence
     hand_overs: list[float] = field(default_factory=list)  # beyond a step
     jitter: list[float] = field(default_factory=list)  # of steps, as shares of their median
 
@@ -64,17 +64,19 @@ class Calibration:
             found.prompts.setdefault(share, []).append((one.prompt_tokens, _ms(one.ttft_s)))
             if share == 1.0:
                 prompt_ms = _ms(one.ttft_s)
-                _add(found.shared_prompts, 1, prompt_ms)
+                _add(found.shared_prompts, 1, 1.0)
         (stream,) = self._ask([self._question(_STREAM_TOKENS)], "measuring a stream")
         step_ms = statistics.median(gaps := _gaps([stream]))
-        _add(found.shared_steps, 1, step_ms)
+        _add(found.shared_steps, 1, 1.0)
+        all_ms = step_ms
         found.jitter += [gap / step_ms for gap in gaps]
         found.hand_overs.append(_ms(stream.times[1] - stream.times[0]) - step_ms)
         for count in range(2, self._pairs + 1):
             prompts = self._ask([self._question(2) for _ in range(count)], "measuring prompts")
-            _add(found.shared_prompts, count, _ms(statistics.mean(one.ttft_s for one in prompts)))
-            _add(found.shared_steps, count, self._streams_ms(count))
-        _add(found.steps, 1, found.shared_steps[self._pairs][-1])
+            _add(found.shared_prompts, count, _mean_ttft_ms(prompts) / prompt_ms)
+            all_ms = self._streams_ms(count)
+            _add(found.shared_steps, count, all_ms / step_ms)
+        _add(found.steps, 1, all_ms)
         for count in _BATCHES:
             _add(found.steps, count, self._streams_ms(count * self._pairs))
         for count in range(1, self._pairs + 1):
@@ -93,9 +95,9 @@ class Calibration:
         begun = max(one.sent_at for one in asked[self._pairs :])
         ended = min(one.times[0] for one in asked[self._pairs :])
         num_passes = self._pairs + count
-        _add(self.measured.shared_prompts, num_passes, _ms(statistics.mean(one.ttft_s for one in asked[self._pairs :])))
+        _add(self.measured.shared_prompts, num_passes, _mean_ttft_ms(asked[self._pairs :]) / prompt_ms)
         if beside := _gaps_within(asked[: self._pairs], begun, ended):
-            _add(self.measured.shared_steps, num_passes, statistics.median(beside))
+            _add(self.measured.shared_steps, num_passes, statistics.median(beside) / step_ms)
 
     def _question(self, max_tokens: int, share: float = 1.0) -> Question:
         mark = next(self._marks)
@@ -115,7 +117,7 @@ class Calibration:
     @property
     def drift(self) -> float:
         """How many times longer the slowest round was than the quickest: 1 on a machine that did nothing else."""
-        return max(self.measured.shared_steps[1]) / min(self.measured.shared_steps[1])
+        return max(self.measured.steps[1]) / min(self.measured.steps[1])
 
     @property
     def costs(self) -> Costs:
@@ -144,14 +146,8 @@ def _middle(points: Sequence[Point]) -> Point:
     return statistics.median_low(count for count, _ in points), statistics.median(ms for _, ms in points)
 
 
-def _sharing(times: dict[int, list[float]]) -> tuple[Point, ...]:
-    """By passes under way, how many times longer one takes than alone: of each round, and the median of these."""
-    alone = times[1]
-    ratios = {
-        count: statistics.median(one / before for one, before in zip(each, alone, strict=False))
-        for count, each in sorted(times.items())
-    }
-    return tuple(ratios.items())
+def _sharing(slower: dict[int, list[float]]) -> tuple[Point, ...]:
+    return tuple((count, statistics.median(rounds)) for count, rounds in sorted(slower.items()))
 
 
 def _quantiles(values: Sequence[float]) -> tuple[float, ...]:
@@ -171,9 +167,13 @@ def _gaps_within(asked: Sequence[Asked], begun: float, ended: float) -> list[flo
     return [_ms(later - earlier) for earlier, later in pairs if begun <= earlier and later <= ended]
 
 
+def _mean_ttft_ms(asked: Sequence[Asked]) -> float:
+    return _ms(statistics.mean(one.ttft_s for one in asked))
+
+
 def _ms(seconds: float) -> float:
     return 1e3 * seconds
 
 
-def _add(times: dict[int, list[float]], count: int, ms: float) -> None:
-    times.setdefault(count, []).append(ms)
+def _add(found: dict[int, list[float]], count: int, value: float) -> None:
+    found.setdefault(count, []).append(value)
