@@ -297,6 +297,7 @@ def run_chaos(
     """A whole run, on a cluster of its own."""
     model = tiny_model("llama")
     flags = ("--local-prefill-tokens", "16", "--mode", mode)
+    flags += ("--failover-wait-s", "120")  # on a busy machine a successor takes longer to start than the default allows
     with ProcessCluster(
         str(model), folder, registration_s=LEASE_S, router_flags=flags, worker_flags=_WORKER_FLAGS, fresh=fresh
     ) as cluster:

@@ -39,7 +39,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[Server]:
         "0",
         "--check-invariants",
         "--failover-wait-s",
-        "120",
+        str(PATIENCE_S),
     ]
     with serve(str(tiny_model(MODEL)), "--served-model-name", "tiny", *small, *lora, *on(request.param)) as running:
         yield running
