@@ -172,7 +172,7 @@ class Load:
     async def more(self, count: int = 2 * NUM_CLIENTS) -> None:
         """Until so many more were served."""
         wanted = self.served + count
-        await self._cluster.until(lambda: self.served >= wanted or any(client.done() for client in self._clients))
+        await eventually(lambda: self.served >= wanted or any(client.done() for client in self._clients))
 
 
 async def test_workers_change_their_roles_under_load(two_of_each: Cluster) -> None:
@@ -183,7 +183,7 @@ async def test_workers_change_their_roles_under_load(two_of_each: Cluster) -> No
             with pytest.raises(ConflictError, match=f"is a {role} worker already"):
                 cluster.router.drain(before["id"], Role(role))
             cluster.router.drain(before["id"], Role(other))
-            await cluster.until(lambda: (now := cluster.at(before["pid"])) is not None and now["id"] != before["id"])  # noqa: B023
+            await eventually(lambda: (now := cluster.at(before["pid"])) is not None and now["id"] != before["id"])  # noqa: B023
             after = cluster.at(before["pid"])
             assert after is not None
             assert after["role"] == other
@@ -261,7 +261,7 @@ async def test_draining_under_load_loses_nothing(two_of_each: Cluster) -> None:
             with pytest.raises(ConflictError, match="draining already"):
                 cluster.router.drain(entry["id"])
             assert await cluster.ended(cluster.processes[entry["pid"]]) == 0
-            await cluster.until(lambda gone=entry["id"]: all(each["id"] != gone for each in cluster.workers))  # type: ignore[misc]
+            await eventually(lambda gone=entry["id"]: all(each["id"] != gone for each in cluster.workers))  # type: ignore[misc]
             await load.more()
         assert len(cluster.workers) == 2
         order = cluster.router.drain(cluster.of("prefill")[0]["id"])
