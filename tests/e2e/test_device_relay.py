@@ -131,7 +131,7 @@ def test_aborts_at_random_points_leave_no_block(model: str, device: str, expecte
     with serve(model, *options(device, "--prefill", "1", "--decode", "1", "--mode", mode)) as server:
         with ThreadPoolExecutor(AT_ONCE) as pool:
             list(pool.map(abort, range(len(points))))
-        server.idle_workers(patience_s=90.0)
+        server.idle_workers()
         assert_same(complete_all(server, asked[:AT_ONCE]), expected, model)
 
 
