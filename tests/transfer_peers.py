@@ -17,7 +17,6 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from patience import PATIENCE_S
 
 from kvrelay.ids import WorkerId
 from kvrelay.transfer.engines.base import TransferEngine
@@ -25,6 +24,7 @@ from kvrelay.transfer.engines.choose import make_engine
 from kvrelay.transfer.engines.cuda.ipc import CudaIpcEngine
 from kvrelay.transfer.region import Region, shared_region
 from tests.fake_card import FakeCard, card_bytes, card_region
+from tests.patience import PATIENCE_S
 from tests.prepared import popen
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent

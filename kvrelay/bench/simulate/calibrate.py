@@ -29,7 +29,6 @@ from kvrelay.simulate.costs import Costs, Point, interpolate
 _LENGTHS = (1.0, 0.5, 1.5)  # of prompts, of that of the traffic
 _BATCHES = (2, 4)  # streams on each decode worker
 _STREAM_TOKENS = 32
-_MOST_TOKENS = 256
 _JITTER_STEPS = 100
 _KV_BYTES, _LAYERS, _GB_PER_S = 46_080, 30, 5.0  # of SmolLM2-135M in float32; shared memory
 
@@ -86,9 +85,11 @@ class Calibration:
         return statistics.median(_gaps(self._ask([self._question(_STREAM_TOKENS) for _ in range(count)], "measuring streams")))
 
     def _both(self, count: int, prompt_ms: float, step_ms: float) -> None:
-        """So many prompts, which come when each decode worker has a stream and end before that does."""
+        """So many prompts, which come when each decode worker has a stream and end before it does. A stream has no more tokens
+        than a prompt, so that both fit into the model's context."""
         lead_ms = 2 * self._pairs * prompt_ms
-        num_tokens = min(_MOST_TOKENS, math.ceil((lead_ms + 4 * self._pairs * prompt_ms) / step_ms))
+        most = max(_STREAM_TOKENS, self._words)
+        num_tokens = min(most, math.ceil((lead_ms + 4 * self._pairs * prompt_ms) / step_ms))
         streams = [self._question(num_tokens) for _ in range(self._pairs)]
         prompts = [self._question(2) for _ in range(count)]
         asked = self._ask([*streams, *prompts], "measuring both", later=count, later_s=lead_ms / 1e3)
@@ -118,6 +119,11 @@ class Calibration:
     def drift(self) -> float:
         """How many times longer the slowest round was than the quickest: 1 on a machine that did nothing else."""
         return max(self.measured.steps[1]) / min(self.measured.steps[1])
+
+    @property
+    def prompt_s(self) -> float:
+        """Of the traffic's length, alone."""
+        return statistics.median(ms for _, ms in self.measured.prompts[1.0]) / 1e3
 
     @property
     def costs(self) -> Costs:

@@ -69,7 +69,7 @@ def _run_real(
         target = Target(server.url, find_model(server.url, {}), {}, ignore_eos=True, shows_special=True)
         calibration = Calibration(target, pairs, options.input_tokens)
         calibration.round()
-        rate = options.load * pairs / calibration.costs.pass_s(options.input_tokens, 0)
+        rate = options.load * pairs / calibration.prompt_s
         sessions = make_sessions(options.traffic, options.wanted(rate, options.seed))
         asked: list[Asked] = []
         wall_s = 0.0
