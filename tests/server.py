@@ -62,15 +62,15 @@ class Server:
                 self.process.kill()
         self._reader.join(PATIENCE_S)
 
-    def idle_workers(self, patience_s: float = PATIENCE_S) -> list[dict[str, Any]]:
+    def idle_workers(self) -> list[dict[str, Any]]:
         """The leak check: waits until nothing runs, then fails if any block is held."""
-        deadline = time.monotonic() + patience_s
+        deadline = time.monotonic() + PATIENCE_S
         while True:
             workers: list[dict[str, Any]] = self.get("/cluster")["workers"]
             held = [worker for worker in workers if not is_idle(worker)]
             if not held or time.monotonic() > deadline:
                 assert workers
-                assert not held, f"not idle after {patience_s} s: {held}"
+                assert not held, f"not idle after {PATIENCE_S} s: {held}"
                 return workers
             time.sleep(0.1)
 
