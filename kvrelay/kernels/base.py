@@ -19,6 +19,8 @@ from typing import Literal, Protocol
 
 import torch
 
+from kvrelay.kernels.ranks import Ranks
+
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
@@ -145,6 +147,12 @@ class Quantised:
         bytes_kept = slice(width * kept.start // self.in_features, width * kept.stop // self.in_features)
         return Quantised(self.format, self.blocks[:, bytes_kept], kept.stop - kept.start)
 
+    def with_zeros(self, count: int) -> Quantised:
+        """Its first columns, which are whole blocks, become zero: in every format a block of zero bytes is one of zeros."""
+        blocks = self.blocks.clone()
+        blocks[:, : blocks.shape[1] * count // self.in_features] = 0
+        return Quantised(self.format, blocks, self.in_features)
+
 
 class Packed(Protocol):
     """A linear layer's weights in the layout that its kernels like best."""
@@ -197,7 +205,7 @@ class FusedLayer(Protocol):
 class Kernels(Protocol):
     """The arithmetic of a decoder layer."""
 
-    def fuse(self, weights: LayerWeights) -> FusedLayer | None:
+    def fuse(self, weights: LayerWeights, ranks: Ranks | None) -> FusedLayer | None:
         """Where an implementation has it; None: the model makes the calls below one by one."""
 
     @property

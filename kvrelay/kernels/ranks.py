@@ -17,6 +17,9 @@ import datetime
 import functools
 import mmap
 import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -31,6 +34,14 @@ _PLACE_FLOATS = 1 << 18
 _FOR_EVER = datetime.timedelta(days=365)
 
 
+@dataclass(frozen=True, slots=True)
+class SumInC:
+    """`add_up` for native code: function(ranks, x, count) is 0, or a rank has ended. Both are addresses."""
+
+    function: int
+    ranks: int
+
+
 class Ranks(Protocol):
     """One rank's view of all. Every rank makes the same calls in the same order. Raises RankDiedError."""
 
@@ -39,6 +50,14 @@ class Ranks(Protocol):
 
     @property
     def num_ranks(self) -> int: ...
+
+    @property
+    def sum_in_c(self) -> SumInC | None:
+        """None: sums are made in Python alone."""
+
+    @property
+    def spent_s(self) -> tuple[float, float]:
+        """Since the start: in meeting others, and in waiting for others' share of a sum, as far as that can be told apart."""
 
     def add_up(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of every rank's `x`, which may be overwritten."""
@@ -54,7 +73,10 @@ class Ranks(Protocol):
 
 
 class _State(ctypes.Structure):
-    _fields_ = [("memory", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("rank", "count", "turn"))]
+    _fields_ = [
+        ("memory", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("rank", "count", "turn", "spent_ns", "waited_ns")),
+    ]
 
 
 def shared_bytes(num_ranks: int) -> int:
@@ -82,8 +104,15 @@ class SharedRanks:
         self._library = library
         self._memory = mmap.mmap(descriptor, shared_bytes(num_ranks))
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        self._state = _State(address, rank, num_ranks, 0)
+        self._state = _State(address, rank, num_ranks)
         self._address = ctypes.addressof(self._state)
+        function = ctypes.cast(library.kvrelay_add_up, ctypes.c_void_p).value
+        assert function is not None
+        self.sum_in_c = SumInC(function, self._address)
+
+    @property
+    def spent_s(self) -> tuple[float, float]:
+        return self._state.spent_ns / 1e9, self._state.waited_ns / 1e9
 
     def add_up(self, x: torch.Tensor) -> torch.Tensor:
         summed = x.float().contiguous()
@@ -105,28 +134,39 @@ class SharedRanks:
 class DistributedRanks:
     """Implements `Ranks` with torch.distributed."""
 
+    sum_in_c = None
+
     def __init__(self, store_port: int, rank: int, num_ranks: int, store: TCPStore | None = None) -> None:
         """`store` is rank 0's."""
         self.rank, self.num_ranks = rank, num_ranks
+        self.spent_s = 0.0, 0.0
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         store = store or TCPStore("127.0.0.1", store_port, is_master=False)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=_FOR_EVER)
 
     def add_up(self, x: torch.Tensor) -> torch.Tensor:
         summed = x.contiguous()
-        _ask(lambda: dist.all_reduce(summed))
+        self._ask(lambda: dist.all_reduce(summed))
         return summed
 
     def spread(self, x: torch.Tensor) -> torch.Tensor:
         whole = x.contiguous()
-        _ask(lambda: dist.broadcast(whole, 0))
+        self._ask(lambda: dist.broadcast(whole, 0))
         return whole
 
     def meet(self) -> None:
-        _ask(dist.barrier)
+        self._ask(dist.barrier)
 
     def end(self) -> None:
         """Gloo sees a closed connection by itself."""
+
+    def _ask(self, collective: Callable[[], object]) -> None:
+        begun = time.perf_counter()
+        try:
+            collective()
+        except RuntimeError as error:
+            raise RankDiedError(f"a rank of this worker has ended: {error}") from error
+        self.spent_s = self.spent_s[0] + time.perf_counter() - begun, 0.0
 
 
 def open_store() -> TCPStore:
@@ -137,11 +177,3 @@ def open_store() -> TCPStore:
 def _check(status: int) -> None:
     if status != 0:
         raise RankDiedError("a rank of this worker has ended")
-
-
-def _ask(collective: object) -> None:
-    assert callable(collective)
-    try:
-        collective()
-    except RuntimeError as error:
-        raise RankDiedError(f"a rank of this worker has ended: {error}") from error

@@ -30,6 +30,7 @@ from kvrelay.kernels.base import (
     PackedAdapter,
     Quantised,
 )
+from kvrelay.kernels.ranks import Ranks
 
 _MAX_SCORES = 1 << 24  # attention scores (queries x context, all heads) materialised at once: 64 MiB of float32
 _MAX_GATHERED = 1 << 26  # KV elements gathered at once: 256 MiB of float32
@@ -64,7 +65,7 @@ class TorchAdapter:
 class TorchKernels:
     """Implements `Kernels`. Stateless, so one instance may serve any number of models."""
 
-    def fuse(self, weights: LayerWeights) -> None:
+    def fuse(self, weights: LayerWeights, ranks: Ranks | None) -> None:
         return None
 
     quantised_formats: frozenset[str] = frozenset()

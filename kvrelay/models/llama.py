@@ -61,7 +61,7 @@ class DecoderLayer:
             eps=spec.rms_norm_eps,
             scale=spec.head_dim**-0.5,
         )
-        self.fused = kernels.fuse(self._weights) if ranks is None else None
+        self.fused = kernels.fuse(self._weights, ranks)
 
     def input_norm(self, x: torch.Tensor | None, residual: torch.Tensor) -> torch.Tensor:
         """Of the residual, to which `x` is added; for the first layer there is nothing to add yet."""

@@ -170,7 +170,7 @@ def test_layer_is_what_the_reference_computes(
     kernels = CudaKernels(linears=linears)
     packed = {name: kernels.pack(tensors[name], None) for name in ("qkv", "output", "gate_up", "down")}
     norms = {name: tensors[name] for name in ("input_norm", "q_norm", "k_norm", "post_norm")}
-    layer = kernels.fuse(LayerWeights(index=0, shape=case.shape, eps=1e-5, scale=0.2, **packed, **norms))
+    layer = kernels.fuse(LayerWeights(index=0, shape=case.shape, eps=1e-5, scale=0.2, **packed, **norms), None)
     assert layer is not None
     expected = reference_layer(case, tensors, x, residual, cos_sin, batch, kv.double())
     if adapted:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pathlib
 import shutil
 
+import msgspec
 import pytest
 import torch
 from paged_run import PagedRun, prompts_of
@@ -22,8 +23,8 @@ from kvrelay.kernels.native.kernels import NativeKernels
 from kvrelay.models.registry import Model
 from kvrelay.progress import Silent
 from kvrelay.runner.build import check_weights
-from kvrelay.runner.loader import WHOLE_NAME, CheckpointSource, load_model
-from kvrelay.runner.quantised import BlockFile, int8_blocks
+from kvrelay.runner.loader import WHOLE_NAME, CheckpointSource, DummySource, load_model
+from kvrelay.runner.quantised import BlockFile, Int8Source, int8_blocks
 from kvrelay.runner.ranks.shares import RankShare, RankSource
 
 CPU = torch.device("cpu")
@@ -100,6 +101,28 @@ def test_shares_of_blocks_are_those_of_the_floats(rank: int) -> None:
         assert found is not None
         for part, (name, shape) in zip(found, shapes.items(), strict=True):
             assert torch.equal(dequantised(part), floats.take(name, shape))
+
+
+def test_heads_that_two_ranks_have_are_zeros_in_one_of_them() -> None:
+    """Also where they stay in blocks."""
+    spec = msgspec.structs.replace(read_spec(tiny_model("kv3")), num_heads=9, num_kv_heads=3, head_dim=32)
+    name, floats = "model.layers.0.self_attn.o_proj.weight", DummySource(CPU, torch.float32, Silent())
+    whole = dequantised(int8_blocks(floats.take(name, (64, 288))))
+    shares = [RankShare(spec, rank, 2) for rank in range(2)]
+    parts = [RankSource(share, Int8Source(floats)).take_quantised({name: (64, 192)}) for share in shares]
+    assert parts[0] is not None
+    assert parts[1] is not None
+    assert torch.equal(dequantised(parts[0][0]), whole[:, :192])
+    assert torch.equal(dequantised(parts[1][0]), torch.cat([torch.zeros(64, 96), whole[:, 192:]], dim=1))
+
+
+@pytest.mark.parametrize("name", sorted(KEPT_FORMATS))
+def test_bytes_of_zero_are_zeros_in_every_format(name: str) -> None:
+    layout = layout_of(name)
+    blocks = torch.full((2, 2 * layout.block_bytes), 37, dtype=torch.uint8)
+    values = dequantised(Quantised(name, blocks, 2 * layout.block_elements).with_zeros(layout.block_elements))
+    assert not values[:, : layout.block_elements].any()
+    assert values[:, layout.block_elements :].all()
 
 
 def test_a_share_that_ends_inside_a_block_is_floats() -> None:

@@ -1,5 +1,6 @@
 """What splitting a model among two ranks costs and gains: decode steps of one rank and of two, one thread each, in turns; and
-of a step of two, what rank 0 spends on telling its plan to the other and on sums, waiting for the other included."""
+of a step of two, what rank 0 spends on plans (until the other rank has read them) and sums, and how long it waits for the other
+rank's share of a sum, as two that do equal work never take equally long."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from statistics import median
-from typing import ParamSpec, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar
 from unittest import mock
 
 import msgspec
@@ -19,6 +20,7 @@ from kvrelay.bench.harness.engine import build_engine
 from kvrelay.bench.harness.report import Target
 from kvrelay.bench.harness.scenario import Results
 from kvrelay.config import EngineOptions, ModelOptions
+from kvrelay.kernels.ranks import Ranks
 from kvrelay.runner.ranks import leading
 from kvrelay.runner.ranks.group import RankGroup
 from kvrelay.runner.ranks.passes import to_pass
@@ -33,17 +35,26 @@ T = TypeVar("T")
 
 
 class _Watch:
-    """Seconds of each pass that were spent in what is watched."""
+    """What rank 0 spends on others in each pass, in seconds."""
 
-    def __init__(self) -> None:
-        self.passes: list[float] = []
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._told_s: list[float] = []  # in what is watched
+        self._met_s: list[tuple[float, float]] = []  # until the pass began
+
+    def last(self, count: int) -> tuple[float, float]:
+        """The medians of so many passes: in plans and sums, and in waiting for the other rank's share of them."""
+        passes = list(zip(self._told_s, self._met_s, [*self._met_s[1:], self._ranks.spent_s], strict=True))[-count:]
+        costs = [told_s + after[0] - before[0] for told_s, before, after in passes]
+        return median(costs), median(after[1] - before[1] for _, before, after in passes)
 
     def begins(self, function: Callable[P, T]) -> Callable[P, T]:
         """Each call of it begins a pass."""
         inside = self.inside(function)
 
         def call(*args: P.args, **kwargs: P.kwargs) -> T:
-            self.passes.append(0.0)
+            self._told_s.append(0.0)
+            self._met_s.append(self._ranks.spent_s)
             return inside(*args, **kwargs)
 
         return call
@@ -54,7 +65,7 @@ class _Watch:
             try:
                 return function(*args, **kwargs)
             finally:
-                self.passes[-1] += time.perf_counter() - begun
+                self._told_s[-1] += time.perf_counter() - begun
 
         return call
 
@@ -76,29 +87,32 @@ def measure(model: ModelOptions, prompts: list[list[int]], rounds: int, console:
     results: Results = {}
     for batch, timed in rounds_of.items():
         results |= {
-            f"ranks_1_ms_b{batch}": median(one_s for one_s, _, _ in timed) * 1e3,
-            f"ranks_2_ms_b{batch}": median(two_s for _, two_s, _ in timed) * 1e3,
-            f"ranks_speedup_b{batch}": median(one_s / two_s for one_s, two_s, _ in timed),
-            f"ranks_cost_ms_b{batch}": median(cost_s for _, _, cost_s in timed) * 1e3,
+            f"ranks_1_ms_b{batch}": median(each.one_s for each in timed) * 1e3,
+            f"ranks_2_ms_b{batch}": median(each.two_s for each in timed) * 1e3,
+            f"ranks_speedup_b{batch}": median(each.one_s / each.two_s for each in timed),
+            f"ranks_cost_ms_b{batch}": median(each.cost_s for each in timed) * 1e3,
+            f"ranks_waiting_ms_b{batch}": median(each.waiting_s for each in timed) * 1e3,
         }
     return results
 
 
-def _round(alone: EngineSubject, split: EngineSubject, watch: _Watch, batch: int) -> tuple[float, float, float]:
-    """Seconds of a step of one rank, of two, and of the latter's plans and sums."""
-    one_s = median(alone.decode(batch, STEPS[batch]))
-    watch.passes.clear()
-    two_s = median(split.decode(batch, STEPS[batch]))
-    return one_s, two_s, median(watch.passes[-STEPS[batch] :])
+class _Round(NamedTuple):
+    one_s: float  # a step of one rank
+    two_s: float
+    cost_s: float  # of the latter: rank 0's plans and sums
+    waiting_s: float  # and until the other rank had its share of a sum
+
+
+def _round(alone: EngineSubject, split: EngineSubject, watch: _Watch, batch: int) -> _Round:
+    one_s, two_s = (median(subject.decode(batch, STEPS[batch])) for subject in (alone, split))
+    return _Round(one_s, two_s, *watch.last(STEPS[batch]))
 
 
 @contextlib.contextmanager
 def _watched(group: RankGroup) -> Iterator[_Watch]:
-    watch = _Watch()
+    watch = _Watch(group.ranks)
     with (
         mock.patch.object(leading, "to_pass", watch.begins(to_pass)),
         mock.patch.object(group, "tell", watch.inside(group.tell)),
-        mock.patch.object(group.ranks, "spread", watch.inside(group.ranks.spread)),
-        mock.patch.object(group.ranks, "add_up", watch.inside(group.ranks.add_up)),
     ):
         yield watch

@@ -38,6 +38,7 @@ from kvrelay.kernels.cuda.layer import CudaLayer
 from kvrelay.kernels.cuda.linear import CudaPacked, scaled_linear, small_linear
 from kvrelay.kernels.cuda.prefill import PLAN_STEP, has_room, own_attention, paged_attention
 from kvrelay.kernels.cuda.table import is_triton_faster
+from kvrelay.kernels.ranks import Ranks
 from kvrelay.kernels.torch_kernels import TorchKernels
 
 Attention = Literal["auto", "triton", "torch"]
@@ -60,7 +61,7 @@ class CudaKernels:
         self._reference = TorchKernels()
         self._linears = linears
 
-    def fuse(self, weights: LayerWeights) -> FusedLayer | None:
+    def fuse(self, weights: LayerWeights, ranks: Ranks | None) -> FusedLayer | None:
         return CudaLayer(weights, self)
 
     quantised_formats: frozenset[str] = frozenset()

@@ -33,6 +33,7 @@ from kvrelay.kernels.native.batch import FORMATS, BatchPointers, NativePacked, c
 from kvrelay.kernels.native.layer import SIGNATURE, NativeLayer, Workspaces
 from kvrelay.kernels.native.lora import NativeAdapter, native_spans
 from kvrelay.kernels.native.room import SharedMemory, WeightRoom
+from kvrelay.kernels.ranks import Ranks
 from kvrelay.kernels.torch_kernels import TorchKernels
 
 _MAX_HEAD_DIM = 256
@@ -123,10 +124,12 @@ class NativeKernels:
             self._pack_weights(held.data_ptr(), panels.data_ptr(), in_features, out_features, index, torch.get_num_threads())
         return NativePacked(panels, None if bias is None else bias.float().contiguous(), out_features, in_features, index)
 
-    def fuse(self, weights: LayerWeights) -> FusedLayer | None:
+    def fuse(self, weights: LayerWeights, ranks: Ranks | None) -> FusedLayer | None:
         if not _covers(weights.shape) or (weights.q_norm is None) != (weights.k_norm is None):
             return None
-        return NativeLayer(weights, self._decoder_layer, self._pointers, self._workspaces)
+        if ranks is not None and ranks.sum_in_c is None:
+            return None
+        return NativeLayer(weights, ranks, self._decoder_layer, self._pointers, self._workspaces)
 
     def linear(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:
         assert isinstance(packed, NativePacked)

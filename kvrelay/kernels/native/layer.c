@@ -16,12 +16,16 @@ EXPORT int attention(const float *q, const float *keys, const float *values, con
               const int32_t *tables, float *out, long rows, long table_stride, long block_size, long heads, long kv_heads,
               long dim, float scale, int threads);
 
-/* What a layer is made of. Filled once, by native_layer.py, field by field. */
+enum { NO_MEMORY = 1, RANK_ENDED = 2 }; /* as layer.py has them */
+
+/* What a layer is made of. Filled once, by layer.py, field by field. */
 struct Layer {
     const float *input_norm, *q_norm, *k_norm, *post_norm;
     const struct Weights *qkv, *output, *gate_up, *down;
     long index, heads, kv_heads, dim;
     float eps, scale;
+    int (*add_up)(void *ranks, float *x, int64_t count); /* NULL where the layer is whole */
+    void *ranks;
 };
 
 /* What a pass is about, the same for all layers. */
@@ -43,6 +47,11 @@ static void adapted_linear(const struct Layer *layer, const struct Pass *pass, c
                  pass->threads);
 }
 
+/* out, of which this rank has computed its share, becomes the sum of all ranks'. */
+static int of_all(const struct Layer *layer, float *out, long count) {
+    return layer->add_up ? layer->add_up(layer->ranks, out, count) : 0;
+}
+
 /* x (NULL before anything was added) and residual [tokens, hidden] -> x. `scratch` has room for all that is between. */
 EXPORT int decoder_layer(const struct Layer *layer, const struct Pass *pass, const float *x, float *residual, float *keys,
                          float *values, float *scratch, float *out) {
@@ -58,11 +67,12 @@ EXPORT int decoder_layer(const struct Layer *layer, const struct Pass *pass, con
                    layer->heads, layer->kv_heads, layer->dim, layer->eps, threads);
     int status = attention(q, keys, values, pass->query_start, pass->context_lens, pass->tables, attended, pass->rows,
                            pass->table_stride, pass->block_size, layer->heads, layer->kv_heads, layer->dim, layer->scale, threads);
-    if (status != 0) return status;
+    if (status != 0) return NO_MEMORY;
     adapted_linear(layer, pass, attended, layer->output, out, LORA_OUTPUT);
+    if (of_all(layer, out, tokens * hidden)) return RANK_ENDED;
     rms_norm(out, residual, layer->post_norm, normed, tokens, hidden, layer->eps, threads);
     adapted_linear(layer, pass, normed, layer->gate_up, gate_up, LORA_GATE_UP);
     silu_mul(gate_up, active, tokens, width, threads);
     adapted_linear(layer, pass, active, layer->down, out, LORA_DOWN);
-    return 0;
+    return of_all(layer, out, tokens * hidden) ? RANK_ENDED : 0;
 }

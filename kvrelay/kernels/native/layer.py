@@ -9,8 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
+from kvrelay.errors import RankDiedError
 from kvrelay.kernels.base import ForwardBatch, LayerWeights
 from kvrelay.kernels.native.batch import BatchPointers, NativePacked, is_plain, norm_pointer
+from kvrelay.kernels.ranks import Ranks
 
 _POINTERS = ("input_norm", "q_norm", "k_norm", "post_norm", "qkv", "output", "gate_up", "down")
 
@@ -21,6 +23,8 @@ class _Layer(ctypes.Structure):
         *((name, ctypes.c_long) for name in ("index", "heads", "kv_heads", "dim")),
         ("eps", ctypes.c_float),
         ("scale", ctypes.c_float),
+        ("add_up", ctypes.c_void_p),
+        ("ranks", ctypes.c_void_p),
     ]
 
 
@@ -35,6 +39,7 @@ class _Pass(ctypes.Structure):
     ]
 
 
+_RANK_ENDED = 2  # of layer.c
 SIGNATURE = (ctypes.c_void_p,) * 8
 
 
@@ -75,11 +80,13 @@ class NativeLayer:
     def __init__(
         self,
         weights: LayerWeights,
+        ranks: Ranks | None,
         run: Callable[..., int],
         pointers: Callable[[ForwardBatch], BatchPointers],
         workspaces: Workspaces,
     ) -> None:
         self._weights = weights
+        self._ranks = ranks
         self._run = run
         self._pointers = pointers
         shape = weights.shape
@@ -90,11 +97,13 @@ class NativeLayer:
         assert (output.in_features, output.out_features) == (q_width, self._hidden)
         assert (gate_up.in_features, gate_up.out_features) == (self._hidden, 2 * width)
         assert down.out_features == self._hidden
+        summed = None if ranks is None else ranks.sum_in_c
         self._layer = _Layer(
             norm_pointer(weights.input_norm, self._hidden), norm_pointer(weights.q_norm, shape.head_dim),
             norm_pointer(weights.k_norm, shape.head_dim), norm_pointer(weights.post_norm, self._hidden),
             qkv.address, output.address, gate_up.address, down.address,
             weights.index, shape.num_heads, shape.num_kv_heads, shape.head_dim, weights.eps, weights.scale,
+            *(() if summed is None else (summed.function, summed.ranks)),
         )  # fmt: skip
         self._address = ctypes.addressof(self._layer)
         self._scratch_width = self._hidden + qkv.out_features + 2 * q_width + 3 * width
@@ -121,6 +130,8 @@ class NativeLayer:
             space.scratch_address,
             space.out_address,  # x itself from the second layer on: it has been read before this is written
         )
+        if status == _RANK_ENDED:
+            raise RankDiedError("a rank of this worker has ended")
         if status != 0:
             raise MemoryError("no memory to plan attention")
         return space.out

@@ -105,7 +105,7 @@ def _cut_part(part: LoraPart, share: RankShare, projection: str, first: int) -> 
     assert columns is not None, "every projection is split"
     a = part.a[:, columns[0]].contiguous()
     if projection == "o_proj":
-        a[:, : share.num_repeated_heads * share.whole.head_dim] = 0.0
+        a[:, : share.num_repeated_columns] = 0.0
     return LoraPart(first, a, part.b)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 from kvrelay.kernels.base import AttentionBatch, ForwardBatch, ImageBatch, LoraBatch
@@ -67,8 +66,9 @@ def _image_batch(images: ImagePass, num_tokens: int, dtype: torch.dtype) -> Imag
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
-    array = tensor.contiguous().view(torch.uint8).numpy() if tensor.numel() else np.empty(0, dtype=np.uint8)
-    return bytes(array.tobytes())
+    if tensor.dtype is torch.bfloat16:  # which numpy has not
+        tensor = tensor.contiguous().view(torch.uint8)
+    return bytes(tensor.numpy().tobytes())
 
 
 def tensor_of(data: bytes, dtype: torch.dtype) -> torch.Tensor:

@@ -65,6 +65,11 @@ class RankShare:
         before = heads_of(self.whole.num_kv_heads, self.num_ranks, self.rank - 1)
         return (before.stop - self.kv_heads.start) * (self.whole.num_heads // self.whole.num_kv_heads)
 
+    @property
+    def num_repeated_columns(self) -> int:
+        """Of the output projection: those of the repeated heads, which are zero."""
+        return self.num_repeated_heads * self.whole.head_dim
+
     def rows(self, part: str) -> tuple[slice, int] | None:
         """Of a projection: the rank's rows, and how many there are in all. None: it is not split by rows."""
         dim = self.whole.head_dim
@@ -106,7 +111,7 @@ class RankSource:
         kept, total = columns
         weight = self._source.take(name, (shape[0], total))[:, kept].contiguous()
         if part == "o_proj":
-            weight[:, : self._share.num_repeated_heads * self._share.whole.head_dim] = 0.0
+            weight[:, : self._share.num_repeated_columns] = 0.0
         return weight
 
     def take_quantised(self, shapes: Mapping[str, tuple[int, int]], cut: int = 0) -> list[Quantised] | None:
@@ -120,9 +125,7 @@ class RankSource:
         return found and [part.rows(kept) for part, (kept, _) in zip(found, rows, strict=True)]
 
     def _some_columns(self, shapes: Mapping[str, tuple[int, int]], kept: slice, total: int) -> list[Quantised] | None:
-        """The zeros of a repeated head are no quants: a rank that has some takes floats."""
         ((name, shape),) = shapes.items()
-        if self._share.num_repeated_heads and name.endswith("o_proj.weight"):
-            return None
-        found = self._source.take_quantised({name: (shape[0], total)}, math.gcd(kept.start, kept.stop))
-        return found and [part.columns(kept) for part in found]
+        zeros = self._share.num_repeated_columns if name.endswith("o_proj.weight") else 0
+        found = self._source.take_quantised({name: (shape[0], total)}, math.gcd(kept.start, kept.stop, zeros))
+        return found and [part.columns(kept).with_zeros(zeros) if zeros else part.columns(kept) for part in found]
