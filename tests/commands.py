@@ -46,6 +46,7 @@ def _commands(text: str) -> Iterator[list[str]]:
     for line in text.splitlines():
         begun = f"{begun}\n{line}" if begun else line
         if begun.endswith("\\"):
+            begun = begun[:-1]
             continue
         try:
             words = shlex.split(begun, comments=True)

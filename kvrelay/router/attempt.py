@@ -215,7 +215,7 @@ class Attempt:
         return parent.kept_id if self.plan.decode.id == parent.worker_id else None
 
 
-def timeline_of(request: GenerateRequest) -> Timeline:
+def timeline_of(request: GenerateRequest, stream: RequestStream) -> Timeline:
     trace_id, span_id, is_sampled = read_trace(request.trace)
     return Timeline(
         span_id=span_id,
@@ -227,6 +227,7 @@ def timeline_of(request: GenerateRequest) -> Timeline:
         trace_id=trace_id,
         parent="" if request.parent is None else request.parent.external_id,
         prompt_tokens=len(request.prompt),
+        stream=stream,
     )
 
 

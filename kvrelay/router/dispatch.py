@@ -89,7 +89,7 @@ class Dispatcher:
         """`excuse` says why there is no usable peer, if there is none. `may_wait`: for one that starts, as a request that lost
         its worker does."""
         stream = RequestStream(new_request_id(), request.params.n, self)
-        entry = OpenRequest(request, stream, timeline=timeline_of(request))
+        entry = OpenRequest(request, stream, timeline=timeline_of(request, stream))
         has_to_wait = may_wait and self._rules.start_wait_s > 0.0 and self._is_starting(entry)
         plan = None if has_to_wait else self._first_plan(entry, excuse)
         self.timelines.begin(entry.timeline, request.arrived)

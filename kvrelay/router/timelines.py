@@ -106,9 +106,10 @@ class Timeline(msgspec.Struct, eq=False):
     legs: list[LegLine] = []
     failovers: list[tuple[float, str]] = []
     transfer_id: str = ""
+    stream: RequestStream | None = None  # while it runs, it knows the next two
     first_token_at: float = 0.0
-    ended_at: float = 0.0
     output_tokens: int = 0
+    ended_at: float = 0.0
     state: LineState = "running"
     is_forgotten: bool = False  # others have taken its place
 
@@ -121,8 +122,18 @@ class Timeline(msgspec.Struct, eq=False):
 
     def progress(self) -> tuple[object, ...]:
         """Changes whenever there is more to tell."""
+        self.look()
         told = sum(leg.times is not None for leg in self.legs)
-        return self.state, len(self.legs), told, len(self.failovers)
+        return self.state, self.first_token_at, len(self.legs), told, len(self.failovers)
+
+    def look(self) -> None:
+        """How far it has come."""
+        if self.stream is not None:
+            self.first_token_at, self.output_tokens = self.stream.first_token_at, self.stream.num_tokens
+
+    def end(self, state: LineState, at: float) -> None:
+        self.look()
+        self.state, self.ended_at, self.stream = state, at, None
 
     def has_name(self, name: str) -> bool:
         return name in (self.external_id, self.answer_id)
@@ -189,9 +200,7 @@ class Timelines:
         line.failovers.append((self._clock(), reason))
 
     def ended(self, line: Timeline, stream: RequestStream) -> None:
-        line.ended_at = self._clock()
-        line.state = "aborted" if stream.aborted else "failed" if stream.failed else "finished"
-        line.output_tokens, line.first_token_at = stream.num_tokens, stream.first_token_at
+        line.end("aborted" if stream.aborted else "failed" if stream.failed else "finished", self._clock())
         if stream.error is not None:
             self._metrics.request_failures.labels(stream.error.kind).inc()
         if self.on_settled is not None:
@@ -199,7 +208,7 @@ class Timelines:
 
     def refused(self, line: Timeline) -> None:
         """No worker has it."""
-        line.ended_at, line.state = self._clock(), "failed"
+        line.end("failed", self._clock())
 
     def tick(self, settled_after_s: float = _SETTLE_S) -> None:
         """Those that ended so long ago are told; nothing more is expected of their workers."""
@@ -266,6 +275,8 @@ class Timelines:
         return [self._describe(line, children) for line in mine if line.has_name(name)]
 
     def _describe(self, line: Timeline, children: Mapping[str, list[str]]) -> dict[str, Any]:
+        line.look()
+
         def since(at: float) -> float:
             return round((at - line.began_at) * 1000, 3)
 

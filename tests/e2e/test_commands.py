@@ -26,7 +26,7 @@ from vision_models import tiny_vl
 
 KEY = "secret"
 MODELS = {"smollm2": "llama", "MODEL": "llama", "path/to/model": "llama", "path/to/qwen3-vl": "qwen3_vl", "FOLDER": "qwen3_vl"}
-FILES = ("cluster.key", "keys")
+FILES = ("cluster.key", "keys", "admin-keys")
 SMALL = ("--kv-blocks", "64", "--threads", "1")
 AT_ONCE = {"quickstart.md"}  # asks a server that others ask too; the other pages wait for the long counts
 _HOST = re.compile(r"(?:10|127)\.0\.0\.(\d+)")
@@ -44,8 +44,9 @@ class Reader:
     def __init__(self, folder: pathlib.Path, url: str, etcd: str) -> None:
         self._folder, self._url, self._etcd = folder, url, etcd
         self._net = f"127.{random.randint(1, 250)}.{random.randint(1, 250)}"
-        (folder / "keys").write_text(KEY + "\n")
-        (folder / "keys").chmod(0o600)
+        for name, key in (("keys", KEY), ("admin-keys", f"admin-{KEY}")):
+            (folder / name).write_text(key + "\n")
+            (folder / name).chmod(0o600)
 
     def run(self, block: Block) -> None:
         with contextlib.ExitStack() as running:

@@ -6,10 +6,12 @@ import functools
 import itertools
 
 import pytest
+import torch.distributed as dist
 from cluster import Shape, ask, random_prompts, relay
 from parity import assert_parity, reference_tokens
 from tiny_models import VOCAB_SIZE, reference_model, tiny_model
 
+from kvrelay.runner.ranks import group
 from kvrelay.sampling import BeamSearch
 
 NUM_PROMPTS = 10
@@ -68,6 +70,14 @@ async def test_any_number_of_ranks_hands_over_to_any_other(name: str, tp: tuple[
 
 async def test_heads_that_cannot_be_split_evenly_and_blocks_of_another_size() -> None:
     await compare("kv3", shape_of("kv3", (1, 2), block_sizes=(16, 24)))
+
+
+async def test_ranks_without_native_code_meet_by_torch_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group, "shared_functions", lambda: None)
+    try:
+        await compare("kv2", shape_of("kv2", (2, 1)))
+    finally:
+        dist.destroy_process_group()
 
 
 async def test_ranks_hand_over_through_a_transport_that_writes() -> None:

@@ -123,6 +123,23 @@ async def test_the_timeline_of_a_request_has_the_stages_of_both_workers_in_order
         assert not cluster.router.timelines.latest("another key", 5)
 
 
+async def test_a_running_request_shows_how_far_it_has_come() -> None:
+    async with relay(Shape()) as cluster:
+        (decode,), timelines, seen = cluster.decode, cluster.router.timelines, dict[int, tuple[object, ...]]()
+        decode.allow(3)
+        stream = cluster.submit(msgspec.structs.replace(ask(PROMPT), external_id="far"))
+        (waiting,) = timelines.changed("", 5, seen)
+        assert (waiting["state"], waiting["output_tokens"], waiting["first_token_ms"]) == ("running", 0, None)
+        await cluster.until(lambda: stream.num_tokens > 0)
+        (begun,) = timelines.changed("", 5, seen)
+        assert begun["state"] == "running"
+        assert begun["output_tokens"] == stream.num_tokens
+        assert begun["first_token_ms"] > 0
+        assert not timelines.changed("", 5, seen)
+        decode.allow(None)
+        assert (await collect(stream)).error is None
+
+
 async def test_a_request_that_is_aborted_has_a_timeline_too() -> None:
     async with relay(Shape()) as cluster:
         for worker in cluster.workers:
