@@ -49,7 +49,7 @@ class FindOptions(Options, frozen=True, kw_only=True):
     prefill_price: Annotated[float, Meta(gt=0.0, description="of a prefill worker, in any unit")] = 1.0
     decode_price: Annotated[float, Meta(gt=0.0, description="of a decode worker, in the same unit")] = 1.0
     encode_price: Annotated[float, Meta(gt=0.0, description="of an encode worker, in the same unit")] = 1.0
-    most_workers: Annotated[int, Meta(ge=2, le=1000, description="of all roles together, in the largest cluster tried")] = 64
+    most_workers: Annotated[int, Meta(ge=2, le=1000, description="that the cluster may have, of all roles together")] = 64
 
 
 class ResultOptions(Options, frozen=True, kw_only=True):
@@ -95,6 +95,8 @@ def _find(layout: Layout, run_one: Callable[[Layout], Outcome], targets: Targets
         return share >= options.good_share
 
     prices = Prices(prefill=options.prefill_price, decode=options.decode_price, encode=options.encode_price)
+    if layout.cores:
+        raise ConfigError("--find: --cores: it takes for granted that more workers do better, which on shared cores they do not")
     if layout.takes_images and options.most_workers < 3:
         raise ConfigError(
             "--find: --most-workers: with images a cluster has at least 3 workers, an encode, a prefill and a decode one"

@@ -148,7 +148,7 @@ class Quantised:
         return Quantised(self.format, self.blocks[:, bytes_kept], kept.stop - kept.start)
 
     def with_zeros(self, count: int) -> Quantised:
-        """Its first columns, which are whole blocks, become zero: in every format a block of zero bytes is one of zeros."""
+        """The same with zeros as its first columns, which are whole blocks: in every format, bytes of zero are zeros."""
         blocks = self.blocks.clone()
         blocks[:, : blocks.shape[1] * count // self.in_features] = 0
         return Quantised(self.format, blocks, self.in_features)
@@ -206,7 +206,8 @@ class Kernels(Protocol):
     """The arithmetic of a decoder layer."""
 
     def fuse(self, weights: LayerWeights, ranks: Ranks | None) -> FusedLayer | None:
-        """Where an implementation has it; None: the model makes the calls below one by one."""
+        """Where an implementation has it; None: the model makes the calls below one by one. With `ranks`, each has a share of the
+        weights, and what `output` and `down` give is summed over them."""
 
     @property
     def quantised_formats(self) -> frozenset[str]:

@@ -12,12 +12,14 @@ enum { HEADER = 4096, FLOATS = 1 << 18, SPINS = 2000, YIELDS = 20000 };
 struct Ranks {
     char *memory;
     int64_t rank, count, turn;
-    int64_t spent_ns, waited_ns; /* for others in sums */
+    int64_t spent_ns;  /* in sums and spreads, but for: */
+    int64_t waited_ns; /* until the last rank had its share of a sum */
 };
 
 struct Counter { /* a cache line of its own */
     uint32_t turn, num_waiting;
-    char rest[56];
+    int64_t arrived_ns[2]; /* for a sum; by turn, as places are */
+    char rest[40];
 };
 
 static struct Counter *counter(struct Ranks *ranks, int64_t rank) { return (struct Counter *)ranks->memory + rank; }
@@ -63,10 +65,20 @@ static int meet(struct Ranks *ranks) {
     return 0;
 }
 
-static int64_t now_ns(void) {
+static int64_t now_ns(void) { /* the same clock in every rank */
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
     return now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
+}
+
+static int64_t *arrived_ns(struct Ranks *ranks, int64_t rank) { return &counter(ranks, rank)->arrived_ns[ranks->turn & 1]; }
+
+/* When the last rank had come, by then every rank's time is written. */
+static int64_t all_arrived_ns(struct Ranks *ranks) {
+    int64_t last = 0;
+    for (int64_t rank = 0; rank < ranks->count; rank++)
+        if (*arrived_ns(ranks, rank) > last) last = *arrived_ns(ranks, rank);
+    return last;
 }
 
 /* x becomes the sum of every rank's x. */
@@ -76,9 +88,9 @@ int kvrelay_add_up(struct Ranks *ranks, float *x, int64_t count) {
         int64_t size = count - first < FLOATS ? count - first : FLOATS;
         ranks->turn++;
         memcpy(place(ranks, ranks->rank), x + first, size * sizeof(float));
-        int64_t arrived = now_ns();
+        int64_t arrived = *arrived_ns(ranks, ranks->rank) = now_ns();
         if (meet(ranks)) return -1;
-        waited += now_ns() - arrived;
+        waited += all_arrived_ns(ranks) - arrived;
         memcpy(x + first, place(ranks, 0), size * sizeof(float));
         for (int64_t rank = 1; rank < ranks->count; rank++) {
             const float *theirs = place(ranks, rank);

@@ -57,7 +57,7 @@ class Ranks(Protocol):
 
     @property
     def spent_s(self) -> tuple[float, float]:
-        """Since the start: in meeting others, and in waiting for others' share of a sum, as far as that can be told apart."""
+        """Since the start: in sums and spreads; and, where it can be told apart, until the last rank had its share of a sum."""
 
     def add_up(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of every rank's `x`, which may be overwritten."""

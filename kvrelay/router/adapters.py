@@ -139,9 +139,11 @@ class AdapterOrders:
         name = uuid.uuid4().hex
         asked = [peer for peer in peers if peer.record.role is not Role.ENCODE and peer.send(message(name))]
         order = self._orders[name] = _Order(name, asked, asked, asyncio.get_running_loop().create_future())
-        if asked:
-            await asyncio.wait((order.ended,), timeout=_ANSWER_WITHIN_S)
-        del self._orders[name]
+        try:
+            if asked:
+                await asyncio.wait((order.ended,), timeout=_ANSWER_WITHIN_S)
+        finally:
+            del self._orders[name]
         if not order.done_by and not order.has_failed:
             raise UnavailableError("no worker can be reached", code="no_worker")
         return order

@@ -121,7 +121,7 @@ class Timeline(msgspec.Struct, eq=False):
                 yield StageLine(stage.value, leg.worker, leg.role.value, leg.attempt, at, seconds)
 
     def progress(self) -> tuple[object, ...]:
-        """Changes whenever there is more to tell."""
+        """Changes whenever there is more to tell than further tokens."""
         self.look()
         told = sum(leg.times is not None for leg in self.legs)
         return self.state, self.first_token_at, len(self.legs), told, len(self.failovers)

@@ -38,6 +38,7 @@ from kvrelay.log import Log
 from kvrelay.models.registry import Model
 from kvrelay.progress import Progress, Silent
 from kvrelay.runner.loader import load_model
+from kvrelay.runner.ranks.shares import SHARES
 
 _PATIENCE_S = 5.0  # with another worker that writes and does not get on: it may have been stopped
 
@@ -91,6 +92,7 @@ def file_name(
     """Of the file that has these weights and no others."""
     rank, num_ranks = (0, 1) if ranks is None else (ranks.rank, ranks.num_ranks)
     facts = [fingerprint(spec, "float32"), options.load, options.weights, str(rank), str(num_ranks), kernels.layout()]
+    facts.append(f"shares {SHARES}")
     if options.load == "auto":
         files = sorted(folder.resolve().glob("*.safetensors"))
         facts += [weights_digest(folder), *(f"{path}:{path.stat().st_mtime_ns}" for path in files)]

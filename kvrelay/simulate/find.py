@@ -1,16 +1,15 @@
 """The least expensive numbers of workers of each role that meet the targets, each cluster tried by a simulation.
 
-    1. of each role, the fewest workers that do, beside as many of the others as anybody could want
-    2. from these on, clusters by their price, until one meets the targets
+    1. of each role, the fewest workers that do, beside as many of each other as the limit allows of one
+    2. from these on, role by role: for each number of one that could still be cheaper, the fewest of the next
 
-More workers never do worse, so nothing below 1 can meet them, and usually the first cluster of 2 does.
+More workers never do worse, so nothing below 1 can meet them, and usually the first cluster of 2 is the one.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 
 import msgspec
 
@@ -32,28 +31,24 @@ class Prices(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def cheapest(meets: Meets, layout: Layout, prices: Prices, most_workers: int) -> Layout | None:
-    """None if no cluster of `most_workers` does. It has no whole workers, and encode workers only if it takes images."""
-    tried: dict[Counts, bool] = {}
-
-    def does(counts: Counts) -> bool:
-        if counts not in tried:
-            tried[counts] = meets(with_counts(layout, counts))
-        return tried[counts]
-
+    """None if no cluster of up to `most_workers` does. It has no whole workers, and encode workers only if it takes images."""
     num_roles = 3 if layout.takes_images else 2
-    ample = most_workers // num_roles
+    ample = most_workers - num_roles + 1  # of one role, beside one worker of each other
+
+    @cache
+    def does(counts: Counts) -> bool:
+        return meets(with_counts(layout, counts))
+
     plenty = (ample,) * num_roles
-    if not ample or not does(plenty):
+    if ample < 1 or not does(plenty):
         return None
 
     def does_with(place: int, count: int) -> bool:
         return does((*plenty[:place], count, *plenty[place + 1 :]))
 
-    least = tuple(_fewest(partial(does_with, place), ample) for place in range(num_roles))
-    for counts in by_price(prices, least, num_roles * ample):
-        if does(counts):
-            return with_counts(layout, counts)
-    return None
+    least = tuple(_fewest(partial(does_with, place), 1, ample) for place in range(num_roles))
+    found = _search(does, least, prices, most_workers)
+    return None if found is None else with_counts(layout, found)
 
 
 def with_counts(layout: Layout, counts: Counts) -> Layout:
@@ -61,27 +56,35 @@ def with_counts(layout: Layout, counts: Counts) -> Layout:
     return msgspec.structs.replace(layout, prefill=num_prefill, decode=num_decode, encode=sum(others), whole=0)
 
 
-def _fewest(does: Callable[[int], bool], enough: int) -> int:
+def _search(does: Callable[[Counts], bool], least: Counts, prices: Prices, most_workers: int) -> Counts | None:
+    """Of one price, that with the fewest prefill workers."""
+    best: Counts | None = None
+
+    def search(begun: Counts) -> None:
+        nonlocal best
+        fewest, *others = least[len(begun) :]
+        room = most_workers - sum(begun) - sum(others)
+        if not others:
+            while best is not None and room >= fewest and prices.of((*begun, room)) >= prices.of(best):
+                room -= 1
+            if room >= fewest and does((*begun, room)):
+                best = (*begun, _fewest(lambda count: does((*begun, count)), fewest, room))
+            return
+        for count in range(fewest, room + 1):
+            if best is not None and prices.of((*begun, count, *others)) >= prices.of(best):
+                return
+            search((*begun, count))
+
+    search(())
+    return best
+
+
+def _fewest(does: Callable[[int], bool], least: int, enough: int) -> int:
     """Twice as many each time, then halving between the last two."""
-    low, high = 0, 1
+    low, high = least - 1, least
     while high < enough and not does(high):
-        low, high = high, 2 * high
-    high = min(high, enough)
+        low, high = high, min(2 * high, enough)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if does(middle) else (middle, high)
     return high
-
-
-def by_price(prices: Prices, least: Counts, most_workers: int) -> Iterator[Counts]:
-    """Of one price, more decode workers first."""
-    heap = [(prices.of(least), -least[1], least)]
-    seen = {least}
-    while heap:
-        _, _, counts = heapq.heappop(heap)
-        yield counts
-        for place in range(len(counts)):
-            further = (*counts[:place], counts[place] + 1, *counts[place + 1 :])
-            if further not in seen and sum(further) <= most_workers:
-                seen.add(further)
-                heapq.heappush(heap, (prices.of(further), -further[1], further))

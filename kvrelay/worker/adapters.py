@@ -63,6 +63,7 @@ class AdapterOrders:
         self._aside = {key: read for key, read in self._aside.items() if key[0] != identity}
 
     def unload(self, order: UnloadAdapter) -> AdaptersTold:
+        self._ordered.discard(order.name)
         if self.adapters.unload(order.name):
             log.info("LoRA adapter unloaded", name=order.name)
         decided = order.name if order.decides else ""

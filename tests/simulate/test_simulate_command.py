@@ -116,6 +116,16 @@ def test_find_gives_the_cheapest_cluster_that_meets_the_targets() -> None:
     assert cheapest(lambda layout: False, Layout(), Prices(), most_workers=40) is None
 
 
+def test_find_tries_clusters_of_uneven_roles_up_to_the_limit() -> None:
+    def meets(layout: Layout) -> bool:
+        return layout.prefill >= 8 and layout.decode >= 2
+
+    found = cheapest(meets, Layout(), Prices(), most_workers=10)
+    assert found is not None
+    assert (found.prefill, found.decode) == (8, 2)
+    assert cheapest(meets, Layout(), Prices(), most_workers=9) is None
+
+
 def test_find_by_simulation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A prompt takes 100 ms and 25 come each second: 3 prefill workers, and no fewer, keep up."""
     result = tmp_path / "found.json"

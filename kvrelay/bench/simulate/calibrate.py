@@ -28,7 +28,7 @@ from kvrelay.simulate.costs import Costs, Point, interpolate
 
 _LENGTHS = (1.0, 0.5, 1.5)  # of prompts, of that of the traffic
 _BATCHES = (2, 4)  # streams on each decode worker
-_STREAM_TOKENS = 32
+_STREAM_TOKENS, _MOST_TOKENS = 32, 256
 _JITTER_STEPS = 100
 _KV_BYTES, _LAYERS, _GB_PER_S = 46_080, 30, 5.0  # of SmolLM2-135M in float32; shared memory
 
@@ -85,10 +85,9 @@ class Calibration:
         return statistics.median(_gaps(self._ask([self._question(_STREAM_TOKENS) for _ in range(count)], "measuring streams")))
 
     def _both(self, count: int, prompt_ms: float, step_ms: float) -> None:
-        """So many prompts, which come when each decode worker has a stream and end before it does. A stream has no more tokens
-        than a prompt, so that both fit into the model's context."""
+        """So many prompts, which come when each decode worker has a stream and end before it does."""
         lead_ms = 2 * self._pairs * prompt_ms
-        most = max(_STREAM_TOKENS, self._words)
+        most = min(_MOST_TOKENS, max(_STREAM_TOKENS, self._words))  # as prompts, so that small models have room for both
         num_tokens = min(most, math.ceil((lead_ms + 4 * self._pairs * prompt_ms) / step_ms))
         streams = [self._question(num_tokens) for _ in range(self._pairs)]
         prompts = [self._question(2) for _ in range(count)]

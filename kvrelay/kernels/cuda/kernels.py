@@ -62,7 +62,7 @@ class CudaKernels:
         self._linears = linears
 
     def fuse(self, weights: LayerWeights, ranks: Ranks | None) -> FusedLayer | None:
-        return CudaLayer(weights, self)
+        return CudaLayer(weights, self) if ranks is None else None
 
     quantised_formats: frozenset[str] = frozenset()
 

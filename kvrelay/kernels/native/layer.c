@@ -16,7 +16,7 @@ EXPORT int attention(const float *q, const float *keys, const float *values, con
               const int32_t *tables, float *out, long rows, long table_stride, long block_size, long heads, long kv_heads,
               long dim, float scale, int threads);
 
-enum { NO_MEMORY = 1, RANK_ENDED = 2 }; /* as layer.py has them */
+enum { NO_MEMORY = 1, RANK_ENDED = 2 }; /* the latter is in layer.py, too */
 
 /* What a layer is made of. Filled once, by layer.py, field by field. */
 struct Layer {

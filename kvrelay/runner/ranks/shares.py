@@ -22,6 +22,8 @@ from kvrelay.kernels.base import Quantised
 from kvrelay.models.layers import WeightSource
 from kvrelay.wire.kv import MAX_RANKS, heads_of, heads_per_rank
 
+SHARES = 2  # raised when a rank's share of the same weights becomes other bytes
+
 
 def check_split(spec: ModelSpec, num_ranks: int) -> None:
     """Raises ConfigError for a model that cannot be split so."""
