@@ -96,7 +96,7 @@ def _find(layout: Layout, run_one: Callable[[Layout], Outcome], targets: Targets
 
     prices = Prices(prefill=options.prefill_price, decode=options.decode_price, encode=options.encode_price)
     if layout.cores:
-        raise ConfigError("--find: --cores: it takes for granted that more workers do better, which on shared cores they do not")
+        raise ConfigError("--find: --cores: it takes for granted that more workers do better, which on shared cores is not so")
     if layout.takes_images and options.most_workers < 3:
         raise ConfigError(
             "--find: --most-workers: with images a cluster has at least 3 workers, an encode, a prefill and a decode one"
