@@ -94,8 +94,14 @@ def test_failover_without_another_token_is_no_figure() -> None:
 
 
 def test_two_routers_are_compared_with_one_round_by_round() -> None:
-    figures = routers.summarise([100.0, 50.0, 80.0], [110.0, 100.0, 80.0])
-    assert figures == {"routers_1_rps": 80.0, "routers_2_rps": 100.0, "routers_2_over_1": pytest.approx(1.1)}
+    one = [routers.Run(100.0, 1.0), routers.Run(50.0, 1.2), routers.Run(80.0, 1.1)]
+    two = [routers.Run(110.0, 0.5), routers.Run(100.0, 0.8), routers.Run(80.0, 0.6)]
+    assert routers.summarise(one, two) == {
+        "routers_1_rps": 80.0,
+        "routers_2_rps": 100.0,
+        "routers_2_over_1": pytest.approx(1.1),
+        "routers_2_over_1_on_cores_of_their_own": pytest.approx(1.1 / 0.6),
+    }
 
 
 def test_idle_time_is_a_share_of_a_core() -> None:

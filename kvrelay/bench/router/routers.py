@@ -1,14 +1,16 @@
 """What a second router process is worth: the same load on one router, and on two behind the same port (SO_REUSEPORT).
 
 The first holds the registry, the second joins it. No process is bound to a core: on two cores the load generator and the fake
-worker compete with the routers, so the gain there is less than what routers with cores of their own have.
+worker compete with the routers, so requests per second hardly grow there. What routers with a core each would carry follows
+from their processor time: as many times more as the busier of two spends less on a request of both than one alone does.
 """
 
 from __future__ import annotations
 
 import contextlib
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from rich.console import Console
 
@@ -32,6 +34,12 @@ ROUNDS = 3
 _LOAD_S = 60.0  # beside the length of a run
 
 
+@dataclass(frozen=True, slots=True)
+class Run:
+    rps: float
+    busiest_cpu_ms: float  # of the router that spent most, for each request of all
+
+
 def measure(options: RouterBench, console: Console) -> Results:
     """Runs with one router and with two take turns."""
     model, port, own_port, registry = options.model, free_port(), free_port(), f"tcp://{HOST}:{free_port()}"
@@ -48,38 +56,44 @@ def measure(options: RouterBench, console: Console) -> Results:
         await_page(f"http://{HOST}:{port}/health", first)
         worker.ask(FakeWorker.set_tick, STEP_S)
 
-        def rate(seconds: float) -> float:
+        def run(seconds: float, routers: Sequence[Command]) -> Run:
             request = LoadRequest(HOST, port, served, PROMPT, TOKENS, CLOSED_LOOP_CONNECTIONS, seconds)
+            before = [router.cpu_s() for router in routers]
             result = client.call(load.run, request)
             require_whole(result, f"{CLOSED_LOOP_CONNECTIONS} connections")
-            return result.completed / result.wall_s
+            busiest_s = max(router.cpu_s() - begun for router, begun in zip(routers, before, strict=True))
+            return Run(result.completed / result.wall_s, busiest_s / result.completed * 1e3)
 
-        rate(1.0)  # warms up
-        one: list[float] = []
-        two: list[float] = []
+        run(1.0, [first])  # warms up
+        one: list[Run] = []
+        two: list[Run] = []
         for number in range(1, ROUNDS + 1):
             status.update(f"round {number} of {ROUNDS}: one router")
-            one.append(rate(options.seconds))
+            one.append(run(options.seconds, [first]))
             status.update(f"round {number} of {ROUNDS}: two routers")
-            with _second(["router", model, *shared, f"--own-port={own_port}", f"--registry={registry}"], own_port):
-                rate(1.0)
-                two.append(rate(options.seconds))
+            with _second(["router", model, *shared, f"--own-port={own_port}", f"--registry={registry}"], own_port) as second:
+                run(1.0, [first, second])
+                two.append(run(options.seconds, [first, second]))
     return summarise(one, two)
 
 
 @contextlib.contextmanager
-def _second(command: list[str], own_port: int) -> Iterator[None]:
+def _second(command: list[str], own_port: int) -> Iterator[Command]:
     with Command(command) as router:
         await_page(f"http://{HOST}:{own_port}/health", router)
-        yield
+        yield router
 
 
-def summarise(one: list[float], two: list[float]) -> Results:
+def summarise(one: list[Run], two: list[Run]) -> Results:
     """Of runs that took turns."""
+    turns = list(zip(one, two, strict=True))
     return {
-        "routers_1_rps": statistics.median(one),
-        "routers_2_rps": statistics.median(two),
-        "routers_2_over_1": statistics.median(after / before for before, after in zip(one, two, strict=True)),
+        "routers_1_rps": statistics.median(run.rps for run in one),
+        "routers_2_rps": statistics.median(run.rps for run in two),
+        "routers_2_over_1": statistics.median(after.rps / before.rps for before, after in turns),
+        "routers_2_over_1_on_cores_of_their_own": statistics.median(
+            before.busiest_cpu_ms / after.busiest_cpu_ms for before, after in turns
+        ),
     }
 
 
