@@ -16,7 +16,7 @@ from dataclasses import dataclass
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 _FENCED = re.compile(r"(?:^<!-- ([^\n]*) -->\n)?^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-_PROGRAMS = {"kvrelay", "make", "curl", "docker", "kubectl", "pip", "python", "cp", "mkdir"}
+_PROGRAMS = {"kvrelay", "make", "curl", "docker", "kubectl", "pip", "python", "cp", "mkdir", "prometheus"}
 _HOST = re.compile(r"^host-\d+\$ ", re.MULTILINE)
 
 

@@ -20,6 +20,7 @@ from tests.frontend.serving import fake_backend, make_app, running_server
 
 pytestmark = needs_chromium
 POSITIONS = 4096
+ADMIN_KEY = "an-operators"
 LONG = 1500  # tokens of a stream that is to be interrupted
 WORKER_FLAGS = ("--kv-blocks", "1024", "--max-model-len", str(POSITIONS), "--threads", "1", "--progress", "plain")
 
@@ -36,7 +37,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluster
     model = shutil.copytree(tiny_model("llama"), folder / "model")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": POSITIONS}))
-    flags = ("--local-prefill-tokens", "16", "--served-model-name", "tiny")
+    (folder / "admin-keys").write_text(ADMIN_KEY)
+    (folder / "admin-keys").chmod(0o600)
+    flags = ("--local-prefill-tokens", "16", "--served-model-name", "tiny", "--admin-key-file", str(folder / "admin-keys"))
     with ProcessCluster(str(model), folder, registration_s=4.0, router_flags=flags, worker_flags=WORKER_FLAGS) as cluster:
         for role in ("prefill", "decode", "decode"):
             cluster.add(role)
@@ -80,7 +83,18 @@ def test_a_chat_streams_and_says_who_did_what(browser: Browser, cluster: Process
     assert browser.problems() == []
 
 
-def test_stop_ends_an_answer_and_continue_shows_its_parent(browser: Browser, cluster: ProcessCluster) -> None:
+def test_stop_ends_an_answer(browser: Browser, cluster: ProcessCluster) -> None:
+    open_dashboard(browser, cluster)
+    say(browser, "The quick brown fox jumps over the lazy dog.", tokens=LONG)
+    browser.until(lambda: browser.text(".turn.model .text"), "it begins")
+    browser.one("#chat-stop").click()
+    browser.until(lambda: "stopped" in browser.text(".turn.model .counts"), "it says so")
+    browser.until(lambda: browser.text("#requests li:first-child .state") == "aborted", "and so does the list")
+    assert cluster.get("/requests?limit=1")["data"][0]["output_tokens"] < LONG
+    cluster.until(lambda: all(is_idle(entry) for entry in cluster.shown()))
+
+
+def test_an_answer_that_was_cut_is_continued_and_shows_its_parent(browser: Browser, cluster: ProcessCluster) -> None:
     open_dashboard(browser, cluster)
     say(browser, "What is the capital of France?", tokens=20)
     browser.until(lambda: "longest answer reached" in browser.text(".turn.model .counts"), "the answer is cut")
@@ -161,7 +175,7 @@ def test_axe_finds_nothing(browser: Browser, cluster: ProcessCluster, theme: str
     assert violations(browser) == []
 
 
-def test_a_worker_drains_when_it_is_told_to(browser: Browser, cluster: ProcessCluster) -> None:
+def test_a_worker_drains_when_an_operator_tells_it_to(browser: Browser, cluster: ProcessCluster) -> None:
     extra = cluster.add("decode")
     cluster.until(lambda: extra.pid in {entry["pid"] for entry in cluster.shown() if entry["state"] == "ready"})
     name = next(entry["id"] for entry in cluster.shown() if entry["pid"] == extra.pid)
@@ -172,6 +186,11 @@ def test_a_worker_drains_when_it_is_told_to(browser: Browser, cluster: ProcessCl
     browser.one(f"{card} .actions button").click()
     browser.until(lambda: browser.js("return document.getElementById('ask').open"), "a question is asked")
     browser.one("#ask-yes").click()
+    browser.until(lambda: browser.one("#ask-key").is_displayed(), "an admin key is asked for")
+    assert violations(browser) == []
+    browser.one("#ask-key").send_keys("wrong" + Keys.ENTER)
+    browser.until(lambda: "wrong admin key" in browser.text("#ask-text"), "a wrong one is refused")
+    browser.one("#ask-key").send_keys(ADMIN_KEY + Keys.ENTER)
     browser.until(lambda: browser.count(f"{card}.draining, {card}.left"), "it drains")
     extra.process.wait(PATIENCE_S)
     browser.until(lambda: browser.count(f"{card}.left"), "it has left, and is not red")

@@ -1,19 +1,23 @@
-// Everything that the page asks of the server goes through here, with the API key if there is one.
+// Everything that the page asks of the server goes through here, with the API key if there is one; orders with the admin key.
 
-const KEY = "kvrelay-key";
+const KEY = "kvrelay-key", ADMIN_KEY = "kvrelay-admin-key";
+const keep = (name, key) => (key ? sessionStorage.setItem(name, key) : sessionStorage.removeItem(name));
 export const getKey = () => sessionStorage.getItem(KEY) || "";
-export const setKey = (key) => (key ? sessionStorage.setItem(KEY, key) : sessionStorage.removeItem(KEY));
+export const setKey = (key) => keep(KEY, key);
+export const getAdminKey = () => sessionStorage.getItem(ADMIN_KEY) || getKey();
+export const setAdminKey = (key) => keep(ADMIN_KEY, key);
 
 export class Refused extends Error {
-  constructor(status, message) {
+  constructor(status, { message, code }) {
     super(message);
     this.status = status;
+    this.code = code;
   }
 }
 
-export async function ask(path, { method = "GET", body, signal } = {}) {
+export async function ask(path, { method = "GET", body, signal, key = getKey() } = {}) {
   const headers = {};
-  if (getKey()) headers.authorization = `Bearer ${getKey()}`;
+  if (key) headers.authorization = `Bearer ${key}`;
   if (body !== undefined) headers["content-type"] = "application/json";
   const answer = await fetch(path, { method, headers, signal, cache: "no-store", body: body === undefined ? undefined : JSON.stringify(body) });
   if (!answer.ok) throw new Refused(answer.status, await problem(answer));
@@ -22,9 +26,9 @@ export async function ask(path, { method = "GET", body, signal } = {}) {
 
 async function problem(answer) {
   try {
-    return (await answer.json()).error.message;
+    return (await answer.json()).error;
   } catch {
-    return `the server answered ${answer.status}`;
+    return { message: `the server answered ${answer.status}` };
   }
 }
 

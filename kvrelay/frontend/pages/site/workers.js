@@ -1,7 +1,7 @@
 // A card for each worker, with what an operator can order it to do.
 
 import { announce, byId, bytes, h, keyed, ms, rate, setAttribute, setText, short } from "./dom.js";
-import { ask } from "./server.js";
+import { ask, getAdminKey, setAdminKey } from "./server.js";
 
 export const KINDS = [
   ["in_use", "in use"], ["reserved", "reserved"], ["sending", "sending"], ["pinned", "kept"], ["quarantined", "quarantined"], ["cached", "cached"], ["free", "free"],
@@ -85,15 +85,29 @@ async function order(worker, role) {
     : [`Drain ${worker}?`, "It takes nothing new, finishes what it has, and leaves for good.", "Drain"];
   if (!(await confirmed(title, text, yes))) return;
   try {
-    const answer = await (await ask(role ? "admin/role" : "admin/drain", { method: "POST", body: role ? { worker, role } : { worker } })).json();
+    const answer = await (role ? give("admin/role", { worker, role }) : give("admin/drain", { worker }));
     announce(answer.warning ? `${worker} drains: ${answer.warning}` : `${worker} drains`);
   } catch (error) {
     await confirmed("The order was refused", error.message, "Close");
   }
 }
 
-function confirmed(title, text, yes) {
+// An admin key is asked for when the server says that the order needs one, and kept in this tab.
+async function give(path, body) {
+  try {
+    return await (await ask(path, { method: "POST", body, key: getAdminKey() })).json();
+  } catch (error) {
+    if (error.status !== 401 && error.code !== "not_an_admin_key") throw error;
+    if (!(await confirmed("This order needs an admin key", error.message, "Give the order", true))) throw error;
+    setAdminKey(byId("ask-key").value.trim());
+    return give(path, body);
+  }
+}
+
+function confirmed(title, text, yes, needsKey = false) {
   const dialog = byId("ask");
+  byId("ask-key").value = "";
+  byId("ask-key").parentElement.hidden = !needsKey;
   byId("ask-title").textContent = title;
   byId("ask-text").textContent = text;
   byId("ask-yes").textContent = yes;
