@@ -73,7 +73,7 @@ static int64_t now_ns(void) { /* the same clock in every rank */
 
 static int64_t *arrived_ns(struct Ranks *ranks, int64_t rank) { return &counter(ranks, rank)->arrived_ns[ranks->turn & 1]; }
 
-/* When the last rank had come, by then every rank's time is written. */
+/* When the last rank came to this sum. Called once they have met, so that every rank's time is written. */
 static int64_t all_arrived_ns(struct Ranks *ranks) {
     int64_t last = 0;
     for (int64_t rank = 0; rank < ranks->count; rank++)

@@ -116,16 +116,16 @@ class SharedRanks:
 
     def add_up(self, x: torch.Tensor) -> torch.Tensor:
         summed = x.float().contiguous()
-        _check(self._library.kvrelay_add_up(self._address, summed.data_ptr(), summed.numel()))
+        check_met(self._library.kvrelay_add_up(self._address, summed.data_ptr(), summed.numel()))
         return summed.to(x.dtype)
 
     def spread(self, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
-        _check(self._library.kvrelay_spread(self._address, x.data_ptr(), x.numel() * x.element_size()))
+        check_met(self._library.kvrelay_spread(self._address, x.data_ptr(), x.numel() * x.element_size()))
         return x
 
     def meet(self) -> None:
-        _check(self._library.kvrelay_meet(self._address))
+        check_met(self._library.kvrelay_meet(self._address))
 
     def end(self) -> None:
         self._library.kvrelay_end(self._address)
@@ -174,6 +174,7 @@ def open_store() -> TCPStore:
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def _check(status: int) -> None:
+def check_met(status: int) -> None:
+    """Of native code that meets other ranks: 0, or one of them has ended. Raises RankDiedError."""
     if status != 0:
         raise RankDiedError("a rank of this worker has ended")

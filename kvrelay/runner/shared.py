@@ -91,8 +91,8 @@ def file_name(
 ) -> str:
     """Of the file that has these weights and no others."""
     rank, num_ranks = (0, 1) if ranks is None else (ranks.rank, ranks.num_ranks)
-    facts = [fingerprint(spec, "float32"), options.load, options.weights, str(rank), str(num_ranks), kernels.layout()]
-    facts.append(f"shares {SHARES}")
+    share = f"{rank} of {num_ranks}, cut as in {SHARES}"
+    facts = [fingerprint(spec, "float32"), options.load, options.weights, share, kernels.layout()]
     if options.load == "auto":
         files = sorted(folder.resolve().glob("*.safetensors"))
         facts += [weights_digest(folder), *(f"{path}:{path.stat().st_mtime_ns}" for path in files)]

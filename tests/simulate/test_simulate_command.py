@@ -126,6 +126,11 @@ def test_find_tries_clusters_of_uneven_roles_up_to_the_limit() -> None:
     assert cheapest(meets, Layout(), Prices(), most_workers=9) is None
 
 
+def test_find_on_shared_cores_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["simulate", "--rate", "5", "--seconds", "1", "--find", "--cores", "2"]) == 2
+    assert "--find: --cores: it takes for granted" in " ".join(capsys.readouterr().err.split())
+
+
 def test_find_by_simulation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A prompt takes 100 ms and 25 come each second: 3 prefill workers, and no fewer, keep up."""
     result = tmp_path / "found.json"

@@ -112,7 +112,7 @@ def test_find_counts_encode_workers() -> None:
     assert (found.encode, found.prefill, found.decode) == (2, 3, 5)
 
 
-def test_find_needs_a_worker_of_each_role_and_cores_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+def test_find_needs_a_worker_of_each_role(capsys: pytest.CaptureFixture[str]) -> None:
     assert cheapest(lambda layout: True, LAYOUT, Prices(), most_workers=2) is None
     found = cheapest(lambda layout: True, LAYOUT, Prices(), most_workers=3)
     assert found is not None
@@ -120,8 +120,6 @@ def test_find_needs_a_worker_of_each_role_and_cores_of_its_own(capsys: pytest.Ca
     traffic = ["--rate", "5", "--seconds", "1", "--image-share", "1", "--image-tokens", "100", "--encode", "1"]
     assert main.main(["simulate", *traffic, "--find", "--most-workers", "2"]) == 2
     assert "with images a cluster has at least 3 workers" in " ".join(capsys.readouterr().err.split())
-    assert main.main(["simulate", "--rate", "5", "--seconds", "1", "--find", "--cores", "2"]) == 2
-    assert "--cores: it takes for granted" in " ".join(capsys.readouterr().err.split())
 
 
 def test_find_by_simulation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
-from kvrelay.errors import RankDiedError
 from kvrelay.kernels.base import ForwardBatch, LayerWeights
 from kvrelay.kernels.native.batch import BatchPointers, NativePacked, is_plain, norm_pointer
-from kvrelay.kernels.ranks import Ranks
+from kvrelay.kernels.ranks import Ranks, check_met
 
 _POINTERS = ("input_norm", "q_norm", "k_norm", "post_norm", "qkv", "output", "gate_up", "down")
 
@@ -131,7 +130,7 @@ class NativeLayer:
             space.out_address,  # x itself from the second layer on: it has been read before this is written
         )
         if status == _RANK_ENDED:
-            raise RankDiedError("a rank of this worker has ended")
+            check_met(status)
         if status != 0:
             raise MemoryError("no memory to plan attention")
         return space.out

@@ -1,7 +1,7 @@
 // Asks for an API key and waits until it is given. Nothing else is shown meanwhile.
 
 import { byId, h } from "./dom.js";
-import { getKey, setKey } from "./server.js";
+import { getKey, setAdminKey, setKey } from "./server.js";
 
 function makeGate() {
   const key = h("input", { id: "gate-key", type: "password", autocomplete: "current-password", required: true });
@@ -39,6 +39,7 @@ export function openGate() {
 export function startGate() {
   byId("key-button").addEventListener("click", () => {
     setKey("");
+    setAdminKey("");
     location.reload();
   });
 }
