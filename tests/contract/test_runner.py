@@ -14,6 +14,7 @@ from tiny_models import EOS_TOKEN_ID, VOCAB_SIZE, tiny_model
 from kvrelay.checkpoint.spec import read_spec
 from kvrelay.engine.fence import Fence
 from kvrelay.engine.interfaces import Row, RowResult, Runner, StepPlan
+from kvrelay.kernels.fp8 import FP8
 from kvrelay.kernels.torch_kernels import TorchKernels
 from kvrelay.progress import Silent
 from kvrelay.runner.fake import FakeRunner
@@ -38,11 +39,13 @@ def tiny_llama(device: torch.device) -> Model:
     )
 
 
-def make_torch_runner(device: torch.device = CPU, graph_sizes: Sequence[int] = ()) -> TorchRunner:
+def make_torch_runner(
+    device: torch.device = CPU, graph_sizes: Sequence[int] = (), kv_dtype: torch.dtype = torch.float32
+) -> TorchRunner:
     folder = pathlib.Path(tiny_model("llama"))
     spec = read_spec(folder)
     num_blocks = NUM_BLOCKS + bool(graph_sizes)
-    pool = KVPool(spec, num_blocks=num_blocks, block_size=BLOCK_SIZE, dtype=torch.float32, device=device)
+    pool = KVPool(spec, num_blocks=num_blocks, block_size=BLOCK_SIZE, dtype=kv_dtype, device=device)
     return TorchRunner(
         tiny_llama(device),
         pool,
@@ -61,6 +64,11 @@ def make_torch_runner(device: torch.device = CPU, graph_sizes: Sequence[int] = (
 def make_replaying_runner() -> TorchRunner:
     """Decode steps by the code that graphs are captured from."""
     return make_torch_runner(graph_sizes=[1, 2, 4, 8])
+
+
+def make_fp8_runner() -> TorchRunner:
+    """KV in fp8, the rest in float32."""
+    return make_torch_runner(graph_sizes=[1, 2, 4, 8], kv_dtype=FP8)
 
 
 def make_cuda_runner(graph_sizes: Sequence[int] = ()) -> TorchRunner:
@@ -91,6 +99,7 @@ def make_fake_runner() -> Runner:
         pytest.param(make_torch_runner, id="torch"),
         pytest.param(make_fake_runner, id="fake"),
         pytest.param(make_replaying_runner, id="replaying"),
+        pytest.param(make_fp8_runner, id="kv-fp8"),
         pytest.param(make_cuda_runner, id="cuda", marks=pytest.mark.cuda),
         pytest.param(make_cuda_graph_runner, id="cuda-graphs", marks=pytest.mark.cuda),
     ]
