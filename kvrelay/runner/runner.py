@@ -125,6 +125,7 @@ class TorchRunner:
             device=device,
             images=_image_rows(spec, features, device),
             sent=device.type == "cuda" or bool(graph_sizes),
+            ends=bool(graph_sizes),
         )
         self._graphs = (
             DecodeGraphs(
