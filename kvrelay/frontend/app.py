@@ -80,7 +80,7 @@ ROUTES: tuple[tuple[str, str, Callable[[Service, Call], Awaitable[None]]], ...] 
 # Headers of answers that scripts of other origins may read, beside those that they always may.
 _EXPOSED_HEADERS = [
     "x-request-id", "x-kvrelay-prefill", "x-kvrelay-decode", "x-kvrelay-transfer-id", "x-kvrelay-encode",
-    "x-kvrelay-continuation", "x-kvrelay-continued", "retry-after",
+    "x-kvrelay-continuation", "x-kvrelay-continued", "x-data-parallel-rank", "traceparent", "retry-after",
 ]  # fmt: skip
 
 
