@@ -88,8 +88,7 @@ class Engine:
     def submit(self, submit: Submit) -> None:
         """Never raises: a request that cannot be served is answered by a Failure with the next step's outputs."""
         if submit.request_id in self.requests:
-            trace = trace_id_of(submit.trace)
-            log.warning("request submitted twice, second one ignored", request=submit.request_id, trace=trace)
+            log.warning("request submitted twice, ignored", request=submit.request_id, trace=trace_id_of(submit.trace))
             return
         self._expire_kept()
         try:
