@@ -112,6 +112,7 @@ class EmbeddingIntake:
             failed=self._num_failed,
             bytes=counts.moved_bytes,
             resumes=counts.resumes,
+            reconnects=counts.reconnects,
             by_peer=counts.by_peer.copy(),
         )
 

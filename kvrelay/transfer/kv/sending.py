@@ -109,6 +109,7 @@ class Sending(SendingTransfer[ProducerState, KVLayout, ProducerNews]):
         if waits and self._blocks:
             self._advance(ProducerState.SET_ASIDE)
             self._blocks, self._progress, self._first_tokens = (), Progress(), None
+            self._desk.counts.set_aside += 1
             self._desk.news.set_aside.append(self.meta.request_id)
 
     def abort(self) -> None:
@@ -208,6 +209,7 @@ class Sending(SendingTransfer[ProducerState, KVLayout, ProducerNews]):
     def _restart_if_set_aside(self) -> None:
         if self.state is ProducerState.SET_ASIDE:
             self._advance(ProducerState.STARTED)
+            self._desk.counts.recomputed += 1
             self._desk.news.restart.append(self.meta.request_id)
 
     def _read_done(self) -> None:
