@@ -331,12 +331,8 @@ class Sending(SendingTransfer[ProducerState, KVLayout, ProducerNews]):
 
     def _ready(self) -> Ready:
         """In answer to a Pull."""
-        return Ready(
-            transfer_id=self.transfer_id,
-            num_tokens=self.meta.num_tokens,
-            blocks=list(self._blocks),
-            first_tokens=self._first_tokens or [],
-        )
+        blocks, first_tokens, num_tokens = list(self._blocks), self._first_tokens or [], self.meta.num_tokens
+        return Ready(transfer_id=self.transfer_id, num_tokens=num_tokens, blocks=blocks, first_tokens=first_tokens)
 
     def _send(self, message: TransferMessage) -> None:
         self._desk.send(self.meta.peer, message)
