@@ -47,7 +47,7 @@ class Metrics:
     requests_in_flight: Gauge = _gauge("kvrelay_requests_in_flight", "HTTP requests being answered")
     aborted: Counter = _counter("kvrelay_aborted", "Requests whose client left before the end")
     prompt_tokens: Counter = _counter("kvrelay_prompt_tokens", "Prompt tokens of answered requests")
-    cached_tokens: Counter = _counter("kvrelay_cached_tokens", "Prompt tokens whose KV was reused from a cache")
+    cached_tokens: Counter = _counter("kvrelay_prompt_tokens_cached", "Prompt tokens whose KV was reused from a cache")
     # source: lease, prefix_cache, prefill, prompt
     continuations: Counter = _counter(
         "kvrelay_continuations", "Requests that continued from another, by where its KV came from", "source"
