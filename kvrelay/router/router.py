@@ -245,9 +245,7 @@ class Router:
             return
         self._peers[record.id] = peer
         self._feed.joined(record)
-        self._metrics.worker_joins.labels(record.role.value).inc()
-        for reason in (*(loss.value for loss in Loss), "broken"):  # from 0 on, or the first would be no increase
-            self._metrics.worker_losses.labels(record.role.value, reason)
+        self._metrics.worker_joined(record.role.value)
         log.info("worker joined", worker=record.id, address=record.serving_address, pid=record.pid)
 
     def _on_changed(self, record: WorkerRecord) -> None:
