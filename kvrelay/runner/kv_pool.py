@@ -20,10 +20,10 @@ import numpy as np
 import torch
 
 from kvrelay.checkpoint.spec import ModelSpec
-from kvrelay.config import EngineOptions, ModelOptions
+from kvrelay.config import EngineOptions
 from kvrelay.engine.interfaces import Allocate
 from kvrelay.errors import ConfigError
-from kvrelay.kernels.fp8 import FIRST_WITH_FP8, FP8, movable
+from kvrelay.kernels.fp8 import movable
 from kvrelay.log import Log
 from kvrelay.wire.kv import Layout, heads_per_rank
 
@@ -94,21 +94,6 @@ class KVPool:
         kv = movable(self.every_rank)
         # All sources are read before the first target is written, so chains and even exchanges come out right.
         kv.index_copy_(2, targets, kv.index_select(2, sources))
-
-
-def choose_kv_dtype(options: ModelOptions, dtype: torch.dtype) -> torch.dtype:
-    return FP8 if options.kv_dtype == "fp8" else dtype
-
-
-def check_kv_dtype(options: ModelOptions) -> None:
-    """Raises ConfigError where KV cannot be held as it is asked for."""
-    if options.kv_dtype != "fp8":
-        return
-    if options.weights == "int8":
-        raise ConfigError("--kv-dtype fp8: --weights int8 needs the native kernels, which do not read KV in fp8")
-    if options.device == "cuda" and torch.cuda.get_device_capability() < FIRST_WITH_FP8:
-        least = ".".join(map(str, FIRST_WITH_FP8))
-        raise ConfigError(f"--kv-dtype fp8: the card's compute capability is below {least}")
 
 
 def choose_pool_size(

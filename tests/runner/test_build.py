@@ -18,7 +18,8 @@ from kvrelay.errors import ConfigError, ModelError
 from kvrelay.progress import Silent
 from kvrelay.runner.build import build_runner, choose_device, choose_dtype, set_threads
 from kvrelay.runner.host_pool import choose_host_blocks
-from kvrelay.runner.kv_pool import KVPool, choose_kv_dtype, choose_pool_size
+from kvrelay.runner.kv_dtype import choose_kv_dtype
+from kvrelay.runner.kv_pool import KVPool, choose_pool_size
 from kvrelay.runner.runner import TorchRunner
 
 

@@ -29,7 +29,7 @@ from kvrelay.kernels.ranks import DistributedRanks, Ranks, SharedRanks, shared_f
 from kvrelay.log import Log, configure
 from kvrelay.models.registry import Model
 from kvrelay.progress import Silent
-from kvrelay.runner.kv_pool import choose_kv_dtype
+from kvrelay.runner.kv_dtype import choose_kv_dtype
 from kvrelay.runner.ranks.adapters import HeldAdapters
 from kvrelay.runner.ranks.passes import to_batch
 from kvrelay.runner.ranks.shares import RankShare
