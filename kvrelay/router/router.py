@@ -38,6 +38,7 @@ from kvrelay.router.policy import PolicyName
 from kvrelay.router.prefix_index import PrefixIndex
 from kvrelay.router.rebalance import WorkerSight
 from kvrelay.router.stream import RequestStream
+from kvrelay.router.timeline_search import TimelineSearch
 from kvrelay.states import Role, WorkerState
 from kvrelay.wire.registry import Adapter, WorkerRecord
 from kvrelay.wire.serving import Forget, Forgotten, PeerLost, ReleaseKept
@@ -97,12 +98,21 @@ class Router:
             clock=outside.clock,
         )
         self._dispatcher = Dispatcher(
-            self._planner, metrics, self.continuations, self._sync, mode=mode, rules=rules, clock=outside.clock
+            self._planner,
+            metrics,
+            self.continuations,
+            self._sync,
+            mode=mode,
+            rules=rules,
+            router=self.router_id,
+            clock=outside.clock,
         )
         self.timelines = self._dispatcher.timelines
         self._company = company or Alone(router_record(self.router_id))
         self.continuations.on_known = self._on_known
         self._search = KeptSearch(self.continuations, lambda: self._dispatcher.usable)
+        search = TimelineSearch(self.router_id, self.timelines, self._company, lambda: self._dispatcher.usable)
+        self.timelines.ask_others = search.ask
         self._orders = AdapterOrders(lambda: self._dispatcher.usable, self._refresh)
         self._listeners = Listeners(
             opened=self._on_opened,
@@ -111,6 +121,7 @@ class Router:
             told=self._search.told,
             adapters=self._orders.told,
             forgotten=self._on_forgotten,
+            timelines=search.heard,
             malformed=self._on_malformed,
         )
         self._ticker: asyncio.TimerHandle | None = None

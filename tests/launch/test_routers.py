@@ -109,6 +109,19 @@ def test_what_one_has_served_the_other_continues(server: Server) -> None:
     child = second.complete(continuation_of=parent["id"], max_tokens=4)
     assert parent["choices"][0]["text"] + child["choices"][0]["text"] == whole["choices"][0]["text"]
     until_idle(second)
+
+    def shown(line: Line, answer: dict[str, Any]) -> dict[str, Any]:
+        """Its worker may tell of it a moment after its end."""
+        until(lambda: line.get(f"/requests/{answer['id']}")["data"][0]["clocks"])
+        (found,) = line.get(f"/requests/{answer['id']}")["data"]
+        return dict(found)
+
+    for line in (first, second):
+        assert {one["stage"] for one in shown(line, parent)["stages"]} >= {"route", "queue", "prefill", "decode"}
+        assert shown(line, parent)["router"] == first.router != shown(line, child)["router"]
+        assert shown(line, parent)["children"] == [shown(line, child)["id"]]
+        assert [one["answer_id"] for one in line.get("/requests?limit=3")["data"]] == [child["id"], whole["id"], parent["id"]]
+    assert first.get("/requests/unknown")["error"]["code"] == "request_not_found"
     first.close()
     second.close()
 
@@ -142,7 +155,7 @@ def test_routers_are_replaced_one_after_the_other_and_no_request_is_lost(server:
         assert b"[DONE]" in events
         line.close()
         until(lambda name=name: name not in routers(server) and len(routers(server)) == 2)  # type: ignore[misc]
-    assert not set(known) & set(routers(server))
+    until(lambda: not set(known) & set(routers(server)))  # whichever of them tells
     with urllib.request.urlopen(server.url + "/health", timeout=PATIENCE_S) as answer:
         assert answer.status == 200
 
