@@ -61,7 +61,6 @@ class Dispatcher:
         *,
         mode: Mode = "write",
         rules: RetryRules | None = None,
-        router: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
@@ -71,7 +70,7 @@ class Dispatcher:
         self._rules = rules or RetryRules()
         self._metrics = metrics
         self._keeping = Keeping(continuations)
-        self.timelines = Timelines(metrics, router=router, clock=clock)
+        self.timelines = Timelines(metrics, clock=clock)
         self.open: dict[RequestId, OpenRequest] = {}
         self.stranded = Stranded(self._rules, self._retry, self._is_starting)
         self._estranged = Estranged(clock, on_avoided=metrics.hand_overs_avoided.inc)

@@ -98,21 +98,14 @@ class Router:
             clock=outside.clock,
         )
         self._dispatcher = Dispatcher(
-            self._planner,
-            metrics,
-            self.continuations,
-            self._sync,
-            mode=mode,
-            rules=rules,
-            router=self.router_id,
-            clock=outside.clock,
+            self._planner, metrics, self.continuations, self._sync, mode=mode, rules=rules, clock=outside.clock
         )
         self.timelines = self._dispatcher.timelines
         self._company = company or Alone(router_record(self.router_id))
         self.continuations.on_known = self._on_known
         self._search = KeptSearch(self.continuations, lambda: self._dispatcher.usable)
         search = TimelineSearch(self.router_id, self.timelines, self._company, lambda: self._dispatcher.usable)
-        self.timelines.ask_others = search.ask
+        self.timelines.router, self.timelines.ask_others = self.router_id, search.ask
         self._orders = AdapterOrders(lambda: self._dispatcher.usable, self._refresh)
         self._listeners = Listeners(
             opened=self._on_opened,

@@ -147,11 +147,9 @@ async def _no_others(owner: str, name: str, limit: int) -> list[TimelineShown]:
 class Timelines:
     """Of one router."""
 
-    def __init__(
-        self, metrics: Metrics, *, router: str = "", capacity: int = _CAPACITY, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, metrics: Metrics, *, capacity: int = _CAPACITY, clock: Callable[[], float] = time.monotonic) -> None:
         self._metrics = metrics
-        self._router = router
+        self.router = ""
         self._capacity = capacity
         self._clock = clock
         self._lines: deque[Timeline] = deque()
@@ -315,7 +313,7 @@ class Timelines:
         }
         return TimelineShown(
             number=line.number,
-            router=self._router,
+            router=self.router,
             id=line.external_id,
             answer_id=line.answer_id,
             state=line.state,
