@@ -104,8 +104,6 @@ class Router:
         self._company = company or Alone(router_record(self.router_id))
         self.continuations.on_known = self._on_known
         self._search = KeptSearch(self.continuations, lambda: self._dispatcher.usable)
-        search = TimelineSearch(self.router_id, self.timelines, self._company, lambda: self._dispatcher.usable)
-        self.timelines.router, self.timelines.ask_others = self.router_id, search.ask
         self._orders = AdapterOrders(lambda: self._dispatcher.usable, self._refresh)
         self._listeners = Listeners(
             opened=self._on_opened,
@@ -114,7 +112,7 @@ class Router:
             told=self._search.told,
             adapters=self._orders.told,
             forgotten=self._on_forgotten,
-            timelines=search.heard,
+            timelines=TimelineSearch(self.router_id, self.timelines, self._company, lambda: self._dispatcher.usable).heard,
             malformed=self._on_malformed,
         )
         self._ticker: asyncio.TimerHandle | None = None
@@ -167,15 +165,13 @@ class Router:
         return self._dispatcher.submit(request, "" if self.ready else self._excuse(), may_wait=self.max_model_len > 0)
 
     async def find_parent(self, handle: str, owner: str, *, wait_s: float) -> Parent:
-        if self.continuations.is_unheard_of(handle, owner):
-            await self._search.ask(handle, owner)
+        await self._search.ask(handle, owner)
         parent = self.continuations.find(handle, owner)
         await self.continuations.until_ended(parent, handle, wait_s)
         return parent
 
     async def find_parents(self, handle: str, owner: str) -> list[Parent]:
-        if self.continuations.is_unheard_of(handle, owner):
-            await self._search.ask(handle, owner)
+        await self._search.ask(handle, owner)
         return self.continuations.find_all(handle, owner)
 
     async def delete_parents(self, handle: str, owner: str) -> None:

@@ -34,6 +34,9 @@ class TimelineSearch:
     _questions: dict[int, _Question] = field(default_factory=dict, init=False)
     _numbers: count[int] = field(default_factory=count, init=False)
 
+    def __post_init__(self) -> None:
+        self.timelines.router, self.timelines.ask_others = self.router_id, self.ask
+
     async def ask(self, owner: str, name: str, limit: int) -> list[TimelineShown]:
         """What all others have, or those that answer within a moment."""
         others = {router.id for router in self.company.routers} - {self.router_id}
