@@ -27,7 +27,6 @@ from kvrelay.wire.adapters import AdaptersTold
 from kvrelay.wire.registry import ImageCounts, WorkerLoad, WorkerRecord
 from kvrelay.wire.serving import (
     Abort,
-    AboutTimelines,
     Finish,
     Forgotten,
     Hello,
@@ -39,7 +38,7 @@ from kvrelay.wire.serving import (
     ToWorker,
     Welcome,
 )
-from kvrelay.wire.timelines import AskTimelines, TimelinesTold
+from kvrelay.wire.timelines import AboutTimelines, AskTimelines, TimelinesTold
 
 HOST_KINDS = ("total", "free", "cached", "in_use")  # of blocks on the host
 _PING = Ping()

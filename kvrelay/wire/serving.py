@@ -14,7 +14,6 @@ router                                   worker
   | <---------------------------- Forgotten |   by another router
   | AskKept ------------------------------> |   a router that did not serve the parent looks for it
   | <----------------------------- KeptTold |
-  | AskTimelines, TimelinesTold <---------> |   between routers, which the worker passes on (wire/timelines.py)
   | LoadAdapter, UnloadAdapter -----------> |   an operator's order about LoRA adapters
   | UseAdapter, DropAdapter --------------> |   once every worker has read what LoadAdapter named, or some could not
   | <------------------------- AdaptersTold |   its end, to the router that gave it; and to all others which there are now
@@ -41,7 +40,7 @@ from kvrelay.sampling import SamplingParams
 from kvrelay.states import FinishReason, Role, Stage
 from kvrelay.wire.adapters import AboutAdapters, AdaptersTold
 from kvrelay.wire.registry import WorkerLoad, WorkerRecord
-from kvrelay.wire.timelines import AskTimelines, TimelinesTold
+from kvrelay.wire.timelines import AboutTimelines
 
 Logprob = tuple[int, float]  # token id, natural logarithm of its probability
 
@@ -397,6 +396,5 @@ class StepOutputs(Message, frozen=True, kw_only=True):
 
 
 AboutParents = Remember | Forget | AskKept | ReleaseKept
-AboutTimelines = AskTimelines | TimelinesTold
 ToWorker = Hello | Submit | Encode | Abort | Finish | Ping | PeerLost | Drain | AboutParents | AboutTimelines | AboutAdapters
 ToRouter = Welcome | Refused | StepOutputs | KeptTold | Forgotten | AboutTimelines | AdaptersTold

@@ -85,3 +85,6 @@ class TimelinesTold(TimelineMessage, frozen=True, kw_only=True):
     question: int
     router: RouterId  # that tells
     timelines: list[TimelineShown]
+
+
+AboutTimelines = AskTimelines | TimelinesTold
