@@ -245,7 +245,7 @@ class Router:
             return
         self._peers[record.id] = peer
         self._feed.joined(record)
-        self._metrics.worker_joins.labels(record.role.value).inc()
+        self._metrics.worker_joined(record.role.value)
         log.info("worker joined", worker=record.id, address=record.serving_address, pid=record.pid)
 
     def _on_changed(self, record: WorkerRecord) -> None:
