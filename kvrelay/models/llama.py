@@ -116,6 +116,13 @@ class _Ends:
         return self._kernels.linear(self._kernels.add_rms_norm(x, residual, self._norm, self._eps), self._head)
 
 
+def _attend_at_end(layer: DecoderLayer, query: torch.Tensor, batch: ForwardBatch, kv: torch.Tensor) -> torch.Tensor:
+    """Of the last layer, for the tokens whose logits are wanted."""
+    if batch.ends is None:
+        return layer.attend(query, batch, kv)[batch.logit_rows]
+    return layer.attend(query[batch.logit_rows], dataclasses.replace(batch, attention=batch.ends), kv)
+
+
 class LlamaModel:
     """A decoder-only model. Holds weights, constants and views of the KV pool, and no state of any request; `forward` may be
     called from one thread at a time."""
@@ -170,10 +177,11 @@ class LlamaModel:
                 return query.new_empty((0, self.spec.vocab_size))
             if on_layer is not None and self._ranks is None:
                 on_layer(index)
-            attended = layer.attend(query, batch, layer_kv)
             lora = () if batch.lora is None else batch.lora.tokens
-            if index == last and not all_rows:
-                attended, residual = attended[batch.logit_rows], residual[batch.logit_rows]
+            if index < last or all_rows:
+                attended = layer.attend(query, batch, layer_kv)
+            else:
+                attended, residual = _attend_at_end(layer, query, batch, layer_kv), residual[batch.logit_rows]
                 lora = () if batch.lora is None else batch.lora.outputs
             x = layer.finish(attended, residual, lora)
             if on_layer is not None and self._ranks is not None:

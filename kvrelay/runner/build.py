@@ -29,6 +29,7 @@ from kvrelay.runner.graphs import graph_sizes
 from kvrelay.runner.host_pool import HostPool, choose_host_blocks, make_host_pool
 from kvrelay.runner.kv_pool import KVPool, PoolSize, blocks_for, choose_pool_size, free_cpu_bytes, token_bytes
 from kvrelay.runner.lora import LoraAdapters, Pack
+from kvrelay.runner.prompt_graphs import prompt_sizes
 from kvrelay.runner.ranks.adapters import SplitAdapters
 from kvrelay.runner.ranks.group import OnDeath, RankGroup
 from kvrelay.runner.ranks.leading import LeadingModel
@@ -107,7 +108,8 @@ def _build(
     kernels = _choose_kernels(chosen)
     model = _load_weights(chosen, kernels, group, progress)
     sizes = [] if isinstance(kernels, TorchKernels | NativeKernels) else graph_sizes(chosen.engine.max_batch)
-    size = _pool_size(model, chosen, sizes)
+    prompts = _prompt_sizes(chosen) if sizes else []
+    size = _pool_size(model, chosen, sizes, prompts)
     num_blocks = size.num_blocks + bool(sizes)  # graphs need one of their own
     room = f"making room for {size.num_blocks} KV blocks and decode graphs"
     with explained(room, num_blocks * chosen.block_bytes, chosen.device):
@@ -132,6 +134,7 @@ def _build(
             features=make_store(chosen.spec, chosen.engine, chosen.device, chosen.dtype) if features is None else features,
             adapters=_load_adapters(chosen, pack),
             graph_sizes=sizes,
+            prompt_sizes=prompts,
             progress=progress,
             ranks=group,
         )
@@ -183,6 +186,10 @@ def _load_weights(chosen: _Choices, kernels: Kernels, group: RankGroup | None, p
             max_positions=chosen.engine.max_model_len or None,
             ranks=None if group is None else group.ranks,
         )
+
+
+def _prompt_sizes(chosen: _Choices) -> list[int]:
+    return [] if chosen.spec.vision is not None else prompt_sizes(chosen.engine.token_budget)
 
 
 def _open_pool(chosen: _Choices, num_blocks: int, allocate: Allocate | None) -> KVPool:
@@ -348,13 +355,14 @@ def weight_elements(spec: ModelSpec) -> int:
     return layers + spec.hidden_size * spec.vocab_size * (1 if spec.tie_word_embeddings else 2)
 
 
-def _pool_size(model: Model, chosen: _Choices, sizes: list[int]) -> PoolSize:
+def _pool_size(model: Model, chosen: _Choices, sizes: list[int], prompts: list[int]) -> PoolSize:
     spec, options, dtype, device = chosen.spec, chosen.engine, chosen.dtype, chosen.device
     if options.kv_blocks:
         free_bytes = 0  # not asked for
     elif device.type == "cuda":
         longest = min(options.max_model_len or spec.max_position_embeddings, spec.max_position_embeddings)
-        beside = graph_bytes(spec, sizes, blocks_for(longest, options.block_size) + 1, dtype) + _feature_bytes(spec, options)
+        beside = graph_bytes(spec, sizes, prompts, blocks_for(longest, options.block_size) + 1, dtype)
+        beside += _feature_bytes(spec, options)
         beside += options.token_budget * spec.vocab_size * dtype.itemsize  # logits of a whole step, for prompt logprobs
         num_tokens = min(options.token_budget, longest)
         with explained("trying the largest step", weight_elements(spec) * dtype.itemsize, device):

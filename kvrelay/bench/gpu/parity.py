@@ -92,13 +92,18 @@ def make_checkpoint(family: str, folder: pathlib.Path) -> None:
 
 
 def compare_tokens(folder: pathlib.Path) -> tuple[int, int]:
-    """Tokens that are not the reference's, and ties among those that are."""
+    """Tokens that are not the reference's, and ties among those that are: of prompts that are computed together, then of
+    others alone, some of which begin with what is cached."""
     prompts = [random_prompt(length, length) for length in _PROMPT_LENGTHS]
     engine, _ = build_engine(
         ModelOptions(model=str(folder), device="cuda", dtype="float32"),
         EngineOptions(kv_blocks=512, block_size=_BLOCK_SIZE, max_batch=32, token_budget=128),
     )
     outputs = generate(engine, prompts, greedily(_OUTPUT_TOKENS))
+    alone = [prompt + output for prompt, output in zip(prompts, outputs, strict=True)]
+    alone += [random_prompt(length, 1000 + length) for length in _PROMPT_LENGTHS]
+    outputs += [generate(engine, [prompt], greedily(_OUTPUT_TOKENS))[0] for prompt in alone]
+    prompts += alone
     engine.close()
     reference = load_reference(folder, torch.float32)
     mismatches = ties = 0
