@@ -71,7 +71,7 @@ class DecodeGraphs:
         self._counting = torch.arange(most + 1, device=device)
         self._query_start = self._counting.int()
         self.tokens = torch.zeros(most, dtype=torch.int64, device=device)  # of the last launch, of a graph or not
-        self.logits = torch.zeros(most, model.spec.vocab_size, dtype=kv.dtype, device=device)
+        self.logits = torch.zeros(most, model.spec.vocab_size, dtype=model.dtype, device=device)
         self._memory = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self._replays = self.capture("capturing decode steps", self._sizes, self._fill_with_padding, self._pass, progress)
 

@@ -15,6 +15,7 @@ from kvrelay.checkpoint.spec import read_spec
 from kvrelay.engine.fence import Fence
 from kvrelay.engine.interfaces import Row, RowResult, Runner, StepPlan
 from kvrelay.kernels.base import Kernels
+from kvrelay.kernels.fp8 import FP8
 from kvrelay.kernels.torch_kernels import TorchKernels
 from kvrelay.progress import Silent
 from kvrelay.runner.fake import FakeRunner
@@ -45,11 +46,12 @@ def make_torch_runner(
     graph_sizes: Sequence[int] = (),
     prompt_sizes: Sequence[int] = (),
     kernels: Kernels = TORCH,
+    kv_dtype: torch.dtype = torch.float32,
 ) -> TorchRunner:
     folder = pathlib.Path(tiny_model("llama"))
     spec = read_spec(folder)
     num_blocks = NUM_BLOCKS + bool(graph_sizes)
-    pool = KVPool(spec, num_blocks=num_blocks, block_size=BLOCK_SIZE, dtype=torch.float32, device=device)
+    pool = KVPool(spec, num_blocks=num_blocks, block_size=BLOCK_SIZE, dtype=kv_dtype, device=device)
     return TorchRunner(
         tiny_llama(device, kernels),
         pool,
@@ -69,6 +71,11 @@ def make_torch_runner(
 def make_replaying_runner() -> TorchRunner:
     """Decode steps and short prompts by the code that graphs are captured from."""
     return make_torch_runner(graph_sizes=[1, 2, 4, 8], prompt_sizes=[4, 16])
+
+
+def make_fp8_runner() -> TorchRunner:
+    """KV in fp8, the rest in float32."""
+    return make_torch_runner(graph_sizes=[1, 2, 4, 8], prompt_sizes=[4, 16], kv_dtype=FP8)
 
 
 def make_cuda_runner(graph_sizes: Sequence[int] = ()) -> TorchRunner:
@@ -108,6 +115,7 @@ def make_fake_runner() -> Runner:
         pytest.param(make_torch_runner, id="torch"),
         pytest.param(make_fake_runner, id="fake"),
         pytest.param(make_replaying_runner, id="replaying"),
+        pytest.param(make_fp8_runner, id="kv-fp8"),
         pytest.param(make_cuda_runner, id="cuda", marks=pytest.mark.cuda),
         pytest.param(make_cuda_graph_runner, id="cuda-graphs", marks=pytest.mark.cuda),
         pytest.param(make_triton_runner, id="triton-graphs", marks=pytest.mark.cuda),
