@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import http.client
 import json
 import os
@@ -140,6 +141,20 @@ def test_a_router_that_is_killed_is_replaced_and_its_requests_are_aborted(server
     assert again.complete(prompt="The quick", max_tokens=4)["usage"]["completion_tokens"] == 4
     for line in (victim, other, again):
         line.close()
+
+
+def test_every_router_counts_a_worker_that_crashed(server: Server) -> None:
+    (worker,) = server.get("/cluster")["workers"]
+    os.kill(worker["pid"], signal.SIGKILL)
+    for name in routers(server):
+        line = line_to(server, lambda router, name=name: router == name)  # type: ignore[misc]
+        until(functools.partial(has_successor, line, worker["id"]))
+        assert 'kvrelay_worker_crashes_total{outcome="restarted"} 1.0' in line.text("/metrics")
+        line.close()
+
+
+def has_successor(line: Line, worker: str) -> bool:
+    return worker not in line.text("/cluster") and line.get("/health") == {"status": "ok"}
 
 
 def test_routers_are_replaced_one_after_the_other_and_no_request_is_lost(server: Server) -> None:
