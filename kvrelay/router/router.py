@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 from kvrelay.discovery.base import Alone, Company, Loss, Membership, router_record
 from kvrelay.errors import NotFoundError, ProtocolError
@@ -32,11 +32,12 @@ from kvrelay.router.failover import RetryRules
 from kvrelay.router.kept import KeptSearch, share
 from kvrelay.router.outside import Outside
 from kvrelay.router.parent import Parent
-from kvrelay.router.peer import Listeners, Peer, describe, difference, sight_of
+from kvrelay.router.peer import Listeners, Peer, difference, sight_of
 from kvrelay.router.plan import Planner
 from kvrelay.router.policy import PolicyName
 from kvrelay.router.prefix_index import PrefixIndex
 from kvrelay.router.rebalance import WorkerSight
+from kvrelay.router.shown import ClusterShown, describe
 from kvrelay.router.stream import RequestStream
 from kvrelay.router.timeline_search import TimelineSearch
 from kvrelay.states import Role, WorkerState
@@ -184,7 +185,7 @@ class Router:
             for peer in self._dispatcher.usable:
                 peer.send(Forget(handle=handle, owner=owner))
 
-    def cluster(self) -> dict[str, Any]:
+    def cluster(self) -> ClusterShown:
         return {
             "router": self.router_id,
             "routers": [{"id": router.id, "host": router.host, "pid": router.pid} for router in self._company.routers],
