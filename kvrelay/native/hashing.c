@@ -25,6 +25,7 @@ static long value_of(const struct Integer *number, uint64_t plain) {
     return PyLong_AsLong((void *)number);
 }
 extern void *PyErr_Occurred(void);
+extern void PyErr_Clear(void);
 
 static const uint64_t IV[8] = {
     0x6a09e667f3bcc908ULL, 0xbb67ae8584caa73bULL, 0x3c6ef372fe94f82bULL, 0xa54ff53a5f1d36f1ULL,
@@ -89,4 +90,16 @@ int kvrelay_hash_blocks(void *tokens, ssize_t first, ssize_t size, ssize_t count
         memcpy(out, h, 16);
     }
     return 0;
+}
+
+/* Whether the tokens of a list are all from 0 to `limit` - 1. */
+int kvrelay_tokens_below(const struct List *tokens, long limit, ssize_t plain) {
+    for (ssize_t i = 0; i < tokens->size; i++) {
+        long token = value_of(tokens->items[i], (uint64_t)plain);
+        if (token < 0 || token >= limit) {
+            PyErr_Clear(); /* of a number that is no long */
+            return 0;
+        }
+    }
+    return 1;
 }
