@@ -42,6 +42,7 @@ class Metrics:
     """The counters, gauges and histograms of one process, in a registry of their own (so tests may make many)."""
 
     # The front end counts these.
+    # endpoint: a path, or none (see turned_away)
     requests: Counter = _counter("kvrelay_requests", "HTTP requests answered", "endpoint", "status")
     requests_in_flight: Gauge = _gauge("kvrelay_requests_in_flight", "HTTP requests being answered")
     aborted: Counter = _counter("kvrelay_aborted", "Requests whose client left before the end")
@@ -104,6 +105,10 @@ class Metrics:
     worker_joins: Counter = _counter("kvrelay_worker_joins", "Workers that joined", "role")
     # reason: left, expired, broken
     worker_losses: Counter = _counter("kvrelay_worker_losses", "Workers that went away", "role", "reason")
+    # outcome: restarted, given_up
+    worker_crashes: Counter = _counter(
+        "kvrelay_worker_crashes", "Workers that this process had started and that crashed, by what became of them", "outcome"
+    )
     dispatched: Counter = _counter("kvrelay_dispatched", "Requests sent to workers")
     # reason: lost, or the kind of error
     failovers: Counter = _counter(
@@ -148,6 +153,10 @@ class Metrics:
         self.registry = CollectorRegistry()
         for row in fields(self):
             self.registry.register(vars(self)[row.name])
+
+    def turned_away(self, status: int) -> None:
+        """A request that no endpoint has seen."""
+        self.requests.labels("none", str(status)).inc()
 
     def render(self) -> bytes:
         """The text of GET /metrics; its content type is CONTENT_TYPE."""

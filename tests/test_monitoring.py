@@ -79,6 +79,7 @@ def test_every_figure_of_a_failure_is_on_the_dashboard_or_in_an_alert() -> None:
         "deadlines",
         "aborted",
         "worker_losses",
+        "worker_crashes",
         "worker_transfers_failed",
     ):
         assert f"kvrelay_{name}_total" in asked, name

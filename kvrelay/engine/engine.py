@@ -28,7 +28,7 @@ from kvrelay.engine.requests.endings import Endings
 from kvrelay.engine.requests.images import Images
 from kvrelay.engine.requests.stages import Stages
 from kvrelay.errors import InternalError, RequestError, UnavailableError
-from kvrelay.ids import KeptId, RequestId, WorkerId
+from kvrelay.ids import KeptId, RequestId, WorkerId, trace_id_of
 from kvrelay.log import Log
 from kvrelay.states import FinishReason, FreeReason, Stage
 from kvrelay.wire.registry import WorkerLoad
@@ -88,7 +88,7 @@ class Engine:
     def submit(self, submit: Submit) -> None:
         """Never raises: a request that cannot be served is answered by a Failure with the next step's outputs."""
         if submit.request_id in self.requests:
-            log.warning("request submitted twice, second one ignored", request=submit.request_id)
+            log.warning("request submitted twice, ignored", request=submit.request_id, trace=trace_id_of(submit.trace))
             return
         self._expire_kept()
         try:

@@ -80,7 +80,7 @@ ROUTES: tuple[tuple[str, str, Callable[[Service, Call], Awaitable[None]]], ...] 
 # Headers of answers that scripts of other origins may read, beside those that they always may.
 _EXPOSED_HEADERS = [
     "x-request-id", "x-kvrelay-prefill", "x-kvrelay-decode", "x-kvrelay-transfer-id", "x-kvrelay-encode",
-    "x-kvrelay-continuation", "x-kvrelay-continued", "retry-after",
+    "x-kvrelay-continuation", "x-kvrelay-continued", "x-data-parallel-rank", "traceparent", "retry-after",
 ]  # fmt: skip
 
 
@@ -95,20 +95,22 @@ class FrontEnd(Starlette):
         admin_keys: KeyRing,
         lifespan: Lifespan | None,
         feed: Feed,
+        metrics: Metrics,
         *,
         root_path: str = "",
         allowed_origins: str = "",
     ) -> None:
         super().__init__(
             routes=[Route(path, endpoint) for path, endpoint in endpoints.items()],
-            exception_handlers={HTTPException: _not_found},
+            exception_handlers={HTTPException: self._not_found},
             lifespan=lifespan,
         )
         self.router.redirect_slashes = False
         self._endpoints = endpoints
+        self._metrics = metrics
         self.feed = feed
         self._root_path = root_path
-        self._serve = _with_origins(ApiKeys(self._dispatch, keys, admin_keys), allowed_origins)
+        self._serve = _with_origins(ApiKeys(self._dispatch, keys, admin_keys, metrics), allowed_origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._root_path and scope["type"] == "http" and f"{scope['path']}/".startswith(f"{self._root_path}/"):
@@ -121,6 +123,12 @@ class FrontEnd(Starlette):
             if endpoint is not None:
                 return endpoint(scope, receive, send)
         return super().__call__(scope, receive, send)
+
+    async def _not_found(self, request: Request, error: Exception) -> Response:
+        """Endpoints raise no HTTPException: it can only come from Starlette's router."""
+        assert isinstance(error, HTTPException)
+        self._metrics.turned_away(404)
+        return Response(error_body(unknown_path(request.url.path)), status_code=404, media_type="application/json")
 
 
 def create_app(
@@ -151,7 +159,14 @@ def create_app(
     if root_path and (not root_path.startswith("/") or root_path.endswith("/")):
         raise ConfigError(f"--root-path {root_path} must begin with a slash, and not end with one")
     return FrontEnd(
-        endpoints, keys, admin_keys, lifespan, service.feed, root_path=root_path, allowed_origins=options.allowed_origins
+        endpoints,
+        keys,
+        admin_keys,
+        lifespan,
+        service.feed,
+        metrics,
+        root_path=root_path,
+        allowed_origins=options.allowed_origins,
     )
 
 
@@ -176,9 +191,3 @@ def _images(image_spec: ImageSpec | None, options: RouterOptions) -> Images:
     from kvrelay.frontend.prompt.media import Media  # loads Pillow, which servers of text models do not need
 
     return Media(image_spec, options)
-
-
-async def _not_found(request: Request, error: Exception) -> Response:
-    """Endpoints raise no HTTPException: it can only come from Starlette's router."""
-    assert isinstance(error, HTTPException)
-    return Response(error_body(unknown_path(request.url.path)), status_code=404, media_type="application/json")

@@ -156,7 +156,7 @@ class Front:
         *,
         default_listen: str,
     ) -> None:
-        metrics = Metrics()
+        self.metrics = metrics = Metrics()
         self.served_name = served_name
         self.removals = _open_removals(options, metrics)
         self.router, self.registry_address = open_router(
@@ -173,7 +173,7 @@ class Front:
             uvicorn.Config(
                 app,
                 loop="none",
-                http=limited(options.max_connections),
+                http=limited(options.max_connections, metrics),
                 ws="none",
                 lifespan="off",
                 interface="asgi3",
@@ -246,7 +246,8 @@ async def _run(
         ends.callback(front.router.close)
         if front.removals is not None:
             ends.push_async_callback(front.removals.close, _LAST_REMOVALS_S)
-        supervisor = Supervisor(commands)
+        crashes = {outcome: front.metrics.worker_crashes.labels(outcome) for outcome in ("restarted", "given_up")}
+        supervisor = Supervisor(commands, on_crash=lambda outcome: crashes[outcome].inc())
         ends.push_async_callback(supervisor.stop)  # before the router: a worker that leaves wants an answer of the registry
         listeners = [listener.dup() for listener in sockets for _ in range(_ACCEPTS_PER_TURN)]
         for listener in sockets:

@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import assert_never
+from typing import Literal, assert_never
 
 from kvrelay.errors import WorkerDiedError
 from kvrelay.log import Log
@@ -131,8 +131,16 @@ class _Supervised:
 class Supervisor:
     """Keeps one process per command running. Used on one event loop."""
 
-    def __init__(self, commands: Sequence[Sequence[str]], *, what: str = "worker", comes_back: bool = False) -> None:
-        """`what` they are. `comes_back`: one that ends as it was told is replaced."""
+    def __init__(
+        self,
+        commands: Sequence[Sequence[str]],
+        *,
+        what: str = "worker",
+        comes_back: bool = False,
+        on_crash: Callable[[Literal["restarted", "given_up"]], None] = lambda _: None,
+    ) -> None:
+        """`what` they are. `comes_back`: one that ends as it was told is replaced. `on_crash` hears what became of one."""
+        self._on_crash = on_crash
         self._what, self._comes_back = what, comes_back
         self._ready_changed = asyncio.Event()
         self._workers = [_Supervised(index, command) for index, command in enumerate(commands)]
@@ -205,10 +213,12 @@ class Supervisor:
         worker.quick_deaths = 1 if ran_s >= _HEALTHY_AFTER_S else worker.quick_deaths + 1
         if worker.quick_deaths >= _MAX_QUICK_DEATHS:
             worker.given_up = True
+            self._on_crash("given_up")
             log.error(f"a {self._what} ended too often; giving it up", number=worker.index, reason=reason)
             if all(other.given_up or other.left for other in self._workers):
                 self._fail(f"every {self._what} ended too often; the last one: {reason}")
             return
+        self._on_crash("restarted")
         pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (worker.quick_deaths - 1))
         log.warning(f"a {self._what} ended; starting another", number=worker.index, reason=reason, pause_s=pause_s)
         await asyncio.sleep(pause_s)

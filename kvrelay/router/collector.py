@@ -30,6 +30,9 @@ _TRANSFERS = {
     "failed": "KV hand-overs that ended otherwise",
     "bytes": "KV bytes moved, counted by the side that moves them",
     "late_bytes": "KV bytes moved after the prompt was computed",
+    "reconnects": "Connections to prefill workers that were opened again",
+    "set_aside": "Computed prompts that were set aside, since their decode worker had no room",
+    "recomputed": "Prompts that were set aside and computed again",
 }
 _IMAGES = {
     "encoded": "Images that went through a vision tower",
@@ -38,6 +41,7 @@ _IMAGES = {
     "failed": "Images whose embeddings were not",
     "bytes": "Bytes of embeddings moved, counted by the side that moves them",
     "resumes": "Further rounds of embeddings that did not fit at once",
+    "reconnects": "Connections to encode workers that were opened again",
 }
 _MAPPING = {
     "lookups": "Look-ups of transfer ids",

@@ -54,6 +54,9 @@ class TransferCounts(msgspec.Struct, frozen=True, kw_only=True):
     failed: int = 0
     bytes: int = 0  # since the start; counted by the side that moves them
     late_bytes: int = 0  # of these, moved after the prompt was computed: what the hand-over had to wait for
+    reconnects: int = 0  # connections to a prefill worker that were opened again
+    set_aside: int = 0  # computed prompts whose blocks were given back, since their peer had no room
+    recomputed: int = 0  # of these, computed again
     by_peer: dict[WorkerId, int] = {}  # bytes, by the worker at the other end; only those of late
 
 
@@ -68,6 +71,7 @@ class ImageCounts(msgspec.Struct, frozen=True, kw_only=True):
     failed: int = 0  # that ended otherwise
     bytes: int = 0  # of embeddings, counted by the side that moves them
     resumes: int = 0  # rounds beyond the first, where the receiver had less room than it needed
+    reconnects: int = 0  # connections to an encode worker that were opened again
     by_peer: dict[WorkerId, int] = {}  # bytes that a receiver moved, by the encode worker that had them
 
 

@@ -62,7 +62,13 @@ class EmbeddingIntake:
             return
         coming = _Coming(image, transfer.transfer_id, request_id, {request_id})
         self._by_digest[image.digest] = self._by_transfer[transfer.transfer_id] = coming
-        self._consumer.expect(transfer.transfer_id, transfer.producer, transfer.signal_address, trace_id=transfer.trace_id)
+        self._consumer.expect(
+            transfer.transfer_id,
+            transfer.producer,
+            transfer.signal_address,
+            request_id=request_id,
+            trace_id=transfer.trace_id,
+        )
 
     def drop(self, request_id: RequestId) -> None:
         for coming in list(self._by_digest.values()):
@@ -106,6 +112,7 @@ class EmbeddingIntake:
             failed=self._num_failed,
             bytes=counts.moved_bytes,
             resumes=counts.resumes,
+            reconnects=counts.reconnects,
             by_peer=counts.by_peer.copy(),
         )
 

@@ -7,7 +7,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import uvicorn
@@ -17,6 +17,7 @@ from kvrelay.frontend.app import FrontEnd
 from kvrelay.frontend.http import connections
 from kvrelay.frontend.http.connections import limited
 from kvrelay.launch.serve import HttpServer
+from kvrelay.metrics import Metrics
 from tests.frontend.serving import fake_backend, make_app
 
 LIMIT = 4
@@ -24,8 +25,11 @@ GET = b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n"
 
 
 @contextlib.contextmanager
-def serving(app: FrontEnd, limit: int = LIMIT) -> Iterator[tuple[str, int]]:
-    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", loop="uvloop", http=limited(limit))
+def serving(app: FrontEnd, limit: int = LIMIT, turned_away: Sequence[int] = ()) -> Iterator[tuple[str, int]]:
+    """At the end these were `turned_away`, if any are named."""
+    metrics = Metrics()
+    http = limited(limit, metrics)
+    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", loop="uvloop", http=http)
     server = HttpServer(config, app.feed)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
@@ -37,6 +41,8 @@ def serving(app: FrontEnd, limit: int = LIMIT) -> Iterator[tuple[str, int]]:
     finally:
         server.should_exit = True
         thread.join(PATIENCE_S)
+    for status in set(turned_away):
+        assert metrics.requests.labels("none", str(status))._value.get() == turned_away.count(status)
 
 
 @pytest.fixture
@@ -112,7 +118,8 @@ def can_connect(address: tuple[str, int]) -> bool:
 
 def test_one_too_many_that_says_nothing_is_told_so_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "_REFUSE_WITHIN_S", 0.1)
-    with serving(make_app(fake_backend()), limit=1) as address, connect(address) as served, connect(address) as refused:
+    app = make_app(fake_backend())
+    with serving(app, 1, turned_away=[503]) as address, connect(address) as served, connect(address) as refused:
         assert read_all(refused).startswith(b"HTTP/1.1 503 ")
         assert ask(served) == 200
 
@@ -144,7 +151,7 @@ def test_a_flood_beyond_the_refusals_is_cut_and_leaves_nothing_behind(monkeypatc
     ids=["nothing", "headers", "body", "second request"],
 )
 def test_a_request_that_never_ends_is_cut(start: bytes) -> None:
-    with serving(make_app(fake_backend())) as address, connect(address) as slow:
+    with serving(make_app(fake_backend()), turned_away=[408]) as address, connect(address) as slow:
         slow.sendall(start)
         with contextlib.suppress(ConnectionResetError):
             answered = read_all(slow)  # returns because the server closes
@@ -175,7 +182,7 @@ def test_an_idle_connection_is_kept() -> None:
 
 
 def test_endless_headers_are_refused() -> None:
-    with serving(make_app(fake_backend())) as address, connect(address) as client:
+    with serving(make_app(fake_backend()), turned_away=[431]) as address, connect(address) as client:
         client.sendall(b"GET / HTTP/1.1\r\n")
         received = b""
         with contextlib.suppress(ConnectionError):

@@ -144,7 +144,8 @@ async def test_pages() -> None:
 
 
 async def test_health_and_metrics_need_no_key() -> None:
-    async with http_client(make_app(fake_backend(), RouterOptions(api_key="secret"))) as client:
+    metrics = Metrics()
+    async with http_client(make_app(fake_backend(), RouterOptions(api_key="secret"), metrics=metrics)) as client:
         for path in ("/health", "/metrics"):
             assert (await client.get(path)).status_code == 200
         for path in ("/v1/models", "/cluster", "/docs", "/nowhere"):
@@ -154,7 +155,10 @@ async def test_health_and_metrics_need_no_key() -> None:
         for wrong in ("secret", "Basic secret", "Bearer", "Bearer secre", "Bearer secrets", "Bearer \xff"):
             headers = {"authorization": wrong.encode("latin-1")}
             assert (await client.get("/v1/models", headers=headers)).status_code == 401
-        assert (await client.get("/v1/models", headers={"authorization": "bearer secret"})).status_code == 200
+        right = {"authorization": "bearer secret"}
+        assert (await client.get("/v1/models", headers=right)).status_code == 200
+        assert (await client.get("/nowhere", headers=right)).status_code == 404
+        assert [metrics.requests.labels("none", status)._value.get() for status in ("401", "404")] == [10, 1]
 
 
 @pytest.mark.parametrize("stream", [False, True])

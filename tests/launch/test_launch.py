@@ -197,11 +197,13 @@ async def test_the_reason_a_worker_gives_is_passed_on() -> None:
 
 @pytest.mark.usefixtures("impatient")
 async def test_a_worker_that_keeps_dying_is_given_up() -> None:
-    supervisor = Supervisor([script("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")])
+    crashes: list[str] = []
+    supervisor = Supervisor([script("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")], on_crash=crashes.append)
     supervisor.all_ready()
     supervisor.start()
     error = await asyncio.wait_for(supervisor.failed, PATIENCE_S)
     assert str(error) == "every worker ended too often; the last one: killed by SIGSEGV"
+    assert crashes == ["restarted"] * 4 + ["given_up"]
     await supervisor.stop()
 
 

@@ -265,6 +265,8 @@ async def test_embeddings_go_over_other_transports_in_many_rounds(transfer: str)
         moved = cluster.encode.images.bytes + cluster.prefill.images.bytes
         layout = cluster.encode.engine._producer._pool.layout
         assert moved == prompt.images[0].num_tokens * layout.token_bytes + layout.aux_bytes, "every byte moves once"
+        took = cluster.router._metrics.embedding_resume_seconds._sum
+        await cluster.until(lambda: took.get() > 0.0)
 
 
 @pytest.mark.long

@@ -21,6 +21,7 @@ from kvrelay.router.router import Router
 from kvrelay.router.stream import RequestStream
 from kvrelay.sampling import SamplingParams
 from kvrelay.states import FinishReason
+from kvrelay.wire.registry import TransferCounts
 from kvrelay.wire.serving import Image
 
 
@@ -264,7 +265,7 @@ async def test_cluster_shows_what_the_contract_names(cluster: Cluster) -> None:
     kinds = {"free", "cached", "in_use", "reserved", "sending", "pinned", "quarantined"}
     assert entry["blocks"].keys() == kinds | {"total"}
     assert sum(entry["blocks"][kind] for kind in kinds) == entry["blocks"]["total"] == NUM_BLOCKS
-    assert entry["transfers"] == {"in_flight": 0, "done": 0, "failed": 0, "bytes": 0, "late_bytes": 0, "by_peer": {}}
+    assert entry["transfers"] == msgspec.structs.asdict(TransferCounts())
 
 
 async def test_metrics_show_each_worker(cluster: Cluster) -> None:

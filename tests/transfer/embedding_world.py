@@ -151,7 +151,9 @@ class PrefillSide(Side[Plan]):
         self.plans[plan.transfer_id] = plan
         self.arrivals[plan.transfer_id], self.outcomes[plan.transfer_id] = [], []
         number = len(plan.consumers)
-        moving.expect_receiving(self.machine, self.rooms, plan.transfer_id, plan.producer, "sim", number, self.world.now)
+        moving.expect_receiving(
+            self.machine, self.rooms, plan.transfer_id, plan.producer, "sim", number, self.world.now, "a request", "a trace"
+        )
 
     def abort(self, plan: Plan) -> None:
         if not self.outcomes.get(plan.transfer_id, [""]):

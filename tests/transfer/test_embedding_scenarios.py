@@ -87,19 +87,35 @@ def test_large_data_2000_of_1024_needs_one_resume(mover: Mover) -> None:
 
 
 @both_movers
-def test_an_embedding_in_several_rounds_is_one_warning_with_its_numbers(
-    mover: Mover, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("num_tokens", "level", "rounds"), [(1024, "INFO", {}), (10_000, "WARNING", {"first_round": 1024, "resumes": 9})]
+)
+def test_an_embedding_is_one_line_with_its_numbers_and_a_warning_if_it_took_several_rounds(
+    mover: Mover,
+    num_tokens: int,
+    level: str,
+    rounds: dict[str, int],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(logging.getLogger("kvrelay"), "propagate", True)
-    with caplog.at_level(logging.WARNING, logger="kvrelay.relay"):
-        pair = Pair(EmbeddingWorld(mover, pool_tokens=(16384, 1024)), 10_000)
+    with caplog.at_level(logging.INFO, logger="kvrelay.relay"):
+        pair = Pair(EmbeddingWorld(mover, pool_tokens=(16384, 1024)), num_tokens)
         pair.world.settle()
     (record,) = caplog.records
     fields = record.__dict__["fields"]
-    assert record.levelname == "WARNING"
-    assert (fields["tokens"], fields["first_round"], fields["resumes"]) == (10_000, 1024, 9)
-    assert (fields["transfer"], fields["producer"]) == (pair.plan.transfer_id, pair.encoder.id)
-    assert fields["ms"] >= 0.0
+    layout = pair.prefill.pool.layout
+    assert record.levelname == level
+    assert fields.pop("ms") >= 0.0
+    assert fields == {
+        "request": "a request",
+        "transfer": pair.plan.transfer_id,
+        "producer": pair.encoder.id,
+        "tokens": num_tokens,
+        "bytes": num_tokens * layout.token_bytes + layout.aux_bytes,
+        **rounds,
+        "trace": "a trace",
+    }
 
 
 @both_movers

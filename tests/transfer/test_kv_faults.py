@@ -14,6 +14,7 @@ from kvrelay.errors import WrongIdError
 from kvrelay.ids import RequestId, TransferId, new_request_id, new_transfer_id, new_worker_id
 from kvrelay.states import ConsumerState, ProducerState
 from kvrelay.transfer.engines.base import Mover
+from kvrelay.transfer.kv.counts import transfer_counts
 from kvrelay.transfer.relay.link import TransferSettings
 from kvrelay.wire.codec import encode
 from kvrelay.wire.kv import Computed, Pull, ReadDone, Ready, Release, Reserve, Starting, WriteDone, decode_for_producer
@@ -539,6 +540,7 @@ def test_blocks_that_the_producer_never_heard_of_are_not_quarantined() -> None:
     pair.world.settle()
     refused = Refused(reason="forgotten", about="sender")
     pair.consumer.machine.on_message(pair.producer.id, refused, pair.world.now)
+    assert transfer_counts(pair.consumer.machine).reconnects == 1
     pair.world.stopped.add(pair.producer.id)
     assert pair.consumer.reserve(pair.plan)
     pair.world.run(31)
@@ -585,6 +587,8 @@ def test_a_prompt_that_was_set_aside_is_computed_again_when_the_consumer_wants_i
     pair.producer.compute_all(pair.plan)
     pair.world.run(3)
     assert pair.outcomes == (["released"], ["arrived"])
+    counts = transfer_counts(pair.producer.machine)
+    assert (counts.set_aside, counts.recomputed) == (1, 1)
     pair.world.check_idle()
 
 

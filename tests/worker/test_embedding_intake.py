@@ -34,7 +34,7 @@ class Relay:
     def num_live(self) -> int:
         return len(self.live)
 
-    def expect(self, transfer_id: TransferId, producer: WorkerId, address: str, *, trace_id: str) -> None:
+    def expect(self, transfer_id: TransferId, producer: WorkerId, address: str, *, request_id: str, trace_id: str) -> None:
         self.live.append(transfer_id)
 
     def refuse(self, transfer_id: TransferId, producer: WorkerId, address: str) -> None: ...

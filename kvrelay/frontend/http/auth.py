@@ -25,6 +25,7 @@ from kvrelay.frontend.http.accept import prefers_html
 from kvrelay.frontend.http.call import Call, Receive, Scope, Send
 from kvrelay.frontend.http.endpoint import send_error
 from kvrelay.log import Log
+from kvrelay.metrics import Metrics
 from kvrelay.planes.secret_file import read_secret_lines
 
 AsgiApp = Callable[[Scope, Receive, Send], Coroutine[Any, Any, None]]
@@ -156,8 +157,9 @@ class Operators:
 class ApiKeys:
     """ASGI middleware. Lets a request pass if it carries a valid key. An admin key is one, too."""
 
-    def __init__(self, app: AsgiApp, ring: KeyRing, admin: KeyRing) -> None:
+    def __init__(self, app: AsgiApp, ring: KeyRing, admin: KeyRing, metrics: Metrics) -> None:
         self._app = app
+        self._metrics = metrics
         self._ring = ring
         self._admin = admin
 
@@ -170,5 +172,6 @@ class ApiKeys:
         key = _key(call)
         if key and (self._ring.holds(key) or self._admin.holds(key)):
             return self._app(scope, receive, send)
+        self._metrics.turned_away(401)
         reason = "wrong API key" if key else "no API key: send the header 'Authorization: Bearer KEY'"
         return send_error(call, UnauthorizedError(reason, code="invalid_api_key"))

@@ -21,12 +21,14 @@ from uvicorn.server import ServerState
 from kvrelay.errors import UnavailableError
 from kvrelay.frontend.http.errors import error_body
 from kvrelay.log import Log
+from kvrelay.metrics import Metrics
 
 log = Log("frontend")
 
 HEADERS_WITHIN_S = 30.0
 BODY_WITHIN_S = 300.0
 MAX_HEADER_BYTES = 64 * 1024
+_TOO_SLOW = 408  # for the metrics: the connection is closed without an answer
 _MAX_REFUSALS = 256  # connections that are being refused at a time; any more are cut
 _REFUSE_WITHIN_S = 1.0  # time for the request to come: many clients expect no answer before they have asked
 _LINGER_S = 1.0  # closing while the client still sends would destroy the answer on its way
@@ -41,9 +43,10 @@ class _Part(enum.Enum):
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """One connection. Subclasses set how many may be open (`limited`)."""
+    """One connection. Subclasses set how many may be open, and what counts those that are turned away (`limited`)."""
 
-    max_connections = 1
+    max_connections: int
+    metrics: Metrics
 
     def __init__(
         self,
@@ -62,6 +65,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if len(self.connections) < self.max_connections:
             super().connection_made(transport)
         else:
+            self.metrics.turned_away(503)
             transport.set_protocol(_Refusal(transport, self.loop))
 
     def data_received(self, data: bytes) -> None:
@@ -69,6 +73,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._part is _Part.HEADERS:
             self._header_bytes += len(data)
             if self._header_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
+                self.metrics.turned_away(431)
                 self.transport.write(_plain(431, "Request Header Fields Too Large"))
                 self.transport.close()
                 self._give_up()
@@ -89,6 +94,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
+        self.metrics.turned_away(400)
         super().send_400_response(msg)
         self._give_up()
 
@@ -150,13 +156,13 @@ class _Refusal(asyncio.Protocol):
         self._timer = self._loop.call_later(_LINGER_S, self._transport.close)
 
 
-def limited(max_connections: int) -> type[LimitedProtocol]:
+def limited(max_connections: int, metrics: Metrics) -> type[LimitedProtocol]:
     """The protocol that uvicorn makes for each connection."""
 
     class Limited(LimitedProtocol):
         pass
 
-    Limited.max_connections = max_connections
+    Limited.max_connections, Limited.metrics = max_connections, metrics
     return Limited
 
 
@@ -164,6 +170,7 @@ def close_slow(connections: Iterable[object], now: float) -> int:
     """Closes connections whose clients are too slow; called periodically. Returns how many there were."""
     slow = [each for each in connections if isinstance(each, LimitedProtocol) and each.is_slow(now)]
     for connection in slow:
+        connection.metrics.turned_away(_TOO_SLOW)
         connection.transport.close()
     if slow:
         log.warning("closed connections whose requests did not arrive in time", connections=len(slow))

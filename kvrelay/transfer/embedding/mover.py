@@ -107,12 +107,13 @@ def expect_receiving(
     address: str,
     num: int,
     now: float,
+    request_id: str = "",
     trace_id: str = "",
 ) -> None:
     """An embedding comes from there. `num` consumers get it, this one included."""
 
     def make(link: ProducerLink[EmbeddingLayout]) -> EmbeddingReceiving:
-        return EmbeddingReceiving(transfer_id, link, rooms, machine.desk, num, now, trace_id)
+        return EmbeddingReceiving(transfer_id, link, rooms, machine.desk, num, now, request_id, trace_id)
 
     if reason := machine.expect(transfer_id, producer, address, make, now):
         machine.desk.news.append(EmbeddingArrival(transfer_id=transfer_id, error=reason))
@@ -194,15 +195,16 @@ class EmbeddingConsumer(Front[ConsumerTurns[EmbeddingLayout, list[EmbeddingArriv
         producer: WorkerId,
         signal_address: str,
         required_dst_info_num: int = 1,
+        request_id: str = "",
         trace_id: str = "",
     ) -> None:
-        """Raises WrongIdError."""
+        """`request_id` and `trace_id` are for log lines. Raises WrongIdError."""
         as_transfer_id(transfer_id)
         as_worker_id(producer)
         self._open.add(transfer_id)
         machine, rooms, num = self._turns.machine, self._rooms, required_dst_info_num
         self._turns.call(
-            lambda: expect_receiving(machine, rooms, transfer_id, producer, signal_address, num, clock(), trace_id)
+            lambda: expect_receiving(machine, rooms, transfer_id, producer, signal_address, num, clock(), request_id, trace_id)
         )
 
     def refuse(self, transfer_id: TransferId, producer: WorkerId, signal_address: str) -> None:

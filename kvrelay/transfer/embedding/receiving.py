@@ -54,12 +54,14 @@ class EmbeddingReceiving(ReceivingTransfer[EmbeddingState, EmbeddingLayout, list
         desk: ReceivingDesk,
         required_dst_info_num: int,
         now: float,
+        request_id: str = "",
         trace_id: str = "",
     ) -> None:
         super().__init__(transfer_id, transfer_id, link, EmbeddingState.BOOTSTRAPPING, desk, now)
         self._rooms = rooms
         self._pool = rooms.pool
         self._required_dst_info_num = required_dst_info_num
+        self._request_id = request_id
         self._trace_id = trace_id
         self._round = RoundState.OPEN
         self._room: Room | None = None
@@ -280,12 +282,7 @@ class EmbeddingReceiving(ReceivingTransfer[EmbeddingState, EmbeddingLayout, list
         self._advance_round(RoundState.COMPLETE)
         self._advance(EmbeddingState.SUCCESS)
         self._rooms.note_length(self._total_tokens)
-        if self._num_resumes:
-            log.warning(
-                "an embedding came in several rounds", transfer=self.transfer_id, producer=self.link.peer,
-                tokens=self._total_tokens, first_round=self._num_first_tokens, resumes=self._num_resumes,
-                ms=round((now - self.expected_at) * 1000, 1), trace=self._trace_id,
-            )  # fmt: skip
+        self._log_success(now)
         self._send(Received(transfer_id=self.transfer_id))
         self._desk.news.append(
             EmbeddingArrival(
@@ -297,6 +294,18 @@ class EmbeddingReceiving(ReceivingTransfer[EmbeddingState, EmbeddingLayout, list
                 blocks=arrived.blocks,
             )
         )
+
+    def _log_success(self, now: float) -> None:
+        layout, fields = self._pool.layout, dict[str, object]()
+        if self._num_resumes:
+            fields = {"first_round": self._num_first_tokens, "resumes": self._num_resumes}
+        tell = log.warning if self._num_resumes else log.info
+        tell(
+            "an embedding came in several rounds" if self._num_resumes else "embedding taken over",
+            request=self._request_id, transfer=self.transfer_id, producer=self.link.peer, tokens=self._total_tokens,
+            bytes=self._total_tokens * layout.token_bytes + layout.aux_bytes, **fields,
+            ms=round((now - self.expected_at) * 1000, 1), trace=self._trace_id,
+        )  # fmt: skip
 
     # What the producer says
 

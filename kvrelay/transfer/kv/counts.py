@@ -16,6 +16,9 @@ def transfer_counts(machine: Machine[Any, Any, Any]) -> TransferCounts:
         failed=counts.failed,
         bytes=counts.moved_bytes,
         late_bytes=counts.late_bytes,
+        reconnects=counts.reconnects,
+        set_aside=counts.set_aside,
+        recomputed=counts.recomputed,
         by_peer=counts.by_peer.copy(),
     )
 

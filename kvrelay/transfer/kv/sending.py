@@ -109,6 +109,7 @@ class Sending(SendingTransfer[ProducerState, KVLayout, ProducerNews]):
         if waits and self._blocks:
             self._advance(ProducerState.SET_ASIDE)
             self._blocks, self._progress, self._first_tokens = (), Progress(), None
+            self._desk.counts.set_aside += 1
             self._desk.news.set_aside.append(self.meta.request_id)
 
     def abort(self) -> None:
@@ -208,6 +209,7 @@ class Sending(SendingTransfer[ProducerState, KVLayout, ProducerNews]):
     def _restart_if_set_aside(self) -> None:
         if self.state is ProducerState.SET_ASIDE:
             self._advance(ProducerState.STARTED)
+            self._desk.counts.recomputed += 1
             self._desk.news.restart.append(self.meta.request_id)
 
     def _read_done(self) -> None:
@@ -329,12 +331,8 @@ class Sending(SendingTransfer[ProducerState, KVLayout, ProducerNews]):
 
     def _ready(self) -> Ready:
         """In answer to a Pull."""
-        return Ready(
-            transfer_id=self.transfer_id,
-            num_tokens=self.meta.num_tokens,
-            blocks=list(self._blocks),
-            first_tokens=self._first_tokens or [],
-        )
+        blocks, first_tokens, num_tokens = list(self._blocks), self._first_tokens or [], self.meta.num_tokens
+        return Ready(transfer_id=self.transfer_id, num_tokens=num_tokens, blocks=blocks, first_tokens=first_tokens)
 
     def _send(self, message: TransferMessage) -> None:
         self._desk.send(self.meta.peer, message)

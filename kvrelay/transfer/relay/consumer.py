@@ -120,6 +120,7 @@ class ConsumerMachine(Machine[T, L, N]):
         match refused.about:
             case "sender" if link.state is not LinkState.HELLO:
                 log.info("connection is opened again", peer=link.peer, reason=refused.reason)
+                self.counts.reconnects += 1
                 link.reopen(now, self._settings.hello_retry_s)
             case "opening" if not link.ready:
                 self._refused(link, refused.reason)

@@ -34,6 +34,9 @@ class RelayCounts(msgspec.Struct, kw_only=True):
     foreign: int = 0  # messages about a known transfer from a worker that has no part in it: another attempt or incarnation
     held_back_dropped: int = 0  # early messages: too many, or too old
     malformed: int = 0  # frames that were no message
+    reconnects: int = 0  # connections to a producer that were opened again
+    set_aside: int = 0  # prompts
+    recomputed: int = 0  # prompts that were set aside, and are wanted after all
 
 
 class Desk(Generic[L, N]):

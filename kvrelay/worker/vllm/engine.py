@@ -14,7 +14,7 @@ from typing import Protocol
 
 from kvrelay.engine.movers import Mover, NoRelay
 from kvrelay.errors import RequestError, UnavailableError
-from kvrelay.ids import KeptId, RequestId, WorkerId
+from kvrelay.ids import KeptId, RequestId, WorkerId, trace_id_of
 from kvrelay.log import Log
 from kvrelay.states import FinishReason, Stage
 from kvrelay.wire.registry import BlockCounts, WorkerLoad
@@ -107,7 +107,7 @@ class CoreEngine:
     def submit(self, submit: Submit) -> None:
         """Never raises: a request that cannot be served is answered by a Failure with the next step's outputs."""
         if submit.request_id in self.book.opens:
-            log.warning("request submitted twice, second one ignored", request=submit.request_id)
+            log.warning("request submitted twice, ignored", request=submit.request_id, trace=trace_id_of(submit.trace))
             return
         self._stalled = False
         try:

@@ -141,7 +141,12 @@ class Receiving(Hooks):
                 self._book.core.received(left.sequence_id)  # the last byte crossed the abort: `freed` will not be told
             return
         if arrival.error:
-            log.warning("hand-over failed", request=request_id, reason=arrival.error)
+            transfer = take.open.submit.transfer
+            assert transfer is not None
+            log.warning(
+                "hand-over failed", request=request_id, transfer=transfer.transfer_id, reason=arrival.error,
+                trace=transfer.trace_id,
+            )  # fmt: skip
             self._drop(take)
             reason = f"the hand-over from the prefill worker failed: {arrival.error}"
             self._book.fail(take.open, HandOverError(reason, by_producer=arrival.by_producer))
