@@ -40,7 +40,7 @@ class Commit:
         """By far the most of them decode: one token of the output was computed, and gives the next. What `_row` does for these
         is done here without a call, as far as nothing else happens."""
         outbox, kv, size, eos, longest = self._outbox, self._kv, self._kv.block_size, self._eos_token_ids, self._max_model_len
-        decodes, running, active = not self._hands_on, RequestState.RUNNING, KVState.ACTIVE
+        decodes, running, active, num_decoded = not self._hands_on, RequestState.RUNNING, KVState.ACTIVE, 0
         for row, answer in zip(plan.rows, result.rows, strict=True):
             sequence = row.sequence
             assert isinstance(sequence, Sequence)
@@ -64,13 +64,14 @@ class Commit:
             count = length - prompt
             if count >= params.max_tokens or length >= longest or token in eos or params.stop_token_ids:
                 reason = self._finish_reason(sequence)
-            outbox.num_output_tokens += 1
+            num_decoded += 1
             outbox.outputs.append(
                 SequenceOutput(sequence.request_id, sequence.sample, count - 1, [token], reason, sequence.cached_tokens)
             )
             if reason is not None:
                 self._endings.end(sequence, reason)
                 self._endings.settle(sequence.request)
+        outbox.num_output_tokens += num_decoded
 
     def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
         """Whether its last token ends it, as far as a worker can tell. The router, which sees the text, finds stop strings."""
