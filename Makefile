@@ -9,7 +9,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install serve check libraries browser test test-all test-vllm soak bench docs clean
+.PHONY: help install serve check libraries optional test test-all test-vllm soak bench docs clean
 .DELETE_ON_ERROR:
 
 comma := ,
@@ -84,10 +84,10 @@ clean: ## remove .venv, caches and build outputs (fetched models stay in the use
 
 # Mooncake's wheel needs a few libraries of the system. They are installed where that is possible; else it is said how.
 SYSTEM_LIBRARIES := libibverbs1 librdmacm1 libnuma1 liburing2 libcurl4
-# For the tests of the dashboard, which are skipped where there is none.
-BROWSER := chromium chromium-driver
+# For tests of the dashboard and of what a Prometheus makes of the metrics, which are skipped where there is none.
+OPTIONAL := chromium chromium-driver prometheus
 
-libraries: $(DEV_STAMP) browser
+libraries: $(DEV_STAMP) optional
 	@$(BIN)/python -c 'import mooncake.engine' 2>/dev/null && exit 0; \
 	echo "Mooncake needs $(SYSTEM_LIBRARIES)"; \
 	if command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; then \
@@ -97,12 +97,12 @@ libraries: $(DEV_STAMP) browser
 	  echo "error: install them and run make again. On Debian and Ubuntu: sudo apt-get install $(SYSTEM_LIBRARIES)" >&2; \
 	  exit 1; }
 
-browser:
-	@command -v chromium >/dev/null && command -v chromedriver >/dev/null && exit 0; \
+optional:
+	@command -v chromium >/dev/null && command -v chromedriver >/dev/null && command -v promtool >/dev/null && exit 0; \
 	if command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; then \
-	  apt-get update && apt-get install -y --no-install-recommends $(BROWSER) && exit 0; \
+	  apt-get update && apt-get install -y --no-install-recommends $(OPTIONAL) && exit 0; \
 	fi; \
-	echo "tests of the dashboard will be skipped: they need $(BROWSER)"
+	echo "tests of the dashboard or of Prometheus will be skipped: they need $(OPTIONAL)"
 
 # The first candidate that runs, is new enough and can make virtual environments. Running each one, not only looking for it,
 # catches version managers that put a launcher on the path for interpreters they do not have.

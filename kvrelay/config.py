@@ -16,6 +16,7 @@ from msgspec import Meta
 Count = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
 WeightsOption = Literal["auto", "float32", "int8", "fp8"]
+KVDtypeOption = Literal["auto", "fp8"]
 
 _BUDGETS = {"cpu": (64, 512), "cuda": (256, 8192)}  # sequences that run at once, tokens per step
 
@@ -43,6 +44,7 @@ class ModelOptions(Options, frozen=True, kw_only=True):
             " CPU, which changes no token), float32 or int8 (on a CPU), or fp8 (on cuda)"
         ),
     ] = "auto"
+    kv_dtype: Annotated[KVDtypeOption, Meta(description="precision of KV: the model's (auto), or fp8")] = "auto"
     share_weights: Annotated[bool, Meta(description="a host's workers hold the weights on a CPU once, in one memory")] = True
     threads: Annotated[Count, Meta(description="CPU threads per worker; 0 shares the cores among the workers")] = 0
     tp: Annotated[Positive, Meta(description="tensor parallelism: processes among which a worker's model is split")] = 1

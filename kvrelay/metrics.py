@@ -20,6 +20,7 @@ from prometheus_client import (
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
+_LOSSES = ("left", "expired", "broken")
 _LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _DURATION_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
@@ -47,7 +48,7 @@ class Metrics:
     requests_in_flight: Gauge = _gauge("kvrelay_requests_in_flight", "HTTP requests being answered")
     aborted: Counter = _counter("kvrelay_aborted", "Requests whose client left before the end")
     prompt_tokens: Counter = _counter("kvrelay_prompt_tokens", "Prompt tokens of answered requests")
-    cached_tokens: Counter = _counter("kvrelay_cached_tokens", "Prompt tokens whose KV was reused from a cache")
+    cached_tokens: Counter = _counter("kvrelay_prompt_tokens_cached", "Prompt tokens whose KV was reused from a cache")
     # source: lease, prefix_cache, prefill, prompt
     continuations: Counter = _counter(
         "kvrelay_continuations", "Requests that continued from another, by where its KV came from", "source"
@@ -103,7 +104,7 @@ class Metrics:
     role_pressure: Gauge = _gauge("kvrelay_role_pressure", "How much a role has to do for its workers, 1 is too much", "role")
     registry_up: Gauge = _gauge("kvrelay_registry_up", "Whether the registry can be reached")
     worker_joins: Counter = _counter("kvrelay_worker_joins", "Workers that joined", "role")
-    # reason: left, expired, broken
+    # reason: of _LOSSES
     worker_losses: Counter = _counter("kvrelay_worker_losses", "Workers that went away", "role", "reason")
     # outcome: restarted, given_up
     worker_crashes: Counter = _counter(
@@ -153,6 +154,12 @@ class Metrics:
         self.registry = CollectorRegistry()
         for row in fields(self):
             self.registry.register(vars(self)[row.name])
+
+    def worker_joined(self, role: str) -> None:
+        """Its losses are counted from 0 on: a counter that begins with 1 has not increased."""
+        self.worker_joins.labels(role).inc()
+        for reason in _LOSSES:
+            self.worker_losses.labels(role, reason)
 
     def turned_away(self, status: int) -> None:
         """A request that no endpoint has seen."""

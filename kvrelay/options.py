@@ -269,11 +269,12 @@ class RoleOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 def check_roles(options: Mapping[Role, RoleOptions]) -> None:
     """Refuses roles whose workers could not work together."""
-    for name in ("model", "load", "dtype", "weights"):  # block sizes, pools, batches, threads and degrees may differ
+    # Block sizes, pools, batches, threads and degrees may differ.
+    for name in ("model", "load", "dtype", "weights", "kv_dtype"):
         values = {role: msgspec.structs.asdict(its.model)[name] for role, its in options.items()}
         if len(set(values.values())) > 1:
             said = ", ".join(f"{value} for {role.value}" for role, value in values.items())
-            raise ConfigError(f"--{name}: {said}: workers that hand over to each other need the same")
+            raise ConfigError(f"{flag_of(name)}: {said}: workers that hand over to each other need the same")
     engines = {role: its.engine.engine for role, its in options.items()}
     if len(set(engines.values())) > 1:
         said = ", ".join(f"{engine} for {role.value}" for role, engine in engines.items())

@@ -17,6 +17,8 @@ from typing import Any
 
 from patience import PATIENCE_S
 from prepared import Process, popen
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
 
 READY = re.compile(r"kvrelay ready on (http://\S+)")
 
@@ -51,6 +53,11 @@ class Server:
         request = urllib.request.Request(self.url + path, headers=self.headers)
         with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
             return json.loads(response.read())
+
+    def metrics(self) -> list[Metric]:
+        """As a scraper reads them."""
+        with urllib.request.urlopen(self.url + "/metrics", timeout=PATIENCE_S) as response:
+            return list(text_string_to_metric_families(response.read().decode()))
 
     def stop(self) -> None:
         if self.process.poll() is None:

@@ -116,7 +116,8 @@ def test_metrics_that_mean_the_same_as_vllms_are_called_the_same() -> None:
     }  # fmt: skip
     known = exported()
     assert all(f"kvrelay_{name}_bucket" in known for name in same)
-    assert {"kvrelay_prompt_tokens_total", "kvrelay_generation_tokens_total"} <= set(known)
+    counted = {"prompt_tokens", "prompt_tokens_cached", "generation_tokens", "worker_num_preemptions"}
+    assert {f"kvrelay_{name}_total" for name in counted} <= set(known)
 
 
 needs_prometheus = pytest.mark.skipif(

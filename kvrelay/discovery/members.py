@@ -77,7 +77,7 @@ def check_record(record: WorkerRecord) -> None:
         raise ProtocolError(f"serving address {record.serving_address[:80]!r} is not tcp://HOST:PORT")
     texts: tuple[str, ...] = (record.serving_address, record.signal_address, record.events_address, record.replay_address)
     texts += tuple(text for adapter in record.adapters for text in (adapter.name, adapter.digest, adapter.path))
-    texts += (record.host, record.model, record.fingerprint, record.device)
+    texts += (record.host, record.model, record.fingerprint, record.device, record.kv_dtype)
     if any(len(text) > _MAX_TEXT_CHARACTERS for text in texts):
         raise ProtocolError(f"a text of more than {_MAX_TEXT_CHARACTERS} characters")
     if record.max_batch < 1 or record.max_queue < 1 or (record.max_model_len < 1 and not is_starting):

@@ -126,6 +126,7 @@ class ForwardBatch:
     slots: torch.Tensor  # [tokens] int64, where each token's KV is stored
     attention: AttentionBatch
     logit_rows: torch.Tensor  # [outputs] int64: the tokens whose logits are wanted, and no others
+    ends: AttentionBatch | None = None  # the last token as a row of one query, where only its logits are wanted
     images: ImageBatch | None = None  # None: no token is an image's
     lora: LoraBatch | None = None  # None: no token has an adapter
 

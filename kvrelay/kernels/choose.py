@@ -26,12 +26,12 @@ def choose_kernels(
     device: torch.device, dtype: torch.dtype, environment: Environment, options: ModelOptions = _DEFAULT
 ) -> Kernels:
     """C for float32 on a CPU and Triton on an NVIDIA card, unless switched off or impossible here, which is logged once; else
-    PyTorch. Raises ConfigError if the options force kernels that there are not."""
+    PyTorch, as on a CPU with KV in fp8. Raises ConfigError if the options force kernels that there are not."""
     if device.type == "cuda":
         return _for_card(device, options)
     if (options.attention, options.linears) != ("auto", "auto"):
         raise ConfigError("--attention and --linears choose among kernels for NVIDIA cards; they need --device cuda")
-    if device.type != "cpu" or dtype != torch.float32 or not environment.native_kernels:
+    if device.type != "cpu" or dtype != torch.float32 or not environment.native_kernels or options.kv_dtype == "fp8":
         return TorchKernels()
     try:
         return NativeKernels(load_library(environment.cache_dir))

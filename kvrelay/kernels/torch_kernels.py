@@ -30,6 +30,7 @@ from kvrelay.kernels.base import (
     PackedAdapter,
     Quantised,
 )
+from kvrelay.kernels.fp8 import movable, to_kv
 from kvrelay.kernels.ranks import Ranks
 
 _MAX_SCORES = 1 << 24  # attention scores (queries x context, all heads) materialised at once: 64 MiB of float32
@@ -120,8 +121,8 @@ class TorchKernels:
             qk = torch.cat((self.rms_norm(q, q_norm, eps), self.rms_norm(k, k_norm, eps)), dim=1)
         rotated = rotate(qk, cos_sin[batch.positions].unsqueeze(1))
         keys, values = _token_view(kv)
-        keys.index_copy_(0, batch.slots, rotated[:, shape.num_heads :])
-        values.index_copy_(0, batch.slots, v)
+        for stored, new in ((keys, rotated[:, shape.num_heads :]), (values, v)):
+            movable(stored).index_copy_(0, batch.slots, movable(to_kv(new, kv.dtype)))
         return rotated[:, : shape.num_heads]
 
     def attention(self, q: torch.Tensor, shape: HeadShape, batch: ForwardBatch, kv: torch.Tensor, scale: float) -> torch.Tensor:
@@ -230,22 +231,24 @@ def _decode_group(
 ) -> torch.Tensor:
     """q [rows, kv_heads, group, dim] -> the same shape."""
     positions = torch.arange(max_context, device=q.device)
-    keys, values = _gather(tables, torch.minimum(positions[None, :], contexts[:, None].long() - 1), kv)
+    keys, values = _gather(tables, torch.minimum(positions[None, :], contexts[:, None].long() - 1), kv, q.dtype)
     visible = positions[None, :] < contexts[:, None]
     return F.scaled_dot_product_attention(q, keys, values, attn_mask=visible[:, None, None, :], scale=scale)
 
 
-def _gather(tables: torch.Tensor, positions: torch.Tensor, kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of [rows, positions] as [rows, kv_heads, positions, dim]. Positions must lie inside the contexts: a
-    padded place repeats a real one and is masked later, so nothing outside a context is read."""
+def _gather(
+    tables: torch.Tensor, positions: torch.Tensor, kv: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of [rows, positions] as [rows, kv_heads, positions, dim], in `dtype`. Positions must lie inside the
+    contexts: a padded place repeats a real one and is masked later, so nothing outside a context is read."""
     block_size = kv.shape[2]
     slots = tables.long().gather(1, positions // block_size) * block_size + positions % block_size
     keys, values = _token_view(kv)
     gathered_shape = (*slots.shape, *keys.shape[1:])
     flat = slots.flatten()
     return (
-        keys.index_select(0, flat).view(gathered_shape).transpose(1, 2),
-        values.index_select(0, flat).view(gathered_shape).transpose(1, 2),
+        keys.index_select(0, flat).to(dtype).view(gathered_shape).transpose(1, 2),
+        values.index_select(0, flat).to(dtype).view(gathered_shape).transpose(1, 2),
     )
 
 
@@ -260,7 +263,7 @@ def _prefill(
 ) -> torch.Tensor:
     """The queries of one row, the last of which sees the whole context: [tokens, heads, dim] -> the same shape."""
     num_queries = q.shape[0]
-    keys, values = _gather(table[None, :], torch.arange(context, device=q.device)[None, :], kv)
+    keys, values = _gather(table[None, :], torch.arange(context, device=q.device)[None, :], kv, q.dtype)
     queries = q.transpose(0, 1)[None]  # [1, heads, tokens, dim]
     gqa = shape.num_heads != shape.num_kv_heads
     if num_queries == context and _fits_at_once(q, shape):

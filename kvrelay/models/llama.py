@@ -63,6 +63,10 @@ class DecoderLayer:
         )
         self.fused = kernels.fuse(self._weights, ranks)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._weights.input_norm.dtype
+
     def input_norm(self, x: torch.Tensor | None, residual: torch.Tensor) -> torch.Tensor:
         """Of the residual, to which `x` is added; for the first layer there is nothing to add yet."""
         weights = self._weights
@@ -116,6 +120,13 @@ class _Ends:
         return self._kernels.linear(self._kernels.add_rms_norm(x, residual, self._norm, self._eps), self._head)
 
 
+def _attend_at_end(layer: DecoderLayer, query: torch.Tensor, batch: ForwardBatch, kv: torch.Tensor) -> torch.Tensor:
+    """Of the last layer, for the tokens whose logits are wanted."""
+    if batch.ends is None:
+        return layer.attend(query, batch, kv)[batch.logit_rows]
+    return layer.attend(query[batch.logit_rows], dataclasses.replace(batch, attention=batch.ends), kv)
+
+
 class LlamaModel:
     """A decoder-only model. Holds weights, constants and views of the KV pool, and no state of any request; `forward` may be
     called from one thread at a time."""
@@ -136,6 +147,7 @@ class LlamaModel:
         self._ranks = ranks
         self._ends = _Ends(spec, kernels, source) if ranks is None or ranks.rank == 0 else None  # of the other ranks, rank 0's
         self._layers = [DecoderLayer(spec, kernels, source, index, ranks) for index in range(spec.num_layers)]
+        self.dtype = self._layers[0].dtype
         self._kv: torch.Tensor | None = None
         self._kv_layers: tuple[torch.Tensor, ...] = ()
         self._cos_sin = rotary_table(spec.rope, spec.head_dim, max_positions, device)
@@ -145,7 +157,7 @@ class LlamaModel:
     def forward(self, batch: ForwardBatch, kv: torch.Tensor, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
         """kv is [layers, 2, blocks, block_size, kv_heads, head_dim]; returns logits [len(logit_rows), vocabulary] in the
         model's dtype. `on_layer` is told of each layer whose KV is stored."""
-        residual = self._embedded(batch, kv.dtype)
+        residual = self._embedded(batch)
         cos_sin, images = self._cos_sin, batch.images
         if images is not None:
             batch, cos_sin = self._with_own_rotation(batch, images)
@@ -170,10 +182,11 @@ class LlamaModel:
                 return query.new_empty((0, self.spec.vocab_size))
             if on_layer is not None and self._ranks is None:
                 on_layer(index)
-            attended = layer.attend(query, batch, layer_kv)
             lora = () if batch.lora is None else batch.lora.tokens
-            if index == last and not all_rows:
-                attended, residual = attended[batch.logit_rows], residual[batch.logit_rows]
+            if index < last or all_rows:
+                attended = layer.attend(query, batch, layer_kv)
+            else:
+                attended, residual = _attend_at_end(layer, query, batch, layer_kv), residual[batch.logit_rows]
                 lora = () if batch.lora is None else batch.lora.outputs
             x = layer.finish(attended, residual, lora)
             if on_layer is not None and self._ranks is not None:
@@ -181,10 +194,10 @@ class LlamaModel:
         assert x is not None
         return x[:0] if self._ends is None else self._ends.logits(x, residual)
 
-    def _embedded(self, batch: ForwardBatch, dtype: torch.dtype) -> torch.Tensor:
+    def _embedded(self, batch: ForwardBatch) -> torch.Tensor:
         if self._ends is None:
             shape = (batch.token_ids.shape[0], self.spec.hidden_size)
-            residual = torch.empty(shape, dtype=dtype, device=batch.token_ids.device)
+            residual = torch.empty(shape, dtype=self.dtype, device=batch.token_ids.device)
         else:
             residual = self._ends.embed(batch.token_ids)
             if batch.images is not None:

@@ -17,6 +17,7 @@ class Model(Protocol):
     """What a runner sees of a model. It holds weights and no state of any request; one thread calls it at a time."""
 
     spec: ModelSpec
+    dtype: torch.dtype  # of activations and logits; KV may have another
 
     def forward(self, batch: ForwardBatch, kv: torch.Tensor, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
         """Stores the tokens' KV, telling `on_layer` after each layer's; returns logits [len(batch.logit_rows), vocabulary] in

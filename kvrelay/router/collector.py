@@ -50,6 +50,7 @@ _MAPPING = {
     "foreign": "Transfer messages from a worker that is not the peer",
     "malformed": "Frames on the signal plane that were no message",
 }
+_NAMES = {"preemptions": "num_preemptions"}  # as vLLM calls it
 _STATES = ("running", "waiting", "transferring", "swapped")
 _NO_IMAGES = ImageCounts()  # of a worker whose model takes none
 _GAUGES: dict[str, tuple[str, Callable[[Peer], float]]] = {
@@ -95,7 +96,8 @@ def _counters(
     peers: list[Peer], prefix: str, names: dict[str, str], part: Callable[[WorkerLoad], msgspec.Struct]
 ) -> Iterator[Metric]:
     for name, help_text in names.items():
-        family = CounterMetricFamily(f"kvrelay_worker_{prefix}{name}", f"{help_text}, by worker", labels=["worker", "role"])
+        shown = f"kvrelay_worker_{prefix}{_NAMES.get(name, name)}"
+        family = CounterMetricFamily(shown, f"{help_text}, by worker", labels=["worker", "role"])
         for peer in peers:
             family.add_metric([peer.id, peer.record.role.value], float(getattr(part(peer.load), name)))
         yield family

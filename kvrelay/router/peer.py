@@ -48,6 +48,15 @@ _SHOWN = (
 )  # fmt: skip
 
 
+def difference(record: WorkerRecord, first: WorkerRecord) -> str:
+    """Why the two are not used together; empty if one can replace the other."""
+    if record.kv_dtype != first.kv_dtype:
+        return f"its --kv-dtype is {record.kv_dtype}, that of {first.id} is {first.kv_dtype}"
+    if record.fingerprint != first.fingerprint:
+        return f"it serves another model, or with another engine or layout, than {first.id}"
+    return ""
+
+
 def describe(record: WorkerRecord, load: WorkerLoad, state: WorkerState) -> dict[str, Any]:
     """What GET /cluster shows of any worker, also of one that cannot be reached yet."""
     return {
@@ -57,6 +66,7 @@ def describe(record: WorkerRecord, load: WorkerLoad, state: WorkerState) -> dict
         "host": record.host,
         "pid": record.pid,
         "device": record.device,
+        "kv_dtype": record.kv_dtype,
         "max_batch": record.max_batch,
         "data_parallel_rank": record.data_parallel_rank,
         **{name: getattr(load, name) for name in _SHOWN},

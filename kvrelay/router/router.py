@@ -32,7 +32,7 @@ from kvrelay.router.failover import RetryRules
 from kvrelay.router.kept import KeptSearch, share
 from kvrelay.router.outside import Outside
 from kvrelay.router.parent import Parent
-from kvrelay.router.peer import Listeners, Peer, describe, sight_of
+from kvrelay.router.peer import Listeners, Peer, describe, difference, sight_of
 from kvrelay.router.plan import Planner
 from kvrelay.router.policy import PolicyName
 from kvrelay.router.prefix_index import PrefixIndex
@@ -245,7 +245,7 @@ class Router:
             return
         self._peers[record.id] = peer
         self._feed.joined(record)
-        self._metrics.worker_joins.labels(record.role.value).inc()
+        self._metrics.worker_joined(record.role.value)
         log.info("worker joined", worker=record.id, address=record.serving_address, pid=record.pid)
 
     def _on_changed(self, record: WorkerRecord) -> None:
@@ -326,8 +326,7 @@ class Router:
         """Workers are used together only if one can replace the other: the oldest reachable one decides which model it is."""
         reachable = [peer for peer in self._peers.values() if peer.is_open]
         for peer in reachable:
-            same = peer.record.fingerprint == reachable[0].record.fingerprint
-            peer.refusal = "" if same else f"it serves another model, or with another engine or layout, than {reachable[0].id}"
+            peer.refusal = difference(peer.record, reachable[0].record)
         usable = [peer for peer in reachable if peer.usable]
         lengths = [peer.record.max_model_len for peer in usable if peer.record.role is not Role.ENCODE]
         self._max_model_len = min(lengths, default=self._max_model_len)

@@ -19,6 +19,7 @@ from kvrelay.errors import ConfigError
 from kvrelay.kernels.base import Kernels
 from kvrelay.kernels.choose import choose_kernels
 from kvrelay.kernels.cuda.products import wrong_product
+from kvrelay.kernels.fp8 import FIRST_WITH_FP8
 from kvrelay.kernels.native.kernels import NativeKernels
 from kvrelay.kernels.torch_kernels import TorchKernels
 from kvrelay.log import Log
@@ -27,8 +28,10 @@ from kvrelay.progress import Progress
 from kvrelay.runner.gpu_memory import explained, graph_bytes, kv_bytes
 from kvrelay.runner.graphs import graph_sizes
 from kvrelay.runner.host_pool import HostPool, choose_host_blocks, make_host_pool
+from kvrelay.runner.kv_dtype import check_kv_dtype, choose_kv_dtype
 from kvrelay.runner.kv_pool import KVPool, PoolSize, blocks_for, choose_pool_size, free_cpu_bytes, token_bytes
 from kvrelay.runner.lora import LoraAdapters, Pack
+from kvrelay.runner.prompt_graphs import prompt_sizes
 from kvrelay.runner.ranks.adapters import SplitAdapters
 from kvrelay.runner.ranks.group import OnDeath, RankGroup
 from kvrelay.runner.ranks.leading import LeadingModel
@@ -42,7 +45,6 @@ from kvrelay.wire.ranks import RankSetup
 
 _BFLOAT16_FLAGS = frozenset({"bf16", "avx512_bf16", "amx_bf16"})
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_FIRST_WITH_FP8 = (8, 9)
 
 log = Log("build")
 
@@ -65,12 +67,16 @@ class _Choices:
         return DTYPES[self.dtype_name]
 
     @property
+    def kv_dtype(self) -> torch.dtype:
+        return choose_kv_dtype(self.model, self.dtype)
+
+    @property
     def has_fp8(self) -> bool:
         return self.spec.fp8 or self.model.weights == "fp8"
 
     @property
     def block_bytes(self) -> int:
-        return self.engine.block_size * token_bytes(self.spec, self.dtype, self.model.tp)
+        return self.engine.block_size * token_bytes(self.spec, self.kv_dtype, self.model.tp)
 
 
 def build_runner(
@@ -107,7 +113,8 @@ def _build(
     kernels = _choose_kernels(chosen)
     model = _load_weights(chosen, kernels, group, progress)
     sizes = [] if isinstance(kernels, TorchKernels | NativeKernels) else graph_sizes(chosen.engine.max_batch)
-    size = _pool_size(model, chosen, sizes)
+    prompts = _prompt_sizes(chosen) if sizes else []
+    size = _pool_size(model, chosen, sizes, prompts)
     num_blocks = size.num_blocks + bool(sizes)  # graphs need one of their own
     room = f"making room for {size.num_blocks} KV blocks and decode graphs"
     with explained(room, num_blocks * chosen.block_bytes, chosen.device):
@@ -132,6 +139,7 @@ def _build(
             features=make_store(chosen.spec, chosen.engine, chosen.device, chosen.dtype) if features is None else features,
             adapters=_load_adapters(chosen, pack),
             graph_sizes=sizes,
+            prompt_sizes=prompts,
             progress=progress,
             ranks=group,
         )
@@ -156,6 +164,7 @@ def _choose(
         spec=read_spec(folder),
     )
     check_weights(chosen.spec, model_options, chosen.dtype)
+    check_kv_dtype(model_options)
     return chosen
 
 
@@ -185,12 +194,16 @@ def _load_weights(chosen: _Choices, kernels: Kernels, group: RankGroup | None, p
         )
 
 
+def _prompt_sizes(chosen: _Choices) -> list[int]:
+    return [] if chosen.spec.vision is not None else prompt_sizes(chosen.engine.token_budget)
+
+
 def _open_pool(chosen: _Choices, num_blocks: int, allocate: Allocate | None) -> KVPool:
     return KVPool(
         chosen.spec,
         num_blocks=num_blocks,
         block_size=chosen.engine.block_size,
-        dtype=chosen.dtype,
+        dtype=chosen.kv_dtype,
         device=chosen.device,
         allocate=allocate,
         num_ranks=chosen.model.tp,
@@ -200,7 +213,7 @@ def _open_pool(chosen: _Choices, num_blocks: int, allocate: Allocate | None) -> 
 def _log_ready(chosen: _Choices, runner: TorchRunner, size: PoolSize, sizes: list[int]) -> None:
     log.info(
         "runner ready", model=chosen.model.model, device=chosen.device.type, dtype=chosen.dtype_name,
-        threads=chosen.num_threads, kv_blocks=size.num_blocks, host_blocks=runner.num_host_blocks,
+        kv_dtype=runner.layout.dtype, threads=chosen.num_threads, kv_blocks=size.num_blocks, host_blocks=runner.num_host_blocks,
         host_mib=runner.num_host_blocks * chosen.block_bytes >> 20, max_model_len=size.max_model_len, graphs=len(sizes),
     )  # fmt: skip
 
@@ -293,8 +306,8 @@ def check_weights(spec: ModelSpec, options: ModelOptions, dtype: torch.dtype) ->
         raise ConfigError(f"{what}: fp8 is computed by NVIDIA cards alone; use --device cuda or other weights")
     if dtype is not torch.bfloat16:
         raise ConfigError(f"{what}: fp8 is computed beside bfloat16 alone; use --dtype bfloat16")
-    if torch.cuda.get_device_capability() < _FIRST_WITH_FP8:
-        raise ConfigError(f"{what}: the card's compute capability is below {_FIRST_WITH_FP8[0]}.{_FIRST_WITH_FP8[1]}")
+    if torch.cuda.get_device_capability() < FIRST_WITH_FP8:
+        raise ConfigError(f"{what}: the card's compute capability is below {FIRST_WITH_FP8[0]}.{FIRST_WITH_FP8[1]}")
     odd = [size for size in (spec.hidden_size, spec.intermediate_size, spec.num_heads * spec.head_dim) if size % 16]
     if odd:
         raise ConfigError(f"{what}: linear layers of {odd[0]} columns are not computed in fp8, only multiples of 16")
@@ -304,7 +317,8 @@ def model_fingerprint(spec: ModelSpec, options: ModelOptions, folder: pathlib.Pa
     """Equal for workers that can work together, whatever part of the model each of them has."""
     weights = "dummy" if options.load == "dummy" else weights_digest(folder)
     held = "" if options.weights in ("auto", "float32") else f"-{options.weights}"
-    return f"{fingerprint(spec, choose_dtype(options, cpu_flags()))}-{weights}{held}"
+    kv = "" if options.kv_dtype == "auto" else f"-kv-{options.kv_dtype}"
+    return f"{fingerprint(spec, choose_dtype(options, cpu_flags()))}-{weights}{held}{kv}"
 
 
 def set_threads(threads: int, num_ranks: int = 1) -> int:
@@ -348,20 +362,23 @@ def weight_elements(spec: ModelSpec) -> int:
     return layers + spec.hidden_size * spec.vocab_size * (1 if spec.tie_word_embeddings else 2)
 
 
-def _pool_size(model: Model, chosen: _Choices, sizes: list[int]) -> PoolSize:
+def _pool_size(model: Model, chosen: _Choices, sizes: list[int], prompts: list[int]) -> PoolSize:
     spec, options, dtype, device = chosen.spec, chosen.engine, chosen.dtype, chosen.device
     if options.kv_blocks:
         free_bytes = 0  # not asked for
     elif device.type == "cuda":
         longest = min(options.max_model_len or spec.max_position_embeddings, spec.max_position_embeddings)
-        beside = graph_bytes(spec, sizes, blocks_for(longest, options.block_size) + 1, dtype) + _feature_bytes(spec, options)
+        beside = graph_bytes(spec, sizes, prompts, blocks_for(longest, options.block_size) + 1, dtype)
+        beside += _feature_bytes(spec, options)
         beside += options.token_budget * spec.vocab_size * dtype.itemsize  # logits of a whole step, for prompt logprobs
         num_tokens = min(options.token_budget, longest)
         with explained("trying the largest step", weight_elements(spec) * dtype.itemsize, device):
             free_bytes = kv_bytes(chosen.model.gpu_memory, beside, lambda: _profile(model, chosen, num_tokens), device)
     else:
         free_bytes = free_cpu_bytes()
-    return choose_pool_size(spec, options, dtype=dtype, free_bytes=free_bytes, device=device, num_ranks=chosen.model.tp)
+    return choose_pool_size(
+        spec, options, dtype=chosen.kv_dtype, free_bytes=free_bytes, device=device, num_ranks=chosen.model.tp
+    )
 
 
 def _feature_bytes(spec: ModelSpec, options: EngineOptions) -> int:
@@ -372,7 +389,7 @@ def _profile(model: Model, chosen: _Choices, num_tokens: int) -> None:
     """Computes a prompt of the whole budget, and samples with a full batch's worth of logits, in a pool just large enough."""
     spec, options = chosen.spec, chosen.engine
     num_blocks = blocks_for(num_tokens, options.block_size)
-    pool = KVPool(spec, num_blocks=num_blocks, block_size=options.block_size, dtype=chosen.dtype, device=chosen.device)
+    pool = KVPool(spec, num_blocks=num_blocks, block_size=options.block_size, dtype=chosen.kv_dtype, device=chosen.device)
     runner = TorchRunner(
         model, pool, spec, block_size=options.block_size, max_batch=1, token_budget=num_tokens, max_model_len=num_tokens,
         fingerprint="", folder=pathlib.Path(),

@@ -40,12 +40,14 @@ def kv_bytes(share: float, other_bytes: int, try_largest_step: Callable[[], None
     return left
 
 
-def graph_bytes(spec: ModelSpec, sizes: Sequence[int], max_blocks: int, dtype: torch.dtype) -> int:
-    """Of decode graphs: the graphs, the logits of the largest (kept, made and searched), block tables by place and by row."""
+def graph_bytes(spec: ModelSpec, sizes: Sequence[int], prompts: Sequence[int], max_blocks: int, dtype: torch.dtype) -> int:
+    """Of decode graphs: the graphs, the logits of the largest (kept, made and searched), block tables by place and by row. Of
+    those of prompts: the graphs, and the activations of the largest."""
     if not sizes:
         return 0
     logits = 3 * sizes[-1] * spec.vocab_size * dtype.itemsize
-    return len(sizes) * _GRAPH_BYTES + logits + 4 * (3 * sizes[-1] + 1) * max_blocks
+    activations = 4 * (spec.intermediate_size + 2 * spec.hidden_size) * max(prompts, default=0) * dtype.itemsize
+    return (len(sizes) + len(prompts)) * _GRAPH_BYTES + logits + activations + 4 * (3 * sizes[-1] + 1) * max_blocks
 
 
 @contextlib.contextmanager

@@ -13,10 +13,13 @@ Where there is no card the pass is called instead of replayed: the same code, fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import gc
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kvrelay.engine.interfaces import Row
 from kvrelay.kernels.base import AttentionBatch, ForwardBatch
@@ -55,10 +58,10 @@ class DecodeGraphs:
         self._builder = builder
         self._twin = builder.tables.twin
         self._sizes = list(sizes)
-        self._max_context = max_context
+        self.max_context = max_context
         device, most = kv.device, self._sizes[-1]
         self._block_size = kv.shape[3]
-        self._scratch_slot = (kv.shape[2] - 1) * self._block_size
+        self.scratch_slot = (kv.shape[2] - 1) * self._block_size
         self._twin[-1] = kv.shape[2] - 1
         self._areas = [Staging(_COLUMNS * most, device) for _ in range(2)]
         self._turn = 0
@@ -68,12 +71,22 @@ class DecodeGraphs:
         self._counting = torch.arange(most + 1, device=device)
         self._query_start = self._counting.int()
         self.tokens = torch.zeros(most, dtype=torch.int64, device=device)  # of the last launch, of a graph or not
-        self.logits = torch.zeros(most, model.spec.vocab_size, dtype=kv.dtype, device=device)
-        self._replays = self._capture(progress)
+        self.logits = torch.zeros(most, model.spec.vocab_size, dtype=model.dtype, device=device)
+        self._memory = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self._replays = self.capture("capturing decode steps", self._sizes, self._fill_with_padding, self._pass, progress)
 
     @property
     def max_rows(self) -> int:
         return self._sizes[-1]
+
+    @property
+    def no_place(self) -> int:
+        """In the block tables, that of padding."""
+        return self._twin.shape[0] - 1
+
+    @property
+    def takes_images(self) -> bool:
+        return self._builder.images is not None
 
     def takes(self, rows: list[Row]) -> bool:
         """Whether the step can be replayed: one token a row, none of an image, no adapter, and no prompt logprobs."""
@@ -105,14 +118,36 @@ class DecodeGraphs:
         columns[3, :count] = builder.tables.at(places, blocks) * self._block_size + offsets
         columns[4, :count] = starts + 1
         columns[5, :count] = places
-        columns[:, count:] = np.array([0, -1, 0, self._scratch_slot, 1, self._twin.shape[0] - 1])[:, None]
-        if builder.tables.num_changed:
-            self._changes.begin()
-            builder.tables.fill_changed(self._changes)
-            self._changes.send()
-            builder.tables.take_changed(self._changes)
+        columns[:, count:] = np.array([0, -1, 0, self.scratch_slot, 1, self.no_place])[:, None]
+        self.send_tables()
         area.send(_COLUMNS * size, self._flat[: _COLUMNS * size])
         self._replays[size]()
+
+    def send_tables(self) -> None:
+        """What of block tables the device lacks."""
+        tables = self._builder.tables
+        if tables.num_changed:
+            self._changes.begin()
+            tables.fill_changed(self._changes)
+            self._changes.send()
+            tables.take_changed(self._changes)
+
+    def slots_of(self, row: Row, positions: NDArray[np.int64]) -> tuple[int, NDArray[np.int64]]:
+        """The row's place in the block tables, and where tokens at those positions are stored."""
+        tables = self._builder.tables
+        place = tables.places([row])[0]
+        blocks, offsets = np.divmod(positions, self._block_size)
+        return place, tables.at(np.full(len(positions), place), blocks) * self._block_size + offsets
+
+    def gathered(self, places: torch.Tensor) -> torch.Tensor:
+        """Block tables by row: the same memory in every pass."""
+        return torch.index_select(self._twin, 0, places, out=self._block_tables[: places.shape[0]])
+
+    def compute(self, batch: ForwardBatch) -> None:
+        """A pass, then the likeliest token of each row of logits."""
+        logits = self._model.forward(batch, self._kv)
+        self.logits[: logits.shape[0]].copy_(logits)
+        self.tokens[: logits.shape[0]].copy_(likeliest(logits))
 
     def replay_again(self, count: int) -> None:
         """A step of `count` rows with the inputs that the last one left."""
@@ -125,7 +160,6 @@ class DecodeGraphs:
         columns = self._flat[: _COLUMNS * size].view(_COLUMNS, size)
         wide = columns.long()
         known = torch.where(wide[1] >= 0, self.tokens[wide[1].clamp(min=0)], wide[0]).clamp(min=0)
-        torch.index_select(self._twin, 0, columns[5], out=self._block_tables[:size])
         batch = ForwardBatch(
             token_ids=known,
             positions=wide[2],
@@ -133,32 +167,32 @@ class DecodeGraphs:
             attention=AttentionBatch(
                 query_start=self._query_start[: size + 1],
                 context_lens=columns[4],
-                block_tables=self._block_tables[:size],
+                block_tables=self.gathered(columns[5]),
                 max_query=1,
-                max_context=self._max_context,
+                max_context=self.max_context,
             ),
             logit_rows=self._counting[:size],
         )
-        logits = self._model.forward(batch, self._kv)
-        self.logits[:size].copy_(logits)
-        self.tokens[:size].copy_(likeliest(logits))
+        self.compute(batch)
 
     @torch.inference_mode()
-    def _capture(self, progress: Progress) -> dict[int, Callable[[], object]]:
-        """The largest first: the smaller ones find the memory of its temporary tensors free."""
+    def capture(
+        self, what: str, sizes: Sequence[int], pad: Callable[[int], None], run: Callable[[int], None], progress: Progress
+    ) -> dict[int, Callable[[], object]]:
+        """`run` of each size over inputs that `pad` wrote. The largest first: the smaller ones find the memory of its temporary
+        tensors free."""
         if self._kv.device.type != "cuda":
-            return {size: _call(self._pass, size) for size in self._sizes}
+            return {size: _call(run, size) for size in sizes}
         replays: dict[int, Callable[[], object]] = {}
-        pool = torch.cuda.graph_pool_handle()
-        progress.start("capturing decode steps", len(self._sizes), unit="sizes")
+        progress.start(what, len(sizes), unit="sizes")
         try:
-            for size in reversed(self._sizes):
-                self._fill_with_padding(size)
-                self._pass(size)  # compiles kernels and chooses them, which a capture cannot
+            for size in reversed(sizes):
+                pad(size)
+                run(size)  # compiles kernels and chooses them, which a capture cannot
                 torch.cuda.synchronize(self._kv.device)
                 graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=pool):
-                    self._pass(size)
+                with _no_garbage(), torch.cuda.graph(graph, pool=self._memory):
+                    run(size)
                 replays[size] = graph.replay
                 progress.advance(1)
         finally:
@@ -167,8 +201,20 @@ class DecodeGraphs:
         return replays
 
     def _fill_with_padding(self, size: int) -> None:
-        row = torch.tensor([0, -1, 0, self._scratch_slot, 1, self._twin.shape[0] - 1], dtype=torch.int32)
+        row = torch.tensor([0, -1, 0, self.scratch_slot, 1, self.no_place], dtype=torch.int32)
         self._flat[: _COLUMNS * size].view(_COLUMNS, size).copy_(row[:, None].expand(_COLUMNS, size))
+
+
+@contextlib.contextmanager
+def _no_garbage() -> Iterator[None]:
+    """A graph that the collector destroys while another is captured ends that capture with an error."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _call(function: Callable[[int], None], size: int) -> Callable[[], object]:

@@ -23,6 +23,7 @@ from kvrelay.checkpoint.spec import ModelSpec
 from kvrelay.config import EngineOptions
 from kvrelay.engine.interfaces import Allocate
 from kvrelay.errors import ConfigError
+from kvrelay.kernels.fp8 import movable
 from kvrelay.log import Log
 from kvrelay.wire.kv import Layout, heads_per_rank
 
@@ -90,7 +91,7 @@ class KVPool:
             origins[target] = origins.get(source, source)
         targets = torch.tensor(list(origins), device=self.tensor.device)
         sources = torch.tensor(list(origins.values()), device=self.tensor.device)
-        kv = self.every_rank
+        kv = movable(self.every_rank)
         # All sources are read before the first target is written, so chains and even exchanges come out right.
         kv.index_copy_(2, targets, kv.index_select(2, sources))
 

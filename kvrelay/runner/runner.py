@@ -6,8 +6,9 @@ collect   choose tokens from the logits, oldest launch first; results leave as p
 Copies of whole blocks to and from the host run beside the passes (`host_pool.py`).
 
 On a CPU the forward pass is done when `launch` returns, and sampling happens in `collect`. On a GPU `launch` returns while the
-device works; a step that only decodes is one replay of a captured graph (`graphs.py`), and where each row takes one token and
-reports nothing besides, sampling is part of the launch: `collect` waits for one small copy. At most two plans are under way.
+device works; a step that only decodes is one replay of a captured graph (`graphs.py`), as is that of one short prompt
+(`prompt_graphs.py`). Where each row takes one token and reports nothing besides, sampling is part of the launch: `collect`
+waits for one small copy. At most two plans are under way.
 
 A runner with graphs `runs_ahead`: a row may start where its sequence's tokens end, if the plan launched before it chooses that
 token. The device takes it from there, so the host does not wait for it.
@@ -32,6 +33,7 @@ from kvrelay.runner.cuda_fence import CudaFence
 from kvrelay.runner.graphs import DecodeGraphs
 from kvrelay.runner.host_pool import HostPool
 from kvrelay.runner.kv_pool import KVPool, blocks_for
+from kvrelay.runner.prompt_graphs import PromptGraphs
 from kvrelay.runner.ranks.group import RankGroup
 from kvrelay.runner.sampling.draw import NOT_RESOLVED
 from kvrelay.runner.sampling.edits import EditState
@@ -102,11 +104,13 @@ class TorchRunner:
         features: FeatureStore | None = None,
         adapters: Adapters | None = None,
         graph_sizes: Sequence[int] = (),
+        prompt_sizes: Sequence[int] = (),
         progress: Progress | None = None,
         ranks: RankGroup | None = None,
     ) -> None:
         """`features` holds those of images; without it the runner takes none. With `graph_sizes`, decode steps are padded to
-        them and replayed, and the pool's last block is the runner's own. `ranks` are ended with the runner."""
+        them and replayed, and the pool's last block is the runner's own; with `prompt_sizes` besides, so are short prompts.
+        `ranks` are ended with the runner."""
         self.spec = spec
         self.features = features
         self.adapters = adapters or NoAdapters()
@@ -126,6 +130,7 @@ class TorchRunner:
             device=device,
             images=_image_rows(spec, features, device),
             sent=device.type == "cuda" or bool(graph_sizes),
+            ends=bool(graph_sizes),
         )
         self._graphs = (
             DecodeGraphs(
@@ -135,6 +140,9 @@ class TorchRunner:
             if graph_sizes
             else None
         )  # fmt: skip
+        self._prompts = (
+            None if self._graphs is None or not prompt_sizes else PromptGraphs(self._graphs, prompt_sizes, progress or Silent())
+        )
         grammars = Grammars(
             lambda: (folder / TOKENIZER_NAME).read_text(encoding="utf-8"),
             vocab_size=spec.vocab_size,
@@ -205,10 +213,8 @@ class TorchRunner:
         self._pool.copy_blocks(plan.copies)
         if not plan.rows:
             self._launched.append(_Launched([], Prepared(num_plan_rows=0), results=[]))
-        elif self.runs_ahead and self._graphs is not None and self._graphs.takes(plan.rows):
-            self._launched.append(self._replay(plan, self._graphs))
         else:
-            self._launched.append(self._pass(plan))
+            self._launched.append(self._replay(plan) or self._pass(plan))
 
     def _pass(self, plan: StepPlan) -> _Launched:
         batch, layout = self._builder.build(plan)
@@ -218,9 +224,20 @@ class TorchRunner:
             return _Launched(plan.rows, prepared, logits)
         return self._choose(plan, prepared, logits, None, self._graphs)
 
-    def _replay(self, plan: StepPlan, graphs: DecodeGraphs) -> _Launched:
-        rows = plan.rows
-        graphs.run(rows, self._sources(rows))
+    def _replay(self, plan: StepPlan) -> _Launched | None:
+        """None if there is no graph for it."""
+        rows, graphs = plan.rows, self._graphs
+        if graphs is None:
+            return None
+        if self.runs_ahead and graphs.takes(rows):
+            graphs.run(rows, self._sources(rows))
+        elif self._prompts is not None and self._prompts.takes(rows):
+            self._prompts.run(rows[0])
+            if self._on_layer is not None:
+                for layer in range(self.spec.num_layers):
+                    self._on_layer(layer)  # all of them at once: there is little of it
+        else:
+            return None
         wanted = [(index, index) for index, row in enumerate(rows) if row.samples or row.candidates]
         prepared = self._sampler.prepare(plan, LogitLayout(sampled=wanted, prompts=[], num_rows=len(rows)))
         logits = graphs.logits[: len(rows)]

@@ -139,6 +139,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     replay_address: str = ""  # where events that were missed are asked for
     block_size: int = 0  # tokens per KV block, for routers, which hash prompts; 0: not told
     device: str = "cpu"  # where its model runs
+    kv_dtype: str = "auto"  # of its KV: "auto" is the model's
     data_parallel_rank: int = 0  # by which requests can address it, among the workers of its role
     adapters: list[Adapter] = []
 

@@ -79,6 +79,7 @@ def run_worker(
         version=PROTOCOL_VERSION,
         block_size=engine_options.block_size,
         device=model_options.device,
+        kv_dtype=model_options.kv_dtype,
         data_parallel_rank=worker_options.data_parallel_rank,
     )
     with announced(registration, record, worker_options.registration_s):

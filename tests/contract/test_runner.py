@@ -14,6 +14,8 @@ from tiny_models import EOS_TOKEN_ID, VOCAB_SIZE, tiny_model
 from kvrelay.checkpoint.spec import read_spec
 from kvrelay.engine.fence import Fence
 from kvrelay.engine.interfaces import Row, RowResult, Runner, StepPlan
+from kvrelay.kernels.base import Kernels
+from kvrelay.kernels.fp8 import FP8
 from kvrelay.kernels.torch_kernels import TorchKernels
 from kvrelay.progress import Silent
 from kvrelay.runner.fake import FakeRunner
@@ -27,24 +29,31 @@ BLOCK_SIZE = 4
 NUM_BLOCKS = 40
 NUM_HOST_BLOCKS = 12
 CPU = torch.device("cpu")
+TORCH = TorchKernels()
 GREEDY = SamplingParams(temperature=0.0)
 
 
 @functools.cache
-def tiny_llama(device: torch.device) -> Model:
+def tiny_llama(device: torch.device, kernels: Kernels) -> Model:
     folder = pathlib.Path(tiny_model("llama"))
     return load_model(
-        folder, read_spec(folder), kernels=TorchKernels(), device=device, dtype=torch.float32, load="auto", progress=Silent()
+        folder, read_spec(folder), kernels=kernels, device=device, dtype=torch.float32, load="auto", progress=Silent()
     )
 
 
-def make_torch_runner(device: torch.device = CPU, graph_sizes: Sequence[int] = ()) -> TorchRunner:
+def make_torch_runner(
+    device: torch.device = CPU,
+    graph_sizes: Sequence[int] = (),
+    prompt_sizes: Sequence[int] = (),
+    kernels: Kernels = TORCH,
+    kv_dtype: torch.dtype = torch.float32,
+) -> TorchRunner:
     folder = pathlib.Path(tiny_model("llama"))
     spec = read_spec(folder)
     num_blocks = NUM_BLOCKS + bool(graph_sizes)
-    pool = KVPool(spec, num_blocks=num_blocks, block_size=BLOCK_SIZE, dtype=torch.float32, device=device)
+    pool = KVPool(spec, num_blocks=num_blocks, block_size=BLOCK_SIZE, dtype=kv_dtype, device=device)
     return TorchRunner(
-        tiny_llama(device),
+        tiny_llama(device, kernels),
         pool,
         spec,
         block_size=BLOCK_SIZE,
@@ -55,12 +64,18 @@ def make_torch_runner(device: torch.device = CPU, graph_sizes: Sequence[int] = (
         folder=folder,
         host_pool=make_host_pool(pool, NUM_HOST_BLOCKS),
         graph_sizes=graph_sizes,
+        prompt_sizes=prompt_sizes,
     )
 
 
 def make_replaying_runner() -> TorchRunner:
-    """Decode steps by the code that graphs are captured from."""
-    return make_torch_runner(graph_sizes=[1, 2, 4, 8])
+    """Decode steps and short prompts by the code that graphs are captured from."""
+    return make_torch_runner(graph_sizes=[1, 2, 4, 8], prompt_sizes=[4, 16])
+
+
+def make_fp8_runner() -> TorchRunner:
+    """KV in fp8, the rest in float32."""
+    return make_torch_runner(graph_sizes=[1, 2, 4, 8], prompt_sizes=[4, 16], kv_dtype=FP8)
 
 
 def make_cuda_runner(graph_sizes: Sequence[int] = ()) -> TorchRunner:
@@ -71,6 +86,15 @@ def make_cuda_runner(graph_sizes: Sequence[int] = ()) -> TorchRunner:
 
 def make_cuda_graph_runner() -> TorchRunner:
     return make_cuda_runner([1, 2, 4, 8])
+
+
+def make_triton_runner() -> TorchRunner:
+    """Prompts, too, by graphs: PyTorch's kernels for them cannot be captured."""
+    if not torch.cuda.is_available():
+        pytest.skip("no NVIDIA card")
+    from kvrelay.kernels.cuda.kernels import CudaKernels
+
+    return make_torch_runner(torch.device("cuda"), [1, 2, 4, 8], [4, 16], CudaKernels())
 
 
 def make_fake_runner() -> Runner:
@@ -91,8 +115,10 @@ def make_fake_runner() -> Runner:
         pytest.param(make_torch_runner, id="torch"),
         pytest.param(make_fake_runner, id="fake"),
         pytest.param(make_replaying_runner, id="replaying"),
+        pytest.param(make_fp8_runner, id="kv-fp8"),
         pytest.param(make_cuda_runner, id="cuda", marks=pytest.mark.cuda),
         pytest.param(make_cuda_graph_runner, id="cuda-graphs", marks=pytest.mark.cuda),
+        pytest.param(make_triton_runner, id="triton-graphs", marks=pytest.mark.cuda),
     ]
 )
 def make_runner(request: pytest.FixtureRequest) -> Callable[[], Runner]:
@@ -353,9 +379,10 @@ def test_layers_are_told_in_order_with_fences_that_pass(runner: Runner) -> None:
     behind = runner.fence()
     runner.launch(StepPlan(rows=[Row(sequence, 3, 1, 1)]))
     runner.collect()
+    run(runner, plan(whole(FreeSequence(tokens=prompt(6, 5), block_table=[1, 2]))))
     layers = [layer for layer, _ in told]
-    once = layers[: len(told) // 2]
-    assert layers == once * 2
+    once = layers[: len(told) // 3]
+    assert layers == once * 3
     assert once == sorted(set(once))
     assert behind.passed()  # a token is here that was computed later
     assert all(fence.passed() for _, fence in told)

@@ -13,6 +13,7 @@ import openai
 import pytest
 import tokenizers
 from devices import DEVICES, on
+from documented import metric_names
 from patience import PATIENCE_S
 from server import Server, serve
 from vision_models import make_prompt, reference_output, tiny_vl
@@ -63,6 +64,18 @@ def test_images_over_http_give_what_transformers_gives(server: Server) -> None:
     assert encoded(server) == 2
 
 
+def test_a_scrape_has_every_documented_metric_and_every_figure_of_each_worker(server: Server) -> None:
+    ask(server, 0)
+    families = {family.name: family for family in server.metrics()}
+    assert set(families) == {name.removesuffix("_total") for name in metric_names()}
+    workers = {sample.labels["worker"] for sample in families["kvrelay_worker_up"].samples}
+    assert len(workers) >= 3
+    for name, family in families.items():
+        if name.startswith("kvrelay_worker_"):
+            assert family.samples, name
+            assert {sample.labels.get("worker") for sample in family.samples} in (workers, {None}), name
+
+
 def test_a_killed_encode_worker_is_replaced(server: Server) -> None:
     before = ask(server, 5)[0]
     (worker,) = (worker for worker in server.get("/cluster")["workers"] if worker["role"] == "encode")
@@ -72,6 +85,8 @@ def test_a_killed_encode_worker_is_replaced(server: Server) -> None:
     assert text
     assert headers["x-kvrelay-encode"].startswith("encode-")
     assert headers["x-kvrelay-encode"] != worker["id"]
+    (crashes,) = (family for family in server.metrics() if family.name == "kvrelay_worker_crashes")
+    assert {sample.labels["outcome"]: sample.value for sample in crashes.samples} == {"restarted": 1.0, "given_up": 0.0}
 
 
 def ask_until_served(server: Server, seed: int) -> tuple[str, dict[str, str]]:

@@ -20,6 +20,7 @@ from kvrelay.kernels.cuda.linear import CudaPacked, quantise_rows, small_linear
 from kvrelay.kernels.cuda.prefill import paged_attention
 from kvrelay.kernels.fp8 import FP8
 from kvrelay.transfer.engines.cuda.copy import Copies
+from kvrelay.transfer.engines.ranges import scan
 
 SHAPES = [HeadShape(32, 8, 128), HeadShape(9, 3, 64), HeadShape(32, 4, 256), HeadShape(24, 24, 96)]
 MAX_SHARED_BYTES = 232448  # of one program on Hopper
@@ -69,10 +70,11 @@ def batch_of(num_rows: int, count: int) -> ForwardBatch:
 def main() -> None:
     compile_only()
     for multiple in (16, 8, 1):
-        Copies(torch.device("cpu")).launch(1 << 40, 1 << 41, np.array([[multiple, 2 * multiple, 3 * multiple]], dtype=np.int64))
-    for dtype in (torch.bfloat16, torch.float32):
+        ranges = scan(np.array([[multiple, 2 * multiple, 3 * multiple]], dtype=np.int64))
+        Copies(torch.device("cpu")).launch(1 << 40, 1 << 41, ranges)
+    for dtype, kv_dtype in ((torch.bfloat16, FP8), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32)):
         for shape in SHAPES if dtype is torch.bfloat16 else SHAPES[:2]:
-            kv = torch.empty(2, 64, 16, shape.num_kv_heads, shape.head_dim, dtype=dtype)
+            kv = torch.empty(2, 64, 16, shape.num_kv_heads, shape.head_dim, dtype=kv_dtype)
             heads = shape.num_heads + 2 * shape.num_kv_heads
             norm = torch.empty(shape.head_dim, dtype=dtype)
             cos_sin = torch.empty(16, shape.head_dim)

@@ -75,6 +75,7 @@ class Shape:
     eos_one_in: int = 0
     checkpoint: str = ""  # a folder: the real runner instead of the fake one
     tp: tuple[int, int] = (1, 1)  # ranks of a prefill and of a decode worker, with a checkpoint
+    kv_dtype: Literal["auto", "fp8"] = "auto"  # with a checkpoint
     lora: tuple[str, ...] = ()  # adapters of all workers, with a checkpoint: NAME=FOLDER
     swap_blocks: int | Literal["auto"] = "auto"
     settings: TransferSettings = TransferSettings()
@@ -349,7 +350,9 @@ class Cluster:
         assert self.shape.transfer != "memory"
         build = relay_stage(role, TransferOptions(transfer=self.shape.transfer), "127.0.0.1")
         tp = self.shape.tp[role is Role.DECODE]
-        model = ModelOptions(model=self.shape.checkpoint, dtype="float32", threads=1, tp=tp, lora=self.shape.lora)
+        model = ModelOptions(
+            model=self.shape.checkpoint, dtype="float32", threads=1, tp=tp, lora=self.shape.lora, kv_dtype=self.shape.kv_dtype
+        )
         return build(Setup(worker_id, model, options, read_environment(), Silent()))
 
     def _fake_stage(self, role: Role, worker_id: WorkerId, options: EngineOptions) -> Stage:

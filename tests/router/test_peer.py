@@ -19,6 +19,7 @@ from kvrelay.ids import RequestId, new_request_id, new_worker_id
 from kvrelay.metrics import Metrics
 from kvrelay.router.backend import GenerateRequest
 from kvrelay.router.failover import RetryRules
+from kvrelay.router.peer import difference
 from kvrelay.router.router import Router
 from kvrelay.sampling import SamplingParams
 from kvrelay.states import FinishReason, Role
@@ -115,6 +116,14 @@ async def test_a_submit_carries_the_whole_request(scripted: Scripted) -> None:
     assert isinstance(submit, Submit)
     assert (submit.request_id, submit.external_id, submit.prompt) == (stream.request_id, "client", [1, 2])
     assert (submit.params.seed, submit.cache_salt) == (9, "s")
+
+
+def test_workers_that_cannot_replace_each_other_say_why() -> None:
+    first = make_record(fingerprint="a")
+    assert difference(make_record(fingerprint="a"), first) == ""
+    assert difference(make_record(fingerprint="b"), first).startswith("it serves another model")
+    said = difference(make_record(fingerprint="a-kv-fp8", kv_dtype="fp8"), first)
+    assert said == f"its --kv-dtype is fp8, that of {first.id} is auto"
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

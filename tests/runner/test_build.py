@@ -18,7 +18,8 @@ from kvrelay.errors import ConfigError, ModelError
 from kvrelay.progress import Silent
 from kvrelay.runner.build import build_runner, choose_device, choose_dtype, set_threads
 from kvrelay.runner.host_pool import choose_host_blocks
-from kvrelay.runner.kv_pool import KVPool
+from kvrelay.runner.kv_dtype import choose_kv_dtype
+from kvrelay.runner.kv_pool import KVPool, choose_pool_size
 from kvrelay.runner.runner import TorchRunner
 
 
@@ -51,6 +52,30 @@ def test_a_runner_knows_its_model_and_has_forgotten_its_warm_up() -> None:
 def test_weights_in_fp8_are_refused_by_name_on_a_cpu() -> None:
     with pytest.raises(ConfigError, match="--weights fp8: fp8 is computed by NVIDIA cards alone; use --device cuda"):
         build(weights="fp8")
+
+
+def test_kv_in_fp8_takes_a_quarter_of_the_bytes_and_is_another_fingerprint() -> None:
+    plain, narrow = build(), build(kv_dtype="fp8")
+    assert (narrow.layout.dtype, narrow.layout.item_bytes) == ("float8_e4m3fn", 1)
+    assert narrow.kv.numel() == plain.kv.numel()
+    assert narrow.kv.nbytes * 4 == plain.kv.nbytes
+    assert narrow.fingerprint == f"{plain.fingerprint}-kv-fp8"
+    tokens = list(range(10, 30))
+    narrow.launch(plan(whole(FreeSequence(tokens=tokens, block_table=[3, 1]))))
+    assert len(narrow.collect().rows[0].tokens) == 1
+    assert torch.isfinite(narrow.kv.float()).all()
+    assert narrow.kv[:, :, 3].float().any()
+
+
+def test_kv_in_fp8_fits_more_blocks_into_the_same_memory() -> None:
+    spec = read_spec(pathlib.Path(tiny_model("llama")))
+    blocks = [
+        choose_pool_size(
+            spec, EngineOptions(max_batch=10**6), dtype=dtype, free_bytes=10**7, device=torch.device("cuda")
+        ).num_blocks
+        for dtype in (torch.bfloat16, choose_kv_dtype(ModelOptions(kv_dtype="fp8"), torch.bfloat16))
+    ]
+    assert blocks[1] in (2 * blocks[0], 2 * blocks[0] + 1)
 
 
 def test_its_tokens_are_those_of_transformers() -> None:
@@ -111,6 +136,7 @@ def test_a_pool_of_one_block_warms_up_too() -> None:
     ("model", "engine", "says"),
     [
         ({"tp": 64}, {}, "--tp 64"),
+        ({"kv_dtype": "fp8", "weights": "int8"}, {}, "--kv-dtype fp8: --weights int8"),
         ({}, {"swap_blocks": 2**50}, "--swap-blocks"),
         ({}, {"max_model_len": 257}, "--max-model-len 257"),
         ({}, {"max_model_len": 256, "kv_blocks": 2}, "--kv-blocks"),

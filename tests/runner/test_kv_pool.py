@@ -15,6 +15,7 @@ from tiny_models import tiny_model
 from kvrelay.checkpoint.spec import ModelSpec, read_spec
 from kvrelay.config import EngineOptions
 from kvrelay.errors import ConfigError
+from kvrelay.kernels.fp8 import FP8, movable
 from kvrelay.runner.kv_pool import CPU_MOST_BYTES, CPU_SHARE, KVPool, PoolSize, choose_pool_size, free_cpu_bytes
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -57,6 +58,13 @@ def test_copies_happen_in_order_also_when_one_reads_what_another_wrote(copies: l
         expected[:, :, target] = expected[:, :, source].clone()
     pool.copy_blocks(copies)
     assert torch.equal(pool.tensor, expected)
+    narrow = KVPool(spec, num_blocks=6, block_size=2, dtype=FP8, device=CPU)
+    movable(narrow.tensor).copy_(torch.arange(narrow.tensor.numel()).view_as(narrow.tensor) % 251)
+    wanted = movable(narrow.tensor).clone()
+    for source, target in copies:
+        wanted[:, :, target] = wanted[:, :, source].clone()
+    narrow.copy_blocks(copies)
+    assert torch.equal(movable(narrow.tensor), wanted)
 
 
 def test_given_blocks_are_taken_as_they_are(spec: ModelSpec) -> None:

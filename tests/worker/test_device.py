@@ -20,6 +20,13 @@ def test_a_card_and_a_host_do_not_hand_over_to_each_other() -> None:
         check_roles({Role.PREFILL: gpu, Role.DECODE: cpu})
 
 
+def test_workers_that_hand_over_hold_kv_in_one_precision() -> None:
+    plain, narrow = (RoleOptions(model=ModelOptions(kv_dtype=kv), engine=EngineOptions()) for kv in ("auto", "fp8"))
+    with pytest.raises(ConfigError, match="--kv-dtype: fp8 for prefill, auto for decode: workers that hand over"):
+        check_roles({Role.PREFILL: narrow, Role.DECODE: plain})
+    check_roles({Role.PREFILL: narrow, Role.DECODE: narrow})
+
+
 def test_embeddings_come_from_a_card_or_a_host_to_either() -> None:
     cpu, gpu = (
         RoleOptions(model=ModelOptions(device=device, dtype="float32"), engine=EngineOptions()) for device in ("cpu", "cuda")

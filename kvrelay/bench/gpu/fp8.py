@@ -1,4 +1,4 @@
-"""Weights in fp8: what they cost in precision, beside bfloat16, and what they bring in time.
+"""Weights and KV in fp8: what each costs in precision, beside bfloat16, and what it brings in time.
 
 Errors are those of the small random models that parity is checked with, against transformers in float32. The perplexity is that
 of text which the model in float32 draws itself, so its own is the lowest there can be.
@@ -16,12 +16,19 @@ from rich.console import Console
 
 from kvrelay.bench.gpu.parity import FAMILIES, load_reference, make_checkpoint, our_logits, random_prompt
 from kvrelay.bench.gpu.speed import DECODES, PREFILLS, open_bench
+from kvrelay.config import KVDtypeOption, WeightsOption
 
 _DRAWN_TOKENS = 512
+_KV_DECODES = DECODES[-2:]  # whose steps read much KV
+_HELD: dict[str, tuple[WeightsOption, KVDtypeOption]] = {
+    "bf16": ("auto", "auto"),
+    "fp8": ("fp8", "auto"),
+    "kv_fp8": ("auto", "fp8"),
+}
 
 
 def measure_fp8(rounds: int, console: Console) -> dict[str, float]:
-    results = _precision(console)
+    results = measure_precision(console)
     with open_bench(rounds, weights="fp8") as bench:
         for work in DECODES:
             with console.status(f"fp8: decode {work.batch} x {work.prompt_tokens}"):
@@ -31,12 +38,23 @@ def measure_fp8(rounds: int, console: Console) -> dict[str, float]:
             with console.status(f"fp8: prefill {length}"):
                 bench.seconds(1, length, 1)
                 results[f"fp8_prefill_{length}_ms"] = bench.best(1, length, 1) * 1e3
+    return results | measure_kv(rounds, console)
+
+
+def measure_kv(rounds: int, console: Console) -> dict[str, float]:
+    """Decode steps with KV in fp8 beside weights in bfloat16."""
+    results: dict[str, float] = {}
+    with open_bench(rounds, kv_dtype="fp8") as bench:
+        for work in _KV_DECODES:
+            with console.status(f"KV in fp8: decode {work.batch} x {work.prompt_tokens}"):
+                bench.seconds(work.batch, work.prompt_tokens, 4)  # what is slow once
+                results[f"kv_fp8_{work.name}"] = bench.decode_ms(work)
     return results
 
 
-def _precision(console: Console) -> dict[str, float]:
-    errors: dict[str, float] = {"bf16": 0.0, "fp8": 0.0}
-    sums: dict[str, float] = {"float32": 0.0, "bf16": 0.0, "fp8": 0.0}
+def measure_precision(console: Console) -> dict[str, float]:
+    errors = dict.fromkeys(_HELD, 0.0)
+    sums = dict.fromkeys(("float32", *_HELD), 0.0)
     largest = 0.0
     with tempfile.TemporaryDirectory(prefix="kvrelay-gpu-") as base:
         for family in FAMILIES:
@@ -49,8 +67,8 @@ def _precision(console: Console) -> dict[str, float]:
                     exact = reference(torch.tensor([tokens], device="cuda")).logits[0].double()
                 largest = max(largest, float(exact.abs().max()))
                 sums["float32"] += _surprise(exact, tokens)
-                for name in errors:
-                    ours = our_logits(folder, tokens, torch.bfloat16, "fp8" if name == "fp8" else "auto").double()
+                for name, (weights, kv_dtype) in _HELD.items():
+                    ours = our_logits(folder, tokens, torch.bfloat16, weights, kv_dtype).double()
                     errors[name] = max(errors[name], float((ours - exact).abs().max()))
                     sums[name] += _surprise(ours, tokens)
     found = {f"{name}_perplexity": math.exp(total / len(FAMILIES)) for name, total in sums.items()}
@@ -60,6 +78,8 @@ def _precision(console: Console) -> dict[str, float]:
         **found,
         "fp8_perplexity_over_bf16": found["fp8_perplexity"] / found["bf16_perplexity"],
         "fp8_logit_error_over_bf16": errors["fp8"] / errors["bf16"],
+        "kv_fp8_perplexity_over_bf16": found["kv_fp8_perplexity"] / found["bf16_perplexity"],
+        "kv_fp8_logit_error_over_bf16": errors["kv_fp8"] / errors["bf16"],
     }
 
 

@@ -18,13 +18,14 @@ from rich.console import Console
 from kvrelay.bench.gpu.requests import generate, greedily
 from kvrelay.bench.harness.engine import build_engine
 from kvrelay.checkpoint.spec import read_spec
-from kvrelay.config import EngineOptions, ModelOptions, WeightsOption, read_environment
+from kvrelay.config import EngineOptions, KVDtypeOption, ModelOptions, WeightsOption, read_environment
 from kvrelay.engine.interfaces import Row, StepPlan
 from kvrelay.errors import ConfigError
 from kvrelay.ids import RequestId
 from kvrelay.kernels.choose import choose_kernels
 from kvrelay.progress import Silent
 from kvrelay.runner.batch import BatchBuilder
+from kvrelay.runner.kv_dtype import choose_kv_dtype
 from kvrelay.runner.kv_pool import KVPool, blocks_for
 from kvrelay.runner.loader import load_model
 from kvrelay.sampling import SamplingParams
@@ -92,13 +93,18 @@ def make_checkpoint(family: str, folder: pathlib.Path) -> None:
 
 
 def compare_tokens(folder: pathlib.Path) -> tuple[int, int]:
-    """Tokens that are not the reference's, and ties among those that are."""
+    """Tokens that are not the reference's, and ties among those that are: of prompts that are computed together, then of
+    others alone, some of which begin with what is cached."""
     prompts = [random_prompt(length, length) for length in _PROMPT_LENGTHS]
     engine, _ = build_engine(
         ModelOptions(model=str(folder), device="cuda", dtype="float32"),
         EngineOptions(kv_blocks=512, block_size=_BLOCK_SIZE, max_batch=32, token_budget=128),
     )
     outputs = generate(engine, prompts, greedily(_OUTPUT_TOKENS))
+    alone = [prompt + output for prompt, output in zip(prompts, outputs, strict=True)]
+    alone += [random_prompt(length, 1000 + length) for length in _PROMPT_LENGTHS]
+    outputs += [generate(engine, [prompt], greedily(_OUTPUT_TOKENS))[0] for prompt in alone]
+    prompts += alone
     engine.close()
     reference = load_reference(folder, torch.float32)
     mismatches = ties = 0
@@ -124,15 +130,23 @@ def logit_errors(folder: pathlib.Path) -> tuple[float, float]:
 
 
 @torch.inference_mode()
-def our_logits(folder: pathlib.Path, prompt: list[int], dtype: torch.dtype, weights: WeightsOption = "auto") -> torch.Tensor:
-    """After each token of a prompt computed in one pass."""
+def our_logits(
+    folder: pathlib.Path,
+    prompt: list[int],
+    dtype: torch.dtype,
+    weights: WeightsOption = "auto",
+    kv_dtype: KVDtypeOption = "auto",
+) -> torch.Tensor:
+    """After each token of a prompt computed in one pass, where KV in fp8 is read as it is stored."""
     device, spec = torch.device("cuda"), read_spec(folder)
-    kernels = choose_kernels(device, dtype, read_environment())
+    options = ModelOptions(kv_dtype=kv_dtype, attention="auto" if kv_dtype == "auto" else "triton")
+    kernels = choose_kernels(device, dtype, read_environment(), options)
     model = load_model(
         folder, spec, kernels=kernels, device=device, dtype=dtype, load="auto", progress=Silent(), weights=weights
     )
     num_blocks = blocks_for(len(prompt), _BLOCK_SIZE)
-    pool = KVPool(spec, num_blocks=num_blocks, block_size=_BLOCK_SIZE, dtype=dtype, device=device)
+    stored = choose_kv_dtype(options, dtype)
+    pool = KVPool(spec, num_blocks=num_blocks, block_size=_BLOCK_SIZE, dtype=stored, device=device)
     builder = BatchBuilder(
         block_size=_BLOCK_SIZE, max_tokens=len(prompt), max_rows=1, max_blocks=num_blocks, device=device, sent=True
     )

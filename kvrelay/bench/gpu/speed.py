@@ -16,7 +16,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from rich.console import Console
@@ -24,7 +23,7 @@ from rich.console import Console
 from kvrelay.bench.engine.work import decode_work
 from kvrelay.bench.gpu.requests import generate, greedily, submit
 from kvrelay.bench.harness.engine import build_engine, run_dry, step
-from kvrelay.config import EngineOptions, ModelOptions
+from kvrelay.config import EngineOptions, KVDtypeOption, ModelOptions, WeightsOption
 from kvrelay.engine.engine import Engine
 from kvrelay.launch.console import console_progress
 from kvrelay.runner.runner import TorchRunner
@@ -121,14 +120,14 @@ class Bench:
 
 
 @contextlib.contextmanager
-def open_bench(rounds: int, weights: Literal["auto", "fp8"] = "auto") -> Iterator[Bench]:
+def open_bench(rounds: int, weights: WeightsOption = "auto", kv_dtype: KVDtypeOption = "auto") -> Iterator[Bench]:
     """Has computed its first token. What exists by then is no longer looked at for garbage, as in a worker that serves."""
     gc.collect()
     torch.cuda.empty_cache()  # of one before
     with tempfile.TemporaryDirectory(prefix="kvrelay-gpu-") as base:
         folder = pathlib.Path(base)
         (folder / "config.json").write_text(json.dumps(LLAMA_8B), encoding="utf-8")
-        model = ModelOptions(model=str(folder), load="dummy", device="cuda", weights=weights)
+        model = ModelOptions(model=str(folder), load="dummy", device="cuda", weights=weights, kv_dtype=kv_dtype)
         engine, runner = build_engine(model, EngineOptions().for_device("cuda"), console_progress())
         bench = Bench(engine, runner, rounds)
         bench.seconds(1, 16, 1)

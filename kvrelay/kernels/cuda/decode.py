@@ -15,7 +15,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvrelay.kernels.base import AttentionBatch, HeadShape
-from kvrelay.kernels.cuda.launch import options, power_of_2
+from kvrelay.kernels.cuda.launch import beside_kv, options, power_of_2
 from kvrelay.kernels.cuda.table import DecodeChoice, choose_decode, choose_mixed
 
 _LOG2_E = 1.4426950408889634
@@ -40,14 +40,15 @@ def _kv_tile(
 
 @triton.jit
 def _attend(query, keys, values, inside, scale, top, total, sums, PRECISION: tl.constexpr):
-    """One tile more of a running softmax: its maximum, its sum and the weighted values."""
-    scores = tl.dot(query, tl.trans(keys), input_precision=PRECISION) * scale
+    """One tile more of a running softmax: its maximum, its sum and the weighted values. KV in fp8 is widened to the query's
+    dtype."""
+    scores = tl.dot(query, tl.trans(keys.to(query.dtype)), input_precision=PRECISION) * scale
     scores = tl.where(inside[None, :], scores, float("-inf"))
     peak = tl.maximum(top, tl.max(scores, axis=1))
     safe = tl.where(peak > float("-inf"), peak, 0.0)  # the tile may be empty
     ratio = tl.exp2(top - safe)
     weights = tl.exp2(scores - safe[:, None])
-    sums = tl.dot(weights.to(values.dtype), values, sums * ratio[:, None], input_precision=PRECISION)
+    sums = tl.dot(weights.to(query.dtype), values.to(query.dtype), sums * ratio[:, None], input_precision=PRECISION)
     return peak, total * ratio + tl.sum(weights, axis=1), sums
 
 
@@ -86,6 +87,7 @@ def _decode_kernel(
     head = kv_head * GROUP + member
     real = (member < GROUP)[:, None] & (dim < DIM)[None, :]
     query = tl.load(q + token.to(tl.int64) * q_stride + head[:, None] * DIM + dim[None, :], mask=real, other=0.0)
+    query = beside_kv(query, kv)
     top = tl.full([GROUP_PAD], float("-inf"), tl.float32)
     total = tl.zeros([GROUP_PAD], tl.float32)
     sums = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
@@ -103,7 +105,7 @@ def _decode_kernel(
     sums = sums / tl.where(seen, total, 1.0)[:, None]
     if SPLITS == 1:
         places = token.to(tl.int64) * (KV_HEADS * GROUP * DIM) + head[:, None] * DIM + dim[None, :]
-        tl.store(out + places, sums.to(query.dtype), mask=real)
+        tl.store(out + places, sums.to(out.dtype.element_ty), mask=real)
     else:
         piece = (row.to(tl.int64) * (KV_HEADS * GROUP) + head) * SPLITS + split
         tl.store(partial + piece[:, None] * DIM + dim[None, :], sums, mask=real & (begin + dim * 0 < end)[None, :])
@@ -155,7 +157,7 @@ def decode_attention(
     num_rows, block_size, dim = rows.num_rows, kv.shape[2], shape.head_dim
     group = shape.num_heads // shape.num_kv_heads
     if choice is None:
-        heads, head_bytes = num_rows * shape.num_kv_heads, dim * kv.element_size()
+        heads, head_bytes = num_rows * shape.num_kv_heads, dim * q.element_size()
         choice = choose_mixed(heads, head_bytes) if mixed else choose_decode(heads, rows.max_context, head_bytes)
     splits = choice.splits
     partial = lse = out

@@ -75,6 +75,14 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
+def _narrowed(values, kv):
+    """As KV holds them: in fp8, what is beyond its range becomes its largest value."""
+    if kv.dtype.element_ty == tl.float8e4nv:
+        values = tl.minimum(tl.maximum(values.to(tl.float32), -448.0), 448.0)
+    return values.to(kv.dtype.element_ty)
+
+
+@triton.jit
 def _rope_kernel(
     qkv, cos_sin, positions, slots, kv, value_offset, q_norm, k_norm, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, HEAD_BLOCK: tl.constexpr,
@@ -118,8 +126,8 @@ def _rope_kernel(
     offset = tl.where(is_value, value_offset, 0)
     stored = kv + offset + (slot * KV_HEADS + kv_head[:, None]) * DIM + pair[None, :]
     is_stored = inside & ((head >= HEADS) & (slot + head * 0 >= 0))[:, None]
-    tl.store(stored, first, mask=is_stored)
-    tl.store(stored + half, second, mask=is_stored)
+    tl.store(stored, _narrowed(first, kv), mask=is_stored)
+    tl.store(stored + half, _narrowed(second, kv), mask=is_stored)
 
 
 def rope_and_store(

@@ -34,10 +34,12 @@ from kvrelay.kernels.base import (
 )
 from kvrelay.kernels.cuda import elementwise
 from kvrelay.kernels.cuda.decode import decode_attention
+from kvrelay.kernels.cuda.launch import INTERPRETED
 from kvrelay.kernels.cuda.layer import CudaLayer
 from kvrelay.kernels.cuda.linear import CudaPacked, scaled_linear, small_linear
 from kvrelay.kernels.cuda.prefill import PLAN_STEP, has_room, own_attention, paged_attention
 from kvrelay.kernels.cuda.table import is_triton_faster
+from kvrelay.kernels.fp8 import FP8
 from kvrelay.kernels.ranks import Ranks
 from kvrelay.kernels.torch_kernels import TorchKernels
 
@@ -136,6 +138,8 @@ class CudaKernels:
         k_norm: torch.Tensor | None,
         eps: float,
     ) -> torch.Tensor:
+        if INTERPRETED and kv.dtype is FP8:  # there 7.9 becomes 4 in fp8
+            return self._reference.rope_and_store(qkv, shape, cos_sin, batch, kv, q_norm, k_norm, eps)
         keep = bool(self._own_rows(batch.attention, shape, qkv))
         return elementwise.rope_and_store(qkv, shape, cos_sin, batch, kv, q_norm, k_norm, eps, keep=keep)
 

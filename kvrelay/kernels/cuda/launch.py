@@ -14,6 +14,7 @@ import functools
 
 import torch
 import triton
+import triton.language as tl
 from triton import knobs
 
 INTERPRETED = bool(knobs.runtime.interpret)  # TRITON_INTERPRET=1: kernels run in numpy, on the CPU
@@ -37,3 +38,12 @@ def options(num_warps: int = 4, num_stages: int = 3, *, after_all: bool = False)
 def power_of_2(size: int, least: int = 1) -> int:
     """The smallest one that is not below `size`."""
     return int(max(least, triton.next_power_of_2(size)))
+
+
+@triton.jit
+def beside_kv(query, kv):
+    """A query for products with KV. One instruction widens fp8 to float16 and several to bfloat16, so beside KV in fp8 a query
+    in bfloat16 becomes float16, which holds more digits; what is beyond its range becomes its largest value."""
+    if kv.dtype.element_ty == tl.float8e4nv and query.dtype == tl.bfloat16:
+        query = tl.minimum(tl.maximum(query.to(tl.float32), -65504.0), 65504.0).to(tl.float16)
+    return query

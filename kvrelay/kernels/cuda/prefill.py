@@ -15,7 +15,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvrelay.kernels.base import AttentionBatch, HeadShape
-from kvrelay.kernels.cuda.launch import options, power_of_2
+from kvrelay.kernels.cuda.launch import beside_kv, options, power_of_2
 from kvrelay.kernels.cuda.table import PrefillChoice, choose_prefill
 
 _LOG2_E = 1.4426950408889634
@@ -59,6 +59,7 @@ def _paged_kernel(
     places = ((first + query_index).to(tl.int64), kv_head * GROUP + line % GROUP)
     real = real_line[:, None] & (dim < DIM)[None, :]
     query = tl.load(q + (places[0] * q_stride + places[1] * DIM)[:, None] + dim[None, :], mask=real, other=0.0)
+    query = beside_kv(query, kv)
     query_place = prefix + query_index
     top = tl.full([QUERY_TILE], float("-inf"), tl.float32)
     total = tl.zeros([QUERY_TILE], tl.float32)
@@ -74,7 +75,7 @@ def _paged_kernel(
             keys = tl.load(source)
         else:
             keys = tl.load(source, mask=(dim < DIM)[None, :], other=0.0)
-        scores = tl.dot(query, tl.trans(keys), input_precision=PRECISION) * scale
+        scores = tl.dot(query, tl.trans(keys.to(query.dtype)), input_precision=PRECISION) * scale
         peak = tl.maximum(top, tl.max(scores, axis=1))
         ratio = tl.exp2(top - peak)
         weights = tl.exp2(scores - peak[:, None])
@@ -82,7 +83,7 @@ def _paged_kernel(
             values = tl.load(source + value_offset)
         else:
             values = tl.load(source + value_offset, mask=(dim < DIM)[None, :], other=0.0)
-        sums = tl.dot(weights.to(values.dtype), values, sums * ratio[:, None], input_precision=PRECISION)
+        sums = tl.dot(weights.to(query.dtype), values.to(query.dtype), sums * ratio[:, None], input_precision=PRECISION)
         total = total * ratio + tl.sum(weights, axis=1)
         top = peak
     for start in range(all_see, end, TILE):
@@ -93,7 +94,7 @@ def _paged_kernel(
         source = kv + ((slot * KV_HEADS + kv_head) * DIM)[:, None] + dim[None, :]
         loaded = inside[:, None] & (dim < DIM)[None, :]
         keys = tl.load(source, mask=loaded, other=0.0)
-        scores = tl.dot(query, tl.trans(keys), input_precision=PRECISION) * scale
+        scores = tl.dot(query, tl.trans(keys.to(query.dtype)), input_precision=PRECISION) * scale
         visible = place[None, :] <= query_place[:, None]
         scores = tl.where(visible & inside[None, :], scores, float("-inf"))
         peak = tl.maximum(top, tl.max(scores, axis=1))
@@ -101,12 +102,12 @@ def _paged_kernel(
         ratio = tl.exp2(top - safe)
         weights = tl.exp2(scores - safe[:, None])
         values = tl.load(source + value_offset, mask=loaded, other=0.0)
-        sums = tl.dot(weights.to(values.dtype), values, sums * ratio[:, None], input_precision=PRECISION)
+        sums = tl.dot(weights.to(query.dtype), values.to(query.dtype), sums * ratio[:, None], input_precision=PRECISION)
         total = total * ratio + tl.sum(weights, axis=1)
         top = peak
     sums = sums / tl.where(total > 0.0, total, 1.0)[:, None]
     target = out + (places[0] * (KV_HEADS * GROUP * DIM) + places[1] * DIM)[:, None] + dim[None, :]
-    tl.store(target, sums.to(query.dtype), mask=real)
+    tl.store(target, sums.to(out.dtype.element_ty), mask=real)
 
 
 def paged_attention(
@@ -123,7 +124,7 @@ def paged_attention(
     """Writes out[tokens, heads * dim]; if `mixed`, for the rows that have more queries than one."""
     dim, group = shape.head_dim, shape.num_heads // shape.num_kv_heads
     if choice is None:
-        choice = choose_prefill(rows.max_query * group, power_of_2(dim, 16) * kv.element_size())
+        choice = choose_prefill(rows.max_query * group, power_of_2(dim, 16) * q.element_size())
     query_tile = max(choice.query_tile, power_of_2(group, 16))
     grid = (q.shape[0] // (query_tile // group) + rows.num_rows, shape.num_kv_heads)
     _paged_kernel[grid](

@@ -101,7 +101,7 @@ def choose_linear(num_rows: int, num_lines: int, gated: bool, scaled: bool = Fal
         if num_rows > 1:
             return LinearChoice(64, 128, 4, 3) if gated else LinearChoice(64, 256, 4, 4)
         if gated:
-            return LinearChoice(4, 1024, 4, 4, pipelined=True)
+            return LinearChoice(2, 512, 1, 6, pipelined=True)
         return LinearChoice(16, 512, 8, 3) if num_lines > 4096 else LinearChoice(4, 1024, 4, 3, pipelined=True)
     if num_rows == 1:
         return LinearChoice(4, 1024, 8, 3) if gated else LinearChoice(4, 2048, 8, 3)

@@ -3,6 +3,7 @@
     python -m kvrelay.kernels.cuda.tune [--rows 1,8,16] [--json tune.json]
 
 Shapes are those of Llama-3.1-8B. Variants are compiled by many processes first, since compiling is what takes the time.
+`library`: cuBLAS and cuDNN, and for attention over pages FlashInfer where it is installed.
 """
 
 from __future__ import annotations
@@ -14,11 +15,16 @@ import json
 import multiprocessing
 import os
 import pathlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
 import torch.nn.functional as F
+
+try:
+    import flashinfer  # type: ignore[import-not-found]
+except ImportError:
+    flashinfer = None
 
 from kvrelay.kernels.base import AttentionBatch, HeadShape
 from kvrelay.kernels.cuda import elementwise
@@ -206,6 +212,35 @@ def tune_linear(linear: Linear, rows: int) -> dict[str, object]:
     return report(f"{linear.name} x {rows}", size / 1e9, library_us, found, now)
 
 
+def flashinfer_us(q: torch.Tensor, batch: AttentionBatch, layers: Sequence[torch.Tensor]) -> float:
+    """The faster of its two kernels for single queries, or its kernel for prompts. NaN where it is not installed."""
+    if flashinfer is None:
+        return float("nan")
+    rows, width = batch.block_tables.shape
+    starts = torch.arange(rows + 1, device="cuda", dtype=torch.int32) * width
+    pages = (starts, batch.block_tables.flatten(), (batch.context_lens - 1) % BLOCK_SIZE + 1)
+    sizes = (SHAPE.num_heads, SHAPE.num_kv_heads, SHAPE.head_dim, BLOCK_SIZE)
+    kinds = {"q_data_type": DTYPE, "kv_data_type": DTYPE, "sm_scale": 0.1}
+    workspace = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
+    if batch.max_query > 1:
+        prompts = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace)
+        prompts.plan(batch.query_start, *pages, *sizes, causal=True, **kinds)
+        wrappers = [prompts]
+    else:
+        names = ("paged_kv_indptr_buffer", "paged_kv_indices_buffer", "paged_kv_last_page_len_buffer")
+        buffers = {name: page.clone() for name, page in zip(names, pages, strict=True)}
+        wrappers = [
+            flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, use_cuda_graph=True, use_tensor_cores=tensor, **buffers)
+            for tensor in (False, True)
+        ]
+    best = float("inf")
+    for wrapper in wrappers:
+        if batch.max_query == 1:
+            wrapper.plan(*pages, *sizes, **kinds)
+        best = min(best, graph_us([functools.partial(wrapper.run, q.contiguous(), tuple(layer)) for layer in layers]))
+    return best
+
+
 def tune_decode(rows: int, context: int) -> dict[str, object]:
     layer_bytes = rows * context * 4096
     layers = max(4, min(32, 2 * CACHE_BYTES // layer_bytes))
@@ -219,14 +254,15 @@ def tune_decode(rows: int, context: int) -> dict[str, object]:
 
     found = measured(list(decode_choices(rows, context)), time)
     now = choose_decode(rows * SHAPE.num_kv_heads, context, 256)
-    return report(f"decode {rows} x {context}", layer_bytes / 1e9, float("nan"), found, now)
+    return report(f"decode {rows} x {context}", layer_bytes / 1e9, flashinfer_us(q, batch, kv.unbind(0)), found, now)
 
 
 def tune_prefill(queries: int, context: int) -> dict[str, object]:
     qkv, batch, kv = kv_batch(1, queries, context, 1)
     q = qkv.view(queries, 48, 128)[:, :32]
     out = torch.empty(queries, 4096, device="cuda", dtype=DTYPE)
-    library_us = graph_us([lambda: own_attention(q, SHAPE, [queries], 0.1)] * 4) if queries == context else float("nan")
+    own = [lambda: own_attention(q, SHAPE, [queries], 0.1)] * 4
+    library_us = graph_us(own) if queries == context else flashinfer_us(q, batch, [kv[0]] * 4)
 
     def time(choice: Choice) -> float:
         assert isinstance(choice, PrefillChoice)

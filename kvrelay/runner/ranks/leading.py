@@ -18,6 +18,7 @@ class LeadingModel:
 
     def __init__(self, model: Model, group: RankGroup, adapters: SplitAdapters) -> None:
         self.spec = model.spec
+        self.dtype = model.dtype
         self._model = model
         self._group = group
         self._adapters = adapters

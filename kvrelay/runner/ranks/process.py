@@ -29,6 +29,7 @@ from kvrelay.kernels.ranks import DistributedRanks, Ranks, SharedRanks, shared_f
 from kvrelay.log import Log, configure
 from kvrelay.models.registry import Model
 from kvrelay.progress import Silent
+from kvrelay.runner.kv_dtype import choose_kv_dtype
 from kvrelay.runner.ranks.adapters import HeldAdapters
 from kvrelay.runner.ranks.passes import to_batch
 from kvrelay.runner.ranks.shares import RankShare
@@ -105,7 +106,7 @@ def _map_kv(connection: Connection, connection_fd: int, setup: RankSetup, spec: 
     assert isinstance(message, KVMemory)
     with socket.socket(fileno=os.dup(connection_fd)) as link:
         _, (descriptor,), _, _ = socket.recv_fds(link, 1, 1)
-    dtype = _dtype(setup)
+    dtype = choose_kv_dtype(setup.model, _dtype(setup))
     shape = (spec.num_layers, 2, message.num_blocks, message.block_size, spec.num_kv_heads, spec.head_dim)
     memory = torch.frombuffer(mmap.mmap(descriptor, 0), dtype=dtype)
     os.close(descriptor)
@@ -125,7 +126,7 @@ def _compute(connection: Connection, model: Model, kv: torch.Tensor, adapters: H
         assert isinstance(message, Pass)
         adapters.drop(message.dropped)
         try:
-            model.forward(to_batch(message, kv.dtype, adapters.batch(message.lora)), kv)
+            model.forward(to_batch(message, model.dtype, adapters.batch(message.lora)), kv)
         except RankDiedError as error:
             log.error("rank ends", reason=error)
             return

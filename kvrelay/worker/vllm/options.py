@@ -13,7 +13,7 @@ from kvrelay.states import Role
 from kvrelay.worker.stage import Setup, publishes_events
 
 _OURS_ALONE = {
-    ModelOptions: ("lora", "weights", "attention", "linears"),
+    ModelOptions: ("lora", "weights", "kv_dtype", "attention", "linears"),
     EngineOptions: (
         "swap_blocks", "swap_timeout_s", "preempt", "kept_kv_share", "feature_cache_mib", "embedding_timeout_s",
         "max_running_prefills", "check_invariants",
