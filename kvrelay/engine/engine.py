@@ -190,41 +190,39 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` would do or say anything."""
-        core, scheduler = self.core, self.scheduler
-        if len(scheduler.running) > scheduler.num_held_up:
+        if self.core.outbox or self._endings.released or self._ahead.plan is not None:
             return True
-        if self._endings.released or core.outbox or self._ahead.plan is not None:
+        if len(self.scheduler.running) > self.scheduler.num_held_up:
             return True
-        if core.outgoing.producer.has_news or core.incoming.consumer.has_news or core.images.has_news:
+        if self.core.images.has_news or self.core.outgoing.producer.has_news or self.core.incoming.consumer.has_news:
             return True
-        if self._is_saving_kept or scheduler.loading:
+        if self._is_saving_kept or self.scheduler.loading:
             return True
-        if core.swap.copies and (scheduler.swapped or self._num_waiting):
+        if self.core.swap.copies and (self.scheduler.swapped or self._num_waiting):
             return True  # a sequence may wait for the blocks that a copy holds
-        return (scheduler.queue.num_waiting > 0 or bool(scheduler.swapped)) and not self._stalled
+        return (self.scheduler.queue.num_waiting > 0 or bool(self.scheduler.swapped)) and not self._stalled
 
     def load(self) -> WorkerLoad:
         self._expire_kept()
-        core, scheduler = self.core, self.scheduler
-        mover, outbox, kept = core.mover, core.outbox, core.kept
+        mover = self.core.mover
         return WorkerLoad(
-            running=len(scheduler.running),
+            running=len(self.scheduler.running),
             waiting=self._num_waiting,
             transferring=self._num_transferring,
-            swapped=len(scheduler.swapped),
+            swapped=len(self.scheduler.swapped),
             blocks=self.kv.pool.counts(),
-            host=core.swap.counts(),
+            host=self.core.swap.counts(),
             transfers=mover.counts(),
             mapping=mover.mapping(),
-            prompt_tokens=outbox.num_prompt_tokens,
-            cached_tokens=outbox.num_cached_tokens,
-            output_tokens=outbox.num_output_tokens,
-            preemptions=scheduler.num_preemptions,
+            prompt_tokens=self.core.outbox.num_prompt_tokens,
+            cached_tokens=self.core.outbox.num_cached_tokens,
+            output_tokens=self.core.outbox.num_output_tokens,
+            preemptions=self.scheduler.num_preemptions,
             steps=self._num_steps,
             connections=mover.num_links,
-            kept=len(kept),
-            inherited_tokens=kept.num_inherited_tokens,
-            images=core.images.counts() if core.limits.takes_images else None,
+            kept=len(self.core.kept),
+            inherited_tokens=self.core.kept.num_inherited_tokens,
+            images=self.core.images.counts() if self.core.limits.takes_images else None,
         )
 
     def _expire_kept(self) -> None:
