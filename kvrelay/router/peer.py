@@ -38,6 +38,7 @@ from kvrelay.wire.serving import (
     ToWorker,
     Welcome,
 )
+from kvrelay.wire.timelines import AboutTimelines, AskTimelines, TimelinesTold
 
 HOST_KINDS = ("total", "free", "cached", "in_use")  # of blocks on the host
 _PING = Ping()
@@ -123,6 +124,7 @@ class Listeners:
     told: Callable[[Peer, KeptTold], None]
     adapters: Callable[[Peer, AdaptersTold], None]
     forgotten: Callable[[Forgotten], None]
+    timelines: Callable[[Peer, AboutTimelines], None]
     malformed: Callable[[Peer, str], None]
 
 
@@ -274,6 +276,8 @@ class Peer:
                 self._listeners.adapters(self, message)
             case Forgotten():
                 self._listeners.forgotten(message)
+            case AskTimelines() | TimelinesTold():
+                self._listeners.timelines(self, message)
             case Welcome():
                 self._on_welcome(message)
             case Refused():

@@ -38,6 +38,7 @@ from kvrelay.router.policy import PolicyName
 from kvrelay.router.prefix_index import PrefixIndex
 from kvrelay.router.rebalance import WorkerSight
 from kvrelay.router.stream import RequestStream
+from kvrelay.router.timeline_search import TimelineSearch
 from kvrelay.states import Role, WorkerState
 from kvrelay.wire.registry import Adapter, WorkerRecord
 from kvrelay.wire.serving import Forget, Forgotten, PeerLost, ReleaseKept
@@ -111,6 +112,7 @@ class Router:
             told=self._search.told,
             adapters=self._orders.told,
             forgotten=self._on_forgotten,
+            timelines=TimelineSearch(self.router_id, self.timelines, self._company, lambda: self._dispatcher.usable).heard,
             malformed=self._on_malformed,
         )
         self._ticker: asyncio.TimerHandle | None = None
@@ -163,15 +165,13 @@ class Router:
         return self._dispatcher.submit(request, "" if self.ready else self._excuse(), may_wait=self.max_model_len > 0)
 
     async def find_parent(self, handle: str, owner: str, *, wait_s: float) -> Parent:
-        if self.continuations.is_unheard_of(handle, owner):
-            await self._search.ask(handle, owner)
+        await self._search.ask(handle, owner)
         parent = self.continuations.find(handle, owner)
         await self.continuations.until_ended(parent, handle, wait_s)
         return parent
 
     async def find_parents(self, handle: str, owner: str) -> list[Parent]:
-        if self.continuations.is_unheard_of(handle, owner):
-            await self._search.ask(handle, owner)
+        await self._search.ask(handle, owner)
         return self.continuations.find_all(handle, owner)
 
     async def delete_parents(self, handle: str, owner: str) -> None:

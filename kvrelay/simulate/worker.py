@@ -50,6 +50,7 @@ from kvrelay.wire.serving import (
     ToWorker,
     Welcome,
 )
+from kvrelay.wire.timelines import TimelineMessage
 
 OnOutputs = Callable[[Peer, StepOutputs, int, float], None]
 """A worker's outputs, for its peer: of so many steps, each so long. The last of them has just ended."""
@@ -338,7 +339,7 @@ class SimulatedWorker:
                 self.peer.heard(Welcome(version=PROTOCOL_VERSION, worker=record))
             case ReleaseKept():
                 self.engine.release_kept(message.kept_ids)
-            case Ping() | Remember() | Forget() | AskKept() | AdapterMessage():
+            case Ping() | Remember() | Forget() | AskKept() | TimelineMessage() | AdapterMessage():
                 pass  # of no concern in a simulation
             case _:
                 assert_never(message)

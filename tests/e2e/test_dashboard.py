@@ -83,6 +83,24 @@ def test_a_chat_streams_and_says_who_did_what(browser: Browser, cluster: Process
     assert browser.problems() == []
 
 
+def test_an_answer_of_another_router_shows_its_stages_too(browser: Browser, cluster: ProcessCluster) -> None:
+    """As behind one port, where the feed and the chat may be with different ones."""
+    with cluster.another_router("--served-model-name", "tiny", "--allowed-origins", "*") as url:
+        browser.driver.execute_cdp_cmd("Page.setBypassCSP", {"enabled": True})
+        open_dashboard(browser, cluster)
+        browser.js(
+            "const own = fetch; fetch = (path, rest) => own(path.startsWith('v1/') ? `${arguments[0]}/${path}` : path, rest)",
+            url,
+        )
+        say(browser, "The quick brown fox jumps over the lazy dog.", tokens=10)
+        browser.until(lambda: "decode-" in browser.text(".turn.model .work ul"), "the stages are shown")
+        (shown,) = [
+            one for one in cluster.get("/requests?limit=50")["data"] if one["router"] != cluster.get("/cluster")["router"]
+        ]
+        assert shown["id"] in browser.text("#requests li:first-child .id")
+        browser.driver.execute_cdp_cmd("Page.setBypassCSP", {"enabled": False})
+
+
 def test_stop_ends_an_answer(browser: Browser, cluster: ProcessCluster) -> None:
     open_dashboard(browser, cluster)
     say(browser, "The quick brown fox jumps over the lazy dog.", tokens=LONG)
