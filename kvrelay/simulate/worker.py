@@ -55,6 +55,7 @@ from kvrelay.wire.timelines import TimelineMessage
 OnOutputs = Callable[[Peer, StepOutputs, int, float], None]
 """A worker's outputs, for its peer: of so many steps, each so long. The last of them has just ended."""
 
+_WITH_HASHES = (Stored, Removed, Freed)
 _LONGEST_LEAP_S = 1.0  # so that the router hears of the worker
 
 
@@ -310,7 +311,7 @@ class SimulatedWorker:
     def _tell(self, outputs: StepOutputs, num_steps: int, step_s: float) -> None:
         if self._recorder:
             for event in self._recorder.take():
-                if isinstance(event, Stored | Removed | Freed):
+                if isinstance(event, _WITH_HASHES):
                     self.num_told_blocks += len(event.hashes)
                 for listener in self.listeners:
                     listener.happened(self.record.id, event)
