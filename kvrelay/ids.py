@@ -14,6 +14,7 @@ The id a client sees or chose (`external_id`) is plain text and is never used as
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
 from collections.abc import Mapping
@@ -40,11 +41,12 @@ _TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})(
 
 
 def new_request_id() -> RequestId:
-    return RequestId(f"cmpl-{_new_uuid()}-{secrets.token_hex(4)}")
+    digits = os.urandom(20).hex()
+    return RequestId(f"cmpl-{_uuid(digits[8:])}-{digits[:8]}")
 
 
 def new_transfer_id() -> TransferId:
-    return TransferId(f"xfer-{_new_uuid()}")
+    return TransferId(f"xfer-{_uuid(os.urandom(16).hex())}")
 
 
 def new_worker_id(role: str) -> WorkerId:
@@ -52,7 +54,7 @@ def new_worker_id(role: str) -> WorkerId:
 
 
 def new_kept_id() -> KeptId:
-    return KeptId(f"kv-{_new_uuid()}")
+    return KeptId(f"kv-{_uuid(os.urandom(16).hex())}")
 
 
 def new_router_id() -> RouterId:
@@ -85,9 +87,8 @@ def trace_id_of(headers: Mapping[str, str]) -> str:
     return read_trace(headers)[0]
 
 
-def _new_uuid() -> str:
-    """Random (version 4). Several are made for each request, and Python's own take four times longer."""
-    digits = secrets.token_hex(16)
+def _uuid(digits: str) -> str:
+    """Of random digits (version 4). Several are made for each request, and Python's own take four times longer."""
     return f"{digits[:8]}-{digits[8:12]}-4{digits[13:16]}-{'89ab'[ord(digits[16]) % 4]}{digits[17:20]}-{digits[20:]}"
 
 

@@ -108,7 +108,7 @@ class Metrics:
     worker_losses: Counter = _counter("kvrelay_worker_losses", "Workers that went away", "role", "reason")
     # outcome: restarted, given_up
     worker_crashes: Counter = _counter(
-        "kvrelay_worker_crashes", "Workers that this process had started and that crashed, by what became of them", "outcome"
+        "kvrelay_worker_crashes", "Workers of kvrelay serve that crashed, by what became of them", "outcome"
     )
     dispatched: Counter = _counter("kvrelay_dispatched", "Requests sent to workers")
     # reason: lost, or the kind of error

@@ -18,7 +18,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -114,6 +114,23 @@ class ProcessCluster:
         self.workers.append(worker)
         return worker
 
+    @contextlib.contextmanager
+    def another_router(self, *flags: str) -> Iterator[str]:
+        """With the same workers; its address, once it can use them."""
+        command = _command("router", self._model, "--port", "0", "--registry", self.registry, *self._lease, *flags)
+        with (self._folder / "another-router.log").open("wb") as log:
+            process = self._start(command, stdout=subprocess.PIPE, stderr=log, env=_environment())
+        try:
+            found = re.search(r"http://[^ ]+", process.stdout.readline().decode())
+            assert found is not None, self.logs()
+            ids = {entry["id"] for entry in self.shown()}
+            until(lambda: ids <= {entry["id"] for entry in self._workers_of(found[0]) if entry["state"] == "ready"}, self.logs)
+            yield found[0]
+        finally:
+            process.terminate()
+            process.wait(PATIENCE_S)
+            process.stdout.close()
+
     def reap(self) -> None:
         """Forgets workers that have ended."""
         self.workers = [worker for worker in self.workers if worker.alive]
@@ -130,7 +147,12 @@ class ProcessCluster:
 
     def shown(self) -> list[dict[str, Any]]:
         """The workers of GET /cluster."""
-        workers: list[dict[str, Any]] = self.get("/cluster")["workers"]
+        return self._workers_of(self.url)
+
+    def _workers_of(self, url: str) -> list[dict[str, Any]]:
+        workers: list[dict[str, Any]] = self._ask(urllib.request.Request(f"{url}/cluster", headers=self._headers), PATIENCE_S)[
+            "workers"
+        ]
         return workers
 
     def until_ready(self, count: int) -> None:

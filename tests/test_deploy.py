@@ -35,6 +35,7 @@ BASE = DEPLOY / "kubernetes/base"
 GPU = DEPLOY / "kubernetes/gpu"
 IMAGES = DEPLOY / "kubernetes/images"
 AUTOSCALE = DEPLOY / "kubernetes/autoscale"
+AUTOSCALE_IMAGES = DEPLOY / "kubernetes/autoscale-images"
 SYSTEMD = DEPLOY / "systemd"
 UNITS = sorted(SYSTEMD.glob("*.service"))
 KUBERNETES_VERSIONS = ("1.30", "1.37")
@@ -120,8 +121,14 @@ def base_resources() -> list[dict[str, Any]]:
 
 
 def resources_of(folder: pathlib.Path) -> list[dict[str, Any]]:
-    """Those of the overlay and of the folders that it is laid over, with its patches, as kustomize applies them."""
-    patched: list[dict[str, Any]] = []
+    """Those of the overlay and of what it is laid over, with its components and patches, as kustomize applies them."""
+    patched = patched_by(folder, [])
+    for component in kustomization(folder).get("components", []):
+        patched = patched_by((folder / component).resolve(), patched)
+    return patched
+
+
+def patched_by(folder: pathlib.Path, patched: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for name in kustomization(folder)["resources"]:
         place = (folder / name).resolve()
         patched += resources_of(place) if place.is_dir() else yaml.safe_load_all(place.read_text(encoding="utf-8"))
@@ -151,7 +158,7 @@ def apply(resource: Any, operation: dict[str, Any]) -> None:
     place[last] = operation["value"]
 
 
-VARIANTS = {folder.name: folder for folder in (BASE, GPU, IMAGES, AUTOSCALE)}
+VARIANTS = {folder.name: folder for folder in (BASE, GPU, IMAGES, AUTOSCALE, AUTOSCALE_IMAGES)}
 
 
 @pytest.fixture(params=VARIANTS)
@@ -254,11 +261,12 @@ def test_only_pods_of_the_cluster_reach_workers_and_etcd(manifests: list[dict[st
     assert set(expression["values"]) >= set(pods(manifests)) - {"router"}
 
 
-def test_autoscalers_go_by_metrics_that_exist_and_leave_the_number_of_pods_to_themselves() -> None:
-    manifests, described = resources_of(AUTOSCALE), Metrics().render().decode()
+@pytest.mark.parametrize("folder", [AUTOSCALE, AUTOSCALE_IMAGES], ids=lambda folder: str(folder.name))
+def test_autoscalers_go_by_metrics_that_exist_and_leave_the_number_of_pods_to_themselves(folder: pathlib.Path) -> None:
+    manifests, described = resources_of(folder), Metrics().render().decode()
     deployments = {one["metadata"]["name"]: one for one in manifests if one["kind"] == "Deployment"}
     scalers = [one["spec"] for one in manifests if one["kind"] == "HorizontalPodAutoscaler"]
-    assert {one["scaleTargetRef"]["name"] for one in scalers} == {"kvrelay-prefill", "kvrelay-decode", "kvrelay-router"}
+    assert {one["scaleTargetRef"]["name"] for one in scalers} == {f"kvrelay-{role}" for role in ("router", *workers(manifests))}
     (rule,) = yaml.safe_load((AUTOSCALE / "adapter-values.yaml").read_text(encoding="utf-8"))["rules"]["external"]
     for scaler in scalers:
         name = scaler["scaleTargetRef"]["name"]

@@ -87,7 +87,7 @@ def test_endpoints() -> None:
 def test_openapi_has_all_endpoints_for_programs() -> None:
     described = {f"{method.upper()} {path}" for path, methods in openapi()["paths"].items() for method in methods}
     existing = {f"{method} {path.replace(':path', '')}" for path, method, _ in ROUTES}
-    assert existing - described == {"GET /", "GET /assets/{name}", "GET /docs", "GET /feed", "GET /openapi.json"}
+    assert existing - described == {"GET /", "GET /assets/{name}", "GET /docs", "GET /openapi.json"}
     assert described <= existing
 
 
@@ -207,6 +207,13 @@ def test_statuses_and_their_types() -> None:
     plain = re.findall(r"_plain\((\d{3}),", (FRONTEND / "http/connections.py").read_text(encoding="utf-8"))
     existing = {(error.status, error.kind) for error in error_classes()} | {(int(status), "") for status in plain}
     assert documented == existing
+
+
+def test_openapi_has_a_type_for_every_answer_in_json() -> None:
+    for path, methods in openapi()["paths"].items():
+        for operation in methods.values():
+            content = operation["responses"]["200"]["content"]
+            assert "$ref" in content.get("application/json", {"schema": "$ref"})["schema"], path
 
 
 def test_openapi_knows_all_statuses() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -67,3 +68,13 @@ def test_hashes_are_equal_in_every_process(way: str) -> None:
     hashes: list[bytes] = []
     extend_hashes(hashes, root_hash("model", "salt"), [1, 2, 3], 3, 1)
     assert hashes[0].hex() == "4d6796e8b12ee68b025ed487895d03b3"
+
+
+@pytest.mark.parametrize("below", [hashing.tokens_below, hashing._below_by_comparing], ids=["native", "compared"])
+def test_tokens_are_held_against_the_vocabulary(below: Callable[[Sequence[int], int], bool]) -> None:
+    assert below([], 5)
+    assert below([0, 4, 3], 5)
+    assert below((0, 4, 3), 5)
+    assert below([2**31], 2**32)
+    for outside in (5, 2**30, 2**31, 2**64, -1, -(2**64)):
+        assert not below([0, outside, 3], 5), outside

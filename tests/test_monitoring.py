@@ -70,6 +70,12 @@ def test_a_query_names_metrics_that_exist_with_labels_that_they_have(place: str,
         assert is_counter == bool(re.search(rf"(?:rate|increase)\({name}\b", query)), f"{place}: {name}"
 
 
+def test_queries_do_not_count_workers_once_for_each_router() -> None:
+    """Every router tells of every worker: one word of each counts."""
+    summed = re.compile(r"\bsum(?: by \((?!instance)[^)]*\))? ?\((?:\w+\()?kvrelay_worker_")
+    assert [place for place, query in queries() if summed.search(query)] == []
+
+
 def test_every_figure_of_a_failure_is_on_the_dashboard_or_in_an_alert() -> None:
     asked = " ".join(query for _, query in queries())
     for name in (

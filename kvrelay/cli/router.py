@@ -4,13 +4,16 @@ this command too, tied to it by --launcher-fd."""
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from kvrelay.cli.model_command import Chosen, add_model_options, parse
 from kvrelay.config import ClusterOptions, ModelOptions, Options, RouterOptions
 from kvrelay.errors import KVRelayError
 from kvrelay.log import configure
 from kvrelay.options import Parser
+
+if TYPE_CHECKING:
+    from kvrelay.launch.launch import Tie
 
 GROUPS: list[type[Options]] = [ModelOptions, RouterOptions, ClusterOptions]
 _NOT_HERE = frozenset(ModelOptions.__struct_fields__) - {"model"} | {"whole", "prefill", "decode", "encode", "routers"}
@@ -41,13 +44,13 @@ def run(argv: list[str]) -> int:
 
     tie = LauncherTie(chosen.namespace.launcher_fd)
     try:
-        return _run_router(chosen, tie.ready)
+        return _run_router(chosen, tie)
     except KVRelayError as error:
         tie.report(str(error))
         return 2
 
 
-def _run_router(chosen: Chosen, tell_ready: Callable[[], None] | None) -> int:
+def _run_router(chosen: Chosen, tie: Tie | None) -> int:
     from kvrelay.launch import serve as launch
     from kvrelay.launch.console import console_progress
 
@@ -58,5 +61,5 @@ def _run_router(chosen: Chosen, tell_ready: Callable[[], None] | None) -> int:
         chosen.environment,
         console_progress(),
         num_workers=chosen.namespace.num_workers,
-        tell_ready=tell_ready,
+        tie=tie,
     )

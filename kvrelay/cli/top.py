@@ -6,6 +6,7 @@ It asks `GET /cluster` and `GET /requests` again and again; the server does noth
 from __future__ import annotations
 
 import time
+import urllib.parse
 
 import httpx
 import msgspec
@@ -16,6 +17,7 @@ from rich.text import Text
 
 from kvrelay.cli import client as http
 from kvrelay.options import Parser
+from kvrelay.wire.timelines import TimelineShown
 
 _BAR = 40  # characters of a whole timeline
 _COLORS = {
@@ -26,6 +28,7 @@ _EPILOG = """\
 examples:
   kvrelay top                        ends with Ctrl-C
   kvrelay top --once --requests 5    prints once, for a script or a report
+  kvrelay top chatcmpl-1a2b3c        one request: its stages with their times and workers, failovers, parent and children
 """
 
 
@@ -55,32 +58,13 @@ class Cluster(msgspec.Struct, frozen=True):
     workers: list[Worker] = []
 
 
-class Stage(msgspec.Struct, frozen=True):
-    stage: str
-    role: str
-    start_ms: float
-    ms: float
-
-
-class Request(msgspec.Struct, frozen=True):
-    """An entry of GET /requests, as far as it is shown."""
-
-    id: str
-    state: str
-    prompt_tokens: int
-    output_tokens: int
-    first_token_ms: float | None
-    total_ms: float
-    stages: list[Stage]
-    failovers: list[dict[str, object]] = []
-
-
 class Requests(msgspec.Struct, frozen=True):
-    data: list[Request]
+    data: list[TimelineShown]
 
 
 def build_parser() -> Parser:
     parser = Parser(prog="kvrelay top", description="Shows live what a running server does.", epilog=_EPILOG)
+    parser.add_argument("request", nargs="?", default="", metavar="REQUEST", help="the id of one request, or of its answer")
     http.add_url(parser)
     http.add_api_key(parser)
     parser.add_argument("--requests", type=int, default=15, metavar="N", help="requests that are shown (default 15)")
@@ -94,15 +78,20 @@ def run(argv: list[str]) -> int:
     console = Console()
     with http.connect(arguments.url, arguments.api_key) as client:
         if arguments.once:
-            console.print(look(client, arguments.requests))
+            console.print(look(client, arguments.requests, arguments.request))
             return 0
-        with Live(look(client, arguments.requests), console=console, screen=console.is_terminal, auto_refresh=False) as live:
+        first = look(client, arguments.requests, arguments.request)
+        with Live(first, console=console, screen=console.is_terminal, auto_refresh=False) as live:
             while True:
                 time.sleep(max(0.1, arguments.interval))
-                live.update(look(client, arguments.requests), refresh=True)
+                live.update(look(client, arguments.requests, arguments.request), refresh=True)
 
 
-def look(client: httpx.Client, num_requests: int) -> Group:
+def look(client: httpx.Client, num_requests: int, name: str = "") -> Group:
+    """At one request, if it is named."""
+    if name:
+        found = http.ask(client, "GET", f"/requests/{urllib.parse.quote(name, safe='')}", Requests)
+        return Group(request_table(found.data), *map(details, found.data), _legend())
     cluster = http.ask(client, "GET", "/cluster", Cluster)
     requests = http.ask(client, "GET", f"/requests?limit={max(1, num_requests)}", Requests)
     title = Text(f"{cluster.model}: {len(cluster.workers)} workers, {cluster.in_flight} requests in flight")
@@ -121,7 +110,7 @@ def worker_table(workers: list[Worker]) -> Table:
     return table
 
 
-def request_table(requests: list[Request]) -> Table:
+def request_table(requests: list[TimelineShown]) -> Table:
     table = Table(box=None, pad_edge=False)
     for name in ("request", "state", "tokens", "first token", "total", "timeline"):
         table.add_column(name, justify="left" if name in ("request", "state", "timeline") else "right", no_wrap=True)
@@ -133,7 +122,21 @@ def request_table(requests: list[Request]) -> Table:
     return table
 
 
-def bar(request: Request) -> Text:
+def details(request: TimelineShown) -> Group:
+    """What happened to it, in the order of time, and its relatives."""
+    table = Table(box=None, pad_edge=False)
+    for name in ("began after", "took", "stage", "attempt", "worker"):
+        table.add_column(name, justify="left" if name in ("stage", "worker") else "right")
+    stages = [(one.start_ms, f"{one.ms:.1f} ms", one.stage, str(one.attempt), one.worker or "router") for one in request.stages]
+    again = [(one.at_ms, "", "sent again", "", one.reason) for one in request.failovers]
+    for at_ms, *rest in sorted(stages + again):
+        table.add_row(f"{at_ms:.1f} ms", *rest)
+    relatives = [("answer", request.answer_id), ("trace", request.trace_id), ("transfer", request.transfer_id)]
+    relatives += [("continues from", request.parent), ("continued by", ", ".join(request.children))]
+    return Group(table, *(Text(f"{name} {value}") for name, value in relatives if value))
+
+
+def bar(request: TimelineShown) -> Text:
     """Each character is the stage that began last before its moment."""
     text = Text()
     scale_ms = max(request.total_ms, 1e-6) / _BAR

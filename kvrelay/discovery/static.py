@@ -35,6 +35,7 @@ from kvrelay.wire.serving import (
     ToRouter,
     Welcome,
 )
+from kvrelay.wire.timelines import TimelineMessage
 
 log = Log("discovery")
 
@@ -138,7 +139,7 @@ class _Watch:
                 record = self._membership.members.get(self.address)
                 if record is not None and record.id == message.worker_id:
                     self._membership.heard(self, msgspec.structs.replace(record, load=message.load))
-            case KeptTold() | Forgotten():
+            case KeptTold() | Forgotten() | TimelineMessage():
                 pass  # of no concern on this connection
             case AdaptersTold():
                 record = self._membership.members.get(self.address)

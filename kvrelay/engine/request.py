@@ -87,8 +87,8 @@ class Sequence:
 
     def become(self, state: RequestState) -> None:
         self.state = advance(REQUEST_EDGES, self.state, state)
-        first = self.request.sequences[:1]
-        if first and first[0] is self:
+        siblings = self.request.sequences
+        if siblings and siblings[0] is self:
             num_new = self.num_uncomputed
             self.request.stages.follow(state, has_prompt=num_new == 0 or (num_new == 1 and self.num_output_tokens > 0))
 

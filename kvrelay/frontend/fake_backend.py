@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from kvrelay.errors import ConflictError, NotFoundError, RequestError
 from kvrelay.ids import KeptId, TransferId, WorkerId, new_request_id
@@ -17,6 +16,7 @@ from kvrelay.metrics import Metrics
 from kvrelay.router.backend import AdapterChange, DrainOrder, GenerateRequest
 from kvrelay.router.continuations import Continuations
 from kvrelay.router.parent import Parent
+from kvrelay.router.shown import ClusterShown
 from kvrelay.router.stream import RequestStream
 from kvrelay.router.timelines import Timelines
 from kvrelay.states import FinishReason, HandleState, Role
@@ -112,8 +112,9 @@ class FakeBackend:
     async def delete_parents(self, handle: str, owner: str) -> None:
         self.released += [parent.kept_id for parent in self.continuations.delete(handle, owner) if parent.kept_id]
 
-    def cluster(self) -> dict[str, Any]:
-        return {"ready": self.ready, "in_flight": self.num_open, "workers": []}
+    def cluster(self) -> ClusterShown:
+        num_open = self.num_open
+        return ClusterShown(router="", routers=[], model="", ready=self.ready, in_flight=num_open, stranded=0, workers=[])
 
     def drain(self, worker_id: str, role: Role | None = None) -> DrainOrder:
         known = self.workers.get(worker_id)

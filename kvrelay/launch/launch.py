@@ -6,6 +6,7 @@ import functools
 import pathlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from kvrelay.checkpoint.fetch import resolve
 from kvrelay.checkpoint.lora import named_folders
@@ -16,6 +17,15 @@ from kvrelay.launch.cluster import FREE_LOCAL_PORT
 from kvrelay.media.image_spec import read_image_spec
 from kvrelay.progress import Progress
 from kvrelay.states import Role
+from kvrelay.wire.launcher import CrashOutcome
+
+
+class Tie(Protocol):
+    """To the process that launched this one (worker/launcher.py)."""
+
+    on_crash: Callable[[CrashOutcome], None]
+
+    def ready(self) -> None: ...
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from kvrelay.launch.entrance import listening, prepare, ready_line
 from kvrelay.launch.launch import Launch
 from kvrelay.launch.supervise import STOP_PATIENCE_S, Supervisor
 from kvrelay.progress import Progress
+from kvrelay.wire.launcher import Crashed
 
 
 def serve_routers(launch: Launch, progress: Progress) -> int:
@@ -52,7 +53,7 @@ async def _run(launch: Launch, folder: pathlib.Path, settings: pathlib.Path, por
             embedded.start(lambda _: None, lambda _: None, lambda *_: None)  # its routers hear of workers, and tell of them
             ends.callback(embedded.close)
             registry = embedded.address
-        workers = Supervisor(launch.commands(folder, registry))
+        workers = Supervisor(launch.commands(folder, registry), on_crash=lambda outcome: routers.tell(Crashed(outcome=outcome)))
         ends.push_async_callback(workers.stop)
         commands = router_commands(launch, folder, settings, port.getsockname()[1], registry)
         routers = Supervisor(commands, what="router", comes_back=True)

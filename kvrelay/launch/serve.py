@@ -16,7 +16,7 @@ import pathlib
 import signal
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import uvicorn
@@ -40,7 +40,7 @@ from kvrelay.frontend.http.connections import close_slow, limited
 from kvrelay.launch.cards import sharing, visible_cards
 from kvrelay.launch.cluster import WorkerSettings, open_router, until_ready, worker_roles
 from kvrelay.launch.entrance import BACKLOG, listening, prepare, ready_line
-from kvrelay.launch.launch import Launch
+from kvrelay.launch.launch import Launch, Tie
 from kvrelay.launch.routers import serve_routers
 from kvrelay.launch.supervise import Supervisor
 from kvrelay.log import configure, take_over
@@ -51,6 +51,7 @@ from kvrelay.progress import Progress
 from kvrelay.router.router import OpenSync
 from kvrelay.states import Role
 from kvrelay.text.tokenizer import Tokenizer
+from kvrelay.wire.launcher import CrashOutcome
 
 # libuv accepts one connection per listening descriptor and turn of the loop. A turn in which hundreds of streams get their
 # tokens takes tens of milliseconds, so with one descriptor new clients would wait for seconds.
@@ -109,15 +110,15 @@ def route(
     progress: Progress,
     *,
     num_workers: int = 0,
-    tell_ready: Callable[[], None] | None = None,
+    tie: Tie | None = None,
 ) -> int:
-    """The router alone: workers are started elsewhere and register here. It is ready when there are `num_workers`; `tell_ready`
-    tells that to the process that launched it."""
+    """The router alone: workers are started elsewhere and register here. It is ready when there are `num_workers`; `tie` tells
+    that to the process that launched it, and hears of workers that crash there."""
     launch = Launch(model, router, cluster, environment, default_listen=DEFAULT_LISTEN)
-    return _route(launch, progress, num_workers=num_workers, tell_ready=tell_ready)
+    return _route(launch, progress, num_workers=num_workers, tie=tie)
 
 
-def _route(launch: Launch, progress: Progress, *, num_workers: int = 0, tell_ready: Callable[[], None] | None = None) -> int:
+def _route(launch: Launch, progress: Progress, *, num_workers: int = 0, tie: Tie | None = None) -> int:
     router = with_index(launch.router, launch.environment)
     prepare(router, launch.cluster, launch.environment)
     with contextlib.ExitStack() as listeners:
@@ -128,7 +129,8 @@ def _route(launch: Launch, progress: Progress, *, num_workers: int = 0, tell_rea
 
         async def main() -> int:
             front = Front(router, launch.cluster, launch.served[0], tokenizer, image_spec, default_listen=launch.default_listen)
-            if tell_ready is not None:
+            if tie is not None:
+                tie.on_crash = front.count_crash
                 configure(launch.environment.log_level, front.router.router_id)  # one of several in the same log
             line = ready_line(listener, front.served_name, launch.roles, registry=front.registry_address)
             return await _run(
@@ -136,7 +138,7 @@ def _route(launch: Launch, progress: Progress, *, num_workers: int = 0, tell_rea
                 [listener, *own],
                 launch.commands(folder, front.registry_address),
                 num_workers or len(launch.roles),
-                tell_ready or functools.partial(print, line, flush=True),
+                functools.partial(print, line, flush=True) if tie is None else tie.ready,
             )
 
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -156,7 +158,8 @@ class Front:
         *,
         default_listen: str,
     ) -> None:
-        self.metrics = metrics = Metrics()
+        metrics = Metrics()
+        self._crashes = {outcome: metrics.worker_crashes.labels(outcome) for outcome in get_args(CrashOutcome)}
         self.served_name = served_name
         self.removals = _open_removals(options, metrics)
         self.router, self.registry_address = open_router(
@@ -188,6 +191,9 @@ class Front:
             ),
             app.feed,
         )
+
+    def count_crash(self, outcome: CrashOutcome) -> None:
+        self._crashes[outcome].inc()
 
 
 class HttpServer(uvicorn.Server):
@@ -246,8 +252,7 @@ async def _run(
         ends.callback(front.router.close)
         if front.removals is not None:
             ends.push_async_callback(front.removals.close, _LAST_REMOVALS_S)
-        crashes = {outcome: front.metrics.worker_crashes.labels(outcome) for outcome in ("restarted", "given_up")}
-        supervisor = Supervisor(commands, on_crash=lambda outcome: crashes[outcome].inc())
+        supervisor = Supervisor(commands, on_crash=front.count_crash)
         ends.push_async_callback(supervisor.stop)  # before the router: a worker that leaves wants an answer of the registry
         listeners = [listener.dup() for listener in sockets for _ in range(_ACCEPTS_PER_TURN)]
         for listener in sockets:

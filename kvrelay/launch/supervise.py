@@ -16,6 +16,7 @@ Each process holds one end of a socket pair (worker/launcher.py): if this proces
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import socket
 import subprocess
@@ -24,12 +25,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, assert_never
+from typing import assert_never
 
 from kvrelay.errors import WorkerDiedError
 from kvrelay.log import Log
 from kvrelay.states import Role
-from kvrelay.wire.launcher import Becomes, Ends, Ready, decode_lines, with_role
+from kvrelay.wire.launcher import Becomes, Crashed, CrashOutcome, Ends, Ready, decode_lines, encode_line, with_role
 
 log = Log("serve")
 
@@ -58,6 +59,10 @@ class Child:
         self.exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         asyncio.get_running_loop().add_reader(self._tie, self._listen)
         threading.Thread(target=self._wait, args=[asyncio.get_running_loop()], daemon=True).start()
+
+    def tell(self, message: Crashed) -> None:
+        with contextlib.suppress(OSError):  # it ends, or does not listen
+            self._tie.send(encode_line(message))
 
     def signal(self, number: signal.Signals) -> None:
         if self._process.poll() is None:
@@ -137,7 +142,7 @@ class Supervisor:
         *,
         what: str = "worker",
         comes_back: bool = False,
-        on_crash: Callable[[Literal["restarted", "given_up"]], None] = lambda _: None,
+        on_crash: Callable[[CrashOutcome], None] = lambda _: None,
     ) -> None:
         """`what` they are. `comes_back`: one that ends as it was told is replaced. `on_crash` hears what became of one."""
         self._on_crash = on_crash
@@ -166,6 +171,11 @@ class Supervisor:
         for worker in self._workers:
             if worker.child is not None:
                 worker.child.signal(number)
+
+    def tell(self, message: Crashed) -> None:
+        for worker in self._workers:
+            if worker.child is not None:
+                worker.child.tell(message)
 
     @property
     def pids(self) -> list[int]:

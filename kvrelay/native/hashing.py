@@ -63,6 +63,11 @@ def hash_prompt(root: bytes, tokens: Sequence[int], block_size: int, num_blocks:
     return _hash_blocks()(tokens, first * block_size, block_size, num_blocks - first, root)
 
 
+def tokens_below(tokens: Sequence[int], limit: int) -> bool:
+    """Whether all of them are from 0 to `limit` - 1."""
+    return _tokens_below()(tokens, limit)
+
+
 def prepare() -> None:
     """Compiles what has to be compiled, so that the first request does not wait for it."""
     _hash_blocks()
@@ -75,10 +80,27 @@ def _lists_are_plain() -> bool:
 
 
 @functools.cache
+def _library() -> ctypes.CDLL | None:
+    return load_native(__file__) if _lists_are_plain() else None
+
+
+@functools.cache
+def _tokens_below() -> Callable[[Sequence[int], int], bool]:
+    library = _library()
+    if library is None or _hash_blocks() is _hash_by_hashlib:
+        return _below_by_comparing
+    prototype = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_long, ctypes.c_ssize_t)
+    function = prototype(("kvrelay_tokens_below", library))
+    return lambda tokens, limit: bool(function(tokens if isinstance(tokens, list) else list(tokens), limit, _PLAIN_SIZE))
+
+
+def _below_by_comparing(tokens: Sequence[int], limit: int) -> bool:
+    return not tokens or (min(tokens) >= 0 and max(tokens) < limit)
+
+
+@functools.cache
 def _hash_blocks() -> _HashBlocks:
-    if not _lists_are_plain():
-        return _hash_by_hashlib
-    library = load_native(__file__)
+    library = _library()
     if library is None:
         return _hash_by_hashlib
     # PYFUNCTYPE keeps Python's lock, since the function reads a list.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import Any, assert_never
+from typing import assert_never
 
 from kvrelay.engine.engine import Engine
 from kvrelay.errors import ConflictError, NotFoundError, QueueFullError
@@ -19,6 +19,7 @@ from kvrelay.metrics import Metrics
 from kvrelay.router.backend import AdapterChange, DrainOrder, GenerateRequest
 from kvrelay.router.continuations import Continuations
 from kvrelay.router.parent import Parent
+from kvrelay.router.shown import ClusterShown
 from kvrelay.router.stream import RequestStream
 from kvrelay.router.timelines import Timelines
 from kvrelay.states import FinishReason, HandleState, Role
@@ -125,8 +126,9 @@ class EngineBackend:
         self._engine.release_kept([parent.kept_id for parent in held if parent.kept_id is not None])
         self._wake()
 
-    def cluster(self) -> dict[str, Any]:
-        return {"ready": self.ready, "in_flight": len(self._open), "workers": []}
+    def cluster(self) -> ClusterShown:
+        num_open = len(self._open)
+        return ClusterShown(router="", routers=[], model="", ready=self.ready, in_flight=num_open, stranded=0, workers=[])
 
     def drain(self, worker_id: str, role: Role | None = None) -> DrainOrder:
         raise NotFoundError("a model in this process has no workers", param="worker", code="worker_not_found")

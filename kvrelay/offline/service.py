@@ -33,6 +33,7 @@ from kvrelay.offline.engine_backend import EngineBackend
 from kvrelay.offline.options import OfflineOptions
 from kvrelay.progress import Progress
 from kvrelay.router.backend import Backend, GenerateRequest
+from kvrelay.router.shown import ClusterShown
 from kvrelay.router.stream import RequestStream
 from kvrelay.text.tokenizer import Tokenizer
 
@@ -139,10 +140,10 @@ class Service:
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(work)
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> ClusterShown:
         """The JSON of GET /cluster."""
 
-        async def cluster() -> dict[str, Any]:
+        async def cluster() -> ClusterShown:
             return self.backend.cluster()
 
         return self.run(cluster())

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
 from kvrelay.ids import WorkerId
 from kvrelay.router.continuations import Continuations
 from kvrelay.router.parent import Parent
+from kvrelay.router.shown import ClusterShown
 from kvrelay.router.stream import RequestStream
 from kvrelay.router.timelines import Timelines
 from kvrelay.sampling import SamplingParams
@@ -119,7 +120,7 @@ class Backend(Protocol):
     def timelines(self) -> Timelines:
         """What became of the last requests."""
 
-    def cluster(self) -> dict[str, Any]:
+    def cluster(self) -> ClusterShown:
         """The JSON of GET /cluster."""
 
     def drain(self, worker_id: str, role: Role | None = None) -> DrainOrder:

@@ -135,7 +135,10 @@ class KeptSearch:
     _questions: dict[tuple[str, str], _Question] = field(default_factory=dict, init=False)
 
     async def ask(self, handle: str, owner: str) -> None:
-        """Returns when all workers have answered, or a moment later. Equal questions at the same time are asked once."""
+        """Returns when all workers have answered, or a moment later; at once, if it is known here. Equal questions at the same
+        time are asked once."""
+        if not self.continuations.is_unheard_of(handle, owner):
+            return
         question = self._questions.get((handle, owner))
         if question is None:
             message = AskKept(handle=handle, owner=owner)

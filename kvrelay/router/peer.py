@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, assert_never
+from typing import assert_never
 
 import msgspec
 
@@ -20,11 +20,12 @@ from kvrelay.ids import RequestId, RouterId, WorkerId
 from kvrelay.router.outside import Outside
 from kvrelay.router.policy import FOREIGN_REQUEST_TOKENS
 from kvrelay.router.rebalance import WorkerSight
+from kvrelay.router.shown import WorkerShown, describe
 from kvrelay.router.stream import RequestStream
-from kvrelay.states import BreakerState, FinishReason, WorkerState
+from kvrelay.states import FinishReason, WorkerState
 from kvrelay.wire import PROTOCOL_VERSION, check_version
 from kvrelay.wire.adapters import AdaptersTold
-from kvrelay.wire.registry import ImageCounts, WorkerLoad, WorkerRecord
+from kvrelay.wire.registry import WorkerLoad, WorkerRecord
 from kvrelay.wire.serving import (
     Abort,
     Finish,
@@ -38,14 +39,10 @@ from kvrelay.wire.serving import (
     ToWorker,
     Welcome,
 )
+from kvrelay.wire.timelines import AboutTimelines, AskTimelines, TimelinesTold
 
 HOST_KINDS = ("total", "free", "cached", "in_use")  # of blocks on the host
 _PING = Ping()
-# What GET /cluster shows of a load as it is
-_SHOWN = (
-    "running", "waiting", "transferring", "swapped", "steps", "preemptions", "connections",
-    "prompt_tokens", "cached_tokens", "inherited_tokens", "output_tokens",
-)  # fmt: skip
 
 
 def difference(record: WorkerRecord, first: WorkerRecord) -> str:
@@ -55,33 +52,6 @@ def difference(record: WorkerRecord, first: WorkerRecord) -> str:
     if record.fingerprint != first.fingerprint:
         return f"it serves another model, or with another engine or layout, than {first.id}"
     return ""
-
-
-def describe(record: WorkerRecord, load: WorkerLoad, state: WorkerState) -> dict[str, Any]:
-    """What GET /cluster shows of any worker, also of one that cannot be reached yet."""
-    return {
-        "id": record.id,
-        "role": record.role.value,
-        "state": state.value,
-        "host": record.host,
-        "pid": record.pid,
-        "device": record.device,
-        "kv_dtype": record.kv_dtype,
-        "max_batch": record.max_batch,
-        "data_parallel_rank": record.data_parallel_rank,
-        **{name: getattr(load, name) for name in _SHOWN},
-        "blocks": msgspec.to_builtins(load.blocks),
-        "host_blocks": {kind: getattr(load.host, kind) for kind in HOST_KINDS},
-        "transfers": msgspec.to_builtins(load.transfers),
-        "images": msgspec.to_builtins(load.images or ImageCounts()),
-        "address": record.serving_address,
-        "events_address": record.events_address,
-        "replay_address": record.replay_address,
-        "in_flight": 0,
-        "kept_kv": load.kept,
-        "breaker": BreakerState.CLOSED.value,
-        "adapters": [adapter.name for adapter in record.adapters],
-    }
 
 
 def sight_of(record: WorkerRecord) -> WorkerSight:
@@ -123,6 +93,7 @@ class Listeners:
     told: Callable[[Peer, KeptTold], None]
     adapters: Callable[[Peer, AdaptersTold], None]
     forgotten: Callable[[Forgotten], None]
+    timelines: Callable[[Peer, AboutTimelines], None]
     malformed: Callable[[Peer, str], None]
 
 
@@ -233,10 +204,10 @@ class Peer:
     def sight(self) -> WorkerSight:
         return msgspec.structs.replace(sight_of(self.record), load=self.load, is_ready=self.usable)
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> WorkerShown:
         """Its entry in GET /cluster."""
         described = describe(self.record, self.load, self.state)
-        described |= {"in_flight": len(self.open), "breaker": self.breaker.state.value}
+        described["in_flight"], described["breaker"] = len(self.open), self.breaker.state.value
         if self.problem:
             described["problem"] = self.problem
         if self.adapter_failures:
@@ -274,6 +245,8 @@ class Peer:
                 self._listeners.adapters(self, message)
             case Forgotten():
                 self._listeners.forgotten(message)
+            case AskTimelines() | TimelinesTold():
+                self._listeners.timelines(self, message)
             case Welcome():
                 self._on_welcome(message)
             case Refused():

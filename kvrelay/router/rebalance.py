@@ -6,6 +6,7 @@ The pressure of a role is the mean over its workers, smoothed over `smooth_s`:
 
     prefill   0.9 x share of time with a prompt under way + prompts waiting per worker / `queue_high`
     decode    the larger of the batch's and the KV memory's share in use; more if sequences had to be swapped out
+    encode    images waiting per worker / `queue_high`; only told, for encode workers never move
     whole     the larger of decode's and prompts waiting per worker / `queue_high`
 
 A role is short at `short`, and has room for less if its pressure would stay at or below `calm` with one worker fewer. When a
@@ -72,7 +73,7 @@ class Rebalancer:
 
     def observe(self, workers: Sequence[WorkerSight], now: float) -> list[Move]:
         """At most one. The caller carries it out, or does not: what comes of it is seen in later observations."""
-        ready = {role: [worker for worker in workers if worker.role is role and worker.is_ready] for role in ROLES}
+        ready = {role: [worker for worker in workers if worker.role is role and worker.is_ready] for role in Role}
         self._smooth({role: min(_MOST, self._pressure(role, those)) for role, those in ready.items() if those}, now)
         wanted = self._wanted(ready)
         self._due = {pair: self._due.get(pair, now) for pair in wanted}
@@ -93,7 +94,7 @@ class Rebalancer:
         )
         generating = _mean(map(_share_in_use, workers))
         match role:
-            case Role.PREFILL:
+            case Role.PREFILL | Role.ENCODE:  # which runs no sequences
                 return computing
             case Role.DECODE:
                 return generating
@@ -112,13 +113,13 @@ class Rebalancer:
     def _wanted(self, ready: dict[Role, list[WorkerSight]]) -> list[tuple[Role, Role]]:
         """Moves that would help now, the best first."""
         short = sorted(
-            (role for role, pressure in self.pressures.items() if pressure >= self._rules.short),
+            (role for role, pressure in self.pressures.items() if role in ROLES and pressure >= self._rules.short),
             key=lambda role: -self.pressures[role],
         )
         without_one = {
             role: pressure * len(ready[role]) / (len(ready[role]) - 1)
             for role, pressure in self.pressures.items()
-            if len(ready[role]) > 1
+            if role in ROLES and len(ready[role]) > 1
         }
         givers = sorted((role for role, rest in without_one.items() if rest <= self._rules.calm), key=without_one.__getitem__)
         return [(giver, taker) for taker in short for giver in givers if giver is not taker]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 from kvrelay.discovery.base import Alone, Company, Loss, Membership, router_record
 from kvrelay.errors import NotFoundError, ProtocolError
@@ -32,12 +32,14 @@ from kvrelay.router.failover import RetryRules
 from kvrelay.router.kept import KeptSearch, share
 from kvrelay.router.outside import Outside
 from kvrelay.router.parent import Parent
-from kvrelay.router.peer import Listeners, Peer, describe, difference, sight_of
+from kvrelay.router.peer import Listeners, Peer, difference, sight_of
 from kvrelay.router.plan import Planner
 from kvrelay.router.policy import PolicyName
 from kvrelay.router.prefix_index import PrefixIndex
 from kvrelay.router.rebalance import WorkerSight
+from kvrelay.router.shown import ClusterShown, describe
 from kvrelay.router.stream import RequestStream
+from kvrelay.router.timeline_search import TimelineSearch
 from kvrelay.states import Role, WorkerState
 from kvrelay.wire.registry import Adapter, WorkerRecord
 from kvrelay.wire.serving import Forget, Forgotten, PeerLost, ReleaseKept
@@ -111,6 +113,7 @@ class Router:
             told=self._search.told,
             adapters=self._orders.told,
             forgotten=self._on_forgotten,
+            timelines=TimelineSearch(self.router_id, self.timelines, self._company, lambda: self._dispatcher.usable).heard,
             malformed=self._on_malformed,
         )
         self._ticker: asyncio.TimerHandle | None = None
@@ -163,15 +166,13 @@ class Router:
         return self._dispatcher.submit(request, "" if self.ready else self._excuse(), may_wait=self.max_model_len > 0)
 
     async def find_parent(self, handle: str, owner: str, *, wait_s: float) -> Parent:
-        if self.continuations.is_unheard_of(handle, owner):
-            await self._search.ask(handle, owner)
+        await self._search.ask(handle, owner)
         parent = self.continuations.find(handle, owner)
         await self.continuations.until_ended(parent, handle, wait_s)
         return parent
 
     async def find_parents(self, handle: str, owner: str) -> list[Parent]:
-        if self.continuations.is_unheard_of(handle, owner):
-            await self._search.ask(handle, owner)
+        await self._search.ask(handle, owner)
         return self.continuations.find_all(handle, owner)
 
     async def delete_parents(self, handle: str, owner: str) -> None:
@@ -184,7 +185,7 @@ class Router:
             for peer in self._dispatcher.usable:
                 peer.send(Forget(handle=handle, owner=owner))
 
-    def cluster(self) -> dict[str, Any]:
+    def cluster(self) -> ClusterShown:
         return {
             "router": self.router_id,
             "routers": [{"id": router.id, "host": router.host, "pid": router.pid} for router in self._company.routers],

@@ -107,7 +107,8 @@ class RequestStream:
             self._accept(follower)
         if not self._running:
             self._owner.stream_finished(self)
-        self._wake()
+        if self._waiter is not None:
+            self._wake()
 
     def resume(self) -> list[Resumed]:
         """What another worker must know to go on: the tokens so far of the samples that have not ended. What was held

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -25,8 +25,9 @@ from kvrelay.metrics import Metrics
 from kvrelay.router.stream import RequestStream
 from kvrelay.states import Role, Stage
 from kvrelay.wire.serving import LegTimes
+from kvrelay.wire.timelines import ClockShown, FailoverShown, LegShown, LineState, StageShown, TimelineShown
 
-LineState = Literal["running", "finished", "aborted", "failed"]
+AskOthers = Callable[[str, str, int], Awaitable[list[TimelineShown]]]  # owner, name and limit, as `about` takes them
 
 _CAPACITY = 1024
 _SETTLE_S = 2.0
@@ -139,11 +140,16 @@ class Timeline(msgspec.Struct, eq=False):
         return name in (self.external_id, self.answer_id)
 
 
+async def _no_others(owner: str, name: str, limit: int) -> list[TimelineShown]:
+    return []
+
+
 class Timelines:
     """Of one router."""
 
     def __init__(self, metrics: Metrics, *, capacity: int = _CAPACITY, clock: Callable[[], float] = time.monotonic) -> None:
         self._metrics = metrics
+        self.router = ""
         self._capacity = capacity
         self._clock = clock
         self._lines: deque[Timeline] = deque()
@@ -153,6 +159,7 @@ class Timelines:
         self._settling: deque[Timeline] = deque()  # ended; their workers may have more to say
         self.on_settled: Callable[[Timeline], None] | None = None
         self.on_close: Callable[[], None] = lambda: None
+        self.ask_others: AskOthers = _no_others
         self._histograms = {
             Stage.QUEUE: metrics.queue_seconds,
             Stage.ENCODE: metrics.encode_seconds,
@@ -251,13 +258,27 @@ class Timelines:
 
     # What is shown
 
-    def latest(self, owner: str, limit: int) -> list[dict[str, Any]]:
+    async def find(self, owner: str, *, name: str = "", limit: int = 0) -> list[TimelineShown]:
+        """The owner's latest, newest first, or, with a name, one for each prompt of the request that has it. Those that
+        other routers served are among them."""
+        found = _joined([*self.about(owner, name, limit), *await self.ask_others(owner, name, limit)])
+        return [line for line in found if name in (line.id, line.answer_id)] if name else found[::-1][:limit]
+
+    def about(self, owner: str, name: str, limit: int) -> list[TimelineShown]:
+        """Those that have the name or continue from it; without a name, the latest."""
+        if not name:
+            return self.latest(owner, limit)
+        mine = [line for line in self._lines if line.owner == owner]
+        children = _children(mine)
+        return [self._describe(line, children) for line in mine if line.has_name(name) or line.parent == name]
+
+    def latest(self, owner: str, limit: int) -> list[TimelineShown]:
         """The owner's, newest first; all if the server asks for no keys."""
         mine = [line for line in reversed(self._lines) if line.owner == owner]
         children = _children(mine)
         return [self._describe(line, children) for line in mine[:limit]]
 
-    def changed(self, owner: str, limit: int, seen: dict[int, tuple[object, ...]]) -> list[dict[str, Any]]:
+    def changed(self, owner: str, limit: int, seen: dict[int, tuple[object, ...]]) -> list[TimelineShown]:
         """Of the owner's latest, oldest first, those of which there is more to tell than `seen` knows; then it knows."""
         mine = [line for line in reversed(self._lines) if line.owner == owner]
         children = _children(mine)
@@ -268,53 +289,62 @@ class Timelines:
         seen.update(progress)
         return [self._describe(latest[number], children) for number in more]
 
-    def named(self, name: str, owner: str) -> list[dict[str, Any]]:
-        """One for each prompt of the request that has this name."""
-        mine = [line for line in self._lines if line.owner == owner]
-        children = _children(mine)
-        return [self._describe(line, children) for line in mine if line.has_name(name)]
-
-    def _describe(self, line: Timeline, children: Mapping[str, list[str]]) -> dict[str, Any]:
+    def _describe(self, line: Timeline, children: Mapping[str, list[str]]) -> TimelineShown:
         line.look()
 
         def since(at: float) -> float:
             return round((at - line.began_at) * 1000, 3)
 
         stages = [
-            {
-                "stage": one.stage,
-                "worker": one.worker,
-                "role": one.role,
-                "attempt": one.attempt,
-                "start_ms": since(one.at),
-                "ms": round(1000 * one.seconds, 3),
-            }
+            StageShown(
+                stage=one.stage,
+                worker=one.worker,
+                role=one.role,
+                attempt=one.attempt,
+                start_ms=since(one.at),
+                ms=round(1000 * one.seconds, 3),
+            )
             for one in sorted(line.stages(), key=lambda one: one.at)
         ]
         clocks = {
-            leg.worker: {"offset_ms": round(1000 * leg.offset_s, 3), "error_ms": round(1000 * leg.error_s, 3)}
+            leg.worker: ClockShown(offset_ms=round(1000 * leg.offset_s, 3), error_ms=round(1000 * leg.error_s, 3))
             for leg in line.legs
             if leg.times is not None
         }
-        return {
-            "number": line.number,
-            "id": line.external_id,
-            "answer_id": line.answer_id,
-            "state": line.state,
-            "arrived_at": round(line.began_unix, 6),
-            "trace_id": line.trace_id,
-            "transfer_id": line.transfer_id,
-            "parent": line.parent,
-            "children": _own(line, children),
-            "prompt_tokens": line.prompt_tokens,
-            "output_tokens": line.output_tokens,
-            "first_token_ms": since(line.first_token_at) if line.first_token_at else None,
-            "total_ms": since(line.ended_at or self._clock()),
-            "failovers": [{"at_ms": since(at), "reason": reason} for at, reason in line.failovers],
-            "stages": stages,
-            "workers": [{"id": leg.worker, "role": leg.role.value, "attempt": leg.attempt} for leg in line.legs],
-            "clocks": clocks,
-        }
+        return TimelineShown(
+            number=line.number,
+            router=self.router,
+            id=line.external_id,
+            answer_id=line.answer_id,
+            state=line.state,
+            arrived_at=round(line.began_unix, 6),
+            trace_id=line.trace_id,
+            transfer_id=line.transfer_id,
+            parent=line.parent,
+            children=_own(line, children),
+            prompt_tokens=line.prompt_tokens,
+            output_tokens=line.output_tokens,
+            first_token_ms=since(line.first_token_at) if line.first_token_at else None,
+            total_ms=since(line.ended_at or self._clock()),
+            failovers=[FailoverShown(at_ms=since(at), reason=reason) for at, reason in line.failovers],
+            stages=stages,
+            workers=[LegShown(id=leg.worker, role=leg.role.value, attempt=leg.attempt) for leg in line.legs],
+            clocks=clocks,
+        )
+
+
+def _joined(lines: Iterable[TimelineShown]) -> list[TimelineShown]:
+    """Oldest first, each with its children on whichever router."""
+    shown = sorted(lines, key=lambda line: line.arrived_at)
+    children: dict[str, list[str]] = {}
+    for line in shown:
+        children.setdefault(line.parent, []).append(line.id)
+
+    def family(line: TimelineShown) -> list[str]:
+        names = [name for name in dict.fromkeys((line.id, line.answer_id)) if name]
+        return list(dict.fromkeys([*line.children, *(child for name in names for child in children.get(name, ()))]))
+
+    return [msgspec.structs.replace(line, children=family(line)) for line in shown]
 
 
 def _children(lines: Sequence[Timeline]) -> dict[str, list[str]]:

@@ -20,7 +20,7 @@ from kvrelay.simulate.traffic import Session
 from kvrelay.states import Role
 
 _SETTLE_S = 120.0  # of virtual time, after the last answer: transfers end, workers fall idle
-_COLLECTOR_THRESHOLDS = (50_000, 20, 1_000_000)  # requests are circles, and caches are millions of objects that are none
+_COLLECTOR_THRESHOLDS = (1_000_000, 20, 1_000_000)  # caches are millions of objects, and what ends leaves no circles
 _DRIVER = Callable[[SimulatedCluster], None]
 
 

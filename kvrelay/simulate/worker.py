@@ -50,10 +50,12 @@ from kvrelay.wire.serving import (
     ToWorker,
     Welcome,
 )
+from kvrelay.wire.timelines import TimelineMessage
 
 OnOutputs = Callable[[Peer, StepOutputs, int, float], None]
 """A worker's outputs, for its peer: of so many steps, each so long. The last of them has just ended."""
 
+_WITH_HASHES = (Stored, Removed, Freed)
 _LONGEST_LEAP_S = 1.0  # so that the router hears of the worker
 
 
@@ -309,7 +311,7 @@ class SimulatedWorker:
     def _tell(self, outputs: StepOutputs, num_steps: int, step_s: float) -> None:
         if self._recorder:
             for event in self._recorder.take():
-                if isinstance(event, Stored | Removed | Freed):
+                if isinstance(event, _WITH_HASHES):
                     self.num_told_blocks += len(event.hashes)
                 for listener in self.listeners:
                     listener.happened(self.record.id, event)
@@ -337,7 +339,7 @@ class SimulatedWorker:
                 self.peer.heard(Welcome(version=PROTOCOL_VERSION, worker=record))
             case ReleaseKept():
                 self.engine.release_kept(message.kept_ids)
-            case Ping() | Remember() | Forget() | AskKept() | AdapterMessage():
+            case Ping() | Remember() | Forget() | AskKept() | TimelineMessage() | AdapterMessage():
                 pass  # of no concern in a simulation
             case _:
                 assert_never(message)

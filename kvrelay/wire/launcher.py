@@ -4,6 +4,7 @@ worker, router                           launcher
   | Ready -------------------------------> |   of a router: it can use as many workers as it was told to wait for
   | Becomes(role) -----------------------> |   I start again in this role: my process stays, and so does this tie
   | Ends(reason) ------------------------> |   I cannot go on
+  | <-------------------- Crashed(outcome) |   to routers: a worker of the launcher's crashed
   | <--------------------- (end of file)   |   the launcher is gone: end
 
 One JSON object a line.
@@ -12,10 +13,13 @@ One JSON object a line.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 
 from kvrelay.states import Role
+
+CrashOutcome = Literal["restarted", "given_up"]  # what becomes of a worker that crashed
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -36,12 +40,17 @@ class Ends(Message, frozen=True, kw_only=True):
     reason: str
 
 
+class Crashed(Message, frozen=True, kw_only=True):
+    outcome: CrashOutcome
+
+
 ToLauncher = Becomes | Ready | Ends
 
 _decoder: msgspec.json.Decoder[ToLauncher] = msgspec.json.Decoder(ToLauncher)
+decode_crash = msgspec.json.Decoder(Crashed).decode
 
 
-def encode_line(message: ToLauncher) -> bytes:
+def encode_line(message: Message) -> bytes:
     return msgspec.json.encode(message) + b"\n"
 
 

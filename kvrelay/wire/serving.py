@@ -40,6 +40,7 @@ from kvrelay.sampling import SamplingParams
 from kvrelay.states import FinishReason, Role, Stage
 from kvrelay.wire.adapters import AboutAdapters, AdaptersTold
 from kvrelay.wire.registry import WorkerLoad, WorkerRecord
+from kvrelay.wire.timelines import AboutTimelines
 
 Logprob = tuple[int, float]  # token id, natural logarithm of its probability
 
@@ -395,5 +396,5 @@ class StepOutputs(Message, frozen=True, kw_only=True):
 
 
 AboutParents = Remember | Forget | AskKept | ReleaseKept
-ToWorker = Hello | Submit | Encode | Abort | Finish | Ping | PeerLost | Drain | AboutParents | AboutAdapters
-ToRouter = Welcome | Refused | StepOutputs | KeptTold | Forgotten | AdaptersTold
+ToWorker = Hello | Submit | Encode | Abort | Finish | Ping | PeerLost | Drain | AboutParents | AboutTimelines | AboutAdapters
+ToRouter = Welcome | Refused | StepOutputs | KeptTold | Forgotten | AboutTimelines | AdaptersTold

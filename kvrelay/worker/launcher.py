@@ -13,9 +13,10 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
 
 from kvrelay.states import Role
-from kvrelay.wire.launcher import Becomes, Ends, Ready, ToLauncher, encode_line
+from kvrelay.wire.launcher import Becomes, CrashOutcome, Ends, Ready, ToLauncher, decode_crash, encode_line
 
 _PR_SET_PDEATHSIG = 1
 _MAX_REASON_CHARACTERS = 2000
@@ -26,6 +27,7 @@ class LauncherTie:
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
+        self.on_crash: Callable[[CrashOutcome], None] = lambda _: None  # on a thread of its own
         self._socket = socket.socket(fileno=descriptor)
         self._socket.set_inheritable(False)
         if sys.platform == "linux":
@@ -55,8 +57,9 @@ class LauncherTie:
 
     def _watch(self) -> None:
         try:
-            while self._socket.recv(64):
-                pass
+            with self._socket.makefile("rb") as lines:
+                for line in lines:
+                    self.on_crash(decode_crash(line).outcome)
         except OSError:
             pass  # a broken tie is a cut tie
         os._exit(1)

@@ -46,9 +46,11 @@ from kvrelay.wire.serving import (
     Remember,
     StepOutputs,
     Submit,
+    ToRouter,
     ToWorker,
     Welcome,
 )
+from kvrelay.wire.timelines import AskTimelines, TimelinesTold
 from kvrelay.worker.adapters import AdapterOrders
 from kvrelay.worker.callers import Caller, Callers
 from kvrelay.worker.checks import check_submit, check_transfers
@@ -202,6 +204,8 @@ class ServingLoop:
                 self._remembered.add(message.parent)
             case Forget():
                 self._on_forget(router, message)
+            case AskTimelines() | TimelinesTold():
+                self._tell_others(router, message)
             case AskKept():
                 try_send(self._socket, (identity, encode(self._known_of(message.handle, message.owner))))
             case _:
@@ -209,7 +213,10 @@ class ServingLoop:
 
     def _on_forget(self, router: Caller, forget: Forget) -> None:
         self._remembered.forget(forget.handle, forget.owner)
-        told = encode(Forgotten(handle=forget.handle, owner=forget.owner))
+        self._tell_others(router, Forgotten(handle=forget.handle, owner=forget.owner))
+
+    def _tell_others(self, router: Caller, message: ToRouter) -> None:
+        told = encode(message)
         for other in self._callers:
             if other is not router:
                 try_send(self._socket, (other.identity, told))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import http.client
 import json
 import os
@@ -109,6 +110,19 @@ def test_what_one_has_served_the_other_continues(server: Server) -> None:
     child = second.complete(continuation_of=parent["id"], max_tokens=4)
     assert parent["choices"][0]["text"] + child["choices"][0]["text"] == whole["choices"][0]["text"]
     until_idle(second)
+
+    def shown(line: Line, answer: dict[str, Any]) -> dict[str, Any]:
+        """Its worker may tell of it a moment after its end."""
+        until(lambda: line.get(f"/requests/{answer['id']}")["data"][0]["clocks"])
+        (found,) = line.get(f"/requests/{answer['id']}")["data"]
+        return dict(found)
+
+    for line in (first, second):
+        assert {one["stage"] for one in shown(line, parent)["stages"]} >= {"route", "queue", "prefill", "decode"}
+        assert shown(line, parent)["router"] == first.router != shown(line, child)["router"]
+        assert shown(line, parent)["children"] == [shown(line, child)["id"]]
+        assert [one["answer_id"] for one in line.get("/requests?limit=3")["data"]] == [child["id"], whole["id"], parent["id"]]
+    assert first.get("/requests/unknown")["error"]["code"] == "request_not_found"
     first.close()
     second.close()
 
@@ -129,6 +143,20 @@ def test_a_router_that_is_killed_is_replaced_and_its_requests_are_aborted(server
         line.close()
 
 
+def test_every_router_counts_a_worker_that_crashed(server: Server) -> None:
+    (worker,) = server.get("/cluster")["workers"]
+    os.kill(worker["pid"], signal.SIGKILL)
+    for name in routers(server):
+        line = line_to(server, lambda router, name=name: router == name)  # type: ignore[misc]
+        until(functools.partial(has_successor, line, worker["id"]))
+        assert 'kvrelay_worker_crashes_total{outcome="restarted"} 1.0' in line.text("/metrics")
+        line.close()
+
+
+def has_successor(line: Line, worker: str) -> bool:
+    return worker not in line.text("/cluster") and line.get("/health") == {"status": "ok"}
+
+
 def test_routers_are_replaced_one_after_the_other_and_no_request_is_lost(server: Server) -> None:
     known = routers(server)
     for name, pid in known.items():
@@ -142,7 +170,7 @@ def test_routers_are_replaced_one_after_the_other_and_no_request_is_lost(server:
         assert b"[DONE]" in events
         line.close()
         until(lambda name=name: name not in routers(server) and len(routers(server)) == 2)  # type: ignore[misc]
-    assert not set(known) & set(routers(server))
+    until(lambda: not set(known) & set(routers(server)))  # whichever of them tells
     with urllib.request.urlopen(server.url + "/health", timeout=PATIENCE_S) as answer:
         assert answer.status == 200
 

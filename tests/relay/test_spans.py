@@ -68,7 +68,7 @@ async def test_a_request_is_a_span_under_its_clients_and_its_stages_are_below_it
         for each in (request, unwanted):
             assert (await collect(cluster.submit(each))).error is None
         await cluster.idle()
-        await cluster.until(lambda: len(timelines.named("mine", "")[0]["clocks"]) == 2)
+        await cluster.until(lambda: len(timelines.about("", "mine", 0)[0].clocks) == 2)
         timelines.tick(0.0)
     export.close()
     by_name = {span.name: span for span in collector.spans}

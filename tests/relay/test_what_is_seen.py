@@ -15,6 +15,7 @@ from kvrelay.router.timelines import ClockOffset, Timeline, Timelines
 from kvrelay.states import Role, Stage
 from kvrelay.wire.registry import MappingCounts
 from kvrelay.wire.serving import LegTimes
+from kvrelay.wire.timelines import TimelineShown
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 PROMPT = list(range(10, 60))
@@ -88,30 +89,29 @@ async def test_a_hand_over_is_one_line_on_each_worker_with_ids_numbers_and_the_c
 async def test_the_timeline_of_a_request_has_the_stages_of_both_workers_in_order() -> None:
     async with relay(Shape()) as cluster:
         stream = cluster.submit(msgspec.structs.replace(ask(PROMPT), external_id="mine"))
-        (running,) = cluster.router.timelines.named("mine", "")
-        assert running["state"] == "running"
-        assert {worker["role"] for worker in running["workers"]} == {"prefill", "decode"}
+        (running,) = cluster.router.timelines.about("", "mine", 0)
+        assert running.state == "running"
+        assert {worker.role for worker in running.workers} == {"prefill", "decode"}
         assert (await collect(stream)).error is None
         await cluster.idle()
 
-        def line() -> dict[str, object]:
-            (found,) = cluster.router.timelines.named("mine", "")
+        def line() -> TimelineShown:
+            (found,) = cluster.router.timelines.about("", "mine", 0)
             return found
 
-        await cluster.until(lambda: len(line()["clocks"]) == 2)  # type: ignore[arg-type]
+        await cluster.until(lambda: len(line().clocks) == 2)
         shown = line()
-        stages = shown["stages"]
-        assert isinstance(stages, list)
-        by_role = {role: [one["stage"] for one in stages if one["role"] == role] for role in ("router", "prefill", "decode")}
+        stages = shown.stages
+        by_role = {role: [one.stage for one in stages if one.role == role] for role in ("router", "prefill", "decode")}
         assert by_role == {
             "router": ["route"],
             "prefill": ["queue", "prefill", "hand_over"],
             "decode": ["reserve", "transfer", "decode"],
         }
-        assert (shown["state"], shown["prompt_tokens"], shown["output_tokens"]) == ("finished", len(PROMPT), 8)
-        assert shown["transfer_id"] == stream.transfer_id
-        assert all(one["ms"] >= 0.0 for one in stages)
-        assert {one["worker"] for one in stages} - {""} == {worker.id for worker in cluster.workers}
+        assert (shown.state, shown.prompt_tokens, shown.output_tokens) == ("finished", len(PROMPT), 8)
+        assert shown.transfer_id == stream.transfer_id
+        assert all(one.ms >= 0.0 for one in stages)
+        assert {one.worker for one in stages} - {""} == {worker.id for worker in cluster.workers}
         counted = {
             sample.labels["role"]: sample.value
             for family in cluster.router._metrics.hand_over_seconds.collect()
@@ -119,7 +119,7 @@ async def test_the_timeline_of_a_request_has_the_stages_of_both_workers_in_order
             if sample.name.endswith("_count")
         }
         assert counted == {"prefill": 1.0}
-        assert cluster.router.timelines.latest("", 5)[0]["id"] == "mine"
+        assert cluster.router.timelines.latest("", 5)[0].id == "mine"
         assert not cluster.router.timelines.latest("another key", 5)
 
 
@@ -129,12 +129,12 @@ async def test_a_running_request_shows_how_far_it_has_come() -> None:
         decode.allow(3)
         stream = cluster.submit(msgspec.structs.replace(ask(PROMPT), external_id="far"))
         (waiting,) = timelines.changed("", 5, seen)
-        assert (waiting["state"], waiting["output_tokens"], waiting["first_token_ms"]) == ("running", 0, None)
+        assert (waiting.state, waiting.output_tokens, waiting.first_token_ms) == ("running", 0, None)
         await cluster.until(lambda: stream.num_tokens > 0)
         (begun,) = timelines.changed("", 5, seen)
-        assert begun["state"] == "running"
-        assert begun["output_tokens"] == stream.num_tokens
-        assert begun["first_token_ms"] > 0
+        assert begun.state == "running"
+        assert begun.output_tokens == stream.num_tokens
+        assert begun.first_token_ms
         assert not timelines.changed("", 5, seen)
         decode.allow(None)
         assert (await collect(stream)).error is None
@@ -148,8 +148,8 @@ async def test_a_request_that_is_aborted_has_a_timeline_too() -> None:
         await cluster.until(lambda: all(worker.engine.load().waiting == 1 for worker in cluster.workers))
         stream.abort()
         await cluster.until(lambda: not any(worker.engine.load().waiting for worker in cluster.workers))
-        (shown,) = cluster.router.timelines.named("left", "")
-        assert shown["state"] == "aborted"
+        (shown,) = cluster.router.timelines.about("", "left", 0)
+        assert shown.state == "aborted"
         for worker in cluster.workers:
             worker.allow(None)
 
@@ -163,13 +163,13 @@ def test_stages_are_put_on_the_routers_clock_and_keep_their_own_length() -> None
     timelines.sent(line, [(request_id, worker, Role.WHOLE)], 0, now)
     now = 1002.0  # the worker's clock says 1.0 when ours says 1000.1: it came 0.1 s after it was sent, and is told 0.1 s later
     timelines.told(worker, Role.WHOLE, LegTimes(request_id, [(Stage.QUEUE, 1.0), (Stage.DECODE, 1.5)], 2.8))
-    (shown,) = timelines.named("far", "")
-    _, queue, decode = shown["stages"]
-    assert (queue["ms"], decode["ms"]) == (500.0, 1300.0), "its own time, to the digit"
-    clock = shown["clocks"][worker]
-    assert clock["offset_ms"] == pytest.approx(999_100.0, abs=clock["error_ms"] + 1e-6)
-    assert clock["error_ms"] == pytest.approx(100.0)
-    assert queue["start_ms"] == pytest.approx(100.0, abs=clock["error_ms"] + 1e-6)
+    (shown,) = timelines.about("", "far", 0)
+    _, queue, decode = shown.stages
+    assert (queue.ms, decode.ms) == (500.0, 1300.0), "its own time, to the digit"
+    clock = shown.clocks[worker]
+    assert clock.offset_ms == pytest.approx(999_100.0, abs=clock.error_ms + 1e-6)
+    assert clock.error_ms == pytest.approx(100.0)
+    assert queue.start_ms == pytest.approx(100.0, abs=clock.error_ms + 1e-6)
 
 
 def test_bounds_of_an_offset_become_narrower_and_follow_a_clock_that_is_set() -> None:
@@ -189,7 +189,7 @@ def test_as_many_timelines_are_kept_as_there_is_room_for() -> None:
         timelines.begin(line, 0.0)
         timelines.sent(line, [(new_request_id(), new_worker_id("whole"), Role.WHOLE)], 0, 1.0)
     timelines.sent(lines[0], [(new_request_id(), new_worker_id("whole"), Role.WHOLE)], 1, 2.0)  # again, after it was forgotten
-    assert [shown["id"] for shown in timelines.latest("", 10)] == ["4", "3", "2"]
+    assert [shown.id for shown in timelines.latest("", 10)] == ["4", "3", "2"]
     assert len(timelines) == len(timelines._legs) == 3
     timelines.told(new_worker_id("whole"), Role.WHOLE, LegTimes(new_request_id(), [(Stage.QUEUE, 1.0)], 2.0))  # not known
     timelines.told(new_worker_id("whole"), Role.WHOLE, LegTimes(new_request_id(), [], 2.0))

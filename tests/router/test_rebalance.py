@@ -161,6 +161,14 @@ def test_a_day_of_changing_traffic_needs_few_moves_and_ends_where_it_is_needed()
     assert 8 <= len(moves) <= 24  # a few for each of the eight turns of the day
 
 
+def test_encode_workers_have_a_pressure_and_never_move() -> None:
+    rebalancer, busy = Rebalancer(), WorkerLoad(waiting=8)
+    encode = [WorkerSight(id=WorkerId(f"e{number}"), role=Role.ENCODE, is_ready=True, load=busy) for number in range(2)]
+    idle = [WorkerSight(id=WorkerId(f"p{number}"), role=Role.PREFILL, is_ready=True) for number in range(3)]
+    assert [move for now in range(60) for move in rebalancer.observe([*encode, *idle], float(now))] == []
+    assert rebalancer.pressures == {Role.ENCODE: 2.0, Role.PREFILL: 0.0}
+
+
 class Carrier:
     def __init__(self, leader: Callable[[RouterId], bool], *, mode: RebalanceMode = "on", error: bool = False) -> None:
         self.now, self._error = 0.0, error

@@ -18,6 +18,7 @@ from kvrelay.metrics import Metrics
 from kvrelay.router.backend import GenerateRequest
 from kvrelay.router.failover import RetryRules
 from kvrelay.router.router import Router
+from kvrelay.router.shown import ClusterShown
 from kvrelay.router.stream import RequestStream
 from kvrelay.sampling import SamplingParams
 from kvrelay.states import FinishReason
@@ -259,6 +260,7 @@ async def test_cluster_shows_what_the_contract_names(cluster: Cluster) -> None:
     shown = cluster.router.cluster()
     assert shown["router"] == cluster.router.router_id
     assert shown["model"] == "stub"
+    assert msgspec.convert(shown, ClusterShown)["workers"][0]["blocks"].total == NUM_BLOCKS
     entry = cluster.shown(worker)
     wanted = {"id", "role", "state", "host", "pid", "running", "waiting", "transferring", "swapped", "blocks", "transfers"}
     assert wanted <= entry.keys()

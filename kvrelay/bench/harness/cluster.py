@@ -21,6 +21,8 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from kvrelay.bench.harness.workload import draw
 from kvrelay.checkpoint.spec import read_spec
 from kvrelay.config import ClusterOptions, EngineOptions, ModelOptions, RouterOptions, TransferOptions, read_environment
@@ -135,7 +137,7 @@ class LiveCluster:
         return draw(self._random, num_tokens, self.vocabulary)
 
     def workers(self) -> list[dict[str, Any]]:
-        workers: list[dict[str, Any]] = self.router.cluster()["workers"]
+        workers: list[dict[str, Any]] = msgspec.to_builtins(self.router.cluster()["workers"])
         return workers
 
     def pin(self, cores: Mapping[str, Sequence[int]]) -> None:

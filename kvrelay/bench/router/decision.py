@@ -58,7 +58,14 @@ _ADDRESS = "nowhere"
 _PARAMS = SamplingParams(max_tokens=256)
 _PAUSE_S = 0.001
 _LISTENERS = Listeners(
-    opened=_ignore, broken=_ignore, outputs=_ignore, told=_ignore, forgotten=_ignore, adapters=_ignore, malformed=_ignore
+    opened=_ignore,
+    broken=_ignore,
+    outputs=_ignore,
+    told=_ignore,
+    forgotten=_ignore,
+    timelines=_ignore,
+    adapters=_ignore,
+    malformed=_ignore,
 )
 
 Prompt: TypeAlias = "array[int]"

@@ -47,6 +47,7 @@ from kvrelay.wire.serving import (
     ToWorker,
     Welcome,
 )
+from kvrelay.wire.timelines import TimelineMessage
 
 FINGERPRINT = "fake"
 _LEASE_S = 60.0
@@ -145,7 +146,7 @@ class FakeWorker:
                 requests.pop(message.request_id, None)
             case Ping() | PeerLost() | Drain() | ReleaseKept() | Remember() | Forget() | AskKept() | Encode():
                 pass
-            case AdapterMessage():
+            case TimelineMessage() | AdapterMessage():
                 pass
             case _:
                 assert_never(message)

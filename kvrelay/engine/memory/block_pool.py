@@ -69,9 +69,12 @@ class BlockPool:
         if count > self.num_available:
             return None
         free, oldest = self._free, self._cached.popitem
-        blocks = [free.pop() for _ in range(min(count, len(free)))]
-        evicted = [oldest(last=False)[0] for _ in range(count - len(blocks))]
-        if evicted:
+        num_left = max(0, len(free) - count)
+        blocks = free[num_left:]
+        blocks.reverse()
+        del free[num_left:]
+        if len(blocks) < count:
+            evicted = [oldest(last=False)[0] for _ in range(count - len(blocks))]
             self._evict(evicted)
             blocks += evicted
         references, generations = self.references, self.generations
@@ -128,7 +131,7 @@ class BlockPool:
             assert self._others.keys().isdisjoint(blocks), f"not all of blocks {blocks} are held as {holder.name}"
             return
         others = [self._others.pop(block) for block in blocks]
-        assert all(held[holder] == 1 for held in others), f"not all of blocks {blocks} are held as {holder.name}"
+        assert others.count(_ONCE[holder]) == len(others), f"not all of blocks {blocks} are held as {holder.name}"
         self._kinds[holder] -= len(blocks)
 
     def forget(self, block: int) -> None:
@@ -138,16 +141,17 @@ class BlockPool:
             self._free.append(block)
 
     def counts(self) -> BlockCounts:
-        free, cached, kinds = len(self._free), len(self._cached), self._kinds
+        free, cached = len(self._free), len(self._cached)
+        _, reserved, sending, pinned, quarantined = self._kinds
         return BlockCounts(
             total=self.num_blocks,
             free=free,
             cached=cached,
-            in_use=self.num_blocks - free - cached - sum(kinds[1:]),
-            reserved=kinds[Holder.RESERVED],
-            sending=kinds[Holder.SENDING],
-            pinned=kinds[Holder.PINNED],
-            quarantined=kinds[Holder.QUARANTINED],
+            in_use=self.num_blocks - free - cached - reserved - sending - pinned - quarantined,
+            reserved=reserved,
+            sending=sending,
+            pinned=pinned,
+            quarantined=quarantined,
         )
 
     def pins(self) -> dict[int, int]:

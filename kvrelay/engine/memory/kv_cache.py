@@ -56,6 +56,8 @@ class KVCache:
     def findable(self, hashes: list[bytes]) -> list[bytes]:
         """Those of them that lead to a block, here or on the host."""
         here, on_host = self.prefixes.has, self.host_prefixes.has
+        if not len(self.host_prefixes):
+            return list(filter(here, hashes))
         return [digest for digest in hashes if here(digest) or on_host(digest)]
 
     def _chains(self) -> Iterator[tuple[bytes, bytes]]:
@@ -274,7 +276,7 @@ class KVCache:
         if not self._enabled or sequence.wants_prompt_logprobs:
             return []
         num_full = (len(sequence.tokens) - 1) // self.block_size
-        self._extend_hashes(sequence, num_full)
+        self._extend_hashes(sequence, len(sequence.tokens) // self.block_size)  # that of the last block is needed soon, too
         return self.prefixes.match(sequence.hashes[:num_full], sequence.tokens)
 
     def _register(self, sequence: Sequence, first: int, last: int) -> None:
@@ -295,8 +297,10 @@ class KVCache:
             parent = digest
 
     def _extend_hashes(self, sequence: Sequence, num_blocks: int) -> None:
-        if len(sequence.hashes) < num_blocks:
-            extend_hashes(sequence.hashes, self._root(sequence), sequence.tokens, self.block_size, num_blocks)
+        hashes = sequence.hashes
+        if len(hashes) < num_blocks:
+            root = b"" if hashes else self._root(sequence)  # asked for only where it is needed
+            extend_hashes(hashes, root, sequence.tokens, self.block_size, num_blocks)
 
     def _root(self, sequence: Sequence) -> bytes:
         key = sequence.request.cache_salt, sequence.request.adapter_digest

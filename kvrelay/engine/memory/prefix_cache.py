@@ -87,11 +87,9 @@ class PrefixCache:
             return False
         self.recorder.stored(hashes, parent)
         block_of.update(zip(hashes, blocks, strict=True))
-        start = 0
-        for block, digest in zip(blocks, hashes, strict=True):
-            end = start + self._block_size
-            content[block] = digest, tokens[start:end], parent
-            start, parent = end, digest
+        size = self._block_size
+        pieces = [tokens[start : start + size] for start in range(0, len(blocks) * size, size)]
+        content.update(zip(blocks, zip(hashes, pieces, [parent, *hashes[:-1]], strict=True), strict=True))
         return True
 
     def remove(self, blocks: Sequence[int]) -> None:

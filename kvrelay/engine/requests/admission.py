@@ -11,6 +11,7 @@ from kvrelay.engine.request import begins_anew
 from kvrelay.errors import InvalidRequestError, QueueFullError, UnavailableError
 from kvrelay.ids import WorkerId
 from kvrelay.media.placeholders import placeholder_ids
+from kvrelay.native.hashing import tokens_below
 from kvrelay.sampling import SamplingParams
 from kvrelay.wire.serving import Submit
 
@@ -82,7 +83,7 @@ class Limits:
         if not prompt:
             raise InvalidRequestError("the prompt is empty", param="prompt")
         text = self._without_images(submit) if submit.images else prompt
-        if text and (min(text) < 0 or max(text) >= self.model.vocab_size):
+        if not tokens_below(text, self.model.vocab_size):
             raise InvalidRequestError(f"token ids must be from 0 to {self.model.vocab_size - 1}", param="prompt")
         if len(prompt) >= self.model.max_model_len:
             raise InvalidRequestError(

@@ -16,7 +16,7 @@ from kvrelay.engine.requests.beam import Beams
 from kvrelay.engine.requests.endings import Endings
 from kvrelay.errors import HandOverError, InternalError, InvalidRequestError, RequestError
 from kvrelay.log import Log
-from kvrelay.states import FinishReason, RequestState, Stage
+from kvrelay.states import FinishReason, KVState, RequestState, Stage
 from kvrelay.wire.serving import FirstToken, Logprob, SequenceOutput, TokenLogprobs
 
 log = Log("engine")
@@ -37,38 +37,41 @@ class Commit:
         self._max_model_len = core.limits.model.max_model_len
 
     def rows(self, plan: StepPlan, result: StepResult) -> None:
-        decodes = not self._hands_on
+        """By far the most of them decode: one token of the output was computed, and gives the next. What `_row` does for these
+        is done here without a call, as far as nothing else happens."""
+        outbox, kv, size, eos, longest = self._outbox, self._kv, self._kv.block_size, self._eos_token_ids, self._max_model_len
+        decodes, running, active, num_decoded = not self._hands_on, RequestState.RUNNING, KVState.ACTIVE, 0
         for row, answer in zip(plan.rows, result.rows, strict=True):
             sequence = row.sequence
             assert isinstance(sequence, Sequence)
             if answer.failure is not None:
                 self._endings.fail(sequence.request, _error_of(answer.failure))
-            elif sequence.state is not RequestState.RUNNING:  # a sibling's failure ended it
                 continue
-            elif (
-                decodes
-                and row.count == row.samples == 1
-                and answer.logprobs is None
-                and row.start >= sequence.num_prompt_tokens
-            ):
-                self._decode(sequence, answer.tokens[0])
-            else:
+            if sequence.state is not running:  # a sibling's failure ended it
+                continue
+            prompt = sequence.num_prompt_tokens
+            if not (decodes and row.count == row.samples == 1 and answer.logprobs is None and row.start >= prompt):
                 self._row(row, sequence, answer)
-
-    def _decode(self, sequence: Sequence, token: int) -> None:
-        """`_row` for by far the most rows: one token of the output was computed, and gives the next."""
-        tokens = sequence.tokens
-        self._kv.computed(sequence, 1)
-        position = len(tokens) - sequence.num_prompt_tokens
-        tokens.append(token)
-        self._outbox.num_output_tokens += 1
-        reason = self._finish_reason(sequence)
-        self._outbox.outputs.append(
-            SequenceOutput(sequence.request_id, sequence.sample, position, [token], reason, sequence.cached_tokens)
-        )
-        if reason is not None:
-            self._endings.end(sequence, reason)
-            self._endings.settle(sequence.request)
+                continue
+            computed = sequence.num_computed + 1
+            if computed % size and sequence.kv_state is active:
+                sequence.num_computed = computed
+            else:
+                kv.computed(sequence, 1)
+            tokens, params, token, reason = sequence.tokens, sequence.params, answer.tokens[0], None
+            tokens.append(token)
+            length = len(tokens)
+            count = length - prompt
+            if count >= params.max_tokens or length >= longest or token in eos or params.stop_token_ids:
+                reason = self._finish_reason(sequence)
+            num_decoded += 1
+            outbox.outputs.append(
+                SequenceOutput(sequence.request_id, sequence.sample, count - 1, [token], reason, sequence.cached_tokens)
+            )
+            if reason is not None:
+                self._endings.end(sequence, reason)
+                self._endings.settle(sequence.request)
+        outbox.num_output_tokens += num_decoded
 
     def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
         """Whether its last token ends it, as far as a worker can tell. The router, which sees the text, finds stop strings."""

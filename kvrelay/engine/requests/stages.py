@@ -46,8 +46,12 @@ class Stages:
 
     def seconds_in(self, stage: Stage) -> float:
         """Of the last time that it was in it, which may not have ended."""
-        ends = [at for _, at in self.entered[1:]] + [self._clock()]
-        return next((end - at for (one, at), end in reversed(list(zip(self.entered, ends, strict=True))) if one is stage), 0.0)
+        end = self._clock()
+        for one, at in reversed(self.entered):
+            if one is stage:
+                return end - at
+            end = at
+        return 0.0
 
     def times(self, request_id: RequestId, resumed_s: float = 0.0) -> LegTimes:
         return LegTimes(request_id, self.entered, self._clock(), resumed_s)

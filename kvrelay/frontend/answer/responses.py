@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from typing import Any
+from typing import Any, Literal, NotRequired, TypedDict
 
 import msgspec
 
@@ -15,7 +15,7 @@ from kvrelay.frontend.answer.items import OutputItems
 from kvrelay.frontend.answer.logprobs import chat_logprobs
 from kvrelay.frontend.answer.loop import answer, delivery_of
 from kvrelay.frontend.answer.reader import AnswerReader
-from kvrelay.frontend.answer.types import TokenLogprob
+from kvrelay.frontend.answer.types import Provenance, TokenLogprob
 from kvrelay.frontend.http.call import Call
 from kvrelay.frontend.http.errors import error_fields
 from kvrelay.frontend.prompt.conversation import Conversation, prepare_conversation
@@ -28,6 +28,46 @@ from kvrelay.states import FinishReason
 
 _decoder = msgspec.json.Decoder(ResponsesRequest)
 _encode = msgspec.json.Encoder().encode
+
+
+class ResponseUsage(TypedDict):
+    input_tokens: int
+    input_tokens_details: dict[str, int]
+    output_tokens: int
+    output_tokens_details: dict[str, int]
+    total_tokens: int
+
+
+class ResponseShown(TypedDict):
+    """Repeats what the request asked for. `kvrelay` is there if it continues another."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    completed_at: NotRequired[int | None]
+    status: str
+    background: bool
+    error: dict[str, Any] | None
+    incomplete_details: dict[str, str] | None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    model: str
+    output: list[dict[str, Any]]  # messages, reasoning and calls
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    reasoning: dict[str, Any]
+    store: bool
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_logprobs: int
+    top_p: float
+    truncation: str
+    usage: ResponseUsage | None
+    user: str | None
+    kvrelay: NotRequired[Provenance]
 
 
 async def responses(service: Service, call: Call) -> None:
@@ -89,13 +129,10 @@ class _Response:
         cut = self._reader.sample.finish is FinishReason.LENGTH
         status = "incomplete" if cut else "completed"
         self._items.finish(status)
-        self._response |= {
-            "status": status,
-            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-            "completed_at": None if cut else int(time.time()),
-            "output": self._items.items,
-            "usage": self._usage(),
-        }
+        response = self._response
+        response["status"], response["output"], response["usage"] = status, self._items.items, self._usage()
+        response["incomplete_details"] = {"reason": "max_output_tokens"} if cut else None
+        response["completed_at"] = None if cut else int(time.time())
         if not isinstance(origin := self._generation.provenance(), msgspec.UnsetType):
             self._response["kvrelay"] = origin
         if self._request.store is not False:
@@ -108,7 +145,7 @@ class _Response:
         stored = StoredResponse(body=_encode(self._response), messages=messages, head=head_of(self._request))
         self._service.backend.continuations.store(self._reader.sample.parent, record_of(stored))
 
-    def _usage(self) -> dict[str, Any]:
+    def _usage(self) -> ResponseUsage:
         generation = self._generation
         return {
             "input_tokens": generation.prompt_tokens,
@@ -136,7 +173,7 @@ class _Response:
         return self._pending()
 
 
-def _empty_response(service: Service, call: Call, request: ResponsesRequest) -> dict[str, Any]:
+def _empty_response(service: Service, call: Call, request: ResponsesRequest) -> ResponseShown:
     """The response before its output, repeating what was requested."""
     wanted = None if request.text is None else request.text.format
     return {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -171,7 +171,7 @@ class Call:
         await self._send({"type": "http.response.start", "status": status, "headers": fields})
         await self._send({"type": "http.response.body", "body": body})
 
-    async def answer_json(self, value: msgspec.Struct | dict[str, Any], headers: Iterable[Header] = ()) -> None:
+    async def answer_json(self, value: msgspec.Struct | Mapping[str, object], headers: Iterable[Header] = ()) -> None:
         await self.answer(200, msgspec.json.encode(value), [JSON_TYPE, *headers])
 
     async def start_stream(self, headers: Iterable[Header] = ()) -> None:

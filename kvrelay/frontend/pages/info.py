@@ -29,6 +29,15 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
     object: Literal["list"] = "list"
 
 
+class Health(msgspec.Struct, frozen=True, kw_only=True):
+    status: Literal["ok"] = "ok"
+
+
+class Versions(msgspec.Struct, frozen=True, kw_only=True):
+    version: str
+    python: str
+
+
 async def models(service: Service, call: Call) -> None:
     names = dict.fromkeys([*service.models, *service.backend.adapters])
     await call.answer_json(ModelList(data=[_model(service, name) for name in names]))
@@ -54,7 +63,7 @@ def _model(service: Service, name: str) -> Model:
 async def health(service: Service, call: Call) -> None:
     if not service.backend.ready:
         raise UnavailableError("no worker is ready", code="not_ready")
-    await call.answer_json({"status": "ok"})
+    await call.answer_json(Health())
 
 
 async def cluster(service: Service, call: Call) -> None:
@@ -66,7 +75,7 @@ async def metrics_page(service: Service, call: Call) -> None:
 
 
 async def version_page(service: Service, call: Call) -> None:
-    await call.answer_json({"version": version(), "python": platform.python_version()})
+    await call.answer_json(Versions(version=version(), python=platform.python_version()))
 
 
 async def index(service: Service, call: Call) -> None:

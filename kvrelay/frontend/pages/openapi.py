@@ -9,19 +9,22 @@ from typing import Any
 import msgspec
 
 from kvrelay.frontend.answer.messages import MessageAnswer, TokenCount
+from kvrelay.frontend.answer.responses import ResponseShown
 from kvrelay.frontend.answer.types import ChatCompletion, Completion
 from kvrelay.frontend.http.call import Call
 from kvrelay.frontend.http.errors import JSON_TYPE, MESSAGES_PATHS, ErrorResponse, MessageError
 from kvrelay.frontend.pages.admin import DrainRequest, LoadAdapterRequest, RoleRequest, UnloadAdapterRequest
 from kvrelay.frontend.pages.continuations import ContinuationDeleted, ContinuationHandle, ContinuationList
-from kvrelay.frontend.pages.info import Model, ModelList
+from kvrelay.frontend.pages.info import Health, Model, ModelList, Versions
 from kvrelay.frontend.pages.responses import ResponseDeleted
+from kvrelay.frontend.pages.timelines import TimelineList
 from kvrelay.frontend.pages.tokenize import Detokenized, Tokenized, TokenizerInfo
 from kvrelay.frontend.prompt.messages_types import CountTokensRequest, MessagesRequest
 from kvrelay.frontend.prompt.responses_types import ResponsesRequest
 from kvrelay.frontend.prompt.types import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from kvrelay.frontend.service import Service
 from kvrelay.router.backend import AdapterChange, DrainOrder
+from kvrelay.router.shown import ClusterShown
 from kvrelay.version import version
 
 _JSON = "application/json"
@@ -42,7 +45,6 @@ ERRORS = {
     503: "No worker is ready",
     504: "The request took longer than its time limit",
 }
-_OBJECT: dict[str, Any] = {"type": "object"}
 _PATH_NAME = re.compile(r"\{(\w+)\}")
 
 
@@ -51,7 +53,7 @@ class _Operation(msgspec.Struct, frozen=True):
     path: str
     summary: str
     errors: tuple[int, ...]
-    answer: type | None = None  # None: a JSON object that is not described further
+    answer: type | None = None  # None: text
     body: type | None = None
     streams: bool = False
     content_type: str = _JSON
@@ -60,7 +62,9 @@ class _Operation(msgspec.Struct, frozen=True):
 _OPERATIONS = (
     _Operation("post", "/v1/chat/completions", "Answer a conversation", _GENERATE, ChatCompletion, ChatRequest, True),
     _Operation("post", "/v1/completions", "Continue prompts", _GENERATE, Completion, CompletionRequest, True),
-    _Operation("post", "/v1/responses", "Answer, in the form of the Responses API", _GENERATE, None, ResponsesRequest, True),
+    _Operation(
+        "post", "/v1/responses", "Answer, in the form of the Responses API", _GENERATE, ResponseShown, ResponsesRequest, True
+    ),
     _Operation(
         "post", "/v1/messages", "Answer, in the form of Anthropic's API", _GENERATE, MessageAnswer, MessagesRequest, True
     ),
@@ -75,16 +79,17 @@ _OPERATIONS = (
     _Operation("get", "/v1/continuations", "The caller's requests whose KV is kept", (401,), ContinuationList),
     _Operation("get", _ONE, "One request that can be continued from", (400, 401, 404), ContinuationHandle),
     _Operation("delete", _ONE, "Give up what is kept of a request", (401, 404), ContinuationDeleted),
-    _Operation("get", _RESPONSE, "One stored response", (400, 401, 404)),
+    _Operation("get", _RESPONSE, "One stored response", (400, 401, 404), ResponseShown),
     _Operation("delete", _RESPONSE, "Forget a stored response", (401, 404), ResponseDeleted),
     _Operation("get", "/v1/models", "The model that is served", (401,), ModelList),
     _Operation("get", "/v1/models/{model}", "One model", (401, 404), Model),
-    _Operation("get", "/health", "Whether requests can be served", (503,)),
-    _Operation("get", "/cluster", "Workers, their load and their KV blocks", (401,)),
-    _Operation("get", "/requests", "The last requests, with the stages of each", (400, 401)),
-    _Operation("get", "/requests/{id}", "The stages of one request", (401, 404)),
+    _Operation("get", "/health", "Whether requests can be served", (503,), Health),
+    _Operation("get", "/cluster", "Workers, their load and their KV blocks", (401,), ClusterShown),
+    _Operation("get", "/requests", "The last requests, with the stages of each", (400, 401), TimelineList),
+    _Operation("get", "/requests/{id}", "The stages of one request", (401, 404), TimelineList),
     _Operation("get", "/metrics", "Prometheus metrics", (), content_type="text/plain"),
-    _Operation("get", "/version", "Versions", (401,)),
+    _Operation("get", "/version", "Versions", (401,), Versions),
+    _Operation("get", "/feed", "What the dashboard shows, as events", (401, 503), content_type="text/event-stream"),
 )
 
 
@@ -119,8 +124,8 @@ def openapi(root_path: str = "") -> dict[str, Any]:
 
 
 def _described(operation: _Operation, schemas: dict[type, dict[str, Any]]) -> dict[str, Any]:
-    schema = _OBJECT if operation.answer is None else schemas[operation.answer]
-    content = {operation.content_type: {"schema": schema if operation.content_type == _JSON else {"type": "string"}}}
+    schema = {"type": "string"} if operation.answer is None else schemas[operation.answer]
+    content = {operation.content_type: {"schema": schema}}
     about = operation.summary if operation.body is None else "The answer"
     if operation.streams:
         content["text/event-stream"] = {"schema": {"type": "string"}}

@@ -5,6 +5,7 @@ import { lanesOf } from "./requests.js";
 import { ask, events } from "./server.js";
 
 const WRITE_EVERY_MS = 40;
+const LOOK_UP_AFTER_MS = 2500; // the feed tells every second
 const value = (id) => byId(id).value.trim();
 const isAtEnd = (log) => log.scrollHeight - log.scrollTop - log.clientHeight < 40;
 const number = (id) => (value(id) === "" ? undefined : Number(value(id)));
@@ -122,6 +123,7 @@ export class Chat {
     byId("chat-send").disabled = false;
     answer.more.hidden = !(run.finish === "length" || run.finish === "stopped") || !answer.ids.length;
     this.write(answer, run);
+    setTimeout(() => this.lookUp(answer).catch(console.warn), LOOK_UP_AFTER_MS);
     announce(run.finish === "stopped" ? "Stopped" : "The answer is complete");
   }
 
@@ -166,6 +168,11 @@ export class Chat {
     if (run.first && made > 1) after.push(`${short((made - 1) / Math.max(0.001, (now - run.first) / 1000))} tokens/s`);
     if (run.finish && run.finish !== "stop") after.push(run.finish === "length" ? "longest answer reached" : run.finish);
     setText(answer.counts, [tokens, cached ? `${cached} from cache` : "", ...after].filter(Boolean).join(", "));
+  }
+
+  // The feed tells what its own router served; behind the same port there may be others.
+  async lookUp({ ids }) {
+    for (const id of ids.filter((one) => !this.requests.find(one))) this.requests.take((await (await ask(`requests/${encodeURIComponent(id)}`)).json()).data);
   }
 
   // What the feed knows of the requests that made the answers.

@@ -8,7 +8,7 @@ const stageName = (stage) => stage.replace("_", "-");
 
 export class Requests {
   constructor() {
-    this.known = new Map(); // by number
+    this.known = new Map(); // by number and router
     this.rows = new Map();
     this.listeners = [];
     const shown = STAGES.map((stage) => h("li", {}, h("span", { class: `swatch stage-${stage}` }), stageName(stage)));
@@ -19,16 +19,15 @@ export class Requests {
   restart() { this.known.clear(); }
 
   take(requests) {
-    for (const request of requests) this.known.set(request.number, { ...request, heardAt: Date.now() });
-    const numbers = [...this.known.keys()].sort((a, b) => b - a);
-    for (const number of numbers.slice(SHOWN)) this.known.delete(number);
-    this.show(numbers.slice(0, SHOWN));
+    for (const request of requests) this.known.set(`${request.number} ${request.router}`, { ...request, heardAt: Date.now() });
+    const newest = [...this.known].sort(([, a], [, b]) => b.arrived_at - a.arrived_at || b.number - a.number);
+    this.known = new Map(newest.slice(0, SHOWN).reverse());
+    this.show(new Map(newest.slice(0, SHOWN)));
     for (const listener of this.listeners) listener(requests);
   }
 
-  show(numbers) {
-    byId("no-requests").hidden = numbers.length > 0;
-    const wanted = new Map(numbers.map((number) => [number, this.known.get(number)]));
+  show(wanted) {
+    byId("no-requests").hidden = wanted.size > 0;
     keyed(byId("requests"), this.rows, wanted, () => createRow((name) => this.goTo(name)), updateRow);
   }
 
@@ -36,7 +35,7 @@ export class Requests {
 
   goTo(name) {
     const request = this.find(name);
-    const row = request && this.rows.get(request.number);
+    const row = request && this.rows.get(`${request.number} ${request.router}`);
     if (!row) return false;
     row.node.querySelector("details").open = true;
     row.summary.focus();
@@ -129,7 +128,7 @@ function familyOf(request, goTo) {
 
 function factsOf(request) {
   const facts = [["Arrived", new Date(request.arrived_at * 1000).toLocaleTimeString()], ["Answer", request.answer_id], ["Transfer", request.transfer_id], ["Trace", request.trace_id]];
-  const clocks = Object.entries(request.clocks).map(([worker, clock]) => `${workerName(worker)} ±${ms(clock.error_ms)}`);
+  const clocks = Object.entries(request.clocks).map(([worker, clock]) => `${workerName(worker)} ${clock.offset_ms < 0 ? "−" : "+"}${ms(Math.abs(clock.offset_ms))} (±${ms(clock.error_ms)})`);
   if (clocks.length) facts.push(["Clocks", clocks.join(", ")]);
   return h("dl", { class: "facts" }, ...facts.filter(([, value]) => value).map(([title, value]) => h("div", {}, h("dt", { text: title }), h("dd", { text: value }))));
 }
