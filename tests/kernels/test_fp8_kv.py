@@ -22,7 +22,7 @@ if HAS_TRITON:
     from kvrelay.kernels.cuda.decode import decode_attention
     from kvrelay.kernels.cuda.kernels import CudaKernels
     from kvrelay.kernels.cuda.prefill import paged_attention
-    from kvrelay.kernels.cuda.table import DecodeChoice, PrefillChoice
+    from kvrelay.kernels.cuda.table import DecodeChoice, PrefillChoice, choose_decode
 
     use_few_programs()
 
@@ -87,6 +87,20 @@ def test_what_is_stored_is_rounded_and_stays_finite(name: str, dtype: torch.dtyp
     if ON_CARD or name == "torch":
         torch.testing.assert_close(written, expected, atol=0.0, rtol=0.0)
     torch.testing.assert_close(narrow.float(), to_kv(kv, FP8).float(), atol=2.0**-8, rtol=0.13, equal_nan=True)
+
+
+@needs_triton
+@pytest.mark.parametrize("num_heads", [pytest.param(count, marks=on_card) for count in (8, 64, 512, 2048)])
+def test_decode_as_the_table_has_it(num_heads: int) -> None:
+    dtype = torch.bfloat16 if ON_CARD else torch.float16
+    lengths = (0, 1, 63, 64, 65, *([1024, 1088, 4000] if ON_CARD else []))
+    case = Case(HeadShape(8, 2, 128), 16, tuple((1, context) for context in lengths), dtype)
+    q, batch, kv = make(case, DEVICE)
+    narrow = kv.to(FP8)
+    out = torch.full((case.num_tokens, 8 * 128), float("nan"), dtype=dtype, device=DEVICE)
+    choice = choose_decode(num_heads, 4096, 256, narrow=True)
+    decode_attention(q, case.shape, batch.attention, narrow, 0.1, out, choice=choice)
+    assert error(out, attention64(case, q, batch, narrow.float(), 0.1)) < TOLERANCE[dtype]
 
 
 @needs_triton

@@ -158,7 +158,8 @@ def decode_attention(
     group = shape.num_heads // shape.num_kv_heads
     if choice is None:
         heads, head_bytes = num_rows * shape.num_kv_heads, dim * q.element_size()
-        choice = choose_mixed(heads, head_bytes) if mixed else choose_decode(heads, rows.max_context, head_bytes)
+        narrow = kv.element_size() < q.element_size()
+        choice = choose_mixed(heads, head_bytes) if mixed else choose_decode(heads, rows.max_context, head_bytes, narrow)
     splits = choice.splits
     partial = lse = out
     if splits > 1:

@@ -56,9 +56,11 @@ def is_triton_faster(num_rows: int, num_lines: int, gated: bool, scaled: bool) -
 
 
 @functools.lru_cache(maxsize=4096)
-def choose_decode(num_heads: int, max_context: int, head_bytes: int) -> DecodeChoice:
-    """`num_heads` counts the KV heads of all rows."""
+def choose_decode(num_heads: int, max_context: int, head_bytes: int, narrow: bool = False) -> DecodeChoice:
+    """`num_heads` counts the KV heads of all rows, `head_bytes` those of a head of the query. `narrow`: KV is in fp8."""
     wide = head_bytes > _WIDE_HEAD_BYTES
+    if narrow and not wide and num_heads > 1024:
+        return DecodeChoice(1, 64, 2, 3)
     if num_heads > 1024:
         return DecodeChoice(1, 32, 2, 2 if wide else 3)
     splits, tile = 1, 32 if wide or max_context <= 512 or num_heads <= 8 else 64
