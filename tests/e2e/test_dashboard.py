@@ -76,30 +76,6 @@ def unmeasured(browser: Browser) -> list[str]:
     return [label for label in labels if "not measured" in label]
 
 
-# Two ticks of a feed, and one of another router: 2 s in which 10 first tokens and 40 of 160 prompt tokens were computed.
-CHARTED = """
-const done = arguments[0], none = { by_peer: {} };
-const worker = (count) => ({ id: "w", role: "whole", state: "ready", waiting: 1, running: 2, transfers: none, images: none,
-  output_tokens: 3 * count, prompt_tokens: count, cached_tokens: 3 * count });
-const tick = (router, at, count) => ({ at, counters: { workers_left: 0 }, cluster: { router, workers: [worker(8 * count)] },
-  histograms: { ttft: [["0.1", count], ["0.2", 2 * count], ["+Inf", 2 * count]], inter_token: [["+Inf", 0]], queue: [] } });
-import("/assets/history.js").then(({ History }) => {
-  const history = new History();
-  for (const one of [tick("a", 1e10, 0), tick("a", 1e10 + 2, 5), tick("b", 1e10 + 4, 9)]) history.take(one);
-  done(history.points);
-}, (error) => done(String(error)));
-"""
-
-
-def test_the_charts_make_rates_and_quantiles_of_what_the_feed_counts(browser: Browser, cluster: ProcessCluster) -> None:
-    open_dashboard(browser, cluster)
-    (point,) = browser.driver.execute_async_script(CHARTED)
-    assert point == {
-        "at": 1e10 + 2, "ttft50": pytest.approx(0.1), "ttft95": pytest.approx(0.19), "token50": None, "token95": None,
-        "waiting": 1, "running": 2, "output": 60, "prompt": 20, "hits": 75,
-    }  # fmt: skip
-
-
 def test_a_chat_streams_and_says_who_did_what(browser: Browser, cluster: ProcessCluster) -> None:
     open_dashboard(browser, cluster)
     say(browser, "Tell me of the quick brown fox that jumps over the lazy dog, and of the capital of France.", tokens=400)
@@ -113,24 +89,6 @@ def test_a_chat_streams_and_says_who_did_what(browser: Browser, cluster: Process
     browser.until(lambda: browser.count("#charts svg") == 5 and not unmeasured(browser), "all charts have values")
     browser.until(lambda: "B moved" in browser.text(".flow") or "B/s" in browser.text(".flow"), "KV flows on the map")
     assert browser.problems() == []
-
-
-def test_an_answer_of_another_router_shows_its_stages_too(browser: Browser, cluster: ProcessCluster) -> None:
-    """As behind one port, where the feed and the chat may be with different ones."""
-    with cluster.another_router("--served-model-name", "tiny", "--allowed-origins", "*") as url:
-        browser.driver.execute_cdp_cmd("Page.setBypassCSP", {"enabled": True})
-        open_dashboard(browser, cluster)
-        browser.js(
-            "const own = fetch; fetch = (path, rest) => own(path.startsWith('v1/') ? `${arguments[0]}/${path}` : path, rest)",
-            url,
-        )
-        say(browser, "The quick brown fox jumps over the lazy dog.", tokens=10)
-        browser.until(lambda: "decode-" in browser.text(".turn.model .work ul"), "the stages are shown")
-        (shown,) = [
-            one for one in cluster.get("/requests?limit=50")["data"] if one["router"] != cluster.get("/cluster")["router"]
-        ]
-        assert shown["id"] in browser.text("#requests li:first-child .id")
-        browser.driver.execute_cdp_cmd("Page.setBypassCSP", {"enabled": False})
 
 
 def test_stop_ends_an_answer(browser: Browser, cluster: ProcessCluster) -> None:
@@ -264,3 +222,45 @@ def test_with_keys_nothing_is_shown_without_one(browser: Browser) -> None:
         browser.driver.get("about:blank")
         browser.until(lambda: app.feed.num_viewers == 0, "the feed has ended")
     assert not app.feed.is_running
+
+
+# Two ticks of a feed, and one of another router: 2 s in which 10 first tokens and 40 of 160 prompt tokens were computed.
+CHARTED = """
+const done = arguments[0], none = { by_peer: {} };
+const worker = (count) => ({ id: "w", role: "whole", state: "ready", waiting: 1, running: 2, transfers: none, images: none,
+  output_tokens: 3 * count, prompt_tokens: count, cached_tokens: 3 * count });
+const tick = (router, at, count) => ({ at, counters: { workers_left: 0 }, cluster: { router, workers: [worker(8 * count)] },
+  histograms: { ttft: [["0.1", count], ["0.2", 2 * count], ["+Inf", 2 * count]], inter_token: [["+Inf", 0]], queue: [] } });
+import("/assets/history.js").then(({ History }) => {
+  const history = new History();
+  for (const one of [tick("a", 1e10, 0), tick("a", 1e10 + 2, 5), tick("b", 1e10 + 4, 9)]) history.take(one);
+  done(history.points);
+}, (error) => done(String(error)));
+"""
+
+
+def test_the_charts_make_rates_and_quantiles_of_what_the_feed_counts(browser: Browser, cluster: ProcessCluster) -> None:
+    open_dashboard(browser, cluster)
+    (point,) = browser.driver.execute_async_script(CHARTED)
+    assert point == {
+        "at": 1e10 + 2, "ttft50": pytest.approx(0.1), "ttft95": pytest.approx(0.19), "token50": None, "token95": None,
+        "waiting": 1, "running": 2, "output": 60, "prompt": 20, "hits": 75,
+    }  # fmt: skip
+
+
+def test_an_answer_of_another_router_shows_its_stages_too(browser: Browser, cluster: ProcessCluster) -> None:
+    """As behind one port, where the feed and the chat may be with different ones."""
+    with cluster.another_router("--served-model-name", "tiny", "--allowed-origins", "*") as url:
+        browser.driver.execute_cdp_cmd("Page.setBypassCSP", {"enabled": True})
+        open_dashboard(browser, cluster)
+        browser.js(
+            "const own = fetch; fetch = (path, rest) => own(path.startsWith('v1/') ? `${arguments[0]}/${path}` : path, rest)",
+            url,
+        )
+        say(browser, "The quick brown fox jumps over the lazy dog.", tokens=10)
+        browser.until(lambda: "decode-" in browser.text(".turn.model .work ul"), "the stages are shown")
+        (shown,) = [
+            one for one in cluster.get("/requests?limit=50")["data"] if one["router"] != cluster.get("/cluster")["router"]
+        ]
+        assert shown["id"] in browser.text("#requests li:first-child .id")
+        browser.driver.execute_cdp_cmd("Page.setBypassCSP", {"enabled": False})
