@@ -65,15 +65,22 @@ def test_without_a_compiler_and_without_a_wheels_library_there_is_none(monkeypat
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """A wheel and an sdist of a copy of the sources."""
-    copy, out = tmp_path_factory.mktemp("sources"), tmp_path_factory.mktemp("made")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """A copy, in which builds may leave what they like."""
+    copy = tmp_path_factory.mktemp("sources")
     shutil.copytree(ROOT / "kvrelay", copy / "kvrelay", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy / name)
+    return copy
+
+
+@pytest.fixture(scope="module")
+def made(sources: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """A wheel and an sdist."""
+    out = tmp_path_factory.mktemp("made")
     for hook in ("build_sdist", "build_wheel"):
         command = f"from setuptools import build_meta; build_meta.{hook}({str(out)!r})"
-        subprocess.run([sys.executable, "-c", command], cwd=copy, check=True, capture_output=True)
+        subprocess.run([sys.executable, "-c", command], cwd=sources, check=True, capture_output=True)
     return out
 
 
@@ -118,3 +125,27 @@ def test_an_installed_wheel_brings_all_native_code_and_compiles_nothing(made: pa
     assert kernels == "NativeKernels"
     assert not (tmp_path / "called").exists()
     assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("tool", ["pip", "pipx"])
+def test_it_can_be_installed_in_a_clean_environment(tool: str, sources: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """From the package index, with all that it needs; then the command runs, whatever this interpreter has installed."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
+    clean |= {"PIP_CONSTRAINT": str(ROOT / "constraints.txt")}
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "pip"], check=True, env=clean)
+    pip, command = tmp_path / "pip/bin/python", tmp_path / "pip/bin/kvrelay"
+    if tool == "pip":
+        subprocess.run([pip, "-m", "pip", "install", "-q", "."], check=True, cwd=sources, env=clean)
+    else:
+        clean |= {
+            "PIPX_HOME": str(tmp_path / "pipx"),
+            "PIPX_BIN_DIR": str(tmp_path / "bin"),
+            "PIPX_MAN_DIR": str(tmp_path / "man"),
+        }
+        subprocess.run([pip, "-m", "pip", "install", "-q", "pipx"], check=True, env=clean)
+        subprocess.run([pip, "-m", "pipx", "install", "."], check=True, cwd=sources, env=clean)
+        command = tmp_path / "bin/kvrelay"
+    for words in (["version"], ["serve", "--help"], ["doctor", "--help"]):
+        result = subprocess.run([command, *words], cwd=tmp_path, env=clean, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stderr
