@@ -234,8 +234,7 @@ class TorchRunner:
         elif self._prompts is not None and self._prompts.takes(rows):
             self._prompts.run(rows[0])
             if self._on_layer is not None:
-                for layer in range(self.spec.num_layers):
-                    self._on_layer(layer)  # all of them at once: there is little of it
+                self._on_layer(self.spec.num_layers - 1)  # all layers, behind one fence
         else:
             return None
         wanted = [(index, index) for index, row in enumerate(rows) if row.samples or row.candidates]

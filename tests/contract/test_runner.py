@@ -379,11 +379,13 @@ def test_layers_are_told_in_order_with_fences_that_pass(runner: Runner) -> None:
     behind = runner.fence()
     runner.launch(StepPlan(rows=[Row(sequence, 3, 1, 1)]))
     runner.collect()
-    run(runner, plan(whole(FreeSequence(tokens=prompt(6, 5), block_table=[1, 2]))))
     layers = [layer for layer, _ in told]
-    once = layers[: len(told) // 3]
-    assert layers == once * 3
+    once = layers[: len(told) // 2]
+    assert layers == once * 2
     assert once == sorted(set(once))
+    run(runner, plan(whole(FreeSequence(tokens=prompt(6, 5), block_table=[1, 2]))))
+    replayed = [layer for layer, _ in told[len(layers) :]]
+    assert replayed in (once, once[-1:]), "the layers one by one, or all at once"
     assert behind.passed()  # a token is here that was computed later
     assert all(fence.passed() for _, fence in told)
 

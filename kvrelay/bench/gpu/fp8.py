@@ -28,7 +28,12 @@ _HELD: dict[str, tuple[WeightsOption, KVDtypeOption]] = {
 
 
 def measure_fp8(rounds: int, console: Console) -> dict[str, float]:
-    results = measure_precision(console)
+    """One after the other: an engine has most of the card."""
+    return measure_precision(console) | measure_weights(rounds, console) | measure_kv(rounds, console)
+
+
+def measure_weights(rounds: int, console: Console) -> dict[str, float]:
+    results: dict[str, float] = {}
     with open_bench(rounds, weights="fp8") as bench:
         for work in DECODES:
             with console.status(f"fp8: decode {work.batch} x {work.prompt_tokens}"):
@@ -38,7 +43,7 @@ def measure_fp8(rounds: int, console: Console) -> dict[str, float]:
             with console.status(f"fp8: prefill {length}"):
                 bench.seconds(1, length, 1)
                 results[f"fp8_prefill_{length}_ms"] = bench.best(1, length, 1) * 1e3
-    return results | measure_kv(rounds, console)
+    return results
 
 
 def measure_kv(rounds: int, console: Console) -> dict[str, float]:
