@@ -44,7 +44,7 @@ class Metrics:
 
     # The front end counts these.
     # endpoint: a path, or none (see turned_away)
-    requests: Counter = _counter("kvrelay_requests", "HTTP requests answered", "endpoint", "status")
+    requests: Counter = _counter("kvrelay_requests", "HTTP requests answered or turned away", "endpoint", "status")
     requests_in_flight: Gauge = _gauge("kvrelay_requests_in_flight", "HTTP requests being answered")
     aborted: Counter = _counter("kvrelay_aborted", "Requests whose client left before the end")
     prompt_tokens: Counter = _counter("kvrelay_prompt_tokens", "Prompt tokens of answered requests")

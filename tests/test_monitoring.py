@@ -219,7 +219,7 @@ def test_a_real_prometheus_scrapes_a_real_cluster_and_evaluates_every_rule(tmp_p
                 if "label_values" not in query:
                     ask(port, query.replace("$__rate_interval", "1m").replace("$worker", ".*"))  # an error is a 400
                     assert place
-            assert not ask(port, 'ALERTS{alertname=~"KvrelayDown|KvrelayNoWorker"}')
+            assert not ask(port, 'ALERTS{alertname=~"KvrelayDown|KvrelayNoWorker", alertstate="firing"}')
         finally:
             prometheus.terminate()
             prometheus.wait(PATIENCE_S)

@@ -123,7 +123,7 @@ def request_table(requests: list[TimelineShown]) -> Table:
 
 
 def details(request: TimelineShown) -> Group:
-    """What happened to it, in the order of time, and its relatives."""
+    """What happened to it, in the order of time, and its names and relatives."""
     table = Table(box=None, pad_edge=False)
     for name in ("began after", "took", "stage", "attempt", "worker"):
         table.add_column(name, justify="left" if name in ("stage", "worker") else "right")
@@ -131,9 +131,9 @@ def details(request: TimelineShown) -> Group:
     again = [(one.at_ms, "", "sent again", "", one.reason) for one in request.failovers]
     for at_ms, *rest in sorted(stages + again):
         table.add_row(f"{at_ms:.1f} ms", *rest)
-    relatives = [("answer", request.answer_id), ("trace", request.trace_id), ("transfer", request.transfer_id)]
-    relatives += [("continues from", request.parent), ("continued by", ", ".join(request.children))]
-    return Group(table, *(Text(f"{name} {value}") for name, value in relatives if value))
+    names = [("answer", request.answer_id), ("trace", request.trace_id), ("transfer", request.transfer_id)]
+    names += [("continues from", request.parent), ("continued by", ", ".join(request.children))]
+    return Group(table, *(Text(f"{name} {value}") for name, value in names if value))
 
 
 def bar(request: TimelineShown) -> Text:

@@ -3,7 +3,7 @@
     start -> each worker runs -> ends before `all_ready`  -> `failed` gets the reason, the start is given up
                               -> ends as it was told      -> not restarted: it was drained, here or by a SIGTERM from elsewhere
                               -> ends otherwise           -> restarted after a pause that doubles (1 s to 30 s)
-                              -> ends 5 times in a minute -> given up; when none is left, `failed` gets the reason
+                              -> 5 times within a minute  -> given up; when none is left, `failed` gets the reason
 
 A router that ends as it was told is replaced at once: so an operator can have all of them started anew, one after the other.
 

@@ -5,7 +5,8 @@
               compiler, processor): another version never meets a stale one, and processes that start together may compile side
               by side, since each writes its own file and renames it into place
 
-No processor needs a library of its own: what these functions do waits for memory.
+No processor needs a library of its own: most of these functions wait for memory, and hashing asks at run time what the
+processor has.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -42,7 +43,9 @@ class TimelineSearch:
         others = {router.id for router in self.company.routers} - {self.router_id}
         number = next(self._numbers)
         message = AskTimelines(asker=self.router_id, question=number, owner=owner, name=name, limit=limit)
-        if not others or not any(peer.send(message) for peer in self.peers()):
+        peers = list(self.peers())
+        random.shuffle(peers)  # no worker passes all questions on
+        if not others or not any(peer.send(message) for peer in peers):
             return []
         question = self._questions[number] = _Question(others, asyncio.get_running_loop().create_future())
         try:

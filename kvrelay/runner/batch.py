@@ -1,7 +1,7 @@
 """A plan's rows as the tensors of one forward pass.
 
 Everything is written into host arrays that live as long as the runner (`inputs.py`); block tables are kept between steps
-(`tables.py`). Steps that only decode are built elsewhere where they can be replayed (`graphs.py`).
+(`tables.py`). Steps that can be replayed are built elsewhere (`graphs.py`, `prompt_graphs.py`).
 """
 
 from __future__ import annotations
@@ -49,15 +49,16 @@ class BatchBuilder:
         device: torch.device,
         images: ImageRows | None = None,
         sent: bool = False,
-        ends: bool = False,
+        max_context: int = 0,
     ) -> None:
-        """`sent`: passes read twins of the arrays on the device, as they must on CUDA. `ends`: the kernel for a single query
-        is compiled, so that the last layer of a prompt may attend with its last token alone."""
+        """`sent`: passes read twins of the arrays on the device, as they must on CUDA. `max_context`:
+        that of the kernel for a single query, where it is compiled, so that the last layer of a prompt may attend with its last
+        token alone."""
         self._block_size = block_size
         self.images = images  # None: a text model
         self.tables = BlockTables(max_rows, max_blocks, device, sent=sent)
-        self._max_context = max_blocks * block_size
-        self._one_row = torch.arange(2, dtype=torch.int32, device=device) if ends else None
+        self._max_context = max_context
+        self._one_row = torch.arange(2, dtype=torch.int32, device=device) if max_context else None
         self._inputs = make_inputs(max_tokens=max_tokens, max_rows=max_rows, max_blocks=max_blocks, device=device, sent=sent)
 
     @property

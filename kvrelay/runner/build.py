@@ -71,6 +71,11 @@ class _Choices:
         return choose_kv_dtype(self.model, self.dtype)
 
     @property
+    def longest(self) -> int:
+        """The most tokens of a sequence, as far as the pool has room for them."""
+        return min(self.engine.max_model_len or self.spec.max_position_embeddings, self.spec.max_position_embeddings)
+
+    @property
     def has_fp8(self) -> bool:
         return self.spec.fp8 or self.model.weights == "fp8"
 
@@ -113,7 +118,8 @@ def _build(
     kernels = _choose_kernels(chosen)
     model = _load_weights(chosen, kernels, group, progress)
     sizes = [] if isinstance(kernels, TorchKernels | NativeKernels) else graph_sizes(chosen.engine.max_batch)
-    prompts = _prompt_sizes(chosen) if sizes else []
+    most = min(chosen.engine.token_budget, chosen.longest) if sizes and chosen.spec.vision is None else 0
+    prompts = prompt_sizes(most)
     size = _pool_size(model, chosen, sizes, prompts)
     num_blocks = size.num_blocks + bool(sizes)  # graphs need one of their own
     room = f"making room for {size.num_blocks} KV blocks and decode graphs"
@@ -192,10 +198,6 @@ def _load_weights(chosen: _Choices, kernels: Kernels, group: RankGroup | None, p
             max_positions=chosen.engine.max_model_len or None,
             ranks=None if group is None else group.ranks,
         )
-
-
-def _prompt_sizes(chosen: _Choices) -> list[int]:
-    return [] if chosen.spec.vision is not None else prompt_sizes(chosen.engine.token_budget)
 
 
 def _open_pool(chosen: _Choices, num_blocks: int, allocate: Allocate | None) -> KVPool:
@@ -367,11 +369,10 @@ def _pool_size(model: Model, chosen: _Choices, sizes: list[int], prompts: list[i
     if options.kv_blocks:
         free_bytes = 0  # not asked for
     elif device.type == "cuda":
-        longest = min(options.max_model_len or spec.max_position_embeddings, spec.max_position_embeddings)
-        beside = graph_bytes(spec, sizes, prompts, blocks_for(longest, options.block_size) + 1, dtype)
+        beside = graph_bytes(spec, sizes, prompts, blocks_for(chosen.longest, options.block_size) + 1, dtype)
         beside += _feature_bytes(spec, options)
         beside += options.token_budget * spec.vocab_size * dtype.itemsize  # logits of a whole step, for prompt logprobs
-        num_tokens = min(options.token_budget, longest)
+        num_tokens = min(options.token_budget, chosen.longest)
         with explained("trying the largest step", weight_elements(spec) * dtype.itemsize, device):
             free_bytes = kv_bytes(chosen.model.gpu_memory, beside, lambda: _profile(model, chosen, num_tokens), device)
     else:

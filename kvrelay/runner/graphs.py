@@ -84,10 +84,6 @@ class DecodeGraphs:
         """In the block tables, that of padding."""
         return self._twin.shape[0] - 1
 
-    @property
-    def takes_images(self) -> bool:
-        return self._builder.images is not None
-
     def takes(self, rows: list[Row]) -> bool:
         """Whether the step can be replayed: one token a row, none of an image, no adapter, and no prompt logprobs."""
         if len(rows) > self.max_rows:

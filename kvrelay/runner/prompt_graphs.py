@@ -25,9 +25,9 @@ _END = 16  # at 0, 4, 8, 12: the row's tokens, from and to; context length; toke
 _SIZES = (32, *range(64, 1025, 64))
 
 
-def prompt_sizes(token_budget: int) -> list[int]:
-    """Of prompts that a host launches about as slowly as a card computes them."""
-    return [size for size in _SIZES if size <= token_budget]
+def prompt_sizes(most: int) -> list[int]:
+    """Of prompts that a host launches about as slowly as a card computes them, up to the most tokens that one may have."""
+    return [size for size in _SIZES if size <= most]
 
 
 def _end(count: int, context: int, place: int) -> list[int]:
@@ -35,7 +35,7 @@ def _end(count: int, context: int, place: int) -> list[int]:
 
 
 class PromptGraphs:
-    """Has the block tables, the memory and the outputs of decode graphs."""
+    """Of a model that takes no images. Has the block tables, the memory and the outputs of decode graphs."""
 
     def __init__(self, graphs: DecodeGraphs, sizes: Sequence[int], progress: Progress) -> None:
         self._graphs = graphs
@@ -47,11 +47,9 @@ class PromptGraphs:
         self._replays = graphs.capture("capturing short prompts", self._sizes, self._pad_all, self._pass, progress)
 
     def takes(self, rows: list[Row]) -> bool:
-        """Whether the step can be replayed: one prompt that ends, or its rest, without images, adapter and prompt logprobs."""
+        """Whether the step can be replayed: one prompt that ends, or its rest, without adapter and prompt logprobs."""
         row = rows[0]
-        is_plain = (
-            row.samples == 1 and not row.prompt_logprobs and row.sequence.adapter is None and not self._graphs.takes_images
-        )
+        is_plain = row.samples == 1 and not row.prompt_logprobs and row.sequence.adapter is None
         return len(rows) == 1 and is_plain and 1 < row.count <= self._sizes[-1]
 
     def run(self, row: Row) -> None:
@@ -86,7 +84,7 @@ class PromptGraphs:
                 context_lens=end[4:5],
                 block_tables=graphs.gathered(end[12:13]),
                 max_query=size,
-                max_context=graphs.max_context + 1,  # more than a row's tokens: there may be a prefix
+                max_context=max(graphs.max_context, size) + 1,  # more than a row's tokens: there may be a prefix
             ),
             logit_rows=wide[3 * size + 8 : 3 * size + 9],
         )

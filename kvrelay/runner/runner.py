@@ -130,7 +130,7 @@ class TorchRunner:
             device=device,
             images=_image_rows(spec, features, device),
             sent=device.type == "cuda" or bool(graph_sizes),
-            ends=bool(graph_sizes),
+            max_context=max_model_len if graph_sizes else 0,
         )
         self._graphs = (
             DecodeGraphs(

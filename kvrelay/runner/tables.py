@@ -78,12 +78,14 @@ class BlockTables:
         return sum(end - first for _, first, end in self._changed)
 
     def fill_changed(self, inputs: Inputs) -> None:
-        count, at, width = self.num_changed, 0, self._matrix.shape[1]
-        entries, blocks = inputs.array("changed_entries", count), inputs.array("changed_blocks", count)
-        for place, first, end in self._changed:
-            entries[at : at + end - first] = np.arange(place * width + first, place * width + end)
-            blocks[at : at + end - first] = self._matrix[place, first:end]
-            at += end - first
+        """Each array is filled before the next one is asked for, which may move them."""
+        if not self._changed:
+            return
+        width = self._matrix.shape[1]
+        entries = [np.arange(place * width + first, place * width + end) for place, first, end in self._changed]
+        inputs.array("changed_entries", self.num_changed)[:] = np.concatenate(entries)
+        blocks = [self._matrix[place, first:end] for place, first, end in self._changed]
+        inputs.array("changed_blocks", self.num_changed)[:] = np.concatenate(blocks)
 
     def take_changed(self, inputs: Inputs) -> None:
         count = self.num_changed

@@ -20,7 +20,7 @@ from kvrelay.simulate.traffic import Session
 from kvrelay.states import Role
 
 _SETTLE_S = 120.0  # of virtual time, after the last answer: transfers end, workers fall idle
-_COLLECTOR_THRESHOLDS = (1_000_000, 20, 1_000_000)  # caches are millions of objects, and what ends leaves no circles
+_COLLECTOR_THRESHOLDS = (1_000_000, 20, 1_000_000)  # caches are millions of objects, and what ends leaves few circles
 _DRIVER = Callable[[SimulatedCluster], None]
 
 

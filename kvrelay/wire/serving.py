@@ -12,8 +12,8 @@ router                                   worker
   | ReleaseKept --------------------------> |   no client will continue from these any more
   | Remember, Forget ---------------------> |   a request that has ended, for the other routers
   | <---------------------------- Forgotten |   by another router
-  | AskKept ------------------------------> |   a router that did not serve the parent looks for it
-  | <----------------------------- KeptTold |
+  | AskKept, then KeptTold <--------------> |   a router that did not serve the parent looks for it
+  | AskTimelines, TimelinesTold <---------> |   passed on to the other routers as they are (`timelines.py`)
   | LoadAdapter, UnloadAdapter -----------> |   an operator's order about LoRA adapters
   | UseAdapter, DropAdapter --------------> |   once every worker has read what LoadAdapter named, or some could not
   | <------------------------- AdaptersTold |   its end, to the router that gave it; and to all others which there are now

@@ -1,8 +1,8 @@
 """What became of requests, as GET /requests tells it, and how routers with the same workers ask each other for it:
 
-router that is asked             worker                  other routers
+asking router                    worker                  other routers
   | AskTimelines -------------------> | -- as it is ------> |
-  | <---------------- as it is ------ | <-- TimelinesTold -- |   always, though it be empty
+  | <---------------- as it is ------ | <-- TimelinesTold -- |   always, even if it is empty
 """
 
 from __future__ import annotations

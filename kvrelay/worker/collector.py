@@ -1,8 +1,9 @@
 """Python's garbage collector in a process that serves.
 
 What exists before the first request lives as long as the process, and what a step makes is gone with the next one, without the
-collector. What is left for it is a few reference cycles a request. A look at everything, with the prefix cache's tens of
-thousands of blocks, stops a worker for 40 to 60 ms: with Python's own thresholds every few hundred steps of a large batch.
+collector. What is left for it are the reference cycles of few requests, as of beam searches. A look at everything, with the
+prefix cache's tens of thousands of blocks, stops a worker for 40 to 60 ms: with Python's own thresholds every few hundred steps
+of a large batch.
 """
 
 from __future__ import annotations

@@ -60,6 +60,5 @@ class LauncherTie:
             with self._socket.makefile("rb") as lines:
                 for line in lines:
                     self.on_crash(decode_crash(line).outcome)
-        except OSError:
-            pass  # a broken tie is a cut tie
-        os._exit(1)
+        finally:  # a broken tie is a cut tie
+            os._exit(1)

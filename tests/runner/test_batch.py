@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from kvrelay.engine.interfaces import Row, StepPlan
 from kvrelay.kernels.base import ForwardBatch
 from kvrelay.runner.batch import BatchBuilder, LogitLayout
+from kvrelay.runner.inputs import SentInputs
+from kvrelay.runner.tables import BlockTables
 
 CPU = torch.device("cpu")
 
@@ -153,3 +155,18 @@ def test_buffers_are_reused_between_steps() -> None:
     second, _ = builder.build(StepPlan(rows=[Row(sequence, 0, 3, 1)]))
     assert first.token_ids.data_ptr() == second.token_ids.data_ptr()
     assert first.attention.block_tables.data_ptr() == second.attention.block_tables.data_ptr()
+
+
+def test_a_table_of_any_length_reaches_the_device() -> None:
+    """The area may have to grow before the first of the two arrays, before the second, or not at all."""
+    for length in range(1, 64):
+        tables, inputs = BlockTables(2, 64, CPU, sent=True), SentInputs(40, CPU)
+        sequence = FreeSequence(tokens=[0], block_table=list(range(100, 100 + length)))
+        (place,) = tables.places([Row(sequence, 0, 1, 1)])
+        inputs.begin()
+        tables.fill_changed(inputs)
+        inputs.send()
+        tables.take_changed(inputs)
+        assert tables.twin is not None
+        assert tables.twin[place, :length].tolist() == sequence.block_table
+        assert int(tables.twin.count_nonzero()) == length

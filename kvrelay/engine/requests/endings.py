@@ -111,7 +111,7 @@ class Endings:
         kv = self._core.kv
         if kv.recorder.is_heard:
             kv.recorder.lived(Freed(request=request.external_id, reason=reason, hashes=kv.findable(_hashes(request))))
-        request.sequences = []  # no circle is left for the collector
+        request.sequences = []  # most requests then leave no circle for the collector
 
 
 def _hashes(request: Request) -> list[bytes]:

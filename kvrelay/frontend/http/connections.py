@@ -94,7 +94,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        self.metrics.turned_away(400)
+        self._count(400)
         super().send_400_response(msg)
         self._give_up()
 
@@ -113,8 +113,19 @@ class LimitedProtocol(HttpToolsProtocol):
         self._since = self.loop.time()
         super().on_response_complete()
 
+    def close_slow(self) -> None:
+        self._count(_TOO_SLOW)
+        self.transport.close()
+
+    def _count(self, status: int) -> None:
+        """A request whose headers have come is its endpoint's to count."""
+        if self._part is not _Part.BODY:
+            self.metrics.turned_away(status)
+
     def is_slow(self, now: float) -> bool:
         """Whether all this connection does is wait for a client that takes too long to send its request."""
+        if self.transport.is_closing():
+            return False
         answering = self.cycle is not None and not self.cycle.response_complete
         match self._part:
             case _Part.NOTHING:
@@ -170,8 +181,7 @@ def close_slow(connections: Iterable[object], now: float) -> int:
     """Closes connections whose clients are too slow; called periodically. Returns how many there were."""
     slow = [each for each in connections if isinstance(each, LimitedProtocol) and each.is_slow(now)]
     for connection in slow:
-        connection.metrics.turned_away(_TOO_SLOW)
-        connection.transport.close()
+        connection.close_slow()
     if slow:
         log.warning("closed connections whose requests did not arrive in time", connections=len(slow))
     return len(slow)

@@ -6,9 +6,9 @@
 - `elementwise.py`  norms, rotation with KV store, activation
 - `table.py`        which variant a shape gets
 
-A pass of single queries (decode) makes the host wait for nothing and reads lengths on the device alone, so it can be captured
-in a CUDA graph: `max_context` of the captured batch bounds what later replays may have. Padding: a row with context 0 gives
-zeros, a token with slot -1 stores nothing.
+A pass that decodes, or computes a prompt over pages, makes the host wait for nothing and reads lengths on the device alone, so
+it can be captured in a CUDA graph: `max_context` of the captured batch bounds what later replays may have. Padding: a row with
+context 0 gives zeros, a token with slot -1 stores nothing.
 """
 
 from __future__ import annotations

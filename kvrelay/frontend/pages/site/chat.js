@@ -180,7 +180,8 @@ export class Chat {
     const log = byId("chat-log"), follows = isAtEnd(log);
     for (const request of changed) {
       const answer = this.answers.find((one) => one.ids.includes(request.answer_id));
-      if (answer && request.stages.length) answer.work.replaceChildren(...answer.ids.map((id) => this.requests.find(id)).filter(Boolean).map(workOf));
+      const known = answer ? answer.ids.map((id) => this.requests.find(id)).filter(Boolean) : [];
+      if (known.length && request.stages.length) answer.work.replaceChildren(...known.map(workOf));
     }
     if (follows) log.scrollTop = log.scrollHeight;
   }
