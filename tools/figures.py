@@ -127,6 +127,16 @@ CPU_ROWS = (
         "{failover_next_token_ms_p50:.0f} / {failover_next_token_ms_max:.0f} ms",
     ),
     Row("cluster: the p50 of cached prompts over detection plus one prefill", "router", "{failover_over_bound:.2f}"),
+    Row(
+        "router: processor time of a request with a dashboard open over without, middle of 20 (bounds)",
+        "router",
+        "{feed_cpu_ratio:.3f} ({feed_cpu_ratio_low:.2f} to {feed_cpu_ratio_high:.2f})",
+    ),
+    Row(
+        "router: requests per second of two over one, on two cores that load and worker share",
+        "router",
+        "{routers_2_over_1:.2f}",
+    ),
     Row("cluster: processor time of an idle 2P2D cluster", "router", "{idle_cpu_percent:.1f} % of a core", " %"),
     Row(
         "swap: KV to the host and back over memcpy, blocks in order / scattered",
