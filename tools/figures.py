@@ -128,9 +128,9 @@ CPU_ROWS = (
     ),
     Row("cluster: the p50 of cached prompts over detection plus one prefill", "router", "{failover_over_bound:.2f}"),
     Row(
-        "router: processor time of a request with a dashboard open over without, middle of 20 (bounds)",
+        "router: processor time of a request with a dashboard open over without, the middle one of 20 ratios",
         "router",
-        "{feed_cpu_ratio:.3f} ({feed_cpu_ratio_low:.2f} to {feed_cpu_ratio_high:.2f})",
+        "{feed_cpu_ratio:.3f}",
     ),
     Row(
         "router: requests per second of two over one, on two cores that load and worker share",
