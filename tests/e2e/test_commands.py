@@ -17,7 +17,7 @@ import urllib.request
 from collections.abc import Iterator
 
 import pytest
-from commands import PAGES, Block, blocks_of
+from commands import PAGES, ROOT, Block, blocks_of
 from etcd_server import etcd_server, free_port
 from patience import PATIENCE_S, until
 from server import Server, serve
@@ -143,3 +143,13 @@ def test_the_commands_of_a_page_work(page: pathlib.Path, tmp_path: pathlib.Path,
         reader = Reader(tmp_path, url, running.enter_context(etcd_server()).address if uses_etcd else "")
         for block in blocks:
             reader.run(block)
+
+
+def test_the_python_of_the_readme_prints_answers(smol: Server) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert len(blocks) == 2
+    for code in blocks:
+        code = code.replace("http://127.0.0.1:8000", smol.url)
+        ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+        assert ended.returncode == 0, ended.stderr
+        assert "Paris" in ended.stdout
