@@ -153,13 +153,16 @@ def test_everything_can_be_done_with_the_keyboard(browser: Browser, cluster: Pro
     browser.until(lambda: browser.js("return document.getElementById('ask').open"), "a question is asked")
     browser.press(Keys.ESCAPE)
     browser.until(lambda: not browser.js("return document.getElementById('ask').open"), "the question is taken back")
+    browser.tab_to(".settings summary")
+    browser.press(Keys.ENTER)
+    browser.tab_to("#set-max")
+    browser.press(Keys.BACKSPACE, "5")  # what it held is selected
+    assert browser.js("return document.getElementById('set-max').value") == "5"
     browser.tab_to("#chat-text")
-    set_value(browser, "set-max", "5")
     browser.press("Hello", Keys.ENTER)
     browser.until(lambda: "answer tokens" in browser.text(".turn.model .counts"), "the answer ends")
     asked = cluster.get("/requests?limit=1")["data"][0]["id"]
     browser.until(lambda: browser.text("#requests li:first-child .id") == asked, "the request is the first of the list")
-    browser.js("document.getElementById('main').focus()")
     browser.tab_to("#requests summary")
     browser.press(Keys.ENTER)
     browser.until(lambda: browser.count("#requests li:first-child details[open]"), "a request is opened")
