@@ -51,8 +51,8 @@ class BatchBuilder:
         sent: bool = False,
         max_context: int = 0,
     ) -> None:
-        """`sent`: passes read twins of the arrays on the device, as they must on CUDA. `max_context`:
-        that of the kernel for a single query, where it is compiled, so that the last layer of a prompt may attend with its last
+        """`sent`: passes read twins of the arrays on the device, as they must on CUDA. `max_context`: the longest there may be,
+        where the kernel for single queries is compiled for it, so that the last layer of a prompt may attend with its last
         token alone."""
         self._block_size = block_size
         self.images = images  # None: a text model

@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 import pathlib
 import tempfile
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from rich.console import Console
 
 from kvrelay.bench.gpu.parity import FAMILIES, load_reference, make_checkpoint, our_logits, random_prompt
-from kvrelay.bench.gpu.speed import DECODES, PREFILLS, open_bench
+from kvrelay.bench.gpu.speed import DECODES, PREFILLS, Bench, Decode, open_bench
 from kvrelay.config import KVDtypeOption, WeightsOption
 
 _DRAWN_TOKENS = 512
@@ -33,12 +34,8 @@ def measure_fp8(rounds: int, console: Console) -> dict[str, float]:
 
 
 def measure_weights(rounds: int, console: Console) -> dict[str, float]:
-    results: dict[str, float] = {}
     with open_bench(rounds, weights="fp8") as bench:
-        for work in DECODES:
-            with console.status(f"fp8: decode {work.batch} x {work.prompt_tokens}"):
-                bench.seconds(work.batch, work.prompt_tokens, 4)  # what is slow once
-                results[f"fp8_{work.name}"] = bench.decode_ms(work)
+        results = _decodes(bench, DECODES, "fp8", console)
         for length in PREFILLS:
             with console.status(f"fp8: prefill {length}"):
                 bench.seconds(1, length, 1)
@@ -48,12 +45,16 @@ def measure_weights(rounds: int, console: Console) -> dict[str, float]:
 
 def measure_kv(rounds: int, console: Console) -> dict[str, float]:
     """Decode steps with KV in fp8 beside weights in bfloat16."""
-    results: dict[str, float] = {}
     with open_bench(rounds, kv_dtype="fp8") as bench:
-        for work in _KV_DECODES:
-            with console.status(f"KV in fp8: decode {work.batch} x {work.prompt_tokens}"):
-                bench.seconds(work.batch, work.prompt_tokens, 4)  # what is slow once
-                results[f"kv_fp8_{work.name}"] = bench.decode_ms(work)
+        return _decodes(bench, _KV_DECODES, "kv_fp8", console)
+
+
+def _decodes(bench: Bench, works: Sequence[Decode], what: str, console: Console) -> dict[str, float]:
+    results: dict[str, float] = {}
+    for work in works:
+        with console.status(f"{what}: decode {work.batch} x {work.prompt_tokens}"):
+            bench.seconds(work.batch, work.prompt_tokens, 4)  # what is slow once
+            results[f"{what}_{work.name}"] = bench.decode_ms(work)
     return results
 
 

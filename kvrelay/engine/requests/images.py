@@ -168,7 +168,7 @@ class Images:
     def has_news(self) -> bool:
         if self._undeliverable or (self._next_timeout != float("inf") and self._clock() >= self._next_timeout):
             return True
-        return bool(self._sources) and any(source.has_news for source in self._sources)
+        return any(source.has_news for source in self._sources)
 
     def poll(self) -> list[tuple[Request, RequestError]]:
         """The requests that cannot go on here, each with its reason."""
