@@ -288,6 +288,10 @@ class CardOptions(Options, frozen=True, kw_only=True):
     prefill_sms: Annotated[
         int, Meta(ge=1, le=100, description="percent of a card's multiprocessors that a prefill worker may use under MPS")
     ] = 50
+    prefill_priority: Annotated[
+        Literal["low", "normal"],
+        Meta(description="low: under MPS a card prefers the kernels of its other workers to those of a prefill worker"),
+    ] = "low"
 
 
 class TransferOptions(Options, frozen=True, kw_only=True):

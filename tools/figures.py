@@ -133,9 +133,9 @@ CPU_ROWS = (
         "{feed_cpu_ratio:.3f}",
     ),
     Row(
-        "router: requests per second of two over one, on two cores that load and worker share",
+        "router: requests/s of two over one, on two cores that load and workers share / with a core each, by processor time",
         "router",
-        "{routers_2_over_1:.2f}",
+        "{routers_2_over_1:.2f} / {routers_2_over_1_on_cores_of_their_own:.2f}",
     ),
     Row("cluster: processor time of an idle 2P2D cluster", "router", "{idle_cpu_percent:.1f} % of a core", " %"),
     Row(
@@ -248,7 +248,7 @@ CARD_ROWS = (
     Row("hand-over: token 1 to token 2 beyond one step, p50", "gpu", "{handover_ms_p50:.2f} ms", " ms"),
     Row("share of the KV's bytes that leave after token 1 was sampled", "gpu", "{late_bytes_share:.3f}"),
     Row(
-        "between tokens of 16 streams while 8192-token prompts arrive, p99 / max: 1P1D, prefill on half of the card",
+        "between tokens of 16 streams while 8192-token prompts arrive, p99 / max: 1P1D, prefill on half a card, behind decode",
         "gpu",
         "{itl_p99_ms_1p1d:.1f} / {itl_max_ms_1p1d:.1f} ms",
         " ms",
@@ -263,7 +263,8 @@ CARD_ROWS = (
         "gpu",
         "{prompts_per_min_1p1d:.0f} / {prompts_per_min_1p1d_all_sms:.0f} / {prompts_per_min_whole:.0f}",
     ),
-    Row("`cuda_ipc` in bulk, 2048 tokens, over a copy on the device", "gpu", "{ipc_over_device_copy_2048:.3f}"),
+    Row("`cuda_ipc` in bulk, 2048 tokens, over a copy on the device", "gpu", "{ipc_over_device_copy_2048:.2f}"),
+    Row("requests per second of two router processes over one, on the host's cores", "router", "{routers_2_over_1:.2f}"),
 )
 
 
@@ -286,8 +287,9 @@ def title(folder: pathlib.Path) -> str:
 
 
 def table(rows: tuple[Row, ...]) -> str:
-    """Of the machines that have measured a scenario of these rows."""
-    machines = [folder for folder in sorted(RESULTS.iterdir()) if {row.scenario for row in rows} & set(read_machine(folder))]
+    """Of the machines with a card, or of those without."""
+    measured = {folder: set(read_machine(folder)) for folder in sorted(RESULTS.iterdir())}
+    machines = [folder for folder, found in measured.items() if found and ("gpu" in found) == (rows is CARD_ROWS)]
     figures = [read_machine(folder) for folder in machines]
     lines = [["what", "target", *map(title, machines)], ["---"] * (2 + len(machines))]
     lines += [[row.what, row.target(), *(row.cell(found.get(row.scenario, {})) for found in figures)] for row in rows]

@@ -133,6 +133,8 @@ def details(request: TimelineShown) -> Group:
         table.add_row(f"{at_ms:.1f} ms", *rest)
     names = [("answer", request.answer_id), ("trace", request.trace_id), ("transfer", request.transfer_id)]
     names += [("continues from", request.parent), ("continued by", ", ".join(request.children))]
+    clocks = request.clocks.items()
+    names += [("clock of", f"{worker} {clock.offset_ms:+.1f} ms (± {clock.error_ms:.1f})") for worker, clock in clocks]
     return Group(table, *(Text(f"{name} {value}") for name, value in names if value))
 
 

@@ -259,9 +259,10 @@ class Engine:
             result = self._collect(plan)
             self._commit.rows(*(without_ended(plan, result) if ahead else (plan, result)))
             self._num_steps += 1
+        else:
+            self.core.swap.spill()
         self.core.kept.end_step()
         self._stalled = not plan.rows
-        self.core.swap.spill()
         if self._stalled and self.scheduler.starved:
             self.core.outgoing.set_one_aside()
         if self.core.options.check_invariants:
@@ -278,9 +279,13 @@ class Engine:
         return plan
 
     def _collect(self, plan: StepPlan) -> StepResult:
-        """Of a plan under way. First, the step after it is launched where that can be."""
-        self._ahead.launch_after(plan, self._endings.released)
-        result = self._runner.collect()
+        """Of a plan under way. First, while a card computes, the step after it is launched where that can be, and cached blocks
+        are saved to the host."""
+        try:
+            self._ahead.launch_after(plan, self._endings.released)
+            self.core.swap.spill()
+        finally:
+            result = self._runner.collect()
         self.core.outgoing.end_step()
         return result
 

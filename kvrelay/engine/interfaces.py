@@ -189,8 +189,8 @@ class Runner(Protocol):
     def begin_copies(self, saves: List[tuple[int, int]], loads: List[tuple[int, int]]) -> int:
         """Starts to copy whole blocks: `saves` are (block, host block), `loads` (host block, block). Returns a ticket at once.
 
-        The copy sees what plans collected before have computed. It runs beside later plans, so nothing may write what it reads,
-        or touch what it writes, before it ended."""
+        The copy sees what plans collected before have computed. It runs beside the plan under way and later ones, so nothing
+        may write what it reads, or touch what it writes, before it ended."""
 
     def finished_copies(self, wait_s: float = 0.0) -> list[int]:
         """Tickets of copies that ended, each once, in any order. If there are none, waits up to `wait_s` for one."""

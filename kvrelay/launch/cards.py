@@ -26,6 +26,7 @@ from kvrelay.states import Role
 log = Log("serve")
 
 _CONTROL = "nvidia-cuda-mps-control"
+_PRIORITIES = {"normal": "0", "low": "1"}  # of MPS
 _CONTROL_S = 30.0
 _MEMORY_WEIGHTS = {Role.PREFILL: 2, Role.DECODE: 3, Role.WHOLE: 3, Role.ENCODE: 1}  # decode keeps KV for longer
 
@@ -92,6 +93,8 @@ def _variables(role: Role, card: str, options: CardOptions, mps: Mapping[str, st
         variables |= mps
         if role is Role.PREFILL and options.prefill_sms < 100:
             variables["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = str(options.prefill_sms)
+        if role is Role.PREFILL:
+            variables["CUDA_MPS_CLIENT_PRIORITY"] = _PRIORITIES[options.prefill_priority]
     return variables
 
 

@@ -45,7 +45,7 @@ from kvrelay.wire.kv import Layout
 
 MAX_LAUNCHED = 2
 TOKENIZER_NAME = "tokenizer.json"
-_FENCED_LAYERS = 4  # of a card, behind one fence: a fence takes the host as long as a kernel. The last layer has its own
+_FENCED_LAYERS = 4  # of a card, behind one fence, which takes the host as long as a kernel. The last so many have one each
 
 
 @dataclass(slots=True)
@@ -173,7 +173,7 @@ class TorchRunner:
         last = self.spec.num_layers - 1
 
         def on_layer(layer: int) -> None:
-            if (layer + 1) % every == 0 or layer >= last - 1:
+            if (layer + 1) % every == 0 or layer > last - every:
                 listener(layer, self.fence())
 
         self._on_layer = on_layer

@@ -15,7 +15,7 @@ from tiny_models import tiny_model
 
 from kvrelay.cli import main, top
 from kvrelay.cli.top import Blocks, Worker
-from kvrelay.wire.timelines import FailoverShown, StageShown, TimelineShown
+from kvrelay.wire.timelines import ClockShown, FailoverShown, StageShown, TimelineShown
 
 
 def shown(thing: object) -> str:
@@ -52,15 +52,16 @@ def test_tables_name_what_is_wrong() -> None:
     assert "failed, sent again 1x" in shown(top.request_table([request]))
 
 
-def test_one_request_is_shown_with_its_stages_workers_failovers_and_relatives() -> None:
+def test_one_request_is_shown_with_its_stages_workers_failovers_relatives_and_clocks() -> None:
     again = FailoverShown(at_ms=40.0, reason="its worker was lost")
-    line = timeline(("decode", 50.0, 9.5), ("queue", 0.0, 25.0), failovers=(again,), parent="mum", children=["tom", "ann"])
+    relatives = {"parent": "mum", "children": ["tom", "ann"], "clocks": {"whole-1": ClockShown(offset_ms=-1.25, error_ms=0.5)}}
+    line = timeline(("decode", 50.0, 9.5), ("queue", 0.0, 25.0), failovers=(again,), **relatives)
     _, queue, sent_again, decode, *rest = shown(top.details(line)).splitlines()
     assert queue.split() == ["0.0", "ms", "25.0", "ms", "queue", "0", "whole-1"]
     assert sent_again.split(maxsplit=2)[2].startswith("sent again")
     assert sent_again.endswith("its worker was lost")
     assert decode.split() == ["50.0", "ms", "9.5", "ms", "decode", "0", "whole-1"]
-    assert rest == ["continues from mum", "continued by tom, ann"]
+    assert rest == ["continues from mum", "continued by tom, ann", "clock of whole-1 -1.2 ms (± 0.5)"]
 
 
 def test_a_real_server_is_shown_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -327,6 +327,20 @@ def test_a_step_that_breaks_fails_every_request_and_leaks_nothing() -> None:
     check_idle(engine.core)
 
 
+def test_a_step_that_breaks_while_its_plan_is_under_way_leaves_no_results_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine()
+    engine.submit(submit([1]))
+    with monkeypatch.context() as broken:
+        broken.setattr(type(engine.core.swap), "spill", lambda _: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.step()
+    engine.fail_all("a copy could not be started")
+    again = submit([2, 3])
+    engine.submit(again)
+    assert run(engine).tokens[again.request_id, 0] == solo([2, 3])[0]
+    check_idle(engine.core)
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 2**32),

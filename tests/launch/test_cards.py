@@ -55,19 +55,25 @@ def test_memory_that_was_asked_for_and_fits_is_given() -> None:
 
 
 def test_workers_on_a_cpu_have_no_card() -> None:
-    options = CardOptions(prefill_sms=100)
+    options = CardOptions(prefill_sms=100, prefill_priority="normal")
     places = place([(Role.ENCODE, ModelOptions()), *PAIR], ["3"], options, {"CUDA_MPS_PIPE_DIRECTORY": "/tmp/mps"})
     assert places[0].prefix() == []
     assert [its.gpu_memory for its in places] == [0.9, 0.36, 0.54]
-    assert places[1].prefix() == ["env", "CUDA_VISIBLE_DEVICES=3", "CUDA_MPS_PIPE_DIRECTORY=/tmp/mps"]
+    assert places[1].prefix() == [
+        "env",
+        "CUDA_VISIBLE_DEVICES=3",
+        "CUDA_MPS_PIPE_DIRECTORY=/tmp/mps",
+        "CUDA_MPS_CLIENT_PRIORITY=0",
+    ]
 
 
-def test_prefills_share_of_the_multiprocessors_is_told_under_mps_only() -> None:
+def test_prefills_share_and_priority_are_told_under_mps_only() -> None:
     options = CardOptions(prefill_sms=70)
     assert [its.variables for its in place(PAIR, [""], options, {})] == [{}, {}]
     prefill, decode = place(PAIR, [""], options, {"CUDA_MPS_PIPE_DIRECTORY": "/tmp/mps"})
     assert prefill.variables["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "70"
-    assert "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE" not in decode.variables
+    assert prefill.variables["CUDA_MPS_CLIENT_PRIORITY"] == "1"
+    assert decode.variables == {"CUDA_MPS_PIPE_DIRECTORY": "/tmp/mps"}
 
 
 def test_commands_say_where_and_how_much() -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
+import select
+import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -18,6 +21,7 @@ from kvrelay.ids import RequestId, TransferId, new_request_id, new_worker_id
 from kvrelay.transfer.engines.base import Completion, Mover, TransferError
 from kvrelay.transfer.engines.memory import MemoryEngine, MemoryNetwork
 from kvrelay.transfer.region import Region
+from kvrelay.transfer.relay import thread
 from kvrelay.transfer.relay.link import TransferSettings
 from kvrelay.transfer.relay.thread import ThreadFailedError
 from tests.devices import ON_A_CARD
@@ -318,6 +322,23 @@ def test_an_idle_thread_sleeps(make: Closing) -> None:
         before = side.relay._turns.num_turns
         time.sleep(0.3)
         assert side.relay._turns.num_turns - before < 10
+
+
+def test_a_command_ends_the_short_sleep_between_looks(make: Closing, monkeypatch: pytest.MonkeyPatch) -> None:
+    naps: list[float] = []
+
+    def endless(readable: list[int], writable: object, exceptional: object, seconds: float) -> object:
+        naps.append(seconds)
+        return select.select(readable, (), (), 10 * PATIENCE_S)
+
+    turns = make.producer().relay._turns
+    monkeypatch.setattr(thread, "select", SimpleNamespace(select=endless))
+    monkeypatch.setattr(turns, "_look", lambda: 0.0005)
+    for _ in range(3):
+        done, before = threading.Event(), len(naps)
+        turns.call(done.set)
+        assert done.wait(PATIENCE_S)
+        until(lambda before=before: len(naps) > before)
 
 
 def test_the_engine_is_woken_by_news(make: Closing) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvrelay.transfer import blocks
 from kvrelay.transfer.blocks import Placement
+from kvrelay.transfer.engines.base import TransferError
 from kvrelay.transfer.kv.layout import KVLayout, move_ranges
 
 
@@ -50,6 +53,28 @@ def test_exactly_the_wanted_tokens_arrive_where_they_belong(
         for layer in range(*layers):
             expected[layer, :, target.blocks[there_index], there_offset] = before[layer, :, placed.blocks[index], offset]
     assert np.array_equal(after, expected)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    sizes=st.tuples(st.integers(1, 33), st.integers(1, 33)),
+    skip=st.integers(0, 66),
+    length=st.integers(1, 80),
+    data=st.data(),
+)
+def test_native_code_cuts_tokens_as_numpy_does(sizes: tuple[int, int], skip: int, length: int, data: st.DataObject) -> None:
+    stop = skip + length
+    start = data.draw(st.integers(skip, stop - 1))
+    here = Placement(layout(sizes[0], 200), data.draw(st.permutations(range(-(-stop // sizes[0])))))
+    there = Placement(layout(sizes[1], 200), data.draw(st.permutations(range(-(-length // sizes[1])))), first_token=skip)
+    assert blocks.runs(here, there, (start, stop)).tolist() == blocks._by_numpy(here, there, (start, stop)).tolist()
+
+
+@pytest.mark.parametrize("tokens", [(0, 16), (16, 65)])
+def test_tokens_that_the_blocks_do_not_hold_are_refused(tokens: tuple[int, int]) -> None:
+    here, there = Placement(layout(16, 10), [1, 2, 3, 4]), Placement(layout(16, 10), [5, 6, 7], first_token=16)
+    with pytest.raises(TransferError, match="blocks for"):
+        blocks.runs(here, there, tokens)
 
 
 def test_neighbouring_blocks_move_as_one_range_per_plane() -> None:

@@ -26,6 +26,7 @@ from kvrelay.transfer.relay.thread import sleep_exactly
 LENGTHS = (128, 2048, 8192)
 NIXL_LENGTH = 2048
 _ROUNDS = 15
+_TOGETHER, _UNDER_WAY = 32, 8  # moves
 _CHECKED_RANGES = 64
 _MOVE_S = 60.0
 _LOOK_EVERY_S = 0.00002
@@ -64,20 +65,25 @@ class CardPeer:
         self._peer = peer
         self._engine.add_peer(peer, info)
 
-    def move(self, ranges: Ranges) -> float:
-        """Seconds, from the call to the completion that a poll gives."""
-        reads = self._engine.mover is Mover.CONSUMER
+    def move(self, ranges: Ranges, count: int = 1) -> float:
+        """Seconds for so many moves, up to eight of them under way, from the first call to the completion of the last."""
+        begin = self._engine.read if self._engine.mover is Mover.CONSUMER else self._engine.write
         sleep_exactly()
         start = time.perf_counter()
-        move = (self._engine.read if reads else self._engine.write)(self._peer, ranges)
-        while not (ended := self._engine.poll()):
+        begun, ended = 0, 0
+        while ended < count:
+            while begun < min(count, ended + _UNDER_WAY):
+                begin(self._peer, ranges)
+                begun += 1
+            completions = self._engine.poll()
+            ended += len(completions)
+            if errors := [completion.error for completion in completions if completion.error]:
+                raise BenchError(f"{self._engine.name}: {errors[0]}")
             if time.perf_counter() - start > _MOVE_S:
-                raise BenchError(f"{self._engine.name} moved nothing within {_MOVE_S:g} s")
-            time.sleep(_LOOK_EVERY_S)  # not a loop that takes Python's lock from the thread that moves
-        seconds = time.perf_counter() - start
-        if [completion.id for completion in ended] != [move] or ended[0].error:
-            raise BenchError(f"{self._engine.name}: {ended[0].error or 'another move ended'}")
-        return seconds
+                raise BenchError(f"{self._engine.name} moved {ended} of {count} within {_MOVE_S:g} s")
+            if not completions:
+                time.sleep(_LOOK_EVERY_S)  # not a loop that takes Python's lock from the thread that moves
+        return time.perf_counter() - start
 
     def holds(self, places: Ranges, salt: int) -> bool:
         """Whether these ranges (offset here, offset there, size) are what the side with that salt has there."""
@@ -124,7 +130,9 @@ def measure_copies(console: Console) -> Results:
         name = engine.removeprefix("cuda_")
         try:
             with console.status(f"moving KV by {engine}"), card_pair(engine, pool_layout().size_bytes) as pair:
-                results |= {f"{name}_gb_s_{length}": _rate(pair, length) / 1e9 for length in lengths}
+                for length in lengths:
+                    rate, seconds = _rate(pair, length)
+                    results |= {f"{name}_gb_s_{length}": rate / 1e9, f"{name}_ms_{length}": seconds * 1e3}
         except (TransferError, BenchError) as error:
             if engine == "cuda_ipc":
                 raise
@@ -133,10 +141,12 @@ def measure_copies(console: Console) -> Results:
     return results
 
 
-def _rate(pair: CardPair, length: int) -> float:
-    """Bytes per second: the median of the rounds."""
+def _rate(pair: CardPair, length: int) -> tuple[float, float]:
+    """Bytes per second of many moves; seconds of one alone, the median of the rounds."""
     ranges = kv_ranges(pool_layout(), length)
     pair.mover.ask(CardPeer.move, ranges)  # opens the way
     pair.check(ranges)
-    seconds = [pair.mover.ask(CardPeer.move, ranges) for _ in range(_ROUNDS)]
-    return float(ranges[:, 2].sum()) / statistics.median(seconds)
+    alone = statistics.median(pair.mover.ask(CardPeer.move, ranges) for _ in range(_ROUNDS))
+    together = statistics.median(pair.mover.ask(CardPeer.move, ranges, _TOGETHER) for _ in range(3))
+    pair.check(ranges)
+    return _TOGETHER * float(ranges[:, 2].sum()) / together, alone

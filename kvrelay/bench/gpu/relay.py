@@ -5,8 +5,8 @@ hand-over             from token 1 to token 2, beyond one decode step
 late bytes            the share of the KV that moved when the prompt was computed
 time between tokens   of 16 streams, while prompts of 8192 tokens arrive back to back
 
-Prefill may use all multiprocessors (`ttft_1p1d_*`, `*_1p1d_all_sms`) or a part of them (`ttft_1p1d_part_*`, `*_1p1d`): a choice
-between prompts and tokens, of which both sides are shown.
+Prefill may use all multiprocessors (`ttft_1p1d_*`, `*_1p1d_all_sms`), or a part of them, behind decode
+(`ttft_1p1d_part_*`, `*_1p1d`): a choice between prompts and tokens, of which both sides are shown.
 """
 
 from __future__ import annotations
@@ -216,13 +216,14 @@ async def _whole(server: Server, shape: dict[str, Any], rounds: int, seconds: in
 def measure_servers(
     rounds: int, seconds: int, settings: dict[str, object], console: Console, prefill_sms: int, shape: dict[str, Any] = LLAMA_8B
 ) -> Results:
-    """`settings` are options of `kvrelay serve`. Prefill has the whole card first, then `prefill_sms` percent of it."""
+    """`settings` are options of `kvrelay serve`. Prefill has the whole card first, then `prefill_sms` percent of it, behind
+    decode."""
     results: Results = {}
     with model_folder(shape) as folder:
         model = ModelOptions(model=str(folder), load="dummy")
         common = {"max-model-len": min(_MAX_LENGTH, shape["max_position_embeddings"]), **settings}
-        for share, measure in ((100, _apart), (prefill_sms, _parted)):
-            parted = {**common, "prefill-sms": share}
+        for share, priority, measure in ((100, "normal", _apart), (prefill_sms, "low", _parted)):
+            parted = {**common, "prefill-sms": share, "prefill-priority": priority}
             with console.status(f"1 prefill with {share} % + 1 decode"), serve(model, parted, prefill=1, decode=1) as server:
                 results |= uvloop.run(measure(server, shape, rounds, seconds))
         with console.status("1 whole"), serve(model, common, whole=1) as server:

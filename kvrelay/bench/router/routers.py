@@ -1,8 +1,9 @@
 """What a second router process is worth: the same load on one router, and on two behind the same port (SO_REUSEPORT).
 
-The first holds the registry, the second joins it. No process is bound to a core: on two cores the load generator and the fake
-worker compete with the routers, so requests per second hardly grow there. What routers with a core each would carry follows
-from their processor time: as many times more as the busier of two spends less on a request of both than one alone does.
+The first holds the registry, the second joins it. Two load generators and two fake workers stand beside them, as one of each
+carries little more than one router. No process is bound to a core: on two cores they compete with the routers, so requests per
+second hardly grow there. What routers with a core each would carry follows from their processor time: as many times more as
+the busier of two spends less on a request of both than one alone does.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -31,6 +33,7 @@ from kvrelay.bench.router.http import (
 from kvrelay.bench.router.load import LoadRequest
 
 ROUNDS = 3
+_EACH = 2  # load generators, and fake workers
 _LOAD_S = 60.0  # beside the length of a run
 
 
@@ -45,24 +48,30 @@ def measure(options: RouterBench, console: Console) -> Results:
     model, port, own_port, registry = options.model, free_port(), free_port(), f"tcp://{HOST}:{free_port()}"
     shared = [f"--host={HOST}", f"--port={port}", "--reuse-port"]
     with (
-        console.status("starting a router and a fake worker") as status,
-        Child() as worker,
-        Child(answer_s=_LOAD_S + options.seconds) as client,
+        console.status("starting a router and fake workers") as status,
+        contextlib.ExitStack() as children,
         Command(["router", model, *shared, f"--registry-listen={registry}"]) as first,
+        ThreadPoolExecutor(_EACH) as threads,
     ):
+        workers = [children.enter_context(Child()) for _ in range(_EACH)]
+        clients = [children.enter_context(Child(answer_s=_LOAD_S + options.seconds)) for _ in range(_EACH)]
         await_page(f"http://{HOST}:{port}/version", first)
-        worker.keep(FakeWorker, registry, model, plain_tokens(model))
+        for worker in workers:
+            worker.keep(FakeWorker, registry, model, plain_tokens(model))
         served = await_page(f"http://{HOST}:{port}/v1/models", first)["data"][0]["id"]
         await_page(f"http://{HOST}:{port}/health", first)
-        worker.ask(FakeWorker.set_tick, STEP_S)
+        for worker in workers:
+            worker.ask(FakeWorker.set_tick, STEP_S)
 
         def run(seconds: float, routers: Sequence[Command]) -> Run:
             request = LoadRequest(HOST, port, served, PROMPT, TOKENS, CLOSED_LOOP_CONNECTIONS, seconds)
             before = [router.cpu_s() for router in routers]
-            result = client.call(load.run, request)
-            require_whole(result, f"{CLOSED_LOOP_CONNECTIONS} connections")
+            results = list(threads.map(lambda client: client.call(load.run, request), clients))
+            for result in results:
+                require_whole(result, f"{CLOSED_LOOP_CONNECTIONS} connections")
             busiest_s = max(router.cpu_s() - begun for router, begun in zip(routers, before, strict=True))
-            return Run(result.completed / result.wall_s, busiest_s / result.completed * 1e3)
+            completed = sum(result.completed for result in results)
+            return Run(sum(result.completed / result.wall_s for result in results), busiest_s / completed * 1e3)
 
         run(1.0, [first])  # warms up
         one: list[Run] = []

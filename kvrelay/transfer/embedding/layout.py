@@ -87,7 +87,7 @@ def embedding_ranges(local: Placement[EmbeddingLayout], remote: Placement[Embedd
     """The bytes of tokens [start, stop) in all planes, contiguous neighbours joined; with token 0 also the aux data."""
     if tokens[0] >= tokens[1]:
         return np.empty((0, 3), dtype=np.int64)
-    here, there, counts = runs(local, remote, tokens)
+    here, there, counts = runs(local, remote, tokens).T
     mine, theirs = local.layout, remote.layout
     planes = [
         (0, 0, mine.row_bytes),

@@ -203,8 +203,8 @@ class EmbeddingReceiving(ReceivingTransfer[EmbeddingState, EmbeddingLayout, list
         layout, engine = self.link.parts()
         here = Placement(self._pool.layout, self._room.blocks, self._first_token)
         there = Placement(layout, self._notice.blocks)
-        ranges = embedding_ranges(here, there, (self._first_token, _stop(self._notice)))
         try:
+            ranges = embedding_ranges(here, there, (self._first_token, _stop(self._notice)))
             move = self._begin(self.link.peer, engine, ranges, writes=False)
         except TransferError as error:
             self._fail(Failure(f"a read could not be started: {error}"))

@@ -242,8 +242,8 @@ class EmbeddingSending(SendingTransfer[EmbeddingState, EmbeddingLayout, list[Emb
             return []
         here = Placement(self._pool.layout, self._blocks)
         there = Placement(layout, destination.blocks, destination.first_token)
-        ranges = embedding_ranges(here, there, (destination.first_token, self._stop(destination)))
         try:
+            ranges = embedding_ranges(here, there, (destination.first_token, self._stop(destination)))
             move = self._begin(destination.peer, engine, ranges, writes=True)
         except TransferError as error:
             self._fail(Failure(f"a write could not be started: {error}"))

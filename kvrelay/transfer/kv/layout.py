@@ -105,19 +105,19 @@ def pieces(num_kv_heads: int, local_tp: int, remote_tp: int, writes: bool) -> tu
 def move_ranges(
     local: Placement[KVLayout], remote: Placement[KVLayout], tokens: tuple[int, int], layers: tuple[int, int], *, writes: bool
 ) -> Ranges:
-    """The bytes of tokens [start, stop) in layers [first, last) of all ranks, contiguous neighbours joined. `writes`: from
-    here to there."""
+    """The bytes of tokens [start, stop) in layers [first, last) of all ranks, contiguous neighbours joined within a plane.
+    `writes`: from here to there."""
     if tokens[0] >= tokens[1] or layers[0] >= layers[1]:
         return np.empty((0, 3), dtype=np.int64)
     here, there = local.layout, remote.layout
-    within = np.column_stack(runs(local, remote, tokens))
+    within = coalesce(runs(local, remote, tokens))
     planes = np.arange(layers[0] * here.planes, layers[1] * here.planes, dtype=np.int64)
-    shifts = np.column_stack((planes * here.plane_bytes, planes * there.plane_bytes, np.zeros_like(planes)))
+    shifts = np.multiply.outer(planes, np.array([here.plane_bytes, there.plane_bytes, 0]))
     ranges = [
-        (shifts[:, None, :] + _piece_ranges(piece, within, here, there)[None, :, :]).reshape(-1, 3)
+        (shifts[:, None] + _piece_ranges(piece, within, here, there)).reshape(-1, 3)
         for piece in pieces(here.num_kv_heads, here.tp, there.tp, writes)
     ]
-    return coalesce(np.concatenate(ranges))
+    return ranges[0] if len(ranges) == 1 else coalesce(np.concatenate(ranges))
 
 
 def _piece_ranges(piece: Piece, within: Numbers, here: KVLayout, there: KVLayout) -> Ranges:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from kvrelay.engine.fence import Fence
 
-LOOK_S = 0.0003  # between looks at a fence that has not passed: the last one of a prompt delays its second token
+LOOK_S = 0.0002  # between looks at a fence that has not passed: the last one of a prompt delays its second token
 IDLE_S = 60.0
 
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import abc
 import ctypes
+import functools
 import os
+import select
 import sys
 import threading
 import time
@@ -23,9 +25,10 @@ from kvrelay.log import Log
 
 log = Log("transfer")
 
-_FIRST_PAUSE_S = 0.0001
+_FIRST_PAUSE_S = 0.00005
 _LONGEST_PAUSE_S = 0.0002
 _SHORTEST_POLL_S = 0.001  # ZMQ counts in milliseconds
+_SELECTABLE = 1024  # descriptors below
 _PR_SET_TIMERSLACK = 29
 
 
@@ -158,25 +161,29 @@ class TransferThread(abc.ABC):
         while not self._stopping:
             within_s = self.turn()
             self.num_turns += 1
-            if self.moving or within_s < _SHORTEST_POLL_S:
-                ready = poller.poll(0)
-                if not ready and not self._commands:
-                    time.sleep(pause_s if self.moving else within_s)
-                    pause_s = min(pause_s * 2, _LONGEST_PAUSE_S)
-                    continue
-            else:
-                self._sleep(poller, within_s)
+            if not self.moving and within_s >= _SHORTEST_POLL_S:
+                self._sleep(functools.partial(poller.poll, int(within_s * 1000)))
+            elif not poller.poll(0) and not self._sleep(functools.partial(self._nap, pause_s if self.moving else within_s)):
+                pause_s = min(pause_s * 2, _LONGEST_PAUSE_S)
+                continue
             pause_s = _FIRST_PAUSE_S
             self._forget_wakes()
 
-    def _sleep(self, poller: zmq.Poller, within_s: float) -> None:
+    def _sleep(self, wait: Callable[[], object]) -> bool:
+        """Whether something came: a command, or what else `wait` waits for."""
         self._asleep = True
         try:
             # What came before `_asleep` was set did not wake us, so look once more.
-            if not self._commands and not self._stopping:
-                poller.poll(int(within_s * 1000))
+            return bool(self._commands or self._stopping or wait())
         finally:
             self._asleep = False
+
+    def _nap(self, seconds: float) -> bool:
+        """Counted in microseconds; messages do not end it, and commands only where the descriptor is one that select takes."""
+        if self._wake_fd < _SELECTABLE:
+            return bool(select.select([self._wake_fd], (), (), seconds)[0])
+        time.sleep(seconds)
+        return False
 
     def _forget_wakes(self) -> None:
         try:
