@@ -15,6 +15,7 @@ from msgspec import Meta
 
 Count = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
+Port = Annotated[int, Meta(ge=0, le=65535)]
 WeightsOption = Literal["auto", "float32", "int8", "fp8"]
 KVDtypeOption = Literal["auto", "fp8"]
 
@@ -120,7 +121,7 @@ class RouterOptions(Options, frozen=True, kw_only=True):
     """How clients reach the server and what they may send."""
 
     host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
-    port: Annotated[int, Meta(ge=0, le=65535, description="HTTP port; 0 picks a free one")] = 8000
+    port: Annotated[Port, Meta(description="HTTP port; 0 picks a free one")] = 8000
     reuse_port: Annotated[bool, Meta(description="share the HTTP port with other routers of this host (SO_REUSEPORT)")] = False
     own_port: Annotated[
         int,
@@ -343,21 +344,14 @@ class WorkerOptions(Options, frozen=True, kw_only=True):
         Meta(description="registry, such as tcp://127.0.0.1:5600 or etcd://127.0.0.1:2379; static if routers know this worker"),
     ] = "tcp://127.0.0.1:5600"
     worker_host: Annotated[str, Meta(description="address on which the worker listens for routers")] = "127.0.0.1"
-    worker_port: Annotated[
-        int, Meta(ge=0, le=65535, description="port on which the worker listens for routers; 0 picks a free one")
-    ] = 0
+    worker_port: Annotated[Port, Meta(description="port on which the worker listens for routers; 0 picks a free one")] = 0
     signal_port: Annotated[
-        int,
-        Meta(
-            ge=0, le=65535, description="port on which a prefill or encode worker listens for other workers; 0 picks a free one"
-        ),
+        Port, Meta(description="port on which a prefill or encode worker listens for other workers; 0 picks a free one")
     ] = 0
     events_port: Annotated[
-        int, Meta(ge=0, le=65535, description="port on which the worker publishes what its cache holds; 0 picks a free one")
+        Port, Meta(description="port on which the worker publishes what its cache holds; 0 picks a free one")
     ] = 0
-    replay_port: Annotated[
-        int, Meta(ge=0, le=65535, description="port on which missed events are requested again; 0 picks a free one")
-    ] = 0
+    replay_port: Annotated[Port, Meta(description="port on which missed events are requested again; 0 picks a free one")] = 0
     registration_s: Annotated[
         float,
         Meta(

@@ -110,8 +110,7 @@ class Engine:
 
     def encode(self, encode: Encode) -> None:
         """A mistake of the router: this worker computes prompts or generates."""
-        error = UnavailableError(f"worker {self._worker_id} makes no embeddings for others")
-        self.core.outbox.fail(encode.request_id, error)
+        self.core.outbox.fail(encode.request_id, UnavailableError(f"worker {self._worker_id} makes no embeddings for others"))
 
     def _enqueue(self, submit: Submit, stages: Stages | None = None) -> Request:
         """`stages`: those of a prompt that was computed before and is again."""
@@ -208,7 +207,8 @@ class Engine:
         return WorkerLoad(
             running=len(self.scheduler.running),
             waiting=self._num_waiting,
-            transferring=self._num_transferring,
+            # From the host, from a peer, or to one: prompts that are computed and whose peer does not have everything yet.
+            transferring=len(self.scheduler.loading) + len(self.core.incoming.transferring) + len(self.core.outgoing.held),
             swapped=len(self.scheduler.swapped),
             blocks=self.kv.pool.counts(),
             host=self.core.swap.counts(),
@@ -234,11 +234,6 @@ class Engine:
     def _is_saving_kept(self) -> bool:
         """Then the blocks come back when a step polls. A worker that is to end does not wait for that."""
         return self.core.swap.is_saving_kept and not self._draining
-
-    @property
-    def _num_transferring(self) -> int:
-        """From the host, from a peer, or to one: prompts that are computed and whose peer does not have everything yet."""
-        return len(self.scheduler.loading) + len(self.core.incoming.transferring) + len(self.core.outgoing.held)
 
     @property
     def _num_waiting(self) -> int:
