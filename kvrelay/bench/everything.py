@@ -56,8 +56,15 @@ def _measure(name: str, options: EverythingBench, console: Console) -> Results:
 
 
 def _run(arguments: list[str]) -> int:
-    """Returns the exit status of `kvrelay bench ARGUMENTS`, which writes to this terminal."""
-    return subprocess.run([sys.executable, "-m", "kvrelay", "bench", *arguments], check=False).returncode
+    """Returns the exit status of `kvrelay bench ARGUMENTS`, which writes to this terminal, and ends before this does."""
+    command = [sys.executable, "-m", "kvrelay", "bench", *arguments]
+    process = subprocess.Popen(command, start_new_session=True)  # so that Ctrl-C reaches it once, as below
+    try:
+        return process.wait()
+    except BaseException:
+        process.terminate()
+        process.wait()
+        raise
 
 
 def arguments(name: str, folder: pathlib.Path) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import pathlib
 import shlex
+import signal
 import sys
 from typing import Any
 
@@ -49,6 +50,7 @@ run, because a shared machine is never the same twice; docs/benchmarks.md tells 
 def run(argv: list[str]) -> int:
     """The command's main; `argv` is what follows `kvrelay bench`. Returns the exit status."""
     console = Console(stderr=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was started for the measurement ends first
     if not argv or argv[0] in ("-h", "--help"):
         print(_HELP, end="")
         return 0 if argv else 2

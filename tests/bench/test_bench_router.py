@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE_S, until
 
 from kvrelay.bench import main
 from kvrelay.bench.harness.cluster import Answer
@@ -135,6 +138,22 @@ def test_decisions_among_a_few_workers_give_every_figure(tmp_path: Path, monkeyp
         f"decision_us_{share}{policy}" for share in ("p50", "p99") for policy in ("", "_least_loaded", "_round_robin")
     }
     assert all(figure > 0 for figure in figures.values())
+
+
+def test_a_run_that_is_told_to_end_takes_along_what_it_started() -> None:
+    arguments = ["bench", "router", "--only", "routers", "--model", str(tiny_model("llama"))]
+    with subprocess.Popen([sys.executable, "-m", "kvrelay", *arguments], stderr=subprocess.DEVNULL) as bench:
+        until(lambda: any("router" in command for command in started_by(bench.pid).values()))
+        router = next(pid for pid, command in started_by(bench.pid).items() if "router" in command)
+        bench.terminate()
+        assert bench.wait(PATIENCE_S) == 130
+    assert not Path(f"/proc/{router}").exists()
+
+
+def started_by(parent: int) -> dict[int, list[str]]:
+    """Command lines, by process."""
+    pids = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    return {int(pid): Path(f"/proc/{pid}/cmdline").read_text().split("\0") for pid in pids}
 
 
 # All of it on a tiny model
