@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import pathlib
@@ -14,6 +15,11 @@ import pytest
 sys.path[:0] = [str(pathlib.Path(__file__).parent), str(pathlib.Path(__file__).parent / "transfer")]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("KVRELAY_OFFLINE", "0")  # the default model may be fetched
+with contextlib.suppress(ImportError):  # the tests for cards do without it
+    import hypothesis
+
+    hypothesis.settings.register_profile("patient", deadline=None)  # how long an example takes is the machine's doing
+    hypothesis.settings.load_profile("patient")
 
 
 LONG_TIMEOUT_S = 3600

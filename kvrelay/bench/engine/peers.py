@@ -10,11 +10,11 @@ from __future__ import annotations
 import contextlib
 import json
 import pathlib
-import select
 import subprocess
 import sys
 import tempfile
 import time
+from multiprocessing.connection import wait
 from typing import Protocol
 
 from kvrelay.bench.engine.peer import TransformersSubject
@@ -123,7 +123,7 @@ class PeerProcess:
         """A line. Raises BenchError with the last of what the peer has printed."""
         assert self._process.stdout is not None
         deadline = time.monotonic() + patience_s
-        while not select.select([self._process.stdout], [], [], 1.0)[0]:
+        while not wait([self._process.stdout.fileno()], 1.0):
             if time.monotonic() > deadline:
                 self._process.kill()
                 raise BenchError(f"the peer did not answer within {patience_s:g} s: {self._last_words()}")

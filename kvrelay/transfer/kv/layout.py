@@ -105,8 +105,8 @@ def pieces(num_kv_heads: int, local_tp: int, remote_tp: int, writes: bool) -> tu
 def move_ranges(
     local: Placement[KVLayout], remote: Placement[KVLayout], tokens: tuple[int, int], layers: tuple[int, int], *, writes: bool
 ) -> Ranges:
-    """The bytes of tokens [start, stop) in layers [first, last) of all ranks, contiguous neighbours joined within a plane.
-    `writes`: from here to there."""
+    """The bytes of tokens [start, stop) in layers [first, last) of all ranks, contiguous neighbours joined. `writes`: from
+    here to there."""
     if tokens[0] >= tokens[1] or layers[0] >= layers[1]:
         return np.empty((0, 3), dtype=np.int64)
     here, there = local.layout, remote.layout
@@ -117,7 +117,7 @@ def move_ranges(
         (shifts[:, None] + _piece_ranges(piece, within, here, there)).reshape(-1, 3)
         for piece in pieces(here.num_kv_heads, here.tp, there.tp, writes)
     ]
-    return ranges[0] if len(ranges) == 1 else coalesce(np.concatenate(ranges))
+    return coalesce(np.concatenate(ranges))
 
 
 def _piece_ranges(piece: Piece, within: Numbers, here: KVLayout, there: KVLayout) -> Ranges:
