@@ -81,7 +81,7 @@ def build_core(
     outbox, keys = Outbox(), counter()
     swap = Swap(kv, runner, clock=clock, timeout_s=options.swap_timeout_s)
     kept = KeptKV(kv, swap, outbox, clock=clock, keys=keys, share=share, most=most, verify=options.check_invariants)
-    incoming = Incoming(consumer or NoRelay(), kv, runner.fence)
+    incoming = Incoming(consumer or NoRelay(), kv, runner)
     outgoing = Outgoing(producer or NoRelay(), kv, runner.fence)
     seen = images or Images(NoFeatures(), timeout_s=0.0, clock=clock)
     limits = Limits(

@@ -203,6 +203,9 @@ class Runner(Protocol):
     def fence(self) -> Fence:
         """Behind everything launched so far, collected or not: a plan without samples may be collected while it runs."""
 
+    def expect(self, sequence: SequenceView) -> None:
+        """Its KV is on the way into its blocks: what its first step needs may be made ready. It is released as one that ran."""
+
     @property
     def runs_ahead(self) -> bool:
         """Whether a plan may be launched before the one before it is collected whose rows start where their sequence's tokens

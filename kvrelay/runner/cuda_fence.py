@@ -1,8 +1,49 @@
-"""A `Fence` on a card: an event behind what a stream was given."""
+"""Fences on a card: an event behind what a stream was given, or a number that a replayed graph counts up in its middle."""
 
 from __future__ import annotations
 
 import torch
+
+
+class CountedPasses:
+    """Counts, in passes that are captured once and replayed, how many have come to a certain kernel: the device writes the
+    number into host memory. (An event of a graph would be put up again by its next replay, also while a thread still asks for
+    this one.)"""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = torch.zeros(1, dtype=torch.int64, device=device)
+        self._host = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._count = self._host.numpy()
+        self._num_launched = 0
+
+    def mark(self) -> None:
+        """In the pass, behind that kernel."""
+        self._device += 1
+        self._host.copy_(self._device, non_blocking=True)
+
+    def begin(self) -> None:
+        """Once the device is at rest: no pass after those so far has been launched."""
+        self._num_launched = int(self._count[0])
+
+    def launched(self) -> CountFence:
+        """One more pass was."""
+        self._num_launched += 1
+        return CountFence(self, self._num_launched)
+
+    @property
+    def num_passed(self) -> int:
+        return int(self._count[0])
+
+
+class CountFence:
+    """A kernel that failed leaves the count where it is; then the engine's next call raises, and the worker ends."""
+
+    def __init__(self, passes: CountedPasses, number: int) -> None:
+        self._passes = passes
+        self._number = number
+
+    def passed(self) -> bool:
+        return self._passes.num_passed >= self._number
 
 
 class CudaFence:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvrelay.engine.interfaces import Row
+from kvrelay.engine.interfaces import Row, SequenceView
 from kvrelay.kernels.base import AttentionBatch, ForwardBatch
 from kvrelay.models.registry import Model
 from kvrelay.progress import Progress
@@ -80,6 +80,10 @@ class DecodeGraphs:
         return self._sizes[-1]
 
     @property
+    def num_layers(self) -> int:
+        return self._kv.shape[0]
+
+    @property
     def no_place(self) -> int:
         """In the block tables, that of padding."""
         return self._twin.shape[0] - 1
@@ -119,6 +123,11 @@ class DecodeGraphs:
         area.send(_COLUMNS * size, self._flat[: _COLUMNS * size])
         self._replays[size]()
 
+    @torch.inference_mode()
+    def expect(self, sequence: SequenceView) -> None:
+        self._builder.tables.places([Row(sequence, 0, 0, 0)])
+        self.send_tables()
+
     def send_tables(self) -> None:
         """What of block tables the device lacks."""
         tables = self._builder.tables
@@ -139,9 +148,9 @@ class DecodeGraphs:
         """Block tables by row: the same memory in every pass."""
         return torch.index_select(self._twin, 0, places, out=self._block_tables[: places.shape[0]])
 
-    def compute(self, batch: ForwardBatch) -> None:
+    def compute(self, batch: ForwardBatch, on_layer: Callable[[int], None] | None = None) -> None:
         """A pass, then the likeliest token of each row of logits."""
-        logits = self._model.forward(batch, self._kv)
+        logits = self._model.forward(batch, self._kv, on_layer)
         self.logits[: logits.shape[0]].copy_(logits)
         self.tokens[: logits.shape[0]].copy_(likeliest(logits))
 

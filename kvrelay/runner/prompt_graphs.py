@@ -4,6 +4,7 @@ so the pass is one replay of a CUDA graph, as a decode step is.
     sizes      of tokens: a prompt, or what the prefix cache leaves of it, is padded to the next one
     inputs     tokens, positions and slots, then where the row ends; written to pinned memory and sent by one copy
     outputs    logits and token, where those of a decode step's first row would be
+    fence      passed when the last layer's KV is stored: a hand-over need not wait for the token
 
 Padding tokens belong to no row, and are stored in the block that the graphs have for themselves.
 """
@@ -15,9 +16,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from kvrelay.engine.fence import Fence
 from kvrelay.engine.interfaces import Row
 from kvrelay.kernels.base import AttentionBatch, ForwardBatch
 from kvrelay.progress import Progress
+from kvrelay.runner.cuda_fence import CountedPasses
 from kvrelay.runner.graphs import DecodeGraphs
 from kvrelay.runner.inputs import Staging
 
@@ -44,7 +47,10 @@ class PromptGraphs:
         self._areas = [Staging(length, device) for _ in range(2)]
         self._turn = 0
         self._flat = torch.zeros(length, dtype=torch.int32, device=device)
+        self._last_layer = graphs.num_layers - 1
+        self._stored = CountedPasses(device)
         self._replays = graphs.capture("capturing short prompts", self._sizes, self._pad_all, self._pass, progress)
+        self._stored.begin()
 
     def takes(self, rows: list[Row]) -> bool:
         """Whether the step can be replayed: one prompt that ends, or its rest, without adapter and prompt logprobs."""
@@ -52,7 +58,8 @@ class PromptGraphs:
         is_plain = row.samples == 1 and not row.prompt_logprobs and row.sequence.adapter is None
         return len(rows) == 1 and is_plain and 1 < row.count <= self._sizes[-1]
 
-    def run(self, row: Row) -> None:
+    def run(self, row: Row) -> Fence:
+        """The fence passes when the row's KV is stored in all layers."""
         graphs, count = self._graphs, row.count
         size = next(size for size in self._sizes if size >= count)
         self._turn = 1 - self._turn
@@ -70,6 +77,7 @@ class PromptGraphs:
         graphs.send_tables()
         area.send(used, self._flat[:used])
         self._replays[size]()
+        return self._stored.launched()
 
     def _pass(self, size: int) -> None:
         flat = self._flat[: 3 * size + _END]
@@ -88,7 +96,11 @@ class PromptGraphs:
             ),
             logit_rows=wide[3 * size + 8 : 3 * size + 9],
         )
-        graphs.compute(batch)
+        graphs.compute(batch, self._on_layer)
+
+    def _on_layer(self, layer: int) -> None:
+        if layer == self._last_layer:
+            self._stored.mark()
 
     def _pad_all(self, size: int) -> None:
         """A prompt of nothing but padding."""

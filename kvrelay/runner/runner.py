@@ -25,7 +25,7 @@ import torch
 
 from kvrelay.checkpoint.spec import ModelSpec
 from kvrelay.engine.fence import PASSED, Fence
-from kvrelay.engine.interfaces import Adapters, LayerListener, NoAdapters, Row, RowResult, StepPlan, StepResult
+from kvrelay.engine.interfaces import Adapters, LayerListener, NoAdapters, Row, RowResult, SequenceView, StepPlan, StepResult
 from kvrelay.models.registry import Model
 from kvrelay.progress import Progress, Silent
 from kvrelay.runner.batch import BatchBuilder, LogitLayout
@@ -158,6 +158,7 @@ class TorchRunner:
         self._sampler = Sampler(edits)
         self._launched: deque[_Launched] = deque()
         self._on_layer: Callable[[int], None] | None = None  # of the model
+        self._listener: LayerListener | None = None
 
     @property
     def layout(self) -> Layout:
@@ -176,10 +177,15 @@ class TorchRunner:
             if (layer + 1) % every == 0 or layer > last - every:
                 listener(layer, self.fence())
 
-        self._on_layer = on_layer
+        self._on_layer, self._listener = on_layer, listener
 
     def fence(self) -> Fence:
         return CudaFence(self._pool.tensor.device) if self._pool.tensor.device.type == "cuda" else PASSED
+
+    def expect(self, sequence: SequenceView) -> None:
+        """Where the device is at rest, its block table goes there; else it goes with the next step, as all do."""
+        if self._graphs is not None and not self._launched:
+            self._graphs.expect(sequence)
 
     @property
     def num_blocks(self) -> int:
@@ -232,9 +238,9 @@ class TorchRunner:
         if self.runs_ahead and graphs.takes(rows):
             graphs.run(rows, self._sources(rows))
         elif self._prompts is not None and self._prompts.takes(rows):
-            self._prompts.run(rows[0])
-            if self._on_layer is not None:
-                self._on_layer(self.spec.num_layers - 1)  # all layers, behind one fence
+            stored = self._prompts.run(rows[0])
+            if self._listener is not None:
+                self._listener(self.spec.num_layers - 1, stored)  # all layers, behind one fence
         else:
             return None
         wanted = [(index, index) for index, row in enumerate(rows) if row.samples or row.candidates]

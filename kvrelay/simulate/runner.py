@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 
 from kvrelay.engine.fence import PASSED, Fence
-from kvrelay.engine.interfaces import LayerListener, RowResult, StepPlan, StepResult
+from kvrelay.engine.interfaces import LayerListener, RowResult, SequenceView, StepPlan, StepResult
 from kvrelay.simulate.costs import Costs
 
 TOKEN = 7
@@ -61,6 +61,9 @@ class CostRunner:
 
     def on_layer(self, listener: LayerListener) -> None:
         """Transfers know from the cost of a layer when it was there."""
+
+    def expect(self, sequence: SequenceView) -> None:
+        """Nothing takes long."""
 
     def fence(self) -> Fence:
         return PASSED

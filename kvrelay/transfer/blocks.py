@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import functools
 from collections.abc import Sequence
 from typing import Generic, Protocol, TypeVar
 
@@ -11,8 +9,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvrelay.native.compile import load_native
 from kvrelay.transfer.engines.base import TransferError
+from kvrelay.transfer.engines.ranges import native_ranges
 
 Numbers = npt.NDArray[np.int64]
 
@@ -58,7 +56,7 @@ def runs(local: Placement[L], remote: Placement[L], tokens: tuple[int, int]) -> 
     """Tokens [start, stop), cut at the block edges of both sides: of each run its place here, its place there, its length. A
     place is the number of a token counted through all blocks of the layout. Raises TransferError where a side's blocks do not
     hold them all."""
-    native, (start, stop) = _native(), tokens
+    native, (start, stop) = native_ranges(), tokens
     for side in (local, remote):
         end = side.first_token + len(side.blocks) * side.layout.block_size
         if start < side.first_token or stop > end:
@@ -72,21 +70,6 @@ def runs(local: Placement[L], remote: Placement[L], tokens: tuple[int, int]) -> 
     found = np.empty((sum((stop - start) // size + 2 for _, _, size in sides), 3), dtype=np.int64)
     named = [(blocks.ctypes.data, first, size) for blocks, first, size in sides]
     return found[: native.kvrelay_runs(*named[0], *named[1], start, stop, found.ctypes.data)]
-
-
-def prepare() -> None:
-    """Loads or compiles native code, so that the first transfer does not wait for it."""
-    _native()
-
-
-@functools.cache
-def _native() -> ctypes.CDLL | None:
-    library = load_native(__file__)
-    if library is not None:
-        pointer, number = ctypes.c_void_p, ctypes.c_int64
-        library.kvrelay_runs.argtypes = [pointer, number, number, pointer, number, number, number, number, pointer]
-        library.kvrelay_runs.restype = number
-    return library
 
 
 def _by_numpy(local: Placement[L], remote: Placement[L], tokens: tuple[int, int]) -> Numbers:

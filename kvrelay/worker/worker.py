@@ -43,7 +43,7 @@ from kvrelay.worker.vigil import Vigil
 
 log = Log("worker")
 
-_SWITCH_INTERVAL_S = 0.0005  # so that the heartbeat gets its turn beside a busy engine
+_SWITCH_INTERVAL_S = {"cpu": 0.0005, "cuda": 0.0001}  # so that heartbeat and relay get their turn beside a busy engine
 
 
 def run_worker(
@@ -59,7 +59,7 @@ def run_worker(
     """The life of a worker; returns its exit status. With a tie to a launcher, Ctrl-C is for the launcher, not for us."""
     engine_options = engine_options.for_device(model_options.device)
     role = Role(worker_options.role)
-    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    sys.setswitchinterval(_SWITCH_INTERVAL_S[model_options.device])
     if worker_options.worker_host in ("0.0.0.0", "*", "::"):
         raise ConfigError("--worker-host must be an address that routers can reach, not every address")
     worker_id = new_worker_id(role.value)

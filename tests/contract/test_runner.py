@@ -390,6 +390,20 @@ def test_layers_are_told_in_order_with_fences_that_pass(runner: Runner) -> None:
     assert all(fence.passed() for _, fence in told)
 
 
+def test_a_sequence_that_was_expected_runs_as_any_other_and_can_be_released_before(make_runner: Callable[[], Runner]) -> None:
+    tokens = prompt(8)
+    (expected,) = generate(make_runner(), FreeSequence(tokens=list(tokens), block_table=[1, 2, 3]), 1)
+    runner = make_runner()
+    run(runner, plan(Row(FreeSequence(tokens=list(tokens), block_table=[1, 2]), 0, 7, 0)))
+    taken_over, given_up = (FreeSequence(tokens=list(tokens), block_table=list(blocks)) for blocks in ([1, 2], [5, 6]))
+    runner.expect(taken_over)
+    runner.expect(given_up)
+    taken_over.block_table.append(3)  # one that it did not have yet
+    run(runner, plan(released=[given_up.key]))
+    assert run(runner, plan(last(taken_over)))[0].tokens == [expected]
+    runner.close()
+
+
 def test_closing_drops_what_is_under_way(runner: Runner) -> None:
     runner.launch(plan(whole(FreeSequence(tokens=prompt(3), block_table=[0]))))
     runner.close()

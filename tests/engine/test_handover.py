@@ -204,8 +204,9 @@ class Pair:
         """What a transport would do: copies the reserved tokens, and tells the decode worker."""
         here, there = (runner._store.planes for runner in self.runners)  # type: ignore[union-attr]
         blocks, skip = self.consumer.reserved[request_id]
-        for index, block in enumerate(blocks):
-            there[:, :, block] = here[:, :, self.producer.blocks[request_id][skip // BLOCK + index]]
+        sent = self.producer.blocks[request_id][skip // BLOCK :]
+        for block, theirs in zip(blocks, sent, strict=False):  # one more may be reserved, for the next token
+            there[:, :, block] = here[:, :, theirs]
         self.consumer.news.arrived.append(Arrival(request_id, self.producer.first_tokens[request_id]))
 
 
@@ -464,7 +465,7 @@ def test_one_sample_that_another_worker_began_is_handed_over_with_its_tokens(sam
         assert (first.ends == {(request_id, sample): FinishReason.LENGTH}) == (count == 8)
         pair.consumer.news.started.append(request_id)
         run(pair.decode, rest)
-        assert pair.decode.load().blocks.reserved == -(-(10 + count) // BLOCK)
+        assert pair.decode.load().blocks.reserved == -(-(10 + count + 1) // BLOCK)  # the next token has room
         pair.move(request_id)
         run(pair.decode, rest)
         assert rest.tokens == {(request_id, sample): expected}

@@ -1,4 +1,4 @@
-"""A fence on a card passes when what was launched before it has been computed, and not before."""
+"""A fence passes when what was launched before it has been computed, and not before."""
 
 from __future__ import annotations
 
@@ -8,20 +8,23 @@ import pytest
 import torch
 from patience import PATIENCE_S
 
-from kvrelay.runner.cuda_fence import CudaFence
+from kvrelay.engine.fence import Fence
+from kvrelay.runner.cuda_fence import CountedPasses, CudaFence
 
-pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no card")]
+on_a_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="no card")
 
 _SLOW_CYCLES = 1_000_000_000  # about half a second
 
 
-def until_passed(fence: CudaFence) -> None:
+def until_passed(fence: Fence) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not fence.passed():
         assert time.monotonic() < deadline
         time.sleep(0.001)
 
 
+@pytest.mark.cuda
+@on_a_card
 def test_it_does_not_pass_before_a_slow_kernel_has_ended() -> None:
     device = torch.device("cuda")
     target = torch.zeros(1024, device=device)
@@ -38,6 +41,8 @@ def test_it_does_not_pass_before_a_slow_kernel_has_ended() -> None:
         assert float(target.sum().cpu()) == 1024.0
 
 
+@pytest.mark.cuda
+@on_a_card
 def test_several_are_under_way_and_pass_in_order() -> None:
     device = torch.device("cuda")
     torch.cuda.synchronize()
@@ -51,3 +56,49 @@ def test_several_are_under_way_and_pass_in_order() -> None:
     for fence in fences:
         until_passed(fence)
     assert all(fence.passed() for fence in fences)
+
+
+def test_passes_are_counted_from_those_before_they_began() -> None:
+    passes = CountedPasses(torch.device("cpu"))
+    passes.mark()
+    passes.begin()
+    first, second = passes.launched(), passes.launched()
+    assert not first.passed()
+    passes.mark()
+    assert first.passed()
+    assert not second.passed()
+    passes.mark()
+    assert first.passed()
+    assert second.passed()
+
+
+@pytest.mark.cuda
+@on_a_card
+def test_a_fence_within_a_graph_passes_while_the_rest_of_it_runs_and_not_before_its_replay() -> None:
+    device = torch.device("cuda")
+    passes, target = CountedPasses(device), torch.zeros(1024, device=device)
+    graph = torch.cuda.CUDAGraph()
+
+    def compute() -> None:
+        torch.cuda._sleep(_SLOW_CYCLES // 4)
+        target.add_(1.0)
+        passes.mark()
+        torch.cuda._sleep(_SLOW_CYCLES)
+
+    compute()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        compute()
+    passes.begin()
+    fences, ends = [], []
+    for _ in range(2):
+        graph.replay()
+        fences.append(passes.launched())
+        ends.append(CudaFence(device))
+    assert not fences[0].passed()
+    for number, (fence, end) in enumerate(zip(fences, ends, strict=True)):
+        until_passed(fence)
+        assert not end.passed()
+        assert number == 1 or not fences[1].passed()
+        with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+            assert float(target.sum().cpu()) == 1024.0 * (2 + number)

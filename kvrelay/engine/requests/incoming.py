@@ -10,9 +10,8 @@ poll      arrived: the sequence runs from its first token on                    
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
 
-from kvrelay.engine.fence import Fence
+from kvrelay.engine.interfaces import Runner
 from kvrelay.engine.memory.block_pool import Holder
 from kvrelay.engine.memory.kv_cache import KVCache
 from kvrelay.engine.movers import Arrival, Consumer
@@ -25,10 +24,10 @@ from kvrelay.wire.serving import TransferInfo
 class Incoming:
     """The sequences whose KV comes from elsewhere, until it is there."""
 
-    def __init__(self, consumer: Consumer, kv: KVCache, fence: Callable[[], Fence]) -> None:
+    def __init__(self, consumer: Consumer, kv: KVCache, runner: Runner) -> None:
         self.consumer = consumer
         self._kv = kv
-        self._fence = fence
+        self._runner = runner
         self._expected: dict[RequestId, Sequence] = {}  # from expect until arrived, failed or aborted
         self.startable: list[tuple[tuple[int, int, int], Sequence]] = []  # a heap; those that ended are skipped when met
         self._freed: set[RequestId] = set()  # said to be safe before the transfer was said to have failed
@@ -58,12 +57,13 @@ class Incoming:
             if self._expected.get(sequence.request_id) is sequence and sequence.state is RequestState.WAITING:
                 if before is not None and sequence.order > before:
                     return True
-                if sequence.num_batch_rows > num_rows or not self._kv.attach(sequence, headroom=headroom):
+                if sequence.num_batch_rows > num_rows or not self._kv.attach(sequence, headroom=headroom, num_more=1):
                     return False
                 num_rows -= sequence.num_batch_rows
                 sequence.become(RequestState.TRANSFERRING)
                 sequence.cached_tokens = skip_tokens = sequence.num_computed
-                self.consumer.reserve(sequence.request_id, self._kv.reserve(sequence), skip_tokens, self._fence())
+                self.consumer.reserve(sequence.request_id, self._kv.reserve(sequence), skip_tokens, self._runner.fence())
+                self._runner.expect(sequence)
             heapq.heappop(self.startable)
         return True
 

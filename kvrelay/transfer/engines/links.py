@@ -21,7 +21,7 @@ from kvrelay.ids import WorkerId
 from kvrelay.log import Log
 from kvrelay.transfer.engines.base import Completion, MoveId, Mover, Ranges, TransferError
 from kvrelay.transfer.engines.moves import Move, MoveBook
-from kvrelay.transfer.engines.ranges import coalesce, prepare
+from kvrelay.transfer.engines.ranges import coalesce, native_ranges
 from kvrelay.transfer.region import Region
 
 _log = Log("transfer")
@@ -162,7 +162,7 @@ class LinkedEngine(abc.ABC):
     def register(self, region: Region) -> None:
         if self._region is not None:
             raise TransferError(f"{self.name}: a region is already registered")
-        prepare()
+        native_ranges()  # so that the first move does not wait for it
         self._open(region)
         self._region = region
 

@@ -19,7 +19,7 @@ def coalesce(ranges: Ranges, local_size_bytes: int = MAX_BYTES, remote_size_byte
     """Joins neighbours that are contiguous on both sides. Order of local offsets; empty ranges vanish. Raises TransferError if
     anything lies outside either region, or is no range."""
     _check_shape(ranges)
-    native = _native()
+    native = native_ranges()
     ranges = np.ascontiguousarray(ranges)
     joined = np.empty_like(ranges)
     left = _NOT_IN_ORDER
@@ -32,19 +32,17 @@ def coalesce(ranges: Ranges, local_size_bytes: int = MAX_BYTES, remote_size_byte
     return _sort_and_join(ranges) if left == _NOT_IN_ORDER else joined[:left]
 
 
-def prepare() -> None:
-    """Loads or compiles native code, so that the first move does not wait for it."""
-    _native()
-
-
 @functools.cache
-def _native() -> ctypes.CDLL | None:
+def native_ranges() -> ctypes.CDLL | None:
+    """ranges.c, compiled or loaded at the first call; None where it cannot be."""
     library = load_native(__file__)
     if library is not None:
         pointer, number = ctypes.c_void_p, ctypes.c_int64
         library.kvrelay_join.argtypes, library.kvrelay_join.restype = [pointer, number, number, number, pointer], number
         library.kvrelay_scan.argtypes = [pointer, number, number, number, pointer]
         library.kvrelay_scan.restype = ctypes.c_int32
+        library.kvrelay_runs.argtypes = [pointer, number, number, pointer, number, number, number, number, pointer]
+        library.kvrelay_runs.restype = number
     return library
 
 
@@ -61,7 +59,7 @@ class Scanned:
 def scan(ranges: Ranges, local_size_bytes: int = MAX_BYTES, remote_size_bytes: int = MAX_BYTES) -> Scanned:
     """Raises TransferError as `coalesce`."""
     _check_shape(ranges)
-    native = _native()
+    native = native_ranges()
     ranges = np.ascontiguousarray(ranges)
     if native is None:
         is_inside = _are_inside(ranges, local_size_bytes, remote_size_bytes)

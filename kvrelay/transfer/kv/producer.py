@@ -134,8 +134,9 @@ class RelayProducer(Front[ProducerTurns[KVLayout, ProducerNews]]):
         say(lambda: self._steps.layer_done(rows, layer + 1, fence))
 
     def end_step(self) -> None:
+        """Does not wake the thread, which looks for itself while it sends: `finish`, which does, would wait for its turn."""
         rows = self._rows
-        self._turns.call(lambda: self._steps.ended(rows))
+        self._turns.note(lambda: self._steps.ended(rows))
 
     def finish(self, request_id: RequestId, first_tokens: list[FirstToken]) -> None:
         """Behind the pass that the tokens were sampled from."""

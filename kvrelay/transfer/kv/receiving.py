@@ -10,6 +10,7 @@ acknowledged is valid.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, assert_never
 
 from kvrelay.engine.movers import Arrival, ConsumerNews
@@ -259,11 +260,12 @@ class Receiving(ReceivingTransfer[ConsumerState, KVLayout, ConsumerNews]):
         assert self._reservation is not None
         self._ending.let_go()
         num_tokens = self.meta.num_tokens - self._reservation.skip_tokens
-        log.info(
-            "KV taken over", request=self.meta.request_id, transfer=self.transfer_id, producer=self.meta.peer,
+        said = functools.partial(
+            log.info, "KV taken over", request=self.meta.request_id, transfer=self.transfer_id, producer=self.meta.peer,
             tokens=num_tokens, bytes=num_tokens * self._desk.layout.all_heads_bytes,
             ms=round((now - self._reserved_at) * 1000, 1), trace=self.meta.trace_id,
         )  # fmt: skip
+        self._desk.log_later(said)
         self._desk.news.arrived.append(Arrival(self.meta.request_id, first_tokens))
         self._advance(ConsumerState.DONE)
 

@@ -51,6 +51,7 @@ class Desk(Generic[L, N]):
         self.news = no_news()
         self._no_news = no_news
         self._outgoing: list[tuple[WorkerId, Message]] = []
+        self._lines: list[Callable[[], None]] = []
 
     def send(self, peer: WorkerId, message: Message) -> None:
         self._outgoing.append((peer, message))
@@ -66,6 +67,15 @@ class Desk(Generic[L, N]):
             return None
         news, self.news = self.news, empty
         return news
+
+    def log_later(self, line: Callable[[], None]) -> None:
+        """A line of the log, which takes as long as a message: when peers and owner have been told."""
+        self._lines.append(line)
+
+    def write_log(self) -> None:
+        lines, self._lines = self._lines, []
+        for line in lines:
+            line()
 
     def move_ended(self, peer: WorkerId, size_bytes: int, *, moved: bool, late: bool = False) -> None:
         self.counts.num_moves -= 1

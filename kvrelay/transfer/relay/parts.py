@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from kvrelay.ids import WorkerId
-from kvrelay.transfer import blocks
 from kvrelay.transfer.engines.base import TransferEngine, TransferError
 from kvrelay.transfer.region import Region
 from kvrelay.transfer.relay.kind import Kind, Layout
@@ -31,7 +30,6 @@ class RelayParts(Generic[L]):
 
     def register(self, kind: Kind[L]) -> LocalSide[L]:
         """Raises TransferError, with every engine closed."""
-        blocks.prepare()
         try:
             for engine in self.engines:
                 engine.register(self.region)

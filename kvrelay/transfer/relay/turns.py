@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import zmq
 
@@ -41,6 +41,7 @@ M = TypeVar("M", bound=Machine[Any, Any, Any])
 class _Turns(TransferThread, Generic[M, L, N]):
     """What both halves of the thread do."""
 
+    _owner_waits: ClassVar[bool]
     machine: M
     sockets: ProducerSocket | ConsumerSockets
 
@@ -80,9 +81,15 @@ class _Turns(TransferThread, Generic[M, L, N]):
                 self.machine.on_completion(engine, completion)
 
     def _say(self) -> None:
-        """Messages to peers, news to the owner."""
+        """To those who wait for it first: a peer for what a producer says, the owner for what a consumer has."""
+        if self._owner_waits:
+            self._tell_owner()
         for peer, message in self.machine.take_outgoing():
             self.sockets.send(peer, encode(message))
+        self._tell_owner()
+        self.machine.desk.write_log()
+
+    def _tell_owner(self) -> None:
         news = self.machine.take_news()
         if news is not None:
             with self._lock:
@@ -91,6 +98,8 @@ class _Turns(TransferThread, Generic[M, L, N]):
 
 
 class ProducerTurns(_Turns[ProducerMachine[Any, L, N], L, N]):
+    _owner_waits = False
+
     def __init__(
         self,
         kind: Kind[L],
@@ -143,6 +152,8 @@ class ProducerTurns(_Turns[ProducerMachine[Any, L, N], L, N]):
 
 
 class ConsumerTurns(_Turns[ConsumerMachine[Any, L, N], L, N]):
+    _owner_waits = True
+
     def begin(self, poller: zmq.Poller) -> None:
         self._poller = poller
         self.machine = ConsumerMachine(self._open_desk())
