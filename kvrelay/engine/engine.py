@@ -326,8 +326,7 @@ class Engine:
 
     def fail_all(self, message: str) -> StepOutputs:
         """After an unforeseen error: every request ends in a Failure, and the blocks come back."""
-        if self._ahead.take() is not None:
-            self._runner.collect()
+        self._ahead.drop()
         for request in list(self.requests.values()):
             self._endings.fail(request, InternalError(message))
         return self.say()
