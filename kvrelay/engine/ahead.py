@@ -1,4 +1,4 @@
-"""The next step, launched before the one under way is collected, so that the device never waits for the engine.
+"""The next decode step, launched before the one under way is collected, so that the device never waits for the engine.
 
 Where nothing but decoding is to be done, the step after this one is known but for its tokens: each sequence that does not
 reach its length takes one more. `RunAhead` plans it while the device computes, and the runner takes the tokens where they are
@@ -12,10 +12,6 @@ a peer that is given them learns of it behind a fence.
 
 While requests wait, a plan is made at least every few steps, so that they get the room that others leave. Those whose peer
 computes their prompt wait for nothing that a plan could give them.
-
-Where every sequence of the step under way is done here with it (its KV goes to a peer, or its one token is all that is wanted),
-the prompts that wait are launched behind it: a prefill worker's device goes from prompt to prompt. Only behind enough work that
-launching them does not hold up its tokens, and not prompts that begin as one under way does: the cache will have that.
 """
 
 from __future__ import annotations
@@ -26,7 +22,6 @@ from kvrelay.engine.request import Sequence
 from kvrelay.states import RequestState
 
 _MOST_WHILE_WAITING = 8
-_ENOUGH_TOKENS = 512  # a card computes them for longer than a host launches a pass
 
 
 class RunAhead:
@@ -37,7 +32,6 @@ class RunAhead:
         self._pool = core.kv.pool
         self._block_size = core.kv.block_size
         self._incoming = core.incoming
-        self._outgoing = core.outgoing
         self._max_model_len = core.limits.model.max_model_len
         self._runner = runner
         self._num_in_turn = 0  # steps since the last plan that the scheduler made
@@ -49,50 +43,21 @@ class RunAhead:
         self._num_in_turn = 0 if plan is None else self._num_in_turn + 1
         return plan
 
-    def drop(self) -> None:
-        """After an unforeseen error: no step is under way any more."""
-        if self.take() is not None:
-            self._runner.collect()
-        self._outgoing.no_step()
-
     def launch_after(self, plan: StepPlan, released: list[int]) -> None:
-        """Plans and launches the step after `plan`, which is under way, where all that it may lack are the tokens of that one.
-        The runner then forgets those `released`, too."""
-        ahead = self._decoding_after(plan) if self._runner.runs_ahead else None
-        if ahead is None and self._runner.computes_behind:
-            ahead = self._prompts_after(plan)
-        if ahead is not None:
-            ahead.released, self.plan = released.copy(), ahead
-            released.clear()
-            self._outgoing.begin_step(ahead)
-            self._runner.launch(ahead)
-
-    def _decoding_after(self, plan: StepPlan) -> StepPlan | None:
+        """Plans and launches the step after `plan`, which is under way, where all that it lacks are the tokens of that one. The
+        runner then forgets those `released`, too."""
+        if not self._runner.runs_ahead:
+            return
         self._scheduler.reserve_early()
         newcomers = self._newcomers(plan) if self._nothing_else(plan) else None
         rows = [row for row in plan.rows if not self._reaches_its_length(row.sequence)]
         if newcomers is None or not rows or (len(rows) < len(plan.rows) and self._num_waiting):
-            return None
+            return
         ahead = [Row(row.sequence, row.start + row.count, 1, 1) for row in rows] + newcomers
-        return StepPlan(rows=ahead) if all(map(_is_plain, ahead)) and self._grow(ahead) else None
-
-    def _prompts_after(self, plan: StepPlan) -> StepPlan | None:
-        scheduler, incoming = self._scheduler, self._incoming
-        if not scheduler.queue or scheduler.swapped or scheduler.loading or incoming.startable or incoming.transferring:
-            return None
-        if len(plan.rows) < len(scheduler.running) or sum([row.count for row in plan.rows]) < _ENOUGH_TOKENS:
-            return None
-        if not all(map(self._is_last, plan.rows)):
-            return None
-        ahead = scheduler.schedule_behind()
-        return ahead if ahead.rows else None
-
-    def _is_last(self, row: Row) -> bool:
-        """Whether its sequence is done here with the token that the device chooses, and nothing besides is told of it."""
-        sequence = row.sequence
-        if not (row.samples == 1 and not row.prompt_logprobs and sequence.params.logprobs is None and _is_running(row)):
-            return False
-        return sequence.request_id in self._outgoing or self._reaches_its_length(sequence)
+        if all(map(_is_plain, ahead)) and self._grow(ahead):
+            self.plan = StepPlan(rows=ahead, released=released.copy())
+            released.clear()
+            self._runner.launch(self.plan)
 
     @property
     def _num_waiting(self) -> int:

@@ -326,7 +326,8 @@ class Engine:
 
     def fail_all(self, message: str) -> StepOutputs:
         """After an unforeseen error: every request ends in a Failure, and the blocks come back."""
-        self._ahead.drop()
+        if self._ahead.take() is not None:
+            self._runner.collect()
         for request in list(self.requests.values()):
             self._endings.fail(request, InternalError(message))
         return self.say()

@@ -207,11 +207,6 @@ class Runner(Protocol):
         """Its KV is on the way into its blocks: what its first step needs may be made ready. It is released as one that ran."""
 
     @property
-    def computes_behind(self) -> bool:
-        """Whether `launch` returns while the device computes, so that it pays to launch a plan before the one before it is
-        collected, though no row of it needs what that one computes."""
-
-    @property
     def runs_ahead(self) -> bool:
         """Whether a plan may be launched before the one before it is collected whose rows start where their sequence's tokens
         end: the token is the one that the plan before chooses. Such a row has `count` and `samples` 1, its sequence one row

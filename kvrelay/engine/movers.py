@@ -100,17 +100,16 @@ class Producer(Mover, Protocol):
         has passed."""
 
     def begin_step(self, rows: Sequence[tuple[RequestId, int]]) -> None:
-        """A forward pass starts that computes each request's tokens up to the given count. One before may not have ended."""
+        """A forward pass starts that computes each request's tokens up to the given count."""
 
     def layer_done(self, layer: int, fence: Fence) -> None:
-        """The pass that began last has stored this layer's KV for all its rows once the fence has passed. Called in the middle
-        of the pass: cheap."""
+        """The pass has stored this layer's KV for all its rows once the fence has passed. Called in the middle of the pass:
+        cheap."""
 
     def end_step(self) -> None:
-        """Everything of the oldest pass was launched, and collected. Its layers' fences may not have passed yet."""
+        """Everything of the pass was launched. Its layers' fences may not have passed yet."""
 
-    def finish(self, request_id: RequestId, first_tokens: list[FirstToken]) -> None:
-        """By the pass that ended last."""
+    def finish(self, request_id: RequestId, first_tokens: list[FirstToken]) -> None: ...
 
     def set_aside(self, request_id: RequestId) -> None:
         """Asks for the blocks back. Answered by poll: set_aside, or not at all if the consumer has reserved or pulled."""

@@ -30,7 +30,7 @@ computes it, the others wait that long.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import partial
 
 from kvrelay.config import EngineOptions
@@ -149,14 +149,6 @@ class Scheduler:
             self._admit_in_order(plan, budget)
         elif self.queue:
             self._schedule_waiting(plan, budget)
-        return plan
-
-    def schedule_behind(self) -> StepPlan:
-        """Prompts alone, for a step behind the one under way, with which all that run are done."""
-        plan = StepPlan()
-        if not self._options.max_running_prefills:
-            self._full_budget = self._options.token_budget
-            self._schedule_waiting(plan, self._full_budget, set(map(self._kv.beginning, self.running)))
         return plan
 
     def reserve_early(self) -> None:
@@ -294,24 +286,21 @@ class Scheduler:
         self._kv.recorder.lived(FreedForNow(request=sequence.request.external_id, reason=reason))
         self.queue.add(sequence)
 
-    def _schedule_waiting(self, plan: StepPlan, budget: int, being_computed: Collection[bytes] | None = None) -> None:
-        """`being_computed` are the beginnings of prompts that are under way: one that begins so had better wait for the cache,
-        and one with images for the next plan."""
+    def _schedule_waiting(self, plan: StepPlan, budget: int) -> None:
         num_rows = self._num_free_rows
-        limit, block_size, full_budget = self._options.max_running_prefills, self._options.block_size, self._full_budget
+        limit = self._options.max_running_prefills
+        full_budget = self._full_budget
         num_prefills = sum(1 for row in plan.rows if row.sequence.num_prompt_tokens > row.start)
         while budget > 0 and (limit == 0 or num_prefills < limit):
             sequence = self.queue.first()
-            if sequence is None or (self._options.prefix_cache and _waits_for_sibling(sequence, block_size)):
-                return
-            if being_computed is not None and (sequence.request.images or self._kv.beginning(sequence) in being_computed):
+            if sequence is None or self._waits_for_sibling(sequence):
                 return
             if sequence.num_batch_rows > num_rows or not self._kept.attach(sequence, headroom=self._headroom_for(sequence)):
                 self.starved = True
                 return
             reachable = self._reachable(sequence) if sequence.request.images else sequence.num_uncomputed
             count = min(reachable, budget)
-            if budget < full_budget and count < reachable and _had_better_wait(count, reachable, full_budget, block_size):
+            if budget < full_budget and count < reachable and self._had_better_wait(count, reachable):
                 self._roll_back(sequence)
                 return
             self.queue.pop()
@@ -333,6 +322,14 @@ class Scheduler:
             num_prefills += 1
             plan.rows.append(_row(sequence, count))
 
+    def _had_better_wait(self, count: int, reachable: int) -> bool:
+        """Whether a prompt starts with the next step instead of being cut: where other prompts left it less than a block, or
+        little, and the next step can compute all of it. Its first token comes no later, and attention over a prompt in one
+        piece is faster than over two."""
+        if count < self._options.block_size:
+            return True
+        return reachable <= self._full_budget and count * _SMALLEST_PIECES < self._full_budget
+
     def _roll_back(self, sequence: Sequence) -> None:
         """Its blocks are not held until the next step. It keeps its place."""
         self._kv.free(sequence)
@@ -347,6 +344,13 @@ class Scheduler:
         """Tokens that can be computed before an image whose embeddings are not here."""
         return max(0, self._images.limit(sequence) - sequence.num_computed)
 
+    def _waits_for_sibling(self, sequence: Sequence) -> bool:
+        siblings = sequence.request.sequences
+        if len(siblings) == 1 or not self._options.prefix_cache:
+            return False
+        shared = sequence.num_prompt_tokens // self._options.block_size * self._options.block_size
+        return any(sibling.state is RequestState.RUNNING and sibling.num_computed < shared for sibling in siblings)
+
 
 def _latest_last(sequence: Sequence) -> Order:
     return sequence.order
@@ -355,19 +359,6 @@ def _latest_last(sequence: Sequence) -> Order:
 def _oldest_last(sequence: Sequence) -> Order:
     priority, arrival, sample = sequence.order
     return priority, -arrival, -sample
-
-
-def _had_better_wait(count: int, reachable: int, full_budget: int, block_size: int) -> bool:
-    """Whether a prompt starts with the next step instead of being cut: where other prompts left it less than a block, or
-    little, and the next step can compute all of it. Its first token comes no later, and attention over a prompt in one piece
-    is faster than over two."""
-    return count < block_size or (reachable <= full_budget and count * _SMALLEST_PIECES < full_budget)
-
-
-def _waits_for_sibling(sequence: Sequence, block_size: int) -> bool:
-    siblings = sequence.request.sequences
-    shared = sequence.num_prompt_tokens // block_size * block_size
-    return len(siblings) > 1 and any(one.state is RequestState.RUNNING and one.num_computed < shared for one in siblings)
 
 
 def _row(sequence: Sequence, count: int) -> Row:

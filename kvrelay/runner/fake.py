@@ -121,10 +121,6 @@ class FakeRunner:
         return self._num_host_blocks
 
     @property
-    def computes_behind(self) -> bool:
-        return self._runs_ahead
-
-    @property
     def runs_ahead(self) -> bool:
         return self._runs_ahead and self._on_layer is None
 

@@ -192,10 +192,6 @@ class TorchRunner:
         return self._pool.num_blocks - (self._graphs is not None)
 
     @property
-    def computes_behind(self) -> bool:
-        return self._pool.tensor.device.type == "cuda"
-
-    @property
     def runs_ahead(self) -> bool:
         return self._graphs is not None and self._on_layer is None
 

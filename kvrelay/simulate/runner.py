@@ -19,7 +19,7 @@ class CostRunner:
     take longer than others."""
 
     num_host_blocks = 0
-    runs_ahead = computes_behind = False
+    runs_ahead = False
 
     def __init__(self, costs: Costs, num_blocks: int, spend: Callable[[float, bool], None], seed: str) -> None:
         self.num_blocks = num_blocks

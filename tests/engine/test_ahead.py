@@ -6,12 +6,11 @@ import random
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from leaks import check_idle
 
 from kvrelay.config import EngineOptions
-from kvrelay.engine import ahead
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.interfaces import StepPlan
 from kvrelay.runner.fake import FakeRunner
@@ -24,21 +23,13 @@ EOS = 0
 
 
 class CountingRunner(FakeRunner):
-    """Counts plans that lack a token, and prompts behind others that are under way."""
+    """Counts plans that lack a token."""
 
-    num_ahead = num_behind = 0
+    num_ahead = 0
 
     def launch(self, plan: StepPlan) -> None:
-        lacks_token = any(row.start == len(row.sequence.tokens) for row in plan.rows)
-        self.num_ahead += lacks_token
-        self.num_behind += bool(self._launched and plan.rows) and not lacks_token
+        self.num_ahead += any(row.start == len(row.sequence.tokens) for row in plan.rows)
         super().launch(plan)
-
-
-@pytest.fixture(params=[1, 512], ids=["any_work", "enough_work"])
-def enough_tokens(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is behind `_ENOUGH_TOKENS` is the same, however many that are."""
-    monkeypatch.setattr(ahead, "_ENOUGH_TOKENS", request.param)
 
 
 def make(runs_ahead: bool, *, num_blocks: int = 64, host_blocks: int = 0, eos_one_in: int = 0, **options: object) -> Engine:
@@ -198,7 +189,7 @@ class Script:
                 [rng.randrange(1, 5) for _ in range(rng.randrange(1, 22))],
                 temperature=rng.choice([0.0, 1.0]),
                 seed=rng.randrange(5),
-                max_tokens=rng.choice([1, rng.randrange(1, 26)]),
+                max_tokens=rng.randrange(1, 26),
                 **rng.choice([{}, {}, {}, {"n": 2}, {"min_tokens": 1}, {"logprobs": 1}, {"frequency_penalty": 0.5}]),
             )
             if rng.random() < 0.1:
@@ -226,16 +217,14 @@ class Script:
         return finish(engine, collected)
 
 
-@pytest.mark.usefixtures("enough_tokens")
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_any_traffic_gives_the_same_tokens_and_ends(seed: int) -> None:
     compare(seed)
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("enough_tokens")
-@settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=600, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_any_traffic_gives_the_same_tokens_and_ends_for_long(seed: int) -> None:
     compare(seed)
@@ -244,17 +233,17 @@ def test_any_traffic_gives_the_same_tokens_and_ends_for_long(seed: int) -> None:
 def compare(seed: int) -> None:
     """The same traffic with and without steps that run ahead."""
     script = Script.random(seed)
-    plain, early = (script.play(make(runs_ahead, **script.options)) for runs_ahead in (False, True))  # type: ignore[arg-type]
+    plain, ahead = (script.play(make(runs_ahead, **script.options)) for runs_ahead in (False, True))  # type: ignore[arg-type]
     cut = {request.request_id for _, request in [*script.aborts, *script.finishes]}
-    assert plain.failures == early.failures
-    for key in plain.tokens.keys() | early.tokens.keys():
-        one, other = plain.tokens.get(key, []), early.tokens.get(key, [])
+    assert plain.failures == ahead.failures
+    for key in plain.tokens.keys() | ahead.tokens.keys():
+        one, other = plain.tokens.get(key, []), ahead.tokens.get(key, [])
         if key[0] in cut:  # it ended from outside, when it had come a token more or less far
             shorter = min(len(one), len(other))
             assert one[:shorter] == other[:shorter]
         else:
             assert one == other
-            assert plain.ends[key] == early.ends[key]
+            assert plain.ends[key] == ahead.ends[key]
 
 
 def test_parameters_that_need_no_look_at_tokens_run_ahead() -> None:
@@ -264,48 +253,3 @@ def test_parameters_that_need_no_look_at_tokens_run_ahead() -> None:
         engine.submit(Submit(request_id=request.request_id, external_id="x", prompt=[1, 2, 3], params=params))
     finish(engine, Collected())
     assert num_ahead(engine) == 8
-
-
-def answers(runs_ahead: bool, prompts: list[list[int]], **params: object) -> tuple[list[list[int]], CountingRunner, int]:
-    """Tokens of all, in their order, and how many of their prompts the cache had."""
-    engine, collected = make(runs_ahead, num_blocks=256, max_batch=64), Collected()
-    requests = [submit(prompt, **params) for prompt in prompts]
-    for request in requests:
-        engine.submit(request)
-    finish(engine, collected)
-    assert isinstance(engine._runner, CountingRunner)
-    return [collected.tokens[request.request_id, 0] for request in requests], engine._runner, engine.load().cached_tokens
-
-
-def test_prompts_are_launched_behind_others_that_end_with_their_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    prompts = [[seed, *range(13)] for seed in range(6)]
-    plain = answers(False, prompts, max_tokens=1)
-    few = answers(True, prompts, max_tokens=1)
-    assert (plain[0], few[1].num_behind) == (few[0], 0), "too little work to launch anything behind it"
-    monkeypatch.setattr(ahead, "_ENOUGH_TOKENS", 8)
-    early = answers(True, prompts, max_tokens=1)
-    assert (plain[0], early[1].num_behind) == (early[0], 5)
-    assert answers(True, prompts, max_tokens=1, logprobs=1)[1].num_behind == 0, "they are told when the step is collected"
-    assert answers(True, prompts, max_tokens=3)[1].num_behind == 0, "those that go on decode in the next step"
-
-
-def test_a_prompt_that_begins_as_one_under_way_waits_for_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead, "_ENOUGH_TOKENS", 8)
-    prompts = [[9, 8, 7, 6, *range(8), seed, seed] for seed in range(5)]
-    plain, early = answers(False, prompts, max_tokens=1), answers(True, prompts, max_tokens=1)
-    assert (plain[0], plain[2]) == (early[0], early[2])
-    assert early[1].num_behind == 0
-
-
-def test_aborted_while_it_is_behind_another_it_gives_its_blocks_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead, "_ENOUGH_TOKENS", 8)
-    engine, collected = make(True), Collected()
-    requests = [submit([seed, *range(13)], max_tokens=1) for seed in range(3)]
-    for request in requests:
-        engine.submit(request)
-    collected.take(engine.step())
-    engine.abort([requests[1].request_id])
-    finish(engine, collected)
-    assert [collected.ends[request.request_id, 0] for request in requests] == [
-        FinishReason.LENGTH, FinishReason.ABORT, FinishReason.LENGTH,
-    ]  # fmt: skip

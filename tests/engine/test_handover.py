@@ -158,7 +158,7 @@ class Pair:
                 vocab_size=VOCAB,
                 block_size=BLOCK,
                 num_host_blocks=host_blocks,
-                runs_ahead=runs_ahead,
+                runs_ahead=runs_ahead and role == "decode",
             )
             for role in ("prefill", "decode")
         ]

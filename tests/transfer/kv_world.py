@@ -155,7 +155,7 @@ class ProducerSide(Side[Plan]):
             return
         work, upto, layer = self.step
         self._store(work, work.computed, upto, layer)
-        self.steps.layer_done(layer + 1, PASSED)
+        self.steps.layer_done(self.rows, layer + 1, PASSED)
         self.steps.look()
         self.step = (work, upto, layer + 1)
         if layer + 1 == LAYERS:
@@ -168,7 +168,7 @@ class ProducerSide(Side[Plan]):
                 self.machine.tell(work.plan.on_producer, lambda sending: sending.finish(work.given, first))
 
     def _end_step(self) -> None:
-        self.steps.ended()
+        self.steps.ended(self.rows)
         self.steps.look()
 
     def compute_all(self, plan: Plan, chunk: int = 1_000) -> None:

@@ -41,16 +41,13 @@ class LateDevice:
 
     def launch(self, request: RequestId, tokens: range) -> None:
         """One pass, as an engine launches it: when this returns, nothing is computed."""
-        self.begin(request, tokens)
-        self.producer.relay.end_step()
-
-    def begin(self, request: RequestId, tokens: range) -> None:
         relay = self.producer.relay
         relay.begin_step([(request, tokens.stop)])
         for layer in range(LAYERS):
             fence = LateFence()
             self.queue.append((tokens, layer, fence))
             relay.layer_done(layer, fence)
+        relay.end_step()
 
     def compute(self) -> int:
         """The oldest layer. Returns its bytes."""
@@ -120,28 +117,6 @@ def test_layers_leave_one_by_one_behind_their_fences_while_two_passes_are_under_
     assert consumer.arrivals()[there].error == ""
     assert consumer.holds(MINE, 0, TOKENS, 7.0)
     until(lambda: producer.is_released(here))
-
-
-def test_a_prompt_is_handed_over_while_the_next_one_is_computed(pair: tuple[Producer, Consumer]) -> None:
-    producer, consumer = pair
-    mine = {0: ([3, 1, 2], [9, 4, 7]), 1: ([5, 6, 8], [10, 11, 12])}
-    requests = [expected(producer, consumer) for _ in mine]
-    devices = [LateDevice(producer, mine[number][0], 3.0 + number) for number in mine]
-    for number, (here, there) in enumerate(requests):
-        producer.relay.start(here, mine[number][0], 0, PASSED)
-        until(lambda there=there: consumer.is_started(there))  # type: ignore[misc]
-        consumer.relay.reserve(there, mine[number][1], 0, PASSED)
-    for (here, _), device in zip(requests, devices, strict=True):
-        device.begin(here, range(TOKENS))  # the second before the first has ended
-    for number, ((here, there), device) in enumerate(zip(requests, devices, strict=True)):
-        while device.queue:
-            device.compute()
-        producer.relay.end_step()
-        producer.relay.finish(here, [FirstToken(0, number)])
-        until(lambda there=there: there in consumer.arrivals())  # type: ignore[misc]
-        assert consumer.holds(mine[number][1], 0, TOKENS, 3.0 + number)
-        assert (requests[1][1] in consumer.arrivals()) == (number == 1)
-        until(lambda here=here: producer.is_released(here))  # type: ignore[misc]
 
 
 def test_the_first_token_is_not_told_before_the_pass_it_came_from_has_passed(pair: tuple[Producer, Consumer]) -> None:
@@ -230,8 +205,8 @@ def test_what_is_said_of_blocks_set_aside_is_not_taken_for_later_ones() -> None:
     world.settle()
     rows, fence = [(plan.on_producer, producer.requests[plan.on_producer].given, TOKENS)], LateFence()
     producer.steps.begin(rows)
-    producer.steps.layer_done(1, fence)
-    producer.steps.ended()
+    producer.steps.layer_done(rows, 1, fence)
+    producer.steps.ended(rows)
     producer.machine.tell(plan.on_producer, Sending.set_aside)
     world.settle()
     assert consumer.reserve(plan)

@@ -92,13 +92,6 @@ class KVCache:
         """How many `attach` would find now."""
         return len(self._cached_blocks(sequence)) * self.block_size
 
-    def beginning(self, sequence: Sequence) -> bytes:
-        """Equal for those whose first blocks have the same KV; of one without a full block, its own."""
-        if not self._enabled or len(sequence.tokens) < self.block_size:
-            return sequence.key.to_bytes(8, "little")
-        self._extend_hashes(sequence, 1)
-        return sequence.hashes[0]
-
     def missing(self, sequence: Sequence, num_tokens: int) -> int:
         """How many blocks `grow` would take."""
         index, offset = divmod(sequence.num_computed, self.block_size)

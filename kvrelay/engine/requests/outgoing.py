@@ -9,7 +9,6 @@ poll        released: the blocks come back; set aside: they come back for now; r
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 
 from kvrelay.engine.fence import Fence
@@ -33,7 +32,7 @@ class Outgoing:
         self._started: set[RequestId] = set()  # the producer was told of their blocks
         self._first_tokens: dict[RequestId, list[FirstToken]] = {}  # of prompts that finished, also when set aside since
         self._being_set_aside: set[RequestId] = set()
-        self._steps: deque[bool] = deque()  # those under way: whether they compute prompts to be handed on
+        self._in_step = False  # prompts to be handed on are being computed right now
         self.held: dict[RequestId, list[int]] = {}  # blocks of prompts that ended here
 
     def __contains__(self, request_id: RequestId) -> bool:
@@ -46,31 +45,28 @@ class Outgoing:
         self.producer.expect(submit.request_id, submit.transfer, num_tokens)
 
     def begin_step(self, plan: StepPlan) -> None:
+        if not self._submits:
+            return
         rows = []
-        for row in plan.rows if self._submits else ():
+        for row in plan.rows:
             request_id = row.sequence.request_id
             if request_id in self._submits:
                 if request_id not in self._started:
                     self._started.add(request_id)
                     self.producer.start(request_id, row.sequence.block_table, row.start, self._fence())
                 rows.append((request_id, row.start + row.count))
-        self._steps.append(bool(rows))
+        self._in_step = bool(rows)
         if rows:
             self.producer.begin_step(rows)
 
     def layer_done(self, layer: int, fence: Fence) -> None:
-        """Of the step that began last."""
-        if self._steps[-1]:
+        if self._in_step:
             self.producer.layer_done(layer, fence)
 
     def end_step(self) -> None:
-        """The oldest."""
-        if self._steps.popleft():
+        if self._in_step:
+            self._in_step = False
             self.producer.end_step()
-
-    def no_step(self) -> None:
-        """None is under way any more, however they ended."""
-        self._steps.clear()
 
     def finished(self, sequence: Sequence, first_tokens: list[FirstToken]) -> bool:
         """Takes the blocks over. False if this was a restart, whose first tokens are known and were told."""

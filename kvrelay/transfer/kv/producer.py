@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 from kvrelay.engine.fence import PASSED, Fence
@@ -33,7 +32,7 @@ Rows = list[tuple[RequestId, tuple[int, ...], int]]
 
 class Steps:
     """For the transfer thread: forward passes that compute what is handed over. Several may be under way: what is said of a
-    pass holds as far as its fences have passed, and of a later pass not before. They are numbered from 1.
+    pass holds as far as its fences have passed, and of a later pass not before.
 
     While a pass computes something that is being sent, the thread looks for finished layers now and then. Waking it with every
     layer would hand it the interpreter just when the model needs it; so it mostly runs while the model is inside a kernel. A
@@ -43,36 +42,23 @@ class Steps:
         self._find = find
         self._num_layers = num_layers
         self._fenced = Fenced()
-        self._passes: deque[Rows] = deque()  # begun and not ended
-        self._num_begun = self._num_ended = 0
-        self._rows: Rows = []  # of the last pass, until it is computed
+        self._rows: Rows = []  # of the last pass, while it is launched
         self._is_launching = False  # a pass on a card
 
-    def before(self, fence: Fence, action: Callable[[], object]) -> None:
-        """The next pass."""
-        self._fenced.put(fence, action, self._num_begun + 1)
+    def layer_done(self, rows: Rows, layers: int, fence: Fence) -> None:
+        self._is_launching = fence is not PASSED and layers < self._num_layers
+        self._fenced.put(fence, lambda: self._computing(rows, layers))
+
+    def ended(self, rows: Rows) -> None:
+        self._is_launching = False
+        self._fenced.put(PASSED, lambda: self._computed(rows))
+
+    def put(self, fence: Fence, action: Callable[[], object]) -> None:
+        """Behind what was said before."""
+        self._fenced.put(fence, action)
 
     def begin(self, rows: Rows) -> None:
-        self._num_begun += 1
-        self._passes.append(rows)
         self._rows = rows
-
-    def layer_done(self, layers: int, fence: Fence) -> None:
-        """Of the pass that began last."""
-        rows = self._passes[-1]
-        self._is_launching = fence is not PASSED and layers < self._num_layers
-        self._fenced.put(fence, lambda: self._computing(rows, layers), self._num_begun)
-
-    def ended(self) -> None:
-        """The oldest."""
-        rows = self._passes.popleft()
-        self._num_ended += 1
-        self._is_launching = False
-        self._fenced.put(PASSED, lambda: self._computed(rows), self._num_ended)
-
-    def behind(self, action: Callable[[], object]) -> None:
-        """The pass that ended last."""
-        self._fenced.put(PASSED, action, self._num_ended)
 
     def look(self) -> float:
         """The pause until the next look is short while a layer of a pass could be moved as soon as it is computed."""
@@ -119,6 +105,7 @@ class RelayProducer(Front[ProducerTurns[KVLayout, ProducerNews]]):
         self._open: set[RequestId] = set()
         self._lent: dict[RequestId, tuple[int, ...]] = {}  # of these, those whose blocks the relay has
         self._aborted: set[RequestId] = set()  # of these, those whose blocks the engine waits for
+        self._rows: Rows = []  # of the pass that is being launched
         super().__init__(ProducerTurns(KV, parts, ProducerNews, (listen_host, listen_port), self._steps.look))
         self.signal_address = self._turns.socket.address
 
@@ -134,27 +121,27 @@ class RelayProducer(Front[ProducerTurns[KVLayout, ProducerNews]]):
             self._lent[request_id] = given
         self._tell(request_id, lambda sending: sending.start(given, 0, clock()))
         if num_computed:
-            cached = self._action(request_id, lambda sending: sending.computed(given, num_computed))
-            self._turns.call(lambda: self._steps.before(fence, cached))
+            self._behind(fence, request_id, lambda sending: sending.computed(given, num_computed))
 
     def begin_step(self, rows: Sequence[tuple[RequestId, int]]) -> None:
         lent = self._lent
-        listed = [(request_id, lent[request_id], tokens) for request_id, tokens in rows if request_id in lent]
+        listed = self._rows = [(request_id, lent[request_id], tokens) for request_id, tokens in rows if request_id in lent]
         self._turns.call(lambda: self._steps.begin(listed))
 
     def layer_done(self, layer: int, fence: Fence) -> None:
+        rows = self._rows
         say = self._turns.call if layer + 1 == self._num_layers else self._turns.note
-        say(lambda: self._steps.layer_done(layer + 1, fence))
+        say(lambda: self._steps.layer_done(rows, layer + 1, fence))
 
     def end_step(self) -> None:
         """Does not wake the thread, which looks for itself while it sends: `finish`, which does, would wait for its turn."""
-        self._turns.note(self._steps.ended)
+        rows = self._rows
+        self._turns.note(lambda: self._steps.ended(rows))
 
     def finish(self, request_id: RequestId, first_tokens: list[FirstToken]) -> None:
-        """Behind the pass that the tokens were sampled from, the last that has ended."""
+        """Behind the pass that the tokens were sampled from."""
         if (given := self._lent.get(request_id)) is not None:
-            finish = self._action(request_id, lambda sending: sending.finish(given, first_tokens))
-            self._turns.call(lambda: self._steps.behind(finish))
+            self._behind(PASSED, request_id, lambda sending: sending.finish(given, first_tokens))
 
     def set_aside(self, request_id: RequestId) -> None:
         self._tell(request_id, Sending.set_aside)
@@ -167,10 +154,10 @@ class RelayProducer(Front[ProducerTurns[KVLayout, ProducerNews]]):
         self._tell(request_id, Sending.abort)
 
     def _tell(self, request_id: RequestId, action: Callable[[Sending], None]) -> None:
-        self._turns.call(self._action(request_id, action))
+        self._turns.call(lambda: self._turns.machine.tell(request_id, action))
 
-    def _action(self, request_id: RequestId, action: Callable[[Sending], None]) -> Callable[[], object]:
-        return lambda: self._turns.machine.tell(request_id, action)
+    def _behind(self, fence: Fence, request_id: RequestId, action: Callable[[Sending], None]) -> None:
+        self._turns.call(lambda: self._steps.put(fence, lambda: self._turns.machine.tell(request_id, action)))
 
     def poll(self) -> ProducerNews:
         ended = self._turns.ended  # read first: what the thread said before its end must not be missed

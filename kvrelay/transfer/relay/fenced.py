@@ -13,21 +13,17 @@ IDLE_S = 60.0
 
 class Fenced:
     """Actions in order, each run when its fence has passed: at once if it has and nothing waits before it. For the transfer
-    thread alone, so that what the owner says in order is done in order, whichever of it waits for a fence. Of several passes
-    under way, what is said of an earlier one comes before all that was said of later ones."""
+    thread alone, so that what the owner says in order is done in order, whichever of it waits for a fence."""
 
     def __init__(self) -> None:
-        self._actions: deque[tuple[int, Fence, Callable[[], object]]] = deque()
+        self._actions: deque[tuple[Fence, Callable[[], object]]] = deque()
 
-    def put(self, fence: Fence, action: Callable[[], object], pass_number: int = 0) -> None:
-        place = len(self._actions)
-        while place and self._actions[place - 1][0] > pass_number:
-            place -= 1
-        self._actions.insert(place, (pass_number, fence, action))
+    def put(self, fence: Fence, action: Callable[[], object]) -> None:
+        self._actions.append((fence, action))
         self.look()
 
     def look(self) -> float:
         """Runs what may run. The longest pause until the next look."""
-        while self._actions and self._actions[0][1].passed():
-            self._actions.popleft()[2]()
+        while self._actions and self._actions[0][0].passed():
+            self._actions.popleft()[1]()
         return LOOK_S if self._actions else IDLE_S
