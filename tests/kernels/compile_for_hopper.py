@@ -18,7 +18,6 @@ from kvrelay.kernels.cuda import elementwise, launch
 from kvrelay.kernels.cuda.decode import decode_attention
 from kvrelay.kernels.cuda.linear import CudaPacked, quantise_rows, small_linear
 from kvrelay.kernels.cuda.prefill import paged_attention
-from kvrelay.kernels.cuda.table import choose_parts
 from kvrelay.kernels.fp8 import FP8
 from kvrelay.transfer.engines.cuda.copy import Copies
 from kvrelay.transfer.engines.ranges import scan
@@ -89,14 +88,12 @@ def main() -> None:
                 decode_attention(q, shape, batch.attention, kv, 0.1, out, mixed=count > 1)
         x = torch.empty(64, 4096, dtype=dtype)
         elementwise.rms_norm(x, x, x[0], 1e-5)
-        elementwise.rms_norm(torch.empty(2, *x.shape), x, x[0], 1e-5)
         elementwise.silu_mul(x)
         packed = CudaPacked(torch.empty(28672, 4096, dtype=dtype), None)
         for num_rows in (1, 8, 32, 64):
             small_linear(x[:num_rows], packed, gated=True)
             small_linear(x[:num_rows], packed)
             small_linear(x[:num_rows], CudaPacked(packed.weight[:4096], None))
-        small_linear(x[:8], CudaPacked(packed.weight[:4096], None), choice=choose_parts(8, 4096, 4096))
     x = x.bfloat16()
     packed = CudaPacked(torch.empty(28672, 4096, dtype=FP8), None, torch.empty(28672))
     for num_rows in (1, 8, 32):

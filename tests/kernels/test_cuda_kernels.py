@@ -110,27 +110,6 @@ def test_linears_of_few_rows(dtype: torch.dtype, rows: int, with_bias: bool, siz
     assert error(small_linear(x, packed, gated=True), gate * gate.sigmoid() * up) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("rows", [2, 5, 16])
-@pytest.mark.parametrize("size", [(48, 1024), *([(4096, 4096), (4096, 14336)] if ON_CARD else [])])
-def test_a_norm_sums_the_parts_of_a_linear(rows: int, size: tuple[int, int]) -> None:
-    generator = torch.Generator(device=DEVICE).manual_seed(rows)
-
-    def drawn(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, device=DEVICE).to(DTYPES[-1])
-
-    kernels, packed = CudaKernels(), CudaPacked(drawn(*size) / 8, None)
-    x, residual, weight = drawn(rows, size[1]), drawn(rows, size[0]), drawn(size[0])
-    parts = kernels.linear_for_norm(x, packed)
-    assert parts.shape == (2, rows, size[0])
-    expected = residual.double() + x.double() @ packed.weight.double().T
-    normed = kernels.add_rms_norm(parts, residual, weight, 1e-5)
-    assert error(residual, expected) < TOLERANCE[DTYPES[-1]]
-    factor = torch.rsqrt(expected.pow(2).mean(-1, keepdim=True) + 1e-5)
-    assert error(normed, expected * factor * weight.double()) < TOLERANCE[DTYPES[-1]]
-    with_bias = kernels.linear_for_norm(x, CudaPacked(packed.weight, drawn(size[0])))
-    assert with_bias.shape == kernels.linear_for_norm(x[:1], packed).expand(rows, -1).shape
-
-
 @pytest.mark.parametrize("rows", [1, 5, 27, *([64] if ON_CARD else [])])
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("size", [(48, 96), (38, 1100), *([(4096, 4096), (6144, 14336)] if ON_CARD else [])])

@@ -15,10 +15,8 @@ _HEADS_PER_PROGRAM = 8
 
 
 @triton.jit
-def _norm_kernel(
-    x, residual, weight, out, width, eps, ADD: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
-    """One row a program. With ADD: residual += x first, in place; x may be in PARTS, one behind the other."""
+def _norm_kernel(x, residual, weight, out, width, eps, ADD: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """One row a program. With ADD: residual += x first, in place."""
     if PDL:
         gdc_launch_dependents()
     columns = tl.arange(0, BLOCK)
@@ -30,8 +28,6 @@ def _norm_kernel(
     values = tl.load(x + places, mask=inside, other=0.0)
     if ADD:
         before = tl.load(residual + places, mask=inside, other=0.0)
-        for part in tl.static_range(1, PARTS):
-            values += tl.load(x + part * tl.num_programs(0).to(tl.int64) * width + places, mask=inside, other=0.0)
         values = (values.to(tl.float32) + before.to(tl.float32)).to(before.dtype)
         tl.store(residual + places, values, mask=inside)
     wide = values.to(tl.float32)
@@ -40,18 +36,15 @@ def _norm_kernel(
 
 
 def rms_norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """The one without a residual is a pass's first: it waits for all that was launched before. With one, x may be [parts,
-    tokens, width], to be summed."""
-    target = x if residual is None else residual
-    rows, width = target.shape
-    parts = 1 if x.ndim == 2 else x.shape[0]
+    """The one without a residual is a pass's first: it waits for all that was launched before."""
+    rows, width = x.shape
     assert x.is_contiguous()
-    assert x.shape[-2:] == target.shape
-    assert target.is_contiguous()
-    out = torch.empty_like(target)
+    assert residual is None or residual.is_contiguous()
+    out = torch.empty_like(x)
     block = power_of_2(width)
+    target = x if residual is None else residual
     _norm_kernel[(rows,)](
-        x, target, weight, out, width, eps, ADD=residual is not None, PARTS=parts, BLOCK=block,
+        x, target, weight, out, width, eps, ADD=residual is not None, BLOCK=block,
         **options(num_warps=min(8, max(1, block // 256)), after_all=residual is None),
     )  # fmt: skip
     return out

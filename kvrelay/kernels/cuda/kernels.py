@@ -38,7 +38,7 @@ from kvrelay.kernels.cuda.launch import INTERPRETED
 from kvrelay.kernels.cuda.layer import CudaLayer
 from kvrelay.kernels.cuda.linear import CudaPacked, scaled_linear, small_linear
 from kvrelay.kernels.cuda.prefill import PLAN_STEP, has_room, own_attention, paged_attention
-from kvrelay.kernels.cuda.table import choose_parts, is_triton_faster
+from kvrelay.kernels.cuda.table import is_triton_faster
 from kvrelay.kernels.fp8 import FP8
 from kvrelay.kernels.ranks import Ranks
 from kvrelay.kernels.torch_kernels import TorchKernels
@@ -87,14 +87,6 @@ class CudaKernels:
         if self.is_small(x.shape[0], packed):
             return small_linear(x, packed)
         return _large_linear(x, packed)
-
-    def linear_for_norm(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:
-        """For `add_rms_norm` alone: a linear, or parts of it [parts, tokens, out] that it sums."""
-        assert isinstance(packed, CudaPacked)
-        choice = None
-        if packed.bias is None and packed.scale is None and x.element_size() == 2 and self.is_small(x.shape[0], packed):
-            choice = choose_parts(x.shape[0], packed.out_features, packed.in_features)
-        return self.linear(x, packed) if choice is None else small_linear(x, packed, choice=choice)
 
     def qkv_linear(self, x: torch.Tensor, packed: Packed, shape: HeadShape, rows: AttentionBatch) -> torch.Tensor:
         """A linear whose rows have room behind them where cuDNN will attend over them: see `own_attention`."""

@@ -17,8 +17,6 @@ class LayerKernels(Kernels, Protocol):
 
     def gated_linear(self, x: torch.Tensor, packed: Packed) -> torch.Tensor: ...
 
-    def linear_for_norm(self, x: torch.Tensor, packed: Packed) -> torch.Tensor: ...
-
 
 class CudaLayer:
     """Implements `FusedLayer`."""
@@ -32,7 +30,6 @@ class CudaLayer:
     ) -> torch.Tensor:
         kernels, own = self._kernels, self._weights
         lora = () if batch.lora is None else batch.lora.tokens
-        linear = kernels.linear_for_norm if batch.lora is None and batch.images is None else kernels.linear
         if x is None:
             x = kernels.rms_norm(residual, own.input_norm, own.eps)
         else:
@@ -40,10 +37,10 @@ class CudaLayer:
         qkv = self._adapted(kernels.qkv_linear(x, own.qkv, own.shape, batch.attention), x, lora, "qkv")
         q = kernels.rope_and_store(qkv, own.shape, cos_sin, batch, kv, own.q_norm, own.k_norm, own.eps)
         attended = kernels.attention(q, own.shape, batch, kv, own.scale)
-        x = self._adapted(linear(attended, own.output), attended, lora, "output")
+        x = self._adapted(kernels.linear(attended, own.output), attended, lora, "output")
         x = kernels.add_rms_norm(x, residual, own.post_norm, own.eps)
         active = self._gated(x, lora)
-        return self._adapted(linear(active, own.down), active, lora, "down")
+        return self._adapted(kernels.linear(active, own.down), active, lora, "down")
 
     def _gated(self, x: torch.Tensor, lora: LoraSpans) -> torch.Tensor:
         if not lora:

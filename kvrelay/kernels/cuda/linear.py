@@ -3,8 +3,7 @@
 One row: a program takes a few rows of the weight and sums products in float32, without tensor cores; its first tile is loaded
 before the kernel waits for the one before it. Several rows: the rows of x are padded to a tile of tensor cores. GATED does
 silu(gate) * up in the same pass, for a weight that stacks gate over up. SCALED is for weights in fp8, whose outputs have a
-scale each: tiles are widened on their way to the product, so x keeps its precision. Where few outputs would leave
-multiprocessors idle, the columns are cut in PARTS, and the norm that follows sums what comes of them.
+scale each: tiles are widened on their way to the product, so x keeps its precision.
 
 Many rows with fp8 (`scaled_linear`): x is brought to fp8 too, with a scale per row, for the card's own product.
 
@@ -113,23 +112,17 @@ def _row_tile(x, rows, columns, num_rows, width, EVEN_IN: tl.constexpr, SCALED: 
 def _few_rows_kernel(
     x, weight, scale, bias, out, num_rows, num_lines, width,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_OUT: tl.constexpr, EVEN_IN: tl.constexpr,
-    GATED: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, EARLY: tl.constexpr, PARTS: tl.constexpr,
-    PRECISION: tl.constexpr, PDL: tl.constexpr,
+    GATED: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, EARLY: tl.constexpr, PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """The weight is the left factor, whose tile has the 64 rows that Hopper's instructions want; x is the right one. With
-    EARLY the first tile of the weight is loaded before the wait, into registers. With PARTS above 1 the second dimension of
-    the grid is a part of the columns, and `out` has the sums of each."""
+    EARLY the first tile of the weight is loaded before the wait, into registers."""
     if PDL:
         gdc_launch_dependents()
     lines = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     rows = tl.arange(0, BLOCK_ROWS)
     upper = weight + tl.cast(num_lines, tl.int64) * width
-    begin, end = 0, width
-    if PARTS > 1:
-        begin = tl.multiple_of(tl.program_id(1) * (width // PARTS), BLOCK_IN)
-        end = begin + width // PARTS
-        out += tl.program_id(1).to(tl.int64) * num_rows * num_lines
-    columns = begin + tl.arange(0, BLOCK_IN)
+    columns = tl.arange(0, BLOCK_IN)
     sums = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
     up_sums = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
     first: tl.constexpr = BLOCK_IN if EARLY else 0
@@ -144,7 +137,7 @@ def _few_rows_kernel(
         sums = tl.dot(tile.to(values.dtype), values, sums, input_precision=PRECISION)
         if GATED:
             up_sums = tl.dot(up_tile.to(values.dtype), values, up_sums, input_precision=PRECISION)
-    for start in range(begin + first, end, BLOCK_IN):
+    for start in range(first, width, BLOCK_IN):
         columns = start + tl.arange(0, BLOCK_IN)
         tile = _tile(weight, lines, columns, num_lines, width, EVEN_OUT, EVEN_IN)
         values = _row_tile(x, rows, columns, num_rows, width, EVEN_IN, SCALED)
@@ -164,23 +157,20 @@ def _few_rows_kernel(
 def small_linear(
     x: torch.Tensor, packed: CudaPacked, *, gated: bool = False, choice: LinearChoice | None = None
 ) -> torch.Tensor:
-    """x [a few tokens, in] -> [tokens, out], or with `gated` silu of the first half times the second [tokens, out / 2]. A
-    choice with parts: [parts, tokens, out] in float32, whose sum over the parts it is."""
+    """x [a few tokens, in] -> [tokens, out], or with `gated` silu of the first half times the second [tokens, out / 2]."""
     rows, width = x.shape
     assert x.is_contiguous()
     assert width == packed.in_features
     lines = packed.out_features // 2 if gated else packed.out_features
     scaled = packed.scale is not None
     choice = choice or choose_linear(rows, lines, gated, scaled)
-    parts = choice.parts
-    assert parts == 1 or (rows > 1 and not gated and packed.bias is None and width % (parts * choice.block_in) == 0)
-    out = x.new_empty(rows, lines) if parts == 1 else x.new_empty(parts, rows, lines, dtype=torch.float32)
+    out = x.new_empty(rows, lines)
     block_out, block_in = choice.block_out, min(choice.block_in * 2 // x.element_size(), power_of_2(width, 16))
     arguments = {
         "BLOCK_OUT": block_out, "BLOCK_IN": block_in, "EVEN_OUT": lines % block_out == 0, "EVEN_IN": width % block_in == 0,
         "GATED": gated, "SCALED": scaled, "BIAS": packed.bias is not None, **options(choice.num_warps, choice.num_stages),
     }  # fmt: skip
-    grid = (triton.cdiv(lines, block_out), parts)
+    grid = (triton.cdiv(lines, block_out),)
     scale, bias = x if packed.scale is None else packed.scale, x if packed.bias is None else packed.bias
     if rows == 1 and not choice.tensor_cores:
         stages = choice.num_stages if choice.pipelined else 1
@@ -189,7 +179,7 @@ def small_linear(
         precision = "ieee" if x.dtype is torch.float32 else "tf32"
         _few_rows_kernel[grid](
             x, packed.weight, scale, bias, out, rows, lines, width,
-            BLOCK_ROWS=power_of_2(rows, 16), EARLY=choice.early, PARTS=parts, PRECISION=precision, **arguments,
+            BLOCK_ROWS=power_of_2(rows, 16), EARLY=choice.early, PRECISION=precision, **arguments,
         )  # fmt: skip
     return out
 

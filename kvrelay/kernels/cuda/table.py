@@ -39,12 +39,10 @@ class LinearChoice:
     early: bool = False  # several rows: load the first tile of the weight before waiting for the kernel before
     tensor_cores: bool = False  # one row: as if it were several
     pipelined: bool = False  # one row: so many stages are under way to shared memory
-    parts: int = 1  # several rows: of the columns, whose sums are added later
 
 
 _MAX_SMALL_ROWS = 32  # of linears; more are faster in cuBLAS
 _MAX_WIDE_ROWS = 64  # of those with many outputs
-_MAX_ROWS_IN_PARTS = 16
 _MAX_SPLITS = 64
 _PROGRAMS = 512  # decode programs that keep the card busy
 _WIDE_HEAD_BYTES = 256  # of a head's keys: 128 x bfloat16
@@ -118,14 +116,3 @@ def choose_linear(num_rows: int, num_lines: int, gated: bool, scaled: bool = Fal
     if gated:
         return LinearChoice(64, 128, 4, 3, early=True)
     return LinearChoice(64, 256, 4, 4, early=True) if num_lines > 4096 else LinearChoice(64, 256, 4, 5)
-
-
-_IN_TWO_PARTS = LinearChoice(64, 256, 4, 4, early=True, parts=2)
-
-
-def choose_parts(num_rows: int, num_lines: int, width: int) -> LinearChoice | None:
-    """For a linear whose parts a norm sums: on an H200 one of 4096 outputs took 9.6 us where it took 10.7, and 29.1 where it
-    took 30.5, at eight rows. None: it is faster, or only possible, in one."""
-    choice = _IN_TWO_PARTS
-    fits = width % (choice.parts * choice.block_in) == 0
-    return choice if fits and num_lines <= 4096 and 1 < num_rows <= _MAX_ROWS_IN_PARTS else None
