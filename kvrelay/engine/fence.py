@@ -14,8 +14,8 @@ from typing import Protocol
 
 class Fence(Protocol):
     def passed(self) -> bool:
-        """Whether everything launched before it has been computed. Once true, always true. Any thread may ask, and none
-        waits."""
+        """Whether what it stands for has been computed: of a runner's fence everything launched before it, of a layer's its KV.
+        Once true, always true. Any thread may ask, and none waits."""
 
 
 class _Passed:

@@ -203,8 +203,9 @@ class Runner(Protocol):
     def fence(self) -> Fence:
         """Behind everything launched so far, collected or not: a plan without samples may be collected while it runs."""
 
-    def expect(self, sequence: SequenceView) -> None:
-        """Its KV is on the way into its blocks: what its first step needs may be made ready. It is released as one that ran."""
+    def expect(self, sequences: List[SequenceView]) -> None:
+        """Their KV is on the way into their blocks: what their first step needs may be made ready. They are released as those
+        that ran."""
 
     @property
     def runs_ahead(self) -> bool:

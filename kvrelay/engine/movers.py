@@ -119,8 +119,8 @@ class Producer(Mover, Protocol):
 
 class Consumer(Mover, Protocol):
     def reserve(self, request_id: RequestId, blocks: Sequence[int], skip_tokens: int, fence: Fence) -> None:
-        """Blocks for the tokens from `skip_tokens` on, which is a multiple of the block size. A pass that was launched for a
-        sequence which had them before may still write them until the fence has passed."""
+        """Blocks for the tokens from `skip_tokens` on, which is a multiple of the block size; there may be more than they need.
+        A pass that was launched for a sequence which had them before may still write them until the fence has passed."""
 
     def poll(self) -> ConsumerNews: ...
 

@@ -164,7 +164,7 @@ class Scheduler:
             self._schedule_waiting(plan, budget)
             if self.starved or incoming.reserve(self._num_free_rows, self._headroom):
                 return
-        self._kept.blocks.make_room_for([incoming.startable[0][1]], self._headroom)
+        self._kept.blocks.make_room_for([incoming.startable[0][1]], self._headroom + 1)  # and for its next token
 
     def _bring_back(self) -> None:
         """Swapped sequences, in order. Not while a running one is short of blocks: it would be sent away again."""

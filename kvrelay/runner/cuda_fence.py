@@ -7,8 +7,8 @@ import torch
 
 class CountedPasses:
     """Counts, in passes that are captured once and replayed, how many have come to a certain kernel: the device writes the
-    number into host memory. (An event of a graph would be put up again by its next replay, also while a thread still asks for
-    this one.)"""
+    number into host memory. (An event inside a graph would be recorded again by the next replay, while a thread may still be
+    asking about this one.)"""
 
     def __init__(self, device: torch.device) -> None:
         self._device = torch.zeros(1, dtype=torch.int64, device=device)
@@ -22,7 +22,7 @@ class CountedPasses:
         self._host.copy_(self._device, non_blocking=True)
 
     def begin(self) -> None:
-        """Once the device is at rest: no pass after those so far has been launched."""
+        """Called while the device is idle: launched passes are counted from here."""
         self._num_launched = int(self._count[0])
 
     def launched(self) -> CountFence:
@@ -36,7 +36,7 @@ class CountedPasses:
 
 
 class CountFence:
-    """A kernel that failed leaves the count where it is; then the engine's next call raises, and the worker ends."""
+    """Never passes where a kernel has failed: then the engine's next call raises, and the worker ends."""
 
     def __init__(self, passes: CountedPasses, number: int) -> None:
         self._passes = passes

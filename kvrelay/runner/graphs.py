@@ -124,8 +124,8 @@ class DecodeGraphs:
         self._replays[size]()
 
     @torch.inference_mode()
-    def expect(self, sequence: SequenceView) -> None:
-        self._builder.tables.places([Row(sequence, 0, 0, 0)])
+    def expect(self, sequences: Sequence[SequenceView]) -> None:
+        self._builder.tables.places([Row(sequence, 0, 0, 0) for sequence in sequences])
         self.send_tables()
 
     def send_tables(self) -> None:

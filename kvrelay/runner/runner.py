@@ -182,10 +182,10 @@ class TorchRunner:
     def fence(self) -> Fence:
         return CudaFence(self._pool.tensor.device) if self._pool.tensor.device.type == "cuda" else PASSED
 
-    def expect(self, sequence: SequenceView) -> None:
-        """Where the device is at rest, its block table goes there; else it goes with the next step, as all do."""
+    def expect(self, sequences: Sequence[SequenceView]) -> None:
+        """Where the device is idle, their block tables go there now; else with the next step, as all do."""
         if self._graphs is not None and not self._launched:
-            self._graphs.expect(sequence)
+            self._graphs.expect(sequences)
 
     @property
     def num_blocks(self) -> int:

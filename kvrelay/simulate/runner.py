@@ -62,7 +62,7 @@ class CostRunner:
     def on_layer(self, listener: LayerListener) -> None:
         """Transfers know from the cost of a layer when it was there."""
 
-    def expect(self, sequence: SequenceView) -> None:
+    def expect(self, sequences: Sequence[SequenceView]) -> None:
         """Nothing takes long."""
 
     def fence(self) -> Fence:

@@ -63,7 +63,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Reserve(TransferMessage, frozen=True, kw_only=True):
-    """The consumer's blocks for the prompt's tokens from `skip_tokens` on (the earlier ones it has)."""
+    """The consumer's blocks for the prompt's tokens from `skip_tokens` on (the earlier ones it has), or more of them."""
 
     blocks: list[int]
     skip_tokens: int

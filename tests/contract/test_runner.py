@@ -392,15 +392,21 @@ def test_layers_are_told_in_order_with_fences_that_pass(runner: Runner) -> None:
 
 def test_a_sequence_that_was_expected_runs_as_any_other_and_can_be_released_before(make_runner: Callable[[], Runner]) -> None:
     tokens = prompt(8)
-    (expected,) = generate(make_runner(), FreeSequence(tokens=list(tokens), block_table=[1, 2, 3]), 1)
+    expected = generate(make_runner(), FreeSequence(tokens=list(tokens), block_table=[1, 2, 3]), 2)
     runner = make_runner()
-    run(runner, plan(Row(FreeSequence(tokens=list(tokens), block_table=[1, 2]), 0, 7, 0)))
+    assert isinstance(runner, TorchRunner | FakeRunner)
+    computed = FreeSequence(tokens=list(tokens), block_table=[1, 2])
+    run(runner, plan(Row(computed, 0, 7, 0)))
     taken_over, given_up = (FreeSequence(tokens=list(tokens), block_table=list(blocks)) for blocks in ([1, 2], [5, 6]))
-    runner.expect(taken_over)
-    runner.expect(given_up)
-    taken_over.block_table.append(3)  # one that it did not have yet
-    run(runner, plan(released=[given_up.key]))
-    assert run(runner, plan(last(taken_over)))[0].tokens == [expected]
+    runner.expect([taken_over, given_up])
+    taken_over.block_table.append(3)  # its second token is stored there
+    run(runner, plan(released=[given_up.key, computed.key]))
+    for token in expected:
+        (result,) = run(runner, plan(last(taken_over)))
+        assert result.tokens == [token]
+        taken_over.tokens.append(token)
+    run(runner, plan(released=[taken_over.key]))
+    assert runner.num_known_sequences == 0
     runner.close()
 
 

@@ -421,6 +421,7 @@ def test_a_failed_transfer_ends_the_request_here_and_its_blocks_wait_in_quaranti
     assert [(one.request_id, one.kind) for one in failures] == [(request_id, HandOverError.kind)]
     assert "the peer died" in failures[0].message
     assert not pair.decode.has_work
+    assert pair.runners[1].num_known_sequences == 0
     assert list(pair.decode.requests) == [other]
     assert pair.decode.load().waiting == 1
     assert pair.decode.load().blocks.quarantined == (3 if point == "reserved" else 0)

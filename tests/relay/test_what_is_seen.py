@@ -75,6 +75,7 @@ async def test_a_hand_over_is_one_line_on_each_worker_with_ids_numbers_and_the_c
         stream = cluster.submit(msgspec.structs.replace(ask(PROMPT), trace=trace))
         assert (await collect(stream)).error is None
         await cluster.idle()
+        await cluster.until(lambda: bool(lines_of(lines, "KV taken over")))  # it is written last
         (taken,), (handed,) = lines_of(lines, "KV taken over"), lines_of(lines, "KV handed over")
         for line in (taken, handed):
             assert line["transfer"] == stream.transfer_id

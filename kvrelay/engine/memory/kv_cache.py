@@ -67,12 +67,12 @@ class KVCache:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def attach(self, sequence: Sequence, *, headroom: int, num_more: int = 0) -> bool:
-        """Blocks for all its tokens and so many more, if `headroom` blocks would still be left over. Sets `num_computed` to the
-        cached part."""
+    def attach(self, sequence: Sequence, *, headroom: int, num_more_tokens: int = 0) -> bool:
+        """Blocks for all its tokens and for `num_more_tokens` to come, if `headroom` blocks would still be left over. Sets
+        `num_computed` to the cached part."""
         assert not sequence.block_table
         found = self._cached_blocks(sequence)
-        num_new = self.blocks_for(len(sequence.tokens) + num_more) - len(found)
+        num_new = self.blocks_for(len(sequence.tokens) + num_more_tokens) - len(found)
         num_taken = num_new + sum(map(self.pool.is_cached, found))
         if num_taken + headroom > self.pool.num_available:
             return False
@@ -242,9 +242,7 @@ class KVCache:
         return hashes
 
     def reserve(self, sequence: Sequence) -> list[int]:
-        """After `attach`: the new blocks, which a transfer will fill. They are hashed now, while it is awaited."""
-        if self._enabled:
-            self._extend_hashes(sequence, len(sequence.tokens) // self.block_size)
+        """After `attach`: the new blocks, which a transfer will fill."""
         fresh = sequence.block_table[sequence.num_computed // self.block_size :]
         self.pool.hand_over(fresh, Holder.SEQUENCE, Holder.RESERVED)
         return fresh

@@ -205,6 +205,7 @@ class Commit:
             )  # fmt: skip
             reason = f"the hand-over from the prefill worker failed: {arrival.error}"
             self._endings.fail(sequence.request, HandOverError(reason, by_producer=arrival.by_producer))
+            self._endings.released.append(sequence.key)  # the runner may expect it
             return
         self._core.scheduler.run_at_once(sequence)
         if sequence.request.search is not None:

@@ -1,7 +1,8 @@
 """A decode worker's hand-overs, the engine's side. The `Consumer` behind it talks to the peer and moves bytes.
 
 expect    the request is known; it holds no blocks
-reserve   the peer has begun, and there is room here: blocks for what the prefix cache does not have    -> TRANSFERRING
+reserve   the peer has begun, and there is room here: blocks for what the prefix cache does not have,
+          and for the next token                                                                         -> TRANSFERRING
 poll      arrived: the sequence runs from its first token on                                             -> RUNNING
           failed: the request is over here; the router sends it again, perhaps to another worker         -> FINISHED
           freed: blocks of a failed or aborted transfer are safe again
@@ -52,18 +53,25 @@ class Incoming:
     def reserve(self, num_rows: int, headroom: int, before: tuple[int, int, int] | None = None) -> bool:
         """Blocks for those whose peer has begun, in order, while `num_rows` rows of the batch and the pool last; only for those
         that come before `before`, if that is given. False if one of them has to wait."""
+        reserved: list[Sequence] = []
+        have_all = self._reserve(num_rows, headroom, before, reserved)
+        if reserved:
+            self._runner.expect(reserved)
+        return have_all
+
+    def _reserve(self, num_rows: int, headroom: int, before: tuple[int, int, int] | None, reserved: list[Sequence]) -> bool:
         while self.startable:
             sequence = self.startable[0][1]
             if self._expected.get(sequence.request_id) is sequence and sequence.state is RequestState.WAITING:
                 if before is not None and sequence.order > before:
                     return True
-                if sequence.num_batch_rows > num_rows or not self._kv.attach(sequence, headroom=headroom, num_more=1):
+                if sequence.num_batch_rows > num_rows or not self._kv.attach(sequence, headroom=headroom, num_more_tokens=1):
                     return False
                 num_rows -= sequence.num_batch_rows
                 sequence.become(RequestState.TRANSFERRING)
                 sequence.cached_tokens = skip_tokens = sequence.num_computed
                 self.consumer.reserve(sequence.request_id, self._kv.reserve(sequence), skip_tokens, self._runner.fence())
-                self._runner.expect(sequence)
+                reserved.append(sequence)
             heapq.heappop(self.startable)
         return True
 

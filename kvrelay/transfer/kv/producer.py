@@ -134,7 +134,7 @@ class RelayProducer(Front[ProducerTurns[KVLayout, ProducerNews]]):
         say(lambda: self._steps.layer_done(rows, layer + 1, fence))
 
     def end_step(self) -> None:
-        """Does not wake the thread, which looks for itself while it sends: `finish`, which does, would wait for its turn."""
+        """Does not wake the thread: while it sends it looks by itself, and a wake here would only delay `finish`."""
         rows = self._rows
         self._turns.note(lambda: self._steps.ended(rows))
 

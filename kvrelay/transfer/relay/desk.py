@@ -69,7 +69,7 @@ class Desk(Generic[L, N]):
         return news
 
     def log_later(self, line: Callable[[], None]) -> None:
-        """A line of the log, which takes as long as a message: when peers and owner have been told."""
+        """Writes a line once owner and peers have been told: it costs as much as a message."""
         self._lines.append(line)
 
     def write_log(self) -> None:

@@ -26,7 +26,7 @@ N = TypeVar("N")
 
 class Machine(abc.ABC, Generic[T, L, N]):
     """Every method may be called in any order; what is over is ignored. After any of them: `pump`, then `take_outgoing` and
-    `take_news`."""
+    `take_news` in either order, then `desk.write_log`."""
 
     peer_role: ClassVar[str]
     nonsense: ClassVar[str]  # why a transfer fails whose peer talks nonsense

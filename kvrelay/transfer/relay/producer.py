@@ -2,7 +2,7 @@
 
 Driven by the owner's calls (`add`, `tell`), `on_message` for what consumers say, `on_completion` for what a transfer engine's
 `poll` gave, `tick` now and then, `peer_lost` when a consumer seems gone. After any of them: `pump`, which moves or announces
-what is new, then `take_outgoing` and `take_news`.
+what is new, then `take_outgoing`, `take_news` and `desk.write_log`.
 """
 
 from __future__ import annotations

@@ -81,12 +81,13 @@ class _Turns(TransferThread, Generic[M, L, N]):
                 self.machine.on_completion(engine, completion)
 
     def _say(self) -> None:
-        """To those who wait for it first: a peer for what a producer says, the owner for what a consumer has."""
+        """First to whoever is waiting: for a producer the peers, for a consumer the owner."""
         if self._owner_waits:
             self._tell_owner()
         for peer, message in self.machine.take_outgoing():
             self.sockets.send(peer, encode(message))
-        self._tell_owner()
+        if not self._owner_waits:
+            self._tell_owner()
         self.machine.desk.write_log()
 
     def _tell_owner(self) -> None:
