@@ -28,6 +28,7 @@ from kvrelay.errors import (
     UnavailableError,
 )
 from kvrelay.ids import KeptId, RequestId, TransferId, WorkerId
+from kvrelay.log import Log
 from kvrelay.states import Stage
 from kvrelay.wire.registry import ImageCounts, TransferCounts, WorkerLoad
 from kvrelay.wire.serving import (
@@ -42,6 +43,8 @@ from kvrelay.wire.serving import (
     StepOutputs,
     Submit,
 )
+
+log = Log("engine")
 
 _PATCHES_PER_STEP = 16_384  # about four images of a million pixels
 
@@ -63,6 +66,10 @@ class Sent(Protocol):
     @property
     def is_unwanted(self) -> bool:
         """It was the consumer that ended it."""
+
+    @property
+    def size_bytes(self) -> int:
+        """That the consumer has."""
 
 
 class SentCounts(Protocol):
@@ -103,7 +110,7 @@ class EmbeddingSender(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """One image of one request, until it was offered."""
+    """One image of one request."""
 
     request_id: RequestId
     image: Image
@@ -132,7 +139,7 @@ class EncodeEngine:
         self._clock = clock
         self._open: dict[RequestId, set[TransferId]] = {}  # what was neither taken nor refused yet
         self._stages: dict[RequestId, Stages] = {}  # of the same requests
-        self._owners: dict[TransferId, RequestId] = {}
+        self._jobs: dict[TransferId, _Job] = {}  # of the same
         self._waiting: deque[_Job] = deque()  # for the tower
         self._made: deque[_Job] = deque()  # for room in the relay's pool
         self._news: list[News] = []
@@ -152,10 +159,10 @@ class EncodeEngine:
         self._open[encode.request_id] = {transfer.transfer_id for transfer in encode.transfers}
         self._stages[encode.request_id] = Stages(clock=self._clock)
         for image, transfer in zip(encode.images, encode.transfers, strict=True):
-            self._owners[transfer.transfer_id] = encode.request_id
+            job = self._jobs[transfer.transfer_id] = _Job(encode.request_id, image, transfer)
             self._producer.expect(transfer.transfer_id, [transfer.consumer])
             self._store.hold(image.digest)
-            self._waiting.append(_Job(encode.request_id, image, transfer))
+            self._waiting.append(job)
 
     def submit(self, submit: Submit) -> None:
         """A mistake of the router."""
@@ -195,7 +202,7 @@ class EncodeEngine:
         counts, num_live = self._producer.counts(), self._producer.num_live
         return WorkerLoad(
             waiting=len(self._waiting),
-            transferring=len(self._owners) - len(self._waiting),
+            transferring=len(self._jobs) - len(self._waiting),
             transfers=TransferCounts(
                 in_flight=num_live,
                 done=counts.done,
@@ -233,16 +240,25 @@ class EncodeEngine:
         """A consumer that stops waiting for an image before it was encoded saves the tower the work."""
         for sent in self._producer.poll():
             self._pool_full = False
-            request_id = self._owners.pop(sent.transfer_id, None)
-            if request_id is None:
+            job = self._jobs.pop(sent.transfer_id, None)
+            if job is None:
                 continue
             self._forget_images({sent.transfer_id})
             self._num_failed += bool(sent.error) and not sent.is_unwanted
-            left = self._open[request_id]
+            if not sent.error:
+                self._log_sent(job, sent.size_bytes)
+            request_id, left = job.request_id, self._open[job.request_id]
             left.discard(sent.transfer_id)
             if not left:
                 del self._open[request_id]
                 self._news += [self._stages.pop(request_id).times(request_id), HandedOver(request_id)]
+
+    def _log_sent(self, job: _Job, size_bytes: int) -> None:
+        transfer, seconds = job.transfer, self._stages[job.request_id].seconds_in(Stage.TRANSFER)
+        log.info(
+            "embedding handed over", request=job.request_id, transfer=transfer.transfer_id, consumer=transfer.consumer,
+            tokens=job.image.num_tokens, bytes=size_bytes, ms=round(1000 * seconds, 1), trace=transfer.trace_id,
+        )  # fmt: skip
 
     def _next_batch(self) -> list[_Job]:
         batch: list[_Job] = []
@@ -307,7 +323,7 @@ class EncodeEngine:
             return False
         self._news.append(self._stages.pop(request_id).times(request_id))
         for transfer_id in transfers:
-            del self._owners[transfer_id]
+            del self._jobs[transfer_id]
             self._producer.abort(transfer_id)
         self._forget_images(transfers)
         return True

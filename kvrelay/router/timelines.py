@@ -210,12 +210,16 @@ class Timelines:
         line.end("aborted" if stream.aborted else "failed" if stream.failed else "finished", self._clock())
         if stream.error is not None:
             self._metrics.request_failures.labels(stream.error.kind).inc()
-        if self.on_settled is not None:
-            self._settling.append(line)
+        self._settle(line)
 
     def refused(self, line: Timeline) -> None:
         """No worker has it."""
         line.end("failed", self._clock())
+        self._settle(line)
+
+    def _settle(self, line: Timeline) -> None:
+        if self.on_settled is not None:
+            self._settling.append(line)
 
     def tick(self, settled_after_s: float = _SETTLE_S) -> None:
         """Those that ended so long ago are told; nothing more is expected of their workers."""

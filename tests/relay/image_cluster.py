@@ -154,7 +154,7 @@ class Worker:
         assert load.transfers.in_flight == load.images.in_flight == load.images.held == 0, load
         if isinstance(self.engine, EncodeEngine):
             assert not self.engine._open
-            assert not self.engine._owners
+            assert not self.engine._jobs
             assert not self.engine._waiting
             assert not self.engine._made
             producer: Any = self.engine._producer

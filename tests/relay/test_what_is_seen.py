@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 
+import image_cluster
 import msgspec
 import pytest
 from cluster import Cluster, Shape, ask, collect, relay
 from prometheus_client.parser import text_string_to_metric_families
+from vision_models import make_prompt
 
 from kvrelay.ids import new_request_id, new_worker_id
 from kvrelay.metrics import Metrics
@@ -87,6 +89,31 @@ async def test_a_hand_over_is_one_line_on_each_worker_with_ids_numbers_and_the_c
         assert taken["bytes"] == handed["bytes"] == len(PROMPT) * token_bytes > 0
 
 
+@pytest.mark.parametrize(
+    ("room", "said"), [(256, "embedding taken over"), (3, "an embedding came in several rounds")], ids=["at_once", "in_rounds"]
+)
+async def test_an_embedding_is_one_line_on_each_worker_with_the_clients_trace(
+    lines: pytest.LogCaptureFixture, room: int, said: str
+) -> None:
+    prompt = make_prompt("qwen3_vl", [(70, 50)], "What is it?")
+    shape = image_cluster.Shape(encode=1, prefill=1, decode=1, transfer={"embedding_buffer_tokens": room})
+    async with image_cluster.images(shape) as cluster:
+        trace = {"traceparent": f"00-{TRACE_ID}-b7ad6b7169203331-01"}
+        await cluster.answer(msgspec.structs.replace(image_cluster.ask(prompt), trace=trace))
+        await cluster.idle()
+        (taken,), (handed,) = lines_of(lines, said), lines_of(lines, "embedding handed over")
+        assert taken["transfer"] == handed["transfer"]
+        assert (
+            taken["bytes"]
+            == handed["bytes"]
+            == cluster.encode.engine._producer._pool.layout.size_of(prompt.images[0].num_tokens)
+        )
+        for line in (taken, handed):
+            assert line["trace"] == TRACE_ID
+            assert line["tokens"] == prompt.images[0].num_tokens
+            assert isinstance(line["ms"], float)
+
+
 async def test_the_timeline_of_a_request_has_the_stages_of_both_workers_in_order() -> None:
     async with relay(Shape()) as cluster:
         stream = cluster.submit(msgspec.structs.replace(ask(PROMPT), external_id="mine"))
@@ -153,6 +180,17 @@ async def test_a_request_that_is_aborted_has_a_timeline_too() -> None:
         assert shown.state == "aborted"
         for worker in cluster.workers:
             worker.allow(None)
+
+
+def test_a_request_that_no_worker_takes_is_settled_too() -> None:
+    timelines, settled = Timelines(Metrics()), list[Timeline]()
+    timelines.on_settled = settled.append
+    line = Timeline(external_id="refused")
+    timelines.begin(line, 0.0)
+    timelines.refused(line)
+    timelines.tick(0.0)
+    assert settled == [line]
+    assert timelines.about("", "refused", 0)[0].state == "failed"
 
 
 def test_stages_are_put_on_the_routers_clock_and_keep_their_own_length() -> None:

@@ -20,6 +20,7 @@ class EmbeddingSent(msgspec.Struct, frozen=True):
     transfer_id: TransferId
     error: str = ""
     is_unwanted: bool = False  # it was a consumer that ended it
+    size_bytes: int = 0  # that each consumer has
 
 
 SendingDesk = Desk[EmbeddingLayout, list[EmbeddingSent]]

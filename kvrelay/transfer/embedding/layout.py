@@ -64,6 +64,10 @@ class EmbeddingLayout(PoolLayout, frozen=True, kw_only=True):
     def size_bytes(self) -> int:
         return self.aux_offset + self.num_blocks * self.aux_bytes
 
+    def size_of(self, num_tokens: int) -> int:
+        """Bytes that move for an embedding of so many tokens."""
+        return num_tokens * self.token_bytes + self.aux_bytes
+
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 

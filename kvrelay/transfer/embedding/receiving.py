@@ -296,14 +296,14 @@ class EmbeddingReceiving(ReceivingTransfer[EmbeddingState, EmbeddingLayout, list
         )
 
     def _log_success(self, now: float) -> None:
-        layout, fields = self._pool.layout, dict[str, object]()
+        fields = dict[str, object]()
         if self._num_resumes:
             fields = {"first_round": self._num_first_tokens, "resumes": self._num_resumes}
         tell = log.warning if self._num_resumes else log.info
         tell(
             "an embedding came in several rounds" if self._num_resumes else "embedding taken over",
             request=self._request_id, transfer=self.transfer_id, producer=self.link.peer, tokens=self._total_tokens,
-            bytes=self._total_tokens * layout.token_bytes + layout.aux_bytes, **fields,
+            bytes=self._pool.layout.size_of(self._total_tokens), **fields,
             ms=round((now - self.expected_at) * 1000, 1), trace=self._trace_id,
         )  # fmt: skip
 

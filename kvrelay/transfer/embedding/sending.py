@@ -216,7 +216,8 @@ class EmbeddingSending(SendingTransfer[EmbeddingState, EmbeddingLayout, list[Emb
         return short and all(each.sent_tokens > 0 for each in destinations)
 
     def _tell(self, error: str, is_unwanted: bool) -> None:
-        self._desk.news.append(EmbeddingSent(self.transfer_id, error, is_unwanted))
+        size_bytes = 0 if error else self._desk.layout.size_of(self._total_tokens or 0)
+        self._desk.news.append(EmbeddingSent(self.transfer_id, error, is_unwanted, size_bytes))
 
     def _give_back(self) -> None:
         self._pool.give_back(self._blocks)
