@@ -54,11 +54,21 @@ class Browser:
 
     def open(self, url: str, *, width: int = 1440, height: int = 1200) -> None:
         """Without what was kept of pages before."""
-        self.driver.set_window_size(width, height)
+        self.size(width, height)
         self.driver.get(url)
         self.driver.execute_script("sessionStorage.clear(); localStorage.clear()")
         self.driver.get(url)
         self.problems()
+
+    def size(self, width: int, height: int) -> None:
+        """Of what is seen of the page. No window is as narrow as a phone."""
+        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+
+    @property
+    def is_too_wide(self) -> bool:
+        """Whether the page has to be scrolled sideways."""
+        return bool(self.js("return document.documentElement.scrollWidth > innerWidth"))
 
     def one(self, selector: str) -> WebElement:
         return self.driver.find_element(By.CSS_SELECTOR, selector)

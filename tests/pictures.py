@@ -22,7 +22,7 @@ from selenium.webdriver.common.keys import Keys
 from server import Server, serve
 
 IMAGES = pathlib.Path(__file__).resolve().parent.parent / "docs" / "images"
-WIDE, PHONE = (1440, 1277), (500, 1137)
+WIDE, PHONE = (1440, 1277), (390, 844)
 QUESTION = (
     "Explain in two sentences what a key-value cache is, and why a server would move it between machines instead of "
     "computing it again. Use an example from everyday life, such as a library, a kitchen, or a relay race in the rain."
@@ -61,14 +61,6 @@ def save(browser: Browser, name: str) -> None:
     print(f"dashboard-{name}.png: {picture.width} x {picture.height}")
 
 
-def size(browser: Browser, width: int, height: int) -> None:
-    """Of what is seen of the page."""
-    browser.driver.set_window_size(width, height)
-    lost = [width - browser.js("return innerWidth"), height - browser.js("return innerHeight")]
-    browser.driver.set_window_size(width + lost[0], height + lost[1])
-    time.sleep(2)
-
-
 def show(browser: Browser, theme: str, selector: str = "body") -> None:
     browser.js("document.documentElement.dataset.theme = arguments[0]", theme)
     browser.js("document.querySelector(arguments[0]).scrollIntoView()", selector)
@@ -77,7 +69,7 @@ def show(browser: Browser, theme: str, selector: str = "body") -> None:
 
 def take(server: Server, browser: Browser, until: float) -> None:
     browser.open(server.url)
-    size(browser, *WIDE)
+    browser.size(*WIDE)
     browser.until(lambda: browser.count("#workers .card.ready") == 4, "workers are shown")
     browser.js("document.getElementById('set-max').value = 80; document.getElementById('set-temperature').value = 0")
     time.sleep(max(0.0, until - time.monotonic() - 40))
@@ -93,7 +85,7 @@ def take(server: Server, browser: Browser, until: float) -> None:
     browser.js("scrollBy(0, -110)")
     time.sleep(1)
     save(browser, "requests")
-    size(browser, *PHONE)
+    browser.size(*PHONE)
     show(browser, "dark")
     save(browser, "phone-dark")
     show(browser, "light", "#chat")

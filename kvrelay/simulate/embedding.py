@@ -168,6 +168,7 @@ class Sent:
     transfer_id: TransferId
     error: str
     is_unwanted: bool
+    size_bytes: int = 0  # its lines are written nowhere
 
 
 @dataclass(slots=True)
