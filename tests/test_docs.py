@@ -101,6 +101,12 @@ def test_every_state_is_drawn(machine: type[states.RequestState | states.KVState
     assert [state.name for state in machine if state.name not in drawn] == []
 
 
+def test_the_changes_of_a_request_are_drawn_and_no_others() -> None:
+    (diagram,) = re.findall(r"stateDiagram-v2\n(.*?)```", page("docs/architecture.md"), re.DOTALL)
+    drawn = set(re.findall(r"(\w+) --> (\w+)", diagram))
+    assert drawn == {(state.name, following.name) for state, many in states.REQUEST_EDGES.items() for following in many}
+
+
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_links_lead_somewhere(path: Path) -> None:
     targets = re.findall(r"\]\((?!https?://|#)([^)#\s]+)", path.read_text(encoding="utf-8"))

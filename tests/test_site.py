@@ -17,7 +17,7 @@ def test_the_site_builds_and_asks_no_outside_host(tmp_path: pathlib.Path) -> Non
     assert "StepOutputs" in page
     assert "TRANSFERRING" in (tmp_path / "reference" / "states" / "index.html").read_text(encoding="utf-8")
     assert "/v1/chat/completions" in (tmp_path / "reference" / "endpoints" / "index.html").read_text(encoding="utf-8")
-    for name in ("relay", "embedding_relay", "continuation", "vision", "events"):
+    for name in ("architecture", "relay", "embedding_relay", "continuation", "vision", "events"):
         drawn = (tmp_path / name / "index.html").read_text(encoding="utf-8")
         assert '<svg class="drawing"' in drawn
         assert "sequenceDiagram" not in drawn

@@ -50,7 +50,9 @@ _MAPPING = {
     "foreign": "Transfer messages from a worker that is not the peer",
     "malformed": "Frames on the signal plane that were no message",
 }
-_NAMES = {"preemptions": "num_preemptions"}  # as vLLM calls it
+_NAMES = {  # as vLLM calls them
+    "preemptions": "num_preemptions", "output_tokens": "generation_tokens", "cached_tokens": "prompt_tokens_cached",
+}  # fmt: skip
 _STATES = ("running", "waiting", "transferring", "swapped")
 _NO_IMAGES = ImageCounts()  # of a worker whose model takes none
 _GAUGES: dict[str, tuple[str, Callable[[Peer], float]]] = {
