@@ -4,7 +4,7 @@ A program takes one row, one KV head and one split of the row's context. The que
 (at least 16 rows, as tensor cores want), so keys and values are read once. The grid depends on shapes alone; lengths are read
 on the device, where a row's own context is cut into splits: those of a short row may be empty. A second kernel merges splits
 by their log-sum-exp, where an empty one weighs nothing. Tried on an H200 and not faster: a merge by the split that ends last,
-and prefetching KV into the L2 cache before the wait.
+prefetching KV into the L2 cache before the wait, and turning queries and keys in this kernel (3.86 ms a step became 3.92).
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ def _decode_kernel(
         gdc_launch_dependents()
     row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     context = tl.load(contexts + row)
-    split_size = tl.cdiv(tl.cdiv(context, 16), SPLITS) * 16
+    grain: tl.constexpr = 32 if TILE == 32 else 16  # larger tiles would leave the last split short
+    split_size = tl.cdiv(tl.cdiv(context, grain), SPLITS) * grain
     begin = split * split_size
     end = tl.minimum(begin + split_size, context)
     member = tl.arange(0, GROUP_PAD)
@@ -176,5 +177,6 @@ def decode_attention(
     if splits > 1:
         _merge_kernel[(num_rows, shape.num_heads)](
             partial, lse, rows.query_start, out,
-            HEADS=shape.num_heads, DIM=dim, DIM_PAD=power_of_2(dim, 16), SPLITS=splits, MIXED=mixed, **options(num_warps=2),
+            HEADS=shape.num_heads, DIM=dim, DIM_PAD=power_of_2(dim, 16), SPLITS=splits, MIXED=mixed,
+            **options(num_warps=1 if splits <= 16 else 2),
         )  # fmt: skip

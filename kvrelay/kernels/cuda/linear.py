@@ -8,7 +8,7 @@ scale each: tiles are widened on their way to the product, so x keeps its precis
 Many rows with fp8 (`scaled_linear`): x is brought to fp8 too, with a scale per row, for the card's own product.
 
 Tried on an H200 and not faster: the norm before and the sum with the residual after in the same kernel, and prefetching more
-of the weight into the L2 cache before the wait.
+of the weight into the L2 cache before the wait, line by line or in bulk: what the small kernels between load comes later then.
 """
 
 from __future__ import annotations

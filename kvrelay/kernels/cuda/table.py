@@ -1,7 +1,7 @@
 """Which variant of a kernel a shape gets: measured on an H200 with `python -m kvrelay.kernels.cuda.tune`, in CUDA graphs.
 
 Those of decode attention and of linears are the best of a whole captured step of Llama-3.1-8B's shape. Weights in fp8: 2.96 ms
-a step became 2.51 at one row; of several rows the library's products took 4.50 ms where Triton's took 8.27, so there only wide
+a step became 2.44 at one row; of several rows the library's products took 4.50 ms where Triton's took 8.27, so there only wide
 ones of up to 16 rows are Triton's.
 
 Shapes are all that is asked here, never lengths on the device, so a choice holds for every replay of a captured graph.
@@ -103,10 +103,12 @@ def choose_linear(num_rows: int, num_lines: int, gated: bool, scaled: bool = Fal
         if num_rows > 1:
             return LinearChoice(64, 128, 4, 3) if gated else LinearChoice(64, 256, 4, 4)
         if gated:
-            return LinearChoice(2, 512, 1, 6, pipelined=True)
-        return LinearChoice(16, 512, 8, 3) if num_lines > 4096 else LinearChoice(4, 1024, 4, 3, pipelined=True)
+            return LinearChoice(4, 512, 2, 5, pipelined=True)
+        return LinearChoice(16, 512, 8, 3) if num_lines > 4096 else LinearChoice(4, 1024, 2, 3, pipelined=True)
     if num_rows == 1:
-        return LinearChoice(4, 1024, 8, 3) if gated else LinearChoice(4, 2048, 8, 3)
+        return LinearChoice(4, 512, 4, 3) if gated else LinearChoice(4, 2048, 8, 3)
+    if num_rows <= 8 and num_lines <= 4096:
+        return LinearChoice(16, 512, 2, 4)  # tiles of 64 lines would be fewer than multiprocessors
     if num_lines > 32768:
         return LinearChoice(64, 128, 4, 3)
     if num_rows > 32:
