@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Mapping
+from enum import Enum
 from pathlib import Path
 
 import commands
@@ -101,10 +103,15 @@ def test_every_state_is_drawn(machine: type[states.RequestState | states.KVState
     assert [state.name for state in machine if state.name not in drawn] == []
 
 
-def test_the_changes_of_a_request_are_drawn_and_no_others() -> None:
-    (diagram,) = re.findall(r"stateDiagram-v2\n(.*?)```", page("docs/architecture.md"), re.DOTALL)
+@pytest.mark.parametrize(
+    ("name", "edges"),
+    [("docs/architecture.md", states.REQUEST_EDGES), ("docs/lifecycle.md", states.KV_EDGES)],
+    ids=["request", "kv"],
+)
+def test_the_changes_of_states_are_drawn_and_no_others(name: str, edges: Mapping[Enum, frozenset[Enum]]) -> None:
+    (diagram,) = re.findall(r"stateDiagram-v2\n(.*?)```", page(name), re.DOTALL)
     drawn = set(re.findall(r"(\w+) --> (\w+)", diagram))
-    assert drawn == {(state.name, following.name) for state, many in states.REQUEST_EDGES.items() for following in many}
+    assert drawn == {(state.name, following.name) for state, many in edges.items() for following in many}
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
