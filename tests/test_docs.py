@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
 
-import commands
 import documented
 import pytest
 
@@ -94,7 +93,7 @@ def test_every_metric_that_a_page_names_exists(path: Path) -> None:
         assert any(each.startswith(name[:-1]) for each in known) if name.endswith("*") else name in known, name
 
 
-# States, links and examples (the API: test_docs_api.py)
+# States, links and examples (the API: test_docs_api.py, commands: test_docs_commands.py)
 
 
 @pytest.mark.parametrize("machine", [states.RequestState, states.KVState, states.WorkerState])
@@ -118,18 +117,6 @@ def test_the_changes_of_states_are_drawn_and_no_others(name: str, edges: Mapping
 def test_links_lead_somewhere(path: Path) -> None:
     targets = re.findall(r"\]\((?!https?://|#)([^)#\s]+)", path.read_text(encoding="utf-8"))
     assert [target for target in targets if not (path.parent / target).exists()] == []
-
-
-@pytest.mark.parametrize("path", commands.PAGES, ids=lambda path: path.name)
-def test_every_block_of_commands_is_run_or_says_why_not(path: Path) -> None:
-    """By tests/e2e/test_commands.py if it says nothing. Whether the named test does it, its readers judge."""
-    for block in commands.blocks_of(path):
-        if named := re.fullmatch(r"run by (tests/\S+\.py)", block.mark):
-            assert (ROOT / named[1]).exists(), block.mark
-        else:
-            assert not block.mark or re.fullmatch(r"not run: \S.*", block.mark), block.mark
-        for words in block.commands:
-            assert words[0] in ("kvrelay", "curl") or words[:2] == ["make", "serve"], f"neither run nor marked: {words}"
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
