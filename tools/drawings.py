@@ -156,12 +156,12 @@ def _states(title: str, changes: Sequence[_Change]) -> str:
     names.sort(key=lambda name: name in {change.start for change in changes}, reverse=True)  # ends last
     row, half = {name: number for number, name in enumerate(names)}, max(60.0, svg.width(names, svg.STRONG) / 2 + 18)
     steps = {change: row[change.end] - row[change.start] for change in changes}
-    reach = max(map(abs, steps.values())) * 24
+    reach = max(map(abs, steps.values())) * 18  # three quarters of where an arc points to
     back = svg.width([change.why for change, rows in steps.items() if rows < 1])
     beside = svg.width([change.why for change, rows in steps.items() if rows == 1])  # of words between two rows
     aside = max(0.0, beside + 4 - half)
     why = svg.width([change.why for change, rows in steps.items() if rows > 1])
-    middle, gap, first = 30 + back + reach + half, 64 if why else 52, 48 if title else 24
+    middle, gap, first = 20 + back + reach + half, 64 if why else 52, 48 if title else 24
     parts = [svg.text(middle, 24, title, "strong quiet")] if title else []
     for number, change in enumerate(changes):
         parts += _change(change, row[change.start], row[change.end], middle, half, aside, (first, gap), number)
@@ -172,7 +172,7 @@ def _states(title: str, changes: Sequence[_Change]) -> str:
             continue
         box = f'x="{middle - half:.0f}" y="{y:.0f}" width="{half * 2:.0f}" height="30" rx="15"'
         parts += [f'<rect class="box" {box}/>', svg.text(middle, y + 20, name, "strong")]
-    width = middle + half + aside + 36 + reach + why
+    width = middle + half + aside + 24 + reach + why
     return svg.page(width, first + len(names) * gap, title or f"States: {', '.join(names)}", parts)
 
 
