@@ -31,7 +31,7 @@ CONSTRAINTS = pathlib.Path(__file__).with_name("contextpilot-constraints.txt")
 # being forked has uvicorn's handler of that signal, and forgets it: then /reorder waits for ever, on a busy machine often. So
 # the signal has to wait until the child can die of it.
 LAUNCHER = """
-import os, runpy, signal
+import os, runpy, signal, sys
 
 def mask(how):
     signal.pthread_sigmask(how, [signal.SIGTERM])
@@ -43,7 +43,7 @@ def after_in_child():
 os.register_at_fork(
     before=lambda: mask(signal.SIG_BLOCK), after_in_parent=lambda: mask(signal.SIG_UNBLOCK), after_in_child=after_in_child
 )
-runpy.run_module("contextpilot.server.http_server", run_name="__main__", alter_sys=True)
+runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 """
 
 
@@ -87,9 +87,8 @@ class ContextPilotServer:
 
     def start(self) -> None:
         assert self._process is None
-        options = {"host": "127.0.0.1", "port": str(self.port), "infer-api-url": self.infer_url}
-        flags = [text for name, value in options.items() for text in (f"--{name}", value)]
-        command = [str(self._python), "-c", LAUNCHER, *flags]
+        flags = ["--host", "127.0.0.1", "--port", str(self.port), "--infer-api-url", self.infer_url]
+        command = [str(self._python), "-c", LAUNCHER, "contextpilot.server.http_server", *flags]
         self._process = subprocess.Popen(command, stdout=self._output, stderr=subprocess.STDOUT, process_group=0)
         deadline = time.monotonic() + PATIENCE_S
         while not self._answers():

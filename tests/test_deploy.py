@@ -427,7 +427,7 @@ def test_systemd_accepts_the_units(tmp_path: pathlib.Path) -> None:
 def test_commands_in_the_page_are_commands(dry: None) -> None:
     page = (ROOT / "docs/deploy.md").read_text(encoding="utf-8")
     found = []
-    for block in re.findall(r"```\n(.*?)```", page, re.DOTALL):
+    for block in re.findall(r"^```\w*\n(.*?)^```$", page, re.MULTILINE | re.DOTALL):
         for line in block.replace("\\\n", " ").splitlines():
             if re.match(r"([\w-]+\$ )?(sudo (-u \w+ )?)?(/opt/kvrelay/bin/)?kvrelay \w", line):
                 words = shlex.split(line, comments=True)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Mapping
+from enum import Enum
 from pathlib import Path
 
-import commands
 import documented
 import pytest
 
@@ -92,7 +93,7 @@ def test_every_metric_that_a_page_names_exists(path: Path) -> None:
         assert any(each.startswith(name[:-1]) for each in known) if name.endswith("*") else name in known, name
 
 
-# States, links and examples (the API: test_docs_api.py)
+# States, links and examples (the API: test_docs_api.py, commands: test_docs_commands.py)
 
 
 @pytest.mark.parametrize("machine", [states.RequestState, states.KVState, states.WorkerState])
@@ -101,28 +102,21 @@ def test_every_state_is_drawn(machine: type[states.RequestState | states.KVState
     assert [state.name for state in machine if state.name not in drawn] == []
 
 
-def test_the_changes_of_a_request_are_drawn_and_no_others() -> None:
-    (diagram,) = re.findall(r"stateDiagram-v2\n(.*?)```", page("docs/architecture.md"), re.DOTALL)
+@pytest.mark.parametrize(
+    ("name", "edges"),
+    [("docs/architecture.md", states.REQUEST_EDGES), ("docs/lifecycle.md", states.KV_EDGES)],
+    ids=["request", "kv"],
+)
+def test_the_changes_of_states_are_drawn_and_no_others(name: str, edges: Mapping[Enum, frozenset[Enum]]) -> None:
+    (diagram,) = re.findall(r"stateDiagram-v2\n(.*?)```", page(name), re.DOTALL)
     drawn = set(re.findall(r"(\w+) --> (\w+)", diagram))
-    assert drawn == {(state.name, following.name) for state, many in states.REQUEST_EDGES.items() for following in many}
+    assert drawn == {(state.name, following.name) for state, many in edges.items() for following in many}
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_links_lead_somewhere(path: Path) -> None:
     targets = re.findall(r"\]\((?!https?://|#)([^)#\s]+)", path.read_text(encoding="utf-8"))
     assert [target for target in targets if not (path.parent / target).exists()] == []
-
-
-@pytest.mark.parametrize("path", commands.PAGES, ids=lambda path: path.name)
-def test_every_block_of_commands_is_run_or_says_why_not(path: Path) -> None:
-    """By tests/e2e/test_commands.py if it says nothing. Whether the named test does it, its readers judge."""
-    for block in commands.blocks_of(path):
-        if named := re.fullmatch(r"run by (tests/\S+\.py)", block.mark):
-            assert (ROOT / named[1]).exists(), block.mark
-        else:
-            assert not block.mark or re.fullmatch(r"not run: \S.*", block.mark), block.mark
-        for words in block.commands:
-            assert words[0] in ("kvrelay", "curl") or words[:2] == ["make", "serve"], f"neither run nor marked: {words}"
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)

@@ -41,7 +41,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Diagrams are drawn; a file of the repository that is no page is named instead of linked."""
-    markdown = _DIAGRAM.sub(lambda match: f"<div>\n{svg_of(match[1])}\n</div>", markdown)
+    markdown = _DIAGRAM.sub(lambda match: f'<div style="overflow-x: auto">\n{svg_of(match[1])}\n</div>', markdown)
     return _OUTSIDE.sub(lambda match: f"{match[1]} (`{match[2]}` in the repository)", markdown)
 
 

@@ -4,7 +4,7 @@
     feed/      what the dashboard is told, live
     service    what every handler works with: tokenizer, backend, options, feed
     prompt/    from a body to token ids
-    answer/    from tokens to a body: one loop, three shapes
+    answer/    from tokens to a body: one loop, four shapes
     pages/     endpoints that generate nothing; pages/site/ are the files of the pages for browsers
     app        which path is served by what
     fake_backend   a `Backend` without workers

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 import torch
+from commands import commands_of
 from etcd_server import etcd_server
 from stub_worker import StubWorker
 
@@ -285,3 +286,21 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     assert "start it there, or open the port in the firewall" in shown
     cli.main(["doctor"])
     assert "open files" not in capsys.readouterr().out
+
+
+async def test_the_commands_of_the_page(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], key_file: pathlib.Path, registry: str
+) -> None:
+    """With loopback for the hosts."""
+    monkeypatch.setattr(host, "check_transport", lambda name: Finding(Grade.OK, name))
+    monkeypatch.setenv("COLUMNS", "200")
+    keygen, doctor = commands_of("docs/deploy.md", "tests/cli/test_doctor.py")
+    (key_file.parent / "new").mkdir()
+    monkeypatch.chdir(key_file.parent / "new")
+    assert cli.main(keygen[1:]) == 0
+    monkeypatch.chdir(key_file.parent)
+    here = {"tcp://10.0.0.1:5600": registry, "10.0.0.2": "127.0.0.1", "10.0.0.3": "127.0.0.1"}
+    await asyncio.to_thread(cli.main, [here.get(word, word) for word in doctor[1:]])
+    shown = capsys.readouterr().out
+    assert f"{registry} answers with this key" in shown
+    assert all(part in shown for part in ("peer 127.0.0.1", "port 5700"))

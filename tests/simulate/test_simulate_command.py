@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from commands import commands_of
 
 from kvrelay.cli import main
 from kvrelay.errors import ConfigError
@@ -96,6 +97,15 @@ def test_the_command_prints_writes_and_draws(tmp_path: Path, capsys: pytest.Capt
     assert written["results"]["finished"] == written["results"]["requests"] > 0
     assert "<svg" in drawing.read_text()
     assert "ttft_ms_p50" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", commands_of("docs/simulate.md", "tests/simulate/test_simulate_command.py"), ids=" ".join)
+def test_the_commands_of_the_page(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For less time."""
+    (tmp_path / "bench").symlink_to(ROOT / "bench")
+    monkeypatch.chdir(tmp_path)
+    assert main.main([*words[1:], "--seconds", "1"]) == 0
+    assert all((tmp_path / name).exists() for name in words if name.startswith("result."))
 
 
 def test_find_gives_the_cheapest_cluster_that_meets_the_targets() -> None:

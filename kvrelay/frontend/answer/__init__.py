@@ -1,1 +1,1 @@
-"""From tokens to an answer: one loop, and a shape each for chats, completions and responses."""
+"""From tokens to an answer: one loop, and a shape each for chats, completions, responses and messages."""

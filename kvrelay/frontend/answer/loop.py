@@ -1,4 +1,4 @@
-"""The one loop behind chats, completions and responses, streamed or not.
+"""The one loop behind chats, completions, responses and messages, streamed or not.
 
     Generation.next() -> [Step]      new tokens with their text, of any sample
     Shape.take(step)  -> bytes       the events that tell of the step; none where the answer is only collected
