@@ -128,9 +128,11 @@ CPU_ROWS = (
     ),
     Row("cluster: the p50 of cached prompts over detection plus one prefill", "router", "{failover_over_bound:.2f}"),
     Row(
-        "router: processor time of a request with a dashboard open over without, the middle one of 20 ratios",
+        "router: processor time of a request with a dashboard open over without, the middle one of 20 ratios; requests/s with "
+        "/ without; time to first token",
         "router",
-        "{feed_cpu_ratio:.3f}",
+        "{feed_cpu_ratio:.3f}; {feed_rps_with:.0f} / {feed_rps_without:.0f}; "
+        "{feed_ttft_ms_p50_with:.1f} / {feed_ttft_ms_p50_without:.1f} ms",
     ),
     Row(
         "router: requests/s of two over one, on two cores that load and workers share / with a core each, by processor time",

@@ -10,13 +10,22 @@ from server import Server, serve
 
 if TYPE_CHECKING:
     import openai
+    from collector import Collector
 
 
 @pytest.fixture(scope="session")
-def smol() -> Iterator[Server]:
-    with serve(
-        "smollm2", "--max-model-len", "2048", "--kv-blocks", "1200", "--local-prefill-tokens", "0", fresh=True
-    ) as server:
+def collector() -> Iterator[Collector]:
+    from collector import Collector
+
+    made = Collector()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def smol(collector: Collector) -> Iterator[Server]:
+    pool = ["--max-model-len", "2048", "--kv-blocks", "1200", "--local-prefill-tokens", "0"]
+    with serve("smollm2", *pool, "--otlp-endpoint", collector.url, fresh=True) as server:
         yield server
 
 

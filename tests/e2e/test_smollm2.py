@@ -11,8 +11,10 @@ import httpx
 import openai
 import pytest
 import torch
+from collector import Collector
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from parity import assert_parity, reference_tokens
-from patience import PATIENCE_S
+from patience import PATIENCE_S, until
 from server import Server
 
 from kvrelay.checkpoint.fetch import resolve
@@ -49,6 +51,21 @@ def reference() -> tuple[Any, Any]:
     folder = resolve("smollm2", read_environment(), Silent())
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     return transformers.AutoTokenizer.from_pretrained(folder), model
+
+
+def test_a_trace_is_in_the_spans_and_in_the_log_lines_of_both_workers(
+    client: openai.OpenAI, smol: Server, collector: Collector
+) -> None:
+    trace_id, parent = f"{random.getrandbits(128):032x}", "b7ad6b7169203331"
+    headers = {"traceparent": f"00-{trace_id}-{parent}-01"}
+    client.chat.completions.create(model="smollm2", messages=FRANCE, max_tokens=5, extra_headers=headers)
+
+    def spans() -> dict[str, Span]:
+        return {span.name: span for span in collector.spans if span.trace_id.hex() == trace_id}
+
+    until(lambda: {"request", "prefill", "hand_over", "decode"} <= spans().keys())
+    assert spans()["request"].parent_span_id.hex() == parent
+    until(lambda: sum(trace_id in line for line in smol.lines) >= 2, lambda: smol.lines[-20:])
 
 
 def test_the_capital_of_france(client: openai.OpenAI) -> None:
