@@ -103,6 +103,10 @@ class Metrics:
     )
     role_pressure: Gauge = _gauge("kvrelay_role_pressure", "How much a role has to do for its workers, 1 is too much", "role")
     registry_up: Gauge = _gauge("kvrelay_registry_up", "Whether the registry can be reached")
+    registry_retries: Counter = _counter(
+        "kvrelay_registry_retries", "Attempts to reach the registry that failed and were made again"
+    )
+    refused_peers: Counter = _counter("kvrelay_refused_peers", "Connections of peers that do not hold the cluster key")
     worker_joins: Counter = _counter("kvrelay_worker_joins", "Workers that joined", "role")
     # reason: of _LOSSES
     worker_losses: Counter = _counter("kvrelay_worker_losses", "Workers that went away", "role", "reason")

@@ -12,17 +12,23 @@ from typing import Any
 
 import httpx
 import pytest
-from patience import PATIENCE_S
+import zmq
+from patience import PATIENCE_S, eventually
+from prometheus_client.parser import text_string_to_metric_families
 from server import serve
 from tiny_models import tiny_model
 
 from kvrelay import LLM, SamplingParams
-from kvrelay.discovery.embedded import EmbeddedMembership
+from kvrelay.config import ClusterOptions
+from kvrelay.discovery.base import router_record
+from kvrelay.discovery.choose import open_membership
+from kvrelay.ids import new_router_id
 from kvrelay.metrics import Metrics
 from kvrelay.planes import curve as plane
 from kvrelay.planes.cluster_key import derive, load_key, write_new_key
 from kvrelay.router.backend import GenerateRequest
 from kvrelay.router.router import Router
+from kvrelay.states import Role
 
 FAKE_WORKER = pathlib.Path(__file__).parent / "worker" / "fake_worker_process.py"
 SMALL: dict[str, Any] = {"kv_blocks": 64, "max_batch": 8, "threads": 1}
@@ -45,8 +51,9 @@ def _forget_the_key() -> Iterator[None]:
 async def router(key: str) -> AsyncIterator[tuple[Router, str]]:
     """In this process, with the key, and the address of its registry."""
     plane.use_key(load_key(key))
-    membership = EmbeddedMembership("tcp://127.0.0.1:*")
-    router = Router(membership=membership, metrics=Metrics(), registration_s=2.0, local_prefill_tokens=0)
+    metrics = Metrics()
+    membership, _ = open_membership(ClusterOptions(), router_record(new_router_id()), metrics, "tcp://127.0.0.1:*")
+    router = Router(membership=membership, metrics=metrics, registration_s=2.0, local_prefill_tokens=0)
     router.start()
     yield router, membership.address
     router.close()
@@ -64,16 +71,30 @@ async def test_processes_need_the_key_to_join_and_hand_over(
         for stranger in processes:
             await asyncio.to_thread(_until_it_says, stranger, "no registry answers")
         assert served.cluster()["workers"] == []
+        assert sum(_refused(served, "kvrelay_refused_peers").values()) >= 2
         members = [worker_process(registry, key, f"--role={role}") for role in ("prefill", "decode")]
         processes += members
         async with asyncio.timeout(PATIENCE_S):
             await served.until_usable(2)
         assert {worker["pid"] for worker in served.cluster()["workers"]} == {member.pid for member in members}
         assert await _ask(served) == await _ask(served)
+        assert set(_refused(served, "kvrelay_worker_refused_peers").values()) == {0.0}
+        knocked = next(peer for peer in served._peers.values() if peer.record.role is Role.DECODE)
+        with plane.keyed(None), plane.connecting(zmq.DEALER) as stranger:
+            stranger.connect(knocked.record.serving_address)
+            await eventually(lambda: _refused(served, "kvrelay_worker_refused_peers")[knocked.id] >= 1)
+        others = _refused(served, "kvrelay_worker_refused_peers").items()
+        assert [value for worker, value in others if worker != knocked.id] == [0.0]
     finally:
         for process in processes:
             process.kill()
             process.communicate()
+
+
+def _refused(router: Router, name: str) -> dict[str, float]:
+    """By worker, if it is a metric of workers, as a scraper reads it."""
+    families = {family.name: family for family in text_string_to_metric_families(router._metrics.render().decode())}
+    return {sample.labels.get("worker", ""): sample.value for sample in families[name].samples}
 
 
 async def _ask(router: Router) -> list[int]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import pytest
 import zmq
-from patience import PATIENCE_S
+from patience import PATIENCE_S, eventually
 from registry_records import make_record
 from stub_worker import StubWorker
 from transfer.relay_pair import Producer
@@ -186,11 +186,15 @@ def is_refused(spoken: Spoken, protect: Protect) -> bool:
 
 
 @pytest.mark.parametrize("name", PLANES)
-async def test_strangers_are_refused_and_members_served(name: str) -> None:
+async def test_strangers_are_refused_and_counted_and_members_served(name: str) -> None:
     async with PLANES[name]() as spoken:
+        num_refused = plane.num_refused()
         assert await asyncio.to_thread(is_answered, spoken)
+        assert plane.num_refused() == num_refused
         for stranger in STRANGERS:
+            num_refused = plane.num_refused()
             assert await asyncio.to_thread(is_refused, spoken, stranger), stranger.__name__
+            await eventually(lambda before=num_refused: plane.num_refused() > before)  # type: ignore[misc]
         assert await asyncio.to_thread(is_answered, spoken)
 
 

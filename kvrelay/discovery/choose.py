@@ -48,15 +48,20 @@ def open_membership(
     cluster: ClusterOptions, router: RouterRecord, metrics: Metrics, default_listen: str
 ) -> tuple[Membership, Company]:
     """The router's end, and what it tells of other routers. On the loop that will run it."""
-    malformed = metrics.malformed.labels("registry").inc
+    malformed, retry = metrics.malformed.labels("registry").inc, metrics.registry_retries.inc
     kind, registration_s = registry_kind(cluster), cluster.registration_s
     if kind == "etcd":
         from kvrelay.discovery.etcd import EtcdMembership  # it loads an HTTP client, which the others do not need
         from kvrelay.discovery.etcd_lead import EtcdCompany
 
-        reachable = metrics.registry_up.set
-        etcd = EtcdMembership(cluster.registry, registration_s=registration_s, on_malformed=malformed, on_reachable=reachable)
-        return etcd, EtcdCompany(cluster.registry, router, registration_s=registration_s)
+        etcd = EtcdMembership(
+            cluster.registry,
+            registration_s=registration_s,
+            on_malformed=malformed,
+            on_reachable=metrics.registry_up.set,
+            on_retry=retry,
+        )
+        return etcd, EtcdCompany(cluster.registry, router, registration_s=registration_s, on_retry=retry)
     if kind == "joined":
         joined = JoinedMembership(
             cluster.registry,
@@ -64,11 +69,13 @@ def open_membership(
             registration_s=registration_s,
             on_malformed=malformed,
             on_reachable=metrics.registry_up.set,
+            on_retry=retry,
         )
         return joined, joined
     metrics.registry_up.set(1)  # it is in this process
     if kind == "embedded":
-        embedded = open_embedded(cluster, default_listen, router=router, on_malformed=malformed)
+        refused = metrics.refused_peers.inc
+        embedded = open_embedded(cluster, default_listen, router=router, on_malformed=malformed, on_refused=refused)
         return embedded, embedded
     addresses = cluster.registry.removeprefix("static:").split(",")
     static = StaticMembership(addresses, router_id=router.id, registration_s=registration_s, on_malformed=malformed)
@@ -81,20 +88,21 @@ def open_embedded(
     *,
     router: RouterRecord | None = None,
     on_malformed: Callable[[], None] = lambda: None,
+    on_refused: Callable[[], None] = lambda: None,
 ) -> EmbeddedMembership:
     listen = cluster.registry_listen or default_listen
     warn_if_open("--registry-listen", listen.removeprefix("tcp://").rpartition(":")[0])
-    return EmbeddedMembership(listen, router=router, on_malformed=on_malformed)
+    return EmbeddedMembership(listen, router=router, on_malformed=on_malformed, on_refused=on_refused)
 
 
-def open_registration(address: str) -> Registration:
-    """The worker's end."""
+def open_registration(address: str, on_retry: Callable[[], None] = lambda: None) -> Registration:
+    """The worker's end. `on_retry` hears of attempts that failed, on the thread that made them."""
     if address == "static":
         return StaticRegistration()
     if address.startswith("etcd://"):
         from kvrelay.discovery.etcd import EtcdRegistration
 
-        return EtcdRegistration(address)
+        return EtcdRegistration(address, on_retry=on_retry)
     if not address.startswith("tcp://"):
         raise ConfigError(f"--registry {address!r} is neither tcp://HOST:PORT, etcd://HOST:PORT[,HOST:PORT...] nor static")
-    return EmbeddedRegistration(address)
+    return EmbeddedRegistration(address, on_retry=on_retry)

@@ -71,10 +71,11 @@ class EmbeddedMembership:
         router: RouterRecord | None = None,
         clock: Callable[[], float] = time.monotonic,
         on_malformed: Callable[[], None] = lambda: None,
+        on_refused: Callable[[], None] = lambda: None,
     ) -> None:
-        """`router` is the one in this process, if there is one."""
+        """`router` is the one in this process, if there is one. `on_refused` is called on another thread."""
         self._watchers = Watchers(router, clock)
-        self._socket = listening(zmq.ROUTER, {zmq.MAXMSGSIZE: _MAX_MESSAGE_BYTES})
+        self._socket = listening(zmq.ROUTER, {zmq.MAXMSGSIZE: _MAX_MESSAGE_BYTES}, on_refused)
         try:
             self._socket.bind(listen)
         except zmq.ZMQError as error:
@@ -213,9 +214,10 @@ class EmbeddedMembership:
 class EmbeddedRegistration:
     """A worker's end of the embedded registry."""
 
-    def __init__(self, address: str, *, timeout_s: float = 1.0) -> None:
+    def __init__(self, address: str, *, timeout_s: float = 1.0, on_retry: Callable[[], None] = lambda: None) -> None:
         self._address = address
         self._timeout_s = timeout_s
+        self._on_retry = on_retry
         self._decoder: Decoder[FromRegistry] = Decoder(FromRegistry)
         self._registered: Register | None = None
         self._socket = self._connect()
@@ -262,6 +264,7 @@ class EmbeddedRegistration:
         answer = next(exchange(self._socket, encode(message), self._timeout_s), None)
         if answer is not None:
             return self._decoder.decode(answer)
+        self._on_retry()
         self._socket.close(linger=0)
         self._socket = self._connect()
         return None

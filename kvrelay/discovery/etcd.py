@@ -73,6 +73,7 @@ class EtcdMembership:
     probe_every_s: float = _PROBE_EVERY_S
     on_malformed: Callable[[], None] = lambda: None
     on_reachable: Callable[[bool], None] = lambda _: None
+    on_retry: Callable[[], None] = lambda: None
     _loss_told: bool = field(default=False, init=False)
     _task: asyncio.Task[None] | None = field(default=None, init=False)
     _parts: list[asyncio.Task[None]] = field(default_factory=list, init=False)
@@ -110,6 +111,7 @@ class EtcdMembership:
             self._lost(reason)
             self._endpoints.next()
             await asyncio.sleep(pause_s)
+            self.on_retry()
 
     async def _follow(self, members: EtcdMembers) -> None:
         """One connection's life: a snapshot, then the watch, and beside it the probe. Ends with an error only."""
@@ -171,8 +173,16 @@ class EtcdRegistration:
     """A worker's key and lease. A lease that was granted is kept through failures: a put that etcd carries out late, after we
     gave it up, then ties the key to no other lease than the one we renew."""
 
-    def __init__(self, address: str, *, timeout_s: float = 1.0, clock: Callable[[], float] = time.monotonic) -> None:
-        self._gateway = Gateway(Endpoints(address), timeout_s=timeout_s)
+    def __init__(
+        self,
+        address: str,
+        *,
+        timeout_s: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+        on_retry: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._gateway = Gateway(Endpoints(address), timeout_s=timeout_s, on_retry=on_retry)
+        self._on_retry = on_retry
         self._clock = clock
         self._record: WorkerRecord | None = None
         self._ttl_s = 0
@@ -260,6 +270,7 @@ class EtcdRegistration:
         self._told, self._told_at = record, self._clock()
 
     def _failed(self, error: Exception) -> bool:
+        self._on_retry()
         if not self._loss_told:
             log.warning("etcd does not answer", reason=error)
         self._loss_told = True

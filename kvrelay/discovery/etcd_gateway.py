@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -231,10 +231,12 @@ def _error_of(response: httpx.Response) -> NoAnswerError | RefusedError:
 
 
 class Gateway:
-    """Asks from a thread. No call takes longer than about `timeout_s`, however many endpoints there are."""
+    """Asks from a thread. No call takes longer than about `timeout_s`, however many endpoints there are. `on_retry` hears of
+    every endpoint that is asked because another did not answer."""
 
-    def __init__(self, endpoints: Endpoints, *, timeout_s: float) -> None:
+    def __init__(self, endpoints: Endpoints, *, timeout_s: float, on_retry: Callable[[], None] = lambda: None) -> None:
         self._endpoints = endpoints
+        self._on_retry = on_retry
         self._timeout_s = timeout_s
         # No proxy of the environment: etcd is reached directly.
         self._client = httpx.Client(trust_env=False, headers={"accept-encoding": "identity"})
@@ -244,10 +246,12 @@ class Gateway:
         deadline = time.monotonic() + self._timeout_s
         body = msgspec.json.encode(request)
         failure = NoAnswerError("there was no time to ask")
-        for _ in range(len(self._endpoints)):
+        for attempt in range(len(self._endpoints)):
             left_s = deadline - time.monotonic()
             if left_s < _SHORTEST_TRY_S:
                 break
+            if attempt > 0:
+                self._on_retry()
             try:
                 response = self._client.post(self._endpoints.current + path, content=body, timeout=left_s)
                 return read_answer(response, kind)

@@ -50,16 +50,18 @@ class EtcdCompany:
         registration_s: float,
         timeout_s: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
+        on_retry: Callable[[], None] = lambda: None,
     ) -> None:
         self.routers = [router]
         self._ttl_s = max(2, math.ceil(registration_s))
         self._clock = clock
+        self._on_retry = on_retry
         self._lease: int | None = None
         self._known: tuple[RouterId, float] | None = None  # the leader, and until when that can be relied on
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         if router.may_lead:
-            self._gateway = Gateway(Endpoints(address), timeout_s=timeout_s)
+            self._gateway = Gateway(Endpoints(address), timeout_s=timeout_s, on_retry=on_retry)
             self._thread = threading.Thread(target=self._run, name="etcd-lead", daemon=True)
             self._thread.start()
 
@@ -80,6 +82,7 @@ class EtcdCompany:
                 self._known = self._ask()
             except (NoAnswerError, RefusedError) as error:
                 self._known = None
+                self._on_retry()
                 log.seldom("which router leads is not known", reason=error)
             self._stop.wait(self._ttl_s / 3)
         try:

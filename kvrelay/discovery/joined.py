@@ -37,17 +37,19 @@ class JoinedMembership:
         clock: Callable[[], float] = time.monotonic,
         on_malformed: Callable[[], None] = lambda: None,
         on_reachable: Callable[[bool], None] = lambda _: None,
+        on_retry: Callable[[], None] = lambda: None,
     ) -> None:
         self.address = address
         self._watch = encode(Watch(router=router, silence_s=registration_s))
         self._router = router
         self._registration_s = registration_s
         self._clock = clock
-        self._on_malformed, self._on_reachable = on_malformed, on_reachable
+        self._on_malformed, self._on_reachable, self._on_retry = on_malformed, on_reachable, on_retry
         self._decoder: Decoder[ToWatcher] = Decoder(ToWatcher)
         self._missing: dict[WorkerId, float] = {}  # not listed: until when they may come back
         self._routers = [router]
         self._leader: RouterId | None = None
+        self._is_answered = False
         self._connection: Connection | None = None
         self._ticker: asyncio.TimerHandle | None = None
 
@@ -84,6 +86,7 @@ class JoinedMembership:
 
     def _ask(self) -> None:
         assert self._connection is not None
+        self._is_answered = False
         self._connection.send(self._watch)
 
     def _lost(self) -> None:
@@ -114,7 +117,7 @@ class JoinedMembership:
                 assert_never(message)
 
     def _listed(self, message: Listing) -> None:
-        self._routers, self._leader = message.routers, message.leader
+        self._routers, self._leader, self._is_answered = message.routers, message.leader, True
         self._on_reachable(True)
         for record in message.workers:
             self._members.put(record.id, record)
@@ -132,5 +135,7 @@ class JoinedMembership:
         self._ticker = asyncio.get_running_loop().call_later(self._registration_s / 3, self._tick)
 
     def _tick(self) -> None:
+        if not self._is_answered:
+            self._on_retry()
         self._ask()
         self._schedule_tick()

@@ -79,6 +79,8 @@ class SentCounts(Protocol):
     failed: int
     moved_bytes: int
     resumes: int
+    repeats: int
+    malformed: int
     by_peer: dict[WorkerId, int]
 
 
@@ -220,6 +222,8 @@ class EncodeEngine:
                 failed=self._num_failed,
                 bytes=counts.moved_bytes,
                 resumes=counts.resumes,
+                repeats=counts.repeats,
+                malformed=counts.malformed,
             ),
         )
 

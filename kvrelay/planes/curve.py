@@ -4,10 +4,12 @@
     listening(kind)     to be bound: takes only peers that hold the cluster key, if there is one
     connecting(kind)    to be connected: shows that it holds the key
     exchange(socket)    a question and its answers, for as long as is given
+    num_refused()       how many connections were refused since this process began
 
 With a key every connection is encrypted and both ends have proven themselves (CURVE) before a byte of a message is read. The
 listening end asks a second time: a thread, the guard, answers ZMQ's question (ZAP) whether a client's public key is the one
-made from the cluster key. Without a guard no peer is let in.
+made from the cluster key. Without a guard no peer is let in. Peers that show no key, or another one, do not get as far as the
+guard: so refusals are counted by a monitor on each listening socket, which ZMQ tells of all of them.
 
 A process belongs to one cluster. A local cluster (launch/cluster.py) may live inside a process of another one: what its
 thread does is done with its own key (`keyed`). Without a key the planes are open, and belong on loopback.
@@ -17,16 +19,18 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import itertools
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from types import MappingProxyType
 from typing import TypeAlias
 
 import zmq
 from zmq.utils import z85
+from zmq.utils.monitor import parse_monitor_message
 
 from kvrelay.errors import ProtocolError
 from kvrelay.log import Log
@@ -66,10 +70,12 @@ def current_key() -> ClusterKey | None:
     return _local_key.get(_process_key)
 
 
-def listening(kind: int, options: Options = MappingProxyType({})) -> Socket:
+def listening(kind: int, options: Options = MappingProxyType({}), on_refused: Callable[[], None] = lambda: None) -> Socket:
+    """`on_refused` hears of every connection that is refused, on a thread of its own."""
     socket, key = _new_socket(kind, options), current_key()
     if key is not None:
         _guard(socket.context)
+        _watch_refusals(socket, on_refused)
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_SECRETKEY, key.server_secret)
         socket.setsockopt(zmq.ZAP_DOMAIN, key.client_public)  # the guard lets in peers with this key
@@ -181,3 +187,36 @@ def _answer(request: list[bytes], *, admitted: bool) -> list[bytes]:
 
 def _address(request: list[bytes]) -> str:
     return request[3].decode("ascii", errors="replace") if len(request) > 3 else ""
+
+
+# Refusals
+
+_REFUSED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+_monitor_numbers = itertools.count()
+_refusal_lock = threading.Lock()
+_num_refused = 0
+
+
+def num_refused() -> int:
+    return _num_refused
+
+
+def _watch_refusals(socket: Socket, on_refused: Callable[[], None]) -> None:
+    """Until `socket` closes."""
+    address = f"inproc://refusals.{next(_monitor_numbers)}"
+    socket.monitor(address, _REFUSED | zmq.EVENT_MONITOR_STOPPED)
+    monitor: Socket = socket.context.socket(zmq.PAIR)
+    monitor.setsockopt(zmq.LINGER, 0)
+    monitor.setsockopt(zmq.RCVHWM, 0)  # ZMQ's own thread would wait for room
+    monitor.connect(address)
+    threading.Thread(target=_count_refusals, args=[monitor, on_refused], name="refusals", daemon=True).start()
+
+
+def _count_refusals(monitor: Socket, on_refused: Callable[[], None]) -> None:
+    global _num_refused
+    with contextlib.suppress(zmq.ContextTerminated):
+        while parse_monitor_message(monitor.recv_multipart())["event"] != zmq.EVENT_MONITOR_STOPPED:
+            with _refusal_lock:
+                _num_refused += 1
+            on_refused()
+    monitor.close()

@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvrelay.router.peer import HOST_KINDS, Peer
-from kvrelay.wire.registry import BlockCounts, ImageCounts, WorkerLoad
+from kvrelay.wire.registry import BlockCounts, ImageCounts, PlaneCounts, WorkerLoad
 
 _TOTALS = {
     "prompt_tokens": "Prompt tokens computed",
@@ -31,6 +31,7 @@ _TRANSFERS = {
     "bytes": "KV bytes moved, counted by the side that moves them",
     "late_bytes": "KV bytes moved after the prompt was computed",
     "reconnects": "Connections to prefill workers that were opened again",
+    "repeats": "Messages about KV hand-overs that were said again, since no answer had come",
     "set_aside": "Computed prompts that were set aside, since their decode worker had no room",
     "recomputed": "Prompts that were set aside and computed again",
 }
@@ -42,6 +43,8 @@ _IMAGES = {
     "bytes": "Bytes of embeddings moved, counted by the side that moves them",
     "resumes": "Further rounds of embeddings that did not fit at once",
     "reconnects": "Connections to encode workers that were opened again",
+    "repeats": "Messages about embeddings that were said again, since no answer had come",
+    "malformed": "Frames on the signal plane of embeddings that were no message",
 }
 _MAPPING = {
     "lookups": "Look-ups of transfer ids",
@@ -49,6 +52,14 @@ _MAPPING = {
     "unknown": "Messages about unknown transfers",
     "foreign": "Transfer messages from a worker that is not the peer",
     "malformed": "Frames on the signal plane that were no message",
+}
+_PLANES = {
+    "refused_peers": "Connections of peers that do not hold the cluster key",
+    "registry_retries": "Attempts to reach the registry that failed and were made again",
+}
+_MALFORMED: dict[str, Callable[[PlaneCounts], int]] = {
+    "serving": lambda planes: planes.serving_malformed,
+    "events": lambda planes: planes.events_malformed,
 }
 _NAMES = {  # as vLLM calls them
     "preemptions": "num_preemptions", "output_tokens": "generation_tokens", "cached_tokens": "prompt_tokens_cached",
@@ -83,6 +94,8 @@ class WorkerCollector(Collector):
         yield from _counters(peers, "transfers_", _TRANSFERS, lambda load: load.transfers)
         yield from _counters(peers, "mapping_", _MAPPING, lambda load: load.mapping)
         yield from _counters(peers, "images_", _IMAGES, _images)
+        yield from _counters(peers, "", _PLANES, lambda load: load.planes)
+        yield _malformed(peers)
         for name, (help_text, value) in _GAUGES.items():
             family = GaugeMetricFamily(f"kvrelay_worker_{name}", help_text, labels=["worker", "role"])
             for peer in peers:
@@ -103,6 +116,16 @@ def _counters(
         for peer in peers:
             family.add_metric([peer.id, peer.record.role.value], float(getattr(part(peer.load), name)))
         yield family
+
+
+def _malformed(peers: list[Peer]) -> Metric:
+    help_text = "Messages of routers and subscribers that could not be understood, by worker"
+    labels = ["worker", "role", "plane"]  # as the routers' own
+    family = CounterMetricFamily("kvrelay_worker_malformed_messages", help_text, labels=labels)
+    for peer in peers:
+        for plane, count in _MALFORMED.items():
+            family.add_metric([peer.id, peer.record.role.value, plane], float(count(peer.load.planes)))
+    return family
 
 
 def _gauge_by(

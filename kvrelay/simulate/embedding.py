@@ -179,6 +179,8 @@ class SentCounts:
     failed: int = 0
     moved_bytes: int = 0
     resumes: int = 0
+    repeats: int = 0
+    malformed: int = 0
     by_peer: dict[WorkerId, int] = field(default_factory=dict)
 
 

@@ -55,6 +55,7 @@ class TransferCounts(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int = 0  # since the start; counted by the side that moves them
     late_bytes: int = 0  # of these, moved after the prompt was computed: what the hand-over had to wait for
     reconnects: int = 0  # connections to a prefill worker that were opened again
+    repeats: int = 0  # messages of the relay that were said again, since no answer had come
     set_aside: int = 0  # computed prompts whose blocks were given back, since their peer had no room
     recomputed: int = 0  # of these, computed again
     by_peer: dict[WorkerId, int] = {}  # bytes, by the worker at the other end; only those of late
@@ -72,6 +73,8 @@ class ImageCounts(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int = 0  # of embeddings, counted by the side that moves them
     resumes: int = 0  # rounds beyond the first, where the receiver had less room than it needed
     reconnects: int = 0  # connections to an encode worker that were opened again
+    repeats: int = 0  # messages of the relay that were said again, since no answer had come
+    malformed: int = 0  # frames of the relay that were no message
     by_peer: dict[WorkerId, int] = {}  # bytes that a receiver moved, by the encode worker that had them
 
 
@@ -88,6 +91,15 @@ class MappingCounts(msgspec.Struct, frozen=True, kw_only=True):
     malformed: int = 0  # frames that were no message
 
 
+class PlaneCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """What went wrong between a worker and those it talks to, since its start. Its relays count for themselves."""
+
+    serving_malformed: int = 0  # messages that could not be understood
+    events_malformed: int = 0  # likewise, where events that were missed are asked for
+    refused_peers: int = 0  # connections of peers that do not hold the cluster key
+    registry_retries: int = 0  # attempts to reach the registry that failed and are made again
+
+
 class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     running: int = 0
     waiting: int = 0
@@ -97,6 +109,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     host: HostCounts = HostCounts()
     transfers: TransferCounts = TransferCounts()
     mapping: MappingCounts = MappingCounts()
+    planes: PlaneCounts = PlaneCounts()
     prompt_tokens: int = 0  # since the start: prompt tokens computed
     cached_tokens: int = 0  # since the start: prompt tokens found in the prefix cache, or inherited
     output_tokens: int = 0  # since the start

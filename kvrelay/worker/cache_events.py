@@ -22,6 +22,10 @@ class CacheEvents:
             self.events_address, self.replay_address = publisher.events_address, publisher.replay_address
             publisher.start()
 
+    @property
+    def num_malformed(self) -> int:
+        return 0 if self._publisher is None else self._publisher.num_malformed
+
     def tell(self) -> None:
         """On the engine's thread. While the publisher does not keep up, the recorder keeps what is to be told."""
         if self._recorder and self._publisher is not None and self._publisher.has_room:

@@ -113,6 +113,8 @@ class EmbeddingIntake:
             bytes=counts.moved_bytes,
             resumes=counts.resumes,
             reconnects=counts.reconnects,
+            repeats=counts.repeats,
+            malformed=counts.malformed,
             by_peer=counts.by_peer.copy(),
         )
 

@@ -58,6 +58,7 @@ from kvrelay.worker.recent import Recent
 from kvrelay.worker.remembered import Remembered
 from kvrelay.worker.serving_engine import ServingEngine
 from kvrelay.worker.status import Status
+from kvrelay.worker.tally import Tally
 
 log = Log("worker")
 
@@ -90,7 +91,7 @@ class ServingLoop:
         self._remembered = Remembered()
         self._load_untold = False
         self._next_check = 0.0
-        self.num_malformed = 0
+        self.tally = Tally()
         self.status = Status(engine.load())
         self.address = bound_address(self._socket)
         self.record: WorkerRecord | None = None  # set before `run`
@@ -157,7 +158,7 @@ class ServingLoop:
             try:
                 self._handle(frames[0], frames[1:])
             except ProtocolError as error:
-                self.num_malformed += 1
+                self.tally.serving_malformed += 1
                 log.seldom("refused on the serving plane", reason=error)
                 try_send(self._socket, (frames[0], encode(Refused(reason=str(error)))))
         return False
@@ -313,15 +314,15 @@ class ServingLoop:
             self._deal(outputs)
 
     def _load(self) -> WorkerLoad:
-        return self._with_routers(self._engine.load())
+        return self._with_planes(self._engine.load())
 
-    def _with_routers(self, load: WorkerLoad) -> WorkerLoad:
-        """The engine knows how many workers it is connected with."""
-        return msgspec.structs.replace(load, connections=load.connections + len(self._callers))
+    def _with_planes(self, load: WorkerLoad) -> WorkerLoad:
+        """The engine knows how many workers it is connected with, and nothing else of the planes."""
+        return msgspec.structs.replace(load, connections=load.connections + len(self._callers), planes=self.tally.counts())
 
     def _deal(self, step: StepOutputs) -> None:
         """Each router gets what is its own. What belongs to no router any more was aborted meanwhile."""
-        self.status.load = load = self._with_routers(step.load)
+        self.status.load = load = self._with_planes(step.load)
         touched = self._callers.deal(step)
         if len(self._callers) == 1 and touched:
             self._load_untold = False

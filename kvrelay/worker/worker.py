@@ -39,6 +39,7 @@ from kvrelay.worker.restart import execute_again
 from kvrelay.worker.serving import EngineFailedError, ServingLoop
 from kvrelay.worker.stage import BuildStage, Setup, Stage
 from kvrelay.worker.starting import announced
+from kvrelay.worker.tally import Tally
 from kvrelay.worker.vigil import Vigil
 
 log = Log("worker")
@@ -66,7 +67,8 @@ def run_worker(
     configure(environment.log_level, worker_id)
     use_key(load_key(key_file(worker_options.cluster_key, environment)))
     warn_if_open("--worker-host", worker_options.worker_host)
-    registration = open_registration(worker_options.registry)
+    tally = Tally()
+    registration = open_registration(worker_options.registry, on_retry=tally.registry_retried)
     record = WorkerRecord(
         id=worker_id,
         role=role,
@@ -100,6 +102,7 @@ def run_worker(
         adapters=stage.adapters.records(),
         block_size=engine_options.block_size if stage.block_size is None else stage.block_size,
     )
+    loop.tally, tally.events_malformed = tally, lambda: events.num_malformed
     loop.orders.adapters = stage.adapters
     loop.after_turn = events.tell
     stage.waker.bind(loop.wake)

@@ -106,7 +106,7 @@ def test_probes_leave_nothing_behind(worker: StubWorker) -> None:
     for _ in range(5):
         assert probe(worker.address) == 0
     with busy(worker):
-        assert worker.loop.num_malformed == 0
+        assert worker.loop.tally.serving_malformed == 0
 
 
 class Health(http.server.BaseHTTPRequestHandler):

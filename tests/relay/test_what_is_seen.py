@@ -7,12 +7,14 @@ import logging
 import image_cluster
 import msgspec
 import pytest
+import zmq
 from cluster import Cluster, Shape, ask, collect, relay
 from prometheus_client.parser import text_string_to_metric_families
 from vision_models import make_prompt
 
 from kvrelay.ids import new_request_id, new_worker_id
 from kvrelay.metrics import Metrics
+from kvrelay.planes.curve import listening
 from kvrelay.router.timelines import ClockOffset, Timeline, Timelines
 from kvrelay.states import Role, Stage
 from kvrelay.wire.registry import MappingCounts
@@ -66,6 +68,20 @@ async def test_a_prefill_worker_is_transferring_while_it_hands_on_and_its_mappin
         peer.load = msgspec.structs.replace(peer.load, mapping=MappingCounts(size=2, held_back=3, duplicates=4))
         assert samples(cluster, "kvrelay_worker_mapping_held_back")[prefill.id] == 3
         assert samples(cluster, "kvrelay_worker_mapping_duplicates")[prefill.id] == 4
+
+
+async def test_what_a_decode_worker_has_to_say_again_is_exported() -> None:
+    async with relay(Shape()) as cluster:
+        (prefill,), (decode,), mute = cluster.prefill, cluster.decode, listening(zmq.ROUTER)
+        address = f"tcp://127.0.0.1:{mute.bind_to_random_port('tcp://127.0.0.1')}"
+        peer = cluster.router._peers[prefill.id]
+        peer.record = msgspec.structs.replace(peer.record, signal_address=address)
+        stream = cluster.submit(ask(PROMPT))
+        await cluster.until(lambda: samples(cluster, "kvrelay_worker_transfers_repeats")[decode.id] >= 2)
+        assert samples(cluster, "kvrelay_worker_transfers_repeats")[prefill.id] == 0
+        stream.abort()
+        mute.close()
+        await cluster.idle()
 
 
 @pytest.mark.parametrize("mode", ["write", "read"])

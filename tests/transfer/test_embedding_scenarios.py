@@ -254,8 +254,10 @@ def test_whatever_gets_lost_is_said_again(mover: Mover, kind: type[Message]) -> 
     pair.world.deliver_until(kind)
     assert pair.world.drop(kind)
     pair.world.settle()
+    assert pair.prefill.machine.counts.repeats == 0
     pair.world.run(10)
     pair.check_arrived(RESUMED, 2)
+    assert (pair.prefill.machine.counts.repeats > 0) == (kind is not Received)  # heartbeats tell of that one
 
 
 def test_an_answer_to_an_old_heartbeat_tells_nothing_new() -> None:

@@ -49,7 +49,7 @@ class Relay:
     def release(self, transfer_id: TransferId) -> None: ...
 
     def counts(self) -> RelayCounts:
-        return RelayCounts(failed=7)  # ended transfers, whoever ended them
+        return RelayCounts(failed=7, repeats=5, malformed=3)  # `failed` are ended transfers, whoever ended them
 
 
 @pytest.fixture
@@ -97,6 +97,7 @@ def test_only_images_that_somebody_waits_for_can_fail(intake: EmbeddingIntake, r
     relay.arrivals.append(EmbeddingArrival(transfer_id=transfer_id, error="the producer was lost"))
     intake.poll()
     assert intake.counts().failed == 1
+    assert (intake.counts().repeats, intake.counts().malformed) == (5, 3)
 
 
 WIDTH = 8  # bytes of a row

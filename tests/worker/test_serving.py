@@ -165,7 +165,7 @@ def test_nonsense_is_refused_and_counted_and_others_are_served(worker: StubWorke
         assert isinstance(attacker.receive(), Refused)
     attacker.socket.send_multipart([good, good])
     assert isinstance(attacker.receive(), Refused)
-    assert worker.loop.num_malformed == len(nonsense) + 1
+    assert worker.loop.tally.serving_malformed == len(nonsense) + 1
     attacker.close()
     request_id = peer.submit([1, 2])
     assert peer.tokens(request_id) == [stub_token([1, 2], 0, position) for position in range(3)]

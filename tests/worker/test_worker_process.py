@@ -12,12 +12,15 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
-from patience import PATIENCE_S
+import zmq
+from patience import PATIENCE_S, eventually
 from prepared import Process, popen
+from prometheus_client.parser import text_string_to_metric_families
 
 from kvrelay.discovery.embedded import EmbeddedMembership
-from kvrelay.errors import UnavailableError
+from kvrelay.errors import ConfigError, UnavailableError
 from kvrelay.metrics import Metrics
+from kvrelay.planes.curve import connecting, listening
 from kvrelay.router.backend import GenerateRequest
 from kvrelay.router.failover import RetryRules
 from kvrelay.router.router import Router
@@ -152,3 +155,50 @@ async def test_a_worker_waits_for_a_registry_that_comes_later() -> None:
         router.start()
         await until_ready(router)
         router.close()
+
+
+def counted(router: Router, name: str, **labels: str) -> float | None:
+    """Of the one worker, as a scraper reads it."""
+    page = router._metrics.render().decode()
+    families = {family.name: family for family in text_string_to_metric_families(page)}
+    values = [sample.value for sample in families[name].samples if labels.items() <= sample.labels.items()]
+    return values[0] if values else None
+
+
+async def test_what_a_worker_cannot_understand_is_exported_by_plane(served: tuple[Router, str]) -> None:
+    router, registry = served
+    with worker_process(registry), connecting(zmq.DEALER) as stranger, connecting(zmq.DEALER) as subscriber:
+        await until_ready(router)
+        assert counted(router, "kvrelay_worker_malformed_messages", plane="serving") == 0
+        (peer,) = router._peers.values()
+        stranger.connect(peer.record.serving_address)
+        subscriber.connect(peer.record.replay_address)
+        for talker, times in ((stranger, 3), (subscriber, 2)):
+            for _ in range(times):
+                talker.send(b"\xc1")
+        await eventually(lambda: counted(router, "kvrelay_worker_malformed_messages", plane="serving") == 3)
+        await eventually(lambda: counted(router, "kvrelay_worker_malformed_messages", plane="events") == 2)
+
+
+async def until_bound(address: str) -> EmbeddedMembership:
+    """ZMQ closes a socket a little later than it is told to."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            with contextlib.suppress(ConfigError):
+                return EmbeddedMembership(address)
+            await asyncio.sleep(0.01)
+
+
+async def test_attempts_at_a_registry_that_does_not_answer_are_exported_once_it_does() -> None:
+    with listening(zmq.ROUTER) as mute:
+        address = f"tcp://127.0.0.1:{mute.bind_to_random_port('tcp://127.0.0.1')}"
+        with worker_process(address):
+            for _ in range(3):  # the second and the third, since the one before got no answer
+                await asyncio.to_thread(mute.recv_multipart)
+            mute.close()
+            membership = await until_bound(address)
+            router = Router(membership=membership, metrics=Metrics(), registration_s=1.0)
+            router.start()
+            await until_ready(router)
+            await eventually(lambda: (counted(router, "kvrelay_worker_registry_retries") or 0) >= 2)
+            router.close()

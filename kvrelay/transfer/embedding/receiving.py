@@ -318,6 +318,7 @@ class EmbeddingReceiving(ReceivingTransfer[EmbeddingState, EmbeddingLayout, list
 
     def _ask_again(self, now: float) -> None:
         if self._round is RoundState.ASKED:
+            self._desk.counts.repeats += 1
             self._ask()
 
     # Ends

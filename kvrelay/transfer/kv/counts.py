@@ -17,6 +17,7 @@ def transfer_counts(machine: Machine[Any, Any, Any]) -> TransferCounts:
         bytes=counts.moved_bytes,
         late_bytes=counts.late_bytes,
         reconnects=counts.reconnects,
+        repeats=counts.repeats,
         set_aside=counts.set_aside,
         recomputed=counts.recomputed,
         by_peer=counts.by_peer.copy(),

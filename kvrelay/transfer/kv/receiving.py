@@ -165,6 +165,7 @@ class Receiving(ReceivingTransfer[ConsumerState, KVLayout, ConsumerNews]):
         elif self.state is ConsumerState.RESERVED:
             waits = theirs in (ProducerState.STARTED, ProducerState.SET_ASIDE)
             if waits if write else offered and self._first_tokens is None:
+                self._desk.counts.repeats += 1
                 self._ask(now)
 
     # Time

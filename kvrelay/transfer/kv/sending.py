@@ -167,6 +167,7 @@ class Sending(SendingTransfer[ProducerState, KVLayout, ProducerNews]):
         if self.state is ProducerState.SENDING:
             self._announced = None
         elif self.state is ProducerState.OFFERED:
+            self._desk.counts.repeats += 1
             self._send(self._ready() if self.meta.mode == "read" else self._write_done())
 
     def _reserve(self, link: Link[KVLayout], message: Reserve, now: float) -> None:

@@ -171,6 +171,7 @@ class ConsumerMachine(Machine[T, L, N]):
         for link in list(self._links.values()):
             if not link.ready and now >= link.hello_at:
                 link.hello_at = now + self._settings.hello_retry_s
+                self.counts.repeats += 1
                 local, is_mapping = self.desk.local, link.state is LinkState.MAPPING
                 self.desk.send(link.peer, local.map() if is_mapping else local.hello())
             elif link.ready and now >= link.beat_at:

@@ -35,6 +35,7 @@ class RelayCounts(msgspec.Struct, kw_only=True):
     held_back_dropped: int = 0  # early messages: too many, or too old
     malformed: int = 0  # frames that were no message
     reconnects: int = 0  # connections to a producer that were opened again
+    repeats: int = 0  # messages that were said again, since no answer had come
     set_aside: int = 0  # prompts
     recomputed: int = 0  # prompts that were set aside, and are wanted after all
 

@@ -108,6 +108,7 @@ class ProducerMachine(Machine[T, L, N]):
         if end is None:
             return None
         if theirs in self._kind.waits and end.replay is not None:
+            self.counts.repeats += 1
             self.desk.send(peer, end.replay)
         return end.state
 

@@ -232,7 +232,7 @@ class ReceivingTransfer(Transfer[S, L, N]):
     def say_again(self, now: float) -> None:
         """With every heartbeat, until it is answered."""
         if self.state == DRAINING:
-            self._ending.say_abort(self._failure.reason, self._send)
+            self._ending.say_abort(self._failure.reason, self._repeat)
         else:
             self._ask_again(now)
 
@@ -252,6 +252,10 @@ class ReceivingTransfer(Transfer[S, L, N]):
 
     def _engine(self, peer: WorkerId) -> TransferEngine | None:
         return self.link.engine
+
+    def _repeat(self, message: TransferMessage) -> None:
+        self._desk.counts.repeats += 1
+        self._send(message)
 
     def _send(self, message: TransferMessage) -> None:
         """Not before the connection is open: what would be said is said again with the heartbeat that opens it."""
