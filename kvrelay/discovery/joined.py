@@ -112,6 +112,7 @@ class JoinedMembership:
                 self._missing.pop(message.worker_id, None)
                 self._members.leave(message.worker_id, Loss.LEFT if message.said_so else Loss.EXPIRED)
             case RegistryRefused():
+                self._is_answered = True
                 log.warning("the registry refused this router", reason=message.reason)
             case _:
                 assert_never(message)

@@ -17,13 +17,13 @@ from kvrelay.launch.cluster import FREE_LOCAL_PORT
 from kvrelay.media.image_spec import read_image_spec
 from kvrelay.progress import Progress
 from kvrelay.states import Role
-from kvrelay.wire.launcher import CrashOutcome
+from kvrelay.wire.launcher import ToRouter
 
 
 class Tie(Protocol):
     """To the process that launched this one (worker/launcher.py)."""
 
-    on_crash: Callable[[CrashOutcome], None]
+    on_told: Callable[[ToRouter], None]
 
     def ready(self) -> None: ...
 

@@ -30,7 +30,7 @@ from kvrelay.launch.entrance import listening, prepare, ready_line
 from kvrelay.launch.launch import Launch
 from kvrelay.launch.supervise import STOP_PATIENCE_S, Supervisor
 from kvrelay.progress import Progress
-from kvrelay.wire.launcher import Crashed
+from kvrelay.wire.launcher import AtRegistry, Crashed
 
 
 def serve_routers(launch: Launch, progress: Progress) -> int:
@@ -46,10 +46,22 @@ def serve_routers(launch: Launch, progress: Progress) -> int:
 
 async def _run(launch: Launch, folder: pathlib.Path, settings: pathlib.Path, port: socket.socket) -> int:
     """What was opened last is closed first."""
+    loop = asyncio.get_running_loop()
+    routers: Supervisor  # there is nothing to tell them before the loop goes on
+
+    def peer_refused() -> None:
+        """On a thread of the registry's socket."""
+        loop.call_soon_threadsafe(lambda: routers.tell(AtRegistry(what="refused peer")))
+
     async with contextlib.AsyncExitStack() as ends:
         registry = launch.cluster.registry
         if registry_kind(launch.cluster) == "embedded":
-            embedded = open_embedded(launch.cluster, launch.default_listen)
+            embedded = open_embedded(
+                launch.cluster,
+                launch.default_listen,
+                on_malformed=lambda: routers.tell(AtRegistry(what="malformed message")),
+                on_refused=peer_refused,
+            )
             embedded.start(lambda _: None, lambda _: None, lambda *_: None)  # its routers hear of workers, and tell of them
             ends.callback(embedded.close)
             registry = embedded.address

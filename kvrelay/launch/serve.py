@@ -16,7 +16,7 @@ import pathlib
 import signal
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, get_args
+from typing import Any, assert_never, get_args
 
 import msgspec
 import uvicorn
@@ -51,7 +51,7 @@ from kvrelay.progress import Progress
 from kvrelay.router.router import OpenSync
 from kvrelay.states import Role
 from kvrelay.text.tokenizer import Tokenizer
-from kvrelay.wire.launcher import CrashOutcome
+from kvrelay.wire.launcher import AtRegistry, Crashed, CrashOutcome, ToRouter
 
 # libuv accepts one connection per listening descriptor and turn of the loop. A turn in which hundreds of streams get their
 # tokens takes tens of milliseconds, so with one descriptor new clients would wait for seconds.
@@ -130,7 +130,7 @@ def _route(launch: Launch, progress: Progress, *, num_workers: int = 0, tie: Tie
         async def main() -> int:
             front = Front(router, launch.cluster, launch.served[0], tokenizer, image_spec, default_listen=launch.default_listen)
             if tie is not None:
-                tie.on_crash = front.count_crash
+                tie.on_told = front.count_told
                 configure(launch.environment.log_level, front.router.router_id)  # one of several in the same log
             line = ready_line(listener, front.served_name, launch.roles, registry=front.registry_address)
             return await _run(
@@ -158,7 +158,7 @@ class Front:
         *,
         default_listen: str,
     ) -> None:
-        metrics = Metrics()
+        self._metrics = metrics = Metrics()
         self._crashes = {outcome: metrics.worker_crashes.labels(outcome) for outcome in get_args(CrashOutcome)}
         self.served_name = served_name
         self.removals = _open_removals(options, metrics)
@@ -194,6 +194,18 @@ class Front:
 
     def count_crash(self, outcome: CrashOutcome) -> None:
         self._crashes[outcome].inc()
+
+    def count_told(self, message: ToRouter) -> None:
+        """What the process counts that launched this one and others."""
+        match message:
+            case Crashed():
+                self.count_crash(message.outcome)
+            case AtRegistry(what="refused peer"):
+                self._metrics.refused_peers.inc()
+            case AtRegistry():
+                self._metrics.malformed.labels("registry").inc()
+            case _:
+                assert_never(message)
 
 
 class HttpServer(uvicorn.Server):

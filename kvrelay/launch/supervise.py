@@ -30,7 +30,7 @@ from typing import assert_never
 from kvrelay.errors import WorkerDiedError
 from kvrelay.log import Log
 from kvrelay.states import Role
-from kvrelay.wire.launcher import Becomes, Crashed, CrashOutcome, Ends, Ready, decode_lines, encode_line, with_role
+from kvrelay.wire.launcher import Becomes, CrashOutcome, Ends, Ready, ToRouter, decode_lines, encode_line, with_role
 
 log = Log("serve")
 
@@ -60,7 +60,7 @@ class Child:
         asyncio.get_running_loop().add_reader(self._tie, self._listen)
         threading.Thread(target=self._wait, args=[asyncio.get_running_loop()], daemon=True).start()
 
-    def tell(self, message: Crashed) -> None:
+    def tell(self, message: ToRouter) -> None:
         with contextlib.suppress(OSError):  # it ends, or does not listen
             self._tie.send(encode_line(message))
 
@@ -172,7 +172,7 @@ class Supervisor:
             if worker.child is not None:
                 worker.child.signal(number)
 
-    def tell(self, message: Crashed) -> None:
+    def tell(self, message: ToRouter) -> None:
         for worker in self._workers:
             if worker.child is not None:
                 worker.child.tell(message)

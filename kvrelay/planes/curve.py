@@ -9,7 +9,8 @@
 With a key every connection is encrypted and both ends have proven themselves (CURVE) before a byte of a message is read. The
 listening end asks a second time: a thread, the guard, answers ZMQ's question (ZAP) whether a client's public key is the one
 made from the cluster key. Without a guard no peer is let in. Peers that show no key, or another one, do not get as far as the
-guard: so refusals are counted by a monitor on each listening socket, which ZMQ tells of all of them.
+guard: so refusals are counted by a monitor on each listening socket, which ZMQ tells of all peers that speak its protocol (what
+does not, such as HTTP, is dropped uncounted).
 
 A process belongs to one cluster. A local cluster (launch/cluster.py) may live inside a process of another one: what its
 thread does is done with its own key (`keyed`). Without a key the planes are open, and belong on loopback.
@@ -71,7 +72,7 @@ def current_key() -> ClusterKey | None:
 
 
 def listening(kind: int, options: Options = MappingProxyType({}), on_refused: Callable[[], None] = lambda: None) -> Socket:
-    """`on_refused` hears of every connection that is refused, on a thread of its own."""
+    """`on_refused` hears of every peer that is refused, on a thread of its own."""
     socket, key = _new_socket(kind, options), current_key()
     if key is not None:
         _guard(socket.context)
@@ -203,11 +204,13 @@ def num_refused() -> int:
 
 def _watch_refusals(socket: Socket, on_refused: Callable[[], None]) -> None:
     """Until `socket` closes."""
+    try:
+        monitor = _new_socket(zmq.PAIR, {zmq.LINGER: 0, zmq.RCVHWM: 0})  # ZMQ's own thread would wait for room
+    except ProtocolError:
+        socket.close(linger=0)
+        raise
     address = f"inproc://refusals.{next(_monitor_numbers)}"
     socket.monitor(address, _REFUSED | zmq.EVENT_MONITOR_STOPPED)
-    monitor: Socket = socket.context.socket(zmq.PAIR)
-    monitor.setsockopt(zmq.LINGER, 0)
-    monitor.setsockopt(zmq.RCVHWM, 0)  # ZMQ's own thread would wait for room
     monitor.connect(address)
     threading.Thread(target=_count_refusals, args=[monitor, on_refused], name="refusals", daemon=True).start()
 

@@ -119,7 +119,7 @@ def _counters(
 
 
 def _malformed(peers: list[Peer]) -> Metric:
-    help_text = "Messages of routers and subscribers that could not be understood, by worker"
+    help_text = "Messages of routers and subscribers that were refused, by worker"
     labels = ["worker", "role", "plane"]  # as the routers' own
     family = CounterMetricFamily("kvrelay_worker_malformed_messages", help_text, labels=labels)
     for peer in peers:

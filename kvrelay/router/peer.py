@@ -173,9 +173,10 @@ class Peer:
     # What is known of it
 
     def update(self, record: WorkerRecord) -> None:
-        """News from the registry. Its load and adapters may be older than what the worker itself told us."""
+        """News from the registry. Its load and adapters may be older than what the worker itself told us: of two loads after
+        the same step the worker's own counts, so that no counter falls."""
         self.record = msgspec.structs.replace(record, adapters=self.record.adapters) if self.is_open else record
-        if record.load.steps >= self.load.steps:
+        if record.load.steps > self.load.steps or (record.load.steps == self.load.steps and not self.is_open):
             self._take_load(record.load)
 
     def _take_load(self, load: WorkerLoad) -> None:

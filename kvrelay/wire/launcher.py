@@ -5,6 +5,7 @@ worker, router                           launcher
   | Becomes(role) -----------------------> |   I start again in this role: my process stays, and so does this tie
   | Ends(reason) ------------------------> |   I cannot go on
   | <-------------------- Crashed(outcome) |   to routers: a worker of the launcher's crashed
+  | <------------------- AtRegistry(what)  |   to routers: what the launcher's registry refused
   | <--------------------- (end of file)   |   the launcher is gone: end
 
 One JSON object a line.
@@ -44,10 +45,16 @@ class Crashed(Message, frozen=True, kw_only=True):
     outcome: CrashOutcome
 
 
+class AtRegistry(Message, frozen=True, kw_only=True):
+    what: Literal["malformed message", "refused peer"]
+
+
 ToLauncher = Becomes | Ready | Ends
+ToRouter = Crashed | AtRegistry
 
 _decoder: msgspec.json.Decoder[ToLauncher] = msgspec.json.Decoder(ToLauncher)
-decode_crash = msgspec.json.Decoder(Crashed).decode
+_router_decoder: msgspec.json.Decoder[ToRouter] = msgspec.json.Decoder(ToRouter)
+decode_told = _router_decoder.decode
 
 
 def encode_line(message: Message) -> bytes:

@@ -94,7 +94,7 @@ class MappingCounts(msgspec.Struct, frozen=True, kw_only=True):
 class PlaneCounts(msgspec.Struct, frozen=True, kw_only=True):
     """What went wrong between a worker and those it talks to, since its start. Its relays count for themselves."""
 
-    serving_malformed: int = 0  # messages that could not be understood
+    serving_malformed: int = 0  # messages that were refused, since they made no sense or came out of turn
     events_malformed: int = 0  # likewise, where events that were missed are asked for
     refused_peers: int = 0  # connections of peers that do not hold the cluster key
     registry_retries: int = 0  # attempts to reach the registry that failed and are made again

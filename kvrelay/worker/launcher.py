@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable
 
 from kvrelay.states import Role
-from kvrelay.wire.launcher import Becomes, CrashOutcome, Ends, Ready, ToLauncher, decode_crash, encode_line
+from kvrelay.wire.launcher import Becomes, Ends, Ready, ToLauncher, ToRouter, decode_told, encode_line
 
 _PR_SET_PDEATHSIG = 1
 _MAX_REASON_CHARACTERS = 2000
@@ -27,7 +27,7 @@ class LauncherTie:
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
-        self.on_crash: Callable[[CrashOutcome], None] = lambda _: None  # on a thread of its own
+        self.on_told: Callable[[ToRouter], None] = lambda _: None  # on a thread of its own
         self._socket = socket.socket(fileno=descriptor)
         self._socket.set_inheritable(False)
         if sys.platform == "linux":
@@ -59,6 +59,6 @@ class LauncherTie:
         try:
             with self._socket.makefile("rb") as lines:
                 for line in lines:
-                    self.on_crash(decode_crash(line).outcome)
+                    self.on_told(decode_told(line))
         finally:  # a broken tie is a cut tie
             os._exit(1)

@@ -78,7 +78,7 @@ class EngineFailedError(Exception):
 class ServingLoop:
     """Owns the serving socket and drives the engine."""
 
-    def __init__(self, engine: ServingEngine, *, host: str, port: int) -> None:
+    def __init__(self, engine: ServingEngine, *, host: str, port: int, tally: Tally | None = None) -> None:
         self._engine = engine
         self._socket = _bind(host, port)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -91,7 +91,7 @@ class ServingLoop:
         self._remembered = Remembered()
         self._load_untold = False
         self._next_check = 0.0
-        self.tally = Tally()
+        self.tally = tally or Tally()
         self.status = Status(engine.load())
         self.address = bound_address(self._socket)
         self.record: WorkerRecord | None = None  # set before `run`

@@ -87,8 +87,9 @@ def run_worker(
     with announced(registration, record, worker_options.registration_s):
         stage = build_stage(Setup(worker_id, model_options, engine_options, environment, progress, _end_at_once))
     spare_the_collector()
-    loop = ServingLoop(stage.engine, host=worker_options.worker_host, port=worker_options.worker_port)
+    loop = ServingLoop(stage.engine, host=worker_options.worker_host, port=worker_options.worker_port, tally=tally)
     events = CacheEvents(stage.recorder, worker_id, worker_options)
+    tally.events_malformed = lambda: events.num_malformed
     loop.record = msgspec.structs.replace(
         record,
         state=WorkerState.READY,
@@ -102,7 +103,6 @@ def run_worker(
         adapters=stage.adapters.records(),
         block_size=engine_options.block_size if stage.block_size is None else stage.block_size,
     )
-    loop.tally, tally.events_malformed = tally, lambda: events.num_malformed
     loop.orders.adapters = stage.adapters
     loop.after_turn = events.tell
     stage.waker.bind(loop.wake)

@@ -6,6 +6,7 @@ import functools
 import http.client
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -16,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+import zmq
 from patience import PATIENCE_S, until
 from server import Server, is_idle, serve
 from tiny_models import tiny_model
@@ -23,6 +25,7 @@ from tiny_models import tiny_model
 from kvrelay.config import ClusterOptions, ModelOptions, RouterOptions, read_environment
 from kvrelay.launch.launch import Launch
 from kvrelay.launch.routers import router_commands
+from kvrelay.planes.curve import connecting
 
 
 class Line:
@@ -100,6 +103,18 @@ def test_both_answer_and_say_which_of_them_does(server: Server) -> None:
         assert f'router="{name}"' in line.text("/metrics")
         assert {router["id"] for router in line.cluster["routers"]} == set(known)
         line.close()
+
+
+def test_what_the_launchers_registry_refuses_is_counted_by_every_router(server: Server) -> None:
+    (worker,) = server.get("/cluster")["workers"]
+    (address,) = re.findall(r"--registry=(\S+)", " ".join(psutil.Process(worker["pid"]).cmdline()))
+    with connecting(zmq.DEALER) as stranger:
+        stranger.connect(address)
+        stranger.send(b"no message")
+        for name in routers(server):
+            line = line_to(server, lambda router, name=name: router == name)  # type: ignore[misc]
+            until(lambda line=line: 'kvrelay_malformed_messages_total{plane="registry"} 1.0' in line.text("/metrics"))  # type: ignore[misc]
+            line.close()
 
 
 def test_what_one_has_served_the_other_continues(server: Server) -> None:

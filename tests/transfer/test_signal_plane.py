@@ -150,7 +150,7 @@ def test_a_layout_that_does_not_fit_is_refused_naming_the_field(
 
 def test_a_stranger_without_a_worker_id_is_counted(producer: Producer, raw: Callable[[str], RawConsumer]) -> None:
     raw("stranger").socket.send(hello(new_worker_id("decode")))
-    until(lambda: producer.relay._turns.socket.strangers == 1)
+    until(lambda: producer.relay._turns.machine.counts.malformed == 1)
 
 
 def test_another_model_fails_the_transfers_of_both_sides_with_the_reason(producer: Producer) -> None:

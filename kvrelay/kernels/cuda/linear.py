@@ -115,8 +115,8 @@ def _few_rows_kernel(
     GATED: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, EARLY: tl.constexpr, PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """The weight is the left factor, whose tile has the 64 rows that Hopper's instructions want; x is the right one. With
-    EARLY the first tile of the weight is loaded before the wait, into registers."""
+    """The weight is the left factor, whose tile has the 64 rows that Hopper's instructions want, or 16 where tiles of 64 would
+    be too few; x is the right one. With EARLY the first tile of the weight is loaded before the wait, into registers."""
     if PDL:
         gdc_launch_dependents()
     lines = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)

@@ -107,7 +107,7 @@ def choose_linear(num_rows: int, num_lines: int, gated: bool, scaled: bool = Fal
         return LinearChoice(16, 512, 8, 3) if num_lines > 4096 else LinearChoice(4, 1024, 2, 3, pipelined=True)
     if num_rows == 1:
         return LinearChoice(4, 512, 4, 3) if gated else LinearChoice(4, 2048, 8, 3)
-    if num_rows <= 8 and num_lines <= 4096:
+    if num_rows <= 8 and num_lines <= 4096 and not gated:
         return LinearChoice(16, 512, 2, 4)  # tiles of 64 lines would be fewer than multiprocessors
     if num_lines > 32768:
         return LinearChoice(64, 128, 4, 3)

@@ -165,6 +165,7 @@ class Sending(SendingTransfer[ProducerState, KVLayout, ProducerNews]):
 
     def _say_progress_again(self) -> None:
         if self.state is ProducerState.SENDING:
+            self._desk.counts.repeats += self._announced is not None
             self._announced = None
         elif self.state is ProducerState.OFFERED:
             self._desk.counts.repeats += 1

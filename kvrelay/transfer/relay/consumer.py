@@ -122,6 +122,7 @@ class ConsumerMachine(Machine[T, L, N]):
                 log.info("connection is opened again", peer=link.peer, reason=refused.reason)
                 self.counts.reconnects += 1
                 link.reopen(now, self._settings.hello_retry_s)
+                self.desk.send(link.peer, self.desk.local.hello())
             case "opening" if not link.ready:
                 self._refused(link, refused.reason)
             case "opening" | "sender" | "frame":

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from kvrelay.errors import ProtocolError, VersionMismatchError
+from kvrelay.errors import ProtocolError, VersionMismatchError, WrongIdError
 from kvrelay.ids import TransferId, WorkerId
 from kvrelay.log import Log
 from kvrelay.transfer.engines.base import TransferError
@@ -55,6 +55,10 @@ class ProducerMachine(Machine[T, L, N]):
                 self._on_heartbeat(peer, message, now)
             case TransferMessage():
                 self._dispatch(peer, message, now)
+
+    def on_stranger(self, error: WrongIdError) -> None:
+        self.counts.malformed += 1
+        log.seldom("message of a stranger", error=error)
 
     def on_malformed(self, peer: WorkerId, error: ProtocolError) -> None:
         super().on_malformed(peer, error)

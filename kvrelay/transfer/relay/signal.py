@@ -12,7 +12,7 @@ from __future__ import annotations
 import errno
 import select
 import socket as sockets
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import zmq
 
@@ -47,12 +47,12 @@ class ProducerSocket:
         self._socket.bind(f"tcp://{host}:{port or '*'}")
         self.address = bound_address(self._socket)
         self.unsent = 0
-        self.strangers = 0  # messages of peers whose identity is no WorkerId, or of more than one frame
 
     def register(self, poller: zmq.Poller) -> None:
         poller.register(self._socket, zmq.POLLIN)
 
-    def receive(self) -> Iterator[tuple[WorkerId, bytes]]:
+    def receive(self, on_stranger: Callable[[WrongIdError], None]) -> Iterator[tuple[WorkerId, bytes]]:
+        """`on_stranger` hears of messages of peers whose identity is no WorkerId."""
         for _ in range(_MESSAGES_PER_TURN):
             try:
                 frames = self._socket.recv_multipart(zmq.DONTWAIT)
@@ -61,8 +61,7 @@ class ProducerSocket:
             try:
                 yield as_worker_id(frames[0].decode(errors="replace")), _only_frame(frames[1:])
             except WrongIdError as error:
-                self.strangers += 1
-                log.seldom("message of a stranger", error=error)
+                on_stranger(error)
 
     def send(self, peer: WorkerId, frame: bytes) -> None:
         if not try_send(self._socket, [peer.encode(), frame]):

@@ -126,7 +126,7 @@ class ProducerTurns(_Turns[ProducerMachine[Any, L, N], L, N]):
         self.run_commands()
         self._look()
         now = clock()
-        for peer, frame in self.socket.receive():
+        for peer, frame in self.socket.receive(self.machine.on_stranger):
             try:
                 self.machine.on_message(peer, self._kind.decode_for_producer(frame), now)
             except ProtocolError as error:
