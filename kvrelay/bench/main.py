@@ -30,6 +30,7 @@ SCENARIOS = {
     "gpu": ("gpu.scenario", "the engine on an NVIDIA card: against transformers, then decode and prefill of an 8B shape"),
     "serve": ("serve.scenario", "any OpenAI-compatible server under traffic from a seed"),
     "slo": ("slo.scenario", "the highest rate of requests that meets targets: one whole worker, 1P1D, 2P1D"),
+    "vllm": ("vllm.scenario", "vLLM's engine as 1P1D: behind kvrelay, and with vLLM's own servers and NIXL connector"),
     "simulate": ("simulate.scenario", "what `kvrelay simulate` predicts, against real clusters: 1P1D and 2P2D"),
     "all": ("everything", "everything that README shows, at one commit (--draft: of a tree with changes)"),
 }

@@ -111,10 +111,16 @@ def _ask(method: Callable[..., Any], arguments: Sequence[object], named: Mapping
 
 
 class Command(contextlib.AbstractContextManager["Command"]):
-    """`kvrelay ARGUMENTS`. `environment` has what its environment differs in from ours."""
+    """`kvrelay ARGUMENTS`, or another module. `environment` has what its environment differs in from ours."""
 
-    def __init__(self, arguments: list[str], core: int | None = None, environment: Mapping[str, str] | None = None) -> None:
-        command = [sys.executable, "-m", "kvrelay", *arguments]
+    def __init__(
+        self,
+        arguments: list[str],
+        core: int | None = None,
+        environment: Mapping[str, str] | None = None,
+        module: str = "kvrelay",
+    ) -> None:
+        command = [sys.executable, "-m", module, *arguments]
         with _on(core):
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env={**os.environ, **(environment or {})}

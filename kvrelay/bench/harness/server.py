@@ -46,6 +46,8 @@ def serve(
     prefill: int = 0,
     decode: int = 0,
     log: str = "warning",
+    environment: Mapping[str, str] | None = None,
+    start_s: float = _START_S,
 ) -> Iterator[Server]:
     """`settings` are further options of `kvrelay serve`, without their dashes. `model.model` is a folder."""
     port = free_port()
@@ -64,13 +66,20 @@ def serve(
         states = [worker["state"] for worker in cluster["workers"]]
         return states == ["ready"] * sum(workers.values())
 
-    with Command(["serve", model.model, *flags], environment={"KVRELAY_LOG": log}) as process:
-        yield Server(url, process, await_page(f"{url}/cluster", process, "the workers were not ready", all_ready)["workers"])
+    with Command(["serve", model.model, *flags], environment={"KVRELAY_LOG": log, **(environment or {})}) as process:
+        shown = await_page(f"{url}/cluster", process, "the workers were not ready", all_ready, start_s)
+        yield Server(url, process, shown["workers"])
 
 
-def await_page(url: str, process: Command, excuse: str = "", good: Callable[[Any], bool] = lambda page: True) -> Any:
+def await_page(
+    url: str,
+    process: Command,
+    excuse: str = "",
+    good: Callable[[Any], bool] = lambda page: True,
+    start_s: float = _START_S,
+) -> Any:
     """The JSON, as soon as the process gives one that is good."""
-    deadline = time.monotonic() + _START_S
+    deadline = time.monotonic() + start_s
     while time.monotonic() < deadline:
         if not process.running:
             raise BenchError("the server ended early; its messages are above")
@@ -79,7 +88,7 @@ def await_page(url: str, process: Command, excuse: str = "", good: Callable[[Any
             if answer.status_code == 200 and good(page := answer.json()):
                 return page
         time.sleep(_LOOK_EVERY_S)
-    raise BenchError(f"{excuse or f'the server did not give {url}'} within {_START_S:g} s")
+    raise BenchError(f"{excuse or f'the server did not give {url}'} within {start_s:g} s")
 
 
 def serve_app(name: str) -> int:
