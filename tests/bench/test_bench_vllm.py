@@ -74,13 +74,13 @@ async def test_a_refusal_of_the_first_is_the_answer(servers: Servers) -> None:
     assert (answer.status_code, json.loads(answer.content), len(servers.asked)) == (400, {"error": "no messages"}, 1)
 
 
-def test_figures_are_medians_and_ratios_those_of_a_round() -> None:
-    rounds = [
+def test_figures_are_medians_and_ratios_those_of_a_turn() -> None:
+    turns = [
         {"kvrelay": {"ttft_ms": ours}, "nixl_connector": {"ttft_ms": theirs}}
         for ours, theirs in ((10.0, 20.0), (30.0, 40.0), (90.0, 100.0))  # a machine that becomes slower
     ]
-    assert summarise(rounds) == {
-        "rounds": 3,
+    assert summarise(turns) == {
+        "turns": 3,
         "ttft_ms_kvrelay": 30.0,
         "ttft_ms_nixl_connector": 40.0,
         "ttft_ms_over_nixl_connector": 0.75,

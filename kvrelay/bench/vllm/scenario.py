@@ -1,7 +1,8 @@
 """`kvrelay bench vllm`: vLLM's engine as 1P1D on this machine's processors, once behind kvrelay (`--engine vllm`), once with
 vLLM's own servers, its NIXL connector and a proxy as its examples have one.
 
-Both clusters are up from the beginning and meet the same requests in turns. Needs vLLM and NIXL in this environment.
+One cluster is up at a time, in turns: a server of vLLM with that connector keeps a core busy when nothing is asked of it. Both
+meet the same requests. Needs vLLM and NIXL in this environment.
 """
 
 from __future__ import annotations
@@ -36,31 +37,29 @@ _KVRELAY, _NIXL = "kvrelay", "nixl_connector"
 class VllmBench(ModelBench, frozen=True, kw_only=True):
     """The model and what is asked."""
 
-    rounds: Annotated[int, Meta(ge=1, description="of each cluster, in turns")] = 5
+    turns: Annotated[int, Meta(ge=1, description="how often each cluster is started and asked")] = 3
     input_tokens: Annotated[int, Meta(ge=1, description="words of a prompt, about a token each")] = 256
     output_tokens: Annotated[int, Meta(ge=2, description="tokens of an answer")] = 32
-    alone: Annotated[int, Meta(ge=1, description="requests of a round that come one after another")] = 4
-    together: Annotated[int, Meta(ge=1, description="requests of a round that come at once")] = 8
+    alone: Annotated[int, Meta(ge=1, description="requests of a turn that come one after another")] = 6
+    together: Annotated[int, Meta(ge=1, description="requests of a turn that come at once")] = 8
+    threads: Annotated[int, Meta(ge=1, description="of each vLLM, on any core")] = 1
     gib: Annotated[int, Meta(ge=1, description="KV memory of each vLLM")] = 1
 
 
 def measure(options: VllmBench, console: Console) -> Results:
     if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
         raise ConfigError(f"bench vllm needs {' and '.join(missing)} in this environment (docs/benchmarks.md#vllm)")
-    with contextlib.ExitStack() as running:
-        with console.status("four vLLMs start"):
-            urls = {
-                _NIXL: running.enter_context(_own_servers(options)),
-                _KVRELAY: running.enter_context(_behind_kvrelay(options)),
-            }
-        targets = {
-            name: Target(url, find_model(url, {}), {}, ignore_eos=True, shows_special=True) for name, url in urls.items()
-        }
-        rounds = [
-            {name: _round(target, options, number, name) for name, target in targets.items()}
-            for number in range(options.rounds + 1)
-        ]
-    return summarise(rounds[1:])  # the first warms both up
+    turns: list[dict[str, Results]] = []
+    for number in range(options.turns):
+        turns.append({})
+        for name, cluster in _CLUSTERS.items():
+            with contextlib.ExitStack() as running:
+                with console.status(f"{name}: two vLLMs start"):
+                    url = running.enter_context(cluster(options))
+                target = Target(url, find_model(url, {}), {}, ignore_eos=True, shows_special=True)
+                _ask(target, options, 1, 3 * number, 1, f"{name}, to warm up")
+                turns[-1][name] = _turn(target, options, number, name)
+    return summarise(turns)
 
 
 @contextlib.contextmanager
@@ -70,7 +69,7 @@ def _behind_kvrelay(options: VllmBench) -> Iterator[str]:
         "engine-args": json.dumps({"enforce_eager": True, "block_size": _BLOCK_SIZE}),
         "max-model-len": _max_len(options),
         "max-batch": _MAX_BATCH,
-        "threads": 1,
+        "threads": options.threads,
         "local-prefill-tokens": 0,
     }
     with serve(
@@ -81,9 +80,9 @@ def _behind_kvrelay(options: VllmBench) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _own_servers(options: VllmBench) -> Iterator[str]:
-    """A server for prompts and one for decodes, each on a core of its own, and the proxy."""
+    """A server for prompts and one for decodes, and the proxy."""
     with contextlib.ExitStack() as running:
-        started = [running.enter_context(_server(options, core)) for core in (0, 1)]
+        started = [running.enter_context(_server(options)) for _ in range(2)]
         for process, url in started:
             await_page(f"{url}/v1/models", process, start_s=_START_S)
         port, (prefill, decode) = free_port(), (url for _, url in started)
@@ -96,7 +95,7 @@ def _own_servers(options: VllmBench) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _server(options: VllmBench, core: int) -> Iterator[tuple[Command, str]]:
+def _server(options: VllmBench) -> Iterator[tuple[Command, str]]:
     port = free_port()
     settings = {
         "model": options.local_model().model,
@@ -110,24 +109,28 @@ def _server(options: VllmBench, core: int) -> Iterator[tuple[Command, str]]:
         "kv-transfer-config": json.dumps(_CONNECTOR),
     }
     flags = [f"--{name}={value}" for name, value in settings.items()]
-    own = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()), "VLLM_CPU_OMP_THREADS_BIND": str(core)}
-    environment = _environment(options) | own
+    environment = _environment(options) | {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
     with Command([*flags, "--enforce-eager"], module="vllm.entrypoints.openai.api_server", environment=environment) as process:
         yield process, f"http://{HOST}:{port}"
 
 
 def _environment(options: VllmBench) -> dict[str, str]:
-    return {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": str(options.gib), "VLLM_LOGGING_LEVEL": "WARNING"}
+    return {
+        "OMP_NUM_THREADS": str(options.threads),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_CPU_KVCACHE_SPACE": str(options.gib),
+        "VLLM_LOGGING_LEVEL": "WARNING",
+    }
 
 
 def _max_len(options: VllmBench) -> int:
     return 2 * options.input_tokens + options.output_tokens + 64
 
 
-def _round(target: Target, options: VllmBench, number: int, name: str) -> Results:
+def _turn(target: Target, options: VllmBench, number: int, name: str) -> Results:
     """Its prompts are new to every cache, and the same for both clusters."""
-    asked, _ = _ask(target, options, options.alone, 2 * number, 1, f"{name}, one by one")
-    _, wall_s = _ask(target, options, options.together, 2 * number + 1, options.together, f"{name}, together")
+    asked, _ = _ask(target, options, options.alone, 3 * number + 1, 1, f"{name}, one by one")
+    _, wall_s = _ask(target, options, options.together, 3 * number + 2, options.together, f"{name}, together")
     return {
         "ttft_ms": statistics.median(1e3 * one.ttft_s for one in asked),
         "second_token_ms": statistics.median(1e3 * (one.times[1] - one.sent_at) for one in asked),
@@ -144,16 +147,17 @@ def _ask(target: Target, options: VllmBench, count: int, seed: int, at_once: int
     return asked, wall_s
 
 
-def summarise(rounds: Sequence[Mapping[str, Results]]) -> Results:
-    """Medians of the rounds, and the median of their ratios."""
-    results: Results = {"rounds": len(rounds)}
-    for figure in rounds[0][_KVRELAY]:
-        for name in (_KVRELAY, _NIXL):
-            results[f"{figure}_{name}"] = statistics.median(each[name][figure] for each in rounds)
-        results[f"{figure}_over_{_NIXL}"] = statistics.median(each[_KVRELAY][figure] / each[_NIXL][figure] for each in rounds)
+def summarise(turns: Sequence[Mapping[str, Results]]) -> Results:
+    """Medians of the turns, and the median of their ratios."""
+    results: Results = {"turns": len(turns)}
+    for figure in turns[0][_KVRELAY]:
+        for name in _CLUSTERS:
+            results[f"{figure}_{name}"] = statistics.median(each[name][figure] for each in turns)
+        results[f"{figure}_over_{_NIXL}"] = statistics.median(each[_KVRELAY][figure] / each[_NIXL][figure] for each in turns)
     return results
 
 
+_CLUSTERS = {_NIXL: _own_servers, _KVRELAY: _behind_kvrelay}
 _BARS = {
     "ttft_ms_over_nixl_connector": Bar("<=", 1.0),
     "second_token_ms_over_nixl_connector": Bar("<=", 1.0),
