@@ -217,9 +217,8 @@ def _watch_refusals(socket: Socket, on_refused: Callable[[], None]) -> None:
 
 def _count_refusals(monitor: Socket, on_refused: Callable[[], None]) -> None:
     global _num_refused
-    with contextlib.suppress(zmq.ContextTerminated):
+    with monitor, contextlib.suppress(zmq.ContextTerminated):
         while parse_monitor_message(monitor.recv_multipart())["event"] != zmq.EVENT_MONITOR_STOPPED:
             with _refusal_lock:
                 _num_refused += 1
             on_refused()
-    monitor.close()

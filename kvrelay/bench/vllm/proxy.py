@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -39,23 +38,12 @@ async def complete(request: Request) -> Response:
     second = body | {"kv_transfer_params": first.json()["kv_transfer_params"]}
     sent = _client.build_request("POST", os.environ[DECODE] + path, json=second, headers=headers)
     answer = await _client.send(sent, stream=True)
-
-    async def pieces() -> AsyncIterator[bytes]:
-        async for piece in answer.aiter_raw():
-            yield piece
-
-    kind = answer.headers["content-type"]
-    return StreamingResponse(pieces(), answer.status_code, media_type=kind, background=BackgroundTask(answer.aclose))
+    kind, end = answer.headers["content-type"], BackgroundTask(answer.aclose)
+    return StreamingResponse(answer.aiter_raw(), answer.status_code, media_type=kind, background=end)
 
 
 async def models(request: Request) -> Response:
     return JSONResponse((await _client.get(os.environ[DECODE] + request.url.path)).json())
 
 
-app = Starlette(
-    routes=[
-        Route("/v1/models", models),
-        Route("/v1/chat/completions", complete, methods=["POST"]),
-        Route("/v1/completions", complete, methods=["POST"]),
-    ]
-)
+app = Starlette(routes=[Route("/v1/models", models), Route("/v1/chat/completions", complete, methods=["POST"])])

@@ -39,7 +39,7 @@ class VllmBench(ModelBench, frozen=True, kw_only=True):
 
     turns: Annotated[int, Meta(ge=1, description="how often each cluster is started and asked")] = 3
     input_tokens: Annotated[int, Meta(ge=1, description="words of a prompt, about a token each")] = 256
-    output_tokens: Annotated[int, Meta(ge=2, description="tokens of an answer")] = 32
+    output_tokens: Annotated[int, Meta(ge=8, description="tokens of an answer")] = 32
     alone: Annotated[int, Meta(ge=1, description="requests of a turn that come one after another")] = 6
     together: Annotated[int, Meta(ge=1, description="requests of a turn that come at once")] = 8
     threads: Annotated[int, Meta(ge=1, description="of each vLLM, on any core")] = 1
