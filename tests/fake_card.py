@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from kvrelay.native.driver import HANDLE_BYTES
 from kvrelay.transfer.copy import copy_ranges
 from kvrelay.transfer.engines.base import TransferError
-from kvrelay.transfer.engines.cuda.card import HANDLE_BYTES
 from kvrelay.transfer.engines.ranges import Scanned
 from kvrelay.transfer.region import Region, shared_region
 

@@ -129,6 +129,7 @@ class ForwardBatch:
     ends: AttentionBatch | None = None  # the last token as a row of one query, where only its logits are wanted
     images: ImageBatch | None = None  # None: no token is an image's
     lora: LoraBatch | None = None  # None: no token has an adapter
+    name: str = ""  # of a pass that is captured: its tensors are the same ones each time
 
 
 @dataclass(frozen=True, slots=True)

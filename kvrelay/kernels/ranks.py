@@ -2,12 +2,13 @@
 
 `SharedRanks`       on one host: memory that all ranks have mapped, and a C function that waits in it. A sum of one token's
                     activations takes a few microseconds.
-`DistributedRanks`  torch.distributed: gloo where there is neither a compiler nor a library of the wheel.
+`DistributedRanks`  torch.distributed's gloo, where there is neither a compiler nor a library of the wheel.
+`CardRanks`         torch.distributed's NCCL, on NVIDIA cards: queued on the card's stream like any kernel, also in CUDA graphs.
 
-Each rank has a counter and two places for its numbers, used in turn. In turn n a rank writes into its place n mod 2, sets its
-counter to n, and waits until every counter has reached n; then it reads all places. It comes back to a place in turn n + 2,
-when every counter has passed n + 1 and so every rank has read what stood there. Sums are made in the order of the ranks, so
-every rank has the same bits.
+In shared memory each rank has a counter and two places for its numbers, used in turn. In turn n a rank writes into its place
+n mod 2, sets its counter to n, and waits until every counter has reached n; then it reads all places. It comes back to a place
+in turn n + 2, when every counter has passed n + 1 and so every rank has read what stood there. Sums are made in the order of
+the ranks, so every rank has the same bits.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -167,6 +168,59 @@ class DistributedRanks:
         except RuntimeError as error:
             raise RankDiedError(f"a rank of this worker has ended: {error}") from error
         self.spent_s = self.spent_s[0] + time.perf_counter() - begun, 0.0
+
+
+class CardRanks:
+    """Implements `Ranks` with NCCL. No call waits on the host; what a rank that has ended leaves undone is found by `end`,
+    after which results are worth nothing."""
+
+    sum_in_c = None
+    spent_s = 0.0, 0.0  # the host does not know
+
+    def __init__(self, store_port: int, rank: int, num_ranks: int, store: TCPStore | None = None, *, one_card: bool) -> None:
+        """On the current card. `one_card`: that of another rank, too, which NCCL allows to ranks of different hosts alone, so
+        each is told that it is on one of its own. `store` is rank 0's."""
+        self.rank, self.num_ranks = rank, num_ranks
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # else it ends the process, which is the group's to decide
+        os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = os.environ["TORCH_NCCL_ENABLE_MONITORING"] = "0"
+        if one_card:
+            os.environ["NCCL_HOSTID"] = f"rank-{rank}"
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+        nccl: Any = dist.__dict__["ProcessGroupNCCL"]  # of builds for cards alone
+        self._group = nccl(store or TCPStore("127.0.0.1", store_port, is_master=False), rank, num_ranks)
+        self._sum, self._from_first = dist.AllreduceOptions(), dist.BroadcastOptions()
+        self._sum.asyncOp = self._from_first.asyncOp = False  # on the current stream
+        self._from_first.rootRank = 0
+        self._nothing = torch.zeros(1, device="cuda")
+        self._has_ended = False
+
+    def add_up(self, x: torch.Tensor) -> torch.Tensor:
+        summed = x.contiguous()
+        self._ask(self._group.allreduce, summed, self._sum)
+        return summed
+
+    def spread(self, x: torch.Tensor) -> torch.Tensor:
+        whole = x.contiguous()
+        self._ask(self._group.broadcast, whole, self._from_first)
+        return whole
+
+    def meet(self) -> None:
+        """On the card, not on the host."""
+        self.add_up(self._nothing)
+
+    def end(self) -> None:
+        self._has_ended = True
+        self._group.abort()
+
+    def _ask(self, collective: Callable[..., Any], x: torch.Tensor, options: object) -> None:
+        if self._has_ended:
+            raise RankDiedError("a rank of this worker has ended")
+        try:
+            work = collective([x], options)
+        except RuntimeError as error:
+            raise RankDiedError(f"a rank of this worker has ended: {error}") from error
+        if work is not None:
+            work.wait()
 
 
 def open_store() -> TCPStore:

@@ -1,7 +1,7 @@
 """NVIDIA cards that the workers of this machine share: who computes where, with how much memory, and whether at the same time.
 
     visible_cards    what --devices and CUDA_VISIBLE_DEVICES leave
-    place            each worker's card, in turn, and its share of the card's memory
+    place            each worker's cards, in turn, and its share of their memory
     sharing          NVIDIA's MPS, from before the first worker starts until the last one has ended
 
 Without MPS, processes on one card take turns of some milliseconds: a decode step waits while another worker computes a prompt.
@@ -10,6 +10,7 @@ Without MPS, processes on one card take turns of some milliseconds: a decode ste
 from __future__ import annotations
 
 import contextlib
+import itertools
 import pathlib
 import shutil
 import subprocess
@@ -33,10 +34,10 @@ _MEMORY_WEIGHTS = {Role.PREFILL: 2, Role.DECODE: 3, Role.WHOLE: 3, Role.ENCODE: 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a worker computes. `card` is empty where it has none, or the first one that it sees."""
+    """Where a worker computes. `cards` is empty where it has none, or the first ones that it sees."""
 
     gpu_memory: float
-    card: str = ""
+    cards: tuple[str, ...] = ()
     variables: dict[str, str] = field(default_factory=dict)  # of its environment
 
     def prefix(self) -> list[str]:
@@ -60,35 +61,41 @@ def visible_cards(options: CardOptions, environment: Environment) -> list[str]:
 def place(
     workers: Sequence[tuple[Role, ModelOptions]], cards: Sequence[str], options: CardOptions, mps: Mapping[str, str]
 ) -> list[Place]:
-    """One place for each worker. `mps` are the variables by which a process finds MPS; none: it does not run."""
-    on_card = [model.device == "cuda" for _, model in workers]
-    turns = iter(range(len(workers)))
-    names = [cards[next(turns) % len(cards)] if is_on_card else "" for is_on_card in on_card]
-    shares = _memory_shares(workers, names)
+    """One place for each worker, with a card for each of its ranks where there are so many. `mps` are the variables by which a
+    process finds MPS; none: it does not run."""
+    chosen = _in_turn([model.tp if model.device == "cuda" else 0 for _, model in workers], cards)
+    shares = _memory_shares(workers, chosen)
     return [
-        Place(share, name, _variables(role, name, options, mps)) if is_on_card else Place(model.gpu_memory)
-        for (role, model), name, share, is_on_card in zip(workers, names, shares, on_card, strict=True)
+        Place(share, its, _variables(role, its, options, mps)) if its else Place(model.gpu_memory)
+        for (role, model), its, share in zip(workers, chosen, shares, strict=True)
     ]
 
 
-def _memory_shares(workers: Sequence[tuple[Role, ModelOptions]], names: Sequence[str]) -> list[float]:
+def _in_turn(counts: Sequence[int], cards: Sequence[str]) -> list[tuple[str, ...]]:
+    """So many for each worker, the one after the other."""
+    ends = itertools.accumulate(min(count, len(cards)) for count in counts)
+    return [
+        tuple(cards[turn % len(cards)] for turn in range(end - min(count, len(cards)), end))
+        for count, end in zip(counts, ends, strict=True)
+    ]
+
+
+def _memory_shares(workers: Sequence[tuple[Role, ModelOptions]], chosen: Sequence[tuple[str, ...]]) -> list[float]:
     """As they were asked for, where that fits; else each card's workers get parts of it by their roles."""
-    shares = [model.gpu_memory for _, model in workers]
-    for card in set(names):
-        here = [
-            index
-            for index, (_, model) in enumerate(workers)
-            if model.device == "cuda" and names[index] == card
-        ]  # fmt: skip
-        if sum(shares[index] for index in here) > 1.0:
+    asked = [model.gpu_memory for _, model in workers]
+    shares = list(asked)
+    for card in {card for its in chosen for card in its}:
+        here = [index for index, its in enumerate(chosen) if card in its]
+        if sum(asked[index] for index in here) > 1.0:
             whole = sum(_MEMORY_WEIGHTS[workers[index][0]] for index in here)
             for index in here:
-                shares[index] = round(shares[index] * _MEMORY_WEIGHTS[workers[index][0]] / whole, 3)
+                part = round(asked[index] * _MEMORY_WEIGHTS[workers[index][0]] / whole, 3)
+                shares[index] = min(shares[index], part)
     return shares
 
 
-def _variables(role: Role, card: str, options: CardOptions, mps: Mapping[str, str]) -> dict[str, str]:
-    variables = {"CUDA_VISIBLE_DEVICES": card} if card else {}
+def _variables(role: Role, cards: Sequence[str], options: CardOptions, mps: Mapping[str, str]) -> dict[str, str]:
+    variables = {"CUDA_VISIBLE_DEVICES": ",".join(cards)} if any(cards) else {}
     if mps:
         variables |= mps
         if role is Role.PREFILL and options.prefill_sms < 100:
@@ -104,8 +111,7 @@ def sharing(
 ) -> Iterator[dict[str, str]]:
     """Starts MPS where workers share a card and it does not run yet, and ends it. Gives the variables by which a process
     finds it; none where it does not run."""
-    placed = place(workers, cards, options, {})
-    counts = Counter(its.card for its, (_, model) in zip(placed, workers, strict=True) if model.device == "cuda")
+    counts = Counter(card for its in place(workers, cards, options, {}) for card in its.cards)
     if not counts or max(counts.values()) < 2:
         yield {}
     elif environment.mps_folder:

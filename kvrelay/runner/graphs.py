@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -50,8 +51,10 @@ class DecodeGraphs:
         sizes: Sequence[int],
         max_context: int,
         progress: Progress,
+        on_replay: Callable[[str], None] | None = None,
     ) -> None:
-        """`kv`'s last block is the one that padding rows write."""
+        """`kv`'s last block is the one that padding rows write. `on_replay` is told the name of each pass that is replayed, for
+        the other ranks."""
         assert builder.tables.twin is not None, "decode graphs read block tables on the device"
         self._model = model
         self._kv = kv
@@ -73,7 +76,8 @@ class DecodeGraphs:
         self.tokens = torch.zeros(most, dtype=torch.int64, device=device)  # of the last launch, of a graph or not
         self.logits = torch.zeros(most, model.spec.vocab_size, dtype=model.dtype, device=device)
         self._memory = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
-        self._replays = self.capture("capturing decode steps", self._sizes, self._fill_with_padding, self._pass, progress)
+        self._on_replay = on_replay
+        self._replays = self.capture("decode steps", self._sizes, self._fill_with_padding, self._pass, progress)
 
     @property
     def max_rows(self) -> int:
@@ -177,6 +181,7 @@ class DecodeGraphs:
                 max_context=self.max_context,
             ),
             logit_rows=self._counting[:size],
+            name=pass_name("decode steps", size),
         )
         self.compute(batch)
 
@@ -189,25 +194,47 @@ class DecodeGraphs:
         if self._kv.device.type != "cuda":
             return {size: _call(run, size) for size in sizes}
         replays: dict[int, Callable[[], object]] = {}
-        progress.start(what, len(sizes), unit="sizes")
+        progress.start(f"capturing {what}", len(sizes), unit="sizes")
         try:
             for size in reversed(sizes):
                 pad(size)
                 run(size)  # compiles kernels and chooses them, which a capture cannot
                 torch.cuda.synchronize(self._kv.device)
-                graph = torch.cuda.CUDAGraph()
-                with _no_garbage(), torch.cuda.graph(graph, pool=self._memory):
-                    run(size)
-                replays[size] = graph.replay
+                replays[size] = self._told(pass_name(what, size), captured(_call(run, size), self._memory))
                 progress.advance(1)
         finally:
             progress.done()
         torch.cuda.synchronize(self._kv.device)
         return replays
 
+    def _told(self, name: str, graph: torch.cuda.CUDAGraph) -> Callable[[], object]:
+        on_replay = self._on_replay
+        if on_replay is None:
+            return graph.replay
+
+        def replay() -> None:
+            on_replay(name)
+            graph.replay()
+
+        return replay
+
     def _fill_with_padding(self, size: int) -> None:
         row = torch.tensor([0, -1, 0, self.scratch_slot, 1, self.no_place], dtype=torch.int32)
         self._flat[: _COLUMNS * size].view(_COLUMNS, size).copy_(row[:, None].expand(_COLUMNS, size))
+
+
+def pass_name(what: str, size: int) -> str:
+    """By which the ranks of a worker know a captured pass."""
+    return f"{what} {size}"
+
+
+def captured(run: Callable[[], object], memory: Any) -> torch.cuda.CUDAGraph:
+    """What `run` launches; temporary tensors are in `memory`, of `torch.cuda.graph_pool_handle`. Other threads may go on using
+    the card meanwhile, as those of NCCL do."""
+    graph = torch.cuda.CUDAGraph()
+    with _no_garbage(), torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
+        run()
+    return graph
 
 
 @contextlib.contextmanager

@@ -54,7 +54,7 @@ def choose_host_blocks(pool: KVPool, *, free_bytes: int, core_share: float) -> i
     """As many as the pool has, if a share of the free memory holds them. Of the host's memory, as of its cores, a worker takes
     only its part: `serve` divides the cores among the workers it starts."""
     budget = min(int(free_bytes * _SHARE * core_share), _MOST_BYTES)
-    block_bytes = pool.every_rank.numel() * pool.every_rank.element_size() // pool.num_blocks
+    block_bytes = len(pool.shares) * pool.tensor.numel() * pool.tensor.element_size() // pool.num_blocks
     return min(pool.num_blocks, budget // block_bytes)
 
 
@@ -73,10 +73,10 @@ class CpuHostPool:
 
     def __init__(self, pool: KVPool, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self._pool = _bytes_of(pool.every_rank)
-        layers, two, _, *block = pool.every_rank.shape
-        self._num_planes = layers * two
-        self._piece_bytes = math.prod(block) * pool.every_rank.element_size()
+        self._pool = _bytes_of(pool.shares)
+        layers, two, _, *block = pool.tensor.shape
+        self._num_planes = len(pool.shares) * layers * two
+        self._piece_bytes = math.prod(block) * pool.tensor.element_size()
         self._host = np.zeros(num_blocks * self._num_planes * self._piece_bytes, dtype=np.uint8)  # no page is touched yet
         self._copy = _best_copy()
         self._num_begun = 0
@@ -122,22 +122,23 @@ class CudaHostPool:
 
     def __init__(self, pool: KVPool, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self._pool = pool.every_rank
-        layers, two, _, *block = pool.every_rank.shape
-        self._host = torch.empty((num_blocks, layers, two, *block), dtype=self._pool.dtype, pin_memory=True)
-        self._copies = PlaneCopies(self._pool, self._host, layers * two)
-        self._stream = torch.cuda.Stream(device=self._pool.device)  # type: ignore[no-untyped-call]
+        layers, two, _, *block = pool.tensor.shape
+        self._device = pool.tensor.device
+        self._host = torch.empty((len(pool.shares), num_blocks, layers, two, *block), dtype=pool.tensor.dtype, pin_memory=True)
+        self._copies = [PlaneCopies(share, host, layers * two) for share, host in zip(pool.shares, self._host, strict=True)]
+        self._stream = torch.cuda.Stream(device=self._device)  # type: ignore[no-untyped-call]
         self._num_begun = 0
         self._under_way: deque[tuple[int, torch.cuda.Event]] = deque()
 
     def begin(self, saves: Pairs, loads: Pairs) -> int:
         self._num_begun += 1
-        self._stream.wait_stream(torch.cuda.current_stream(self._pool.device))
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
         stream = self._stream.cuda_stream
-        for block, host_block in saves:
-            self._copies.copy(block, host_block, to_host=True, stream=stream)
-        for host_block, block in loads:
-            self._copies.copy(block, host_block, to_host=False, stream=stream)
+        for copies in self._copies:
+            for block, host_block in saves:
+                copies.copy(block, host_block, to_host=True, stream=stream)
+            for host_block, block in loads:
+                copies.copy(block, host_block, to_host=False, stream=stream)
         ended = torch.cuda.Event()  # type: ignore[no-untyped-call]
         ended.record(self._stream)
         self._under_way.append((self._num_begun, ended))
@@ -190,9 +191,10 @@ def _copy_by_numpy(
         blocks[:, pairs[:, 1]] = slots[pairs[:, 0]].swapaxes(0, 1)
 
 
-def _bytes_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
-    """The tensor's memory."""
-    array: NDArray[np.uint8] = tensor.view(torch.uint8).reshape(-1).numpy()
+def _bytes_of(shares: Sequence[torch.Tensor]) -> NDArray[np.uint8]:
+    """Their memory, which is one piece."""
+    first = shares[0].view(torch.uint8)
+    array: NDArray[np.uint8] = first.as_strided((len(shares) * first.numel(),), (1,)).numpy()
     return array
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -25,7 +26,9 @@ from kvrelay.engine.interfaces import Allocate
 from kvrelay.errors import ConfigError
 from kvrelay.kernels.fp8 import movable
 from kvrelay.log import Log
+from kvrelay.native.driver import Driver
 from kvrelay.wire.kv import Layout, heads_per_rank
+from kvrelay.wire.ranks import KVShare
 
 CPU_SHARE = 0.15  # of the memory that is free
 CPU_MOST_BYTES = 4 * 2**30
@@ -43,7 +46,8 @@ class PoolSize:
 
 class KVPool:
     """One tensor [layers, 2, blocks, block_size, kv_heads, head_dim], allocated once, zeroed. Of a tensor-parallel worker it
-    is rank 0's; `every_rank` [ranks * layers, ...] has those of the others behind it."""
+    is rank 0's, the first of `shares`. On a CPU these are one piece of memory; on cards each rank has its own, which are
+    added."""
 
     def __init__(
         self,
@@ -56,9 +60,10 @@ class KVPool:
         allocate: Allocate | None = None,
         num_ranks: int = 1,
     ) -> None:
-        """`spec` is the whole model's. Several ranks need memory that they can map."""
+        """`spec` is the whole model's. Several ranks on a CPU need memory that they can map."""
         num_heads = heads_per_rank(spec.num_kv_heads, num_ranks)
-        shape = (num_ranks * spec.num_layers, 2, num_blocks, block_size, num_heads, spec.head_dim)
+        num_here = num_ranks if device.type == "cpu" else 1
+        shape = (num_here, spec.num_layers, 2, num_blocks, block_size, num_heads, spec.head_dim)
         self.layout = Layout(
             num_layers=spec.num_layers,
             num_blocks=num_blocks,
@@ -73,10 +78,29 @@ class KVPool:
         if allocate is not None and device.type == "cpu":
             memory = allocate(math.prod(shape) * dtype.itemsize)
             self.descriptor = memory.fd
-            self.every_rank = torch.frombuffer(memory.buffer, dtype=dtype).view(shape)
+            here = torch.frombuffer(memory.buffer, dtype=dtype).view(shape)
         else:
-            self.every_rank = _zeros(shape, dtype, device)
-        self.tensor = self.every_rank[: spec.num_layers]
+            here = _zeros(shape, dtype, device)
+        self.shares = list(here.unbind(0))
+        self.tensor = self.shares[0]
+        self.added: list[tuple[int, KVShare]] = []  # where others' shares are in this process, and for other processes
+
+    def add(self, shares: Sequence[KVShare]) -> None:
+        """Those of the other ranks, on their cards: they seem to be on this one, which reaches them by peer access, so that
+        what is done with them is done in the order of its streams."""
+        if not shares:
+            return
+        device = self.tensor.device
+        driver = Driver(device.index or 0)
+        size = self.tensor.numel() * self.tensor.element_size()
+        for share in shares:
+            address = driver.open(share.handle) + share.offset
+            storage = torch._C._construct_storage_from_data_pointer(address, device, size)
+            mapped = torch.empty(0, dtype=self.tensor.dtype, device=device).set_(
+                storage, 0, self.tensor.shape, self.tensor.stride()
+            )
+            self.shares.append(mapped)
+            self.added.append((address, share))
 
     @property
     def num_blocks(self) -> int:
@@ -91,9 +115,10 @@ class KVPool:
             origins[target] = origins.get(source, source)
         targets = torch.tensor(list(origins), device=self.tensor.device)
         sources = torch.tensor(list(origins.values()), device=self.tensor.device)
-        kv = movable(self.every_rank)
-        # All sources are read before the first target is written, so chains and even exchanges come out right.
-        kv.index_copy_(2, targets, kv.index_select(2, sources))
+        for share in self.shares:
+            kv = movable(share)
+            # All sources are read before the first target is written, so chains and even exchanges come out right.
+            kv.index_copy_(2, targets, kv.index_select(2, sources))
 
 
 def choose_pool_size(

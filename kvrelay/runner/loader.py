@@ -69,11 +69,12 @@ def load_model(
     try:
         positions = min(max_positions or spec.max_position_embeddings, spec.max_position_embeddings)
         build = model_class(spec.architecture)
+        precise = _in_precision(source, weights)
         if ranks is None:
-            model = build(spec, kernels, _in_precision(source, weights), device=device, max_positions=positions)
+            model = build(spec, kernels, precise, device=device, max_positions=positions)
         else:
             share = RankShare(spec, ranks.rank, ranks.num_ranks)
-            model = build(share.spec, kernels, RankSource(share, source), device=device, max_positions=positions, ranks=ranks)
+            model = build(share.spec, kernels, RankSource(share, precise), device=device, max_positions=positions, ranks=ranks)
     finally:
         progress.done()
     if announce:

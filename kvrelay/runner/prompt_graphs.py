@@ -21,7 +21,7 @@ from kvrelay.engine.interfaces import Row
 from kvrelay.kernels.base import AttentionBatch, ForwardBatch
 from kvrelay.progress import Progress
 from kvrelay.runner.cuda_fence import CountedPasses
-from kvrelay.runner.graphs import DecodeGraphs
+from kvrelay.runner.graphs import DecodeGraphs, pass_name
 from kvrelay.runner.inputs import Staging
 
 _END = 16  # at 0, 4, 8, 12: the row's tokens, from and to; context length; token whose logits are wanted; place in block tables
@@ -49,7 +49,7 @@ class PromptGraphs:
         self._flat = torch.zeros(length, dtype=torch.int32, device=device)
         self._last_layer = graphs.num_layers - 1
         self._stored = CountedPasses(device)
-        self._replays = graphs.capture("capturing short prompts", self._sizes, self._pad_all, self._pass, progress)
+        self._replays = graphs.capture("short prompts", self._sizes, self._pad_all, self._pass, progress)
         self._stored.begin()
 
     def takes(self, rows: list[Row]) -> bool:
@@ -95,6 +95,7 @@ class PromptGraphs:
                 max_context=max(graphs.max_context, size) + 1,  # more than a row's tokens: there may be a prefix
             ),
             logit_rows=wide[3 * size + 8 : 3 * size + 9],
+            name=pass_name("short prompts", size),
         )
         graphs.compute(batch, self._on_layer)
 

@@ -42,6 +42,7 @@ from kvrelay.runner.sampling.sampler import Prepared, Sampler
 from kvrelay.runner.vision.features import FeatureStore
 from kvrelay.runner.vision.images import ImageRows
 from kvrelay.wire.kv import Layout
+from kvrelay.wire.ranks import KVShare
 
 MAX_LAUNCHED = 2
 TOKENIZER_NAME = "tokenizer.json"
@@ -136,6 +137,7 @@ class TorchRunner:
             DecodeGraphs(
                 model, pool.tensor, self._builder,
                 sizes=graph_sizes, max_context=max_model_len, progress=progress or Silent(),
+                on_replay=None if ranks is None else ranks.replay,
             )
             if graph_sizes
             else None
@@ -168,6 +170,11 @@ class TorchRunner:
     def kv(self) -> torch.Tensor:
         """KV memory, for the relay."""
         return self._pool.tensor
+
+    @property
+    def kv_of_ranks(self) -> list[tuple[int, KVShare]]:
+        """The address here of each other rank's share, where that is on a card, and how other processes reach it."""
+        return self._pool.added
 
     def on_layer(self, listener: LayerListener) -> None:
         every = _FENCED_LAYERS if self._pool.tensor.device.type == "cuda" else 1
@@ -284,7 +291,10 @@ class TorchRunner:
     @torch.inference_mode()
     def collect(self) -> StepResult:
         assert self._launched, "nothing was launched"
-        return StepResult(rows=self._results(self._launched.popleft()))
+        results = self._results(self._launched.popleft())
+        if self.ranks is not None:
+            self.ranks.check()
+        return StepResult(rows=results)
 
     def _results(self, launched: _Launched) -> list[RowResult]:
         if launched.results is not None:

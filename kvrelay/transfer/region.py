@@ -12,15 +12,30 @@ MAX_BYTES = 1 << 62  # of an address or a size that a peer may tell: far beyond 
 SIZE_IS_FIXED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A part of a region that another process has allocated on a card, and that this one has mapped."""
+
+    address: int  # here
+    handle: bytes  # by which any process of this host opens the allocation
+    offset: int  # in the allocation
+
+
 @dataclass(slots=True, eq=False)
 class Region:
-    """A stretch of memory. `fd` is set for host memory that other processes can map (made by `shared_region`)."""
+    """A stretch of memory. `fd` is set for host memory that other processes can map (made by `shared_region`). With `shares`
+    it goes on in each of them, all as large as the part at `address`."""
 
     address: int
     size_bytes: int
     device: str = "cpu"
     fd: int | None = None
     buffer: mmap.mmap | None = field(default=None, repr=False)  # keeps host memory alive; tensors are views of it
+    shares: tuple[Share, ...] = ()
+
+    @property
+    def part_bytes(self) -> int:
+        return self.size_bytes // (1 + len(self.shares))
 
     def close(self) -> None:
         """Call when no tensor looks into it any more. The memory itself goes when the last process has closed it."""

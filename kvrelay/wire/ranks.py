@@ -3,12 +3,14 @@
     rank 0                                  rank
       | RankSetup -------------------------> |      which share of the model to load
       | <---------------- Loaded | RankFailed |
-      | KVMemory (and its descriptor) ------> |      where the worker's KV is
-      | <------------------------- Loaded     |
+      | KVMemory (on a CPU with a descriptor) |      where the worker's KV is
+      | ------------------------------------> |
+      | <-- Loaded | KVShare | RankFailed     |      a card's rank has its share on its card, and tells where
       | AdapterShare -----------------------> |      of a LoRA adapter, whenever one is read
       | Pass, Pass, ... --------------------> |      one per forward pass; the two then meet in memory that they share
+      | CardPass, Replay, ... --------------> |      instead of Pass, on cards: their inputs come by NCCL
 
-The end of the connection is the end of the other side.
+The end of the connection is the end of the other side. KVMemory may come again, and replaces what was before.
 """
 
 from __future__ import annotations
@@ -34,7 +36,17 @@ class RankSetup(RankMessage, frozen=True, kw_only=True):
     num_threads: int
     max_positions: int  # 0: all that the model has
     log_level: str
-    store_port: int = 0  # where ranks find each other that have no native code to meet in shared memory
+    store_port: int = 0  # where ranks find each other that do not meet in shared memory
+    num_cards: int = 0  # that the worker sees, on cards; rank r has card r modulo this
+
+    @property
+    def card(self) -> int:
+        return self.rank % self.num_cards
+
+    @property
+    def one_card(self) -> bool:
+        """Whether ranks share one."""
+        return self.num_cards < self.num_ranks
 
 
 class KVMemory(RankMessage, frozen=True, kw_only=True):
@@ -42,6 +54,13 @@ class KVMemory(RankMessage, frozen=True, kw_only=True):
 
     num_blocks: int
     block_size: int
+
+
+class KVShare(RankMessage, frozen=True, kw_only=True):
+    """On the rank's card: the allocation's handle, and the share's offset in it."""
+
+    handle: bytes
+    offset: int
 
 
 class Loaded(RankMessage, frozen=True, kw_only=True):
@@ -105,8 +124,39 @@ class Pass(RankMessage, frozen=True, kw_only=True):
     dropped: list[int] = []  # adapters that no request has any more
 
 
-ToRank = RankSetup | KVMemory | AdapterShare | Pass
-FromRank = Loaded | RankFailed
+class CardImages(msgspec.Struct, frozen=True, kw_only=True):
+    """The shape of what comes by NCCL."""
+
+    num_places: int
+    width: int
+    num_deepstack: int
+
+
+class CardPass(RankMessage, frozen=True, kw_only=True):
+    """A forward pass on cards: its shape. What `Pass` has as bytes comes by NCCL."""
+
+    num_tokens: int
+    num_rows: int
+    num_blocks: int  # of a row of the block tables
+    num_logits: int
+    max_query: int
+    max_context: int
+    lengths: list[tuple[int, int]] | None
+    longest_end: int | None  # `max_context` of ForwardBatch.ends, if there is one
+    images: CardImages | None = None
+    lora: LoraPass | None = None
+    dropped: list[int] = []
+    name: str = ""  # under which it is captured as well
+
+
+class Replay(RankMessage, frozen=True, kw_only=True):
+    """The captured pass of that name once more."""
+
+    name: str
+
+
+ToRank = RankSetup | KVMemory | AdapterShare | Pass | CardPass | Replay
+FromRank = Loaded | KVShare | RankFailed
 
 read_from_rank: Decoder[FromRank] = Decoder(FromRank)
 read_for_rank: Decoder[ToRank] = Decoder(ToRank)

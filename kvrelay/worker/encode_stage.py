@@ -11,7 +11,7 @@ from kvrelay.errors import ConfigError
 from kvrelay.ids import TransferId
 from kvrelay.media.decode import Limits, decode
 from kvrelay.media.image_spec import read_image_spec
-from kvrelay.runner.build import model_fingerprint
+from kvrelay.runner.choices import model_fingerprint
 from kvrelay.runner.vision.build import build_encoder
 from kvrelay.runner.vision.encoder import Encoder
 from kvrelay.runner.vision.feature_rows import to_rows

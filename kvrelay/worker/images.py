@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvrelay.config import TransferOptions
 from kvrelay.engine.requests.images import Images, ImageSource
 from kvrelay.media.image_spec import ImageSpec, read_image_spec
-from kvrelay.runner.build import DTYPES, choose_dtype, cpu_flags
+from kvrelay.runner.choices import DTYPES, choose_dtype, cpu_flags
 from kvrelay.runner.runner import TorchRunner
 from kvrelay.transfer.embedding.mover import EmbeddingConsumer, EmbeddingParts
 from kvrelay.worker.embedding import embedding_layout, embedding_parts

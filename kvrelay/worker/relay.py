@@ -5,17 +5,16 @@ memory for KV that peers can reach -> runner in it -> transports registered with
 
 from __future__ import annotations
 
-import torch
-
 from kvrelay.config import TransferOptions
 from kvrelay.engine.engine import Engine
 from kvrelay.runner.build import build_runner
+from kvrelay.runner.runner import TorchRunner
 from kvrelay.states import Role
 from kvrelay.transfer.engines.shm import host_identity
 from kvrelay.transfer.kv.consumer import RelayConsumer
 from kvrelay.transfer.kv.layout import kv_layout
 from kvrelay.transfer.kv.producer import RelayProducer
-from kvrelay.transfer.region import Region, shared_region
+from kvrelay.transfer.region import Region, Share, shared_region
 from kvrelay.transfer.relay.link import TransferSettings
 from kvrelay.transfer.relay.parts import RelayParts
 from kvrelay.worker.images import Reach, open_images
@@ -43,11 +42,12 @@ def relay_stage(role: Role, options: TransferOptions, host: str, port: int = 0) 
             on_rank_death=setup.on_rank_death,
         )
         waker = Waker()
+        region = shared[0] if shared else _memory_of(runner)
         parts = RelayParts(
             worker_id=setup.worker_id,
             layout=kv_layout(runner.layout),
-            region=shared[0] if shared else _memory_of(runner.kv),
-            engines=open_engines(options.transfer, setup.worker_id, host, str(runner.kv.device)),
+            region=region,
+            engines=open_engines(options.transfer, setup.worker_id, host, region.device, several_cards=bool(region.shares)),
             fingerprint=runner.fingerprint,
             host=host_identity(),
             settings=TransferSettings(lease_s=options.transfer_lease_s),
@@ -82,6 +82,9 @@ def relay_stage(role: Role, options: TransferOptions, host: str, port: int = 0) 
     return build
 
 
-def _memory_of(kv: torch.Tensor) -> Region:
-    """On a GPU, what PyTorch allocated."""
-    return Region(address=kv.data_ptr(), size_bytes=kv.numel() * kv.element_size(), device=str(kv.device))
+def _memory_of(runner: TorchRunner) -> Region:
+    """On a GPU, what PyTorch allocated, in every rank."""
+    kv = runner.kv
+    shares = tuple(Share(address, share.handle, share.offset) for address, share in runner.kv_of_ranks)
+    size_bytes = (1 + len(shares)) * kv.numel() * kv.element_size()
+    return Region(address=kv.data_ptr(), size_bytes=size_bytes, device=str(kv.device), shares=shares)

@@ -14,9 +14,16 @@ from kvrelay.transfer.engines import choose
 from kvrelay.transfer.engines.base import TransferEngine, TransferError
 
 
-def open_engines(name: str, worker_id: WorkerId, host: str, device: str) -> list[TransferEngine]:
-    """For memory on `device`. Where only this machine can reach it, what works within a host is all that is needed."""
+def open_engines(
+    name: str, worker_id: WorkerId, host: str, device: str, *, several_cards: bool = False
+) -> list[TransferEngine]:
+    """For memory on `device`. Where only this machine can reach it, what works within a host is all that is needed.
+    `several_cards`: each rank has its share on its card, which `cuda_ipc` alone can move."""
+    if several_cards and name not in ("auto", "cuda_ipc"):
+        raise ConfigError(f"--transfer {name}: KV of ranks on cards (--tp) is moved by cuda_ipc alone; use auto")
     try:
+        if several_cards:
+            name = "cuda_ipc"
         if name != "auto":
             choose.probe(name, device)
             return [choose.make_engine(name, worker_id, host)]

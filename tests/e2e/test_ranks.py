@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
+from devices import DEVICES, on
 from lora_adapters import adapted_model, adapter_folder
 from parity import assert_parity, reference_tokens
 from patience import PATIENCE_S, until
@@ -22,6 +23,8 @@ from tiny_models import reference_model, tiny_model
 PROMPT = list(range(5, 125))
 NUM_TOKENS = 12
 FLAGS = ("--kv-blocks", "128", "--max-batch", "8", "--threads", "1")
+devices = pytest.mark.parametrize("device", DEVICES)
+LONG = pytest.mark.long
 
 
 def gone(process: psutil.Process) -> bool:
@@ -71,8 +74,11 @@ def workers(server: Server) -> list[dict[str, Any]]:
     return shown
 
 
-def test_one_worker_of_two_ranks_gives_the_tokens_of_transformers_and_leaves_no_process() -> None:
-    with serve(str(tiny_model("kv2")), "--whole", "1", "--tp", "2", *FLAGS, *lora(), fresh=True) as server:
+@devices
+def test_one_worker_of_two_ranks_gives_the_tokens_of_transformers_and_leaves_no_process(device: str) -> None:
+    """On a card both ranks share it, and the pool is as large as it leaves room for."""
+    flags = FLAGS if device == "cpu" else (*FLAGS[2:], "--gpu-memory", "0.2")
+    with serve(str(tiny_model("kv2")), "--whole", "1", "--tp", "2", *on(device), *flags, *lora(), fresh=True) as server:
         (worker,) = workers(server)
         started = ranks_of(worker["pid"])
         assert len(started) == 1
@@ -82,23 +88,28 @@ def test_one_worker_of_two_ranks_gives_the_tokens_of_transformers_and_leaves_no_
         until(lambda: all(map(gone, started)))
 
 
-def test_degrees_differ_by_role_and_a_killed_router_leaves_no_rank() -> None:
-    options = ("--prefill-tp", "2", "--decode-tp", "1", "--local-prefill-tokens", "0")
-    with serve(str(tiny_model("kv2")), *options, *FLAGS, fresh=True) as server:
+@devices
+@pytest.mark.parametrize(
+    "degrees", [(2, 1), *(pytest.param(each, marks=pytest.mark.long) for each in ((1, 2), (2, 2)))], ids=str
+)
+def test_degrees_differ_by_role_and_a_killed_router_leaves_no_rank(device: str, degrees: tuple[int, int]) -> None:
+    options = ("--prefill-tp", str(degrees[0]), "--decode-tp", str(degrees[1]), "--local-prefill-tokens", "0")
+    with serve(str(tiny_model("kv2")), *options, *on(device), *FLAGS, fresh=True) as server:
         started = [rank for worker in workers(server) for rank in ranks_of(worker["pid"])]
-        assert len(started) == 1
+        assert len(started) == sum(degrees) - 2
         check(tokens_of(server.url))
         server.process.kill()
         server.process.wait()
         until(lambda: all(map(gone, started)))
 
 
+@devices
 @pytest.mark.parametrize(("mode", "adapter"), [("write", "all"), ("read", None)])
 def test_a_rank_killed_in_mid_transfer_is_one_failure_and_the_request_goes_on_elsewhere(
-    mode: str, adapter: str | None, tmp_path: Path
+    device: str, mode: str, adapter: str | None, tmp_path: Path
 ) -> None:
     """The prefill worker's second rank stands still, so that the transfer has begun and cannot end; then it is killed."""
-    flags = ("--tp", "2", "--token-budget", "32", *FLAGS, *lora())
+    flags = ("--tp", "2", "--token-budget", "32", *on(device), *FLAGS, *lora())
     router = ("--mode", mode, "--local-prefill-tokens", "0")
     with (
         ProcessCluster(
@@ -125,10 +136,11 @@ def test_a_rank_killed_in_mid_transfer_is_one_failure_and_the_request_goes_on_el
         check_adapters(cluster.url, PROMPT[:70])
 
 
-def test_streams_go_on_elsewhere_when_a_rank_of_their_decode_worker_is_killed(tmp_path: Path) -> None:
-    num_tokens = 100
+@devices
+def test_streams_go_on_elsewhere_when_a_rank_of_their_decode_worker_is_killed(device: str, tmp_path: Path) -> None:
+    num_tokens, flags = 100, ("--tp", "2", *on(device), *FLAGS)
     with (
-        ProcessCluster(str(tiny_model("kv2")), tmp_path, registration_s=4.0, worker_flags=("--tp", "2", *FLAGS)) as cluster,
+        ProcessCluster(str(tiny_model("kv2")), tmp_path, registration_s=4.0, worker_flags=flags) as cluster,
         concurrent.futures.ThreadPoolExecutor() as pool,
     ):
         first, second = cluster.add("whole"), cluster.add("whole")

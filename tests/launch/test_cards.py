@@ -46,6 +46,17 @@ def test_workers_take_cards_in_turn_and_share_the_memory_of_one() -> None:
     assert [its.gpu_memory for its in places] == [0.36, 0.9, 0.54]
 
 
+def test_each_rank_has_a_card_where_there_are_enough() -> None:
+    workers = [(Role.PREFILL, ModelOptions(device="cuda", tp=2)), (Role.ENCODE, ModelOptions()), (Role.DECODE, GPU)]
+    places = place(workers, ["0", "1", "2"], CardOptions(), {})
+    assert [its.cards for its in places] == [("0", "1"), (), ("2",)]
+    assert places[0].variables == {"CUDA_VISIBLE_DEVICES": "0,1"}
+    assert [its.gpu_memory for its in places] == [0.9, 0.9, 0.9]
+    assert [its.cards for its in place(workers, ["0", "1"], CardOptions(), {})] == [("0", "1"), (), ("0",)]
+    assert [its.gpu_memory for its in place(workers, ["0", "1"], CardOptions(), {})] == [0.36, 0.9, 0.54]
+    assert place(workers[:1], ["3"], CardOptions(), {})[0].cards == ("3",)
+
+
 def test_memory_that_was_asked_for_and_fits_is_given() -> None:
     workers = [
         (Role.PREFILL, ModelOptions(device="cuda", gpu_memory=0.3)),

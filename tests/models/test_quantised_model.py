@@ -22,7 +22,7 @@ from kvrelay.kernels.choose import choose_kernels
 from kvrelay.kernels.native.kernels import NativeKernels
 from kvrelay.models.registry import Model
 from kvrelay.progress import Silent
-from kvrelay.runner.build import check_weights
+from kvrelay.runner.choices import check_weights
 from kvrelay.runner.loader import WHOLE_NAME, CheckpointSource, DummySource, load_model
 from kvrelay.runner.quantised import BlockFile, Int8Source, int8_blocks
 from kvrelay.runner.ranks.shares import RankShare, RankSource

@@ -16,7 +16,8 @@ from kvrelay.checkpoint.spec import read_spec
 from kvrelay.config import EngineOptions, ModelOptions, read_environment
 from kvrelay.errors import ConfigError, ModelError
 from kvrelay.progress import Silent
-from kvrelay.runner.build import build_runner, choose_device, choose_dtype, set_threads
+from kvrelay.runner.build import build_runner
+from kvrelay.runner.choices import choose_device, choose_dtype, set_threads
 from kvrelay.runner.host_pool import choose_host_blocks
 from kvrelay.runner.kv_dtype import choose_kv_dtype
 from kvrelay.runner.kv_pool import KVPool, choose_pool_size
@@ -123,7 +124,7 @@ def test_host_blocks_are_a_bounded_share_of_free_memory_of_all_workers_together(
     assert choose_host_blocks(pool, free_bytes=free_bytes, core_share=1.0) == 100
     assert choose_host_blocks(pool, free_bytes=free_bytes, core_share=0.25) == 25
     assert choose_host_blocks(pool, free_bytes=0, core_share=1.0) == 0
-    pool.every_rank = torch.empty((1,), dtype=torch.uint8).expand(1, 1, 1000, 2**27)  # blocks of 128 MiB
+    pool.tensor = torch.empty((1,), dtype=torch.uint8).expand(1, 1, 1000, 2**27)  # blocks of 128 MiB
     assert choose_host_blocks(pool, free_bytes=2**50, core_share=1.0) == 32
 
 

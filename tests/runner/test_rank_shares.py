@@ -11,13 +11,9 @@ import torch
 from tiny_models import tiny_model
 
 from kvrelay.checkpoint.spec import read_spec
-from kvrelay.config import EngineOptions, ModelOptions, read_environment
 from kvrelay.errors import ConfigError, RankDiedError
 from kvrelay.kernels.ranks import SharedRanks, shared_bytes, shared_functions
-from kvrelay.progress import Silent
-from kvrelay.runner.build import build_runner
 from kvrelay.runner.ranks.shares import RankShare, check_split
-from kvrelay.transfer.region import shared_region
 
 
 @pytest.mark.parametrize(("name", "num_ranks"), [("kv1", 4), ("kv2", 2), ("kv2", 4), ("kv3", 2), ("kv3", 3), ("kv8", 4)])
@@ -39,13 +35,6 @@ def test_every_head_and_column_is_summed_once(name: str, num_ranks: int) -> None
 def test_a_number_that_cannot_work_is_refused(name: str, num_ranks: int, says: str) -> None:
     with pytest.raises(ConfigError, match=f"--tp {num_ranks}: .*{says}"):
         check_split(read_spec(tiny_model(name)), num_ranks)
-
-
-def test_ranks_on_a_gpu_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"--tp 2|--device cuda"):
-        build_runner(
-            ModelOptions(device="cuda", tp=2), EngineOptions(), tiny_model("kv2"), read_environment(), Silent(), shared_region
-        )
 
 
 @pytest.fixture

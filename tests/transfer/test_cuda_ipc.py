@@ -12,11 +12,12 @@ import torch
 from transfer_peers import FAKE_CARD, ProcessPeer, random_bytes
 
 from kvrelay.ids import new_worker_id
+from kvrelay.native import driver
 from kvrelay.transfer.engines.base import Completion, MoveId, TransferError
-from kvrelay.transfer.engines.cuda import driver
+from kvrelay.transfer.engines.cuda.card import check_driver
 from kvrelay.transfer.engines.cuda.ipc import CudaIpcEngine, CudaIpcInfo
 from kvrelay.transfer.engines.ranges import scan
-from kvrelay.transfer.region import Region, shared_region
+from kvrelay.transfer.region import Region, Share, shared_region
 from tests.fake_card import FakeCard, card_bytes, card_region
 
 SIZE = 1 << 20
@@ -89,15 +90,47 @@ def test_a_late_copy_ends_when_it_has_ended_and_not_when_it_was_launched(peer: P
 def test_a_damaged_handle_never_reaches_the_driver(peer: ProcessPeer) -> None:
     engine, card, _ = open_engine()
     told = msgspec.msgpack.decode(peer.info, type=CudaIpcInfo)
+    (part,) = told.parts
     for wrong in (
-        msgspec.structs.replace(told, handle=b"\1" * 64),
-        msgspec.structs.replace(told, address=told.address + 8),
+        msgspec.structs.replace(told, parts=[msgspec.structs.replace(part, handle=b"\1" * 64)]),
+        msgspec.structs.replace(told, parts=[msgspec.structs.replace(part, address=part.address + 8)]),
         msgspec.structs.replace(told, size_bytes=told.size_bytes + 1),
     ):
         with pytest.raises(TransferError, match="it was damaged"):
             engine.add_peer(peer.worker, msgspec.msgpack.encode(wrong))
     assert card.num_opened == 0
     engine.close()
+
+
+def in_parts(sizes: int, seed: int) -> tuple[CudaIpcEngine, list[Region]]:
+    """An engine whose region goes on in memory of other ranks."""
+    card = FakeCard("cuda:0")
+    first, *others = parts = [card_region(SIZE) for _ in range(sizes)]
+    for number, part in enumerate(parts):
+        card_bytes(part)[:] = random_bytes(SIZE, seed + number)
+    shares = tuple(Share(part.address, *card.export(part.address, SIZE)) for part in others)
+    engine = CudaIpcEngine(new_worker_id("decode"), lambda device: card)
+    engine.register(Region(address=first.address, size_bytes=sizes * SIZE, device="cuda:0", shares=shares))
+    return engine, parts
+
+
+@pytest.mark.parametrize(("num_here", "num_there"), [(1, 2), (2, 1), (3, 2)])
+def test_a_region_that_goes_on_in_memory_of_other_ranks_is_one_to_its_peer(num_here: int, num_there: int) -> None:
+    producer, theirs = in_parts(num_there, seed=1)
+    consumer, ours = in_parts(num_here, seed=10)
+    before = np.concatenate([card_bytes(part) for part in ours])
+    there = np.concatenate([card_bytes(part) for part in theirs])
+    worker = new_worker_id("prefill")
+    consumer.add_peer(worker, producer.local_info())
+    last_here, last_there = num_here * SIZE - 700, num_there * SIZE - 700
+    ranges = np.array([[0, last_there, 700], [last_here, 8, 600], [last_here - 4096, last_there - 4096, 64]], dtype=np.int64)
+    consumer.read(worker, ranges)
+    assert [completion.error for completion in ends(consumer, 1)] == [""]
+    for here, remote, size in ranges.tolist():
+        before[here : here + size] = there[remote : remote + size]
+    assert np.array_equal(np.concatenate([card_bytes(part) for part in ours]), before)
+    for engine in (producer, consumer):
+        engine.close()
 
 
 def test_a_peer_of_another_host_is_refused(monkeypatch: pytest.MonkeyPatch, peer: ProcessPeer) -> None:
@@ -116,7 +149,7 @@ def test_host_memory_is_refused() -> None:
 @pytest.mark.skipif(HAS_CARD, reason="there is a card")
 def test_without_a_driver_the_error_says_so() -> None:
     with pytest.raises(TransferError, match="needs NVIDIA's driver"):
-        driver.load_driver()
+        check_driver()
 
 
 def test_the_drivers_structures_have_the_sizes_of_its_header() -> None:
@@ -142,7 +175,7 @@ def test_a_tensor_inside_an_allocation_is_exported_with_its_offset() -> None:
 @pytest.mark.skipif(not HAS_CARD, reason="no NVIDIA card")
 @pytest.mark.parametrize("how", ["triton", "driver"])
 def test_both_ways_to_copy_bring_exactly_the_ranges(how: str) -> None:
-    from kvrelay.transfer.engines.cuda.driver import Driver
+    from kvrelay.native.driver import Driver
     from kvrelay.transfer.engines.cuda.nvidia import StreamCopier, by_driver, choose_launch
 
     card = Driver(0)

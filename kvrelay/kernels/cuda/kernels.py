@@ -63,8 +63,8 @@ class CudaKernels:
         self._reference = TorchKernels()
         self._linears = linears
 
-    def fuse(self, weights: LayerWeights, ranks: Ranks | None) -> FusedLayer | None:
-        return CudaLayer(weights, self) if ranks is None else None
+    def fuse(self, weights: LayerWeights, ranks: Ranks | None) -> FusedLayer:
+        return CudaLayer(weights, self, ranks)
 
     quantised_formats: frozenset[str] = frozenset()
 

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from kvrelay.kernels.base import AttentionBatch, ForwardBatch, HeadShape, Kernels, LayerWeights, LinearName, LoraSpans, Packed
+from kvrelay.kernels.ranks import Ranks
 
 
 class LayerKernels(Kernels, Protocol):
@@ -21,9 +22,10 @@ class LayerKernels(Kernels, Protocol):
 class CudaLayer:
     """Implements `FusedLayer`."""
 
-    def __init__(self, weights: LayerWeights, kernels: LayerKernels) -> None:
+    def __init__(self, weights: LayerWeights, kernels: LayerKernels, ranks: Ranks | None) -> None:
         self._weights = weights
         self._kernels = kernels
+        self._ranks = ranks
 
     def __call__(
         self, x: torch.Tensor | None, residual: torch.Tensor, cos_sin: torch.Tensor, batch: ForwardBatch, kv: torch.Tensor
@@ -37,10 +39,13 @@ class CudaLayer:
         qkv = self._adapted(kernels.qkv_linear(x, own.qkv, own.shape, batch.attention), x, lora, "qkv")
         q = kernels.rope_and_store(qkv, own.shape, cos_sin, batch, kv, own.q_norm, own.k_norm, own.eps)
         attended = kernels.attention(q, own.shape, batch, kv, own.scale)
-        x = self._adapted(kernels.linear(attended, own.output), attended, lora, "output")
+        x = self._of_all(self._adapted(kernels.linear(attended, own.output), attended, lora, "output"))
         x = kernels.add_rms_norm(x, residual, own.post_norm, own.eps)
         active = self._gated(x, lora)
-        return self._adapted(kernels.linear(active, own.down), active, lora, "down")
+        return self._of_all(self._adapted(kernels.linear(active, own.down), active, lora, "down"))
+
+    def _of_all(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self._ranks is None else self._ranks.add_up(x)
 
     def _gated(self, x: torch.Tensor, lora: LoraSpans) -> torch.Tensor:
         if not lora:

@@ -60,15 +60,16 @@ class SplitAdapters:
 class HeldAdapters:
     """Those of a rank that is not the first."""
 
-    def __init__(self, kernels: Kernels, dtype: torch.dtype) -> None:
+    def __init__(self, kernels: Kernels, dtype: torch.dtype, device: torch.device) -> None:
         self._kernels = kernels
         self._dtype = dtype
+        self._device = device
         self._packed: dict[int, PackedAdapter] = {}
 
     def hold(self, share: AdapterShare) -> None:
         layers: list[LoraLayer] = [{} for _ in range(share.num_layers)]
         for part in share.parts:
-            a, b = (tensor_of(data, self._dtype).view(part.rank, -1) for data in (part.a, part.b))
+            a, b = (tensor_of(data, self._dtype).view(part.rank, -1).to(self._device) for data in (part.a, part.b))
             layers[part.layer].setdefault(part.linear, []).append(LoraPart(part.first, a, b))
         self._packed[share.number] = self._kernels.pack_adapter(layers)
 

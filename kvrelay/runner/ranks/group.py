@@ -1,14 +1,16 @@
 """Rank 0's side: starts the other ranks, tells them every pass, and sees their death.
 
-    RankGroup(...)  ->  load own share  ->  group.share(KV memory)  ->  passes  ->  close
+    RankGroup(...)  ->  load own share  ->  group.until_loaded()  ->  group.share(KV memory)  ->  passes  ->  close
 
-All ranks of a worker are processes of one host and have their KV in one piece of memory, each its share. So rank 0 alone
-copies blocks, swaps them and hands them over for all; the others compute and nothing else. A rank that dies is the worker's
-death: `on_death` is told at once, by a thread that watches the connections, and whoever waits for the rank is woken.
+All ranks of a worker are processes of one host. On a CPU they have their KV in one piece of memory, each its share; on cards
+each has its share on its card, and rank 0 has mapped them all. So rank 0 alone copies blocks, swaps them and hands them over
+for all; the others compute and nothing else. A rank that dies is the worker's death: `on_death` is told at once, by a thread
+that watches the connections, and whoever waits for the rank is woken.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import select
 import socket
@@ -20,12 +22,13 @@ from multiprocessing.connection import Connection
 from typing import assert_never
 
 import msgspec
+from torch._C._distributed_c10d import TCPStore
 
 from kvrelay.errors import ConfigError, RankDiedError
-from kvrelay.kernels.ranks import DistributedRanks, Ranks, SharedRanks, open_store, shared_bytes, shared_functions
+from kvrelay.kernels.ranks import CardRanks, DistributedRanks, Ranks, SharedRanks, open_store, shared_bytes, shared_functions
 from kvrelay.log import Log
 from kvrelay.wire.codec import encode
-from kvrelay.wire.ranks import KVMemory, Loaded, RankFailed, RankMessage, RankSetup, read_from_rank
+from kvrelay.wire.ranks import KVMemory, KVShare, Loaded, RankFailed, RankMessage, RankSetup, Replay, read_from_rank
 
 log = Log("ranks")
 
@@ -56,15 +59,17 @@ class _Rank:
     def give(self, descriptor: int) -> None:
         socket.send_fds(self.link, [b"\0"], [descriptor])
 
-    def until_loaded(self) -> None:
-        """Raises ConfigError with the rank's own reason."""
+    def answer(self) -> KVShare | None:
+        """To what it was told last. Raises ConfigError with the rank's own reason."""
         try:
             message = read_from_rank.decode(self._connection.recv_bytes())
         except (EOFError, OSError):
             raise ConfigError(f"rank {self.number} ended while it started") from None
         match message:
             case Loaded():
-                return
+                return None
+            case KVShare():
+                return message
             case RankFailed():
                 raise ConfigError(message.reason)
             case _:
@@ -88,22 +93,19 @@ class RankGroup:
         """`setup` is that of rank 0, from which those of the others follow."""
         self._on_death = on_death
         self._closing = False
+        self._death = ""
         self._telling = threading.Lock()
         self._others: list[_Rank] = []
         self._wakes, self._wake = socket.socketpair()
         memory_fd = os.memfd_create("kvrelay-ranks", os.MFD_CLOEXEC)
         try:
             os.ftruncate(memory_fd, shared_bytes(setup.num_ranks))
-            library = shared_functions()
+            library = None if setup.num_cards else shared_functions()
             store = open_store() if library is None else None
             setup = msgspec.structs.replace(setup, store_port=0 if store is None else store.port)
             for rank in range(1, setup.num_ranks):
                 self._others.append(_Rank(msgspec.structs.replace(setup, rank=rank), memory_fd))
-            self.ranks: Ranks = (
-                DistributedRanks(setup.store_port, 0, setup.num_ranks, store)
-                if library is None
-                else SharedRanks(library, memory_fd, 0, setup.num_ranks)
-            )
+            self.ranks = _meet(setup, store, library, memory_fd)
         except BaseException:
             self.close()
             raise
@@ -111,17 +113,31 @@ class RankGroup:
             os.close(memory_fd)
         self._watch: threading.Thread | None = None
 
-    def share(self, descriptor: int | None, num_blocks: int, block_size: int) -> None:
-        """The worker's KV memory, with every rank. Returns when all are ready. Raises ConfigError."""
-        assert descriptor is not None, "ranks need memory that they can map"
+    def until_loaded(self) -> None:
+        """Every rank has its share of the model. Raises ConfigError."""
         for other in self._others:
-            other.until_loaded()
-            other.tell(encode(KVMemory(num_blocks=num_blocks, block_size=block_size)))
-            other.give(descriptor)
-        for other in self._others:
-            other.until_loaded()
+            other.answer()
         self._watch = threading.Thread(target=self._see_death, name="ranks", daemon=True)
         self._watch.start()
+
+    def share(self, num_blocks: int, block_size: int, descriptor: int | None = None) -> list[KVShare]:
+        """The worker's KV memory, with every rank: behind the descriptor on a CPU; on cards each makes its own, and the others'
+        are returned. All are ready then. Raises ConfigError."""
+        for other in self._others:
+            other.tell(encode(KVMemory(num_blocks=num_blocks, block_size=block_size)))
+            if descriptor is not None:
+                other.give(descriptor)
+        answers = [other.answer() for other in self._others]
+        return [share for share in answers if share is not None]
+
+    def check(self) -> None:
+        """Raises RankDiedError if one has died: then what was computed since is worth nothing."""
+        if self._death:
+            raise RankDiedError(self._death)
+
+    def replay(self, name: str) -> None:
+        """The others replay the captured pass of that name."""
+        self.tell(Replay(name=name))
 
     def tell(self, message: RankMessage) -> None:
         encoded = encode(message)
@@ -141,18 +157,17 @@ class RankGroup:
         return [other.process.pid for other in self._others]
 
     def _see_death(self) -> None:
-        """After the start no rank says anything, so whatever there is to read is its end."""
         poll = select.poll()
         numbers = {other.link.fileno(): other.number for other in self._others}
         for descriptor in (*numbers, self._wakes.fileno()):
-            poll.register(descriptor, select.POLLIN)
+            poll.register(descriptor, select.POLLRDHUP)
         (descriptor, _), *_ = poll.poll()
         if self._closing or descriptor not in numbers:
             return
-        reason = f"rank {numbers[descriptor]} has ended"
+        self._death = f"rank {numbers[descriptor]} has ended"
         log.error("a rank has ended, and the worker with it", rank=numbers[descriptor])
         if self._on_death is not None:
-            self._on_death(reason)
+            self._on_death(self._death)
         self.ranks.end()
 
     def close(self) -> None:
@@ -162,3 +177,11 @@ class RankGroup:
         for other in self._others:
             other.close()
         self._others.clear()
+
+
+def _meet(setup: RankSetup, store: TCPStore | None, library: ctypes.CDLL | None, memory_fd: int) -> Ranks:
+    if setup.num_cards:
+        return CardRanks(setup.store_port, 0, setup.num_ranks, store, one_card=setup.one_card)
+    if library is None:
+        return DistributedRanks(setup.store_port, 0, setup.num_ranks, store)
+    return SharedRanks(library, memory_fd, 0, setup.num_ranks)

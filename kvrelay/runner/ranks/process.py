@@ -8,6 +8,7 @@ are rank 0's business.
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import select
@@ -17,25 +18,42 @@ import sys
 import threading
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import assert_never
 
 import torch
 
-from kvrelay.checkpoint.spec import ModelSpec, read_spec
+from kvrelay.checkpoint.spec import read_spec
 from kvrelay.checkpoint.weight_file import close_all
 from kvrelay.config import read_environment
 from kvrelay.errors import KVRelayError, RankDiedError
 from kvrelay.kernels.choose import choose_kernels
-from kvrelay.kernels.ranks import DistributedRanks, Ranks, SharedRanks, shared_functions
+from kvrelay.kernels.ranks import CardRanks, DistributedRanks, Ranks, SharedRanks, shared_functions
 from kvrelay.log import Log, configure
 from kvrelay.models.registry import Model
+from kvrelay.native.driver import Driver
 from kvrelay.progress import Silent
+from kvrelay.runner.choices import DTYPES
+from kvrelay.runner.gpu_memory import explained
+from kvrelay.runner.graphs import captured
 from kvrelay.runner.kv_dtype import choose_kv_dtype
 from kvrelay.runner.ranks.adapters import HeldAdapters
-from kvrelay.runner.ranks.passes import to_batch
+from kvrelay.runner.ranks.passes import CardInputs, to_batch
 from kvrelay.runner.ranks.shares import RankShare
 from kvrelay.runner.shared import load_for_worker
 from kvrelay.wire.codec import encode
-from kvrelay.wire.ranks import AdapterShare, KVMemory, Loaded, Pass, RankFailed, RankSetup, read_for_rank
+from kvrelay.wire.ranks import (
+    AdapterShare,
+    CardPass,
+    KVMemory,
+    KVShare,
+    Loaded,
+    Pass,
+    RankFailed,
+    RankSetup,
+    Replay,
+    ToRank,
+    read_for_rank,
+)
 
 log = Log("rank")
 
@@ -49,16 +67,23 @@ def main(connection_fd: int, memory_fd: int) -> int:
     assert isinstance(setup, RankSetup)
     configure(setup.log_level, f"rank-{setup.rank}")
     try:
-        ranks = _open_ranks(setup, memory_fd)
-        model, spec, adapters = _load(setup, ranks)
+        rank = _Rank(setup, _open_ranks(setup, memory_fd))
+        connection.send_bytes(encode(Loaded()))
+        while True:
+            message = read_for_rank.decode(connection.recv_bytes())
+            if isinstance(message, KVMemory):
+                connection.send_bytes(encode(rank.open_kv(message, connection_fd)))
+            else:
+                rank.follow(message)
+    except (EOFError, ConnectionError):
+        return 0
+    except RankDiedError as error:
+        log.error("rank ends", reason=error)
+        return 0
     except (KVRelayError, OSError, RuntimeError, MemoryError) as error:
+        log.error("rank fails", reason=error)
         connection.send_bytes(encode(RankFailed(reason=f"rank {setup.rank}: {error}")))
         return 1
-    connection.send_bytes(encode(Loaded()))
-    kv = _map_kv(connection, connection_fd, setup, spec)
-    connection.send_bytes(encode(Loaded()))
-    _compute(connection, model, kv, adapters)
-    return 0
 
 
 def _end_with(connection_fd: int) -> None:
@@ -71,65 +96,93 @@ def _end_with(connection_fd: int) -> None:
 
 
 def _open_ranks(setup: RankSetup, memory_fd: int) -> Ranks:
+    if setup.num_cards:
+        torch.cuda.set_device(setup.card)
+        return CardRanks(setup.store_port, setup.rank, setup.num_ranks, one_card=setup.one_card)
     library = shared_functions() if setup.store_port == 0 else None
     if library is None:
         return DistributedRanks(setup.store_port, setup.rank, setup.num_ranks)
     return SharedRanks(library, memory_fd, setup.rank, setup.num_ranks)
 
 
-def _load(setup: RankSetup, ranks: Ranks) -> tuple[Model, ModelSpec, HeldAdapters]:
-    torch.set_num_threads(setup.num_threads)
-    folder, environment, dtype = Path(setup.folder), read_environment(), _dtype(setup)
-    whole = read_spec(folder)
-    kernels = choose_kernels(torch.device("cpu"), dtype, environment, setup.model)
-    model = load_for_worker(
-        folder,
-        whole,
-        setup.model,
-        environment,
-        kernels=kernels,
-        dtype=dtype,
-        progress=Silent(),
-        max_positions=setup.max_positions or None,
-        ranks=ranks,
-    )
-    return model, RankShare(whole, setup.rank, setup.num_ranks).spec, HeldAdapters(kernels, dtype)
+class _Rank:
+    """The rank's share of the model and of KV."""
 
+    def __init__(self, setup: RankSetup, ranks: Ranks) -> None:
+        torch.set_num_threads(setup.num_threads)
+        folder, environment, dtype = Path(setup.folder), read_environment(), DTYPES[setup.dtype]
+        whole = read_spec(folder)
+        self._device = torch.device("cuda", setup.card) if setup.num_cards else torch.device("cpu")
+        kernels = choose_kernels(self._device, dtype, environment, setup.model)
+        self._model: Model = load_for_worker(
+            folder,
+            whole,
+            setup.model,
+            environment,
+            kernels=kernels,
+            dtype=dtype,
+            progress=Silent(),
+            max_positions=setup.max_positions or None,
+            ranks=ranks,
+        )
+        self._setup = setup
+        self._ranks = ranks
+        self._spec = RankShare(whole, setup.rank, setup.num_ranks).spec
+        self._kv_dtype = choose_kv_dtype(setup.model, dtype)
+        self._adapters = HeldAdapters(kernels, dtype, self._device)
+        self._kv = torch.empty(0)
+        self._captured: dict[str, tuple[torch.cuda.CUDAGraph, CardInputs]] = {}
+        self._memory = torch.cuda.graph_pool_handle() if setup.num_cards else None
 
-def _dtype(setup: RankSetup) -> torch.dtype:
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[setup.dtype]
+    def open_kv(self, message: KVMemory, connection_fd: int) -> Loaded | KVShare:
+        spec = self._spec
+        shape = (spec.num_layers, 2, message.num_blocks, message.block_size, spec.num_kv_heads, spec.head_dim)
+        if self._device.type == "cpu":
+            self._kv = self._map_kv(connection_fd, shape)
+            return Loaded()
+        self._kv = torch.empty(0)
+        torch.cuda.empty_cache()
+        with explained("making room for KV", math.prod(shape) * self._kv_dtype.itemsize, self._device):
+            self._kv = torch.zeros(shape, dtype=self._kv_dtype, device=self._device)
+        torch.cuda.synchronize()
+        handle, offset = Driver(self._setup.card).export(self._kv.data_ptr(), self._kv.numel() * self._kv.element_size())
+        return KVShare(handle=handle, offset=offset)
 
+    def _map_kv(self, connection_fd: int, shape: tuple[int, ...]) -> torch.Tensor:
+        """This rank's share of the worker's KV memory."""
+        with socket.socket(fileno=os.dup(connection_fd)) as link:
+            _, (descriptor,), _, _ = socket.recv_fds(link, 1, 1)
+        memory = torch.frombuffer(mmap.mmap(descriptor, 0), dtype=self._kv_dtype)
+        os.close(descriptor)
+        return memory.view(self._setup.num_ranks, *shape)[self._setup.rank]
 
-def _map_kv(connection: Connection, connection_fd: int, setup: RankSetup, spec: ModelSpec) -> torch.Tensor:
-    """This rank's share of the worker's KV memory."""
-    message = read_for_rank.decode(connection.recv_bytes())
-    assert isinstance(message, KVMemory)
-    with socket.socket(fileno=os.dup(connection_fd)) as link:
-        _, (descriptor,), _, _ = socket.recv_fds(link, 1, 1)
-    dtype = choose_kv_dtype(setup.model, _dtype(setup))
-    shape = (spec.num_layers, 2, message.num_blocks, message.block_size, spec.num_kv_heads, spec.head_dim)
-    memory = torch.frombuffer(mmap.mmap(descriptor, 0), dtype=dtype)
-    os.close(descriptor)
-    return memory.view(setup.num_ranks, *shape)[setup.rank]
+    @torch.inference_mode()
+    def follow(self, message: ToRank) -> None:
+        match message:
+            case AdapterShare():
+                self._adapters.hold(message)
+            case Pass():
+                self._adapters.drop(message.dropped)
+                self._model.forward(to_batch(message, self._model.dtype, self._adapters.batch(message.lora)), self._kv)
+            case CardPass():
+                self._adapters.drop(message.dropped)
+                self._compute(message)
+            case Replay():
+                self._captured[message.name][0].replay()
+            case RankSetup() | KVMemory():
+                raise AssertionError("a rank is set up once, and KV memory is answered")
+            case _:
+                assert_never(message)
 
-
-@torch.inference_mode()
-def _compute(connection: Connection, model: Model, kv: torch.Tensor, adapters: HeldAdapters) -> None:
-    while True:
-        try:
-            message = read_for_rank.decode(connection.recv_bytes())
-        except (EOFError, ConnectionError):
-            return
-        if isinstance(message, AdapterShare):
-            adapters.hold(message)
-            continue
-        assert isinstance(message, Pass)
-        adapters.drop(message.dropped)
-        try:
-            model.forward(to_batch(message, model.dtype, adapters.batch(message.lora)), kv)
-        except RankDiedError as error:
-            log.error("rank ends", reason=error)
-            return
+    def _compute(self, message: CardPass) -> None:
+        """A pass that is captured is computed before, as rank 0 does: that compiles kernels and chooses them."""
+        inputs = CardInputs(message, self._model.dtype, self._device)
+        lora = self._adapters.batch(message.lora)
+        self._model.forward(inputs.receive(self._ranks, lora), self._kv)
+        if message.name:
+            torch.cuda.synchronize()
+            graph = captured(lambda: self._model.forward(inputs.receive(self._ranks, lora), self._kv), self._memory)
+            self._captured[message.name] = graph, inputs
 
 
 if __name__ == "__main__":

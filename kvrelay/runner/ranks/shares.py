@@ -19,6 +19,7 @@ import torch
 from kvrelay.checkpoint.spec import ModelSpec
 from kvrelay.errors import ConfigError
 from kvrelay.kernels.base import Quantised
+from kvrelay.kernels.fp8 import movable
 from kvrelay.models.layers import WeightSource
 from kvrelay.wire.kv import MAX_RANKS, heads_of, heads_per_rank
 
@@ -97,24 +98,29 @@ class RankSource:
         self._source = source
 
     def take_linear(self, name: str, shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return self.take(name, shape), None
-
-    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        *_, part, kind = name.split(".")
+        part = name.split(".")[-2]
         rows, columns = self._share.rows(part), self._share.columns(part)
         if rows is not None:
             kept, total = rows
-            return self._source.take(name, (total, *shape[1:]))[kept].clone()
-        if columns is None:
-            return self._source.take(name, shape)
-        if kind == "bias":
-            bias = self._source.take(name, shape)
-            return bias if self._share.rank == 0 else torch.zeros_like(bias)
+            weight, scale = self._source.take_linear(name, (total, *shape[1:]))
+            return weight[kept].clone(), None if scale is None else scale[kept].clone()
+        assert columns is not None, "every projection is split"
         kept, total = columns
-        weight = self._source.take(name, (shape[0], total))[:, kept].contiguous()
+        weight, scale = self._source.take_linear(name, (shape[0], total))
+        weight = weight[:, kept].contiguous()
         if part == "o_proj":
-            weight[:, : self._share.num_repeated_columns] = 0.0
-        return weight
+            movable(weight)[:, : self._share.num_repeated_columns] = 0
+        return weight, scale
+
+    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        part = name.split(".")[-2]
+        rows = self._share.rows(part)
+        if rows is not None:
+            kept, total = rows
+            return self._source.take(name, (total, *shape[1:]))[kept].clone()
+        whole = self._source.take(name, shape)
+        is_first = self._share.rank == 0 or self._share.columns(part) is None
+        return whole if is_first else torch.zeros_like(whole)  # a bias of what is summed counts once
 
     def take_quantised(self, shapes: Mapping[str, tuple[int, int]], cut: int = 0) -> list[Quantised] | None:
         """Matrices that are taken together are all split by rows, or there is one, which may be split by columns."""

@@ -11,7 +11,8 @@ from kvrelay.errors import ConfigError
 from kvrelay.log import Log
 from kvrelay.media.image_spec import read_image_spec
 from kvrelay.progress import Progress
-from kvrelay.runner.build import DTYPES, choose_device, choose_dtype, cpu_flags, make_store, set_threads
+from kvrelay.runner.build import make_store
+from kvrelay.runner.choices import DTYPES, choose_device, choose_dtype, cpu_flags, set_threads
 from kvrelay.runner.loader import load_tower
 from kvrelay.runner.vision.encoder import Decode, Encoder
 

@@ -9,7 +9,7 @@ from kvrelay.ids import WorkerId
 from kvrelay.log import Log
 from kvrelay.transfer.engines import mooncake, nixl
 from kvrelay.transfer.engines.base import TransferEngine, TransferError
-from kvrelay.transfer.engines.cuda.driver import load_driver
+from kvrelay.transfer.engines.cuda.card import check_driver
 from kvrelay.transfer.engines.cuda.ipc import CudaIpcEngine
 from kvrelay.transfer.engines.mooncake import MooncakeEngine
 from kvrelay.transfer.engines.nixl import NixlEngine
@@ -40,7 +40,7 @@ def probe(name: str, device: str) -> None:
         case "nixl":
             nixl.load_bindings()
             if device != "cpu":
-                load_driver()
+                check_driver()
                 nixl.try_card(device)
         case "mooncake":
             if device != "cpu":
@@ -97,7 +97,7 @@ def _works(name: str, device: str) -> bool:
 def _probe_cuda_ipc(device: str) -> None:
     if not device.startswith("cuda"):
         raise TransferError(f"cuda_ipc moves memory of NVIDIA cards, not memory on {device}")
-    load_driver()
+    check_driver()
 
 
 def _probe_shm(device: str) -> None:

@@ -105,8 +105,8 @@ def pieces(num_kv_heads: int, local_tp: int, remote_tp: int, writes: bool) -> tu
 def move_ranges(
     local: Placement[KVLayout], remote: Placement[KVLayout], tokens: tuple[int, int], layers: tuple[int, int], *, writes: bool
 ) -> Ranges:
-    """The bytes of tokens [start, stop) in layers [first, last) of all ranks, contiguous neighbours joined. `writes`: from
-    here to there."""
+    """The bytes of tokens [start, stop) in layers [first, last) of all ranks, contiguous neighbours within a rank joined.
+    `writes`: from here to there."""
     if tokens[0] >= tokens[1] or layers[0] >= layers[1]:
         return np.empty((0, 3), dtype=np.int64)
     here, there = local.layout, remote.layout
@@ -114,10 +114,10 @@ def move_ranges(
     planes = np.arange(layers[0] * here.planes, layers[1] * here.planes, dtype=np.int64)
     shifts = np.multiply.outer(planes, np.array([here.plane_bytes, there.plane_bytes, 0]))
     ranges = [
-        (shifts[:, None] + _piece_ranges(piece, within, here, there)).reshape(-1, 3)
+        coalesce((shifts[:, None] + _piece_ranges(piece, within, here, there)).reshape(-1, 3))
         for piece in pieces(here.num_kv_heads, here.tp, there.tp, writes)
     ]
-    return coalesce(np.concatenate(ranges))
+    return ranges[0] if len(ranges) == 1 else np.concatenate(ranges)
 
 
 def _piece_ranges(piece: Piece, within: Numbers, here: KVLayout, there: KVLayout) -> Ranges:

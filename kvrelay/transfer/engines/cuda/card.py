@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from kvrelay.native.driver import DriverError, load_driver
+from kvrelay.transfer.engines.base import TransferError
 from kvrelay.transfer.engines.ranges import Scanned
-
-HANDLE_BYTES = 64
 
 
 class Copying(Protocol):
@@ -46,3 +46,11 @@ class Card(Protocol):
     def close(self, address: int) -> None: ...
 
     def copier(self) -> Copier: ...
+
+
+def check_driver() -> None:
+    """Raises TransferError where there is no driver, or no card."""
+    try:
+        load_driver()
+    except DriverError as error:
+        raise TransferError(str(error)) from error

@@ -1,8 +1,9 @@
 """Workers on one host, memory of NVIDIA cards: the consumer maps the producer's pool and copies out of it, device to device.
 
-1. `register` exports the allocation that holds the pool, once.
-2. `local_info` tells the handle, which host this is and which process. A consumer elsewhere is refused in `add_peer`.
-3. The consumer's link opens the handle once, also that of another card (peer access), and closes it when the peer is removed.
+1. `register` exports the allocation that holds the pool, once. Of a worker whose ranks have a pool each, it has the handles
+   of the others.
+2. `local_info` tells the handles, which host this is and which process. A consumer elsewhere is refused in `add_peer`.
+3. The consumer's link opens each handle once, also that of another card (peer access), and closes it when the peer is removed.
 4. `read` launches all ranges of a move at once, on a stream of the link's own, and `poll` asks whether its event has passed.
    What was asked for before the handle is open, and what is very large, is copied by the link's thread. `write` does not
    exist, so no peer can write memory that its owner has reused.
@@ -22,19 +23,31 @@ from collections.abc import Callable
 from typing import Annotated
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 from msgspec import Meta
 
 from kvrelay.ids import WorkerId
+from kvrelay.native.driver import HANDLE_BYTES
 from kvrelay.transfer.engines.base import Completion, MoveId, Mover, Ranges, TransferError
-from kvrelay.transfer.engines.cuda.card import HANDLE_BYTES, Card, Copier, Copying
+from kvrelay.transfer.engines.cuda.card import Card, Copier, Copying
 from kvrelay.transfer.engines.links import CANCELLED, PEER_REMOVED, Link, LinkedEngine, Way, read_info
 from kvrelay.transfer.engines.moves import Move
 from kvrelay.transfer.engines.ranges import Scanned, groups, scan
 from kvrelay.transfer.engines.shm import host_identity
-from kvrelay.transfer.region import MAX_BYTES, Region
+from kvrelay.transfer.region import MAX_BYTES, Region, Share
+from kvrelay.wire.kv import MAX_RANKS
 
 _PROCESS = secrets.token_hex(16)  # CUDA opens no handle in the process that made it
 _GROUP_BYTES = 1 << 30  # copied at once: what a cancel may have to wait for
+
+
+class PoolPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Of one rank."""
+
+    handle: Annotated[bytes, Meta(min_length=HANDLE_BYTES, max_length=HANDLE_BYTES)]
+    offset: Annotated[int, Meta(ge=0, le=MAX_BYTES)]
+    address: Annotated[int, Meta(gt=0, le=MAX_BYTES)]  # in the process of rank 0
 
 
 class CudaIpcInfo(msgspec.Struct, frozen=True, tag="cuda_ipc", forbid_unknown_fields=True):
@@ -42,10 +55,8 @@ class CudaIpcInfo(msgspec.Struct, frozen=True, tag="cuda_ipc", forbid_unknown_fi
 
     host: str
     process: Annotated[str, Meta(pattern=r"^[0-9a-f]{32}$")]
-    handle: Annotated[bytes, Meta(min_length=HANDLE_BYTES, max_length=HANDLE_BYTES)]
-    offset: Annotated[int, Meta(ge=0, le=MAX_BYTES)]
-    address: Annotated[int, Meta(gt=0, le=MAX_BYTES)]  # in its own process
-    size_bytes: Annotated[int, Meta(gt=0, le=MAX_BYTES)]
+    parts: Annotated[list[PoolPart], Meta(min_length=1, max_length=MAX_RANKS)]  # equally large
+    size_bytes: Annotated[int, Meta(gt=0, le=MAX_BYTES)]  # of all parts
     digest: bytes = b""
 
 
@@ -71,8 +82,9 @@ class CudaIpcEngine(LinkedEngine):
         if not region.device.startswith("cuda"):
             raise TransferError(f"cuda_ipc moves memory of NVIDIA cards, not memory on {region.device}")
         self._card = self._open_card(region.device)
-        handle, offset = self._card.export(region.address, region.size_bytes)
-        info = CudaIpcInfo(host_identity(), _PROCESS, handle, offset, region.address, region.size_bytes)
+        own = Share(region.address, *self._card.export(region.address, region.part_bytes))
+        parts = [PoolPart(share.handle, share.offset, share.address) for share in (own, *region.shares)]
+        info = CudaIpcInfo(host_identity(), _PROCESS, parts, region.size_bytes)
         self._told = msgspec.structs.replace(info, digest=_digest(info))
 
     def _info(self, region: Region) -> CudaIpcInfo:
@@ -137,20 +149,21 @@ class _MappedPool:
     def __init__(self, card: Card, told: CudaIpcInfo, region: Region) -> None:
         self._card = card
         self._told = told
-        self._region = region
-        self._base: int | None = None  # of the allocation, where it had to be opened
-        self._address = 0
+        self._here = _Parts([region.address, *(share.address for share in region.shares)], region.size_bytes)
+        self._there = _Parts([0], told.size_bytes)
+        self._bases: list[int] = []  # of the allocations, where they had to be opened
         self._copier: Copier | None = None
         self._lock = threading.Lock()  # two threads start copies, and one of them closes
         self._is_open = False
 
     def open(self) -> None:
         self.close()
-        if self._told.process == _PROCESS:
-            self._address = self._told.address
-        else:
-            self._base = self._card.open(self._told.handle)
-            self._address = self._base + self._told.offset
+        addresses = [part.address for part in self._told.parts]
+        if self._told.process != _PROCESS:
+            for number, part in enumerate(self._told.parts):
+                self._bases.append(self._card.open(part.handle))
+                addresses[number] = self._bases[-1] + part.offset
+        self._there = _Parts(addresses, self._told.size_bytes)
         self._copier = self._copier or self._card.copier()
         self._is_open = True
 
@@ -162,7 +175,9 @@ class _MappedPool:
         with self._lock:
             if not self._is_open or self._copier is None:
                 raise TransferError("cuda_ipc: the peer's memory is being opened anew")
-            return self._copier.start(self._region.address, self._address, scanned)
+            if len(self._here.addresses) == len(self._there.addresses) == 1:
+                return self._copier.start(self._here.addresses[0], self._there.addresses[0], scanned)
+            return self._copier.start(0, 0, scan(_with_addresses(scanned.ranges, self._here, self._there)))
 
     def move(self, move: Move, abandon: threading.Event) -> None:
         for ranges in groups(move.ranges, _GROUP_BYTES):
@@ -175,9 +190,27 @@ class _MappedPool:
             self._is_open = False
         if self._copier is not None:
             self._copier.rest()
-        base, self._base = self._base, None
-        if base is not None:
-            self._card.close(base)
+        while self._bases:
+            self._card.close(self._bases.pop())
+
+
+class _Parts:
+    """Where a region's equal parts lie."""
+
+    def __init__(self, addresses: list[int], size_bytes: int) -> None:
+        self.addresses = addresses
+        self._shifts = np.array([address - number * (size_bytes // len(addresses)) for number, address in enumerate(addresses)])
+        self._part_bytes = size_bytes // len(addresses)
+
+    def of(self, offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Addresses of offsets in the region."""
+        found: npt.NDArray[np.int64] = offsets + self._shifts[offsets // self._part_bytes]
+        return found
+
+
+def _with_addresses(ranges: Ranges, here: _Parts, there: _Parts) -> Ranges:
+    """Instead of offsets. No range lies in two parts."""
+    return np.stack((here.of(ranges[:, 0]), there.of(ranges[:, 1]), ranges[:, 2]), axis=1)
 
 
 def _digest(info: CudaIpcInfo) -> bytes:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvrelay.log import Log
+from kvrelay.native.driver import Driver, DriverError
 from kvrelay.transfer.engines.base import TransferError
 from kvrelay.transfer.engines.cuda.card import Copier
-from kvrelay.transfer.engines.cuda.driver import Driver
 from kvrelay.transfer.engines.ranges import Scanned
 
 if TYPE_CHECKING:
@@ -28,23 +28,21 @@ class NvidiaCard:
 
     def __init__(self, device: str) -> None:
         self._device = torch.device("cuda", torch.device(device).index or 0)
-        self._driver = Driver(self._device.index)
+        with explained():
+            self._driver = Driver(self._device.index)
         self._make_launch = choose_launch(self._driver, self._device)
 
     def export(self, address: int, size_bytes: int) -> tuple[bytes, int]:
-        base, size = self._driver.allocation_of(address)
-        if address + size_bytes > base + size:
-            raise TransferError(
-                "cuda_ipc: the KV pool spans several allocations, which cannot be shared: unset expandable_segments in "
-                "PYTORCH_CUDA_ALLOC_CONF"
-            )
-        return self._driver.handle_of(base), address - base
+        with explained():
+            return self._driver.export(address, size_bytes)
 
     def open(self, handle: bytes) -> int:
-        return self._driver.open(handle)
+        with explained():
+            return self._driver.open(handle)
 
     def close(self, address: int) -> None:
-        self._driver.close(address)
+        with explained():
+            self._driver.close(address)
 
     def copier(self) -> Copier:
         return StreamCopier(self._make_launch, self._device)
@@ -94,9 +92,11 @@ class StreamCopying:
 
 @contextlib.contextmanager
 def explained() -> Iterator[None]:
-    """Errors of PyTorch and Triton become TransferError."""
+    """Errors of the driver, of PyTorch and of Triton become TransferError."""
     try:
         yield
+    except DriverError as error:
+        raise TransferError(f"cuda_ipc: {error}") from error
     except RuntimeError as error:
         raise TransferError(f"cuda_ipc: the copy failed: {error}") from error
 

@@ -10,12 +10,16 @@ from __future__ import annotations
 import ctypes
 import functools
 
-from kvrelay.transfer.engines.base import TransferError
-from kvrelay.transfer.engines.cuda.card import HANDLE_BYTES
+from kvrelay.errors import KVRelayError
 
+HANDLE_BYTES = 64
 _LIBRARY = "libcuda.so.1"
 _ENABLE_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS: the handle may be another card's
 _Address = ctypes.c_uint64  # CUdeviceptr
+
+
+class DriverError(KVRelayError):
+    """There is no driver or no card, or the driver refused a call."""
 
 
 class _Handle(ctypes.Structure):
@@ -41,19 +45,19 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
 
 @functools.cache
 def load_driver() -> ctypes.CDLL:
-    """Raises TransferError where there is no driver, or no card."""
+    """Raises DriverError where there is no driver, or no card."""
     try:
         library = ctypes.CDLL(_LIBRARY)
         for name, signature in _SIGNATURES.items():
             function = getattr(library, name)
             function.argtypes, function.restype = signature, ctypes.c_int
     except (OSError, AttributeError) as error:
-        raise TransferError(f"memory of a card needs NVIDIA's driver: {error}") from error
+        raise DriverError(f"memory of a card needs NVIDIA's driver: {error}") from error
     _check(library, "cuInit", library.cuInit(0))
     count = ctypes.c_int()
     _check(library, "cuDeviceGetCount", library.cuDeviceGetCount(ctypes.byref(count)))
     if count.value < 1:
-        raise TransferError("memory of a card needs an NVIDIA card, and the driver sees none")
+        raise DriverError("memory of a card needs an NVIDIA card, and the driver sees none")
     return library
 
 
@@ -67,16 +71,18 @@ class Driver:
         self._context = ctypes.c_void_p()
         self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), device)  # for as long as the process lives
 
-    def allocation_of(self, address: int) -> tuple[int, int]:
-        """Address and size of the allocation that holds it."""
+    def export(self, address: int, size_bytes: int) -> tuple[bytes, int]:
+        """A handle of the allocation that holds this memory, and the memory's offset in it."""
         base, size = _Address(), ctypes.c_size_t()
         self._here("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), address)
-        return base.value, size.value
-
-    def handle_of(self, base: int) -> bytes:
+        if address + size_bytes > base.value + size.value:
+            raise DriverError(
+                "the KV pool spans several allocations, which cannot be shared: unset expandable_segments in "
+                "PYTORCH_CUDA_ALLOC_CONF"
+            )
         handle = _Handle()
         self._here("cuIpcGetMemHandle", ctypes.byref(handle), base)
-        return bytes(handle.reserved)
+        return bytes(handle.reserved), address - base.value
 
     def open(self, handle: bytes) -> int:
         assert len(handle) == HANDLE_BYTES
@@ -100,8 +106,8 @@ class Driver:
 
 
 def _check(library: ctypes.CDLL, name: str, status: int) -> None:
-    """Raises TransferError with the driver's own word for what went wrong."""
+    """Raises DriverError with the driver's own word for what went wrong."""
     if status != 0:
         word = ctypes.c_char_p()
         library.cuGetErrorName(status, ctypes.byref(word))
-        raise TransferError(f"cuda_ipc: {name} failed: {(word.value or b'').decode() or f'status {status}'}")
+        raise DriverError(f"{name} failed: {(word.value or b'').decode() or f'status {status}'}")
