@@ -35,7 +35,7 @@ class NvidiaCard:
         base, size = self._driver.allocation_of(address)
         if address + size_bytes > base + size:
             raise TransferError(
-                "cuda_ipc: the KV pool spans several allocations, which cannot be shared: unset expandable_segments in "
+                "cuda_ipc: the pool spans several allocations, which cannot be shared: unset expandable_segments in "
                 "PYTORCH_CUDA_ALLOC_CONF"
             )
         return self._driver.handle_of(base), address - base
