@@ -54,7 +54,7 @@ class Case:
 
     @property
     def options(self) -> list[str]:
-        alone = ["--kv-dtype", "fp8", "--prefix-cache", "off", "--mps", "off"] if self.is_fp8 else []
+        alone = ["--kv-dtype", "fp8", "--no-prefix-cache", "--mps", "off"] if self.is_fp8 else []
         return [*on(self.device), *alone]
 
 

@@ -66,7 +66,7 @@ def parts(
     )  # fmt: skip
     worker, pool = new_worker_id(role), pool_of(transport, shape)
     engines = [engine_of(transport, worker)]
-    if pool.card is not None:
+    if transport in ("cuda_ipc", FAKE_CARD):
         engines.append(make_engine("shm", worker))
     if fence is None:
         fence = (lambda: CudaFence(torch.device("cuda"))) if transport in ON_CARD else (lambda: PASSED)
