@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal
 
 import httpx
 import pytest
@@ -21,6 +21,13 @@ from parity import assert_parity, reference_tokens
 from patience import PATIENCE_S
 from server import Server, serve
 from tiny_models import VOCAB_SIZE, write_tokenizer
+
+from kvrelay.bench.harness.engine import build_engine
+from kvrelay.config import EngineOptions, ModelOptions
+from kvrelay.engine.engine import Engine
+from kvrelay.ids import new_request_id
+from kvrelay.sampling import SamplingParams
+from kvrelay.wire.serving import Submit
 
 MAX_LEN = 1024
 AT_ONCE = 32
@@ -33,8 +40,8 @@ class Case:
     """KV that rounds differently in another batch is another number in fp8. So its tokens are those of one worker where every
     prompt is computed alone and from its beginning, by kernels that were chosen for the whole card."""
 
-    device: str
-    kv_dtype: str = "auto"
+    device: Literal["cpu", "cuda"]
+    kv_dtype: Literal["auto", "fp8"] = "auto"
 
     @property
     def is_fp8(self) -> bool:
@@ -98,17 +105,17 @@ def prompts(count: int) -> list[list[int]]:
     return drawn
 
 
-def complete(server: Server, prompt: list[int], num_tokens: int = OUTPUT_TOKENS, **more: object) -> dict[str, Any]:
-    body = {"model": "tiny", "prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, **more}
+def complete(server: Server, prompt: list[int], num_tokens: int = OUTPUT_TOKENS) -> list[int]:
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
     answer = httpx.post(f"{server.url}/v1/completions", json={**body, "return_token_ids": True}, timeout=PATIENCE_S)
     assert answer.status_code == 200, answer.text
-    choice: dict[str, Any] = answer.json()["choices"][0]
-    return choice
+    tokens: list[int] = answer.json()["choices"][0]["token_ids"]
+    return tokens
 
 
 def complete_all(server: Server, asked: list[list[int]], at_once: int, num_tokens: int = OUTPUT_TOKENS) -> list[list[int]]:
     with ThreadPoolExecutor(at_once) as pool:
-        return list(pool.map(lambda prompt: complete(server, prompt, num_tokens)["token_ids"], asked))
+        return list(pool.map(lambda prompt: complete(server, prompt, num_tokens), asked))
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -192,11 +199,24 @@ def without_preemption(model: str, case: Case, asked: list[list[int]], num_token
     if not case.is_fp8:
         reference = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
         return [reference_tokens(reference, prompt, num_tokens) for prompt in asked]
-    with serve(model, *options(case, "--whole", "1")) as server:
-        choices = [complete(server, prompt, num_tokens, logprobs=5) for prompt in asked]
-    return [(choice["token_ids"], [is_tie(top) for top in choice["logprobs"]["top_logprobs"]]) for choice in choices]
+    engine, _ = build_engine(
+        ModelOptions(model=model, device=case.device, dtype="float32", threads=1, kv_dtype=case.kv_dtype),
+        EngineOptions(kv_blocks=64, token_budget=96, max_model_len=176, prefix_cache=False),
+    )
+    try:
+        return [tokens_and_ties(engine, prompt, num_tokens) for prompt in asked]
+    finally:
+        engine.close()
 
 
-def is_tie(top: dict[str, float]) -> bool:
-    best, second = sorted(top.values(), reverse=True)[:2]
-    return best - second < FP8_TIE
+def tokens_and_ties(engine: Engine, prompt: list[int], num_tokens: int) -> tuple[list[int], list[bool]]:
+    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, logprobs=2)
+    engine.submit(Submit(request_id=new_request_id(), external_id="", prompt=prompt, params=params))
+    tokens: list[int] = []
+    ties: list[bool] = []
+    while engine.has_work:
+        for output in engine.step().outputs:
+            tokens += output.tokens
+            ties += [entry.top[0][1] - entry.top[1][1] < FP8_TIE for entry in output.logprobs or []]
+    assert len(tokens) == len(ties) == num_tokens
+    return tokens, ties

@@ -21,6 +21,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from kvrelay.ids import TransferId
 from kvrelay.log import Log
 from kvrelay.states import EMBEDDING_EDGES, ROUND_EDGES, EmbeddingState, EndedBy, RoundState, advance
@@ -115,27 +117,13 @@ class EmbeddingReceiving(ReceivingTransfer[EmbeddingState, EmbeddingLayout, list
         if self.link.ready and not self.link.consumer_moves:
             self._ending.grant()
         block_size, tokens, blocks = self._pool.layout.block_size, self._room.tokens, list(self._room.blocks)
-        if self._first_token == 0:
-            self._send(
-                Init(
-                    transfer_id=self.transfer_id,
-                    block_size=block_size,
-                    allocated_tokens=tokens,
-                    blocks=blocks,
-                    required_dst_info_num=self._required_dst_info_num,
-                )
-            )
-        else:
-            self._send(
-                Resume(
-                    transfer_id=self.transfer_id,
-                    sent_tokens=self._first_token,
-                    block_size=block_size,
-                    allocated_tokens=tokens,
-                    blocks=blocks,
-                    required_dst_info_num=self._required_dst_info_num,
-                )
-            )
+        message: Init | Resume = Init(
+            transfer_id=self.transfer_id, block_size=block_size, allocated_tokens=tokens, blocks=blocks,
+            required_dst_info_num=self._required_dst_info_num,
+        )  # fmt: skip
+        if self._first_token:
+            message = Resume(**msgspec.structs.asdict(message), sent_tokens=self._first_token)
+        self._send(message)
 
     def _ask_first(self, now: float) -> None:
         """For the present round."""
