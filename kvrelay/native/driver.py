@@ -77,7 +77,7 @@ class Driver:
         self._here("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), address)
         if address + size_bytes > base.value + size.value:
             raise DriverError(
-                "the KV pool spans several allocations, which cannot be shared: unset expandable_segments in "
+                "the pool spans several allocations, which cannot be shared: unset expandable_segments in "
                 "PYTORCH_CUDA_ALLOC_CONF"
             )
         handle = _Handle()

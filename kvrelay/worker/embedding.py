@@ -1,5 +1,5 @@
-"""What a worker needs to take part in the embedding relay, from its options: the pool, the memory under it, the settings; and
-what both sides know of an image besides its features."""
+"""What a worker needs to take part in the embedding relay, from its options: the shape of its pool, the settings; and what both
+sides know of an image besides its features."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from typing import NamedTuple
 import numpy as np
 
 from kvrelay.config import TransferOptions
+from kvrelay.engine.fence import PASSED, Fence
 from kvrelay.ids import WorkerId
 from kvrelay.media.placeholders import placeholder_ids
 from kvrelay.transfer.embedding.layout import EmbeddingLayout
 from kvrelay.transfer.embedding.mover import EmbeddingParts
-from kvrelay.transfer.embedding.pool import EmbeddingPool, Ints
+from kvrelay.transfer.embedding.pieces import Ints
+from kvrelay.transfer.embedding.pool import EmbeddingPool
 from kvrelay.transfer.embedding.room import EmbeddingSettings
 from kvrelay.transfer.engines.base import TransferEngine
 from kvrelay.transfer.engines.shm import host_identity
-from kvrelay.transfer.region import shared_region
 from kvrelay.transfer.relay.link import TransferSettings
 from kvrelay.wire.serving import Image
 
@@ -63,14 +64,14 @@ def embedding_layout(options: TransferOptions, *, hidden: int, deepstack: int, d
 
 def embedding_parts(
     worker_id: WorkerId,
-    layout: EmbeddingLayout,
+    pool: EmbeddingPool,
     engines: Sequence[TransferEngine],
     fingerprint: str,
     options: TransferOptions,
+    fence: Callable[[], Fence] = lambda: PASSED,
     on_news: Callable[[], None] = lambda: None,
 ) -> EmbeddingParts:
     """For an `EmbeddingProducer` or `EmbeddingConsumer`. The engines must be its own: each serves one region."""
-    region = shared_region(layout.size_bytes, "kvrelay-embeddings")
     settings = EmbeddingSettings(
         buffer_tokens=options.embedding_buffer_tokens,
         buffer=options.embedding_buffer,
@@ -80,11 +81,11 @@ def embedding_parts(
     )
     return EmbeddingParts(
         worker_id=worker_id,
-        pool=EmbeddingPool(layout, region),
-        region=region,
+        pool=pool,
         engines=engines,
         fingerprint=fingerprint,
         host=host_identity(),
         settings=settings,
+        fence=fence,
         on_news=on_news,
     )

@@ -19,7 +19,7 @@ from kvrelay.runner.vision.feature_rows import from_rows
 from kvrelay.runner.vision.features import FeatureStore
 from kvrelay.transfer.embedding.arrival import EmbeddingArrival
 from kvrelay.transfer.embedding.mover import EmbeddingConsumer
-from kvrelay.transfer.embedding.pool import Piece, owned
+from kvrelay.transfer.embedding.pieces import Piece, owned
 from kvrelay.wire.registry import ImageCounts
 from kvrelay.wire.serving import EmbeddingTransfer, Image
 from kvrelay.worker.embedding import describe

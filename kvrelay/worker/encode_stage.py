@@ -11,12 +11,11 @@ from kvrelay.errors import ConfigError
 from kvrelay.ids import TransferId
 from kvrelay.media.decode import Limits, decode
 from kvrelay.media.image_spec import read_image_spec
-from kvrelay.runner.choices import model_fingerprint
 from kvrelay.runner.vision.build import build_encoder
 from kvrelay.runner.vision.encoder import Encoder
 from kvrelay.runner.vision.feature_rows import to_rows
 from kvrelay.transfer.embedding.mover import EmbeddingProducer
-from kvrelay.transfer.embedding.pool import Embedding
+from kvrelay.transfer.embedding.pieces import Embedding
 from kvrelay.wire.serving import Image
 from kvrelay.worker.embedding import describe
 from kvrelay.worker.images import Reach, relay_parts
@@ -34,9 +33,9 @@ def encode_stage(options: TransferOptions, host: str, port: int = 0) -> BuildSta
         if image_spec is None:
             raise ConfigError(f"--role encode: {setup.model.model} is a text model and takes no images")
         encoder = tower_of(setup)
-        fingerprint = model_fingerprint(spec, setup.model, setup.folder)
-        reach = Reach(options, host, Waker())
-        parts = relay_parts(setup, image_spec, fingerprint, reach)
+        reach = Reach(options, host, Waker(), on_card=True)
+        parts = relay_parts(setup, reach)
+        assert parts is not None
         with signal_port(host, port):
             producer = EmbeddingProducer(parts, listen_host=host, listen_port=port)
 
@@ -56,7 +55,7 @@ def encode_stage(options: TransferOptions, host: str, port: int = 0) -> BuildSta
         )
         return Stage(
             engine=engine,
-            fingerprint=fingerprint,
+            fingerprint=parts.fingerprint,
             max_model_len=setup.engine.max_model_len or spec.max_position_embeddings,
             signal_address=producer.signal_address,
             waker=reach.waker,

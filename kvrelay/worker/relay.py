@@ -17,7 +17,7 @@ from kvrelay.transfer.kv.producer import RelayProducer
 from kvrelay.transfer.region import Region, Share, shared_region
 from kvrelay.transfer.relay.link import TransferSettings
 from kvrelay.transfer.relay.parts import RelayParts
-from kvrelay.worker.images import Reach, open_images
+from kvrelay.worker.images import Reach, open_images, relay_parts
 from kvrelay.worker.stage import BuildStage, Setup, Stage, Waker, publishes_events
 from kvrelay.worker.transports import open_engines, signal_port
 
@@ -32,6 +32,8 @@ def relay_stage(role: Role, options: TransferOptions, host: str, port: int = 0) 
             shared.append(shared_region(size_bytes))
             return shared[0]
 
+        waker = Waker()
+        embeddings = relay_parts(setup, Reach(options, host, waker, on_card=role is Role.PREFILL))
         runner = build_runner(
             setup.model,
             setup.engine,
@@ -41,7 +43,6 @@ def relay_stage(role: Role, options: TransferOptions, host: str, port: int = 0) 
             allocate,
             on_rank_death=setup.on_rank_death,
         )
-        waker = Waker()
         region = shared[0] if shared else _memory_of(runner)
         parts = RelayParts(
             worker_id=setup.worker_id,
@@ -66,7 +67,7 @@ def relay_stage(role: Role, options: TransferOptions, host: str, port: int = 0) 
             cache_seed=runner.fingerprint,
             producer=producer,
             consumer=consumer,
-            images=open_images(setup, runner, reach=Reach(options, host, waker)),
+            images=open_images(setup, runner, parts=embeddings),
             adapters=runner.adapters,
         )
         return Stage(

@@ -10,8 +10,11 @@ import zmq
 
 from kvrelay.errors import ConfigError
 from kvrelay.ids import WorkerId
+from kvrelay.log import Log
 from kvrelay.transfer.engines import choose
 from kvrelay.transfer.engines.base import TransferEngine, TransferError
+
+log = Log("transfer")
 
 
 def open_engines(
@@ -21,19 +24,44 @@ def open_engines(
     `several_cards`: each rank has its share on its card, which `cuda_ipc` alone can move."""
     if several_cards and name not in ("auto", "cuda_ipc"):
         raise ConfigError(f"--transfer {name}: KV of ranks on cards (--tp) is moved by cuda_ipc alone; use auto")
+    return _make(name, _usable("cuda_ipc" if several_cards else name, host, device), worker_id, host)
+
+
+def open_embedding_engines(
+    name: str, worker_id: WorkerId, host: str, device: str
+) -> tuple[list[TransferEngine], list[TransferEngine]]:
+    """For memory of a card (none, on a CPU), and for memory of its host: a transport that can move the card's does, the others
+    move the host's. So a peer on a CPU is reached, too, and `--transfer cuda_ipc`, which is for KV, shuts none out."""
+    name = "auto" if name == "cuda_ipc" else name
+    on_card: list[str] = []
+    if device != "cpu":
+        try:
+            on_card = _usable(name, host, device)
+        except ConfigError as error:
+            log.info("embeddings pass through host memory", device=device, reason=error)
+    on_host = [each for each in _usable(name, host, "cpu") if each not in on_card]
+    return _make(name, on_card, worker_id, host), _make(name, on_host, worker_id, host)
+
+
+def _usable(name: str, host: str, device: str) -> list[str]:
+    """Raises ConfigError if there is none."""
     try:
-        if several_cards:
-            name = "cuda_ipc"
         if name != "auto":
             choose.probe(name, device)
-            return [choose.make_engine(name, worker_id, host)]
+            return [name]
         names = choose.available(device, one_host=ipaddress.ip_address(host).is_loopback)
-        engines = [choose.make_engine(each, worker_id, host) for each in names]
     except (TransferError, ValueError) as error:
         raise ConfigError(f"--transfer {name}: {error}") from error
-    if not engines:
+    if not names:
         raise ConfigError(f"--transfer auto: no transport can move memory on {device}{_hint(device)}")
-    return engines
+    return names
+
+
+def _make(name: str, names: list[str], worker_id: WorkerId, host: str) -> list[TransferEngine]:
+    try:
+        return [choose.make_engine(each, worker_id, host) for each in names]
+    except TransferError as error:
+        raise ConfigError(f"--transfer {name}: {error}") from error
 
 
 def _hint(device: str) -> str:

@@ -16,7 +16,7 @@ from kvrelay.progress import Progress
 from kvrelay.runner.build import build_runner
 from kvrelay.text.tokenizer import Tokenizer
 from kvrelay.transfer.region import shared_region
-from kvrelay.worker.images import Reach, open_images
+from kvrelay.worker.images import Reach, open_images, relay_parts
 from kvrelay.worker.stage import BuildStage, Setup, Stage, Waker, publishes_events
 
 if TYPE_CHECKING:  # it loads Pillow
@@ -43,6 +43,7 @@ def build_engine(
 
 def _join(setup: Setup, reach: Reach | None = None) -> tuple[Engine, Stage]:
     tower = _open_tower(setup)
+    embeddings = None if reach is None else relay_parts(setup, reach)
     runner = build_runner(
         setup.model,
         setup.engine,
@@ -61,7 +62,7 @@ def _join(setup: Setup, reach: Reach | None = None) -> tuple[Engine, Stage]:
         max_model_len=runner.max_model_len,
         vocab_size=runner.spec.vocab_size,
         cache_seed=runner.fingerprint,
-        images=open_images(setup, runner, reach=reach, encoder=None if tower is None else LocalEncoder(tower)),
+        images=open_images(setup, runner, parts=embeddings, encoder=None if tower is None else LocalEncoder(tower)),
         adapters=runner.adapters,
     )
     stage = Stage(

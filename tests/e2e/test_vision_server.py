@@ -14,26 +14,37 @@ import pytest
 import tokenizers
 from devices import DEVICES, on
 from documented import metric_names
-from patience import PATIENCE_S
+from patience import PATIENCE_S, until
 from server import Server, serve
 from vision_models import make_prompt, reference_output, tiny_vl
 
+TRANSPORTS = {"cpu": "shm", "cuda": "cuda_ipc"}
+SMALL, LARGE = (70, 50), (140, 120)
+ROOM = 8  # tokens: more than a small image has, and fewer than a large one
+
 
 @pytest.fixture(scope="module", params=DEVICES)
-def server(request: pytest.FixtureRequest) -> Iterator[Server]:
-    """On a card embeddings leave it for host memory, and KV stays on it."""
+def device(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(scope="module")
+def server(device: str) -> Iterator[Server]:
+    """On a card both embeddings and KV stay on it."""
     folder: pathlib.Path = tiny_vl("qwen3_vl")
     with serve(
         str(folder), "--encode", "1", "--prefill", "1", "--decode", "1", "--local-prefill-tokens", "0", "--kv-blocks", "300",
-        "--served-model-name", "tiny", "--threads", "1", "--check-invariants", "--failover-wait-s", "60", *on(request.param),
+        "--served-model-name", "tiny", "--threads", "1", "--check-invariants", "--failover-wait-s", "60",
+        "--embedding-buffer-tokens", str(ROOM), *on(device),
     ) as running:  # fmt: skip
         yield running
 
 
-def ask(server: Server, seed: int, text: str = "What is it?") -> tuple[str, dict[str, str], int]:
+def ask(server: Server, seed: int, text: str = "What is it?", size: tuple[int, int] = SMALL) -> tuple[str, dict[str, str], int]:
     """Text, headers, prompt tokens; the image comes before the text, as in `make_prompt`."""
     client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=100)
-    data = base64.b64encode(make_prompt("qwen3_vl", [(70, 50)], "", seed).images[0].data).decode()
+    data = base64.b64encode(make_prompt("qwen3_vl", [size], "", seed).images[0].data).decode()
     image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
     answer = client.chat.completions.with_raw_response.create(
         model="tiny",
@@ -54,14 +65,26 @@ def encoded(server: Server) -> int:
 def test_images_over_http_give_what_transformers_gives(server: Server) -> None:
     tokenizer = tokenizers.Tokenizer.from_file(str(tiny_vl("qwen3_vl") / "tokenizer.json"))
     for seed in range(2):
-        prompt = make_prompt("qwen3_vl", [(70, 50)], "What is it?", seed)
+        prompt = make_prompt("qwen3_vl", [SMALL], "What is it?", seed)
         text, headers, num_tokens = ask(server, seed)
         assert text == tokenizer.decode(reference_output("qwen3_vl", prompt, 6)[0])
         assert num_tokens == len(prompt.tokens)
         assert headers["x-kvrelay-encode"].startswith("encode-")
     assert encoded(server) == 2
-    assert ask(server, 0, "Is it?")[2] == len(make_prompt("qwen3_vl", [(70, 50)], "Is it?").tokens)
+    assert ask(server, 0, "Is it?")[2] == len(make_prompt("qwen3_vl", [SMALL], "Is it?").tokens)
     assert encoded(server) == 2
+
+
+def test_embeddings_move_as_kv_does_and_those_of_a_card_do_not_pass_through_its_host(server: Server, device: str) -> None:
+    """One that fits into the room that is made for it, and one that comes in several rounds."""
+    tokenizer = tokenizers.Tokenizer.from_file(str(tiny_vl("qwen3_vl") / "tokenizer.json"))
+    for size, said in ((SMALL, "embedding taken over"), (LARGE, "an embedding came in several rounds")):
+        prompt = make_prompt("qwen3_vl", [size], "What is it?", 3)
+        assert ask(server, 3, size=size)[0] == tokenizer.decode(reference_output("qwen3_vl", prompt, 6)[0])
+        until(lambda said=said: any(said in line for line in server.lines), lambda: server.lines[-20:])  # type: ignore[misc]
+        taken = [line for line in server.lines if said in line]
+        assert all(f"transport={TRANSPORTS[device]} " in line for line in taken), taken
+    assert not [line for line in server.lines if "embedding copied to the host" in line or "through host memory" in line]
 
 
 def test_a_scrape_has_every_documented_metric_and_every_figure_of_each_worker(server: Server) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from relay_world import Side, World
 
 from kvrelay.ids import TransferId, WorkerId, new_transfer_id
@@ -15,12 +16,13 @@ from kvrelay.transfer.embedding import mover as moving
 from kvrelay.transfer.embedding.arrival import EmbeddingArrival
 from kvrelay.transfer.embedding.kind import EMBEDDINGS, EmbeddingSent
 from kvrelay.transfer.embedding.layout import EmbeddingLayout
-from kvrelay.transfer.embedding.pool import Embedding, EmbeddingPool, Piece, joined
+from kvrelay.transfer.embedding.memory import host_memory
+from kvrelay.transfer.embedding.pieces import Embedding, Piece, joined
+from kvrelay.transfer.embedding.pool import EmbeddingPool
 from kvrelay.transfer.embedding.receiving import EmbeddingReceiving
 from kvrelay.transfer.embedding.room import EmbeddingSettings, Rooms
 from kvrelay.transfer.embedding.sending import EmbeddingSending
 from kvrelay.transfer.engines.base import Mover
-from kvrelay.transfer.region import shared_region
 from kvrelay.transfer.relay.consumer import ConsumerMachine
 from kvrelay.transfer.relay.producer import ProducerMachine
 
@@ -39,7 +41,8 @@ class PoisonedPool(EmbeddingPool):
     """Fills what is given back with poison, and knows when anything is written there."""
 
     def __init__(self, shape: EmbeddingLayout) -> None:
-        super().__init__(shape, shared_region(shape.size_bytes))
+        super().__init__(host_memory(shape))
+        self._rows = self.host.rows.numpy()
         self._rows[:] = POISON
 
     def give_back(self, blocks: Sequence[int]) -> None:
@@ -57,7 +60,8 @@ class PoisonedPool(EmbeddingPool):
 
     @property
     def memory(self) -> np.ndarray:
-        return self._rows.base  # type: ignore[return-value]
+        assert self.host.region.buffer is not None
+        return np.frombuffer(self.host.region.buffer, dtype=np.uint8)
 
 
 def embedding(number: int, num_tokens: int, row_bytes: int = 8) -> Embedding:
@@ -65,15 +69,14 @@ def embedding(number: int, num_tokens: int, row_bytes: int = 8) -> Embedding:
     values = np.repeat((tokens + number * 1_000_000)[:, None], row_bytes // 4, axis=1) + np.arange(
         row_bytes // 4, dtype=np.int32
     )
-    rows = np.ascontiguousarray(values.astype(np.int32)).view(np.uint8)
+    rows = torch.from_numpy(np.ascontiguousarray(values.astype(np.int32)).view(np.uint8))
     positions = np.stack((tokens, tokens * 2 + number, tokens * 3), axis=1).astype(np.int32)
     return Embedding(rows=rows, fill_ids=tokens + number * 1000, positions=positions, aux=(number, 3, 4, 5))
 
 
 def check_equal(piece: Piece, wanted: Embedding) -> None:
     span = slice(piece.start, piece.stop)
-    assert isinstance(wanted.rows, np.ndarray)
-    assert (piece.rows == wanted.rows[span]).all()
+    assert torch.equal(piece.rows.cpu(), wanted.rows[span])
     assert (piece.fill_ids == wanted.fill_ids[span]).all()
     assert (piece.positions == wanted.positions[span]).all()
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import numpy as np
 import pytest
-from embedding_world import AUX_ITEMS, embedding, layout
+import torch
+from embedding_pair import fake_memory
+from embedding_world import AUX_ITEMS, check_equal, embedding, layout
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,10 +19,12 @@ from kvrelay.transfer.embedding.layout import (
     embedding_layout,
     embedding_ranges,
 )
-from kvrelay.transfer.embedding.pool import Embedding, EmbeddingPool, Piece, Rows, empty_piece, joined, owned
+from kvrelay.transfer.embedding.memory import PoolMemory, card_memory, host_memory
+from kvrelay.transfer.embedding.pieces import Embedding, Piece, empty_piece, joined, owned
+from kvrelay.transfer.embedding.pool import EmbeddingPool
 from kvrelay.transfer.engines.base import TransferError
-from kvrelay.transfer.region import shared_region
 from kvrelay.wire.embedding import PoolLayout
+from tests.devices import ON_A_CARD
 
 
 def offsets(shape: EmbeddingLayout, block: int, offset: int) -> list[tuple[int, int]]:
@@ -85,7 +90,7 @@ def test_blocks_that_a_producer_names_must_exist_and_suffice() -> None:
 
 def test_a_pool_prefers_neighbours_and_gives_back_what_it_holds() -> None:
     shape = layout(4, 8)
-    pool = EmbeddingPool(shape, shared_region(shape.size_bytes))
+    pool = EmbeddingPool(host_memory(shape))
     first, second, third = pool.take(8), pool.take(4), pool.take(8)
     assert (first, second, third) == ((0, 1), (2,), (3, 4))
     assert first is not None
@@ -100,34 +105,71 @@ def test_a_pool_prefers_neighbours_and_gives_back_what_it_holds() -> None:
         pool.give_back(first)
 
 
-def test_an_embedding_can_be_written_into_the_pool_by_its_maker() -> None:
-    shape = layout(4, 8)
-    pool = EmbeddingPool(shape, shared_region(shape.size_bytes))
-    ready = embedding(7, 14)
+def on_card(shape: EmbeddingLayout) -> PoolMemory:
+    return card_memory(shape, torch.device("cuda"))
 
-    def write(start: int, rows: Rows) -> None:
-        assert isinstance(ready.rows, np.ndarray)
-        rows[:] = ready.rows[start : start + len(rows)]
 
-    blocks = (5, 6, 0, 3)
-    offered = Embedding(rows=write, fill_ids=ready.fill_ids, positions=ready.positions, aux=(1, 2))
-    pool.store(blocks, offered)
-    pieces = pool.pieces(blocks, 100, 14)
+CARDS = [fake_memory, pytest.param(on_card, marks=ON_A_CARD)]
+
+
+@pytest.mark.parametrize("make", [host_memory, *CARDS])
+def test_what_is_stored_is_found_in_pieces(make: Callable[[EmbeddingLayout], PoolMemory]) -> None:
+    memory, ready, blocks = make(layout(4, 8)), embedding(7, 14), (5, 6, 0, 3)
+    memory.store(blocks, Embedding(rows=ready.rows, fill_ids=ready.fill_ids, positions=ready.positions, aux=(1, 2)))
+    wait_for(memory)
+    pieces = memory.pieces(blocks, 100, 14)
     assert [(piece.start, piece.stop) for piece in pieces] == [(100, 108), (108, 112), (112, 114)]
-    assert (joined(pieces).rows == ready.rows).all()
-    assert (joined(pieces).positions == ready.positions).all()
-    assert pool.aux(5) == (14, 1, 2, 0, 0, 0, 0, 0)
+    assert all(piece.rows.device == memory.rows.device for piece in pieces)
+    whole = joined(pieces)
+    check_equal(Piece(0, whole.rows, whole.fill_ids, whole.positions), ready)
+    assert memory.aux(5) == (14, 1, 2, 0, 0, 0, 0, 0)
+    home = memory.home(14)
+    moved = memory.move_out(home, blocks, 0, 14)
+    assert [(piece.start, piece.stop) for piece in moved] == [(0, 8), (8, 12), (12, 14)]
+    memory.rows[:] = 0
+    check_equal(owned(moved), ready)
+    assert owned(moved) is home
+
+
+def wait_for(memory: PoolMemory) -> None:
+    if memory.rows.is_cuda:
+        torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("make", CARDS)
+def test_an_embedding_on_a_card_is_copied_to_the_host_once_and_only_for_who_needs_it(
+    make: Callable[[EmbeddingLayout], PoolMemory],
+) -> None:
+    shape, ready = layout(4, 8), embedding(7, 14)
+    card, host = make(shape), host_memory(shape)
+    pool = EmbeddingPool(host, card, ["cuda_ipc"])
+    assert pool.regions_on_card() == {"cuda_ipc": card.region}
+    assert (pool.memory_of("cuda_ipc"), pool.memory_of("shm")) == (card, host)
+    blocks = pool.take(14)
+    assert blocks is not None
+    pool.store(blocks, ready)
+    wait_for(card)
+    assert not pool.bring_to("cuda_ipc", blocks, 14)
+    assert not host.rows.any()
+    assert pool.bring_to("shm", blocks, 14)
+    (piece,) = host.pieces(blocks, 0, 14)
+    check_equal(piece, ready)
+    assert host.aux(blocks[0]) == card.aux(blocks[0]) == (14, *ready.aux, 0, 0, 0)
+    assert not pool.bring_to("nixl", blocks, 14)
+    pool.give_back(blocks)
+    assert pool.take(14) == blocks
+    assert pool.bring_to("shm", blocks, 14), "another embedding"
 
 
 def test_an_embedding_that_came_in_parts_is_not_copied_twice() -> None:
     """Parts that left the pool early are at home; those in the pool are put beside them."""
     numbers = np.arange(6, dtype=np.int32)
-    whole = Piece(0, np.arange(24, dtype=np.uint8).reshape(6, 4), numbers, np.stack([numbers] * 3, axis=1))
+    whole = Piece(0, torch.arange(24, dtype=torch.uint8).reshape(6, 4), numbers, np.stack([numbers] * 3, axis=1))
 
     def part(start: int, stop: int) -> Piece:
         return Piece(start, whole.rows[start:stop], whole.fill_ids[start:stop], whole.positions[start:stop])
 
-    home = empty_piece(6, 4)
+    home = empty_piece(6, 4, torch.device("cpu"))
     early = [home.put(part(0, 2)), home.put(part(2, 3))]
     assert [(piece.start, piece.stop) for piece in early] == [(0, 2), (2, 3)]
     mine = owned([*early, part(3, 6)])
@@ -137,4 +179,4 @@ def test_an_embedding_that_came_in_parts_is_not_copied_twice() -> None:
         assert (got.rows == whole.rows).all()
         assert (got.fill_ids == whole.fill_ids).all()
         assert (got.positions == whole.positions).all()
-        assert not np.shares_memory(got.rows, whole.rows)
+        assert got.rows.data_ptr() != whole.rows.data_ptr()

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 from embedding_pair import Consumer, consumer, producer, wide_embedding
@@ -22,11 +23,14 @@ from kvrelay.states import EmbeddingState
 from kvrelay.transfer.embedding.mover import EmbeddingProducer
 from kvrelay.transfer.embedding.room import EmbeddingSettings
 from kvrelay.transfer.relay.link import TransferSettings
+from tests.devices import ON_A_CARD
+from tests.transfer_peers import FAKE_CARD, ON_CARD
 
 HERE = pathlib.Path(__file__).resolve().parent
 LEASE_S = 1.0
 SETTINGS = EmbeddingSettings(buffer_tokens=1024, transfer=TransferSettings(lease_s=LEASE_S, hello_retry_s=0.1))
 TRANSPORTS = ["shm", "nixl", "mooncake"]
+CARDS = [FAKE_CARD, *(pytest.param(name, marks=ON_A_CARD) for name in ON_CARD)]
 
 
 class Child:
@@ -67,7 +71,7 @@ def two_processes(transport: str, num_tokens: int, pool_tokens: int = 2048) -> I
         child.process.wait()
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", [*TRANSPORTS, *CARDS])
 def test_an_embedding_reaches_another_process_in_several_rounds(transport: str) -> None:
     with two_processes(transport, 5000) as (child, side, transfer_id):
         until(lambda: side.is_over(transfer_id))
@@ -85,7 +89,7 @@ def _asked(side: Consumer, transfer_id: TransferId) -> None:
     assert side.relay.pool_counts().held > 0
 
 
-@pytest.mark.parametrize("transport", ["shm", *(pytest.param(name, marks=pytest.mark.long) for name in TRANSPORTS[1:])])
+@pytest.mark.parametrize("transport", ["shm", *(pytest.param(name, marks=pytest.mark.long) for name in TRANSPORTS[1:]), *CARDS])
 def test_a_killed_encode_worker_is_found_out_and_the_blocks_come_back(transport: str) -> None:
     with two_processes(transport, 0) as (child, side, transfer_id):
         _asked(side, transfer_id)
@@ -117,17 +121,20 @@ def test_where_the_consumer_copies_a_stopped_encode_worker_holds_nothing_up() ->
 
 
 @contextmanager
-def one_process(**shape: int) -> Iterator[tuple[WorkerId, EmbeddingProducer, WorkerId, Consumer]]:
+def one_process(
+    from_transport: str = "shm", to_transport: str = "shm", **shape: Any
+) -> Iterator[tuple[WorkerId, EmbeddingProducer, WorkerId, Consumer]]:
     settings = EmbeddingSettings(buffer_tokens=1024)
     with (
-        producer("shm", settings, **shape) as (encoder, relay),
-        consumer("shm", settings, **shape) as (prefill, side),
+        producer(from_transport, settings, **shape) as (encoder, relay),
+        consumer(to_transport, settings, **shape) as (prefill, side),
     ):
         yield encoder, relay, prefill, side
 
 
-def test_many_embeddings_at_once_share_two_small_pools() -> None:
-    with one_process(pool_tokens=2048) as (encoder, relay, prefill, side):
+@pytest.mark.parametrize("transport", ["shm", *CARDS])
+def test_many_embeddings_at_once_share_two_small_pools(transport: str) -> None:
+    with one_process(transport, transport, pool_tokens=2048) as (encoder, relay, prefill, side):
         wanted = {new_transfer_id(): wide_embedding(number, 100 + 90 * number) for number in range(20)}
         unoffered = dict(wanted)
         for transfer_id in wanted:

@@ -113,6 +113,7 @@ def test_an_embedding_is_one_line_with_its_numbers_and_a_warning_if_it_took_seve
         "producer": pair.encoder.id,
         "tokens": num_tokens,
         "bytes": num_tokens * layout.token_bytes + layout.aux_bytes,
+        "transport": "memory",
         **rounds,
         "trace": "a trace",
     }

@@ -10,7 +10,8 @@ from kvrelay.errors import ConfigError
 from kvrelay.ids import new_worker_id
 from kvrelay.options import RoleOptions, check_roles
 from kvrelay.states import Role
-from kvrelay.worker.transports import open_engines
+from kvrelay.transfer.engines import choose
+from kvrelay.worker.transports import open_embedding_engines, open_engines
 
 
 def test_a_card_and_a_host_do_not_hand_over_to_each_other() -> None:
@@ -54,3 +55,29 @@ def test_without_a_driver_the_error_says_so() -> None:
 def test_host_memory_is_not_moved_by_cuda_ipc() -> None:
     with pytest.raises(ConfigError, match=r"--transfer cuda_ipc: .* not memory on cpu"):
         open_engines("cuda_ipc", new_worker_id("prefill"), "127.0.0.1", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("transfer", "device", "on_card", "on_host"),
+    [
+        ("auto", "cuda:0", ["cuda_ipc"], ["shm"]),
+        ("cuda_ipc", "cuda:0", ["cuda_ipc"], ["shm"]),
+        ("nixl", "cuda:0", ["nixl"], []),
+        ("shm", "cuda:0", [], ["shm"]),
+        ("auto", "cpu", [], ["shm"]),
+        ("cuda_ipc", "cpu", [], ["shm"]),
+    ],
+)
+def test_embeddings_are_moved_on_a_card_by_transports_that_can_and_on_its_host_by_the_others(
+    monkeypatch: pytest.MonkeyPatch, transfer: str, device: str, on_card: list[str], on_host: list[str]
+) -> None:
+    monkeypatch.setattr(choose, "load_driver", lambda: None)
+    monkeypatch.setattr(choose.nixl, "try_card", lambda device: None)
+    opened = open_embedding_engines(transfer, new_worker_id("encode"), "127.0.0.1", device)
+    assert [[engine.name for engine in engines] for engines in opened] == [on_card, on_host]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
+def test_embeddings_of_a_card_that_no_transport_reaches_are_moved_on_its_host() -> None:
+    on_card, on_host = open_embedding_engines("auto", new_worker_id("encode"), "127.0.0.1", "cuda:0")
+    assert (on_card, [engine.name for engine in on_host]) == ([], ["shm"])

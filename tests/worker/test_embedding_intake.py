@@ -13,7 +13,7 @@ from kvrelay.ids import RequestId, TransferId, WorkerId, new_request_id, new_tra
 from kvrelay.runner.vision.features import FeatureStore
 from kvrelay.transfer.embedding.arrival import EmbeddingArrival
 from kvrelay.transfer.embedding.mover import EmbeddingConsumer
-from kvrelay.transfer.embedding.pool import Piece
+from kvrelay.transfer.embedding.pieces import Piece
 from kvrelay.transfer.relay.desk import RelayCounts
 from kvrelay.wire.serving import EmbeddingTransfer, Image
 from kvrelay.worker.embedding import describe
@@ -117,7 +117,7 @@ def test_what_came_is_compared_with_what_the_image_must_be(
 ) -> None:
     _, transfer_id = fetch(intake)
     said = {**describe(IMAGE, 2)._asdict(), **change}
-    rows = np.zeros((4, WIDTH), dtype=np.uint8)
+    rows = torch.zeros((4, WIDTH), dtype=torch.uint8)
     halves = [
         Piece(start, rows[:2], said["fill_ids"][start : start + 2], said["positions"][start : start + 2]) for start in (0, 2)
     ]

@@ -19,6 +19,7 @@ import time
 from typing import Literal
 
 import numpy as np
+import torch
 from rich.console import Console
 
 from kvrelay.bench.encode.model import EncodeBench
@@ -32,8 +33,10 @@ from kvrelay.errors import BenchError
 from kvrelay.ids import TransferId, WorkerId, new_transfer_id, new_worker_id
 from kvrelay.transfer.blocks import Placement
 from kvrelay.transfer.embedding.layout import EmbeddingLayout, embedding_ranges
+from kvrelay.transfer.embedding.memory import host_memory
 from kvrelay.transfer.embedding.mover import EmbeddingConsumer, EmbeddingParts, EmbeddingProducer
-from kvrelay.transfer.embedding.pool import Embedding, Piece, owned
+from kvrelay.transfer.embedding.pieces import Embedding, Piece, owned
+from kvrelay.transfer.embedding.pool import EmbeddingPool
 from kvrelay.transfer.engines.base import Ranges
 from kvrelay.transfer.engines.choose import make_engine
 from kvrelay.worker.embedding import embedding_layout, embedding_parts
@@ -70,16 +73,16 @@ def _ranges() -> Ranges:
 def _parts(role: str, transport: str, pool_tokens: int, default_tokens: int = DEFAULT_TOKENS) -> EmbeddingParts:
     worker = new_worker_id(role)
     options = TransferOptions(embedding_buffer_tokens=default_tokens)
-    parts = embedding_parts(worker, _layout(pool_tokens), [make_engine(transport, worker)], "bench", options)
-    assert parts.region.buffer is not None
-    np.frombuffer(parts.region.buffer, dtype=np.uint8)[::4096] = 1  # every page is there before anything is timed
-    return parts
+    memory = host_memory(_layout(pool_tokens))
+    assert memory.region.buffer is not None
+    np.frombuffer(memory.region.buffer, dtype=np.uint8)[::4096] = 1  # every page is there before anything is timed
+    return embedding_parts(worker, EmbeddingPool(memory), [make_engine(transport, worker)], "bench", options)
 
 
 def _embedding() -> Embedding:
     rows = np.random.default_rng(1).integers(0, 256, (TOKENS, _layout(_BLOCK_SIZE).row_bytes), dtype=np.uint8)
     tokens = np.arange(TOKENS, dtype=np.int32)
-    return Embedding(rows=rows, fill_ids=tokens, positions=np.stack([tokens] * 3, axis=1))
+    return Embedding(rows=torch.from_numpy(rows), fill_ids=tokens, positions=np.stack([tokens] * 3, axis=1))
 
 
 class Producer:

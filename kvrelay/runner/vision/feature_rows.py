@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-
-Rows = NDArray[np.uint8]  # [tokens, bytes of a token]
 
 
-def to_rows(features: torch.Tensor) -> Rows:
-    """A view where the features are on the host."""
-    rows: Rows = features.contiguous().cpu().view(torch.uint8).numpy()
-    return rows
+def to_rows(features: torch.Tensor) -> torch.Tensor:
+    """[tokens, bytes of a token], on the device and in the memory of the features."""
+    return features.contiguous().view(torch.uint8)
 
 
-def from_rows(rows: Rows, dtype: torch.dtype) -> torch.Tensor:
+def from_rows(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """[tokens, width], in the memory of `rows`."""
-    return torch.from_numpy(rows).view(dtype)
+    return rows.view(dtype)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import msgspec
 
 from kvrelay.ids import TransferId
-from kvrelay.transfer.embedding.pool import Piece
+from kvrelay.transfer.embedding.pieces import Piece
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

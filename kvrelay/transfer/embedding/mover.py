@@ -4,16 +4,18 @@ Encode worker:
 
     expect(transfer_id, consumers) -> offer(transfer_id, embedding) -> poll: sent, or the error
 
-    `offer` copies the embedding into the pool (or has it written there) in the caller's thread and says whether there was room;
-    if not, it is to be repeated after a later `poll`: others must be taken first. An embedding that no empty pool could hold
-    raises EmbeddingTooLargeError.
+    `offer` copies the embedding into the pool in the caller's thread and says whether there was room; if not, it is to be
+    repeated after a later `poll`: others must be taken first. An embedding that no empty pool could hold raises
+    EmbeddingTooLargeError. On a card the copy is behind what the caller's stream was given before; consumers are told when it
+    has passed.
 
 Prefill or whole worker:
 
     expect(transfer_id, producer, address) -> poll: arrivals, each with further tokens -> ... -> one that is complete -> release
 
     Every expected transfer ends in exactly one arrival that is complete or has an error, unless it is aborted first. A complete
-    one may have tokens in the pool, where they stay until `release` (harmless otherwise).
+    one may have tokens in the pool, where they stay until `release` (harmless otherwise). What the caller's stream was given
+    before `release` may still read them.
 
 No call blocks. The calls only leave a note for the thread. Should it fail, everything that is open ends with an error, and then
 `poll` raises ThreadFailedError: the worker had better be replaced.
@@ -24,19 +26,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from kvrelay.engine.fence import PASSED, Fence
 from kvrelay.errors import EmbeddingTooLargeError
 from kvrelay.ids import TransferId, WorkerId, as_transfer_id, as_worker_id
 from kvrelay.transfer.embedding.arrival import EmbeddingArrival
 from kvrelay.transfer.embedding.kind import EMBEDDINGS, EmbeddingSent
 from kvrelay.transfer.embedding.layout import EmbeddingLayout
-from kvrelay.transfer.embedding.pool import Embedding, EmbeddingPool, PoolCounts
+from kvrelay.transfer.embedding.pieces import Embedding
+from kvrelay.transfer.embedding.pool import EmbeddingPool, PoolCounts
 from kvrelay.transfer.embedding.receiving import EmbeddingReceiving
 from kvrelay.transfer.embedding.room import EmbeddingSettings, Rooms
 from kvrelay.transfer.embedding.sending import EmbeddingSending
 from kvrelay.transfer.engines.base import TransferEngine
-from kvrelay.transfer.region import Region
 from kvrelay.transfer.relay.consumer import ConsumerMachine
 from kvrelay.transfer.relay.desk import RelayCounts
+from kvrelay.transfer.relay.fenced import Fenced
 from kvrelay.transfer.relay.kind import FAILED
 from kvrelay.transfer.relay.link import ProducerLink
 from kvrelay.transfer.relay.parts import RelayParts
@@ -54,18 +58,19 @@ class EmbeddingParts:
 
     worker_id: WorkerId
     pool: EmbeddingPool
-    region: Region  # the pool's
     engines: Sequence[TransferEngine]
     fingerprint: str
     host: str
     settings: EmbeddingSettings = EmbeddingSettings()
+    fence: Callable[[], Fence] = lambda: PASSED  # behind what the caller's stream was given
     on_news: Callable[[], None] = lambda: None  # called in the transfer thread when `poll` has something
 
     def for_relay(self) -> RelayParts[EmbeddingLayout]:
         return RelayParts(
             worker_id=self.worker_id,
             layout=self.pool.layout,
-            region=self.region,
+            region=self.pool.host.region,
+            elsewhere=self.pool.regions_on_card(),
             engines=self.engines,
             fingerprint=f"embedding:{self.fingerprint}",
             host=self.host,
@@ -125,8 +130,11 @@ class EmbeddingProducer(Front[ProducerTurns[EmbeddingLayout, list[EmbeddingSent]
     def __init__(self, parts: EmbeddingParts, *, listen_host: str = "127.0.0.1", listen_port: int = 0) -> None:
         """Raises TransferError if a transport cannot register the region, ZMQError if the address cannot be bound."""
         self._pool = parts.pool
+        self._fence = parts.fence
+        self._fenced = Fenced()
         self._open: set[TransferId] = set()
-        super().__init__(ProducerTurns(EMBEDDINGS, parts.for_relay(), list[EmbeddingSent], (listen_host, listen_port)))
+        listen = (listen_host, listen_port)
+        super().__init__(ProducerTurns(EMBEDDINGS, parts.for_relay(), list[EmbeddingSent], listen, self._fenced.look))
         self.signal_address = self._turns.socket.address
 
     def expect(self, transfer_id: TransferId, consumers: Sequence[WorkerId]) -> None:
@@ -148,13 +156,17 @@ class EmbeddingProducer(Front[ProducerTurns[EmbeddingLayout, list[EmbeddingSent]
             return False
         try:
             self._pool.store(blocks, embedding)
-        except BaseException:  # a writer that fails has not offered anything
+        except BaseException:  # nothing was offered
             self._pool.give_back(blocks)
             raise
         if self._turns.ended:
             self._pool.give_back(blocks)
-        self._turns.call(lambda: offer(self._turns.machine, self._pool, transfer_id, blocks, total_tokens, clock()))
+        fence = self._fence()
+        self._turns.call(lambda: self._fenced.put(fence, lambda: self._offered(transfer_id, blocks, total_tokens)))
         return True
+
+    def _offered(self, transfer_id: TransferId, blocks: tuple[int, ...], total_tokens: int) -> None:
+        offer(self._turns.machine, self._pool, transfer_id, blocks, total_tokens, clock())
 
     def abort(self, transfer_id: TransferId) -> None:
         self._open.discard(transfer_id)
@@ -187,7 +199,9 @@ class EmbeddingConsumer(Front[ConsumerTurns[EmbeddingLayout, list[EmbeddingArriv
         self._rooms = Rooms(parts.pool, parts.settings)
         self._open: set[TransferId] = set()
         self._kept: dict[TransferId, tuple[int, ...]] = {}  # complete, and not released
-        super().__init__(ConsumerTurns(EMBEDDINGS, parts.for_relay(), list[EmbeddingArrival]))
+        self._fence = parts.fence
+        self._fenced = Fenced()
+        super().__init__(ConsumerTurns(EMBEDDINGS, parts.for_relay(), list[EmbeddingArrival], self._fenced.look))
 
     def expect(
         self,
@@ -219,7 +233,7 @@ class EmbeddingConsumer(Front[ConsumerTurns[EmbeddingLayout, list[EmbeddingArriv
         self._turns.call(expect_and_abort)
 
     def release(self, transfer_id: TransferId) -> None:
-        """What a complete arrival has in the pool is not needed any more."""
+        """What a complete arrival has in the pool is needed by nothing that the caller does from now on."""
         self._give_back(self._kept.pop(transfer_id, ()))
 
     def abort(self, transfer_id: TransferId) -> None:
@@ -229,9 +243,15 @@ class EmbeddingConsumer(Front[ConsumerTurns[EmbeddingLayout, list[EmbeddingArriv
         self._turns.call(lambda: self._turns.machine.tell(transfer_id, EmbeddingReceiving.abort))
 
     def _give_back(self, blocks: tuple[int, ...]) -> None:
-        if blocks:
+        """When the caller's stream is done with them."""
+        if not blocks:
+            return
+        fence = self._fence()
+        if fence.passed():
             self._pool.give_back(blocks)
             self._turns.call(lambda: None)  # a turn, for those that wait for room
+        else:
+            self._turns.call(lambda: self._fenced.put(fence, lambda: self._pool.give_back(blocks)))
 
     def poll(self) -> list[EmbeddingArrival]:
         ended = self._turns.ended  # read first: what the thread said before its end must not be missed

@@ -21,6 +21,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from kvrelay.ids import TransferId
 from kvrelay.log import Log
 from kvrelay.states import EMBEDDING_EDGES, ROUND_EDGES, EmbeddingState, EndedBy, RoundState, advance
@@ -28,7 +30,8 @@ from kvrelay.transfer.blocks import Placement, placed_blocks
 from kvrelay.transfer.embedding.arrival import EmbeddingArrival, Round
 from kvrelay.transfer.embedding.kind import ReceivingDesk
 from kvrelay.transfer.embedding.layout import EmbeddingLayout, embedding_ranges
-from kvrelay.transfer.embedding.pool import Piece, empty_piece
+from kvrelay.transfer.embedding.memory import PoolMemory
+from kvrelay.transfer.embedding.pieces import Piece
 from kvrelay.transfer.embedding.room import NoRoomError, Room, Rooms
 from kvrelay.transfer.engines.base import TransferError
 from kvrelay.transfer.relay.ending import Failure
@@ -114,27 +117,13 @@ class EmbeddingReceiving(ReceivingTransfer[EmbeddingState, EmbeddingLayout, list
         if self.link.ready and not self.link.consumer_moves:
             self._ending.grant()
         block_size, tokens, blocks = self._pool.layout.block_size, self._room.tokens, list(self._room.blocks)
-        if self._first_token == 0:
-            self._send(
-                Init(
-                    transfer_id=self.transfer_id,
-                    block_size=block_size,
-                    allocated_tokens=tokens,
-                    blocks=blocks,
-                    required_dst_info_num=self._required_dst_info_num,
-                )
-            )
-        else:
-            self._send(
-                Resume(
-                    transfer_id=self.transfer_id,
-                    sent_tokens=self._first_token,
-                    block_size=block_size,
-                    allocated_tokens=tokens,
-                    blocks=blocks,
-                    required_dst_info_num=self._required_dst_info_num,
-                )
-            )
+        message: Init | Resume = Init(
+            transfer_id=self.transfer_id, block_size=block_size, allocated_tokens=tokens, blocks=blocks,
+            required_dst_info_num=self._required_dst_info_num,
+        )  # fmt: skip
+        if self._first_token:
+            message = Resume(**msgspec.structs.asdict(message), sent_tokens=self._first_token)
+        self._send(message)
 
     def _ask_first(self, now: float) -> None:
         """For the present round."""
@@ -222,6 +211,12 @@ class EmbeddingReceiving(ReceivingTransfer[EmbeddingState, EmbeddingLayout, list
             self._desk.counts.moved_tokens += _stop(self._notice) - self._first_token
         self._drain()
 
+    @property
+    def _memory(self) -> PoolMemory:
+        """Where the link's transport puts what comes."""
+        _, engine = self.link.parts()
+        return self._pool.memory_of(engine.name)
+
     def _round_is_in(self, now: float) -> None:
         """Every byte of the round is in the pool, and nothing will be written there until the producer is asked to."""
         assert self._room is not None
@@ -229,7 +224,7 @@ class EmbeddingReceiving(ReceivingTransfer[EmbeddingState, EmbeddingLayout, list
         self._move_out(self._leaving or self._arrived)  # of the round before
         total, stop = self._total_tokens, _stop(self._notice)
         if self._first_token == 0:
-            told, *rest = self._pool.aux(self._room.blocks[0])
+            told, *rest = self._memory.aux(self._room.blocks[0])
             self._aux = tuple(rest)
             if told != total:
                 self._fail(Failure(f"the aux data say {told} tokens, the producer {total}"))
@@ -243,16 +238,17 @@ class EmbeddingReceiving(ReceivingTransfer[EmbeddingState, EmbeddingLayout, list
         self._resume(arrived, total - stop, now)
 
     def _resume(self, arrived: Round, remaining_tokens: int, now: float) -> None:
-        besides = self._rooms.besides(remaining_tokens)
-        if besides is not None:
-            self._room, self._arrived = besides, arrived
-        else:
-            self._arrive(arrived)
-            try:
+        try:
+            self._home = self._home or self._memory.home(self._total_tokens)
+            besides = self._rooms.besides(remaining_tokens)
+            if besides is not None:
+                self._room, self._arrived = besides, arrived
+            else:
+                self._arrive(arrived)
                 self._room = self._rooms.more(arrived.blocks, remaining_tokens)
-            except NoRoomError as error:
-                self._fail(Failure(str(error)))
-                return
+        except (NoRoomError, TransferError) as error:
+            self._fail(Failure(str(error)))
+            return
         self._desk.counts.resumes += 1
         self._num_resumes += 1
         self._num_first_tokens = self._num_first_tokens or arrived.num_tokens
@@ -267,15 +263,11 @@ class EmbeddingReceiving(ReceivingTransfer[EmbeddingState, EmbeddingLayout, list
 
     def _arrive(self, arrived: Round) -> None:
         """With copies of what is in the pool, where all of the embedding will be."""
-        if self._home is None:
-            self._home = empty_piece(self._total_tokens, self._pool.layout.row_bytes)
-        pieces = tuple(map(self._home.put, self._pieces(arrived)))
+        assert self._home is not None
+        pieces = self._memory.move_out(self._home, arrived.blocks, arrived.first_token, arrived.num_tokens)
         self._desk.news.append(
             EmbeddingArrival(transfer_id=self.transfer_id, pieces=pieces, total_tokens=self._total_tokens, aux=self._aux)
         )
-
-    def _pieces(self, arrived: Round) -> list[Piece]:
-        return self._pool.pieces(arrived.blocks, arrived.first_token, arrived.num_tokens)
 
     def _succeed(self, arrived: Round, now: float) -> None:
         """The owner of the embedding releases its room."""
@@ -287,7 +279,7 @@ class EmbeddingReceiving(ReceivingTransfer[EmbeddingState, EmbeddingLayout, list
         self._desk.news.append(
             EmbeddingArrival(
                 transfer_id=self.transfer_id,
-                pieces=tuple(self._pieces(arrived)),
+                pieces=tuple(self._memory.pieces(arrived.blocks, arrived.first_token, arrived.num_tokens)),
                 total_tokens=self._total_tokens,
                 aux=self._aux,
                 is_complete=True,
@@ -299,11 +291,12 @@ class EmbeddingReceiving(ReceivingTransfer[EmbeddingState, EmbeddingLayout, list
         fields = dict[str, object]()
         if self._num_resumes:
             fields = {"first_round": self._num_first_tokens, "resumes": self._num_resumes}
+        _, engine = self.link.parts()
         tell = log.warning if self._num_resumes else log.info
         tell(
             "an embedding came in several rounds" if self._num_resumes else "embedding taken over",
             request=self._request_id, transfer=self.transfer_id, producer=self.link.peer, tokens=self._total_tokens,
-            bytes=self._pool.layout.size_of(self._total_tokens), **fields,
+            bytes=self._pool.layout.size_of(self._total_tokens), transport=engine.name, **fields,
             ms=round((now - self.expected_at) * 1000, 1), trace=self._trace_id,
         )  # fmt: skip
 

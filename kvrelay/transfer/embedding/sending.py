@@ -17,12 +17,13 @@ from dataclasses import dataclass, field
 from typing import Any, assert_never
 
 from kvrelay.ids import TransferId, WorkerId
+from kvrelay.log import Log
 from kvrelay.states import EMBEDDING_EDGES, ROUND_EDGES, EmbeddingState, EndedBy, RoundState, advance
 from kvrelay.transfer.blocks import Placement
 from kvrelay.transfer.embedding.kind import EmbeddingSent, SendingDesk
 from kvrelay.transfer.embedding.layout import EmbeddingLayout, check_room, embedding_ranges
 from kvrelay.transfer.embedding.pool import EmbeddingPool
-from kvrelay.transfer.engines.base import TransferError
+from kvrelay.transfer.engines.base import TransferEngine, TransferError
 from kvrelay.transfer.relay.ending import Ending, Failure
 from kvrelay.transfer.relay.kind import End, MoveKey
 from kvrelay.transfer.relay.leases import HeldLease
@@ -30,6 +31,8 @@ from kvrelay.transfer.relay.link import Link
 from kvrelay.transfer.relay.seam import SendingTransfer
 from kvrelay.wire.embedding import Done, Init, Partial, Received, Resume
 from kvrelay.wire.relay import Abort, AbortAck, TransferMessage
+
+log = Log("relay")
 
 _Said = Init | Resume | Received | Abort | AbortAck
 
@@ -237,6 +240,7 @@ class EmbeddingSending(SendingTransfer[EmbeddingState, EmbeddingLayout, list[Emb
     def _begin_round(self, destination: Destination) -> list[MoveKey]:
         assert destination.link is not None
         layout, engine = destination.link.parts()
+        self._bring_to(destination.peer, engine)
         if destination.link.consumer_moves:
             destination.ending.grant()
             self._report(destination, list(self._blocks))
@@ -251,6 +255,15 @@ class EmbeddingSending(SendingTransfer[EmbeddingState, EmbeddingLayout, list[Emb
             return []
         destination.advance(RoundState.MOVING)
         return [move]
+
+    def _bring_to(self, peer: WorkerId, engine: TransferEngine) -> None:
+        assert self._total_tokens is not None
+        if self._pool.bring_to(engine.name, self._blocks, self._total_tokens):
+            size_bytes = self._pool.layout.size_of(self._total_tokens)
+            log.info(
+                "embedding copied to the host", transfer=self.transfer_id, consumer=peer, transport=engine.name,
+                bytes=size_bytes,
+            )  # fmt: skip
 
     def moved(self, move: MoveKey, error: str) -> None:
         destination = next(each for each in self._destinations.values() if move in each.ending.moves)

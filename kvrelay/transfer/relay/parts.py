@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from kvrelay.ids import WorkerId
@@ -26,13 +26,14 @@ class RelayParts(Generic[L]):
     fingerprint: str
     host: str
     settings: TransferSettings = TransferSettings()
+    elsewhere: Mapping[str, Region] = field(default_factory=dict)  # what engines of these names move instead of `region`
     on_news: Callable[[], None] = lambda: None  # called in the transfer thread when `poll` has something: wakes the engine
 
     def register(self, kind: Kind[L]) -> LocalSide[L]:
         """Raises TransferError, with every engine closed."""
         try:
             for engine in self.engines:
-                engine.register(self.region)
+                engine.register(self.elsewhere.get(engine.name, self.region))
         except TransferError:
             self.close_engines()
             raise

@@ -1,1 +1,1 @@
-"""Workers on one host whose KV is on NVIDIA cards."""
+"""Workers on one host whose memory is on NVIDIA cards."""
