@@ -32,7 +32,7 @@ from kvrelay.transfer import copy
 from kvrelay.transfer.engines import ranges
 kernels = choose_kernels(torch.device("cpu"), torch.float32, read_environment())
 print(kvrelay.__file__, type(kernels).__name__, sep="\\n")
-assert block_table._library() and ranks.shared_functions() and ranges._native_join()
+assert block_table._library() and ranks.shared_functions() and ranges.native_ranges()
 assert hashing._hash_blocks() is not hashing._hash_by_hashlib
 assert copy._best_copy() is not copy._copy_by_ctypes
 assert host_pool._best_copy() is not host_pool._copy_by_numpy

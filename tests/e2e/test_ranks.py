@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from devices import DEVICES, on
 from lora_adapters import adapted_model, adapter_folder
 from parity import assert_parity, reference_tokens
@@ -40,15 +41,26 @@ def ranks_of(pid: int) -> list[psutil.Process]:
     return [child for child in children if "kvrelay.runner.ranks.process" in child.cmdline()]
 
 
-def tokens_of(url: str, prompt: list[int] = PROMPT, num_tokens: int = NUM_TOKENS, adapter: str | None = None) -> list[int]:
+def choices_of(url: str, prompt: list[int], num_tokens: int, **more: object) -> list[list[int]]:
     body = {
-        "model": adapter, "prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True,
-        "return_token_ids": True,
+        "prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, "return_token_ids": True, **more
     }  # fmt: skip
     request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"})
     with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
-        tokens: list[int] = json.loads(response.read())["choices"][0]["token_ids"]
-        return tokens
+        return [choice["token_ids"] for choice in json.loads(response.read())["choices"]]
+
+
+def tokens_of(url: str, prompt: list[int] = PROMPT, num_tokens: int = NUM_TOKENS, adapter: str | None = None) -> list[int]:
+    (tokens,) = choices_of(url, prompt, num_tokens, model=adapter)
+    return tokens
+
+
+def beams_of_transformers(prompt: list[int], num_tokens: int, width: int) -> list[list[int]]:
+    found = reference_model("kv2").generate(
+        torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), do_sample=False, num_beams=width,
+        num_return_sequences=width, max_new_tokens=num_tokens, min_new_tokens=num_tokens, pad_token_id=0,
+    )  # fmt: skip
+    return [row[len(prompt) :].tolist() for row in found]
 
 
 def check(tokens: list[int], prompt: list[int] = PROMPT, num_tokens: int = NUM_TOKENS, adapter: str | None = None) -> None:

@@ -87,6 +87,15 @@ def test_embeddings_move_as_kv_does_and_those_of_a_card_do_not_pass_through_its_
     assert not [line for line in server.lines if "embedding copied to the host" in line or "through host memory" in line]
 
 
+def test_a_worker_of_several_ranks_gives_the_same_for_images(device: str) -> None:
+    tokenizer = tokenizers.Tokenizer.from_file(str(tiny_vl("qwen3_vl") / "tokenizer.json"))
+    flags = ("--kv-blocks", "300", "--served-model-name", "tiny", "--threads", "1", *on(device))
+    with serve(str(tiny_vl("qwen3_vl")), "--whole", "1", "--tp", "2", *flags) as whole:
+        prompt = make_prompt("qwen3_vl", [LARGE], "What is it?", 3)
+        assert ask(whole, 3, size=LARGE)[0] == tokenizer.decode(reference_output("qwen3_vl", prompt, 6)[0])
+        whole.idle_workers()
+
+
 def test_a_scrape_has_every_documented_metric_and_every_figure_of_each_worker(server: Server) -> None:
     ask(server, 0)
     families = {family.name: family for family in server.metrics()}

@@ -13,7 +13,9 @@ from tiny_models import tiny_model
 from kvrelay.checkpoint.spec import read_spec
 from kvrelay.errors import ConfigError, RankDiedError
 from kvrelay.kernels.ranks import SharedRanks, shared_bytes, shared_functions
-from kvrelay.runner.ranks.shares import RankShare, check_split
+from kvrelay.progress import Silent
+from kvrelay.runner.loader import DummySource, Fp8Source
+from kvrelay.runner.ranks.shares import RankShare, RankSource, check_split
 
 
 @pytest.mark.parametrize(("name", "num_ranks"), [("kv1", 4), ("kv2", 2), ("kv2", 4), ("kv3", 2), ("kv3", 3), ("kv8", 4)])
@@ -84,3 +86,22 @@ def test_whoever_waits_for_a_dead_rank_is_told(meeting: list[SharedRanks]) -> No
     meeting[1].end()
     thread.join()
     assert len(failures) == 1
+
+
+def test_weights_in_fp8_are_cut_with_their_scales() -> None:
+    """Put together, the shares of the ranks are the whole, each output with the scale of all its columns."""
+    whole = read_spec(tiny_model("kv2"))
+    sources = [Fp8Source(DummySource(torch.device("cpu"), torch.float32, Silent())) for _ in range(3)]
+    hidden, inner = whole.hidden_size, whole.intermediate_size
+    for name, shape, along in (("mlp.gate_proj", (inner, hidden), 0), ("mlp.down_proj", (hidden, inner), 1)):
+        expected, scales = sources[2].take_linear(f"model.layers.0.{name}.weight", shape)
+        parts = []
+        for rank in range(2):
+            share = RankShare(whole, rank, 2)
+            cut = (share.spec.intermediate_size, hidden) if along == 0 else (hidden, share.spec.intermediate_size)
+            parts.append(RankSource(share, sources[rank]).take_linear(f"model.layers.0.{name}.weight", cut))
+        weight = torch.cat([part.float() for part, _ in parts], dim=along)
+        assert torch.equal(weight, expected.float())
+        found = [scale for _, scale in parts if scale is not None]
+        assert scales is not None
+        assert torch.equal(torch.cat(found) if along == 0 else found[0], scales)
