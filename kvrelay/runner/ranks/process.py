@@ -8,6 +8,7 @@ are rank 0's business.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 import os
@@ -16,6 +17,7 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import assert_never
@@ -66,24 +68,33 @@ def main(connection_fd: int, memory_fd: int) -> int:
     setup = read_for_rank.decode(connection.recv_bytes())
     assert isinstance(setup, RankSetup)
     configure(setup.log_level, f"rank-{setup.rank}")
-    try:
+    with _reported(connection, setup.rank):
         rank = _Rank(setup, _open_ranks(setup, memory_fd))
-        connection.send_bytes(encode(Loaded()))
+    connection.send_bytes(encode(Loaded()))
+    try:
         while True:
             message = read_for_rank.decode(connection.recv_bytes())
             if isinstance(message, KVMemory):
-                connection.send_bytes(encode(rank.open_kv(message, connection_fd)))
+                with _reported(connection, setup.rank):
+                    answer = rank.open_kv(message, connection_fd)
+                connection.send_bytes(encode(answer))
             else:
                 rank.follow(message)
     except (EOFError, ConnectionError):
         return 0
-    except RankDiedError as error:
+    except (RankDiedError, RuntimeError) as error:
         log.error("rank ends", reason=error)
-        return 0
-    except (KVRelayError, OSError, RuntimeError, MemoryError) as error:
-        log.error("rank fails", reason=error)
-        connection.send_bytes(encode(RankFailed(reason=f"rank {setup.rank}: {error}")))
         return 1
+
+
+@contextlib.contextmanager
+def _reported(connection: Connection, rank: int) -> Iterator[None]:
+    """Around what rank 0 waits for: a failure is the answer, upon which rank 0 ends this process."""
+    try:
+        yield
+    except (KVRelayError, OSError, RuntimeError, MemoryError) as error:
+        connection.send_bytes(encode(RankFailed(reason=f"rank {rank}: {error}")))
+        threading.Event().wait()
 
 
 def _end_with(connection_fd: int) -> None:
