@@ -6,7 +6,8 @@ or writes one side straight through, and a GPU's copy engine takes a block in on
     begin       returns a ticket at once; the copy runs beside the forward passes
     finished    the tickets of copies that have ended, each once
 
-On a CPU a thread copies, in one native call per ticket and without Python's lock. On CUDA a stream of its own does: it starts
+On a CPU a thread copies, in a native call per ticket and without Python's lock; where many blocks come back, which a request
+waits for, a second one takes half of them. On CUDA a stream of its own does: it starts
 after what was launched before, and nothing waits for it but a call that asks for its tickets; host memory is pinned.
 """
 
@@ -19,6 +20,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 import numpy as np
@@ -32,6 +34,7 @@ from kvrelay.runner.plane_copies import PlaneCopies
 
 _SHARE = 0.1  # of the free memory, for the host blocks of all workers of a host together
 _MOST_BYTES = 4 * 2**30
+_MANY_BLOCKS = 8  # that come back at once
 
 Pairs = Sequence[tuple[int, int]]
 
@@ -69,7 +72,7 @@ def make_host_pool(pool: KVPool, num_blocks: int) -> HostPool | None:
 
 
 class CpuHostPool:
-    """Copies in a thread that starts with the first copy."""
+    """Copies in threads that start with the first copy."""
 
     def __init__(self, pool: KVPool, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -108,13 +111,21 @@ class CpuHostPool:
             self._thread = None
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            ticket, saves, loads = job
-            for pairs, to_host in ((saves, True), (loads, False)):
-                if len(pairs):
-                    self._copy(self._host, self._pool, pairs, self._num_planes, self._piece_bytes, to_host)
-            self._ended.append(ticket)
-            self._news.set()
+        with ThreadPoolExecutor(1, "kv-loads") as second:
+            while (job := self._jobs.get()) is not None:
+                ticket, saves, loads = job
+                self._move(saves, to_host=True)
+                half = len(loads) // 2 if len(loads) >= _MANY_BLOCKS else 0
+                beside = second.submit(self._move, loads[:half], to_host=False) if half else None
+                self._move(loads[half:], to_host=False)
+                if beside is not None:
+                    beside.result()
+                self._ended.append(ticket)
+                self._news.set()
+
+    def _move(self, pairs: NDArray[np.int64], *, to_host: bool) -> None:
+        if len(pairs):
+            self._copy(self._host, self._pool, pairs, self._num_planes, self._piece_bytes, to_host)
 
 
 class CudaHostPool:
