@@ -280,7 +280,9 @@ class CardOptions(Options, frozen=True, kw_only=True):
 
     devices: Annotated[
         str,
-        Meta(description="cards of the workers, such as 0,1: each takes the next one; default is the first card for all"),
+        Meta(
+            description="cards of the workers, such as 0,1: each takes the next, or one per rank; default: all take the first"
+        ),
     ] = ""
     mps: Annotated[
         Literal["auto", "off"],

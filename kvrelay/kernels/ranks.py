@@ -189,7 +189,8 @@ class CardRanks:
         nccl: Any = dist.__dict__["ProcessGroupNCCL"]  # of builds for cards alone
         self._group = nccl(store or TCPStore("127.0.0.1", store_port, is_master=False), rank, num_ranks)
         self._sum, self._from_first = dist.AllreduceOptions(), dist.BroadcastOptions()
-        self._sum.asyncOp = self._from_first.asyncOp = False  # on the current stream
+        if "asyncOp" in dir(self._sum):
+            self._sum.asyncOp = self._from_first.asyncOp = False  # on the current stream; before, on one that this waits for
         self._from_first.rootRank = 0
         self._nothing = torch.zeros(1, device="cuda")
         self._has_ended = False

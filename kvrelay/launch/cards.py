@@ -34,7 +34,7 @@ _MEMORY_WEIGHTS = {Role.PREFILL: 2, Role.DECODE: 3, Role.WHOLE: 3, Role.ENCODE: 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a worker computes. `cards` is empty where it has none, or the first ones that it sees."""
+    """Where a worker computes. `cards` is empty where it has none; an empty name is the first card that it sees."""
 
     gpu_memory: float
     cards: tuple[str, ...] = ()
@@ -63,12 +63,17 @@ def place(
 ) -> list[Place]:
     """One place for each worker, with a card for each of its ranks where there are so many. `mps` are the variables by which a
     process finds MPS; none: it does not run."""
-    chosen = _in_turn([model.tp if model.device == "cuda" else 0 for _, model in workers], cards)
+    chosen = _in_turn([_num_cards(role, model) for role, model in workers], cards)
     shares = _memory_shares(workers, chosen)
     return [
         Place(share, its, _variables(role, its, options, mps)) if its else Place(model.gpu_memory)
         for (role, model), its, share in zip(workers, chosen, shares, strict=True)
     ]
+
+
+def _num_cards(role: Role, model: ModelOptions) -> int:
+    """A vision tower is not split."""
+    return 0 if model.device != "cuda" else 1 if role is Role.ENCODE else model.tp
 
 
 def _in_turn(counts: Sequence[int], cards: Sequence[str]) -> list[tuple[str, ...]]:

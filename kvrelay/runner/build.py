@@ -54,7 +54,7 @@ def build_runner(
     """Raises ConfigError or ModelError. The runner has computed once, so its first request is not slower than the others.
 
     `features` is the store of an encoder in the same process; else a model that takes images gets one of its own.
-    With several ranks, `allocate` must give memory that they can map, and `on_rank_death` is told when one has ended."""
+    Several ranks on a CPU need an `allocate` whose memory they can map; `on_rank_death` is told when one has ended."""
     chosen = choose(model_options, engine_options, folder, environment)
     group = _start_ranks(chosen, on_rank_death)
     try:
@@ -84,7 +84,7 @@ def _build(
     size = _pool_size(model, chosen, group, sizes, prompts)
     num_blocks = size.num_blocks + bool(sizes)  # graphs need one of their own
     room = f"making room for {size.num_blocks} KV blocks and decode graphs"
-    with explained(room, num_blocks * chosen.block_bytes, chosen.device):
+    with explained(room, num_blocks * chosen.block_bytes // chosen.num_cards, chosen.device):
         pool = _open_pool(chosen, num_blocks, allocate)
         if group is not None:
             pool.add(group.share(num_blocks, chosen.engine.block_size, pool.descriptor))
@@ -126,7 +126,7 @@ def _choose_kernels(chosen: Choices) -> Kernels:
 
 
 def _load_weights(chosen: Choices, kernels: Kernels, group: RankGroup | None, progress: Progress) -> Model:
-    size_bytes = weight_elements(chosen.spec) * (1 if chosen.has_fp8 else chosen.dtype.itemsize)
+    size_bytes = weight_elements(chosen.spec) * (1 if chosen.has_fp8 else chosen.dtype.itemsize) // chosen.num_cards
     with explained("loading weights", size_bytes, chosen.device):
         return load_for_worker(
             chosen.folder,

@@ -54,6 +54,11 @@ class Choices:
         return self.spec.fp8 or self.model.weights == "fp8"
 
     @property
+    def num_cards(self) -> int:
+        """Among which weights and KV are divided: one for each rank."""
+        return self.model.tp if self.device.type == "cuda" else 1
+
+    @property
     def block_bytes(self) -> int:
         return self.engine.block_size * token_bytes(self.spec, self.kv_dtype, self.model.tp)
 

@@ -84,6 +84,7 @@ class KVPool:
         self.shares = list(here.unbind(0))
         self.tensor = self.shares[0]
         self.added: list[tuple[int, KVShare]] = []  # where others' shares are in this process, and for other processes
+        self._driver: Driver | None = None
 
     def add(self, shares: Sequence[KVShare]) -> None:
         """Those of the other ranks, on their cards: they seem to be on this one, which reaches them by peer access, so that
@@ -91,16 +92,23 @@ class KVPool:
         if not shares:
             return
         device = self.tensor.device
-        driver = Driver(device.index or 0)
+        self._driver = Driver(device.index or 0)
         size = self.tensor.numel() * self.tensor.element_size()
         for share in shares:
-            address = driver.open(share.handle) + share.offset
+            address = self._driver.open(share.handle) + share.offset
             storage = torch._C._construct_storage_from_data_pointer(address, device, size)
             mapped = torch.empty(0, dtype=self.tensor.dtype, device=device).set_(
                 storage, 0, self.tensor.shape, self.tensor.stride()
             )
             self.shares.append(mapped)
             self.added.append((address, share))
+
+    def close(self) -> None:
+        """Unmaps what was added, before its owners free it."""
+        for address, share in self.added:
+            assert self._driver is not None
+            self._driver.close(address - share.offset)
+        del self.shares[1:], self.added[:]
 
     @property
     def num_blocks(self) -> int:

@@ -316,6 +316,9 @@ class TorchRunner:
         if self._host_pool is not None:
             self._host_pool.close()
         if self.ranks is not None:
+            if self._pool.added and not self.ranks.death:
+                torch.cuda.synchronize(self._pool.tensor.device)  # ranks take part in what was launched
+                self._pool.close()
             self.ranks.close()
 
 

@@ -84,7 +84,8 @@ def open_pool(
     on_card, on_host = open_embedding_engines(name, setup.worker_id, reach.host, str(device))
     card = None
     if on_card:
-        with explained(f"making room for {layout.num_tokens} tokens of embeddings", layout.size_bytes, device):
+        room = f"making room for {layout.num_tokens} tokens of embeddings (--embedding-pool-tokens)"
+        with explained(room, layout.size_bytes, device):
             card = card_memory(layout, device)
     return EmbeddingPool(host_memory(layout), card, [engine.name for engine in on_card]), [*on_card, *on_host]
 

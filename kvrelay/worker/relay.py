@@ -19,7 +19,7 @@ from kvrelay.transfer.relay.link import TransferSettings
 from kvrelay.transfer.relay.parts import RelayParts
 from kvrelay.worker.images import Reach, open_images, relay_parts
 from kvrelay.worker.stage import BuildStage, Setup, Stage, Waker, publishes_events
-from kvrelay.worker.transports import open_engines, signal_port
+from kvrelay.worker.transports import check_ranks, open_engines, signal_port
 
 
 def relay_stage(role: Role, options: TransferOptions, host: str, port: int = 0) -> BuildStage:
@@ -32,6 +32,7 @@ def relay_stage(role: Role, options: TransferOptions, host: str, port: int = 0) 
             shared.append(shared_region(size_bytes))
             return shared[0]
 
+        check_ranks(options.transfer, setup.model)
         waker = Waker()
         embeddings = relay_parts(setup, Reach(options, host, waker, on_card=role is Role.PREFILL))
         runner = build_runner(

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import zmq
 
+from kvrelay.config import ModelOptions
 from kvrelay.errors import ConfigError
 from kvrelay.ids import WorkerId
 from kvrelay.log import Log
@@ -22,9 +23,13 @@ def open_engines(
 ) -> list[TransferEngine]:
     """For memory on `device`. Where only this machine can reach it, what works within a host is all that is needed.
     `several_cards`: each rank has its share on its card, which `cuda_ipc` alone can move."""
-    if several_cards and name not in ("auto", "cuda_ipc"):
-        raise ConfigError(f"--transfer {name}: KV of ranks on cards (--tp) is moved by cuda_ipc alone; use auto")
     return _make(name, _usable("cuda_ipc" if several_cards else name, host, device), worker_id, host)
+
+
+def check_ranks(name: str, options: ModelOptions) -> None:
+    """Raises ConfigError, before a model is loaded whose KV that transport could not move."""
+    if options.tp > 1 and options.device == "cuda" and name not in ("auto", "cuda_ipc"):
+        raise ConfigError(f"--transfer {name}: KV of ranks on cards (--tp {options.tp}) is moved by cuda_ipc alone; use auto")
 
 
 def open_embedding_engines(

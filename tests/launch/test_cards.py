@@ -55,6 +55,8 @@ def test_each_rank_has_a_card_where_there_are_enough() -> None:
     assert [its.cards for its in place(workers, ["0", "1"], CardOptions(), {})] == [("0", "1"), (), ("0",)]
     assert [its.gpu_memory for its in place(workers, ["0", "1"], CardOptions(), {})] == [0.36, 0.9, 0.54]
     assert place(workers[:1], ["3"], CardOptions(), {})[0].cards == ("3",)
+    encoder = (Role.ENCODE, ModelOptions(device="cuda", tp=2))  # whose tower is not split
+    assert [its.cards for its in place([encoder, workers[0]], ["0", "1", "2"], CardOptions(), {})] == [("0",), ("1", "2")]
 
 
 def test_memory_that_was_asked_for_and_fits_is_given() -> None:

@@ -17,6 +17,7 @@ from kvrelay.transfer.engines.base import Completion, MoveId, TransferError
 from kvrelay.transfer.engines.cuda.card import check_driver
 from kvrelay.transfer.engines.cuda.ipc import CudaIpcEngine, CudaIpcInfo
 from kvrelay.transfer.engines.ranges import scan
+from kvrelay.transfer.engines.shm import ShmEngine
 from kvrelay.transfer.region import Region, Share, shared_region
 from tests.fake_card import FakeCard, card_bytes, card_region
 
@@ -123,7 +124,8 @@ def test_a_region_that_goes_on_in_memory_of_other_ranks_is_one_to_its_peer(num_h
     worker = new_worker_id("prefill")
     consumer.add_peer(worker, producer.local_info())
     last_here, last_there = num_here * SIZE - 700, num_there * SIZE - 700
-    ranges = np.array([[0, last_there, 700], [last_here, 8, 600], [last_here - 4096, last_there - 4096, 64]], dtype=np.int64)
+    across = [5000, SIZE - 300, 700] if num_there > 1 else [SIZE - 300, 5000, 700]  # two parts of one side
+    ranges = np.array([[0, last_there, 700], across, [last_here, 8, 600], [9000, last_there - 4096, 64]], dtype=np.int64)
     consumer.read(worker, ranges)
     assert [completion.error for completion in ends(consumer, 1)] == [""]
     for here, remote, size in ranges.tolist():
@@ -131,6 +133,14 @@ def test_a_region_that_goes_on_in_memory_of_other_ranks_is_one_to_its_peer(num_h
     assert np.array_equal(np.concatenate([card_bytes(part) for part in ours]), before)
     for engine in (producer, consumer):
         engine.close()
+
+
+def test_other_engines_refuse_what_goes_on_elsewhere() -> None:
+    region = shared_region(4096)
+    region.shares = (Share(region.address, b"", 0),)
+    with pytest.raises(TransferError, match="shm moves one piece of memory, not 2"):
+        ShmEngine(new_worker_id("decode")).register(region)
+    region.close()
 
 
 def test_a_peer_of_another_host_is_refused(monkeypatch: pytest.MonkeyPatch, peer: ProcessPeer) -> None:

@@ -11,7 +11,7 @@ from kvrelay.ids import new_worker_id
 from kvrelay.options import RoleOptions, check_roles
 from kvrelay.states import Role
 from kvrelay.transfer.engines import choose
-from kvrelay.worker.transports import open_embedding_engines, open_engines
+from kvrelay.worker.transports import check_ranks, open_embedding_engines, open_engines
 
 
 def test_a_card_and_a_host_do_not_hand_over_to_each_other() -> None:
@@ -71,7 +71,7 @@ def test_host_memory_is_not_moved_by_cuda_ipc() -> None:
 def test_embeddings_are_moved_on_a_card_by_transports_that_can_and_on_its_host_by_the_others(
     monkeypatch: pytest.MonkeyPatch, transfer: str, device: str, on_card: list[str], on_host: list[str]
 ) -> None:
-    monkeypatch.setattr(choose, "load_driver", lambda: None)
+    monkeypatch.setattr(choose, "check_driver", lambda: None)
     monkeypatch.setattr(choose.nixl, "try_card", lambda device: None)
     opened = open_embedding_engines(transfer, new_worker_id("encode"), "127.0.0.1", device)
     assert [[engine.name for engine in engines] for engines in opened] == [on_card, on_host]
@@ -81,3 +81,11 @@ def test_embeddings_are_moved_on_a_card_by_transports_that_can_and_on_its_host_b
 def test_embeddings_of_a_card_that_no_transport_reaches_are_moved_on_its_host() -> None:
     on_card, on_host = open_embedding_engines("auto", new_worker_id("encode"), "127.0.0.1", "cuda:0")
     assert (on_card, [engine.name for engine in on_host]) == ([], ["shm"])
+
+
+def test_ranks_on_cards_are_refused_other_transports_before_anything_is_loaded() -> None:
+    ranks = ModelOptions(device="cuda", tp=2)
+    check_ranks("auto", ranks)
+    check_ranks("nixl", ModelOptions(tp=2))
+    with pytest.raises(ConfigError, match=r"--transfer nixl: KV of ranks on cards \(--tp 2\) is moved by cuda_ipc alone"):
+        check_ranks("nixl", ranks)

@@ -93,7 +93,7 @@ class RankGroup:
         """`setup` is that of rank 0, from which those of the others follow."""
         self._on_death = on_death
         self._closing = False
-        self._death = ""
+        self.death = ""  # why the worker ends
         self._telling = threading.Lock()
         self._others: list[_Rank] = []
         self._wakes, self._wake = socket.socketpair()
@@ -132,8 +132,8 @@ class RankGroup:
 
     def check(self) -> None:
         """Raises RankDiedError if one has died: then what was computed since is worth nothing."""
-        if self._death:
-            raise RankDiedError(self._death)
+        if self.death:
+            raise RankDiedError(self.death)
 
     def replay(self, name: str) -> None:
         """The others replay the captured pass of that name."""
@@ -164,10 +164,10 @@ class RankGroup:
         (descriptor, _), *_ = poll.poll()
         if self._closing or descriptor not in numbers:
             return
-        self._death = f"rank {numbers[descriptor]} has ended"
+        self.death = f"rank {numbers[descriptor]} has ended"
         log.error("a rank has ended, and the worker with it", rank=numbers[descriptor])
         if self._on_death is not None:
-            self._on_death(self._death)
+            self._on_death(self.death)
         self.ranks.end()
 
     def close(self) -> None:

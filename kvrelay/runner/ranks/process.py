@@ -151,8 +151,6 @@ class _Rank:
         if self._device.type == "cpu":
             self._kv = self._map_kv(connection_fd, shape)
             return Loaded()
-        self._kv = torch.empty(0)
-        torch.cuda.empty_cache()
         with explained("making room for KV", math.prod(shape) * self._kv_dtype.itemsize, self._device):
             self._kv = torch.zeros(shape, dtype=self._kv_dtype, device=self._device)
         torch.cuda.synchronize()

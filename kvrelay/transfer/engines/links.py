@@ -132,6 +132,7 @@ class LinkedEngine(abc.ABC):
 
     name: str
     mover: Mover
+    takes_shares = False  # regions that go on in memory of other ranks
 
     def __init__(self, worker: WorkerId) -> None:
         self._worker = worker
@@ -162,6 +163,8 @@ class LinkedEngine(abc.ABC):
     def register(self, region: Region) -> None:
         if self._region is not None:
             raise TransferError(f"{self.name}: a region is already registered")
+        if region.shares and not self.takes_shares:
+            raise TransferError(f"{self.name} moves one piece of memory, not {1 + len(region.shares)} of ranks on cards")
         native_ranges()  # so that the first move does not wait for it
         self._open(region)
         self._region = region

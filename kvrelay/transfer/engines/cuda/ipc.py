@@ -72,6 +72,7 @@ class CudaIpcEngine(LinkedEngine):
 
     name = "cuda_ipc"
     mover = Mover.CONSUMER
+    takes_shares = True
 
     def __init__(self, worker: WorkerId, open_card: Callable[[str], Card] = nvidia_card) -> None:
         super().__init__(worker)
@@ -200,16 +201,30 @@ class _Parts:
     def __init__(self, addresses: list[int], size_bytes: int) -> None:
         self.addresses = addresses
         self._shifts = np.array([address - number * (size_bytes // len(addresses)) for number, address in enumerate(addresses)])
-        self._part_bytes = size_bytes // len(addresses)
+        self.part_bytes = size_bytes // len(addresses)
 
     def of(self, offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Addresses of offsets in the region."""
-        found: npt.NDArray[np.int64] = offsets + self._shifts[offsets // self._part_bytes]
+        found: npt.NDArray[np.int64] = offsets + self._shifts[offsets // self.part_bytes]
         return found
 
 
+def _cut_at_parts(ranges: Ranges, part_bytes: npt.NDArray[np.int64]) -> Ranges:
+    """The same bytes in ranges of which none lies in two parts of either side."""
+    done: list[Ranges] = []
+    while len(ranges):
+        room = (part_bytes - ranges[:, :2] % part_bytes).min(axis=1)
+        first, rest = ranges.copy(), ranges.copy()
+        first[:, 2] = np.minimum(ranges[:, 2], room)
+        rest += first[:, 2:] * np.array([1, 1, -1])
+        done.append(first)
+        ranges = rest[rest[:, 2] > 0]
+    return np.concatenate(done) if done else ranges
+
+
 def _with_addresses(ranges: Ranges, here: _Parts, there: _Parts) -> Ranges:
-    """Instead of offsets. No range lies in two parts."""
+    """Instead of offsets."""
+    ranges = _cut_at_parts(ranges, np.array([here.part_bytes, there.part_bytes]))
     return np.stack((here.of(ranges[:, 0]), there.of(ranges[:, 1]), ranges[:, 2]), axis=1)
 
 

@@ -1,0 +1,128 @@
+"""Passes on their way to the ranks of a worker on cards: a message with the shape, and inputs that are spread. On a CPU."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from tiny_models import tiny_model
+
+from kvrelay.checkpoint.spec import read_spec
+from kvrelay.kernels.base import AttentionBatch, ForwardBatch, ImageBatch
+from kvrelay.kernels.ranks import SharedRanks, shared_bytes, shared_functions
+from kvrelay.runner import kv_pool
+from kvrelay.runner.kv_pool import KVPool
+from kvrelay.runner.ranks.leading import LeadingModel
+from kvrelay.runner.ranks.passes import CardInputs, spread_inputs, to_card_pass
+from kvrelay.wire.codec import encode
+from kvrelay.wire.ranks import CardPass, KVShare, read_for_rank
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def meeting() -> Iterator[list[SharedRanks]]:
+    library = shared_functions()
+    if library is None:
+        pytest.skip("no C compiler")
+    descriptor = os.memfd_create("ranks")
+    os.ftruncate(descriptor, shared_bytes(2))
+    yield [SharedRanks(library, descriptor, rank, 2) for rank in range(2)]
+    os.close(descriptor)
+
+
+def batch(*, ends: bool = False, images: bool = False, num_logits: int = 2, name: str = "") -> ForwardBatch:
+    rows = AttentionBatch(
+        query_start=torch.tensor([0, 3, 4], dtype=torch.int32),
+        context_lens=torch.tensor([9, 6], dtype=torch.int32),
+        block_tables=torch.arange(6, dtype=torch.int32).view(2, 3),
+        max_query=3,
+        max_context=9,
+        lengths=((3, 9), (1, 6)),
+    )
+    return ForwardBatch(
+        token_ids=torch.arange(4),
+        positions=torch.tensor([6, 7, 8, 5]),
+        slots=torch.tensor([22, 23, -1, 5]),
+        attention=rows,
+        logit_rows=torch.tensor([2, 3])[:num_logits],
+        ends=AttentionBatch(torch.arange(2).int(), rows.context_lens, rows.block_tables, 1, 64) if ends else None,
+        images=ImageBatch(torch.arange(12).view(3, 4), torch.tensor([1, 2]), torch.randn(2, 8), 1) if images else None,
+        name=name,
+    )
+
+
+@pytest.mark.parametrize("shape", [{}, {"ends": True}, {"images": True}, {"num_logits": 0}], ids=str)
+def test_a_rank_gets_what_rank_0_computes_with(meeting: list[SharedRanks], shape: dict[str, Any]) -> None:
+    told = batch(**shape)
+    message = read_for_rank.decode(encode(to_card_pass(told, None, [4])))
+    assert isinstance(message, CardPass)
+    assert message.dropped == [4]
+    leads = threading.Thread(target=spread_inputs, args=[told, meeting[0]])
+    leads.start()
+    got = CardInputs(message, torch.float32, CPU).receive(meeting[1], None)
+    leads.join()
+    assert torch.equal(got.positions, told.positions)
+    assert torch.equal(got.slots, told.slots)
+    assert torch.equal(got.logit_rows, told.logit_rows)
+    assert got.token_ids.shape == told.token_ids.shape
+    assert (got.ends is None) == (told.ends is None)
+    for mine, theirs in ((got.attention, told.attention), (got.ends, told.ends)):
+        if mine is None or theirs is None:
+            continue
+        assert torch.equal(mine.query_start, theirs.query_start)
+        assert torch.equal(mine.context_lens, theirs.context_lens)
+        assert torch.equal(mine.block_tables, theirs.block_tables)
+        assert (mine.max_query, mine.max_context, mine.lengths) == (theirs.max_query, theirs.max_context, theirs.lengths)
+    assert (got.images is None) == (told.images is None)
+    if got.images is not None and told.images is not None:
+        for name in ("axes", "places", "features"):
+            assert torch.equal(getattr(got.images, name), getattr(told.images, name)), name
+
+
+class _Group:
+    """Hears what the others are told."""
+
+    def __init__(self) -> None:
+        self.told: list[CardPass] = []
+        self.ranks = SimpleNamespace(spread=lambda x: x)
+
+    def tell(self, message: CardPass) -> None:
+        self.told.append(message)
+
+
+def test_a_pass_that_is_captured_is_told_once_and_every_other_each_time() -> None:
+    group = _Group()
+    model = SimpleNamespace(spec=None, dtype=torch.float32, forward=lambda *_: torch.empty(0))
+    adapters = SimpleNamespace(take_dropped=lambda: [7])
+    leading = LeadingModel(cast("Any", model), cast("Any", group), cast("Any", adapters))
+    on_card = cast("Any", SimpleNamespace(is_cuda=True))
+    for name in ("", "decode steps 8", "decode steps 8", "", "decode steps 4"):
+        leading.forward(batch(name=name), on_card)
+    assert [message.name for message in group.told] == ["", "decode steps 8", "", "decode steps 4"]
+    assert all(message.dropped == [7] for message in group.told)
+
+
+def test_shares_that_are_added_are_copied_with_the_first_and_unmapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = read_spec(tiny_model("kv2"))
+    pool = KVPool(spec, num_blocks=4, block_size=2, dtype=torch.float32, device=CPU)
+    others = [torch.randn(3 + pool.tensor.numel()) for _ in range(2)]  # each in an allocation that begins before it
+    closed: list[int] = []
+    opened = {bytes([number]): other.data_ptr() for number, other in enumerate(others)}
+    driver = SimpleNamespace(open=opened.__getitem__, close=closed.append)
+    monkeypatch.setattr(kv_pool, "Driver", lambda index: driver)
+    pool.add([KVShare(handle=handle, offset=12) for handle in opened])
+    expected = [other[3:].view(pool.tensor.shape)[:, :, 1].clone() for other in others]
+    pool.tensor[:, :, 1] = 5.0
+    pool.copy_blocks([(1, 3)])
+    assert torch.equal(pool.tensor[:, :, 3], pool.tensor[:, :, 1])
+    for other, block in zip(others, expected, strict=True):
+        assert torch.equal(other[3:].view(pool.tensor.shape)[:, :, 3], block)
+    pool.close()
+    assert closed == list(opened.values())
+    assert len(pool.shares) == 1
