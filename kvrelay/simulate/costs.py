@@ -5,14 +5,16 @@
     images      of a pass of the vision tower: the curve `encode`, of the tokens of all its images
     a transfer  its bytes at `gb_per_s`, one after the other between two workers, and `latency_ms` for every message
 
-A curve goes through measured points, straight between them and beyond. Where all workers share one host, two more say how
-many times longer a pass takes while so many are under way; and a step takes longer or shorter than its curve says by one of
-`jitter`, as chance will have it.
+A curve goes through measured points, straight between them and beyond. Where all workers share one host, two tables say how
+many times longer a pass takes while so many are under way. A step takes longer or shorter than its curve says by one of
+`jitter`, and a hand-over one of `hand_over_ms`, as chance will have it: a step beside prompts, and a hand-over beside steps, by
+what was measured there.
 """
 
 from __future__ import annotations
 
 import pathlib
+import random
 import re
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,10 +24,21 @@ import msgspec
 from kvrelay.errors import ConfigError
 
 Point = tuple[int, float]  # how much, milliseconds
+State = tuple[int, int]  # passes under way: those with prompts, those of steps alone
 
 _PREFILL = re.compile(r"prefill_(\d+)_ms")
 _DECODE = re.compile(r"decode_ms_b(\d+)|b(\d+)_in\d+_itl_ms")
 _TRANSPORTS = ("shm", "nixl", "mooncake")  # in this order, the first that a file has
+
+
+class Chances(msgspec.Struct, frozen=True):
+    """What was measured, each value as likely as the others."""
+
+    alone: tuple[float, ...] = ()
+    shared: tuple[float, ...] = ()  # beside passes of the other kind; none: as alone
+
+    def draw(self, source: random.Random, *, shared: bool) -> float:
+        return source.choice((self.shared if shared else ()) or self.alone)
 
 
 class Costs(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,9 +51,10 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
     num_layers: int = 32
     encode: tuple[Point, ...] = ((0, 3.0), (1000, 23.0))  # image tokens of a pass
     embedding_bytes_per_token: int = 8192
-    prefill_sharing: tuple[Point, ...] = ()  # passes under way, factor; none: workers share nothing
-    decode_sharing: tuple[Point, ...] = ()
-    jitter: tuple[float, ...] = ()  # factors, each as likely; none: a step always takes the same time
+    prefill_sharing: dict[State, float] = {}  # factors, the pass itself counted; none: workers share nothing
+    decode_sharing: dict[State, float] = {}
+    jitter: Chances = Chances()  # factors of steps; none: a step always takes the same time
+    hand_over_ms: Chances = Chances()  # from a prompt's last layer to the decode worker's next step; none: `latency_ms`
 
     @property
     def weights_ms(self) -> float:
