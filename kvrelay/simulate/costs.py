@@ -7,22 +7,22 @@
 
 A curve goes through measured points, straight between them and beyond. Where all workers share one host, two tables say how
 many times longer a pass takes while so many are under way. A step takes longer or shorter than its curve says by one of
-`jitter`, and a hand-over one of `hand_over_ms`, as chance will have it: a step beside prompts, and a hand-over beside steps, by
-what was measured there.
+`jitter`, and a hand-over one of `hand_over_ms`, as chance will have it: of those that were measured beside such passes.
 """
 
 from __future__ import annotations
 
 import pathlib
-import random
 import re
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import msgspec
 
 from kvrelay.errors import ConfigError
 
+T = TypeVar("T")
 Point = tuple[int, float]  # how much, milliseconds
 State = tuple[int, int]  # passes under way: those with prompts, those of steps alone
 
@@ -31,14 +31,14 @@ _DECODE = re.compile(r"decode_ms_b(\d+)|b(\d+)_in\d+_itl_ms")
 _TRANSPORTS = ("shm", "nixl", "mooncake")  # in this order, the first that a file has
 
 
-class Chances(msgspec.Struct, frozen=True):
-    """What was measured, each value as likely as the others."""
+ALONE: State = (0, 1)  # a step
+
+
+class HandOvers(msgspec.Struct, frozen=True):
+    """Milliseconds from a prompt's last layer to the decode worker's next step, each as likely as the others."""
 
     alone: tuple[float, ...] = ()
-    shared: tuple[float, ...] = ()  # beside passes of the other kind; none: as alone
-
-    def draw(self, source: random.Random, *, shared: bool) -> float:
-        return source.choice((self.shared if shared else ()) or self.alone)
+    beside_steps: tuple[float, ...] = ()  # none: as alone
 
 
 class Costs(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,8 +53,8 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
     embedding_bytes_per_token: int = 8192
     prefill_sharing: dict[State, float] = {}  # factors, the pass itself counted; none: workers share nothing
     decode_sharing: dict[State, float] = {}
-    jitter: Chances = Chances()  # factors of steps; none: a step always takes the same time
-    hand_over_ms: Chances = Chances()  # from a prompt's last layer to the decode worker's next step; none: `latency_ms`
+    jitter: dict[State, tuple[float, ...]] = {}  # factors of steps, each as likely; none: a step always takes the same time
+    hand_over_ms: HandOvers = HandOvers()  # none: `latency_ms`
 
     @property
     def weights_ms(self) -> float:
@@ -92,6 +92,14 @@ def interpolate(points: Sequence[Point], amount: float) -> float:
     index = min(max(1, bisect_left(points, amount, key=lambda point: point[0])), len(points) - 1)
     (low, at_low), (high, at_high) = points[index - 1 : index + 1]
     return max(0.0, at_low + (at_high - at_low) * (amount - low) / (high - low))
+
+
+def most_like(table: Mapping[State, T], state: State) -> T:
+    """What was measured in this state; or, if it was not, in the one most like it."""
+    known = table.get(state)
+    if known is None:
+        known = table[min(table, key=lambda other: abs(other[0] - state[0]) + abs(other[1] - state[1]))]
+    return known
 
 
 def line(base_ms: float, ms_each: float) -> tuple[Point, ...]:

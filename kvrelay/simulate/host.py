@@ -6,10 +6,10 @@ that depends on how many they are and of which kind; so whenever one begins or e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvrelay.simulate.costs import Costs, State
+from kvrelay.simulate.costs import Costs, State, most_like
 from kvrelay.simulate.loop import VirtualLoop
 
 EndsAt = Callable[[float], None]
@@ -22,15 +22,7 @@ def sharing_of(costs: Costs, cores: int) -> Slower | None:
     if cores:
         return lambda has_prompts, state: max(1.0, sum(state) / cores)
     tables = {True: costs.prefill_sharing, False: costs.decode_sharing}
-    return (lambda has_prompts, state: _measured(tables[has_prompts], state)) if all(tables.values()) else None
-
-
-def _measured(table: Mapping[State, float], state: State) -> float:
-    """Of the state most like it, if it was not measured itself."""
-    known = table.get(state)
-    if known is None:
-        known = table[min(table, key=lambda other: abs(other[0] - state[0]) + abs(other[1] - state[1]))]
-    return max(1.0, known)
+    return (lambda has_prompts, state: max(1.0, most_like(tables[has_prompts], state))) if all(tables.values()) else None
 
 
 @dataclass(slots=True, eq=False)
@@ -53,22 +45,22 @@ class Host:
 
     def takes_s(self, seconds: float, *, has_prompts: bool) -> float:
         """What a pass that begins now will take, if no other one begins or ends."""
-        return seconds * self._slower(has_prompts, self._with(has_prompts, 1))
-
-    @property
-    def has_prompts(self) -> bool:
-        """Under way."""
-        return self._state[0] > 0
+        return seconds * self._slower(has_prompts, self.state_with(has_prompts=has_prompts))
 
     @property
     def has_steps(self) -> bool:
+        """Under way."""
         return self._state[1] > 0
+
+    def state_with(self, *, has_prompts: bool) -> State:
+        """Once a pass has begun."""
+        return self._add(has_prompts, 1)
 
     def begin(self, seconds: float, ends_at: EndsAt, *, has_prompts: bool) -> Pass:
         self._get_on()
         begun = Pass(seconds, has_prompts, ends_at)
         self._passes.append(begun)
-        self._state = self._with(has_prompts, 1)
+        self._state = self.state_with(has_prompts=has_prompts)
         self._foretell()
         return begun
 
@@ -76,7 +68,7 @@ class Host:
         """It was computed, or its worker is gone."""
         self._get_on()
         self._passes.remove(ended)
-        self._state = self._with(ended.has_prompts, -1)
+        self._state = self._add(ended.has_prompts, -1)
         self._foretell()
 
     def _get_on(self) -> None:
@@ -92,6 +84,6 @@ class Host:
                 one.factor = factor
                 one.ends_at(self._loop.now + one.left_s * factor)
 
-    def _with(self, has_prompts: bool, count: int) -> State:
+    def _add(self, has_prompts: bool, count: int) -> State:
         num_prompts, num_steps = self._state
         return (num_prompts + count, num_steps) if has_prompts else (num_prompts, num_steps + count)

@@ -94,10 +94,11 @@ class Network:
         self.loop.at(at + self._hand_over_s(), self._arrived, transfer)
 
     def _hand_over_s(self) -> float:
-        chances = self.costs.hand_over_ms
-        if not chances.alone:
+        known = self.costs.hand_over_ms
+        if not known.alone:
             return self.latency_s
-        return chances.draw(self._random, shared=self._host is not None and self._host.has_steps) / 1000.0
+        is_beside = self._host is not None and self._host.has_steps
+        return self._random.choice((known.beside_steps if is_beside else ()) or known.alone) / 1000.0
 
     def _arrived(self, transfer: Transfer) -> None:
         if transfer.is_over:

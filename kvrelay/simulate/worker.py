@@ -23,6 +23,7 @@ from kvrelay.engine.engine import Engine
 from kvrelay.engine.memory.events import EventRecorder
 from kvrelay.events.subscriber import EventOwner
 from kvrelay.router.peer import Peer
+from kvrelay.simulate.costs import ALONE, most_like
 from kvrelay.simulate.engines import Hooks, encode_engine, text_engine
 from kvrelay.simulate.host import Host, Pass
 from kvrelay.simulate.leap import leap, leaves_room, possible_steps
@@ -144,8 +145,9 @@ class SimulatedWorker:
         return self.now
 
     def _spend(self, seconds: float, has_prompts: bool) -> None:
-        if self._jitter.alone and not has_prompts:
-            seconds *= self._jitter.draw(self._random, shared=self._host is not None and self._host.has_prompts)
+        if self._jitter and not has_prompts:
+            state = ALONE if self._host is None else self._host.state_with(has_prompts=False)
+            seconds *= self._random.choice(most_like(self._jitter, state))
         self._work_s += seconds
         self._has_prompts |= has_prompts
         self.now += seconds if self._host is None else self._host.takes_s(seconds, has_prompts=has_prompts)
@@ -290,7 +292,7 @@ class SimulatedWorker:
 
     def _possible_leap(self) -> Leap | None:
         """Not where how long a step takes depends on others, or on chance."""
-        if self._host is not None or self._runner is None or self._jitter.alone:
+        if self._host is not None or self._runner is None or self._jitter:
             return None
         assert isinstance(self.engine, Engine)
         core = self.engine.core

@@ -17,7 +17,7 @@ from kvrelay.bench.simulate import calibrate
 from kvrelay.bench.simulate.calibrate import Calibration, Round, costs_of
 from kvrelay.bench.simulate.scenario import CLUSTERS, COMPARED, SimulateBench, measure, predict, run_simulated
 from kvrelay.errors import ConfigError
-from kvrelay.simulate.costs import Chances, Costs, line
+from kvrelay.simulate.costs import ALONE, Costs, HandOvers, line
 from kvrelay.simulate.figures import times
 
 COSTS = Costs(prefill=line(10.0, 1.0), decode=line(10.0, 1.0), router_ms=0.0, latency_ms=1.0, kv_bytes_per_token=1000)
@@ -60,7 +60,7 @@ def test_costs_are_those_of_a_pass_alone_and_how_much_others_slow_it() -> None:
     assert costs.prefill_sharing == {(1, 0): 1.0, (1, 1): 2.0}
     assert costs.decode_sharing == pytest.approx({(0, 1): 1.0, (0, 2): 1.5, (1, 1): 1.2})
     assert costs.latency_ms == pytest.approx(6.0)
-    assert costs.hand_over_ms == Chances((pytest.approx(6.0),), (0.0, pytest.approx(15.0)))
+    assert costs.hand_over_ms == HandOvers((pytest.approx(6.0),), (0.0, pytest.approx(15.0)))
 
 
 def test_costs_are_those_of_the_usual_round() -> None:
@@ -76,8 +76,8 @@ def test_steps_vary_as_they_did() -> None:
     found.steps[1, 1] = [12.0, 12.0, 12.0, 12.0, 6.0, 60.0]
     costs = costs_of([found], pairs=1)
     assert costs.decode[0] == (1, pytest.approx(10.0))
-    assert (min(costs.jitter.alone), max(costs.jitter.alone)) == (0.0, pytest.approx(9.0))
-    assert (min(costs.jitter.shared), max(costs.jitter.shared)) == (pytest.approx(0.5), pytest.approx(5.0))
+    assert (min(costs.jitter[ALONE]), max(costs.jitter[ALONE])) == (0.0, pytest.approx(9.0))
+    assert (min(costs.jitter[1, 1]), max(costs.jitter[1, 1])) == (pytest.approx(0.5), pytest.approx(5.0))
 
 
 def test_each_part_is_predicted_from_the_rounds_beside_it() -> None:
@@ -137,7 +137,8 @@ def test_a_machine_is_measured_as_it_is(pairs: int, monkeypatch: pytest.MonkeyPa
     assert costs.prefill_sharing == pytest.approx(alone | beside)
     assert costs.decode_sharing == pytest.approx({(0, count): 1.0 for count in counts} | beside)
     assert costs.latency_ms == pytest.approx(5.0)
-    assert costs.jitter.shared == pytest.approx([1.0] * len(costs.jitter.shared))
+    assert costs.jitter.keys() == costs.decode_sharing.keys()
+    assert costs.jitter[pairs, pairs] == pytest.approx([1.0] * len(costs.jitter[pairs, pairs]))
     assert calibration.drift == pytest.approx(1.0)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import msgspec
 import pytest
 
@@ -11,7 +9,7 @@ from kvrelay.config import EngineOptions
 from kvrelay.router.rebalance import Rules
 from kvrelay.simulate import worker as simulated_worker
 from kvrelay.simulate.cluster import Layout, SimulatedCluster
-from kvrelay.simulate.costs import H200_8B, Chances, Costs, line
+from kvrelay.simulate.costs import ALONE, H200_8B, Costs, HandOvers, line
 from kvrelay.simulate.figures import figures
 from kvrelay.simulate.host import Host, Pass, sharing_of
 from kvrelay.simulate.loop import VirtualLoop
@@ -174,7 +172,7 @@ def test_a_pass_is_slowed_by_those_that_begin_after_it_and_only_while_they_run()
 
 
 def test_steps_that_vary_are_the_same_with_the_same_seed() -> None:
-    costs = msgspec.structs.replace(COSTS, jitter=Chances((0.5, 1.0, 3.0)), hand_over_ms=Chances((0.0, 40.0)))
+    costs = msgspec.structs.replace(COSTS, jitter={ALONE: (0.5, 1.0, 3.0)}, hand_over_ms=HandOvers((0.0, 40.0)))
     first, again, even = (figures(run(Layout(), wanted(), costs=each), TARGETS) for each in (costs, costs, COSTS))
     assert first == again
     assert first["itl_ms_p99"] > 2 * even["itl_ms_p99"]
@@ -203,11 +201,17 @@ def test_passes_are_slowed_by_what_was_measured_beside_those_under_way() -> None
     assert sharing_of(COSTS, cores=0) is None
 
 
-def test_chances_beside_other_passes_are_their_own() -> None:
-    source = random.Random(1)
-    assert Chances((1.0,), (2.0,)).draw(source, shared=True) == 2.0
-    assert Chances((1.0,), (2.0,)).draw(source, shared=False) == 1.0
-    assert Chances((1.0,)).draw(source, shared=True) == 1.0
+def test_steps_and_hand_overs_vary_as_those_beside_such_passes_did() -> None:
+    """Steps beside a prompt take ten times as long, and hand-overs to a worker that has a step under way 50 ms."""
+    sharing = {"prefill_sharing": {(1, 0): 1.0}, "decode_sharing": {ALONE: 1.0}}
+    even = msgspec.structs.replace(COSTS, prefill=line(0.0, 1.0), **sharing)
+    uneven = msgspec.structs.replace(even, jitter={ALONE: (1.0,), (1, 1): (10.0,)}, hand_over_ms=HandOvers((0.0,), (50.0,)))
+    stream = Session(at_s=0.0, number=0, turns=(Turn(prompt_tokens=10, output_tokens=100),))
+    prompt = Session(at_s=0.1, number=1, turns=(Turn(prompt_tokens=100, output_tokens=2),))
+    alone, beside = (simulate(Layout(local_prefill_tokens=0), uneven, each).answers for each in ([stream], [stream, prompt]))
+    assert alone[0].longest_s < 0.01
+    assert beside[0].longest_s == pytest.approx(10 * even.pass_s(0, 1))
+    assert 0.05 < beside[1].longest_s < 0.06
 
 
 def test_a_day_is_busiest_at_noon() -> None:

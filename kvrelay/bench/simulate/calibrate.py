@@ -25,7 +25,7 @@ from kvrelay.bench.serve.client import Asked, Target
 from kvrelay.bench.serve.scenario import run_sessions
 from kvrelay.bench.serve.sessions import WORDS, Question, Session
 from kvrelay.errors import BenchError
-from kvrelay.simulate.costs import Chances, Costs, Point, State
+from kvrelay.simulate.costs import ALONE, Costs, HandOvers, Point, State
 
 _LENGTHS = (1.0, 0.25, 1.75)  # of prompts, of that of the traffic
 _BATCHES = (2, 4)  # streams on each decode worker
@@ -59,6 +59,7 @@ class Calibration:
         self._target = target
         self._pairs = pairs
         self._words = words
+        self._most_tokens = min(_MOST_TOKENS, max(_STREAM_TOKENS, words))  # as prompts: small models have room for both
         self._marks = itertools.count()  # no prompt begins as another one did
         self.rounds: list[Round] = []
         self._ask([self._question(4)] * pairs, "warming up")
@@ -82,19 +83,24 @@ class Calibration:
                 found.shared_prompts.setdefault((count, 0), []).append(_mean_ttft_ms(prompts))
 
     def _measure_streams(self, found: Round) -> None:
-        for count in range(1, self._pairs + 1):
-            found.steps[0, count] = self._gaps_of(count)
-        found.batches = {count: self._gaps_of(count * self._pairs) for count in _BATCHES}
+        found.steps[ALONE] = self._gaps_of([self._question(_STREAM_TOKENS)])
+        for count in range(2, self._pairs + 1):
+            found.steps[0, count] = self._gaps_of(self._streams(found, count))
+        found.batches = {count: self._gaps_of(self._streams(found, count * self._pairs)) for count in _BATCHES}
 
-    def _gaps_of(self, num_streams: int) -> list[float]:
-        return _gaps(self._ask([self._question(_STREAM_TOKENS) for _ in range(num_streams)], "measuring streams"))
+    def _streams(self, found: Round, count: int) -> list[Question]:
+        """So long that the first is still under way when the prompts of the others are computed."""
+        num_tokens = _STREAM_TOKENS + math.ceil(count * _prompt_ms(found) / middle(found.steps[ALONE]))
+        return [self._question(min(num_tokens, self._most_tokens)) for _ in range(count)]
+
+    def _gaps_of(self, questions: Sequence[Question]) -> list[float]:
+        return _gaps(self._ask(questions, "measuring streams"))
 
     def _measure_both(self, found: Round, state: State) -> None:
         """Prompts, several times, that come when the streams are under way and end before these do."""
         num_prompts, num_streams = state
-        pause_ms = 2 * self._pairs * statistics.median(ms for _, ms in found.prompts[1.0])
-        most = min(_MOST_TOKENS, max(_STREAM_TOKENS, self._words))  # as prompts, so that small models have room for both
-        num_tokens = min(most, math.ceil((1 + _REPEATS) * pause_ms / middle(found.steps[0, 1])))
+        pause_ms = 2 * self._pairs * _prompt_ms(found)
+        num_tokens = min(self._most_tokens, math.ceil((1 + _REPEATS) * pause_ms / middle(found.steps[ALONE])))
         waves = [pause_ms / 1e3 * number for number in range(1, _REPEATS + 1) for _ in range(num_prompts)]
         sessions = [Session(0.0, (self._question(num_tokens),)) for _ in range(num_streams)]
         sessions += [Session(at_s, (self._question(2),)) for at_s in waves]
@@ -107,7 +113,7 @@ class Calibration:
                 continue  # they were not beside each other
             found.shared_prompts.setdefault(state, []).append(_mean_ttft_ms(prompts))
             found.steps.setdefault(state, []).extend(_gaps_within(streams, begun, ended))
-            if num_streams == self._pairs:  # whoever takes it has a step under way
+            if state == (1, self._pairs):  # whoever takes it has a step under way, and no other prompt slows that
                 found.shared_hand_overs += _first_gaps(prompts)
 
     def _question(self, max_tokens: int, share: float = 1.0) -> Question:
@@ -129,7 +135,7 @@ class Calibration:
     @property
     def drift(self) -> float:
         """How many times longer the slowest round was than the quickest: 1 on a machine that did nothing else."""
-        steps = [middle(found.steps[0, 1]) for found in self.rounds]
+        steps = [middle(found.steps[ALONE]) for found in self.rounds]
         return max(steps) / min(steps)
 
     @property
@@ -146,7 +152,7 @@ def costs_of(rounds: Sequence[Round], pairs: int) -> Costs:
     prefill = {share: _middle_point(points) for share, points in sorted(prompts.items())}
     steps = {state: gaps for state, gaps in steps.items() if gaps}
     step_ms = {state: middle(gaps) for state, gaps in steps.items()}
-    alone_ms, together_ms = step_ms[0, 1], step_ms[0, pairs]
+    alone_ms, together_ms = step_ms[ALONE], step_ms[0, pairs]
     batches = {count: middle(gaps) for count, gaps in _joined(found.batches for found in rounds).items()}
     shared_prompts = _joined(found.shared_prompts for found in rounds)
     hand_overs = [ms - alone_ms for found in rounds for ms in found.hand_overs]
@@ -157,11 +163,8 @@ def costs_of(rounds: Sequence[Round], pairs: int) -> Costs:
         prefill_sharing={(1, 0): 1.0}
         | {state: statistics.median(ms) / prefill[1.0][1] for state, ms in shared_prompts.items()},
         decode_sharing={state: ms / alone_ms for state, ms in step_ms.items()},
-        jitter=Chances(
-            _quantiles([ms / alone_ms for ms in steps[0, 1]]),
-            _quantiles([ms / step_ms[state] for state, gaps in steps.items() for ms in gaps if state[0]]),
-        ),
-        hand_over_ms=Chances(_quantiles(hand_overs), _quantiles(shared_hand_overs)),
+        jitter={state: _quantiles([ms / step_ms[state] for ms in gaps]) for state, gaps in steps.items()},
+        hand_over_ms=HandOvers(_quantiles(hand_overs), _quantiles(shared_hand_overs)),
         gb_per_s=_GB_PER_S,
         latency_ms=max(0.05, statistics.median(hand_overs)),
         router_ms=0.0,
@@ -207,6 +210,11 @@ def _gaps_within(asked: Sequence[Asked], begun: float, ended: float) -> list[flo
     """Milliseconds between tokens; but for the first two, between which is the hand-over."""
     pairs = [pair for one in asked for pair in itertools.pairwise(one.times[1:])]
     return [_ms(later - earlier) for earlier, later in pairs if begun <= earlier and later <= ended]
+
+
+def _prompt_ms(found: Round) -> float:
+    """Of the traffic's length, alone."""
+    return statistics.median(ms for _, ms in found.prompts[1.0])
 
 
 def _first_gaps(asked: Sequence[Asked]) -> list[float]:
