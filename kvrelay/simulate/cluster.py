@@ -64,9 +64,9 @@ class SimulatedCluster:
     def __init__(self, layout: Layout, costs: Costs, loop: VirtualLoop, on_outputs: OnOutputs) -> None:
         self.layout = layout
         self.loop = loop
-        self.network = Network(loop, costs)
-        sharing = sharing_of(costs, layout.cores)
-        self._host = None if sharing is None else Host(loop, sharing)
+        slower = sharing_of(costs, layout.cores)
+        self._host = None if slower is None else Host(loop, slower)
+        self.network = Network(loop, costs, self._host)
         self._on_outputs = on_outputs
         self._options = msgspec.structs.replace(
             layout.engine.for_device("cuda"), kv_events=layout.policy == "prefix_aware", swap_blocks=0

@@ -5,9 +5,9 @@
     images      of a pass of the vision tower: the curve `encode`, of the tokens of all its images
     a transfer  its bytes at `gb_per_s`, one after the other between two workers, and `latency_ms` for every message
 
-A curve goes through measured points, straight between them and beyond. Where all workers share one host, two more say how
-many times longer a pass takes while so many are under way; and a step takes longer or shorter than its curve says by one of
-`jitter`, as chance will have it.
+A curve goes through measured points, straight between them and beyond. Where all workers share one host, two tables say how
+many times longer a pass takes while so many are under way. A step takes longer or shorter than its curve says by one of
+`jitter`, and a hand-over one of `hand_over_ms`, as chance will have it: of those that were measured beside such passes.
 """
 
 from __future__ import annotations
@@ -16,16 +16,29 @@ import pathlib
 import re
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import msgspec
 
 from kvrelay.errors import ConfigError
 
+T = TypeVar("T")
 Point = tuple[int, float]  # how much, milliseconds
+State = tuple[int, int]  # passes under way: those with prompts, those of steps alone
 
 _PREFILL = re.compile(r"prefill_(\d+)_ms")
 _DECODE = re.compile(r"decode_ms_b(\d+)|b(\d+)_in\d+_itl_ms")
 _TRANSPORTS = ("shm", "nixl", "mooncake")  # in this order, the first that a file has
+
+
+ALONE: State = (0, 1)  # a step
+
+
+class HandOvers(msgspec.Struct, frozen=True):
+    """Milliseconds from a prompt's last layer to the decode worker's next step, each as likely as the others."""
+
+    alone: tuple[float, ...] = ()
+    beside_steps: tuple[float, ...] = ()  # none: as alone
 
 
 class Costs(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,9 +51,10 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
     num_layers: int = 32
     encode: tuple[Point, ...] = ((0, 3.0), (1000, 23.0))  # image tokens of a pass
     embedding_bytes_per_token: int = 8192
-    prefill_sharing: tuple[Point, ...] = ()  # passes under way, factor; none: workers share nothing
-    decode_sharing: tuple[Point, ...] = ()
-    jitter: tuple[float, ...] = ()  # factors, each as likely; none: a step always takes the same time
+    prefill_sharing: dict[State, float] = {}  # factors, the pass itself counted; none: workers share nothing
+    decode_sharing: dict[State, float] = {}
+    jitter: dict[State, tuple[float, ...]] = {}  # factors of steps, each as likely; none: a step always takes the same time
+    hand_over_ms: HandOvers = HandOvers()  # none: `latency_ms`
 
     @property
     def weights_ms(self) -> float:
@@ -78,6 +92,14 @@ def interpolate(points: Sequence[Point], amount: float) -> float:
     index = min(max(1, bisect_left(points, amount, key=lambda point: point[0])), len(points) - 1)
     (low, at_low), (high, at_high) = points[index - 1 : index + 1]
     return max(0.0, at_low + (at_high - at_low) * (amount - low) / (high - low))
+
+
+def most_like(table: Mapping[State, T], state: State) -> T:
+    """What was measured in this state; or, if it was not, in the one most like it."""
+    known = table.get(state)
+    if known is None:
+        known = table[min(table, key=lambda other: abs(other[0] - state[0]) + abs(other[1] - state[1]))]
+    return known
 
 
 def line(base_ms: float, ms_each: float) -> tuple[Point, ...]:

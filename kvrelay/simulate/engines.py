@@ -36,7 +36,7 @@ def text_engine(
     record: WorkerRecord, options: EngineOptions, hooks: Hooks, *, num_blocks: int, takes_images: bool
 ) -> tuple[Engine, CostRunner]:
     network, clock, wake, role = hooks.network, hooks.clock, hooks.wake, record.role
-    runner = CostRunner(network.costs, num_blocks, hooks.spend, record.id)
+    runner = CostRunner(network.costs, num_blocks, hooks.spend)
     producer = SimulatedProducer(network, clock, wake, hooks.at_end) if role is Role.PREFILL else None
     engine = Engine(
         options=options,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from kvrelay.simulate.clients import Answer
 from kvrelay.simulate.run import Outcome, Targets
 from kvrelay.states import Role
 
@@ -13,16 +14,13 @@ _SHARES = (50, 90, 99)
 
 def figures(outcome: Outcome, targets: Targets) -> dict[str, float]:
     answers = outcome.answers
-    finished = [answer for answer in answers if answer.outcome == "finished"]
     outcomes = Counter(answer.outcome for answer in answers)
     num_good = sum(targets.met(answer) for answer in answers)
     num_prompt_tokens = outcome.num_cached_tokens + outcome.num_prompt_tokens
     found: dict[str, float] = {"requests": len(answers)}
     found |= {name: outcomes[name] for name in ("finished", "failed", "refused")}
     found["seconds"] = outcome.seconds
-    found |= _percentiles("ttft_ms", [1000 * answer.ttft_s for answer in finished])
-    found |= {f"itl_ms_p{share}": percentile_of(outcome.gaps_us, share) / 1000 for share in _SHARES}
-    found |= _percentiles("longest_gap_ms", [1000 * answer.longest_s for answer in finished])
+    found |= times(answers, outcome.gaps_us)
     found["output_tokens_per_s"] = sum(answer.num_tokens for answer in answers) / max(outcome.seconds, 1e-9)
     found["good_share"] = num_good / max(1, len(answers))
     found["goodput_rps"] = num_good / max(outcome.seconds, 1e-9)
@@ -34,6 +32,16 @@ def figures(outcome: Outcome, targets: Targets) -> dict[str, float]:
     found["role_changes"] = outcome.num_role_changes
     found["told_blocks_per_s"] = outcome.num_told_blocks / max(outcome.seconds, 1e-9)
     return found
+
+
+def times(answers: Sequence[Answer], gaps_us: Counter[int]) -> dict[str, float]:
+    """Of answers and of gaps between tokens, which may be those of several simulations."""
+    finished = [answer for answer in answers if answer.outcome == "finished"]
+    return {
+        **_percentiles("ttft_ms", [1000 * answer.ttft_s for answer in finished]),
+        **{f"itl_ms_p{share}": percentile_of(gaps_us, share) / 1000 for share in _SHARES},
+        **_percentiles("longest_gap_ms", [1000 * answer.longest_s for answer in finished]),
+    }
 
 
 def percentile_of(counts: Counter[int], share: int) -> float:

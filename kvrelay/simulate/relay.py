@@ -12,6 +12,7 @@ one after the other. A transfer that ends otherwise (an abort, a worker that is 
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -20,6 +21,7 @@ from kvrelay.engine.movers import Arrival, ConsumerNews, ProducerNews
 from kvrelay.ids import RequestId, TransferId, WorkerId
 from kvrelay.simulate.costs import Costs
 from kvrelay.simulate.embedding import Moves
+from kvrelay.simulate.host import Host
 from kvrelay.simulate.loop import VirtualLoop
 from kvrelay.wire.registry import MappingCounts, TransferCounts
 from kvrelay.wire.serving import FirstToken, TransferInfo
@@ -53,12 +55,14 @@ class Transfer:
 
 
 class Network:
-    """All transfers of a cluster that have not ended."""
+    """All transfers of a cluster that have not ended. `host` is one that all workers share, if they do."""
 
-    def __init__(self, loop: VirtualLoop, costs: Costs) -> None:
+    def __init__(self, loop: VirtualLoop, costs: Costs, host: Host | None = None) -> None:
         self.loop = loop
         self.costs = costs
         self.latency_s = costs.latency_ms / 1000.0
+        self._host = host
+        self._random = random.Random("hand-overs")
         self.moves = Moves(loop, costs)
         self.transfers: dict[TransferId, Transfer] = {}
 
@@ -77,16 +81,24 @@ class Network:
         assert producer is not None
         assert consumer is not None
         assert transfer.reserved_at is not None
-        costs, moved = self.costs, transfer.skip_tokens
+        costs, moved, now = self.costs, transfer.skip_tokens, self.loop.now
         at = max(transfer.reserved_at + self.latency_s, producer.link_free_at, consumer.link_free_at)
         for chunk in transfer.chunks:
             if chunk.end > moved:
                 seconds = costs.transfer_s(chunk.end - moved)
-                at = max(max(at, chunk.began_at) + seconds, chunk.ended_at + seconds / costs.num_layers)
+                began_at, ended_at = min(now, chunk.began_at), min(now, chunk.ended_at)
+                at = max(max(at, began_at) + seconds, ended_at + seconds / costs.num_layers)
                 moved = chunk.end
-        at = max(at, self.loop.now)  # a step may have ended later than it was foretold
+        at = max(at, now)  # a step may have ended earlier or later than it was foretold
         producer.link_free_at = consumer.link_free_at = at
-        self.loop.at(at + self.latency_s, self._arrived, transfer)
+        self.loop.at(at + self._hand_over_s(), self._arrived, transfer)
+
+    def _hand_over_s(self) -> float:
+        known = self.costs.hand_over_ms
+        if not known.alone:
+            return self.latency_s
+        is_beside = self._host is not None and self._host.has_steps
+        return self._random.choice((known.beside_steps if is_beside else ()) or known.alone) / 1000.0
 
     def _arrived(self, transfer: Transfer) -> None:
         if transfer.is_over:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 
 from kvrelay.engine.fence import PASSED, Fence
@@ -15,17 +14,15 @@ _ONE = RowResult([TOKEN])
 
 
 class CostRunner:
-    """`spend` is told the seconds of each pass, when it is collected, and whether it has prompts. `seed` decides which steps
-    take longer than others."""
+    """`spend` is told the seconds of each pass, when it is collected, and whether it has prompts."""
 
     num_host_blocks = 0
     runs_ahead = False
 
-    def __init__(self, costs: Costs, num_blocks: int, spend: Callable[[float, bool], None], seed: str) -> None:
+    def __init__(self, costs: Costs, num_blocks: int, spend: Callable[[float, bool], None]) -> None:
         self.num_blocks = num_blocks
         self._costs = costs
         self._spend = spend
-        self._random = random.Random(seed)
         self._decode_s: dict[int, float] = {}
         self._plan = StepPlan()
 
@@ -36,16 +33,11 @@ class CostRunner:
         rows = self._plan.rows
         num_tokens = sum([row.count for row in rows])
         if num_tokens == len(rows) == sum([row.samples for row in rows]):  # the usual case of a decode worker
-            seconds = self.decode_s(len(rows)) if rows else 0.0
-            self._spend(seconds * self._random.choice(self._costs.jitter) if self.has_jitter else seconds, False)
+            self._spend(self.decode_s(len(rows)) if rows else 0.0, False)
             return StepResult([_ONE] * len(rows))
         num_decoding = sum([row.count == 1 for row in rows])
         self._spend(self._costs.pass_s(num_tokens - num_decoding, num_decoding), True)
         return StepResult([_ONE if row.samples == 1 else _answer(row.samples) for row in rows])
-
-    @property
-    def has_jitter(self) -> bool:
-        return bool(self._costs.jitter)
 
     def decode_s(self, num_sequences: int) -> float:
         known = self._decode_s.get(num_sequences)

@@ -8,6 +8,7 @@ it has ended, because messages to the worker wait for its next turn.
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from kvrelay.engine.engine import Engine
 from kvrelay.engine.memory.events import EventRecorder
 from kvrelay.events.subscriber import EventOwner
 from kvrelay.router.peer import Peer
+from kvrelay.simulate.costs import ALONE, most_like
 from kvrelay.simulate.engines import Hooks, encode_engine, text_engine
 from kvrelay.simulate.host import Host, Pass
 from kvrelay.simulate.leap import leap, leaves_room, possible_steps
@@ -98,6 +100,8 @@ class SimulatedWorker:
         self._loop: VirtualLoop = network.loop
         self.now = self._loop.now
         self._host = host
+        self._jitter = network.costs.jitter
+        self._random = random.Random(record.id)  # decides which steps take longer than others
         self._on_outputs = on_outputs
         self._on_drained = on_drained
         self._inbox: deque[ToWorker] = deque()
@@ -141,6 +145,9 @@ class SimulatedWorker:
         return self.now
 
     def _spend(self, seconds: float, has_prompts: bool) -> None:
+        if self._jitter and not has_prompts:
+            state = ALONE if self._host is None else self._host.state_with(has_prompts=False)
+            seconds *= self._random.choice(most_like(self._jitter, state))
         self._work_s += seconds
         self._has_prompts |= has_prompts
         self.now += seconds if self._host is None else self._host.takes_s(seconds, has_prompts=has_prompts)
@@ -285,7 +292,7 @@ class SimulatedWorker:
 
     def _possible_leap(self) -> Leap | None:
         """Not where how long a step takes depends on others, or on chance."""
-        if self._host is not None or self._runner is None or self._runner.has_jitter:
+        if self._host is not None or self._runner is None or self._jitter:
             return None
         assert isinstance(self.engine, Engine)
         core = self.engine.core

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from typing import Literal
 
 import pytest
 from rich.console import Console
@@ -12,9 +14,11 @@ from kvrelay.bench.main import find_scenario
 from kvrelay.bench.serve.client import Asked, Target
 from kvrelay.bench.serve.sessions import Session
 from kvrelay.bench.simulate import calibrate
-from kvrelay.bench.simulate.calibrate import Calibration, Measured, costs_of
-from kvrelay.bench.simulate.scenario import COMPARED, SimulateBench, predict
-from kvrelay.simulate.costs import Costs, line
+from kvrelay.bench.simulate.calibrate import Calibration, Round, costs_of
+from kvrelay.bench.simulate.scenario import CLUSTERS, COMPARED, SimulateBench, measure, predict, run_simulated
+from kvrelay.errors import ConfigError
+from kvrelay.simulate.costs import ALONE, Costs, HandOvers, line
+from kvrelay.simulate.figures import times
 
 COSTS = Costs(prefill=line(10.0, 1.0), decode=line(10.0, 1.0), router_ms=0.0, latency_ms=1.0, kv_bytes_per_token=1000)
 
@@ -25,32 +29,82 @@ def asked(sent_at: float, prompt_tokens: int, output_tokens: int) -> Asked:
 
 def test_the_requests_that_were_asked_are_simulated() -> None:
     requests = [asked(100.0 + 10 * number, 190, 11) for number in range(5)]
-    found = predict(1, COSTS, requests, SimulateBench())
-    assert found["requests"] == found["finished"] == 5
+    apart, crowded, on_two = (
+        run_simulated(pairs, COSTS, each) for pairs, each in ((1, requests), (1, requests[:1] * 5), (2, requests[:1] * 5))
+    )
+    found = times(apart.answers, apart.gaps_us)
+    assert [answer.outcome for answer in apart.answers] == ["finished"] * 5
     assert found["ttft_ms_p50"] == pytest.approx(200.0)
     assert found["itl_ms_p50"] == pytest.approx(11.0)
-    crowded = predict(1, COSTS, [asked(100.0, 190, 11)] * 5, SimulateBench())
-    assert crowded["ttft_ms_p99"] > found["ttft_ms_p99"]
-    assert predict(2, COSTS, [asked(100.0, 190, 11)] * 5, SimulateBench())["ttft_ms_p99"] < crowded["ttft_ms_p99"]
+    slow = times(crowded.answers, crowded.gaps_us)["ttft_ms_p99"]
+    assert slow > found["ttft_ms_p99"]
+    assert times(on_two.answers, on_two.gaps_us)["ttft_ms_p99"] < slow
+
+
+def one_round(slowness: float = 1.0) -> Round:
+    return Round(
+        prompts={share: [(round(200 * share), slowness * 200 * share)] for share in (0.25, 1.0, 1.75)},
+        shared_prompts={(1, 1): [slowness * 400.0]},
+        steps={(0, 1): [slowness * 10.0] * 4, (0, 2): [slowness * 15.0] * 4, (1, 1): [slowness * 12.0] * 4},
+        batches={4: [slowness * 30.0]},
+        hand_overs=[slowness * 13.0],
+        shared_hand_overs=[slowness * 8.0, slowness * 30.0],
+    )
 
 
 def test_costs_are_those_of_a_pass_alone_and_how_much_others_slow_it() -> None:
     """Batches were measured with both decode workers busy."""
-    found = Measured(
-        prompts={1.0: [(99, 50.0), (100, 60.0), (101, 90.0)]},
-        steps={1: [15.0, 18.0, 27.0], 4: [30.0, 36.0, 54.0]},
-        shared_prompts={1: [1.0, 1.0, 1.0], 3: [1.9, 2.0, 2.3]},
-        shared_steps={1: [1.0, 1.0, 1.0], 2: [1.5, 1.5, 1.6]},
-        hand_overs=[2.0, 3.0, 4.0],
-        jitter=[0.9, 1.0, 1.1],
-    )
-    costs = costs_of(found, pairs=2)
-    assert costs.decode == ((1, pytest.approx(12.0)), (4, pytest.approx(24.0)))
-    assert costs.prefill == ((100, 60.0),)
-    assert costs.prefill_sharing == ((1, 1.0), (3, 2.0))
-    assert costs.decode_sharing == ((1, 1.0), (2, 1.5))
-    assert (min(costs.jitter), max(costs.jitter)) == (0.9, 1.1)
-    assert costs.latency_ms == 3.0
+    costs = costs_of([one_round(2.0)], pairs=2)
+    assert costs.prefill == ((50, pytest.approx(100.0)), (200, pytest.approx(400.0)), (350, pytest.approx(700.0)))
+    assert costs.decode == ((1, pytest.approx(20.0)), (4, pytest.approx(40.0)))
+    assert costs.prefill_sharing == {(1, 0): 1.0, (1, 1): 2.0}
+    assert costs.decode_sharing == pytest.approx({(0, 1): 1.0, (0, 2): 1.5, (1, 1): 1.2})
+    assert costs.latency_ms == pytest.approx(6.0)
+    assert costs.hand_over_ms == HandOvers((pytest.approx(6.0),), (0.0, pytest.approx(15.0)))
+
+
+def test_costs_are_those_of_the_usual_round() -> None:
+    usual, disturbed = costs_of([one_round()] * 3, pairs=2), costs_of([one_round(), one_round(9.0), one_round()], pairs=2)
+    assert disturbed.prefill == usual.prefill
+    assert disturbed.prefill_sharing == usual.prefill_sharing
+
+
+def test_steps_vary_as_they_did() -> None:
+    """A stall, and two tokens that were read at once, change what chance can bring, and not what a step usually takes."""
+    found = one_round()
+    found.steps[0, 1] = [10.0, 10.0, 10.0, 10.0, 0.0, 90.0]
+    found.steps[1, 1] = [12.0, 12.0, 12.0, 12.0, 6.0, 60.0]
+    costs = costs_of([found], pairs=1)
+    assert costs.decode[0] == (1, pytest.approx(10.0))
+    assert (min(costs.jitter[ALONE]), max(costs.jitter[ALONE])) == (0.0, pytest.approx(9.0))
+    assert (min(costs.jitter[1, 1]), max(costs.jitter[1, 1])) == (pytest.approx(0.5), pytest.approx(5.0))
+
+
+def test_each_part_is_predicted_from_the_rounds_beside_it() -> None:
+    """The machine became slower between the parts, and none of the other rounds is asked."""
+    requests = [asked(100.0 + 10 * number, 200, 11) for number in range(3)]
+    rounds = [one_round(), one_round(), one_round(5.0), one_round(5.0)]
+    quick, slow = (predict(1, [each] * 2, [requests])["ttft_ms_p50"] for each in (rounds[0], rounds[-1]))
+    assert slow == pytest.approx(5 * quick)
+    both = predict(1, [rounds[0], rounds[0], rounds[0]], [requests, requests])
+    assert both["ttft_ms_p50"] == pytest.approx(quick)
+    assert predict(1, rounds[1:], [[requests[0]], requests])["ttft_ms_p99"] == pytest.approx(slow)
+    assert predict(1, rounds, [requests] * 3) == predict(1, rounds, [requests] * 3)
+
+
+def test_a_prediction_is_held_to_a_fifth_and_at_the_tail_to_a_third() -> None:
+    aims = find_scenario("simulate").targets
+    assert sorted(aims) == sorted(f"error_{figure}_{name}" for name in CLUSTERS for figure in COMPARED)
+    for name, aim in aims.items():
+        bar = 0.35 if "_p99_" in name else 0.2
+        assert aim.met(bar)
+        assert not aim.met(bar + 0.01)
+
+
+@pytest.mark.parametrize("kind", ["conversation", "long-prefix"])
+def test_traffic_whose_prompts_share_a_beginning_is_refused(kind: Literal["conversation", "long-prefix"]) -> None:
+    with pytest.raises(ConfigError, match=f"--traffic {kind}"):
+        measure("1p1d", SimulateBench(traffic=kind), Console(stderr=True))
 
 
 def meet_a_machine(target: Target, sessions: Sequence[Session], concurrency: int, title: str) -> tuple[list[Asked], float]:
@@ -74,17 +128,22 @@ def test_a_machine_is_measured_as_it_is(pairs: int, monkeypatch: pytest.MonkeyPa
     calibration = Calibration(Target("", "", {}, ignore_eos=True), pairs, 200)
     for _ in range(3):
         calibration.round()
-    costs = calibration.costs
-    assert costs.prefill == ((100, pytest.approx(100.0)), (200, pytest.approx(200.0)), (300, pytest.approx(300.0)))
+    costs = costs_of(calibration.rounds, pairs)
+    assert costs.prefill == ((50, pytest.approx(50.0)), (200, pytest.approx(200.0)), (350, pytest.approx(350.0)))
     assert [ms for _, ms in costs.decode] == pytest.approx([10.0, 10.0, 10.0])
-    assert dict(costs.prefill_sharing)[2 * pairs] == pytest.approx(2.0)
-    assert dict(costs.decode_sharing)[2 * pairs] == pytest.approx(2.0)
+    counts = range(1, pairs + 1)
+    alone = {(count, 0): 1.0 for count in counts}
+    beside = dict.fromkeys(itertools.product(counts, counts), 2.0)
+    assert costs.prefill_sharing == pytest.approx(alone | beside)
+    assert costs.decode_sharing == pytest.approx({(0, count): 1.0 for count in counts} | beside)
     assert costs.latency_ms == pytest.approx(5.0)
+    assert costs.jitter.keys() == costs.decode_sharing.keys()
+    assert costs.jitter[pairs, pairs] == pytest.approx([1.0] * len(costs.jitter[pairs, pairs]))
     assert calibration.drift == pytest.approx(1.0)
 
 
-def test_a_slower_round_is_compared_with_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if in another one no step was seen beside the prompts, as all streams were over when these came."""
+def test_how_much_passes_slow_each_other_does_not_depend_on_the_machine_s_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if in another one no prompt was beside a stream, as all streams were over when these came."""
     slowness = [1.0]
 
     def meet(target: Target, sessions: Sequence[Session], concurrency: int, title: str) -> tuple[list[Asked], float]:
@@ -100,9 +159,11 @@ def test_a_slower_round_is_compared_with_itself(monkeypatch: pytest.MonkeyPatch)
     calibration = Calibration(Target("", "", {}, ignore_eos=True), 2, 200)
     for slowness[0] in (1.0, 2.0, 4.0):
         calibration.round()
-    assert len(calibration.measured.shared_steps[4]) == 2
-    assert dict(calibration.costs.prefill_sharing)[4] == pytest.approx(2.0)
-    assert dict(calibration.costs.decode_sharing)[4] == pytest.approx(2.0)
+    assert [(2, 2) in found.steps for found in calibration.rounds] == [False, True, True]
+    assert costs_of(calibration.rounds[:1], 2).prefill_sharing == {(1, 0): 1.0, (2, 0): 1.0}
+    for found in calibration.rounds[1:]:
+        assert costs_of([found], 2).prefill_sharing[2, 2] == pytest.approx(2.0)
+        assert costs_of([found], 2).decode_sharing[2, 2] == pytest.approx(2.0)
     assert calibration.drift == pytest.approx(4.0)
 
 
@@ -111,6 +172,7 @@ def test_a_real_cluster_and_its_simulation_answer_the_same_requests() -> None:
     results = find_scenario("simulate").measure(options, Console(stderr=True))
     assert results["requests_1p1d"] == 4
     assert results["failed_1p1d"] == 0
+    assert results["other_cores_1p1d"] >= 0
     for figure in COMPARED:
         assert results[f"real_{figure}_1p1d"] > 0
         assert results[f"simulated_{figure}_1p1d"] > 0

@@ -9,12 +9,12 @@ from kvrelay.config import EngineOptions
 from kvrelay.router.rebalance import Rules
 from kvrelay.simulate import worker as simulated_worker
 from kvrelay.simulate.cluster import Layout, SimulatedCluster
-from kvrelay.simulate.costs import H200_8B, Costs, line
+from kvrelay.simulate.costs import ALONE, H200_8B, Costs, HandOvers, line
 from kvrelay.simulate.figures import figures
-from kvrelay.simulate.host import Host, Pass
+from kvrelay.simulate.host import Host, Pass, sharing_of
 from kvrelay.simulate.loop import VirtualLoop
 from kvrelay.simulate.run import Failure, Outcome, Targets, simulate
-from kvrelay.simulate.traffic import Kind, Wanted, draw
+from kvrelay.simulate.traffic import Kind, Session, Turn, Wanted, draw
 from kvrelay.states import Role
 
 COSTS = Costs(prefill=line(2.0, 0.02), decode=line(4.0, 0.1), gb_per_s=10.0, latency_ms=0.5, router_ms=1.0)
@@ -154,7 +154,7 @@ def test_workers_of_one_host_share_its_cores() -> None:
 def test_a_pass_is_slowed_by_those_that_begin_after_it_and_only_while_they_run() -> None:
     """Alone it takes a second; for half a second another one ran beside it, and both got on at half their speed."""
     loop, ends = VirtualLoop(), dict[str, float]()
-    host = Host(loop, dict.fromkeys((True, False), ((1, 1.0), (2, 2.0))))
+    host = Host(loop, lambda has_prompts, state: float(sum(state)))
     begun: dict[str, Pass] = {}
 
     def begin(name: str, seconds: float) -> None:
@@ -172,10 +172,46 @@ def test_a_pass_is_slowed_by_those_that_begin_after_it_and_only_while_they_run()
 
 
 def test_steps_that_vary_are_the_same_with_the_same_seed() -> None:
-    costs = msgspec.structs.replace(COSTS, jitter=(0.5, 1.0, 3.0))
+    costs = msgspec.structs.replace(COSTS, jitter={ALONE: (0.5, 1.0, 3.0)}, hand_over_ms=HandOvers((0.0, 40.0)))
     first, again, even = (figures(run(Layout(), wanted(), costs=each), TARGETS) for each in (costs, costs, COSTS))
     assert first == again
     assert first["itl_ms_p99"] > 2 * even["itl_ms_p99"]
+    assert first["longest_gap_ms_p90"] > 40.0
+
+
+def test_kv_does_not_wait_for_the_end_that_its_pass_was_foretold() -> None:
+    """A long prompt begins beside a short stream, at a tenth of its speed, and ends soon after that has ended."""
+    sharing = {"prefill_sharing": {(1, 0): 1.0, (1, 1): 10.0}, "decode_sharing": {(0, 1): 1.0}}
+    costs = msgspec.structs.replace(COSTS, prefill=line(0.0, 1.0), **sharing)
+    stream = Session(at_s=0.0, number=0, turns=(Turn(prompt_tokens=100, output_tokens=20),))
+    prompt = Session(at_s=0.15, number=1, turns=(Turn(prompt_tokens=1000, output_tokens=2),))
+    outcome = simulate(Layout(local_prefill_tokens=0), costs, [stream, prompt])
+    answer = outcome.answers[1]
+    assert 1.0 < answer.ttft_s < 1.2
+    assert answer.longest_s < 0.02
+
+
+def test_passes_are_slowed_by_what_was_measured_beside_those_under_way() -> None:
+    """By a table of states; a state that was not measured is as the one most like it."""
+    prompts, steps = {(1, 0): 1.0, (1, 1): 1.5, (2, 2): 4.0}, {(0, 1): 1.0, (1, 1): 3.0, (0, 2): 0.9}
+    slower = sharing_of(msgspec.structs.replace(COSTS, prefill_sharing=prompts, decode_sharing=steps), cores=0)
+    assert slower is not None
+    assert [slower(True, state) for state in ((1, 0), (1, 1), (2, 2), (2, 3))] == [1.0, 1.5, 4.0, 4.0]
+    assert [slower(False, state) for state in ((0, 1), (1, 1), (0, 2))] == [1.0, 3.0, 1.0]
+    assert sharing_of(COSTS, cores=0) is None
+
+
+def test_steps_and_hand_overs_vary_as_those_beside_such_passes_did() -> None:
+    """Steps beside a prompt take ten times as long, and hand-overs to a worker that has a step under way 50 ms."""
+    sharing = {"prefill_sharing": {(1, 0): 1.0}, "decode_sharing": {ALONE: 1.0}}
+    even = msgspec.structs.replace(COSTS, prefill=line(0.0, 1.0), **sharing)
+    uneven = msgspec.structs.replace(even, jitter={ALONE: (1.0,), (1, 1): (10.0,)}, hand_over_ms=HandOvers((0.0,), (50.0,)))
+    stream = Session(at_s=0.0, number=0, turns=(Turn(prompt_tokens=10, output_tokens=100),))
+    prompt = Session(at_s=0.1, number=1, turns=(Turn(prompt_tokens=100, output_tokens=2),))
+    alone, beside = (simulate(Layout(local_prefill_tokens=0), uneven, each).answers for each in ([stream], [stream, prompt]))
+    assert alone[0].longest_s < 0.01
+    assert beside[0].longest_s == pytest.approx(10 * even.pass_s(0, 1))
+    assert 0.05 < beside[1].longest_s < 0.06
 
 
 def test_a_day_is_busiest_at_noon() -> None:

@@ -4,11 +4,11 @@ A round tries, one after the other:
 
     prompts     one at a time, of three lengths; and one on each prefill worker
     streams     one; one on each decode worker; several on each
-    both        prompts while each decode worker has a stream
+    both        prompts on one prefill worker or more while one decode worker or more have a stream each
 
 Of each, the time to first token or between tokens. Alone they give the curves; beside others, how much passes slow each other:
-on a machine with fewer cores than workers, or with one memory bus, a lot. Rounds are taken between the parts of the traffic, so
-that the machine is the same for both; the costs are the medians of all of them.
+on a machine with fewer cores than workers, or with one memory bus, a lot. What the HTTP server and the client take of it is in
+these times. Rounds are taken between the parts of the traffic, so that the machine is the same for both.
 """
 
 from __future__ import annotations
@@ -17,32 +17,39 @@ import itertools
 import math
 import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from kvrelay.bench.serve.client import Asked, Target
 from kvrelay.bench.serve.scenario import run_sessions
 from kvrelay.bench.serve.sessions import WORDS, Question, Session
 from kvrelay.errors import BenchError
-from kvrelay.simulate.costs import Costs, Point, interpolate
+from kvrelay.simulate.costs import ALONE, Costs, HandOvers, Point, State
 
-_LENGTHS = (1.0, 0.5, 1.5)  # of prompts, of that of the traffic
+_LENGTHS = (1.0, 0.25, 1.75)  # of prompts, of that of the traffic
 _BATCHES = (2, 4)  # streams on each decode worker
+_REPEATS = 3  # of prompts alone, and of those beside the same streams
 _STREAM_TOKENS, _MOST_TOKENS = 32, 256
-_JITTER_STEPS = 100
+_FEWEST_GAPS = 8
+_NUM_CHANCES = 200
 _KV_BYTES, _LAYERS, _GB_PER_S = 46_080, 30, 5.0  # of SmolLM2-135M in float32; shared memory
 
 
-@dataclass(slots=True)
-class Measured:
-    """Milliseconds, and how many times longer passes took beside others than alone in the same round."""
+K = TypeVar("K")
+V = TypeVar("V")
 
-    prompts: dict[float, list[Point]] = field(default_factory=dict)  # tokens and time, by length as a share of the traffic's
-    steps: dict[int, list[float]] = field(default_factory=dict)  # by sequences on each decode worker, all of them busy
-    shared_prompts: dict[int, list[float]] = field(default_factory=dict)  # slower, by passes under way; of the traffic's length
-    shared_steps: dict[int, list[float]] = field(default_factory=dict)  # slower, by passes under way; of one sequence
-    hand_overs: list[float] = field(default_factory=list)  # beyond a step
-    jitter: list[float] = field(default_factory=list)  # of steps, as shares of their median
+
+@dataclass(slots=True)
+class Round:
+    """Milliseconds."""
+
+    prompts: dict[float, list[Point]] = field(default_factory=dict)  # tokens and time, alone; by share of the traffic's length
+    shared_prompts: dict[State, list[float]] = field(default_factory=dict)  # of the traffic's length, beside other passes
+    steps: dict[State, list[float]] = field(default_factory=dict)  # of one sequence
+    batches: dict[int, list[float]] = field(default_factory=dict)  # steps by sequences on each decode worker, all of them busy
+    hand_overs: list[float] = field(default_factory=list)  # from the first token to the second, alone
+    shared_hand_overs: list[float] = field(default_factory=list)  # while a step was under way
 
 
 class Calibration:
@@ -52,118 +59,151 @@ class Calibration:
         self._target = target
         self._pairs = pairs
         self._words = words
+        self._most_tokens = min(_MOST_TOKENS, max(_STREAM_TOKENS, words))  # as prompts: small models have room for both
         self._marks = itertools.count()  # no prompt begins as another one did
-        self.measured = Measured()
+        self.rounds: list[Round] = []
         self._ask([self._question(4)] * pairs, "warming up")
 
     def round(self) -> None:
-        found = self.measured
-        for share in _LENGTHS:
+        found, counts = Round(), range(1, self._pairs + 1)
+        self._measure_prompts(found)
+        self._measure_streams(found)
+        for state in itertools.product(counts, counts):
+            self._measure_both(found, state)
+        self.rounds.append(found)
+
+    def _measure_prompts(self, found: Round) -> None:
+        for share in _LENGTHS * _REPEATS:
             (one,) = self._ask([self._question(2, share)], "measuring a prompt")
             found.prompts.setdefault(share, []).append((one.prompt_tokens, _ms(one.ttft_s)))
-            if share == 1.0:
-                prompt_ms = _ms(one.ttft_s)
-                _add(found.shared_prompts, 1, 1.0)
-        (stream,) = self._ask([self._question(_STREAM_TOKENS)], "measuring a stream")
-        step_ms = statistics.median(gaps := _gaps([stream]))
-        _add(found.shared_steps, 1, 1.0)
-        all_ms = step_ms
-        found.jitter += [gap / step_ms for gap in gaps]
-        found.hand_overs.append(_ms(stream.times[1] - stream.times[0]) - step_ms)
+            found.hand_overs += _first_gaps([one])
         for count in range(2, self._pairs + 1):
-            prompts = self._ask([self._question(2) for _ in range(count)], "measuring prompts")
-            _add(found.shared_prompts, count, _mean_ttft_ms(prompts) / prompt_ms)
-            all_ms = self._streams_ms(count)
-            _add(found.shared_steps, count, all_ms / step_ms)
-        _add(found.steps, 1, all_ms)
-        for count in _BATCHES:
-            _add(found.steps, count, self._streams_ms(count * self._pairs))
-        for count in range(1, self._pairs + 1):
-            self._both(count, prompt_ms, step_ms)
+            for _ in range(_REPEATS):
+                prompts = self._ask([self._question(2) for _ in range(count)], "measuring prompts")
+                found.shared_prompts.setdefault((count, 0), []).append(_mean_ttft_ms(prompts))
 
-    def _streams_ms(self, count: int) -> float:
-        return statistics.median(_gaps(self._ask([self._question(_STREAM_TOKENS) for _ in range(count)], "measuring streams")))
+    def _measure_streams(self, found: Round) -> None:
+        found.steps[ALONE] = self._gaps_of([self._question(_STREAM_TOKENS)])
+        for count in range(2, self._pairs + 1):
+            found.steps[0, count] = self._gaps_of(self._streams(found, count))
+        found.batches = {count: self._gaps_of(self._streams(found, count * self._pairs)) for count in _BATCHES}
 
-    def _both(self, count: int, prompt_ms: float, step_ms: float) -> None:
-        """So many prompts, which come when each decode worker has a stream and end before it does."""
-        lead_ms = 2 * self._pairs * prompt_ms
-        most = min(_MOST_TOKENS, max(_STREAM_TOKENS, self._words))  # as prompts, so that small models have room for both
-        num_tokens = min(most, math.ceil((lead_ms + 4 * self._pairs * prompt_ms) / step_ms))
-        streams = [self._question(num_tokens) for _ in range(self._pairs)]
-        prompts = [self._question(2) for _ in range(count)]
-        asked = self._ask([*streams, *prompts], "measuring both", later=count, later_s=lead_ms / 1e3)
-        begun = max(one.sent_at for one in asked[self._pairs :])
-        ended = min(one.times[0] for one in asked[self._pairs :])
-        num_passes = self._pairs + count
-        _add(self.measured.shared_prompts, num_passes, _mean_ttft_ms(asked[self._pairs :]) / prompt_ms)
-        if beside := _gaps_within(asked[: self._pairs], begun, ended):
-            _add(self.measured.shared_steps, num_passes, statistics.median(beside) / step_ms)
+    def _streams(self, found: Round, count: int) -> list[Question]:
+        """So long that the first is still under way when the prompts of the others are computed."""
+        num_tokens = _STREAM_TOKENS + math.ceil(count * _prompt_ms(found) / middle(found.steps[ALONE]))
+        return [self._question(min(num_tokens, self._most_tokens)) for _ in range(count)]
+
+    def _gaps_of(self, questions: Sequence[Question]) -> list[float]:
+        return _gaps(self._ask(questions, "measuring streams"))
+
+    def _measure_both(self, found: Round, state: State) -> None:
+        """Prompts, several times, that come when the streams are under way and end before these do."""
+        num_prompts, num_streams = state
+        pause_ms = 2 * self._pairs * _prompt_ms(found)
+        num_tokens = min(self._most_tokens, math.ceil((1 + _REPEATS) * pause_ms / middle(found.steps[ALONE])))
+        waves = [pause_ms / 1e3 * number for number in range(1, _REPEATS + 1) for _ in range(num_prompts)]
+        sessions = [Session(0.0, (self._question(num_tokens),)) for _ in range(num_streams)]
+        sessions += [Session(at_s, (self._question(2),)) for at_s in waves]
+        asked = self._meet(sessions, "measuring both")
+        streams = asked[:num_streams]
+        for first in range(num_streams, len(asked), num_prompts):
+            prompts = asked[first : first + num_prompts]
+            begun, ended = max(one.sent_at for one in prompts), min(one.times[0] for one in prompts)
+            if any(stream.times[1] > begun or stream.times[-1] < ended for stream in streams):
+                continue  # they were not beside each other
+            found.shared_prompts.setdefault(state, []).append(_mean_ttft_ms(prompts))
+            found.steps.setdefault(state, []).extend(_gaps_within(streams, begun, ended))
+            if state == (1, self._pairs):  # whoever takes it has a step under way, and no other prompt slows that
+                found.shared_hand_overs += _first_gaps(prompts)
 
     def _question(self, max_tokens: int, share: float = 1.0) -> Question:
         mark = next(self._marks)
         words = random.Random(mark).choices(WORDS, k=max(1, round(share * self._words)))
         return Question(" ".join([f"{mark}", *words]), max_tokens)
 
-    def _ask(self, questions: Sequence[Question], title: str, *, later: int = 0, later_s: float = 0.0) -> list[Asked]:
-        """The last `later` of them come `later_s` after the others. Raises BenchError."""
-        first = len(questions) - later
-        sessions = [Session(0.0 if place < first else later_s, (question,)) for place, question in enumerate(questions)]
+    def _ask(self, questions: Sequence[Question], title: str) -> list[Asked]:
+        return self._meet([Session(0.0, (question,)) for question in questions], title)
+
+    def _meet(self, sessions: Sequence[Session], title: str) -> list[Asked]:
+        """Raises BenchError."""
         asked, _ = run_sessions(self._target, sessions, 0, title)
-        for one, question in zip(asked, questions, strict=True):
-            if one.problem or len(one.times) < min(3, question.max_tokens // 2):
+        for one, session in zip(asked, sessions, strict=True):
+            if one.problem or len(one.times) < min(3, session.questions[0].max_tokens // 2):
                 raise BenchError(f"a request failed: {one.problem or 'it had hardly any text'}")
         return asked
 
     @property
     def drift(self) -> float:
         """How many times longer the slowest round was than the quickest: 1 on a machine that did nothing else."""
-        return max(self.measured.steps[1]) / min(self.measured.steps[1])
+        steps = [middle(found.steps[ALONE]) for found in self.rounds]
+        return max(steps) / min(steps)
 
     @property
     def prompt_s(self) -> float:
-        """Of the traffic's length, alone."""
-        return statistics.median(ms for _, ms in self.measured.prompts[1.0]) / 1e3
-
-    @property
-    def costs(self) -> Costs:
-        return costs_of(self.measured, self._pairs)
+        """Of the traffic's length, while all workers are busy."""
+        busy = [ms for found in self.rounds for ms in found.shared_prompts.get((self._pairs, self._pairs), [])]
+        alone = [ms for found in self.rounds for _, ms in found.prompts[1.0]]
+        return statistics.median(busy or alone) / 1e3
 
 
-def costs_of(found: Measured, pairs: int) -> Costs:
-    decode_sharing = _sharing(found.shared_steps)
-    beside = max(1.0, interpolate(decode_sharing, pairs)) if pairs > 1 else 1.0  # batches were on all workers at once
+def costs_of(rounds: Sequence[Round], pairs: int) -> Costs:
+    """What all of these rounds found, each time as good as the others."""
+    prompts, steps = _joined(found.prompts for found in rounds), _joined(found.steps for found in rounds)
+    prefill = {share: _middle_point(points) for share, points in sorted(prompts.items())}
+    steps = {state: gaps for state, gaps in steps.items() if gaps}
+    step_ms = {state: middle(gaps) for state, gaps in steps.items()}
+    alone_ms, together_ms = step_ms[ALONE], step_ms[0, pairs]
+    batches = {count: middle(gaps) for count, gaps in _joined(found.batches for found in rounds).items()}
+    shared_prompts = _joined(found.shared_prompts for found in rounds)
+    hand_overs = [ms - alone_ms for found in rounds for ms in found.hand_overs]
+    shared_hand_overs = [ms - 1.5 * together_ms for found in rounds for ms in found.shared_hand_overs]  # half a step was left
     return Costs(
-        prefill=tuple(_middle(points) for _, points in sorted(found.prompts.items())),
-        decode=tuple((count, statistics.median(times) / beside) for count, times in sorted(found.steps.items())),
-        prefill_sharing=_sharing(found.shared_prompts),
-        decode_sharing=decode_sharing,
-        jitter=_quantiles(found.jitter),
+        prefill=tuple(prefill.values()),
+        decode=tuple((count, ms * alone_ms / together_ms) for count, ms in sorted({1: together_ms, **batches}.items())),
+        prefill_sharing={(1, 0): 1.0}
+        | {state: statistics.median(ms) / prefill[1.0][1] for state, ms in shared_prompts.items()},
+        decode_sharing={state: ms / alone_ms for state, ms in step_ms.items()},
+        jitter={state: _quantiles([ms / step_ms[state] for ms in gaps]) for state, gaps in steps.items()},
+        hand_over_ms=HandOvers(_quantiles(hand_overs), _quantiles(shared_hand_overs)),
         gb_per_s=_GB_PER_S,
-        latency_ms=max(0.05, statistics.median(found.hand_overs)),
+        latency_ms=max(0.05, statistics.median(hand_overs)),
         router_ms=0.0,
         kv_bytes_per_token=_KV_BYTES,
         num_layers=_LAYERS,
     )
 
 
-def _middle(points: Sequence[Point]) -> Point:
+def middle(values: Sequence[float]) -> float:
+    """The mean of the middle half: neither a stall nor tokens that a late client reads at once count for much."""
+    ordered = sorted(values)
+    cut = len(ordered) // 4
+    return statistics.mean(ordered[cut : len(ordered) - cut])
+
+
+def _joined(rounds: Iterable[Mapping[K, Sequence[V]]]) -> dict[K, list[V]]:
+    found: dict[K, list[V]] = {}
+    for each in rounds:
+        for name, values in each.items():
+            found.setdefault(name, []).extend(values)
+    return found
+
+
+def _middle_point(points: Sequence[Point]) -> Point:
     """Prompts of as many words have about as many tokens."""
     return statistics.median_low(count for count, _ in points), statistics.median(ms for _, ms in points)
 
 
-def _sharing(slower: dict[int, list[float]]) -> tuple[Point, ...]:
-    return tuple((count, statistics.median(rounds)) for count, rounds in sorted(slower.items()))
-
-
 def _quantiles(values: Sequence[float]) -> tuple[float, ...]:
-    ordered = sorted(values)
-    return tuple(ordered[len(ordered) * step // _JITTER_STEPS] for step in range(_JITTER_STEPS))
+    """As many at most, none below 0."""
+    ordered, count = sorted(values), min(len(values), _NUM_CHANCES)
+    return tuple(max(0.0, ordered[len(ordered) * step // count]) for step in range(count))
 
 
 def _gaps(asked: Sequence[Asked]) -> list[float]:
-    """While all of them had tokens; or, if they never did at the same time, at all."""
+    """While all of them had tokens; or, if that was hardly ever, at all."""
     begun, ended = max(one.times[1] for one in asked), min(one.times[-1] for one in asked)
-    return _gaps_within(asked, begun, ended) or _gaps_within(asked, 0.0, math.inf)
+    gaps = _gaps_within(asked, begun, ended)
+    return gaps if len(gaps) >= _FEWEST_GAPS else _gaps_within(asked, 0.0, math.inf)
 
 
 def _gaps_within(asked: Sequence[Asked], begun: float, ended: float) -> list[float]:
@@ -172,13 +212,19 @@ def _gaps_within(asked: Sequence[Asked], begun: float, ended: float) -> list[flo
     return [_ms(later - earlier) for earlier, later in pairs if begun <= earlier and later <= ended]
 
 
+def _prompt_ms(found: Round) -> float:
+    """Of the traffic's length, alone."""
+    return statistics.median(ms for _, ms in found.prompts[1.0])
+
+
+def _first_gaps(asked: Sequence[Asked]) -> list[float]:
+    """Of those whose second token had text."""
+    return [_ms(one.times[1] - one.times[0]) for one in asked if len(one.times) > 1]
+
+
 def _mean_ttft_ms(asked: Sequence[Asked]) -> float:
     return _ms(statistics.mean(one.ttft_s for one in asked))
 
 
 def _ms(seconds: float) -> float:
     return 1e3 * seconds
-
-
-def _add(found: dict[int, list[float]], count: int, value: float) -> None:
-    found.setdefault(count, []).append(value)
