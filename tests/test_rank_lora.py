@@ -102,7 +102,7 @@ def test_a_rank_forgets_what_was_dropped() -> None:
     spec = read_spec(tiny_model("kv3"))
     whole = LoraAdapters(spec, lambda layers: TorchKernels().pack_adapter(layers), torch.device("cpu"), torch.float32)
     layers = whole.read(str(adapter_folder("kv3", "all"))).packed.layers  # type: ignore[attr-defined]
-    held = HeldAdapters(TorchKernels(), torch.float32)
+    held = HeldAdapters(TorchKernels(), torch.float32, torch.device("cpu"))
     for number in (0, 1):
         held.hold(to_share(number, cut(layers, RankShare(spec, 1, 2))))
     held.drop([0])

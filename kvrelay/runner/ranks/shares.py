@@ -113,7 +113,9 @@ class RankSource:
         return weight, scale
 
     def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        part = name.split(".")[-2]
+        *_, part, kind = name.split(".")
+        if kind == "weight" and self._share.columns(part) is not None:
+            return self.take_linear(name, shape)[0]
         rows = self._share.rows(part)
         if rows is not None:
             kept, total = rows
