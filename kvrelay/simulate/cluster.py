@@ -173,7 +173,8 @@ class SimulatedCluster:
 
     @property
     def is_idle(self) -> bool:
-        return all(worker.is_idle and not worker.num_transfers for worker in self.workers.values())
+        workers = self.workers.values()
+        return not self.network.num_on_the_way and all(worker.is_idle and not worker.num_transfers for worker in workers)
 
     def check_idle(self) -> None:
         """The leak check: every block of every worker that lives is back, and no image is held."""

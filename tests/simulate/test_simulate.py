@@ -46,6 +46,12 @@ def test_one_request_takes_what_its_parts_take() -> None:
     assert answer.last_at - answer.first_at == pytest.approx(answer.longest_s + 9 * decode_s)
 
 
+def test_blocks_come_back_also_when_an_answer_ends_before_its_producer_hears_of_the_arrival() -> None:
+    costs = msgspec.structs.replace(COSTS, latency_ms=400.0)
+    (answer,) = simulate(Layout(), costs, [next(draw(Wanted(rate=0.5, duration_s=1000.0, output_tokens=4)))]).answers
+    assert answer.outcome == "finished"
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_seed_gives_the_same_result(kind: Kind) -> None:
     layout = Layout(prefill=2, decode=2, local_prefill_tokens=16)
