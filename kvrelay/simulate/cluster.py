@@ -173,7 +173,9 @@ class SimulatedCluster:
 
     @property
     def is_idle(self) -> bool:
-        return all(worker.is_idle and not worker.num_transfers for worker in self.workers.values())
+        """Nobody has anything to do, and nobody will hear of anything."""
+        workers = self.workers.values()
+        return not self.network.num_messages and all(worker.is_idle and not worker.num_transfers for worker in workers)
 
     def check_idle(self) -> None:
         """The leak check: every block of every worker that lives is back, and no image is held."""

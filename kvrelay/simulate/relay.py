@@ -65,6 +65,7 @@ class Network:
         self._random = random.Random("hand-overs")
         self.moves = Moves(loop, costs)
         self.transfers: dict[TransferId, Transfer] = {}
+        self.num_messages = 0  # on their way
 
     def get(self, info: TransferInfo) -> Transfer:
         transfer = self.transfers.get(info.transfer_id)
@@ -73,7 +74,12 @@ class Network:
         return transfer
 
     def later(self, function: Callable[..., object], *arguments: object, messages: int = 1) -> None:
-        self.loop.at(self.loop.now + messages * self.latency_s, function, *arguments)
+        self.num_messages += 1
+        self.loop.at(self.loop.now + messages * self.latency_s, self._deliver, function, arguments)
+
+    def _deliver(self, function: Callable[..., object], arguments: tuple[object, ...]) -> None:
+        self.num_messages -= 1
+        function(*arguments)
 
     def move(self, transfer: Transfer) -> None:
         """Both sides are ready: says when the last byte will be there."""

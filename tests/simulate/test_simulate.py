@@ -201,6 +201,14 @@ def test_passes_are_slowed_by_what_was_measured_beside_those_under_way() -> None
     assert sharing_of(COSTS, cores=0) is None
 
 
+def test_blocks_come_back_also_if_the_word_of_it_is_later_than_the_answer() -> None:
+    """The prefill worker hears 100 ms after the hand-over that it may have its blocks again."""
+    costs = msgspec.structs.replace(COSTS, latency_ms=100.0, hand_over_ms=HandOvers((0.0,)))
+    prompt = Session(at_s=0.0, number=0, turns=(Turn(prompt_tokens=100, output_tokens=2),))
+    (answer,) = simulate(Layout(local_prefill_tokens=0), costs, [prompt]).answers
+    assert answer.outcome == "finished"
+
+
 def test_steps_and_hand_overs_vary_as_those_beside_such_passes_did() -> None:
     """Steps beside a prompt take ten times as long, and hand-overs to a worker that has a step under way 50 ms."""
     sharing = {"prefill_sharing": {(1, 0): 1.0}, "decode_sharing": {ALONE: 1.0}}
