@@ -46,12 +46,6 @@ def test_one_request_takes_what_its_parts_take() -> None:
     assert answer.last_at - answer.first_at == pytest.approx(answer.longest_s + 9 * decode_s)
 
 
-def test_blocks_come_back_also_when_an_answer_ends_before_its_producer_hears_of_the_arrival() -> None:
-    costs = msgspec.structs.replace(COSTS, latency_ms=400.0)
-    (answer,) = simulate(Layout(), costs, [next(draw(Wanted(rate=0.5, duration_s=1000.0, output_tokens=4)))]).answers
-    assert answer.outcome == "finished"
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_seed_gives_the_same_result(kind: Kind) -> None:
     layout = Layout(prefill=2, decode=2, local_prefill_tokens=16)
@@ -205,6 +199,14 @@ def test_passes_are_slowed_by_what_was_measured_beside_those_under_way() -> None
     assert [slower(True, state) for state in ((1, 0), (1, 1), (2, 2), (2, 3))] == [1.0, 1.5, 4.0, 4.0]
     assert [slower(False, state) for state in ((0, 1), (1, 1), (0, 2))] == [1.0, 3.0, 1.0]
     assert sharing_of(COSTS, cores=0) is None
+
+
+def test_blocks_come_back_also_if_the_word_of_it_is_later_than_the_answer() -> None:
+    """The prefill worker hears 100 ms after the hand-over that it may have its blocks again."""
+    costs = msgspec.structs.replace(COSTS, latency_ms=100.0, hand_over_ms=HandOvers((0.0,)))
+    prompt = Session(at_s=0.0, number=0, turns=(Turn(prompt_tokens=100, output_tokens=2),))
+    (answer,) = simulate(Layout(local_prefill_tokens=0), costs, [prompt]).answers
+    assert answer.outcome == "finished"
 
 
 def test_steps_and_hand_overs_vary_as_those_beside_such_passes_did() -> None:
