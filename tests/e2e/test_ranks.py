@@ -101,6 +101,23 @@ def test_one_worker_of_two_ranks_gives_the_tokens_of_transformers_and_leaves_no_
 
 
 @devices
+def test_blocks_of_all_ranks_are_swapped_and_copied(device: str) -> None:
+    """Two of the streams fit, and not three; beams share blocks and copy those that they write."""
+    small = ("--kv-blocks", "24", "--swap-blocks", "100", "--max-model-len", "176", *FLAGS[2:])
+    with serve(str(tiny_model("kv2")), "--whole", "1", "--tp", "2", *on(device), *small) as server:
+        asked = [PROMPT[index : index + 60] for index in range(6)]
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            answers = [pool.submit(tokens_of, server.url, prompt, 100) for prompt in asked]
+        for prompt, answer in zip(asked, answers, strict=True):
+            check(answer.result(), prompt, 100)
+        counted = {family.name: sum(sample.value for sample in family.samples) for family in server.metrics()}
+        assert counted["kvrelay_worker_host_swapped_in"] > 0
+        beams = choices_of(server.url, PROMPT[:37], 12, use_beam_search=True, beam_width=4, n=4)
+        assert beams == beams_of_transformers(PROMPT[:37], 12, 4)
+        server.idle_workers()
+
+
+@devices
 @pytest.mark.parametrize(
     "degrees", [(2, 1), *(pytest.param(each, marks=pytest.mark.long) for each in ((1, 2), (2, 2)))], ids=str
 )
