@@ -358,4 +358,5 @@ def test_a_mistake_shows_in_the_tokens(kind: Kind, fault: str, monkeypatch: pyte
     engine.close()
     assert_parity(text, *expected(kind, 0), "text")
     changed = [tokens != expected(kind, 1 + index)[0] for index, tokens in enumerate(others)]
-    assert sum(changed) >= 2, f"{fault}: {changed}"  # of three: a small model may give the same few tokens for one
+    unmoved = 1 if kind == "qwen2_vl" else 0  # its small model gives the same few tokens for one of the prompts, whatever comes
+    assert sum(changed) >= len(changed) - unmoved, f"{fault}: {changed}"

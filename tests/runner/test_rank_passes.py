@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -10,11 +9,12 @@ from typing import Any, cast
 
 import pytest
 import torch
+from rank_meeting import ranks_in_memory
 from tiny_models import tiny_model
 
 from kvrelay.checkpoint.spec import read_spec
 from kvrelay.kernels.base import AttentionBatch, ForwardBatch, ImageBatch
-from kvrelay.kernels.ranks import SharedRanks, shared_bytes, shared_functions
+from kvrelay.kernels.ranks import SharedRanks
 from kvrelay.runner import kv_pool
 from kvrelay.runner.kv_pool import KVPool
 from kvrelay.runner.ranks.leading import LeadingModel
@@ -27,13 +27,8 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def meeting() -> Iterator[list[SharedRanks]]:
-    library = shared_functions()
-    if library is None:
-        pytest.skip("no C compiler")
-    descriptor = os.memfd_create("ranks")
-    os.ftruncate(descriptor, shared_bytes(2))
-    yield [SharedRanks(library, descriptor, rank, 2) for rank in range(2)]
-    os.close(descriptor)
+    with ranks_in_memory(2) as ranks:
+        yield ranks
 
 
 def batch(*, ends: bool = False, images: bool = False, num_logits: int = 2, name: str = "") -> ForwardBatch:

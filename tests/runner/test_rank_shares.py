@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator
 
 import pytest
 import torch
+from rank_meeting import ranks_in_memory
 from tiny_models import tiny_model
 
 from kvrelay.checkpoint.spec import read_spec
 from kvrelay.errors import ConfigError, RankDiedError
-from kvrelay.kernels.ranks import SharedRanks, shared_bytes, shared_functions
+from kvrelay.kernels.ranks import SharedRanks
 from kvrelay.progress import Silent
 from kvrelay.runner.loader import DummySource, Fp8Source
 from kvrelay.runner.ranks.shares import RankShare, RankSource, check_split
@@ -41,13 +41,8 @@ def test_a_number_that_cannot_work_is_refused(name: str, num_ranks: int, says: s
 
 @pytest.fixture
 def meeting() -> Iterator[list[SharedRanks]]:
-    library = shared_functions()
-    if library is None:
-        pytest.skip("no C compiler")
-    descriptor = os.memfd_create("ranks")
-    os.ftruncate(descriptor, shared_bytes(3))
-    yield [SharedRanks(library, descriptor, rank, 3) for rank in range(3)]
-    os.close(descriptor)
+    with ranks_in_memory(3) as ranks:
+        yield ranks
 
 
 def test_sums_of_any_size_are_the_same_for_all(meeting: list[SharedRanks]) -> None:

@@ -94,6 +94,7 @@ class RankGroup:
         self._on_death = on_death
         self._closing = False
         self.death = ""  # why the worker ends
+        self._on_cards = setup.num_cards > 0
         self._telling = threading.Lock()
         self._others: list[_Rank] = []
         self._wakes, self._wake = socket.socketpair()
@@ -123,6 +124,7 @@ class RankGroup:
     def share(self, num_blocks: int, block_size: int, descriptor: int | None = None) -> list[KVShare]:
         """The worker's KV memory, with every rank: behind the descriptor on a CPU; on cards each makes its own, and the others'
         are returned. All are ready then. Raises ConfigError."""
+        assert (descriptor is None) == self._on_cards, "ranks on a CPU need memory that they can map"
         for other in self._others:
             other.tell(encode(KVMemory(num_blocks=num_blocks, block_size=block_size)))
             if descriptor is not None:
