@@ -68,12 +68,13 @@ def test_attention_over_random_shapes(seed: int, kind: str, dtype: torch.dtype) 
 @pytest.mark.parametrize("splits", [1, 2, 8])
 @pytest.mark.parametrize("tile", [16, 64])
 @pytest.mark.parametrize("early", [False, True])
-def test_decode_in_splits_some_of_which_are_empty(splits: int, tile: int, early: bool) -> None:
+@pytest.mark.parametrize("least", [0, 32])
+def test_decode_in_splits_some_of_which_are_empty(splits: int, tile: int, early: bool, least: int) -> None:
     contexts = (0, 1, 15, 16, 17, 65, 70)
     case = Case(HeadShape(6, 2, 64), 8, tuple((1, context) for context in contexts), torch.float16)
     q, batch, kv = make(case, DEVICE)
     out = torch.full((case.num_tokens, 6 * 64), float("nan"), dtype=case.dtype, device=DEVICE)
-    decode_attention(q, case.shape, batch.attention, kv, 0.1, out, choice=DecodeChoice(splits, tile, 2, 2, early))
+    decode_attention(q, case.shape, batch.attention, kv, 0.1, out, choice=DecodeChoice(splits, tile, 2, 2, early, least))
     assert error(out, attention64(case, q, batch, kv, 0.1)) < TOLERANCE[case.dtype]
 
 

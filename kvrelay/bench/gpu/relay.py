@@ -42,6 +42,7 @@ LATE_TOKENS = 2048
 STREAMS, STREAM_TOKENS, LONG_TOKENS = 16, 128, 8192
 _HANDOVER_TOKENS, _HANDED_OVER = 512, 9  # of the prompt; of the output, for the time of a step
 _WARM = 2
+_MOST_LONG_PER_S = 20  # more than any card computes
 _ENDLESS = 20_000  # tokens: no stream ends before it is aborted
 _SETTLE_S = 1.0
 _ANSWER_S = 120.0
@@ -70,20 +71,23 @@ class Client:
         self._random = random.Random(seed)
         self._vocabulary = vocabulary
 
-    def draw(self, num_tokens: int) -> list[int]:
-        return [self._random.randrange(self._vocabulary) for _ in range(num_tokens)]
+    def body(self, num_tokens: int, max_tokens: int) -> bytes:
+        prompt = [self._random.randrange(self._vocabulary) for _ in range(num_tokens)]
+        asked = {"prompt": prompt, "max_tokens": max_tokens, "stream": True, "ignore_eos": True, "temperature": 0}
+        return json.dumps(asked).encode()
 
     async def ask(self, num_tokens: int, max_tokens: int) -> Stream:
+        return await self.answer(self.body(num_tokens, max_tokens), max_tokens)
+
+    async def answer(self, body: bytes, max_tokens: int) -> Stream:
         stream = Stream()
-        await asyncio.wait_for(self.follow(stream, self.draw(num_tokens), max_tokens), _ANSWER_S)
+        await asyncio.wait_for(self.follow(stream, body, max_tokens), _ANSWER_S)
         if len(stream.tokens_at) != max_tokens:
             raise BenchError(f"a request had {len(stream.tokens_at)} tokens, not {max_tokens}")
         return stream
 
-    async def follow(self, stream: Stream, prompt: list[int], max_tokens: int) -> None:
+    async def follow(self, stream: Stream, body: bytes, max_tokens: int) -> None:
         """One event is one token: nothing is detokenised together."""
-        asked = {"prompt": prompt, "max_tokens": max_tokens, "stream": True, "ignore_eos": True, "temperature": 0}
-        body = json.dumps(asked).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nhost: {self._host}\r\ncontent-type: application/json\r\n"
         reader, writer = await asyncio.open_connection(self._host, self._port)
         try:
@@ -148,18 +152,22 @@ def _moved(workers: list[dict[str, Any]]) -> tuple[int, int]:
 
 
 async def gaps(client: Client, name: str, seconds: int) -> Results:
-    """The next long prompt comes when the last one is answered."""
+    """The next long prompt comes when the last one is answered. All are written before: that would keep this process from
+    reading tokens, and look like a gap."""
+    bodies = [client.body(LONG_TOKENS, 2) for _ in range(seconds * _MOST_LONG_PER_S)]
     streams = [Stream() for _ in range(STREAMS)]
-    tasks = [asyncio.create_task(client.follow(stream, client.draw(STREAM_TOKENS), _ENDLESS)) for stream in streams]
+    tasks = [asyncio.create_task(client.follow(stream, client.body(STREAM_TOKENS, _ENDLESS), _ENDLESS)) for stream in streams]
     try:
         while any(len(stream.tokens_at) < 2 for stream in streams):
             _check(tasks)
             await asyncio.sleep(0.05)
         await asyncio.sleep(_SETTLE_S)
         began_at, prompts = time.perf_counter(), 0
-        while time.perf_counter() - began_at < seconds:
-            await client.ask(LONG_TOKENS, 2)
+        for body in bodies:
+            await client.answer(body, 2)
             prompts += 1
+            if time.perf_counter() - began_at > seconds:
+                break
         ended_at = time.perf_counter()
         _check(tasks)
     finally:

@@ -2,8 +2,9 @@
 
 A program takes one row, one KV head and one split of the row's context. The query heads that share the KV head are one tile
 (at least 16 rows, as tensor cores want), so keys and values are read once. The grid depends on shapes alone; lengths are read
-on the device, where a row's own context is cut into splits: those of a short row may be empty. A second kernel merges splits
-by their log-sum-exp, where an empty one weighs nothing. Tried on an H200 and not faster: a merge by the split that ends last,
+on the device, where a row's own context is cut into splits of at least so many tokens: a long row among short ones has more of
+them, and programs without one end at once. A second kernel merges splits by their log-sum-exp; a single one is written by the
+first. Tried on an H200 and not faster: a merge by the split that ends last,
 prefetching KV into the L2 cache before the wait, and turning queries and keys in this kernel (3.86 ms a step became 3.92).
 """
 
@@ -52,12 +53,20 @@ def _attend(query, keys, values, inside, scale, top, total, sums, PRECISION: tl.
     return peak, total * ratio + tl.sum(weights, axis=1), sums
 
 
+@triton.jit
+def _tokens_of_split(context, SPLITS: tl.constexpr, LEAST: tl.constexpr, GRAIN: tl.constexpr):
+    num_splits = SPLITS
+    if LEAST > 0:
+        num_splits = tl.minimum(tl.maximum(context // LEAST, 1), SPLITS)
+    return tl.cdiv(tl.cdiv(context, GRAIN), num_splits) * GRAIN
+
+
 @triton.jit(do_not_specialize=["table_stride"])
 def _decode_kernel(
     q, q_stride, kv, value_offset, tables, table_stride, contexts, query_start, out, partial, lse, scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, MIXED: tl.constexpr, EARLY: tl.constexpr,
-    PRECISION: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, GRAIN: tl.constexpr,
+    MIXED: tl.constexpr, EARLY: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """With MIXED, rows with more queries than one are left to another kernel. With EARLY a split's first tile is loaded before
     the wait, into registers, unless it holds the row's last token, which the kernel before writes. (Where this pass has written
@@ -66,9 +75,12 @@ def _decode_kernel(
         gdc_launch_dependents()
     row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     context = tl.load(contexts + row)
-    grain: tl.constexpr = 32 if TILE == 32 else 16  # larger tiles would leave the last split short
-    split_size = tl.cdiv(tl.cdiv(context, grain), SPLITS) * grain
+    split_size = _tokens_of_split(context, SPLITS, LEAST, GRAIN)
     begin = split * split_size
+    if LEAST > 0:
+        known = tl.maximum(context, 1)  # a row of padding may have none
+        if begin >= known:
+            return
     end = tl.minimum(begin + split_size, context)
     member = tl.arange(0, GROUP_PAD)
     dim = tl.arange(0, DIM_PAD)
@@ -103,35 +115,47 @@ def _decode_kernel(
         )
         top, total, sums = _attend(query, keys, values, inside, scale, top, total, sums, PRECISION)
     seen = total > 0.0
-    sums = sums / tl.where(seen, total, 1.0)[:, None]
-    if SPLITS == 1:
+    total = tl.where(seen, total, 1.0)
+    sums = sums / total[:, None]
+    if SPLITS == 1 or LEAST > 0:
         places = token.to(tl.int64) * (KV_HEADS * GROUP * DIM) + head[:, None] * DIM + dim[None, :]
-        tl.store(out + places, sums.to(out.dtype.element_ty), mask=real)
-    else:
+        tl.store(out + places, sums.to(out.dtype.element_ty), mask=real & (split_size + dim * 0 >= context)[None, :])
+    if SPLITS > 1:
+        is_one_of_many = begin + dim * 0 < end
+        if LEAST > 0:
+            is_one_of_many = split_size + dim * 0 < context
         piece = (row.to(tl.int64) * (KV_HEADS * GROUP) + head) * SPLITS + split
-        tl.store(partial + piece[:, None] * DIM + dim[None, :], sums, mask=real & (begin + dim * 0 < end)[None, :])
-        tl.store(lse + piece, tl.where(seen, top + tl.log2(tl.where(seen, total, 1.0)), float("-inf")), mask=member < GROUP)
+        tl.store(partial + piece[:, None] * DIM + dim[None, :], sums, mask=real & is_one_of_many[None, :])
+        tl.store(lse + piece, tl.where(seen, top + tl.log2(total), float("-inf")), mask=member < GROUP)
 
 
 @triton.jit
 def _merge_kernel(
-    partial, lse, query_start, out,
-    HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, SPLITS: tl.constexpr, MIXED: tl.constexpr,
-    PDL: tl.constexpr,
+    partial, lse, contexts, query_start, out,
+    HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr,
+    GRAIN: tl.constexpr, MIXED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
     row, head = tl.program_id(0), tl.program_id(1)
+    split_size, context = 1, SPLITS
+    if LEAST > 0:
+        context = tl.load(contexts + row)
+    if PDL:
+        gdc_wait()
     token = row
     if MIXED:
         token = tl.load(query_start + row)
         if tl.load(query_start + row + 1) - token != 1:
             return
+    if LEAST > 0:
+        split_size = _tokens_of_split(context, SPLITS, LEAST, GRAIN)
+        if split_size >= context:
+            return
     split = tl.arange(0, SPLITS)
     dim = tl.arange(0, DIM_PAD)
     first = (row.to(tl.int64) * HEADS + head) * SPLITS
-    logs = tl.load(lse + first + split)
+    logs = tl.load(lse + first + split, mask=split * split_size < context, other=float("-inf"))
     real = logs > float("-inf")
     peak = tl.max(logs, axis=0)
     weights = tl.where(real, tl.exp2(logs - tl.where(peak > float("-inf"), peak, 0.0)), 0.0)
@@ -161,7 +185,7 @@ def decode_attention(
         heads, head_bytes = num_rows * shape.num_kv_heads, dim * q.element_size()
         narrow = kv.element_size() < q.element_size()
         choice = choose_mixed(heads, head_bytes) if mixed else choose_decode(heads, rows.max_context, head_bytes, narrow)
-    splits = choice.splits
+    splits, grain = choice.splits, 32 if choice.tile == 32 else 16  # larger tiles would leave the last split short
     partial = lse = out
     if splits > 1:
         partial = torch.empty(num_rows, shape.num_heads, splits, dim, dtype=torch.float32, device=q.device)
@@ -170,13 +194,14 @@ def decode_attention(
         q, q.stride(0), kv, kv.stride(0), rows.block_tables, rows.block_tables.stride(0), rows.context_lens,
         rows.query_start, out, partial, lse, scale * _LOG2_E,
         KV_HEADS=shape.num_kv_heads, GROUP=group, GROUP_PAD=power_of_2(group, 16), DIM=dim, DIM_PAD=power_of_2(dim, 16),
-        BLOCK_SIZE=block_size, TILE=choice.tile, SPLITS=splits, MIXED=mixed, EARLY=choice.early,
-        PRECISION="ieee" if q.dtype is torch.float32 else "tf32",
+        BLOCK_SIZE=block_size, TILE=choice.tile, SPLITS=splits, LEAST=choice.least, GRAIN=grain, MIXED=mixed,
+        EARLY=choice.early, PRECISION="ieee" if q.dtype is torch.float32 else "tf32",
         **options(choice.num_warps, choice.num_stages),
     )  # fmt: skip
     if splits > 1:
         _merge_kernel[(num_rows, shape.num_heads)](
-            partial, lse, rows.query_start, out,
-            HEADS=shape.num_heads, DIM=dim, DIM_PAD=power_of_2(dim, 16), SPLITS=splits, MIXED=mixed,
+            partial, lse, rows.context_lens, rows.query_start, out,
+            HEADS=shape.num_heads, DIM=dim, DIM_PAD=power_of_2(dim, 16), SPLITS=splits, LEAST=choice.least, GRAIN=grain,
+            MIXED=mixed,
             **options(num_warps=1 if splits <= 16 else 2),
         )  # fmt: skip
