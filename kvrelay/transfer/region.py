@@ -49,9 +49,24 @@ def shared_region(size_bytes: int, name: str = "kvrelay") -> Region:
 
     Its size is sealed: a peer that has mapped it can never be killed by a read beyond a shortened end.
     """
-    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fd = new_file(name)
     try:
         os.ftruncate(fd, size_bytes)
+    except OSError:
+        os.close(fd)
+        raise
+    return region_of(fd)
+
+
+def new_file(name: str = "kvrelay") -> int:
+    """Of no size yet: processes that open it may fill it before it becomes a region."""
+    return os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+
+
+def region_of(fd: int) -> Region:
+    """The region has the descriptor from now on, also where this fails."""
+    try:
+        size_bytes = os.fstat(fd).st_size
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SIZE_IS_FIXED)
         buffer = mmap.mmap(fd, size_bytes)
     except (OSError, ValueError):

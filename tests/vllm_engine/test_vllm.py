@@ -163,6 +163,16 @@ def test_a_stream_outlives_its_decode_worker(expected: list[list[int]]) -> None:
         until_idle(server)
 
 
+@pytest.mark.parametrize("mode", ["write", "read"])
+def test_ranks_of_a_pair_hand_over(mode: str, expected: list[list[int]]) -> None:
+    """Three of them each: the model has nine heads, and three for KV."""
+    with contextlib.closing(serve("--prefill", "1", "--decode", "1", "--tp", "3", "--mode", mode)) as servers:
+        server = next(servers)
+        assert [complete(server, prompt)["choices"][0]["token_ids"] for prompt in PROMPTS[-4:]] == expected[-4:]
+        assert transfers_done(server) == 4
+        until_idle(server)
+
+
 def test_a_whole_worker_serves_alone(expected: list[list[int]]) -> None:
     with contextlib.closing(serve("--whole", "1")) as servers:
         server = next(servers)

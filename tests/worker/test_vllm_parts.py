@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +24,7 @@ from kvrelay.wire.serving import Submit
 from kvrelay.worker.build import stage_of
 from kvrelay.worker.stage import Setup
 from kvrelay.worker.vllm.events import CacheListener
-from kvrelay.worker.vllm.memory import InRegion, Shared, block_layout
+from kvrelay.worker.vllm.memory import InRegion, Shared, block_layout, map_share
 from kvrelay.worker.vllm.options import engine_arguments, read_arguments
 from kvrelay.worker.vllm.requests import seed_of
 from kvrelay.worker.vllm.seam import Hooks
@@ -40,7 +41,7 @@ def test_options_become_vllms(tmp_path: Any) -> None:
     setup = setup_of(
         tmp_path, max_batch=4, max_model_len=128, kv_blocks=50, prefix_cache=False, engine_args='{"max-num-seqs": 2}'
     )
-    arguments = engine_arguments(setup, Role.WHOLE)
+    arguments = engine_arguments(setup, Role.WHOLE, Shared(Hooks()))
     assert arguments["model"] == str(tmp_path)
     assert (arguments["max_model_len"], arguments["num_gpu_blocks_override"]) == (128, 50)
     assert arguments["enable_prefix_caching"] is False
@@ -52,7 +53,7 @@ def test_options_become_vllms(tmp_path: Any) -> None:
 @pytest.mark.parametrize(("role", "expected"), [(Role.PREFILL, "kv_producer"), (Role.DECODE, "kv_consumer")])
 def test_split_workers_have_the_connector(tmp_path: Any, role: Role, expected: str) -> None:
     setup = setup_of(tmp_path)
-    config = engine_arguments(setup, role)["kv_transfer_config"]
+    config = engine_arguments(setup, role, Shared(Hooks()))["kv_transfer_config"]
     assert config["kv_role"] == expected
     assert config["kv_connector_extra_config"] == {"worker_id": setup.worker_id}
 
@@ -64,8 +65,9 @@ def test_split_workers_have_the_connector(tmp_path: Any, role: Role, expected: s
         (Role.WHOLE, {"lora": ("a=b",)}, {}, "--lora"),
         (Role.WHOLE, {}, {"swap_blocks": 5}, "--swap-blocks"),
         (Role.WHOLE, {}, {"engine_args": "{model: x}"}, "model is set by kvrelay"),
-        (Role.DECODE, {"tp": 2}, {}, "one device each"),
-        (Role.PREFILL, {}, {"engine_args": "{pipeline_parallel_size: 2}"}, "one device each"),
+        (Role.DECODE, {"tp": 2, "device": "cuda"}, {}, "one each"),
+        (Role.PREFILL, {"device": "cuda"}, {"engine_args": "{pipeline_parallel_size: 2}"}, "one each"),
+        (Role.PREFILL, {}, {"engine_args": "{data_parallel_size: 2}"}, "data_parallel_size"),
         (Role.WHOLE, {}, {"engine_args": "[1]"}, "must be a mapping"),
         (Role.WHOLE, {}, {"engine_args": "{a: "}, "neither JSON nor YAML"),
     ],
@@ -74,7 +76,7 @@ def test_what_vllm_does_not_have_is_refused_at_start(
     tmp_path: Any, role: Role, model: dict[str, Any], engine: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(ConfigError, match=named):
-        engine_arguments(setup_of(tmp_path, ModelOptions(**model), **engine), role)
+        engine_arguments(setup_of(tmp_path, ModelOptions(**model), **engine), role, Shared(Hooks()))
 
 
 def test_engine_arguments_may_be_yaml() -> None:
@@ -109,7 +111,7 @@ def test_seeds_of_samples_and_positions_differ() -> None:
 
 def test_zeros_lie_where_others_can_map_them() -> None:
     shared = Shared(Hooks())
-    with InRegion(shared):
+    with InRegion(shared.allocate):
         made = torch.zeros(64, dtype=torch.int8, device="cpu")
         other = torch.zeros(8)
     assert shared.region is not None
@@ -118,11 +120,44 @@ def test_zeros_lie_where_others_can_map_them() -> None:
     assert not made.any()
 
 
+def placement_of(layer_stride: int, block_stride: int, size: int) -> Any:
+    return SimpleNamespace(layers=["a", "b", "c"], layer_stride=layer_stride, block_stride=block_stride, offset=0, size=size)
+
+
+def test_the_shares_of_ranks_are_one_region(tmp_path: Any) -> None:
+    shared = Shared(Hooks())
+    arguments = engine_arguments(setup_of(tmp_path, ModelOptions(tp=2)), Role.DECODE, shared)
+    path = arguments["kv_transfer_config"]["kv_connector_extra_config"]["memory"]
+    layout = block_layout(placement_of(8192, 4096, 24576), 2, "float32", num_ranks=2)
+    shares = [map_share(path, rank, 2, 24576) for rank in (1, 0)]
+    shared.join([layout, layout])
+    for number, share in zip(b"\x01\x02", shares, strict=True):
+        share[-1] = number
+    assert shared.region is not None
+    assert shared.region.buffer is not None
+    assert (shared.region.size_bytes, shared.layout, layout.rank_bytes) == (49152, layout, 24576)
+    assert [shared.region.buffer[end - 1] for end in (24576, 49152)] == [2, 1]
+    with pytest.raises(OSError, match="not permitted"):
+        os.truncate(f"/proc/self/fd/{shared.region.fd}", 1 << 20)
+    shared.region.close()
+
+
+def test_ranks_with_other_shares_are_refused(tmp_path: Any) -> None:
+    shared = Shared(Hooks())
+    path = shared.open_file()
+    layouts = [block_layout(placement_of(8192, 4096, 24576), 2, kind, num_ranks=2) for kind in ("float32", "bfloat16")]
+    with pytest.raises(ConfigError, match="whole number of pages"):
+        map_share(path, 0, 2, 100)
+    map_share(path, 0, 2, 24576)
+    with pytest.raises(ConfigError, match="ranks differs"):
+        shared.join(layouts)
+    assert shared.region is not None
+    shared.region.close()
+
+
 @pytest.mark.parametrize(("layer_stride", "block_stride", "num_layers"), [(400, 40, 3), (40, 120, 1)])
 def test_a_block_is_one_token_of_the_layout(layer_stride: int, block_stride: int, num_layers: int) -> None:
-    placement = SimpleNamespace(
-        layers=["a", "b", "c"], layer_stride=layer_stride, block_stride=block_stride, offset=0, size=1200
-    )
+    placement = placement_of(layer_stride, block_stride, 1200)
     layout = block_layout(placement, 10, "float32 in blocks of 32 tokens")
     assert (layout.num_layers, layout.block_bytes, layout.size_bytes) == (num_layers, block_stride, 1200)
     smaller = block_layout(placement, 10, "float32 in blocks of 16 tokens")

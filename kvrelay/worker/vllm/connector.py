@@ -1,18 +1,32 @@
 """vLLM's door to the relay (`kv_connector_module_path`). vLLM makes one for its scheduler and one for its model; both are in
-this process, and pass everything on to the same hooks."""
+this process, and pass everything on to the same hooks. Where a model is split, each rank has one in a process of its own, which
+only says where its KV lies: what a pass has written is told when it is over (`VllmCore.step`)."""
 
 from __future__ import annotations
 
+import functools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
 
 from kvrelay.engine.fence import PASSED, Fence
 from kvrelay.errors import ConfigError
 from kvrelay.runner.cuda_fence import CudaFence
-from kvrelay.worker.vllm.memory import SHARED, InRegion, block_layout, memory_of
-from kvrelay.worker.vllm.seam import Pass
+from kvrelay.transfer.kv.layout import KVLayout
+from kvrelay.worker.vllm.memory import SHARED, InRegion, Shared, block_layout, map_share, memory_of
+from kvrelay.worker.vllm.seam import Hooks, Pass
+
+
+@dataclass
+class RankMemory(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    layout: KVLayout
 
 
 class KVRelayConnector(KVConnectorBase_V1):  # type: ignore[misc]
@@ -20,7 +34,14 @@ class KVRelayConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._shared = SHARED[vllm_config.kv_transfer_config.kv_connector_extra_config["worker_id"]]
+        told, parallel = vllm_config.kv_transfer_config.kv_connector_extra_config, vllm_config.parallel_config
+        self._num_ranks = parallel.world_size
+        self._split = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+        self._is_apart = self._num_ranks > 1 and role is KVConnectorRole.WORKER
+        self._shared = Shared(Hooks()) if self._is_apart else SHARED[told["worker_id"]]
+        self._allocate = self._shared.allocate
+        if self._is_apart:
+            self._allocate = functools.partial(map_share, told["memory"], parallel.rank, self._num_ranks)
         self._is_cpu = vllm_config.device_config.device_type == "cpu"
         self._prompts: dict[str, int] = {}  # their lengths
         self._manager: Any = None
@@ -29,7 +50,7 @@ class KVRelayConnector(KVConnectorBase_V1):  # type: ignore[misc]
     # The model's side
 
     def get_mem_pool_context(self) -> Any:
-        return InRegion(self._shared) if self._is_cpu else None
+        return InRegion(self._allocate) if self._is_cpu else None
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         config = self._kv_cache_config
@@ -37,13 +58,19 @@ class KVRelayConnector(KVConnectorBase_V1):  # type: ignore[misc]
             raise ConfigError("--engine vllm: models with several kinds of KV cache are served by whole workers only")
         placement, spec = config.kv_cache_tensors[0], config.kv_cache_groups[0].kv_cache_spec
         contents = f"{spec.dtype} in blocks of {spec.block_size} tokens, {config.kv_cache_layout}"
+        if self._num_ranks > 1:
+            contents += ", split into {} x {} ranks (tp x pp)".format(*self._split)
         shared = self._shared
-        shared.layout = block_layout(placement, config.num_blocks, contents)
+        shared.layout = block_layout(placement, config.num_blocks, contents, self._num_ranks)
         shared.layers = tuple(placement.layers)
-        if shared.region is None:
+        if shared.region is None and not self._is_apart:
             shared.region = memory_of(next(iter(kv_caches.values())))
         is_by_layer = shared.layout.num_layers > 1
         self._index = {name: index for index, name in enumerate(shared.layers)} if is_by_layer else {}
+
+    def get_handshake_metadata(self) -> RankMemory | None:
+        assert self._shared.layout is not None
+        return RankMemory(self._shared.layout) if self._is_apart else None
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """The relay's thread loads."""
@@ -60,6 +87,9 @@ class KVRelayConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._shared.hooks.passed(self._fence())
 
     # The scheduler's side
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], RankMemory]) -> None:
+        self._shared.join([each.layout for each in metadata.values()])
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         self._manager = kv_cache_manager

@@ -23,6 +23,7 @@ from vllm.v1.executor import Executor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.outputs import KVConnectorOutput
 
+from kvrelay.engine.fence import PASSED
 from kvrelay.errors import ConfigError, InvalidRequestError
 from kvrelay.log import Log
 from kvrelay.sampling import Grammar, GrammarKind, SamplingParams
@@ -30,6 +31,7 @@ from kvrelay.states import FinishReason
 from kvrelay.wire.serving import TokenLogprobs
 from kvrelay.worker.vllm.events import CacheListener
 from kvrelay.worker.vllm.forced import FORCED
+from kvrelay.worker.vllm.memory import Shared
 from kvrelay.worker.vllm.seam import CoreCounts, CoreOutput, CoreRequest
 
 log = Log("engine")
@@ -44,7 +46,7 @@ _REASONS = {
 }
 
 
-def open_core(arguments: Mapping[str, Any], threads: int) -> VllmCore:
+def open_core(arguments: Mapping[str, Any], threads: int, shared: Shared) -> VllmCore:
     """`arguments` are fields of vLLM's EngineArgs. Raises ConfigError."""
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     if threads:
@@ -57,7 +59,7 @@ def open_core(arguments: Mapping[str, Any], threads: int) -> VllmCore:
         executor = UniProcExecutor if config.parallel_config.world_size == 1 else Executor.get_class(config)
         if config.model_config.enforce_eager:
             torch._dynamo.config.disable = True  # vLLM compiles parts of its sampler all the same
-        core = VllmCore(EngineCore(config, executor, log_stats=False), config)
+        core = VllmCore(EngineCore(config, executor, log_stats=False), config, shared)
     except (ValueError, TypeError, RuntimeError, OSError) as error:
         raise ConfigError(f"--engine vllm: {' '.join(str(error).split())}") from error
     _warm_up(core)
@@ -81,8 +83,10 @@ def _warm_up(core: VllmCore) -> None:
 class VllmCore:
     """Uses a few names that vLLM does not promise to keep: the versions that work are stated in pyproject.toml."""
 
-    def __init__(self, core: Any, config: Any) -> None:
+    def __init__(self, core: Any, config: Any, shared: Shared) -> None:
         self._core = core
+        self._shared = shared
+        self._is_split = config.parallel_config.world_size > 1
         self._scheduler = core.scheduler
         self._pool = core.scheduler.kv_cache_manager.block_pool
         self.block_size = int(config.cache_config.block_size)
@@ -143,6 +147,8 @@ class VllmCore:
 
     def step(self) -> tuple[list[CoreOutput], bool]:
         outputs, computed = self._core.step()
+        if self._is_split:
+            self._shared.hooks.passed(PASSED)  # every rank has stored what the last layer's sum is made of
         self._core.post_step(computed)
         found = [one for many in outputs.values() for one in many.outputs]
         for one in found:

@@ -11,6 +11,7 @@ from kvrelay.config import EngineOptions, ModelOptions
 from kvrelay.errors import ConfigError
 from kvrelay.states import Role
 from kvrelay.worker.stage import Setup, publishes_events
+from kvrelay.worker.vllm.memory import Shared
 
 _OURS_ALONE = {
     ModelOptions: ("lora", "weights", "kv_dtype", "attention", "linears"),
@@ -33,7 +34,7 @@ def read_arguments(text: str) -> dict[str, Any]:
     return {str(name).replace("-", "_"): value for name, value in loaded.items()}
 
 
-def engine_arguments(setup: Setup, role: Role) -> dict[str, Any]:
+def engine_arguments(setup: Setup, role: Role, shared: Shared) -> dict[str, Any]:
     """Fields of vLLM's EngineArgs. Raises ConfigError."""
     _check(setup, role)
     model, engine = setup.model, setup.engine
@@ -62,24 +63,27 @@ def engine_arguments(setup: Setup, role: Role) -> dict[str, Any]:
         chosen["num_gpu_blocks_override"] = engine.kv_blocks
     if engine.block_size != EngineOptions().block_size:
         chosen["block_size"] = engine.block_size
-    if role is not Role.WHOLE:
-        chosen |= _transfer(setup, role)
     chosen |= asked
-    if role is not Role.WHOLE and any(chosen.get(name, 1) != 1 for name in _SPLITS):
-        raise ConfigError("--engine vllm: prefill and decode workers run on one device each; whole workers can be split")
+    if role is not Role.WHOLE:
+        is_split = any(chosen.get(name, 1) != 1 for name in _SPLITS)
+        if is_split and model.device == "cuda":
+            raise ConfigError("--engine vllm: on cards prefill and decode workers have one each; whole workers can be split")
+        if chosen.get("data_parallel_size", 1) != 1:
+            raise ConfigError("--engine-args: data_parallel_size: start as many workers instead, each is a rank")
+        chosen |= _transfer(setup, role, {"memory": shared.open_file()} if is_split else {})
     return chosen
 
 
-_SPLITS = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+_SPLITS = ("tensor_parallel_size", "pipeline_parallel_size")
 
 
-def _transfer(setup: Setup, role: Role) -> dict[str, Any]:
+def _transfer(setup: Setup, role: Role, memory: dict[str, str]) -> dict[str, Any]:
     return {
         "kv_transfer_config": {
             "kv_connector": "KVRelayConnector",
             "kv_connector_module_path": "kvrelay.worker.vllm.connector",
             "kv_role": "kv_producer" if role is Role.PREFILL else "kv_consumer",
-            "kv_connector_extra_config": {"worker_id": setup.worker_id},
+            "kv_connector_extra_config": {"worker_id": setup.worker_id, **memory},
         },
         "disable_hybrid_kv_cache_manager": True,
     }

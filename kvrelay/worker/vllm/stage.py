@@ -33,13 +33,13 @@ def vllm_stage(role: Role, options: TransferOptions, host: str, port: int = 0) -
     """How to build a worker that its peers reach at `host`. Signal port 0 is any free one."""
 
     def build(setup: Setup) -> Stage:
-        arguments = engine_arguments(setup, role)
+        shared, waker = share(setup.worker_id), Waker()
+        arguments = engine_arguments(setup, role, shared)
         try:
             from kvrelay.worker.vllm.core import VERSION, open_core
         except ImportError as error:
             raise ConfigError(f"--engine vllm needs vLLM (pip install kvrelay[vllm]): {error}") from error
-        shared, waker = share(setup.worker_id), Waker()
-        core = open_core(arguments, setup.model.threads)
+        core = open_core(arguments, setup.model.threads, shared)
         fingerprint = f"vllm-{VERSION}-{core.dtype}-{_model_digest(setup)}"
         book = Book(core)
         signal_address = ""
