@@ -244,7 +244,7 @@ CARD_ROWS = (
     Row(
         "1P1D beyond `whole`, 128 / 512 / 2048 tokens",
         "gpu",
-        "{ttft_excess_128_ms:.1f} / {ttft_excess_512_ms:.1f} / {ttft_excess_2048_ms:.1f} ms",
+        "{ttft_excess_128_ms:z.1f} / {ttft_excess_512_ms:z.1f} / {ttft_excess_2048_ms:z.1f} ms",
         " ms",
     ),
     Row("hand-over: token 1 to token 2 beyond one step, p50", "gpu", "{handover_ms_p50:.2f} ms", " ms"),

@@ -1,27 +1,11 @@
 #include <stdint.h>
 #include <string.h>
-#ifdef __SSE2__
-#include <emmintrin.h>
-#endif
 
 /* The pool's pieces are far apart: ask for the next one ahead of time. */
 static void expect(const char *piece, int64_t size) {
     for (int64_t page = 0; page < size && page < 65536; page += 4096)
         for (int64_t line = 0; line < 1024 && page + line < size; line += 64)
             __builtin_prefetch(piece + page + line, 0, 0);
-}
-
-/* What is copied is not read soon: it goes past the caches, which then need not fetch what it overwrites. */
-static void copy_piece(char *to, const char *from, int64_t size) {
-#ifdef __SSE2__
-    if (((uintptr_t)to | (uintptr_t)from | (uintptr_t)size) % 64 == 0) {
-        for (int64_t i = 0; i < size; i += 64)
-            for (int64_t j = 0; j < 64; j += 16)
-                _mm_stream_si128((__m128i *)(to + i + j), _mm_load_si128((const __m128i *)(from + i + j)));
-        return;
-    }
-#endif
-    memcpy(to, from, size);
 }
 
 /* pairs: host block, block. A host block is `planes` pieces in a row; the pool has a plane of pieces for each. */
@@ -33,10 +17,7 @@ void kvrelay_copy_blocks(char *host, char *pool, const int64_t *pairs, int64_t c
         for (int64_t plane = 0; plane < planes; plane++, there += piece, here += plane_bytes) {
             if (plane + 1 < planes)
                 expect(to_host ? here + plane_bytes : there + piece, piece);
-            copy_piece(to_host ? there : here, to_host ? here : there, piece);
+            memcpy(to_host ? there : here, to_host ? here : there, piece);
         }
     }
-#ifdef __SSE2__
-    _mm_sfence();
-#endif
 }
