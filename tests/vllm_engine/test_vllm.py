@@ -19,6 +19,7 @@ from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from patience import PATIENCE_S, until
 from server import Server
@@ -46,7 +47,10 @@ PROMPTS = [
 PENALTIES = {"presence_penalty": 1.5, "frequency_penalty": 1.5, "max_tokens": 48}
 PENALISED: list[list[int]] = []  # what one worker gives under these
 ENGINE_ARGS = "{enforce_eager: true, block_size: 32}"
-SMALL = {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+SMALL = {
+    "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}  # fmt: skip
 
 
 def serve(*options: str) -> Generator[Server, None, None]:
@@ -164,12 +168,22 @@ def test_a_stream_outlives_its_decode_worker(expected: list[list[int]]) -> None:
 
 
 @pytest.mark.parametrize("mode", ["write", "read"])
-def test_ranks_of_a_pair_hand_over(mode: str, expected: list[list[int]]) -> None:
-    """Three of them each: the model has nine heads, and three for KV."""
+def test_ranks_of_a_pair_hand_over_and_one_that_dies_is_the_death_of_its_worker(mode: str, expected: list[list[int]]) -> None:
+    """Three of them: the model has nine heads, and three for KV. The stream goes on on the worker's successor."""
     with contextlib.closing(serve("--prefill", "1", "--decode", "1", "--tp", "3", "--mode", mode)) as servers:
-        server = next(servers)
+        server, killed = next(servers), list[psutil.Process]()
         assert [complete(server, prompt)["choices"][0]["token_ids"] for prompt in PROMPTS[-4:]] == expected[-4:]
-        assert transfers_done(server) == 4
+        until(lambda: transfers_done(server) == 4)
+
+        def kill(num_tokens: int) -> None:
+            if num_tokens >= 5 and not killed:
+                (pid,) = (worker["pid"] for worker in server.get("/cluster")["workers"] if worker["role"] == "decode")
+                killed.extend(psutil.Process(pid).children(recursive=True))
+                killed[-1].kill()
+
+        assert stream(server, PROMPTS[-1], kill) == expected[-1]
+        assert len(killed) >= 3
+        assert not any(process.is_running() for process in killed)
         until_idle(server)
 
 

@@ -66,7 +66,7 @@ def test_split_workers_have_the_connector(tmp_path: Any, role: Role, expected: s
         (Role.WHOLE, {}, {"swap_blocks": 5}, "--swap-blocks"),
         (Role.WHOLE, {}, {"engine_args": "{model: x}"}, "model is set by kvrelay"),
         (Role.DECODE, {"tp": 2, "device": "cuda"}, {}, "one each"),
-        (Role.PREFILL, {"device": "cuda"}, {"engine_args": "{pipeline_parallel_size: 2}"}, "one each"),
+        (Role.PREFILL, {}, {"engine_args": "{pipeline_parallel_size: 2}"}, "pipeline_parallel_size"),
         (Role.PREFILL, {}, {"engine_args": "{data_parallel_size: 2}"}, "data_parallel_size"),
         (Role.WHOLE, {}, {"engine_args": "[1]"}, "must be a mapping"),
         (Role.WHOLE, {}, {"engine_args": "{a: "}, "neither JSON nor YAML"),

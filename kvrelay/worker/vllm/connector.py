@@ -36,7 +36,6 @@ class KVRelayConnector(KVConnectorBase_V1):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         told, parallel = vllm_config.kv_transfer_config.kv_connector_extra_config, vllm_config.parallel_config
         self._num_ranks = parallel.world_size
-        self._split = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
         self._is_apart = self._num_ranks > 1 and role is KVConnectorRole.WORKER
         self._shared = Shared(Hooks()) if self._is_apart else SHARED[told["worker_id"]]
         self._allocate = self._shared.allocate
@@ -59,7 +58,7 @@ class KVRelayConnector(KVConnectorBase_V1):  # type: ignore[misc]
         placement, spec = config.kv_cache_tensors[0], config.kv_cache_groups[0].kv_cache_spec
         contents = f"{spec.dtype} in blocks of {spec.block_size} tokens, {config.kv_cache_layout}"
         if self._num_ranks > 1:
-            contents += ", split into {} x {} ranks (tp x pp)".format(*self._split)
+            contents += f", split among {self._num_ranks} ranks"
         shared = self._shared
         shared.layout = block_layout(placement, config.num_blocks, contents, self._num_ranks)
         shared.layers = tuple(placement.layers)
@@ -88,7 +87,7 @@ class KVRelayConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     # The scheduler's side
 
-    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], RankMemory]) -> None:
+    def set_xfer_handshake_metadata(self, metadata: dict[int, RankMemory]) -> None:
         self._shared.join([each.layout for each in metadata.values()])
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:

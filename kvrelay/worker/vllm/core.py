@@ -6,7 +6,7 @@ import json
 import os
 import pathlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, assert_never
 
@@ -46,7 +46,9 @@ _REASONS = {
 }
 
 
-def open_core(arguments: Mapping[str, Any], threads: int, shared: Shared) -> VllmCore:
+def open_core(
+    arguments: Mapping[str, Any], threads: int, shared: Shared, on_rank_death: Callable[[str], None] | None
+) -> VllmCore:
     """`arguments` are fields of vLLM's EngineArgs. Raises ConfigError."""
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     if threads:
@@ -60,9 +62,11 @@ def open_core(arguments: Mapping[str, Any], threads: int, shared: Shared) -> Vll
         if config.model_config.enforce_eager:
             torch._dynamo.config.disable = True  # vLLM compiles parts of its sampler all the same
         core = VllmCore(EngineCore(config, executor, log_stats=False), config, shared)
-    except (ValueError, TypeError, RuntimeError, OSError) as error:
+        if config.parallel_config.world_size > 1 and on_rank_death is not None:
+            core.watch_ranks(on_rank_death)
+        _warm_up(core)
+    except (ValueError, TypeError, RuntimeError, OSError, AssertionError) as error:
         raise ConfigError(f"--engine vllm: {' '.join(str(error).split())}") from error
-    _warm_up(core)
     return core
 
 
@@ -97,6 +101,15 @@ class VllmCore:
         self.eos_token_ids = _eos_of(config.model_config)
         self._num_preemptions = 0  # of sequences that have ended by themselves
         self._requests: dict[str, Any] = {}
+        self._on_rank_death: Callable[[str], None] = lambda _: None
+
+    def watch_ranks(self, on_rank_death: Callable[[str], None]) -> None:
+        """It is called by vLLM's thread, or by a step that fails first: vLLM cancels it before it tells."""
+        self._on_rank_death = on_rank_death
+        self._core.model_executor.register_failure_callback(self._rank_died)
+
+    def _rank_died(self) -> None:
+        self._on_rank_death("a process that runs a part of the model for vLLM has ended")
 
     def listen(self, listener: CacheListener) -> None:
         """To what the prefix cache does."""
@@ -146,7 +159,12 @@ class VllmCore:
         self._scheduler._update_from_kv_xfer_finished(KVConnectorOutput(finished_recving={sequence_id}))
 
     def step(self) -> tuple[list[CoreOutput], bool]:
-        outputs, computed = self._core.step()
+        try:
+            outputs, computed = self._core.step()
+        except RuntimeError:
+            if self._is_split and getattr(self._core.model_executor, "is_failed", False):
+                self._rank_died()
+            raise
         if self._is_split:
             self._shared.hooks.passed(PASSED)  # every rank has stored what the last layer's sum is made of
         self._core.post_step(computed)

@@ -82,8 +82,8 @@ def map_share(path: str, rank: int, num_ranks: int, size_bytes: int) -> mmap.mma
 
 
 def block_layout(placement: Any, num_blocks: int, contents: str, num_ranks: int = 1) -> KVLayout:
-    """`placement` is vLLM's KVCacheTensor, of one rank; `contents` says what a block is. What a rank has of a block is one head:
-    no two have the same."""
+    """`placement` is vLLM's KVCacheTensor, of one rank; `contents` says what a block is. What a rank has of a block counts as
+    one head: no two have the same."""
     is_by_layer = placement.layer_stride == placement.block_stride * num_blocks
     num_layers = len(placement.layers) if is_by_layer else 1
     if placement.offset or num_layers * num_blocks * placement.block_stride > placement.size:

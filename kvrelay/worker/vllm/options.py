@@ -65,16 +65,14 @@ def engine_arguments(setup: Setup, role: Role, shared: Shared) -> dict[str, Any]
         chosen["block_size"] = engine.block_size
     chosen |= asked
     if role is not Role.WHOLE:
-        is_split = any(chosen.get(name, 1) != 1 for name in _SPLITS)
+        is_split = chosen["tensor_parallel_size"] != 1
         if is_split and model.device == "cuda":
             raise ConfigError("--engine vllm: on cards prefill and decode workers have one each; whole workers can be split")
-        if chosen.get("data_parallel_size", 1) != 1:
-            raise ConfigError("--engine-args: data_parallel_size: start as many workers instead, each is a rank")
+        for name in ("pipeline_parallel_size", "data_parallel_size"):
+            if chosen.get(name, 1) != 1:
+                raise ConfigError(f"--engine-args: {name}: prefill and decode workers are split by tensor_parallel_size alone")
         chosen |= _transfer(setup, role, {"memory": shared.open_file()} if is_split else {})
     return chosen
-
-
-_SPLITS = ("tensor_parallel_size", "pipeline_parallel_size")
 
 
 def _transfer(setup: Setup, role: Role, memory: dict[str, str]) -> dict[str, Any]:

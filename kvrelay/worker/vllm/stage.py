@@ -39,7 +39,7 @@ def vllm_stage(role: Role, options: TransferOptions, host: str, port: int = 0) -
             from kvrelay.worker.vllm.core import VERSION, open_core
         except ImportError as error:
             raise ConfigError(f"--engine vllm needs vLLM (pip install kvrelay[vllm]): {error}") from error
-        core = open_core(arguments, setup.model.threads, shared)
+        core = open_core(arguments, setup.model.threads, shared, setup.on_rank_death)
         fingerprint = f"vllm-{VERSION}-{core.dtype}-{_model_digest(setup)}"
         book = Book(core)
         signal_address = ""
