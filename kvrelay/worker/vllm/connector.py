@@ -88,7 +88,8 @@ class KVRelayConnector(KVConnectorBase_V1):  # type: ignore[misc]
     # The scheduler's side
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, RankMemory]) -> None:
-        self._shared.join([each.layout for each in metadata.values()])
+        if metadata:  # of a model in one process there is none
+            self._shared.join([each.layout for each in metadata.values()])
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         self._manager = kv_cache_manager
