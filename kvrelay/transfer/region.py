@@ -64,7 +64,7 @@ def new_file(name: str = "kvrelay") -> int:
 
 
 def region_of(fd: int) -> Region:
-    """The region has the descriptor from now on, also where this fails."""
+    """The descriptor is the region's from now on; where this fails, it is closed."""
     try:
         size_bytes = os.fstat(fd).st_size
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SIZE_IS_FIXED)

@@ -183,7 +183,7 @@ def test_ranks_of_a_pair_hand_over_and_one_that_dies_is_the_death_of_its_worker(
 
         assert stream(server, PROMPTS[-1], kill) == expected[-1]
         assert len(killed) >= 3
-        assert not any(process.is_running() for process in killed)
+        until(lambda: not any(process.is_running() for process in killed))
         until_idle(server)
 
 

@@ -142,7 +142,7 @@ def test_the_shares_of_ranks_are_one_region(tmp_path: Any) -> None:
     shared.region.close()
 
 
-def test_ranks_with_other_shares_are_refused(tmp_path: Any) -> None:
+def test_ranks_with_other_shares_are_refused() -> None:
     shared = Shared(Hooks())
     path = shared.open_file()
     layouts = [block_layout(placement_of(8192, 4096, 24576), 2, kind, num_ranks=2) for kind in ("float32", "bfloat16")]

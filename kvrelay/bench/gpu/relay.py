@@ -152,8 +152,8 @@ def _moved(workers: list[dict[str, Any]]) -> tuple[int, int]:
 
 
 async def gaps(client: Client, name: str, seconds: int) -> Results:
-    """The next long prompt comes when the last one is answered. All are written before: that would keep this process from
-    reading tokens, and look like a gap."""
+    """The next long prompt comes when the last one is answered. All are written before the first is sent: meanwhile this
+    process reads no tokens, which would look like a gap."""
     bodies = [client.body(LONG_TOKENS, 2) for _ in range(seconds * _MOST_LONG_PER_S)]
     streams = [Stream() for _ in range(STREAMS)]
     tasks = [asyncio.create_task(client.follow(stream, client.body(STREAM_TOKENS, _ENDLESS), _ENDLESS)) for stream in streams]

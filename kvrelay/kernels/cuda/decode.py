@@ -2,10 +2,12 @@
 
 A program takes one row, one KV head and one split of the row's context. The query heads that share the KV head are one tile
 (at least 16 rows, as tensor cores want), so keys and values are read once. The grid depends on shapes alone; lengths are read
-on the device, where a row's own context is cut into splits of at least so many tokens: a long row among short ones has more of
-them, and programs without one end at once. A second kernel merges splits by their log-sum-exp; a single one is written by the
-first. Tried on an H200 and not faster: a merge by the split that ends last,
-prefetching KV into the L2 cache before the wait, and turning queries and keys in this kernel (3.86 ms a step became 3.92).
+on the device, where a row's own context is cut into splits. Where the choice names a least length of a split, a long row among
+short ones has more of them, programs without one end at once, and the only split of a row is written without the second kernel,
+which merges splits by their log-sum-exp. Elsewhere splits of a short row may be empty, and weigh nothing there.
+
+Tried on an H200 and not faster: a merge by the split that ends last, prefetching KV into the L2 cache before the wait, and
+turning queries and keys in this kernel (3.86 ms a step became 3.92).
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ a step became 2.44 at one row; of several rows the library's products took 4.50 
 ones of up to 16 rows are Triton's.
 
 Shapes are all that is asked here, never lengths on the device, so a choice holds for every replay of a captured graph. Rows
-differ in length: with one of 8192 tokens among rows of 400, as many splits for each row took 6.6 / 6.9 / 9.0 / 12.7 ms a step
-of 16 / 24 / 32 / 64 rows; with at least so many tokens a split they take 5.1 / 5.5 / 5.6 / 6.8, and 64 rows of one length 1 %
-more than before. Above 1024 KV heads rows are not cut: programs without a split would take 5 % of a step of 256 rows.
+differ in length: with one of 8192 tokens among rows of 400, as many splits for each row took 6.6 / 6.9 / 9.1 / 12.7 ms a step
+of 16 / 24 / 40 / 64 rows; with a least length of a split they take 5.1 / 5.5 / 5.9 / 6.8. That costs up to 2 % of a step whose
+rows are of one length. Above 1024 KV heads rows are not cut: programs without a split would take 5 % of a step of 256 rows.
 """
 
 from __future__ import annotations

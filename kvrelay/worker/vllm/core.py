@@ -162,11 +162,11 @@ class VllmCore:
         try:
             outputs, computed = self._core.step()
         except RuntimeError:
-            if self._is_split and getattr(self._core.model_executor, "is_failed", False):
+            if self._is_split and getattr(self._core.model_executor, "is_failed", False):  # Ray's first executor has none
                 self._rank_died()
             raise
         if self._is_split:
-            self._shared.hooks.passed(PASSED)  # every rank has stored what the last layer's sum is made of
+            self._shared.hooks.passed(PASSED)  # a rank adds to the last layer's sum after it has stored KV
         self._core.post_step(computed)
         found = [one for many in outputs.values() for one in many.outputs]
         for one in found:
