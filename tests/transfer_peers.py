@@ -30,12 +30,13 @@ from tests.prepared import popen
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 Bytes = npt.NDArray[np.uint8]
 FAKE_CARD = "cuda_ipc-fake"
-ON_CARD = ("cuda_ipc", "nixl-cuda")
+ON_CARD = ("cuda_ipc", "nixl-cuda", "mooncake-cuda")
 _tensors: dict[int, torch.Tensor] = {}  # memory of a card, by its address
 
 
 def engine_of(name: str, worker: WorkerId) -> TransferEngine:
-    """By the name of a case: `cuda_ipc-fake` is cuda_ipc without a card, `nixl-cuda` is nixl with memory of one."""
+    """By the name of a case: `cuda_ipc-fake` is cuda_ipc without a card, `nixl-cuda` is nixl with memory of one,
+    `mooncake-cuda` the same of mooncake."""
     if name == FAKE_CARD:
         return CudaIpcEngine(worker, FakeCard)
     return make_engine(name.removesuffix("-cuda").removesuffix("-tcp"), worker)

@@ -24,6 +24,7 @@ PAIRS = [("shm", FAKE_CARD, "shm"), (FAKE_CARD, "shm", "shm"), (FAKE_CARD, FAKE_
 REAL_PAIRS = [
     ("shm", "cuda_ipc", "shm"), ("cuda_ipc", "shm", "shm"), ("cuda_ipc", "cuda_ipc", "cuda_ipc"),
     ("nixl", "nixl-cuda", "nixl"), ("nixl-cuda", "nixl", "nixl"), ("nixl-cuda", "nixl-cuda", "nixl"),
+    ("mooncake-cuda", "mooncake", "mooncake"), ("mooncake-cuda", "mooncake-cuda", "mooncake"),
 ]  # fmt: skip
 
 

@@ -108,9 +108,9 @@ def check_card_transports() -> Finding:
     """Which transports move memory of a card here, and why the others do not."""
     if shutil.which("nvidia-smi") is None:
         return ok("none is needed: no NVIDIA card")
-    reasons = {name: _refusal(name) for name in ("cuda_ipc", "nixl", "mooncake")}  # the last always has one
-    works = {"cuda_ipc": "can be used on one host", "nixl": "can be used"}
-    found = "; ".join(f"{name}: {reason or works[name]}" for name, reason in reasons.items())
+    reasons = {name: _refusal(name) for name in ("cuda_ipc", "nixl", "mooncake")}
+    near = {"cuda_ipc": " on one host"}
+    found = "; ".join(f"{name}: {reason or 'can be used' + near.get(name, '')}" for name, reason in reasons.items())
     if reasons["cuda_ipc"]:
         return warn(found, "on cards, use --whole workers, or make NVIDIA's driver usable here")
     return ok(found)

@@ -43,11 +43,10 @@ def probe(name: str, device: str) -> None:
                 check_driver()
                 nixl.try_card(device)
         case "mooncake":
-            if device != "cpu":
-                raise TransferError(
-                    f"mooncake moves host memory: its package without CUDA knows no memory on {device}; use cuda_ipc or nixl"
-                )
             mooncake.load_library()
+            if device != "cpu":
+                mooncake.try_card(device)
+                check_driver()
         case _:
             raise _unknown(name)
 

@@ -1,4 +1,5 @@
-"""Mooncake's transfer engine over TCP, found by peer-to-peer handshake; host memory.
+"""Mooncake's transfer engine over TCP, found by peer-to-peer handshake; host memory, and with its build for CUDA a card's, which
+Mooncake passes through its own buffers on the host.
 
 What its Python API leaves to its caller, and how this file deals with it:
 
@@ -18,6 +19,7 @@ import atexit
 import ctypes
 import functools
 import importlib
+import importlib.metadata
 import os
 import secrets
 import threading
@@ -44,6 +46,7 @@ INSTALL = (
     "pip install mooncake-transfer-engine-non-cuda   (and the system's RDMA libraries; "
     "Debian, Ubuntu: apt install libibverbs1 librdmacm1 libnuma1 liburing2)"
 )
+_KNOW_CARDS = frozenset({"mooncake-transfer-engine", "mooncake-transfer-engine-cuda13"})  # builds
 _PROGRESS_TIMEOUT_S = 10
 WINDOW = 256  # ranges in flight per peer
 _PIECE_BYTES = 4 << 20  # a longer range is cut, so that a cancel need not wait for all of it
@@ -78,6 +81,17 @@ def load_library() -> ModuleType:
         raise TransferError(f"mooncake is not usable here: {error}. Install it with: {INSTALL}") from error
 
 
+def try_card(device: str) -> None:
+    """Raises TransferError where the build that is installed would read a card's memory as if it were the host's."""
+    load_library()
+    builds = importlib.metadata.packages_distributions().get("mooncake", [])
+    if not _KNOW_CARDS.intersection(builds):
+        raise TransferError(
+            f"mooncake: its package without CUDA knows no memory on {device}; use cuda_ipc or nixl, or install"
+            " mooncake-transfer-engine-cuda13 (with CUDA 12: mooncake-transfer-engine) instead of it"
+        )
+
+
 class MooncakeEngine(LinkedEngine):
     """`Mover.PRODUCER`: reads and writes. `host` is the address peers reach this worker at.
 
@@ -98,7 +112,7 @@ class MooncakeEngine(LinkedEngine):
 
     def _open(self, region: Region) -> None:
         if region.device != "cpu":
-            raise TransferError(f"mooncake moves host memory here, not memory on {region.device}")
+            try_card(region.device)
         server = make_engine(self._library, self._host)
         if server.register_memory(region.address, region.size_bytes) != 0:
             raise TransferError(f"mooncake: could not register {region.size_bytes} bytes")
