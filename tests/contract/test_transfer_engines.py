@@ -1,7 +1,7 @@
 """The contract of kvrelay/transfer/engines/base.py, held against every engine: the fake one and the real ones.
 
 NIXL and Mooncake are not optional here: where they are not installed these tests fail. `cuda_ipc` runs on host memory for
-want of a card, and with `-m cuda` on one, as does NIXL with a card's memory.
+want of a card, and with `-m cuda` on one, as do NIXL and Mooncake with a card's memory.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ CALL_S = 2.0  # only a guard: no call waits for a peer
 
 @dataclass(frozen=True)
 class Case:
-    """`engine` with its peer here or in a process of its own. `nixl-tcp` is nixl as it works between hosts, `nixl-cuda` nixl
-    with memory of a card, `cuda_ipc-fake` cuda_ipc without one."""
+    """`engine` with its peer here or in a process of its own. `nixl-tcp` is nixl as it works between hosts, `nixl-cuda` and
+    `mooncake-cuda` have memory of a card, `cuda_ipc-fake` is cuda_ipc without one."""
 
     engine: str
     in_process: bool = False

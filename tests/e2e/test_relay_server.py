@@ -308,8 +308,6 @@ def test_a_decode_worker_killed_in_the_middle_is_replaced_and_nobody_notices(ser
 @pytest.mark.parametrize(("transfer", "mode"), [("nixl", "read"), ("mooncake", "write")])
 def test_other_transports_and_read_mode(server: Server, model: str, device: str, transfer: str, mode: str) -> None:
     """The same texts, also after the prefill worker was killed in the middle of a prompt."""
-    if device == "cuda" and transfer == "mooncake":
-        pytest.skip("its package is built without CUDA")
     prompts = [LONG_PROMPT[:length] for length in (1, 17, 200, 900)]
     expected = [text_of(server, prompt) for prompt in prompts]
     with serve(model, *options(*on(device), "--transfer", transfer, "--mode", mode)) as other:

@@ -20,7 +20,7 @@ def test_all_engines_for_host_memory_work_here() -> None:
 def test_what_moves_memory_of_a_card_needs_one() -> None:
     found = available("cuda:0")
     assert found[:1] == (["cuda_ipc"] if torch.cuda.is_available() else [])
-    assert set(found[1:]) <= {"nixl"}
+    assert set(found[1:]) <= {"nixl", "mooncake"}
 
 
 def test_where_only_this_host_can_reach_a_worker_what_works_within_it_is_all() -> None:
@@ -32,7 +32,7 @@ def test_where_only_this_host_can_reach_a_worker_what_works_within_it_is_all() -
     [
         ("cuda_ipc", "cpu", "cuda_ipc moves memory of NVIDIA cards, not memory on cpu"),
         ("shm", "cuda:0", "shm moves host memory on Linux, not memory on cuda:0"),
-        ("mooncake", "cuda:0", "mooncake moves host memory: its package without CUDA knows no memory on cuda:0"),
+        ("mooncake", "cuda:0", "mooncake: its package without CUDA knows no memory on cuda:0"),
         ("tcp", "cpu", "no transfer engine is called 'tcp'"),
     ],
 )
