@@ -15,6 +15,7 @@ from kvrelay.config import EngineOptions, Environment, ModelOptions
 from kvrelay.errors import ConfigError
 from kvrelay.kernels.cuda.products import wrong_product
 from kvrelay.kernels.fp8 import FIRST_WITH_FP8
+from kvrelay.runner.cuda_fence import leave_default_stream
 from kvrelay.runner.kv_dtype import check_kv_dtype, choose_kv_dtype
 from kvrelay.runner.kv_pool import token_bytes
 from kvrelay.runner.ranks.shares import RankShare
@@ -71,7 +72,7 @@ def choose(
         engine=engine_options.for_device(model_options.device),
         folder=folder,
         environment=environment,
-        device=choose_device(model_options),
+        device=open_device(model_options),
         dtype_name=choose_dtype(model_options, cpu_flags()),
         num_threads=set_threads(model_options.threads, model_options.tp),
         spec=read_spec(folder),
@@ -106,10 +107,13 @@ def check_products(spec: ModelSpec, dtype: torch.dtype, device: torch.device, en
         )
 
 
-def choose_device(options: ModelOptions) -> torch.device:
+def open_device(options: ModelOptions) -> torch.device:
+    """The device. On a card, this thread computes on a stream of its own from now on."""
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: PyTorch finds no usable NVIDIA card here; use --device cpu")
-    return torch.device(options.device)
+    device = torch.device(options.device)
+    leave_default_stream(device)
+    return device
 
 
 def choose_dtype(options: ModelOptions, cpu_flags: frozenset[str]) -> str:

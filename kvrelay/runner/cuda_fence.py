@@ -5,6 +5,13 @@ from __future__ import annotations
 import torch
 
 
+def leave_default_stream(device: torch.device) -> None:
+    """From now on this thread launches on another. Libraries that know nothing of streams copy on the default one, Mooncake
+    among them: there, each of their copies would wait for all passes that have been launched."""
+    if device.type == "cuda" and torch.cuda.current_stream(device) == torch.cuda.default_stream(device):
+        torch.cuda.set_stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+
+
 class CountedPasses:
     """Counts, in passes that are captured once and replayed, how many have come to a certain kernel: the device writes the
     number into host memory. (An event inside a graph would be recorded again by the next replay, while a thread may still be

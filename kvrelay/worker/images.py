@@ -14,7 +14,7 @@ from kvrelay.config import TransferOptions
 from kvrelay.engine.fence import PASSED, Fence
 from kvrelay.engine.requests.images import Images, ImageSource
 from kvrelay.media.image_spec import read_image_spec
-from kvrelay.runner.choices import DTYPES, choose_device, choose_dtype, cpu_flags, model_fingerprint
+from kvrelay.runner.choices import DTYPES, choose_dtype, cpu_flags, model_fingerprint, open_device
 from kvrelay.runner.cuda_fence import CudaFence
 from kvrelay.runner.gpu_memory import explained
 from kvrelay.runner.runner import TorchRunner
@@ -68,7 +68,7 @@ def relay_parts(setup: Setup, reach: Reach) -> EmbeddingParts | None:
         dtype=dtype_name,
         item_bytes=DTYPES[dtype_name].itemsize,
     )
-    device = choose_device(setup.model) if reach.on_card else torch.device("cpu")
+    device = open_device(setup.model) if reach.on_card else torch.device("cpu")
     pool, engines = open_pool(setup, reach, layout, device)
     fingerprint = model_fingerprint(read_spec(setup.folder), setup.model, setup.folder)
     return embedding_parts(

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+import torch
 from _pytest.mark.structures import ParameterSet
 from devices import ON_A_CARD
 from memory_faults import Fate, FaultyEngine
@@ -27,6 +28,7 @@ from transfer_peers import (
     ProcessPeer,
     digest,
     engine_of,
+    floats,
     random_bytes,
     region_of,
     view,
@@ -233,6 +235,26 @@ def test_a_write_brings_exactly_the_ranges_where_producers_write(pair: Pair, kin
         assert completion.error == ""
     assert pair.peer.digest() == digest(expected)
     assert np.array_equal(pair.memory, mine)
+
+
+@pytest.mark.parametrize("own_pair", [on_card(Case(name)) for name in ON_CARD], ids=name_of, indirect=True)
+def test_what_has_arrived_is_there_for_a_stream_that_waited_for_nothing(own_pair: Pair) -> None:
+    """While the card is busy with other copies."""
+    assert isinstance(own_pair.peer, LocalPeer)
+    writes = own_pair.engine.mover is Mover.PRODUCER
+    regions = (own_pair.region, own_pair.peer.region) if writes else (own_pair.peer.region, own_pair.region)
+    start = own_pair.engine.write if writes else own_pair.engine.read
+    pinned, other = torch.zeros(64 << 20, pin_memory=True), torch.zeros(64 << 20, device="cuda")
+    busy, fresh = torch.cuda.Stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    source, target = (floats(region).view(torch.uint8)[:SIZE] for region in regions)
+    for number in range(20):
+        source[:] = number
+        torch.cuda.synchronize()
+        with torch.cuda.stream(busy):
+            other.copy_(pinned, non_blocking=True)
+        assert own_pair.ends(start(own_pair.peer.worker, whole()))[0].error == ""
+        with torch.cuda.stream(fresh):
+            assert bool((target == number).all())
 
 
 def test_every_id_appears_exactly_once(pair: Pair) -> None:

@@ -17,7 +17,7 @@ from kvrelay.config import EngineOptions, ModelOptions, read_environment
 from kvrelay.errors import ConfigError, ModelError
 from kvrelay.progress import Silent
 from kvrelay.runner.build import build_runner
-from kvrelay.runner.choices import choose_device, choose_dtype, set_threads
+from kvrelay.runner.choices import choose_dtype, open_device, set_threads
 from kvrelay.runner.host_pool import choose_host_blocks
 from kvrelay.runner.kv_dtype import choose_kv_dtype
 from kvrelay.runner.kv_pool import KVPool, choose_pool_size
@@ -163,8 +163,8 @@ def test_a_folder_without_a_checkpoint_is_refused(tmp_path: pathlib.Path) -> Non
 def test_a_missing_card_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match="--device cuda"):
-        choose_device(ModelOptions(device="cuda"))
-    assert choose_device(ModelOptions(device="cpu")).type == "cpu"
+        open_device(ModelOptions(device="cuda"))
+    assert open_device(ModelOptions(device="cpu")).type == "cpu"
 
 
 @pytest.mark.parametrize(

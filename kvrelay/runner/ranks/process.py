@@ -35,6 +35,7 @@ from kvrelay.models.registry import Model
 from kvrelay.native.driver import Driver
 from kvrelay.progress import Silent
 from kvrelay.runner.choices import DTYPES
+from kvrelay.runner.cuda_fence import leave_default_stream
 from kvrelay.runner.gpu_memory import explained
 from kvrelay.runner.graphs import captured
 from kvrelay.runner.kv_dtype import choose_kv_dtype
@@ -109,6 +110,7 @@ def _end_with(connection_fd: int) -> None:
 def _open_ranks(setup: RankSetup, memory_fd: int) -> Ranks:
     if setup.num_cards:
         torch.cuda.set_device(setup.card)
+        leave_default_stream(torch.device("cuda", setup.card))
         return CardRanks(setup.store_port, setup.rank, setup.num_ranks, one_card=setup.one_card)
     library = shared_functions() if setup.store_port == 0 else None
     if library is None:

@@ -12,7 +12,7 @@ from kvrelay.log import Log
 from kvrelay.media.image_spec import read_image_spec
 from kvrelay.progress import Progress
 from kvrelay.runner.build import make_store
-from kvrelay.runner.choices import DTYPES, choose_device, choose_dtype, cpu_flags, set_threads
+from kvrelay.runner.choices import DTYPES, choose_dtype, cpu_flags, open_device, set_threads
 from kvrelay.runner.loader import load_tower
 from kvrelay.runner.vision.encoder import Decode, Encoder
 
@@ -24,7 +24,7 @@ def build_encoder(
 ) -> Encoder:
     """Raises ConfigError or ModelError, also for a text model. Reads none of the text model's weights. A runner in the same
     process is built afterwards, so that it knows what memory the tower has left."""
-    device = choose_device(model_options)
+    device = open_device(model_options)
     dtype_name = choose_dtype(model_options, cpu_flags())
     set_threads(model_options.threads)
     spec, image_spec = read_spec(folder), read_image_spec(folder)

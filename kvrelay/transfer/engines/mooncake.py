@@ -1,5 +1,5 @@
-"""Mooncake's transfer engine over TCP, found by peer-to-peer handshake; host memory, and with its build for CUDA a card's, which
-Mooncake passes through its own buffers on the host.
+"""Mooncake's transfer engine over TCP, found by peer-to-peer handshake. It moves host memory and, with its build for CUDA, a
+card's, which Mooncake passes through its own buffers on the host.
 
 What its Python API leaves to its caller, and how this file deals with it:
 
@@ -11,6 +11,8 @@ What its Python API leaves to its caller, and how this file deals with it:
   milliseconds with a live peer, within 3 s if its process died, within `_PROGRESS_TIMEOUT_S` plus that if it hangs.
 - Destroying an engine waits for its threads, up to a second, holding Python's lock. So those made for peers are kept for
   later ones in this process, but not for a new peer at an address they have met: they remember what they heard about it.
+- Memory of a card is copied on the card's default stream, from memory that is not pinned, and a transfer ends when its last
+  copy has been queued. So the engine's passes have another stream, and a move ends behind a read that follows that copy.
 """
 
 from __future__ import annotations
@@ -64,6 +66,7 @@ class MooncakeInfo(msgspec.Struct, frozen=True, tag="mooncake", forbid_unknown_f
     port: Annotated[int, Meta(gt=0, lt=65536)]
     address: Annotated[int, Meta(gt=0, le=MAX_BYTES)]
     size_bytes: Annotated[int, Meta(gt=0, le=MAX_BYTES)]
+    on_card: bool = False
 
     @property
     def segment(self) -> str:
@@ -90,6 +93,13 @@ def try_card(device: str) -> None:
             f"mooncake: its package without CUDA knows no memory on {device}; use cuda_ipc or nixl, or install"
             " mooncake-transfer-engine-cuda13 (with CUDA 12: mooncake-transfer-engine) instead of it"
         )
+
+
+def _wait_for_copies(device: str) -> None:
+    """Those that this process has given to the card on its default stream."""
+    import torch
+
+    torch.cuda.default_stream(torch.device(device)).synchronize()
 
 
 class MooncakeEngine(LinkedEngine):
@@ -120,7 +130,8 @@ class MooncakeEngine(LinkedEngine):
         _log.warning("mooncake listens on every address of this machine, without keys: keep strangers from its ports")
 
     def _info(self, region: Region) -> MooncakeInfo:
-        return MooncakeInfo(self._own_name, self._host, self._server.get_rpc_port(), region.address, region.size_bytes)
+        port = self._server.get_rpc_port()
+        return MooncakeInfo(self._own_name, self._host, port, region.address, region.size_bytes, region.device != "cpu")
 
     def _way_to(self, peer: WorkerId, info: bytes, region: Region) -> tuple[Way, int]:
         told = read_info(self.name, peer, info, MooncakeInfo)
@@ -212,15 +223,21 @@ class _Segment:
         if self._client is None:
             self._client = self._clients.take(self._info)
         # The calls made for this hold Python's lock while they wait; a transfer of one byte does not.
-        start = self._client.engine.batch_transfer_async_read
         flight = _Flight(self._client.engine.transfer_check_status)
-        flight.add(start(self._peer, [ctypes.addressof(self._scratch)], [self._info.address], [1]))
-        flight.wait_until(0, threading.Event())
+        self._touch(flight, threading.Event())
         if flight.has_failed:
             raise TransferError(f"mooncake: no process at {self._peer} serves the region that was told")
 
+    def _touch(self, flight: _Flight, abandon: threading.Event) -> None:
+        """Reads the first byte of the peer's region, for no one."""
+        assert self._client is not None
+        read = self._client.engine.batch_transfer_async_read
+        flight.add(read(self._peer, [ctypes.addressof(self._scratch)], [self._info.address], [1]))
+        flight.wait_until(0, abandon)
+
     def move(self, move: Move, abandon: threading.Event) -> None:
         flight = self._send(move, abandon)
+        self._settle(move, flight, abandon)
         if flight.num_left:
             self._client = None  # the last reference: its destructor ends what is in flight
             raise TransferError(CLOSED)
@@ -248,6 +265,14 @@ class _Segment:
             flight.wait_until(WINDOW - 1, abandon)
         flight.wait_until(0, abandon)
         return flight
+
+    def _settle(self, move: Move, flight: _Flight, abandon: threading.Event) -> None:
+        """Mooncake has given its last copies to a card, on the default stream, and the card may not have made them. What reads
+        the card's memory on that stream comes behind them."""
+        if move.writes and self._info.on_card and not flight.has_failed:
+            self._touch(flight, abandon)
+        elif not move.writes and self._region.device != "cpu":
+            _wait_for_copies(self._region.device)
 
     def close(self) -> None:
         if self._client is not None:
