@@ -71,7 +71,7 @@ test-vllm: $(VLLM_STAMP) ## vLLM as an engine, for real, in an environment of it
 soak: $(DEV_STAMP) ## hurt a cluster under load for SOAK_MINUTES (30) and report what its clients saw (ARGS="--seed 7")
 	$(BIN)/python tests/chaos.py --minutes $(SOAK_MINUTES) --report build/soak.json $(ARGS)
 
-bench: $(DEV_STAMP) libraries ## measure everything that README shows into bench/results/<machine> and write its tables (about 40 minutes)
+bench: $(DEV_STAMP) $(VLLM_STAMP) libraries ## measure everything that README shows into bench/results/<machine> and write its tables (about an hour)
 	$(BIN)/kvrelay bench all $(ARGS)
 	$(BIN)/python tools/figures.py
 

@@ -82,13 +82,14 @@ def test_all_refuses_a_tree_with_changes(monkeypatch: pytest.MonkeyPatch, capsys
 def test_all_runs_scenarios_that_exist_with_options_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[list[str]] = []
 
-    def record(arguments: list[str]) -> int:
+    def record(python: str, arguments: list[str]) -> int:
+        assert python == everything.python_for(arguments[0])
         started.append(arguments)
         return 0
 
     monkeypatch.setattr(everything, "_run", record)
     assert run(["all", "--draft"]) == 0
-    assert [words[0] for words in started] == ["engine", "router", "relay", "kv", "two-stage", "encode"]
+    assert [words[0] for words in started] == ["engine", "router", "relay", "kv", "two-stage", "encode", "vllm"]
     for words in started:
         known = {f"--{name.replace('_', '-')}" for name in find_scenario(words[0]).options.__struct_fields__}
         assert {word for word in words if word.startswith("--")} <= known

@@ -208,6 +208,13 @@ CPU_ROWS = (
         "{shm_over_memcpy:.2f} / {shm_in_order_over_memcpy:.2f}",
     ),
     Row("relay: NIXL / Mooncake over the library called directly", "relay", "{nixl_over_raw:.2f} / {mooncake_over_raw:.2f}"),
+    Row(
+        "vLLM's engine as 1P1D behind kvrelay over vLLM's own servers with its NIXL connector: time to the first / second "
+        "token; requests/s",
+        "vllm",
+        "{ttft_ms_over_nixl_connector:.2f} / {second_token_ms_over_nixl_connector:.2f}; "
+        "{requests_per_s_over_nixl_connector:.2f}",
+    ),
 )
 CARD_ROWS = (
     Row(

@@ -18,6 +18,7 @@ from typing import Annotated
 from msgspec import Meta
 from rich.console import Console
 
+from kvrelay.bench.harness.child import VLLM_PYTHON
 from kvrelay.bench.harness.report import current_commit, machine_name
 from kvrelay.bench.harness.scenario import BenchOptions, Part, Results, Scenario
 from kvrelay.errors import BenchError, ConfigError
@@ -31,6 +32,7 @@ _OPTIONS: dict[str, list[str]] = {
     "kv": [],
     "two-stage": [],
     "encode": [],
+    "vllm": [],
     "gpu": [],
 }
 _DRAWINGS = {"relay": "relay-itl.svg", "two-stage": "two-stage.svg"}
@@ -47,7 +49,7 @@ def _measure(name: str, options: EverythingBench, console: Console) -> Results:
         raise ConfigError(f"the tree differs from its commit ({commit[:12]}): commit first, or measure a --draft")
     folder = (DRAFTS if options.draft else PUBLISHED) / slug(machine_name(card=name == "gpu"))
     started = time.monotonic()
-    if _run(arguments(name, folder)):
+    if _run(python_for(name), arguments(name, folder)):
         raise BenchError(
             f"kvrelay bench {name} has failed (its message is above); the files in {folder} are not of one commit now"
         )
@@ -55,9 +57,14 @@ def _measure(name: str, options: EverythingBench, console: Console) -> Results:
     return {f"{name}_minutes": (time.monotonic() - started) / 60}
 
 
-def _run(arguments: list[str]) -> int:
+def python_for(name: str) -> str:
+    """This one, but for vLLM where that has an environment of its own."""
+    return str(VLLM_PYTHON) if name == "vllm" and VLLM_PYTHON.exists() else sys.executable
+
+
+def _run(python: str, arguments: list[str]) -> int:
     """Returns the exit status of `kvrelay bench ARGUMENTS`, which writes to this terminal, and ends before this does."""
-    command = [sys.executable, "-m", "kvrelay", "bench", *arguments]
+    command = [python, "-m", "kvrelay", "bench", *arguments]
     process = subprocess.Popen(command, start_new_session=True)  # so that Ctrl-C reaches it once, as below
     try:
         return process.wait()

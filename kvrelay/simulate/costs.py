@@ -80,8 +80,8 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
 # `bench gpu` on an H200 with the shape of Llama-3.1-8B in bfloat16 (bench/results/nvidia-h200/gpu.json); transfers and
 # images are a guess
 H200_8B = Costs(
-    prefill=((512, 14.569), (2048, 46.649), (8192, 207.591)),
-    decode=((1, 3.973), (8, 5.009), (64, 7.493), (256, 13.237)),
+    prefill=((512, 11.735), (2048, 43.236), (8192, 202.851)),
+    decode=((1, 3.847), (8, 4.493), (64, 6.793), (256, 12.231)),
 )
 
 

@@ -31,6 +31,12 @@ def test_costs_are_fitted_from_what_bench_measured() -> None:
     assert [count for count, _ in engine.decode] == [1, 4, 16, 64]
 
 
+def test_without_files_costs_are_those_published_of_a_card() -> None:
+    published = fit([RESULTS / "nvidia-h200" / "gpu.json"])
+    for known, measured in ((H200_8B.prefill, published.prefill), (H200_8B.decode, published.decode)):
+        assert known == tuple((count, pytest.approx(ms, abs=0.001)) for count, ms in measured)
+
+
 def test_a_pass_of_both_reads_the_weights_once() -> None:
     assert H200_8B.pass_s(512, 8) < H200_8B.pass_s(512, 0) + H200_8B.pass_s(0, 8)
     assert H200_8B.pass_s(512, 8) > H200_8B.pass_s(512, 0)

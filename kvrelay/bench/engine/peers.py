@@ -19,10 +19,10 @@ from typing import Protocol
 
 from kvrelay.bench.engine.peer import TransformersSubject
 from kvrelay.bench.engine.work import WARM_STEPS
+from kvrelay.bench.harness.child import VLLM_PYTHON
 from kvrelay.errors import BenchError
 
 NAMES = ("transformers", "vllm", "llama.cpp")
-INSTALLED_AT = pathlib.Path(".venv-vllm/bin/python")
 _MODULES = {"transformers": "transformers", "vllm": "vllm", "llama.cpp": "llama_cpp"}
 HOW = {
     "transformers": "make install, or pip install 'kvrelay[dev]'",
@@ -74,7 +74,7 @@ def open_peer(
 def _pythons(named: str) -> list[str]:
     if named:
         return [named]
-    return [sys.executable, *([str(INSTALLED_AT.absolute())] if INSTALLED_AT.exists() else [])]
+    return [sys.executable, *([str(VLLM_PYTHON.absolute())] if VLLM_PYTHON.exists() else [])]
 
 
 def _has(python: str, name: str) -> bool:

@@ -26,6 +26,9 @@ from kvrelay.errors import BenchError, KVRelayError
 P = ParamSpec("P")
 R = TypeVar("R")
 
+VLLM_PYTHON = pathlib.Path(".venv-vllm/bin/python")
+"""Where `make .venv-vllm/.installed` puts vLLM, which does not fit our own environment."""
+
 _SPAWN = multiprocessing.get_context("spawn")
 _ANSWER_S = 120.0
 _END_S = 2.0
