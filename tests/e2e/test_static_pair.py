@@ -11,9 +11,12 @@ import time
 import urllib.request
 from collections.abc import Iterator
 
+import pytest
+from devices import ON_A_CARD
+from parity import assert_parity, reference_tokens
 from patience import PATIENCE_S
 from server import is_idle
-from tiny_models import tiny_model
+from tiny_models import reference_model, tiny_model
 
 
 def free_port() -> int:
@@ -52,19 +55,34 @@ def until_ready(url: str) -> None:
         time.sleep(0.2)
 
 
-def test_a_router_hands_requests_to_the_pair_it_was_told() -> None:
+PROMPT = list(range(20, 90))
+PAIRS = [
+    ("cpu", "cpu", "auto"),
+    *(
+        pytest.param(*pair, transfer, marks=ON_A_CARD)
+        for pair in (("cuda", "cpu"), ("cpu", "cuda"))
+        for transfer in ("nixl", "mooncake")
+    ),
+]
+
+
+@pytest.mark.parametrize(("prefill_on", "decode_on", "transfer"), PAIRS)
+def test_a_router_hands_requests_to_the_pair_it_was_told(prefill_on: str, decode_on: str, transfer: str) -> None:
+    """Also if one has its memory on a card and the other on its host, where their transport moves both."""
     folder, (http, prefill, decode) = str(tiny_model("llama")), (free_port() for _ in range(3))
-    pool = ("--kv-blocks", "64", "--max-batch", "8", "--threads", "1")
+    pool = ("--kv-blocks", "64", "--max-batch", "8", "--threads", "1", "--dtype", "float32", "--transfer", transfer)
     listed = f"static:tcp://127.0.0.1:{prefill},tcp://127.0.0.1:{decode}"
     url = f"http://127.0.0.1:{http}"
     with contextlib.ExitStack() as stack:
-        for role, port in (("prefill", prefill), ("decode", decode)):
-            where = ("--registry", "static", "--worker-port", str(port))
+        for role, port, device in (("prefill", prefill, prefill_on), ("decode", decode, decode_on)):
+            where = ("--registry", "static", "--worker-port", str(port), "--device", device)
             stack.enter_context(running("worker", folder, "--role", role, *where, *pool))
         stack.enter_context(running("router", folder, "--registry", listed, "--port", str(http), "--local-prefill-tokens", "0"))
         until_ready(url)
-        answer, headers = ask(url + "/v1/completions", {"prompt": "The quick brown fox", "temperature": 0, "max_tokens": 6})
-        assert answer["usage"]["completion_tokens"] >= 1  # type: ignore[index]
+        fields = {"prompt": PROMPT, "temperature": 0, "max_tokens": 6, "ignore_eos": True, "return_token_ids": True}
+        answer, headers = ask(url + "/v1/completions", fields)
+        expected, ties = reference_tokens(reference_model("llama"), PROMPT, 6)
+        assert_parity(answer["choices"][0]["token_ids"], expected, ties, transfer)  # type: ignore[index]
         assert headers["x-kvrelay-prefill"].startswith("prefill-")
         assert headers["x-kvrelay-transfer-id"].startswith("xfer-")
         deadline = time.monotonic() + PATIENCE_S
