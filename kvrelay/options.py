@@ -282,4 +282,4 @@ def check_roles(options: Mapping[Role, RoleOptions]) -> None:
     devices = {role: options[role].model.device for role in (Role.PREFILL, Role.DECODE) if role in options}
     if len(set(devices.values())) > 1:
         said = ", ".join(f"{device} for {role.value}" for role, device in devices.items())
-        raise ConfigError(f"--device: {said}: KV is not handed over between a card and a host")
+        raise ConfigError(f"--device: {said}: one command starts both on cards or both on the host")

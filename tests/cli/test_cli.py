@@ -169,7 +169,7 @@ def test_a_config_file_has_a_block_per_role_and_a_role_wins_over_all(tmp_path: p
         (["--decode-load", "dummy"], "--load: auto for prefill, dummy for decode"),
         (
             ["--decode-device", "cuda"],
-            "--device: cpu for prefill, cuda for decode: KV is not handed over between",
+            "--device: cpu for prefill, cuda for decode: one command starts both on",
         ),
         (["--prefill-thread", "2"], "unknown option --prefill-thread; did you mean --prefill-threads?"),
     ],

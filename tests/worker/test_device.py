@@ -17,7 +17,7 @@ from kvrelay.worker.transports import check_ranks, open_embedding_engines, open_
 def test_a_card_and_a_host_do_not_hand_over_to_each_other() -> None:
     cpu = RoleOptions(model=ModelOptions(dtype="float32"), engine=EngineOptions())
     gpu = RoleOptions(model=ModelOptions(device="cuda", dtype="float32"), engine=EngineOptions())
-    with pytest.raises(ConfigError, match="--device: cuda for prefill, cpu for decode: KV is not handed over"):
+    with pytest.raises(ConfigError, match="--device: cuda for prefill, cpu for decode: one command starts both on cards"):
         check_roles({Role.PREFILL: gpu, Role.DECODE: cpu})
 
 

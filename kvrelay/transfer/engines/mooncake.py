@@ -86,7 +86,6 @@ def load_library() -> ModuleType:
 
 def try_card(device: str) -> None:
     """Raises TransferError where the build that is installed would read a card's memory as if it were the host's."""
-    load_library()
     builds = importlib.metadata.packages_distributions().get("mooncake", [])
     if not _KNOW_CARDS.intersection(builds):
         raise TransferError(
