@@ -145,7 +145,7 @@ class RouterOptions(Options, frozen=True, kw_only=True):
             ge=0.0, description="seconds after which a request ends with 504, unless it sets a limit of its own; 0 is no limit"
         ),
     ] = 0.0
-    max_retries: Annotated[Count, Meta(description="how often a request is sent again after its worker was lost")] = 5
+    max_retries: Annotated[Count, Meta(description="how often a request is sent again without a new token in between")] = 5
     failover_wait_s: Annotated[
         float, Meta(ge=0.0, description="seconds that a request whose worker was lost waits for another worker")
     ] = 10.0

@@ -110,7 +110,7 @@ class OpenRequest:
     stream: RequestStream
     attempt: Attempt | None = None  # None while it waits for a worker
     num_attempts: int = 0  # before this one
-    num_setbacks: int = 0  # how many of them a worker failed
+    num_setbacks: int = 0  # attempts that failed since its last token
     num_tokens_then: int = 0  # that it had when it was last sent again
     num_internal_errors: int = 0
     avoid: set[WorkerId] = field(default_factory=set)  # workers that failed it

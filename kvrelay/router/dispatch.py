@@ -33,7 +33,7 @@ from kvrelay.metrics import Metrics
 from kvrelay.router.attempt import Attempt, Mode, OpenRequest, Plan, check_model, holder_of, timeline_of
 from kvrelay.router.backend import GenerateRequest
 from kvrelay.router.continuations import Continuations
-from kvrelay.router.failover import Estranged, RetryRules, Stranded, Verdict, as_told, is_setback, judge
+from kvrelay.router.failover import Estranged, RetryRules, Stranded, Verdict, as_told, judge, num_setbacks
 from kvrelay.router.kept import Keeping
 from kvrelay.router.peer import Leg, Peer
 from kvrelay.router.plan import Planner
@@ -267,7 +267,7 @@ class Dispatcher:
         if entry.stream.done:
             return
         entry.num_attempts += 1
-        entry.num_setbacks += is_setback(entry, error)
+        entry.num_setbacks = num_setbacks(entry, error)
         if entry.num_setbacks > self._rules.max_retries:
             entry.stream.fail(as_told(error))
             return

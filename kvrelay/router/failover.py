@@ -52,12 +52,14 @@ def judge(error: RequestError, *, is_decode: bool, is_generating: bool, num_inte
     return Verdict.CLIENT
 
 
-def is_setback(entry: OpenRequest, error: RequestError) -> bool:
-    """Whether this is one of the failures that a request may have. It is none that a worker under pressure gave up the KV of
-    images it cannot compute again, if the request has got on since the last time."""
+def num_setbacks(entry: OpenRequest, error: RequestError) -> int:
+    """Failures of a request since it last got a token, this one included. It is none that a worker under pressure gave up the
+    KV of images it cannot compute again, if there were new tokens before."""
     num_tokens = sum(len(entry.stream.tokens(sample)) for sample in range(entry.request.params.n))
     got_on, entry.num_tokens_then = num_tokens > entry.num_tokens_then, num_tokens
-    return not (got_on and isinstance(error, MissingEmbeddingError) and not error.digest)
+    if not got_on:
+        return entry.num_setbacks + 1
+    return 0 if isinstance(error, MissingEmbeddingError) and not error.digest else 1
 
 
 def as_told(error: RequestError) -> RequestError:

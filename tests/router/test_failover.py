@@ -22,7 +22,7 @@ from kvrelay.errors import (
 )
 from kvrelay.ids import new_request_id
 from kvrelay.router.attempt import OpenRequest
-from kvrelay.router.failover import Verdict, as_told, is_setback, judge
+from kvrelay.router.failover import Verdict, as_told, judge, num_setbacks
 from kvrelay.router.stream import RequestStream
 from kvrelay.states import BreakerState, FinishReason
 
@@ -80,16 +80,19 @@ async def tokens_of_rest(stream: RequestStream) -> list[tuple[int, int]]:
     return rest
 
 
-def test_giving_way_to_others_is_no_failure_of_a_request_that_gets_on() -> None:
+def test_failures_count_since_the_last_token_and_giving_way_to_others_is_none() -> None:
     """Its images' KV went for want of room. If it never gets on, something else is wrong."""
     stream = RequestStream(new_request_id(), 1, StubOwner(), prefill="", decode="")
     entry = OpenRequest(ask([5]), stream)
     gone, lost = MissingEmbeddingError("gone from this worker"), MissingEmbeddingError("did not come", digest="digest")
-    judged = []
-    for num_tokens, error in ((3, gone), (3, gone), (4, gone), (5, lost), (6, UnavailableError("lost"))):
+    unavailable, counted = UnavailableError("lost"), []
+    for num_tokens, error in (
+        (0, unavailable), (3, gone), (3, gone), (3, unavailable), (4, gone), (5, lost), (5, lost), (6, unavailable),
+    ):  # fmt: skip
         stream.tokens(0)[:] = range(num_tokens)
-        judged.append(is_setback(entry, error))
-    assert judged == [False, True, False, True, True]
+        entry.num_setbacks = num_setbacks(entry, error)
+        counted.append(entry.num_setbacks)
+    assert counted == [1, 0, 1, 2, 0, 1, 2, 1]
 
 
 def test_a_client_is_told_of_no_digest() -> None:
@@ -160,19 +163,37 @@ async def test_a_request_that_meets_a_draining_worker_goes_elsewhere(cluster: Cl
         assert await tokens_of(cluster.router.submit(ask([prompt]))) == {0: expected([prompt], 5)}
 
 
-async def test_retries_are_bounded() -> None:
+async def test_retries_without_a_token_are_bounded() -> None:
     cluster = Cluster(max_retries=2, wait_s=PATIENCE_S)
-    workers = [await cluster.add_ready(step_s=0.002) for _ in range(4)]
+    for _ in range(4):
+        (await cluster.add_ready()).engine.gate.clear()
     stream = cluster.router.submit(ask([1], max_tokens=900))
-    for _ in range(3):
-        begun_on = stream.decode
-        await some_tokens(stream, 1)
-        await asyncio.to_thread(next(worker for worker in workers if worker.id == begun_on).crash)
-        if _ < 2:
-            await eventually(lambda begun_on=begun_on: stream.decode != begun_on)  # type: ignore[misc]
+    for _ in range(2):
+        await _lose_worker(cluster, stream)
+    await asyncio.to_thread(serving(cluster, stream)[0].crash)
     with pytest.raises(UnavailableError, match="was lost"):
         await tokens_of_rest(stream)
     await cluster.close()
+
+
+async def test_a_request_that_gets_on_is_sent_again_however_often_it_loses_its_worker() -> None:
+    cluster = Cluster(max_retries=1, wait_s=PATIENCE_S)
+    for _ in range(5):
+        await cluster.add_ready(step_s=0.002)
+    stream = cluster.router.submit(ask([1], max_tokens=900))
+    for _ in range(4):
+        num_tokens = len(stream.tokens(0))
+        await eventually(lambda num_tokens=num_tokens: len(stream.tokens(0)) > num_tokens)  # type: ignore[misc]
+        await _lose_worker(cluster, stream)
+    assert [token for _, token in await tokens_of_rest(stream)] == expected([1], 900)
+    await cluster.close()
+
+
+async def _lose_worker(cluster: Cluster, stream: RequestStream) -> None:
+    """Until the request is on another."""
+    worker, _ = serving(cluster, stream)
+    await asyncio.to_thread(worker.crash)
+    await eventually(lambda: stream.decode != worker.id)
 
 
 async def test_a_request_that_breaks_two_workers_is_not_given_to_a_third(cluster: Cluster) -> None:
