@@ -188,14 +188,17 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` would do or say anything."""
-        if self.core.outbox or self._endings.released or self._ahead.plan is not None:
+        """Whether `step` would do or say anything. A worker that is to end leaves blocks where they are."""
+        return self.serves or (self.core.swap.is_saving and not self._draining)
+
+    @property
+    def serves(self) -> bool:
+        """Whether `step` would do or say anything for a request. Else it saves blocks to the host at most."""
+        if self.core.outbox or self._endings.released or self._ahead.plan is not None or self.scheduler.loading:
             return True
         if len(self.scheduler.running) > self.scheduler.num_held_up:
             return True
         if self.core.images.has_news or self.core.outgoing.producer.has_news or self.core.incoming.consumer.has_news:
-            return True
-        if self._is_saving_kept or self.scheduler.loading:
             return True
         if self.core.swap.copies and (self.scheduler.swapped or self._num_waiting):
             return True  # a sequence may wait for the blocks that a copy holds
@@ -231,11 +234,6 @@ class Engine:
             self._stalled = False
 
     @property
-    def _is_saving_kept(self) -> bool:
-        """Then the blocks come back when a step polls. A worker that is to end does not wait for that."""
-        return self.core.swap.is_saving_kept and not self._draining
-
-    @property
     def _num_waiting(self) -> int:
         return self.scheduler.queue.num_waiting + len(self.core.incoming.waiting)
 
@@ -255,7 +253,7 @@ class Engine:
             self._commit.rows(*(without_ended(plan, result) if ahead else (plan, result)))
             self._num_steps += 1
         else:
-            self.core.swap.spill()
+            self.core.swap.spill(at_rest=True)
         self.core.kept.end_step()
         self._stalled = not plan.rows
         if self._stalled and self.scheduler.starved:
@@ -278,7 +276,7 @@ class Engine:
         are saved to the host."""
         try:
             self._ahead.launch_after(plan, self._endings.released)
-            self.core.swap.spill()
+            self.core.swap.spill(at_rest=False)
         finally:
             result = self._runner.collect()
         self.core.outgoing.end_step()
@@ -287,7 +285,7 @@ class Engine:
     def _take_news(self) -> None:
         """What the transfer layer did since the last step, and which copies ended."""
         self._expire_kept()
-        idle = self._stalled and (self.requests or self._is_saving_kept)
+        idle = self._stalled and (self.requests or self.core.swap.is_saving)
         self.scheduler.take_copied(_COPY_WAIT_S if idle else 0.0)
         if self.core.outgoing.producer.has_news:
             restarts, ended = self.core.outgoing.poll()

@@ -66,7 +66,7 @@ class EngineBackend:
 
     async def until_idle(self) -> None:
         """Nothing of any request that has ended is left in the engine; or the engine is closed."""
-        while self.ready and self._engine.has_work:
+        while self.ready and self._engine.serves:
             await asyncio.sleep(0)
 
     @property

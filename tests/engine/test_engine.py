@@ -331,7 +331,7 @@ def test_a_step_that_breaks_while_its_plan_is_under_way_leaves_no_results_behind
     engine = make_engine()
     engine.submit(submit([1]))
     with monkeypatch.context() as broken:
-        broken.setattr(type(engine.core.swap), "spill", lambda _: 1 // 0)
+        broken.setattr(type(engine.core.swap), "spill", lambda _, at_rest: 1 // 0)
         with pytest.raises(ZeroDivisionError):
             engine.step()
     engine.fail_all("a copy could not be started")

@@ -293,6 +293,19 @@ def test_evicted_blocks_live_on_in_the_host_cache_and_come_back_on_a_hit() -> No
     assert host.in_use == 0
 
 
+@pytest.mark.parametrize("draining", [False, True])
+def test_while_there_is_nothing_to_do_all_cached_blocks_are_copied_to_the_host(draining: bool) -> None:
+    engine = SwapEngine(num_blocks=60, host_blocks=64)
+    engine.submit([index % 90 for index in range(201)], max_tokens=2)
+    while engine.engine.requests:
+        engine.step()
+    assert engine.engine.load().host.cached == 0
+    if draining:
+        engine.engine.drain()
+    engine.run()
+    assert (engine.engine.load().host.cached == 50) is not draining
+
+
 def test_a_fetch_that_takes_too_long_is_computed_instead() -> None:
     engine = SwapEngine(num_blocks=10, host_blocks=32)
     prompt = list(range(17))
@@ -342,12 +355,12 @@ def test_a_block_that_was_given_away_while_it_was_copied_is_not_cached_on_the_ho
     engine = SwapEngine(num_blocks=8, delays=[40], swap_timeout_s=100.0)
     swap = swap_of(engine)
     engine.submit(list(range(17)), max_tokens=2)
-    while engine.engine.has_work:
+    while not swap.copies:
         engine.step()
     (copy,) = swap.copies.values()
     assert copy.spilled
     engine.submit([50 + index for index in range(30)], max_tokens=2)
-    while engine.engine.has_work:
+    while engine.engine.requests:
         engine.step()
     pool = engine.engine.kv.pool
     kept = [generation == pool.generations[block] for block, generation, _ in copy.spilled]

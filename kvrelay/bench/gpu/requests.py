@@ -26,7 +26,7 @@ def greedily(max_tokens: int) -> SamplingParams:
 def generate(engine: Engine, prompts: Sequence[list[int]], params: SamplingParams) -> list[list[int]]:
     """The outputs of all prompts, submitted at once."""
     outputs: dict[RequestId, list[int]] = {request_id: [] for request_id in submit(engine, prompts, params)}
-    while engine.has_work:
+    while engine.serves:
         for output in step(engine).outputs:
             outputs[output.request_id] += output.tokens
     return list(outputs.values())

@@ -3,7 +3,7 @@
 async with open_client(server) as client:
     await client.ask({...})             one completion, checked and timed
     await client.first_token({...})     one that is streamed, timed until its first token
-    await client.rest()                 until nothing is running
+    await client.rest()                 until nothing is running and nothing is copied
     await client.num_pinned_blocks()    blocks of kept KV that are on the device
     client.num_evictions                blocks that left the workers' caches since it was opened, as their events tell
 """
@@ -130,10 +130,13 @@ class TwoStageClient:
         return seconds, counts.prefilled
 
     async def rest(self) -> None:
+        """A worker that has nothing to do copies cached blocks to the host: its blocks there are the same twice."""
         deadline = time.monotonic() + _REST_S
+        on_host: list[dict[str, int]] = []
         while time.monotonic() < deadline:
             workers = (await self._client.get("/cluster")).json()["workers"]
-            if not any(worker[name] for worker in workers for name in _BUSY):
+            before, on_host = on_host, [worker["host_blocks"] for worker in workers]
+            if before == on_host and not any(worker[name] for worker in workers for name in _BUSY):
                 return
             await asyncio.sleep(_LOOK_EVERY_S)
         raise BenchError(f"the workers did not come to rest within {_REST_S:g} s")

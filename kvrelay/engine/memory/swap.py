@@ -36,7 +36,8 @@ from kvrelay.states import FreeReason, KVState
 from kvrelay.wire.events import Restored, Swapped
 from kvrelay.wire.registry import HostCounts
 
-_MOST_SPILLED = 32  # blocks per copy, so that a swap never waits long behind it
+_SPILLED = 32  # blocks per copy, so that a swap never waits long behind it
+_SPILLED_AT_REST = 8  # where a request may come at any time
 
 
 @dataclass(slots=True)
@@ -172,8 +173,10 @@ class Swap:
         return sum(references[block] == count for block, count in holds.items())
 
     @property
-    def is_saving_kept(self) -> bool:
-        return any(copy.holder is Holder.PINNED and not copy.expired for copy in self.copies.values())
+    def is_saving(self) -> bool:
+        """To the host, what no sequence gives up for it: kept KV, or cached blocks."""
+        held = (Holder.PINNED, None)
+        return any(copy.holder in held and not copy.expired for copy in self.copies.values())
 
     def _begin_save(self, saves: list[tuple[int, int]], holder: Holder) -> None:
         blocks, host_blocks = [block for block, _ in saves], [host_block for _, host_block in saves]
@@ -278,11 +281,11 @@ class Swap:
         self._kv.pool.release(reversed(entry.table))
         self.host.release(entry.host_blocks)
 
-    def spill(self) -> None:
+    def spill(self, *, at_rest: bool) -> None:
         """In the background, when no copy is under way: blocks that were given up lately, newest first, if there is room."""
         if self.copies or not self._kv.pool.given_up:
             return
-        wanted = self.host.to_spill(_MOST_SPILLED)
+        wanted = self.host.to_spill(_SPILLED_AT_REST if at_rest else _SPILLED)
         host_blocks = self.host.pool.allocate(len(wanted))
         if not host_blocks:
             return
