@@ -174,7 +174,7 @@ class Swap:
 
     @property
     def is_saving(self) -> bool:
-        """To the host, what no sequence gives up for it: kept KV, or cached blocks."""
+        """Kept KV or cached blocks are on their way to the host."""
         held = (Holder.PINNED, None)
         return any(copy.holder in held and not copy.expired for copy in self.copies.values())
 
