@@ -53,8 +53,8 @@ def judge(error: RequestError, *, is_decode: bool, is_generating: bool, num_inte
 
 
 def num_setbacks(entry: OpenRequest, error: RequestError) -> int:
-    """Failures of a request since it last got a token, this one included. It is none that a worker under pressure gave up the
-    KV of images it cannot compute again, if there were new tokens before."""
+    """Failures of a request since its last token, this one included. After a new token it is no failure that a worker under
+    pressure gave up the KV of images, which it cannot compute again."""
     num_tokens = sum(len(entry.stream.tokens(sample)) for sample in range(entry.request.params.n))
     got_on, entry.num_tokens_then = num_tokens > entry.num_tokens_then, num_tokens
     if not got_on:

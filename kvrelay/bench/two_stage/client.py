@@ -130,7 +130,7 @@ class TwoStageClient:
         return seconds, counts.prefilled
 
     async def rest(self) -> None:
-        """A worker that has nothing to do copies cached blocks to the host: its blocks there are the same twice."""
+        """Workers that have nothing to do copy cached blocks to the host: until two looks in a row find the same there."""
         deadline = time.monotonic() + _REST_S
         on_host: list[dict[str, int]] = []
         while time.monotonic() < deadline:

@@ -7,9 +7,10 @@ Stage 2 is asked for in four ways: as a new prompt that no cache has, after ever
 (`pipelined`); as a new prompt of which the prefix cache may have most (`prefix_cache`); as a continuation whose KV was kept
 (`continuation`). Each way runs on the same server with a cache salt of its own, so that none finds what another left.
 
-Then a burst of other traffic, as much as the workers' pools hold, passes and has ended (`_pressure`), and stage 2 is asked for
-again. The burst needs the blocks of kept KV too, which therefore moves to the host; that it did is counted. Time to first token
-is that of a greedy answer of two tokens, alone on the server, for a parent not searched from; of kept KV, after a burst each.
+Then a burst of other traffic passes, as much as the workers' pools hold. When it has ended and the workers copy nothing to the
+host any more, stage 2 is asked for again (`_pressure`). The burst needs the blocks of kept KV too, which therefore moves to the
+host; that it did is counted. Time to first token is that of a greedy answer of two tokens, alone on the server, for a parent
+not searched from; of kept KV, after a burst each.
 """
 
 from __future__ import annotations

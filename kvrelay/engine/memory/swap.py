@@ -37,7 +37,7 @@ from kvrelay.wire.events import Restored, Swapped
 from kvrelay.wire.registry import HostCounts
 
 _SPILLED = 32  # blocks per copy, so that a swap never waits long behind it
-_SPILLED_AT_REST = 8  # where a request may come at any time
+_SPILLED_AT_REST = 8  # fewer, since a request may come at any time
 
 
 @dataclass(slots=True)
@@ -175,8 +175,7 @@ class Swap:
     @property
     def is_saving(self) -> bool:
         """Kept KV or cached blocks are on their way to the host."""
-        held = (Holder.PINNED, None)
-        return any(copy.holder in held and not copy.expired for copy in self.copies.values())
+        return any(copy.holder in (Holder.PINNED, None) and not copy.expired for copy in self.copies.values())
 
     def _begin_save(self, saves: list[tuple[int, int]], holder: Holder) -> None:
         blocks, host_blocks = [block for block, _ in saves], [host_block for _, host_block in saves]
