@@ -30,9 +30,9 @@ pytestmark = [
 if HAS_TRITON:
     from kvrelay.kernels.cuda.decode import decode_attention
     from kvrelay.kernels.cuda.kernels import CudaKernels
-    from kvrelay.kernels.cuda.linear import CudaPacked, scaled_linear, small_linear
+    from kvrelay.kernels.cuda.linear import CudaPacked, narrow_rows, scaled_linear, small_linear
     from kvrelay.kernels.cuda.prefill import has_room, own_attention, paged_attention
-    from kvrelay.kernels.cuda.table import DecodeChoice, LinearChoice, PrefillChoice
+    from kvrelay.kernels.cuda.table import MAX_CUT_ROWS, DecodeChoice, LinearChoice, PrefillChoice
 
     use_few_programs()
 
@@ -111,22 +111,36 @@ def test_linears_of_few_rows(dtype: torch.dtype, rows: int, with_bias: bool, siz
     assert error(small_linear(x, packed, gated=True), gate * gate.sigmoid() * up) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("rows", [1, 5, 27, *([64] if ON_CARD else [])])
+@pytest.mark.parametrize("rows", [1, 5, 27, 40, *([64] if ON_CARD else [])])
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("size", [(48, 96), (38, 1100), *([(4096, 4096), (6144, 14336)] if ON_CARD else [])])
 def test_linears_of_few_rows_in_fp8(rows: int, early: bool, size: tuple[int, int]) -> None:
-    """Of what the stored weight means; x is not rounded."""
+    """Of what the stored weight means; x is rounded where its rows are many."""
     dtype = DTYPES[-1]
     generator = torch.Generator(device=DEVICE).manual_seed(rows)
     weight, scale = quantise(torch.randn(size, generator=generator, device=DEVICE) / 8)
     x = torch.randn(rows, size[1], generator=generator, device=DEVICE).to(dtype)
     bias = torch.randn(size[0], generator=generator, device=DEVICE).to(dtype) if early else None
     packed = CudaPacked(weight, bias, scale)
-    choice = LinearChoice(64, 64, 4, 3, early=True, tensor_cores=True) if early else None
-    plain = x.double() @ dequantise(weight, scale, torch.float64).T + (0 if bias is None else bias.double())
+    choice = LinearChoice(64, 64, 4, 3, early=True) if early else None
+    wide = x.double() if rows <= MAX_CUT_ROWS else dequantise(*quantise(x), torch.float64)
+    plain = wide @ dequantise(weight, scale, torch.float64).T + (0 if bias is None else bias.double())
     gate, up = plain.chunk(2, dim=-1)
     assert error(small_linear(x, packed, choice=choice), plain) < TOLERANCE[dtype]
     assert error(small_linear(x, packed, gated=True, choice=choice), gate * gate.sigmoid() * up) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("width", [96, 4096, 14336])
+def test_a_row_is_cut_into_two_lines_of_fp8_that_add_up_to_it(width: int) -> None:
+    generator = torch.Generator(device=DEVICE).manual_seed(width)
+    sizes = torch.tensor([1e-38, 1e-20, 1e-3, 1.0, 30.0, 1e6, 1e30, 0.0], device=DEVICE)
+    x = (torch.randn(8, width, generator=generator, device=DEVICE) * sizes[:, None]).bfloat16()
+    lines, scales = narrow_rows(x, 2)
+    found = (lines[0::2].double() + lines[1::2].double() / 16) * scales.double()[:, None]
+    largest = x.double().abs().amax(dim=1, keepdim=True)
+    is_small = x.double().abs() < largest * 2.0**-13
+    assert torch.equal(found[~is_small], x.double()[~is_small])
+    assert bool(((found - x.double()).abs() <= largest * 2.0**-20).all())
 
 
 @pytest.mark.parametrize("rows", [1, 70, *([3000] if ON_CARD else [])])
@@ -280,10 +294,13 @@ def turned(
 
 @pytest.mark.skipif(ON_CARD, reason="a card compiles them by using them")
 @pytest.mark.long
-def test_kernels_compile_for_a_card_that_is_not_here() -> None:
+@pytest.mark.parametrize("capability", ["80", "89", "90"])
+def test_kernels_compile_for_a_card_that_is_not_here(capability: str) -> None:
+    """And have the shared memory that they want."""
     assert importlib.util.find_spec("triton")
-    script = pathlib.Path(__file__).parent / "compile_for_hopper.py"
+    script = pathlib.Path(__file__).parent / "compile_for_card.py"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
+    command = [sys.executable, str(script), capability]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "_paged_kernel" in done.stdout

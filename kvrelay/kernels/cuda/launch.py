@@ -19,6 +19,7 @@ from triton import knobs
 
 INTERPRETED = bool(knobs.runtime.interpret)  # TRITON_INTERPRET=1: kernels run in numpy, on the CPU
 _FIRST_WITH_PDL = (9, 0)
+_HOPPERS_BYTES = 232448
 
 
 @functools.cache
@@ -32,6 +33,23 @@ def options(num_warps: int = 4, num_stages: int = 3, *, after_all: bool = False)
     if has_dependent_launch():
         return {"num_warps": num_warps, "num_stages": num_stages, "PDL": True, "launch_pdl": not after_all}
     return {"num_warps": num_warps, "num_stages": num_stages, "PDL": False}
+
+
+@functools.cache
+def shared_bytes() -> int:
+    """Shared memory that a program may have. Tables are measured on Hopper; other cards have less."""
+    if INTERPRETED:
+        return _HOPPERS_BYTES
+    return int(triton.runtime.driver.active.utils.get_device_properties(torch.cuda.current_device())["max_shared_mem"])
+
+
+def fits(num_bytes: int) -> bool:
+    return num_bytes <= shared_bytes()
+
+
+def stages_that_fit(num_stages: int, stage_bytes: int) -> int:
+    """At most `num_stages`, each of which is kept in shared memory; at least 1, which is not."""
+    return max(1, min(num_stages, shared_bytes() // stage_bytes))
 
 
 @functools.cache

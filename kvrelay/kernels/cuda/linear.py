@@ -3,9 +3,9 @@
 One row: a program takes a few rows of the weight and sums products in float32, without tensor cores; its first tile is loaded
 before the kernel waits for the one before it. Several rows: the rows of x are padded to a tile of tensor cores. GATED does
 silu(gate) * up in the same pass, for a weight that stacks gate over up. SCALED is for weights in fp8, whose outputs have a
-scale each: tiles are widened on their way to the product, so x keeps its precision.
-
-Many rows with fp8 (`scaled_linear`): x is brought to fp8 too, with a scale per row, for the card's own product.
+scale each. One row of x is multiplied as it is. Tensor cores multiply fp8 by fp8 alone, and widening a weight takes longer
+than reading it, so of several rows each is cut into two of fp8, whose sum is what it was. More rows are rounded to fp8, and
+many are left to the library (`scaled_linear`).
 
 Tried on an H200 and not faster: the norm before and the sum with the residual after in the same kernel, and prefetching more
 of the weight into the L2 cache before the wait, line by line or in bulk: what the small kernels between load comes later then.
@@ -20,9 +20,11 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kvrelay.kernels.cuda.launch import INTERPRETED, options, power_of_2
-from kvrelay.kernels.cuda.table import LinearChoice, choose_linear
+from kvrelay.kernels.cuda.launch import INTERPRETED, options, power_of_2, stages_that_fit
+from kvrelay.kernels.cuda.table import MAX_CUT_ROWS, LinearChoice, choose_linear
 from kvrelay.kernels.fp8 import FP8, quantise
+
+_SECOND = tl.constexpr(16.0)  # the second line of a row is what the first leaves, so many times
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,14 @@ def _finished(sums, scale, bias, lines, real, SCALED: tl.constexpr, BIAS: tl.con
 
 
 @triton.jit
+def _row(x, columns, width, EVEN_IN: tl.constexpr):
+    """Values of the only row, in float32."""
+    if EVEN_IN:
+        return tl.load(x + columns).to(tl.float32)[None, :]
+    return tl.load(x + columns, mask=columns < width, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
 def _one_row_kernel(
     x, weight, scale, bias, out, num_lines, width,
     BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_OUT: tl.constexpr, EVEN_IN: tl.constexpr,
@@ -78,14 +88,14 @@ def _one_row_kernel(
         up_tile = _tile(upper, lines, columns, num_lines, width, EVEN_OUT, EVEN_IN)
     if PDL:
         gdc_wait()
-    values = tl.load(x + columns, mask=columns < width, other=0.0).to(tl.float32)[None, :]
+    values = _row(x, columns, width, EVEN_IN)
     sums = tile.to(tl.float32) * values
     if GATED:
         up_sums = up_tile.to(tl.float32) * values
     for start in tl.range(BLOCK_IN, width, BLOCK_IN, num_stages=STAGES):
         columns = start + tl.arange(0, BLOCK_IN)
         tile = _tile(weight, lines, columns, num_lines, width, EVEN_OUT, EVEN_IN)
-        values = tl.load(x + columns, mask=columns < width, other=0.0).to(tl.float32)[None, :]
+        values = _row(x, columns, width, EVEN_IN)
         sums += tile.to(tl.float32) * values
         if GATED:
             up_tile = _tile(upper, lines, columns, num_lines, width, EVEN_OUT, EVEN_IN)
@@ -99,32 +109,34 @@ def _one_row_kernel(
 
 
 @triton.jit
-def _row_tile(x, rows, columns, num_rows, width, EVEN_IN: tl.constexpr, SCALED: tl.constexpr):
-    """A tile of x, transposed. Beside weights in fp8, which one instruction widens to float16 and several to bfloat16, values
-    of 16 bits become float16; what exceeds its range, which activations hardly do, is clamped."""
-    values = tl.trans(_tile(x, rows, columns, num_rows, width, False, EVEN_IN))
-    if SCALED and x.dtype.element_ty != tl.float32:
-        values = tl.clamp(values.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
-    return values
+def _widened(sums, row_scale, num_rows, BLOCK_OUT: tl.constexpr, BLOCK_ROWS: tl.constexpr, PARTS: tl.constexpr):
+    """Sums [outputs, lines of x in fp8] -> [outputs, rows]: see `narrow_rows`."""
+    if PARTS == 2:
+        first, second = tl.split(tl.reshape(sums, [BLOCK_OUT, BLOCK_ROWS, 2]))
+        sums = first + second * (1.0 / _SECOND)
+    rows = tl.arange(0, BLOCK_ROWS)
+    return sums * tl.load(row_scale + rows, mask=rows < num_rows, other=0.0)[None, :]
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _few_rows_kernel(
-    x, weight, scale, bias, out, num_rows, num_lines, width,
+    x, row_scale, weight, scale, bias, out, num_rows, num_lines, width,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_OUT: tl.constexpr, EVEN_IN: tl.constexpr,
     GATED: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, EARLY: tl.constexpr, PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
+    PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The weight is the left factor, whose tile has the 64 rows that Hopper's instructions want, or 16 where tiles of 64 would
-    be too few; x is the right one. With EARLY the first tile of the weight is loaded before the wait, into registers."""
+    be too few; x is the right one. With EARLY the first tile of the weight is loaded before the wait, into registers. SCALED: x
+    has PARTS lines for each row, and the row's scale."""
     if PDL:
         gdc_launch_dependents()
     lines = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     rows = tl.arange(0, BLOCK_ROWS)
+    x_lines = tl.arange(0, PARTS * BLOCK_ROWS)
     upper = weight + tl.cast(num_lines, tl.int64) * width
     columns = tl.arange(0, BLOCK_IN)
-    sums = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
-    up_sums = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
+    sums = tl.zeros([BLOCK_OUT, PARTS * BLOCK_ROWS], tl.float32)
+    up_sums = tl.zeros([BLOCK_OUT, PARTS * BLOCK_ROWS], tl.float32)
     first: tl.constexpr = BLOCK_IN if EARLY else 0
     if EARLY:
         tile = _tile(weight, lines, columns, num_lines, width, EVEN_OUT, EVEN_IN)
@@ -133,19 +145,22 @@ def _few_rows_kernel(
     if PDL:
         gdc_wait()
     if EARLY:
-        values = _row_tile(x, rows, columns, num_rows, width, EVEN_IN, SCALED)
-        sums = tl.dot(tile.to(values.dtype), values, sums, input_precision=PRECISION)
+        values = tl.trans(_tile(x, x_lines, columns, PARTS * num_rows, width, False, EVEN_IN))
+        sums = tl.dot(tile, values, sums, input_precision=PRECISION)
         if GATED:
-            up_sums = tl.dot(up_tile.to(values.dtype), values, up_sums, input_precision=PRECISION)
+            up_sums = tl.dot(up_tile, values, up_sums, input_precision=PRECISION)
     for start in range(first, width, BLOCK_IN):
         columns = start + tl.arange(0, BLOCK_IN)
         tile = _tile(weight, lines, columns, num_lines, width, EVEN_OUT, EVEN_IN)
-        values = _row_tile(x, rows, columns, num_rows, width, EVEN_IN, SCALED)
-        sums = tl.dot(tile.to(values.dtype), values, sums, input_precision=PRECISION)
+        values = tl.trans(_tile(x, x_lines, columns, PARTS * num_rows, width, False, EVEN_IN))
+        sums = tl.dot(tile, values, sums, input_precision=PRECISION)
         if GATED:
             up_tile = _tile(upper, lines, columns, num_lines, width, EVEN_OUT, EVEN_IN)
-            up_sums = tl.dot(up_tile.to(values.dtype), values, up_sums, input_precision=PRECISION)
+            up_sums = tl.dot(up_tile, values, up_sums, input_precision=PRECISION)
     real_line = lines < num_lines
+    if SCALED:
+        sums = _widened(sums, row_scale, num_rows, BLOCK_OUT, BLOCK_ROWS, PARTS)
+        up_sums = _widened(up_sums, row_scale, num_rows, BLOCK_OUT, BLOCK_ROWS, PARTS)
     sums = _finished(sums, scale, bias, lines[:, None], real_line[:, None], SCALED, BIAS)
     if GATED:
         up_sums = _finished(up_sums, scale, bias, num_lines + lines[:, None], real_line[:, None], SCALED, BIAS)
@@ -165,27 +180,32 @@ def small_linear(
     scaled = packed.scale is not None
     choice = choice or choose_linear(rows, lines, gated, scaled)
     out = x.new_empty(rows, lines)
-    block_out, block_in = choice.block_out, min(choice.block_in * 2 // x.element_size(), power_of_2(width, 16))
+    block_out, block_in = choice.block_out, min(choice.block_in * 2 // x.element_size(), power_of_2(width, 32))
+    parts = 2 if scaled and rows <= MAX_CUT_ROWS else 1
+    block_rows = power_of_2(rows, 16 // parts)
+    stage_bytes = (block_out * (2 if gated else 1) + parts * block_rows) * block_in * packed.weight.element_size()
+    num_stages = stages_that_fit(choice.num_stages, stage_bytes)
     arguments = {
         "BLOCK_OUT": block_out, "BLOCK_IN": block_in, "EVEN_OUT": lines % block_out == 0, "EVEN_IN": width % block_in == 0,
-        "GATED": gated, "SCALED": scaled, "BIAS": packed.bias is not None, **options(choice.num_warps, choice.num_stages),
+        "GATED": gated, "SCALED": scaled, "BIAS": packed.bias is not None, **options(choice.num_warps, num_stages),
     }  # fmt: skip
     grid = (triton.cdiv(lines, block_out),)
     scale, bias = x if packed.scale is None else packed.scale, x if packed.bias is None else packed.bias
-    if rows == 1 and not choice.tensor_cores:
-        stages = choice.num_stages if choice.pipelined else 1
+    if rows == 1:
+        stages = num_stages if choice.pipelined else 1
         _one_row_kernel[grid](x, packed.weight, scale, bias, out, lines, width, STAGES=stages, **arguments)
-    else:
-        precision = "ieee" if x.dtype is torch.float32 else "tf32"
-        _few_rows_kernel[grid](
-            x, packed.weight, scale, bias, out, rows, lines, width,
-            BLOCK_ROWS=power_of_2(rows, 16), EARLY=choice.early, PRECISION=precision, **arguments,
-        )  # fmt: skip
+        return out
+    x_lines, row_scale = narrow_rows(x, parts) if scaled else (x, x)
+    precision = "ieee" if x.dtype is torch.float32 else "tf32"
+    _few_rows_kernel[grid](
+        x_lines, row_scale, packed.weight, scale, bias, out, rows, lines, width,
+        BLOCK_ROWS=block_rows, EARLY=choice.early, PRECISION=precision, PARTS=parts, **arguments,
+    )  # fmt: skip
     return out
 
 
 @triton.jit
-def _quantise_kernel(x, out, scales, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _quantise_kernel(x, out, scales, width, PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """One row a program."""
     if PDL:
         gdc_launch_dependents()
@@ -196,26 +216,44 @@ def _quantise_kernel(x, out, scales, width, BLOCK: tl.constexpr, PDL: tl.constex
     values = tl.load(x + row * width + columns, mask=inside, other=0.0).to(tl.float32)
     largest = tl.max(tl.abs(values), axis=0)
     scale = tl.where(largest > 0.0, largest / 448.0, 1.0)
-    tl.store(out + row * width + columns, (values / scale).to(out.dtype.element_ty), mask=inside)
+    if PARTS == 2:
+        scale = ((scale.to(tl.int32, bitcast=True) & 0x7F800000) + 0x00800000).to(tl.float32, bitcast=True)
+    values = values / scale
+    narrow = values.to(out.dtype.element_ty)
+    tl.store(out + row * PARTS * width + columns, narrow, mask=inside)
+    if PARTS == 2:
+        rest = (values - narrow.to(tl.float32)) * _SECOND
+        tl.store(out + (row * 2 + 1) * width + columns, rest.to(out.dtype.element_ty), mask=inside)
     tl.store(scales + row, scale)
 
 
-def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [tokens, in] in fp8, and the scale of each row."""
-    if INTERPRETED:  # there 7.9 becomes 4 in fp8
-        return quantise(x)
+def narrow_rows(x: torch.Tensor, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [tokens, in] in fp8 [tokens * parts, in], and the scale of each row. With two parts the first line is the row, rounded,
+    and the second is what that leaves, at most a 16th, times 16; the scale is a power of 2. A value of bfloat16 has 8
+    digits and one of fp8 has 4, so nothing is lost then of values that are not small beside their row's largest."""
     rows, width = x.shape
     assert x.is_contiguous()
-    out, scales = torch.empty_like(x, dtype=FP8), x.new_empty(rows, dtype=torch.float32)
+    if INTERPRETED:  # there 7.9 becomes 4 in fp8
+        return quantise(x) if parts == 1 else _cut(x)
+    out, scales = x.new_empty(rows * parts, width, dtype=FP8), x.new_empty(rows, dtype=torch.float32)
     block = power_of_2(width)
-    _quantise_kernel[(rows,)](x, out, scales, width, BLOCK=block, **options(num_warps=min(16, max(1, block // 512))))
+    warps = min(16, max(1, block // 512))
+    _quantise_kernel[(rows,)](x, out, scales, width, PARTS=parts, BLOCK=block, **options(num_warps=warps))
     return out, scales
+
+
+def _cut(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    scales = torch.exp2(torch.frexp(quantise(x)[1]).exponent.float())
+    values = x.float() / scales[:, None]
+    first = values.to(FP8)
+    rest = (values - first.float()) * _SECOND.value
+    return torch.stack([first, rest.to(FP8)], dim=1).flatten(0, 1), scales
 
 
 def scaled_linear(x: torch.Tensor, packed: CudaPacked, out: torch.Tensor | None = None) -> torch.Tensor:
     """x [tokens, in] -> [tokens, out] with a weight in fp8, in tensor cores of fp8."""
     assert packed.scale is not None
-    narrow, scales = quantise_rows(x)
+    narrow, scales = narrow_rows(x, 1)
     if out is None:
         out = x.new_empty(x.shape[0], packed.out_features)
     torch._scaled_mm(

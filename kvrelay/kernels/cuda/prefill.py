@@ -15,7 +15,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvrelay.kernels.base import AttentionBatch, HeadShape
-from kvrelay.kernels.cuda.launch import beside_kv, options, power_of_2
+from kvrelay.kernels.cuda.launch import beside_kv, fits, options, power_of_2
 from kvrelay.kernels.cuda.table import PrefillChoice, choose_prefill
 
 _LOG2_E = 1.4426950408889634
@@ -123,15 +123,17 @@ def paged_attention(
 ) -> None:
     """Writes out[tokens, heads * dim]; if `mixed`, for the rows that have more queries than one."""
     dim, group = shape.head_dim, shape.num_heads // shape.num_kv_heads
-    if choice is None:
-        choice = choose_prefill(rows.max_query * group, power_of_2(dim, 16) * q.element_size())
-    query_tile = max(choice.query_tile, power_of_2(group, 16))
+    dim_pad, size = power_of_2(dim, 16), q.element_size()
+    choice = choice or choose_prefill(rows.max_query * group, dim_pad * size)
+    query_tile, tile = max(choice.query_tile, power_of_2(group, 16)), choice.tile
+    while tile > 16 and not fits((query_tile * dim_pad + 2 * tile * dim_pad + query_tile * tile) * size):
+        tile //= 2  # queries, KV and weights are kept there
     grid = (q.shape[0] // (query_tile // group) + rows.num_rows, shape.num_kv_heads)
     _paged_kernel[grid](
         q, q.stride(0), kv, kv.stride(0), rows.block_tables, rows.block_tables.stride(0), rows.context_lens,
         rows.query_start, out, rows.num_rows, scale * _LOG2_E,
-        KV_HEADS=shape.num_kv_heads, GROUP=group, DIM=dim, DIM_PAD=power_of_2(dim, 16), BLOCK_SIZE=kv.shape[2],
-        QUERY_TILE=query_tile, TILE=choice.tile, MIXED=mixed, PRECISION="ieee" if q.dtype is torch.float32 else "tf32",
+        KV_HEADS=shape.num_kv_heads, GROUP=group, DIM=dim, DIM_PAD=dim_pad, BLOCK_SIZE=kv.shape[2],
+        QUERY_TILE=query_tile, TILE=tile, MIXED=mixed, PRECISION="ieee" if q.dtype is torch.float32 else "tf32",
         **options(choice.num_warps, choice.num_stages),
     )  # fmt: skip
 

@@ -1,8 +1,8 @@
 """Which variant of a kernel a shape gets: measured on an H200 with `python -m kvrelay.kernels.cuda.tune`, in CUDA graphs.
 
-Those of decode attention and of linears are the best of a whole captured step of Llama-3.1-8B's shape. Weights in fp8: 2.96 ms
-a step became 2.44 at one row; of several rows the library's products took 4.50 ms where Triton's took 8.27, so there only wide
-ones of up to 16 rows are Triton's.
+Those of decode attention and of linears are the best of a whole captured step of Llama-3.1-8B's shape. With weights in fp8 a
+step of 8 rows took 8.3 ms with weights widened in registers, 4.5 with the library's products, and takes 3.0 with rows cut into
+lines of fp8; of 64 rows 6.1 with the library's products and 5.2 with rows rounded to fp8.
 
 Shapes are all that is asked here, never lengths on the device, so a choice holds for every replay of a captured graph. Rows
 differ in length: with one of 8192 tokens among rows of 400, as many splits for each row took 6.6 / 6.9 / 9.1 / 12.7 ms a step
@@ -41,12 +41,12 @@ class LinearChoice:
     num_warps: int
     num_stages: int
     early: bool = False  # several rows: load the first tile of the weight before waiting for the kernel before
-    tensor_cores: bool = False  # one row: as if it were several
     pipelined: bool = False  # one row: so many stages are under way to shared memory
 
 
 _MAX_SMALL_ROWS = 32  # of linears; more are faster in cuBLAS
-_MAX_WIDE_ROWS = 64  # of those with many outputs
+_MAX_WIDE_ROWS = 64  # of those with many outputs, or of weights in fp8
+MAX_CUT_ROWS = 32  # of weights in fp8: more rows are rounded
 _MAX_SPLITS = 64
 _PROGRAMS = 512  # decode programs that keep the card busy, if all rows are as long
 _WIDE_HEAD_BYTES = 256  # of a head's keys: 128 x bfloat16
@@ -55,7 +55,7 @@ _WIDE_HEAD_BYTES = 256  # of a head's keys: 128 x bfloat16
 def is_triton_faster(num_rows: int, num_lines: int, gated: bool, scaled: bool) -> bool:
     """Than cuBLAS. `num_lines` and `scaled` as below."""
     if scaled:
-        return num_rows == 1 or (num_rows <= 16 and not gated and num_lines > 4096)
+        return num_rows <= _MAX_WIDE_ROWS
     return num_rows <= _MAX_SMALL_ROWS or (num_rows <= _MAX_WIDE_ROWS and (gated or 4096 < num_lines <= 32768))
 
 
@@ -67,8 +67,9 @@ def choose_decode(num_heads: int, max_context: int, head_bytes: int, narrow: boo
         return DecodeChoice(1, 64, 2, 3)
     if num_heads > 1024:
         return DecodeChoice(1, 32, 2, 2 if wide else 3)
-    splits, tile = 1, 32 if wide or max_context <= 512 or num_heads <= 8 else 64
-    while splits < _MAX_SPLITS and splits * num_heads < _PROGRAMS and splits * tile < max_context:
+    splits, tile = 1, 32 if wide or max_context <= 512 or num_heads <= 16 else 64
+    num_programs = _PROGRAMS if num_heads > 16 else 2 * _PROGRAMS
+    while splits < _MAX_SPLITS and splits * num_heads < num_programs and splits * tile < max_context:
         splits *= 2
     if wide or tile == 32:
         return DecodeChoice(splits, tile, 4, 2)
@@ -105,14 +106,20 @@ def choose_prefill(num_lines: int, head_bytes: int) -> PrefillChoice:
 @functools.lru_cache(maxsize=1024)
 def choose_linear(num_rows: int, num_lines: int, gated: bool, scaled: bool = False) -> LinearChoice:
     """`num_lines` counts outputs: with `gated` each has two rows of the weight. `scaled`: the weight is in fp8."""
-    if scaled:
-        if num_rows > 1:
-            return LinearChoice(64, 128, 4, 3) if gated else LinearChoice(64, 256, 4, 4)
+    if scaled and num_rows > MAX_CUT_ROWS:
+        return LinearChoice(128, 128, 8, 4) if gated else LinearChoice(64, 256, 4, 5)
+    if scaled and num_rows > 1:
         if gated:
-            return LinearChoice(4, 512, 2, 5, pipelined=True)
-        return LinearChoice(16, 512, 8, 3) if num_lines > 4096 else LinearChoice(4, 1024, 2, 3, pipelined=True)
+            return LinearChoice(64, 256, 4, 4)
+        return LinearChoice(64, 256, 4, 5, early=True) if num_lines > 4096 else LinearChoice(64, 256, 4, 6)
+    if scaled:
+        if gated:
+            return LinearChoice(2, 1024, 1, 3, pipelined=True)
+        return LinearChoice(4, 512, 2, 3) if num_lines > 4096 else LinearChoice(4, 1024, 2, 3, pipelined=True)
     if num_rows == 1:
-        return LinearChoice(4, 512, 4, 3) if gated else LinearChoice(4, 2048, 8, 3)
+        if gated:
+            return LinearChoice(2, 2048, 8, 3, pipelined=True)
+        return LinearChoice(2, 4096, 4, 3) if num_lines > 4096 else LinearChoice(4, 2048, 8, 3, pipelined=True)
     if num_rows <= 8 and num_lines <= 4096 and not gated:
         return LinearChoice(16, 512, 2, 4)  # tiles of 64 lines would be fewer than multiprocessors
     if num_lines > 32768:

@@ -1,10 +1,13 @@
-"""Compiles every kernel for an NVIDIA card of compute capability 9.0, on a machine that has none: nothing is launched.
+"""Compiles every kernel for an NVIDIA card, on a machine that has none: nothing is launched.
+
+    python compile_for_card.py CAPABILITY    # 80, 89 or 90
 
 A process of its own, since Triton's interpreter and its compiler exclude each other. Prints what each kernel uses.
 """
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -16,21 +19,22 @@ from triton.runtime.jit import JITFunction
 from kvrelay.kernels.base import AttentionBatch, ForwardBatch, HeadShape
 from kvrelay.kernels.cuda import elementwise, launch
 from kvrelay.kernels.cuda.decode import decode_attention
-from kvrelay.kernels.cuda.linear import CudaPacked, quantise_rows, small_linear
+from kvrelay.kernels.cuda.linear import CudaPacked, narrow_rows, small_linear
 from kvrelay.kernels.cuda.prefill import paged_attention
 from kvrelay.kernels.fp8 import FP8
 from kvrelay.transfer.engines.cuda.copy import Copies
 from kvrelay.transfer.engines.ranges import scan
 
 SHAPES = [HeadShape(32, 8, 128), HeadShape(9, 3, 64), HeadShape(32, 4, 256), HeadShape(24, 24, 96)]
-MAX_SHARED_BYTES = 232448  # of one program on Hopper
+CAPABILITY = int(sys.argv[1])
+MAX_SHARED_BYTES = {80: 166912, 89: 101376, 90: 232448}[CAPABILITY]  # of one program
 
 
 class NoCard:
     """Stands for Triton's driver: names a target, has no device."""
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", CAPABILITY, 32)
 
     def get_current_device(self) -> int:
         return 0
@@ -52,7 +56,8 @@ def compile_only() -> None:
 
     JITFunction.run = compiled
     triton.runtime.driver.set_active(NoCard())
-    launch.has_dependent_launch = lambda: True
+    launch.has_dependent_launch = lambda: CAPABILITY >= 90
+    launch.shared_bytes = lambda: MAX_SHARED_BYTES
 
 
 def batch_of(num_rows: int, count: int) -> ForwardBatch:
@@ -72,7 +77,8 @@ def main() -> None:
     for multiple in (16, 8, 1):
         ranges = scan(np.array([[multiple, 2 * multiple, 3 * multiple]], dtype=np.int64))
         Copies(torch.device("cpu")).launch(1 << 40, 1 << 41, ranges)
-    for dtype, kv_dtype in ((torch.bfloat16, FP8), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32)):
+    kinds = [(torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32)]
+    for dtype, kv_dtype in kinds if CAPABILITY == 80 else [(torch.bfloat16, FP8), *kinds]:
         for shape in SHAPES if dtype is torch.bfloat16 else SHAPES[:2]:
             kv = torch.empty(2, 64, 16, shape.num_kv_heads, shape.head_dim, dtype=kv_dtype)
             heads = shape.num_heads + 2 * shape.num_kv_heads
@@ -94,12 +100,14 @@ def main() -> None:
             small_linear(x[:num_rows], packed, gated=True)
             small_linear(x[:num_rows], packed)
             small_linear(x[:num_rows], CudaPacked(packed.weight[:4096], None))
+    if CAPABILITY == 80:
+        return
     x = x.bfloat16()
     packed = CudaPacked(torch.empty(28672, 4096, dtype=FP8), None, torch.empty(28672))
-    for num_rows in (1, 8, 32):
+    for num_rows in (1, 8, 32, 64):
         small_linear(x[:num_rows], packed, gated=True)
         small_linear(x[:num_rows], packed)
-    quantise_rows(x)
+    narrow_rows(x, 1)
 
 
 if __name__ == "__main__":
