@@ -73,7 +73,8 @@ class DecodeGraphs:
         self._block_tables = torch.zeros(most, self._twin.shape[1], dtype=torch.int32, device=device)
         self._counting = torch.arange(most + 1, device=device)
         self._query_start = self._counting.int()
-        self.tokens = torch.zeros(most, dtype=torch.int64, device=device)  # of the last launch, of a graph or not
+        self._chosen = torch.zeros(most + 1, dtype=torch.int64, device=device)
+        self.tokens = self._chosen[:most]  # of the last launch, of a graph or not; behind them is a 0
         self.logits = torch.zeros(most, model.spec.vocab_size, dtype=model.dtype, device=device)
         self._memory = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self._on_replay = on_replay
@@ -86,6 +87,11 @@ class DecodeGraphs:
     @property
     def num_layers(self) -> int:
         return self._kv.shape[0]
+
+    @property
+    def _padding(self) -> list[int]:
+        """Columns of a row of padding."""
+        return [0, self.max_rows, 0, self.scratch_slot, 1, self.no_place]
 
     @property
     def no_place(self) -> int:
@@ -113,7 +119,7 @@ class DecodeGraphs:
         columns[0, :count] = [
             row.sequence.tokens[row.start] if source < 0 else _NOT_KNOWN for row, source in zip(rows, sources, strict=True)
         ]
-        columns[1, :count] = sources
+        columns[1, :count] = [source if source >= 0 else self.max_rows for source in sources]
         columns[2, :count] = starts
         if builder.images is not None:
             found = builder.images.fill(rows, np.arange(count + 1), columns[0, :count], columns[2, :count])
@@ -122,7 +128,7 @@ class DecodeGraphs:
         columns[3, :count] = builder.tables.at(places, blocks) * self._block_size + offsets
         columns[4, :count] = starts + 1
         columns[5, :count] = places
-        columns[:, count:] = np.array([0, -1, 0, self.scratch_slot, 1, self.no_place])[:, None]
+        columns[:, count:] = np.array(self._padding)[:, None]
         self.send_tables()
         area.send(_COLUMNS * size, self._flat[: _COLUMNS * size])
         self._replays[size]()
@@ -168,7 +174,7 @@ class DecodeGraphs:
     def _pass(self, size: int) -> None:
         columns = self._flat[: _COLUMNS * size].view(_COLUMNS, size)
         wide = columns.long()
-        known = torch.where(wide[1] >= 0, self.tokens[wide[1].clamp(min=0)], wide[0]).clamp(min=0)
+        known = torch.maximum(wide[0], self._chosen[wide[1]])  # one of the two is 0, or says that there is no token
         batch = ForwardBatch(
             token_ids=known,
             positions=wide[2],
@@ -219,7 +225,7 @@ class DecodeGraphs:
         return replay
 
     def _fill_with_padding(self, size: int) -> None:
-        row = torch.tensor([0, -1, 0, self.scratch_slot, 1, self.no_place], dtype=torch.int32)
+        row = torch.tensor(self._padding, dtype=torch.int32)
         self._flat[: _COLUMNS * size].view(_COLUMNS, size).copy_(row[:, None].expand(_COLUMNS, size))
 
 

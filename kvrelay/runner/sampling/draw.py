@@ -86,8 +86,9 @@ def likeliest(logits: torch.Tensor) -> torch.Tensor:
     else:  # of few long rows a reduction uses little of a GPU
         best, inner = logits.view(num_rows, pieces, -1).max(dim=-1)
         values, piece = best.max(dim=-1)
-        tokens = piece * (vocab_size // pieces) + inner.gather(1, piece[:, None])[:, 0]
-    return torch.where(torch.isfinite(values), tokens, NOT_USABLE)
+        tokens = torch.add(inner.gather(1, piece[:, None])[:, 0], piece, alpha=vocab_size // pieces)
+    is_finite = values - values == 0  # two kernels, where `isfinite` launches four
+    return torch.where(is_finite, tokens, NOT_USABLE)
 
 
 def draw(logits: torch.Tensor, filters: Filters, draws: Draws) -> torch.Tensor:
