@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from patience import PATIENCE_S, until
 
 from kvrelay.bench import main
+from kvrelay.bench.harness.child import Command
 from kvrelay.bench.harness.cluster import Answer
 from kvrelay.bench.router import decision, failover, idle, multiturn, routers
 from kvrelay.bench.router.decision import median_of_rounds
@@ -148,6 +151,21 @@ def test_a_run_that_is_told_to_end_takes_along_what_it_started() -> None:
         bench.terminate()
         assert bench.wait(PATIENCE_S) == 130
     assert not Path(f"/proc/{router}").exists()
+
+
+def test_an_interrupt_while_a_command_is_started_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    class Interrupted(subprocess.Popen):  # type: ignore[type-arg]
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            super().__init__(*arguments, **named)
+            started.append(self)
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    with pytest.raises(KeyboardInterrupt), Command(["0"], module="http.server"):
+        pytest.fail("it was to be interrupted")
+    assert [process.returncode for process in started] == [-signal.SIGTERM]
 
 
 def started_by(parent: int) -> dict[int, list[str]]:

@@ -15,11 +15,13 @@ import contextlib
 import multiprocessing
 import os
 import pathlib
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from kvrelay.errors import BenchError, KVRelayError
 
@@ -123,12 +125,31 @@ class Command(contextlib.AbstractContextManager["Command"]):
         environment: Mapping[str, str] | None = None,
         module: str = "kvrelay",
     ) -> None:
-        command = [sys.executable, "-m", module, *arguments]
-        with _on(core):
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env={**os.environ, **(environment or {})}
-            )
-        self.pid = self._process.pid
+        self._command = [sys.executable, "-m", module, *arguments]
+        self._core = core
+        self._environment = {**os.environ, **(environment or {})}
+        self._started: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        """An interrupt that comes meanwhile ends what was started."""
+        nowhere = subprocess.DEVNULL
+        try:
+            with _uninterrupted(), _on(self._core):
+                self._started = subprocess.Popen(self._command, stdin=nowhere, stdout=nowhere, env=self._environment)
+        except KeyboardInterrupt:
+            if self._started is not None:
+                self.__exit__()
+            raise
+        return self
+
+    @property
+    def _process(self) -> subprocess.Popen[bytes]:
+        assert self._started is not None
+        return self._started
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     @property
     def running(self) -> bool:
@@ -146,6 +167,24 @@ class Command(contextlib.AbstractContextManager["Command"]):
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait(_KILL_S)
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """A signal that would interrupt is handled at the end. Only the main thread is interrupted."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    usual = {number: signal.signal(number, lambda number, _: came.append(number)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in usual.items():
+            signal.signal(number, handler)
+    for late in came:
+        signal.raise_signal(late)
 
 
 @contextlib.contextmanager
