@@ -31,7 +31,7 @@ from kvrelay.runner.inputs import SentInputs, Staging
 from kvrelay.runner.sampling.draw import likeliest
 
 _COLUMNS = 6  # token id, source, position, slot, context length, place in the block tables
-_NOT_KNOWN = 0  # stands for a token that the device knows
+_NOT_KNOWN = 0  # stands for a token that the device knows; a token that the host knows has the 0 behind `tokens` as its source
 
 
 def graph_sizes(max_batch: int) -> list[int]:
@@ -174,7 +174,7 @@ class DecodeGraphs:
     def _pass(self, size: int) -> None:
         columns = self._flat[: _COLUMNS * size].view(_COLUMNS, size)
         wide = columns.long()
-        known = torch.maximum(wide[0], self._chosen[wide[1]])  # one of the two is 0, or says that there is no token
+        known = torch.maximum(wide[0], self._chosen[wide[1]])  # one is 0; a token that could not be chosen is negative
         batch = ForwardBatch(
             token_ids=known,
             positions=wide[2],

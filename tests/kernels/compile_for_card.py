@@ -19,7 +19,7 @@ from triton.runtime.jit import JITFunction
 from kvrelay.kernels.base import AttentionBatch, ForwardBatch, HeadShape
 from kvrelay.kernels.cuda import elementwise, launch
 from kvrelay.kernels.cuda.decode import decode_attention
-from kvrelay.kernels.cuda.linear import CudaPacked, narrow_rows, small_linear
+from kvrelay.kernels.cuda.linear import CudaPacked, small_linear
 from kvrelay.kernels.cuda.prefill import paged_attention
 from kvrelay.kernels.fp8 import FP8
 from kvrelay.transfer.engines.cuda.copy import Copies
@@ -79,12 +79,12 @@ def main() -> None:
         Copies(torch.device("cpu")).launch(1 << 40, 1 << 41, ranges)
     kinds = [(torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32)]
     for dtype, kv_dtype in kinds if CAPABILITY == 80 else [(torch.bfloat16, FP8), *kinds]:
-        for shape in SHAPES if dtype is torch.bfloat16 else SHAPES[:2]:
+        for shape in SHAPES if dtype is torch.bfloat16 and CAPABILITY == 90 else SHAPES[:2]:
             kv = torch.empty(2, 64, 16, shape.num_kv_heads, shape.head_dim, dtype=kv_dtype)
             heads = shape.num_heads + 2 * shape.num_kv_heads
             norm = torch.empty(shape.head_dim, dtype=dtype)
             cos_sin = torch.empty(16, shape.head_dim)
-            for num_rows, count in ((8, 1), (256, 1), (2, 300)):
+            for num_rows, count in ((1, 1), (8, 1), (64, 1), (256, 1), (1, 8), (1, 16), (2, 300), (1, 5000)):
                 batch = batch_of(num_rows, count)
                 qkv = torch.empty(num_rows * count, heads * shape.head_dim, dtype=dtype)
                 q = elementwise.rope_and_store(qkv, shape, cos_sin, batch, kv, norm, norm, 1e-5, keep=count > 1)
@@ -107,7 +107,7 @@ def main() -> None:
     for num_rows in (1, 8, 32, 64):
         small_linear(x[:num_rows], packed, gated=True)
         small_linear(x[:num_rows], packed)
-    narrow_rows(x, 1)
+        small_linear(x[:num_rows], CudaPacked(packed.weight[:4096], None, packed.scale))
 
 
 if __name__ == "__main__":

@@ -131,16 +131,28 @@ def test_linears_of_few_rows_in_fp8(rows: int, early: bool, size: tuple[int, int
 
 
 @pytest.mark.parametrize("width", [96, 4096, 14336])
-def test_a_row_is_cut_into_two_lines_of_fp8_that_add_up_to_it(width: int) -> None:
+def test_a_row_is_cut_into_two_parts_in_fp8_that_add_up_to_it(width: int) -> None:
     generator = torch.Generator(device=DEVICE).manual_seed(width)
     sizes = torch.tensor([1e-38, 1e-20, 1e-3, 1.0, 30.0, 1e6, 1e30, 0.0], device=DEVICE)
     x = (torch.randn(8, width, generator=generator, device=DEVICE) * sizes[:, None]).bfloat16()
-    lines, scales = narrow_rows(x, 2)
-    found = (lines[0::2].double() + lines[1::2].double() / 16) * scales.double()[:, None]
+    parts, scales = narrow_rows(x, 2)
+    found = (parts[0::2].double() + parts[1::2].double() / 16) * scales.double()[:, None]
     largest = x.double().abs().amax(dim=1, keepdim=True)
     is_small = x.double().abs() < largest * 2.0**-13
     assert torch.equal(found[~is_small], x.double()[~is_small])
     assert bool(((found - x.double()).abs() <= largest * 2.0**-20).all())
+
+
+@pytest.mark.skipif(not ON_CARD, reason="interpreted, what is no number in fp8 is one")
+@pytest.mark.parametrize("rows", [1, 3, 40])
+@pytest.mark.parametrize("value", [float("inf"), float("nan")], ids=str)
+def test_what_is_not_finite_stays_so_beside_weights_in_fp8(rows: int, value: float) -> None:
+    weight, scale = quantise(torch.ones(48, 96, device=DEVICE))
+    x = torch.ones(rows, 96, device=DEVICE, dtype=DTYPES[-1])
+    x[-1, 5] = value
+    out = small_linear(x, CudaPacked(weight, None, scale))
+    assert not bool(torch.isfinite(out[-1]).any())
+    assert bool(torch.isfinite(out[:-1]).all())
 
 
 @pytest.mark.parametrize("rows", [1, 70, *([3000] if ON_CARD else [])])

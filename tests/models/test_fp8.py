@@ -99,6 +99,14 @@ def test_linear_layers_are_quantised_when_they_are_loaded(folder: pathlib.Path) 
 
 
 @needs_triton
+def test_a_pass_of_several_rows_gives_about_what_passes_of_one_do(folder: pathlib.Path) -> None:
+    """Values in float32 keep 8 digits there."""
+    model = load(folder, card_kernels(), fp8=True)
+    several = PagedRun(model, PROMPTS, str(DEVICE)).step({0: 3, 1: 1})
+    torch.testing.assert_close(torch.cat([several[0], several[1]]), logits_of(model), atol=0.05, rtol=0)
+
+
+@needs_triton
 @pytest.mark.parametrize("only", ["", "q_proj"], ids=["every projection", "some of those that are fused"])
 def test_a_checkpoint_in_fp8_is_read_as_it_is(only: str, folder: pathlib.Path) -> None:
     """With a scale per output, or, in the middle layer, per tensor."""

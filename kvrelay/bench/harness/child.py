@@ -176,15 +176,19 @@ def _uninterrupted() -> Iterator[None]:
         yield
         return
     came: list[int] = []
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    usual = {number: signal.signal(number, lambda number, _: came.append(number)) for number in numbers}
-    try:
+    with contextlib.ExitStack() as at_end:
+        at_end.callback(_raise_signals, came)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            usual = signal.getsignal(number)
+            if usual is not signal.SIG_IGN:  # which a process that is started now would not inherit
+                at_end.callback(signal.signal, number, usual)
+                signal.signal(number, lambda number, _: came.append(number))
         yield
-    finally:
-        for number, handler in usual.items():
-            signal.signal(number, handler)
-    for late in came:
-        signal.raise_signal(late)
+
+
+def _raise_signals(numbers: list[int]) -> None:
+    for number in numbers:
+        signal.raise_signal(number)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,8 @@ from kvrelay.kernels.base import ForwardBatch, HeadShape
 from kvrelay.kernels.cuda.launch import options, power_of_2
 
 _ACTIVATION_BLOCK = 1024
-_HEADS_PER_PROGRAM = 8  # of a token among several; of the only one 2
+_HEADS_PER_PROGRAM = 8
+_HEADS_OF_ONE_TOKEN = 2  # of a token that is alone
 
 
 @triton.jit
@@ -147,7 +148,7 @@ def rope_and_store(
     assert all(tensor.is_contiguous() for tensor in (qkv, cos_sin, kv))
     tokens, heads, dim = qkv.shape[0], shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim
     norm = q_norm is not None and k_norm is not None
-    head_block = 2 if tokens == 1 else _HEADS_PER_PROGRAM
+    head_block = _HEADS_OF_ONE_TOKEN if tokens == 1 else _HEADS_PER_PROGRAM
     _rope_kernel[(tokens, triton.cdiv(heads, head_block))](
         qkv, cos_sin, batch.positions, batch.slots, kv, kv.stride(0),
         q_norm if norm else cos_sin, k_norm if norm else cos_sin, eps,

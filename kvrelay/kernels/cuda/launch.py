@@ -19,7 +19,7 @@ from triton import knobs
 
 INTERPRETED = bool(knobs.runtime.interpret)  # TRITON_INTERPRET=1: kernels run in numpy, on the CPU
 _FIRST_WITH_PDL = (9, 0)
-_HOPPERS_BYTES = 232448
+_SHARED_BYTES_ON_HOPPER = 232448
 
 
 @functools.cache
@@ -37,9 +37,9 @@ def options(num_warps: int = 4, num_stages: int = 3, *, after_all: bool = False)
 
 @functools.cache
 def shared_bytes() -> int:
-    """Shared memory that a program may have. Tables are measured on Hopper; other cards have less."""
+    """Shared memory that a program may have. Tables are measured on Hopper; others may have less."""
     if INTERPRETED:
-        return _HOPPERS_BYTES
+        return _SHARED_BYTES_ON_HOPPER
     return int(triton.runtime.driver.active.utils.get_device_properties(torch.cuda.current_device())["max_shared_mem"])
 
 
@@ -48,7 +48,7 @@ def fits(num_bytes: int) -> bool:
 
 
 def stages_that_fit(num_stages: int, stage_bytes: int) -> int:
-    """At most `num_stages`, each of which is kept in shared memory; at least 1, which is not."""
+    """As many of `num_stages` as fit into shared memory, at least 1."""
     return max(1, min(num_stages, shared_bytes() // stage_bytes))
 
 

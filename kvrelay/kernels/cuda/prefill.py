@@ -124,9 +124,9 @@ def paged_attention(
     """Writes out[tokens, heads * dim]; if `mixed`, for the rows that have more queries than one."""
     dim, group = shape.head_dim, shape.num_heads // shape.num_kv_heads
     dim_pad, size = power_of_2(dim, 16), q.element_size()
-    choice = choice or choose_prefill(rows.max_query * group, dim_pad * size)
+    is_given, choice = choice is not None, choice or choose_prefill(rows.max_query * group, dim_pad * size)
     query_tile, tile = max(choice.query_tile, power_of_2(group, 16)), choice.tile
-    while tile > 16 and not fits((query_tile * dim_pad + 2 * tile * dim_pad + query_tile * tile) * size):
+    while not is_given and tile > 16 and not fits((query_tile * dim_pad + 2 * tile * dim_pad + query_tile * tile) * size):
         tile //= 2  # queries, KV and weights are kept there
     grid = (q.shape[0] // (query_tile // group) + rows.num_rows, shape.num_kv_heads)
     _paged_kernel[grid](

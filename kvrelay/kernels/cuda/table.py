@@ -1,8 +1,9 @@
 """Which variant of a kernel a shape gets: measured on an H200 with `python -m kvrelay.kernels.cuda.tune`, in CUDA graphs.
 
-Those of decode attention and of linears are the best of a whole captured step of Llama-3.1-8B's shape. With weights in fp8 a
-step of 8 rows took 8.3 ms with weights widened in registers, 4.5 with the library's products, and takes 3.0 with rows cut into
-lines of fp8; of 64 rows 6.1 with the library's products and 5.2 with rows rounded to fp8.
+Those of decode attention and of linears are the best of a whole captured step of Llama-3.1-8B's shape; those of weights in fp8
+are measured in such steps alone. With weights in fp8 a step of 8 rows took 8.3 ms with weights widened in registers, 4.5 with
+the library's products, and takes 3.0 with rows cut into parts; of 64 rows, which both round, it took 6.1 with the library's
+products and takes 5.2 with Triton's.
 
 Shapes are all that is asked here, never lengths on the device, so a choice holds for every replay of a captured graph. Rows
 differ in length: with one of 8192 tokens among rows of 400, as many splits for each row took 6.6 / 6.9 / 9.1 / 12.7 ms a step
@@ -67,8 +68,9 @@ def choose_decode(num_heads: int, max_context: int, head_bytes: int, narrow: boo
         return DecodeChoice(1, 64, 2, 3)
     if num_heads > 1024:
         return DecodeChoice(1, 32, 2, 2 if wide else 3)
-    splits, tile = 1, 32 if wide or max_context <= 512 or num_heads <= 16 else 64
-    num_programs = _PROGRAMS if num_heads > 16 else 2 * _PROGRAMS
+    few = num_heads <= 16  # of one row or two: many short splits were faster at every length
+    splits, tile = 1, 32 if wide or max_context <= 512 or few else 64
+    num_programs = 2 * _PROGRAMS if few else _PROGRAMS
     while splits < _MAX_SPLITS and splits * num_heads < num_programs and splits * tile < max_context:
         splits *= 2
     if wide or tile == 32:

@@ -62,8 +62,9 @@ PREFILLS = [(512, 512), (2048, 2048), (8192, 8192), (2048, 8192)]  # queries, co
 
 def linear_choices(rows: int) -> list[LinearChoice]:
     if rows == 1:
-        tiles = [(4, 1024), (4, 2048), (8, 1024), (8, 2048), (16, 512), (16, 1024), (2, 2048), (4, 512)]
-        return [LinearChoice(*tile, warps, 3) for tile, warps in itertools.product(tiles, (4, 8))]
+        tiles = [(4, 1024), (4, 2048), (8, 1024), (8, 2048), (16, 512), (16, 1024), (2, 2048), (2, 4096), (4, 512)]
+        ways = itertools.product(tiles, (4, 8), (False, True))
+        return [LinearChoice(*tile, warps, 3, pipelined=pipelined) for tile, warps, pipelined in ways]
     sizes = [(64, 128, 4), (64, 256, 4), (64, 128, 8), (128, 128, 4), (128, 64, 4), (128, 128, 8), (32, 256, 4), (16, 512, 2)]
     return [LinearChoice(*size, stages) for size, stages in itertools.product(sizes, (3, 4, 5))]
 
