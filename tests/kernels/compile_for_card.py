@@ -1,4 +1,4 @@
-"""Compiles every kernel for an NVIDIA card, on a machine that has none: nothing is launched.
+"""Compiles the Triton kernels for an NVIDIA card, on a machine that has none: nothing is launched.
 
     python compile_for_card.py CAPABILITY    # 80, 89 or 90
 

@@ -68,7 +68,7 @@ def choose_decode(num_heads: int, max_context: int, head_bytes: int, narrow: boo
         return DecodeChoice(1, 64, 2, 3)
     if num_heads > 1024:
         return DecodeChoice(1, 32, 2, 2 if wide else 3)
-    few = num_heads <= 16  # of one row or two: many short splits were faster at every length
+    few = num_heads <= 16  # of one row or two: many short splits were faster at 256, 1,000 and 4,000 tokens
     splits, tile = 1, 32 if wide or max_context <= 512 or few else 64
     num_programs = 2 * _PROGRAMS if few else _PROGRAMS
     while splits < _MAX_SPLITS and splits * num_heads < num_programs and splits * tile < max_context:
