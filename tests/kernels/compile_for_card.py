@@ -19,7 +19,7 @@ from triton.runtime.jit import JITFunction
 from kvrelay.kernels.base import AttentionBatch, ForwardBatch, HeadShape
 from kvrelay.kernels.cuda import elementwise, launch
 from kvrelay.kernels.cuda.decode import decode_attention
-from kvrelay.kernels.cuda.linear import CudaPacked, small_linear
+from kvrelay.kernels.cuda.linear import CudaPacked, Turn, small_linear
 from kvrelay.kernels.cuda.prefill import paged_attention
 from kvrelay.kernels.fp8 import FP8
 from kvrelay.transfer.engines.cuda.copy import Copies
@@ -89,6 +89,9 @@ def main() -> None:
                 qkv = torch.empty(num_rows * count, heads * shape.head_dim, dtype=dtype)
                 q = elementwise.rope_and_store(qkv, shape, cos_sin, batch, kv, norm, norm, 1e-5, keep=count > 1)
                 out = torch.empty(q.shape[0], shape.num_heads * shape.head_dim, dtype=dtype)
+                if len(q) <= 64:
+                    packed = CudaPacked(torch.empty(qkv.shape[1], 4096, dtype=dtype), None)
+                    small_linear(torch.empty(len(q), 4096, dtype=dtype), packed, turn=Turn(shape, cos_sin, batch, kv))
                 if count > 1:
                     paged_attention(q, shape, batch.attention, kv, 0.1, out, mixed=True)
                 decode_attention(q, shape, batch.attention, kv, 0.1, out, mixed=count > 1)

@@ -169,11 +169,44 @@ def test_linears_of_many_rows_in_fp8(rows: int, with_bias: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "linears", "rows"), in_turn(DTYPES, ["auto", "cublas"], [((1, 5), (1, 0), (1, 33)), ((4, 20), (1, 9))]), ids=str
+    ("rows", "shape", "dtype", "narrow"),
+    in_turn(
+        [((1, 5),), ((1, 0),), ((1, 33), (1, 0), (4, 9)), ((1, 7),) * 27],
+        [HeadShape(4, 2, 64), HeadShape(3, 1, 96), *([HeadShape(32, 8, 128), HeadShape(9, 9, 256)] if ON_CARD else [])],
+        DTYPES,
+        [False, True],
+    ),
+    ids=str,
+)
+def test_queries_and_keys_are_turned_in_their_linear(
+    rows: tuple[tuple[int, int], ...], shape: HeadShape, dtype: torch.dtype, narrow: bool
+) -> None:
+    """To the same bits as by a kernel that follows it; `narrow` is a weight in fp8, with a bias."""
+    case = Case(shape, 8, rows, dtype)
+    _, batch, kv = make(case, DEVICE)
+    generator = torch.Generator(device=DEVICE).manual_seed(1)
+    lines = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+    weight = torch.randn(lines, 96, generator=generator, device=DEVICE) / 8
+    bias = torch.randn(lines, generator=generator, device=DEVICE).to(dtype)
+    x = torch.randn(case.num_tokens, 96, generator=generator, device=DEVICE).to(dtype)
+    cos_sin = torch.randn(64, shape.head_dim, generator=generator, device=DEVICE)
+    kernels = CudaKernels(linears="triton")
+    packed = kernels.pack(quantise(weight)[0], bias, quantise(weight)[1]) if narrow else kernels.pack(weight.to(dtype), None)
+    expected_kv = kv.clone()
+    expected = kernels.rope_and_store(kernels.linear(x, packed), shape, cos_sin, batch, expected_kv, None, None, 1e-5)
+    assert kernels.turns_in_linear(x, packed, kv)
+    assert torch.equal(kernels.turned_linear(x, packed, shape, cos_sin, batch, kv), expected)
+    assert torch.equal(kv.nan_to_num(), expected_kv.nan_to_num())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "linears", "rows", "normed"),
+    in_turn(DTYPES, ["auto", "cublas"], [((1, 5), (1, 0), (1, 33)), ((4, 20), (1, 9))], [False, True]),
+    ids=str,
 )
 @pytest.mark.parametrize("adapted", [False, True], ids=["base", "lora"])
 def test_layer_is_what_the_reference_computes(
-    dtype: torch.dtype, linears: str, rows: tuple[tuple[int, int], ...], adapted: bool
+    dtype: torch.dtype, linears: str, rows: tuple[tuple[int, int], ...], normed: bool, adapted: bool
 ) -> None:
     """The whole layer in few launches, against the reference's single calls in float64. An adapter of the first row is as if
     that row had other weights."""
@@ -186,7 +219,8 @@ def test_layer_is_what_the_reference_computes(
 
     hidden, dim = 48, 32
     tensors = {
-        "input_norm": 1 + drawn(hidden), "q_norm": 1 + drawn(dim), "k_norm": 1 + drawn(dim), "post_norm": 1 + drawn(hidden),
+        "input_norm": 1 + drawn(hidden), "post_norm": 1 + drawn(hidden),
+        **({"q_norm": 1 + drawn(dim), "k_norm": 1 + drawn(dim)} if normed else {}),
         "qkv": drawn(8 * dim, hidden), "output": drawn(hidden, 4 * dim), "gate_up": drawn(2 * 80, hidden),
         "down": drawn(hidden, 80),
     }  # fmt: skip
@@ -196,7 +230,7 @@ def test_layer_is_what_the_reference_computes(
 
     kernels = CudaKernels(linears=linears)
     packed = {name: kernels.pack(tensors[name], None) for name in ("qkv", "output", "gate_up", "down")}
-    norms = {name: tensors[name] for name in ("input_norm", "q_norm", "k_norm", "post_norm")}
+    norms = {name: tensors.get(name) for name in ("input_norm", "q_norm", "k_norm", "post_norm")}
     layer = kernels.fuse(LayerWeights(index=0, shape=case.shape, eps=1e-5, scale=0.2, **packed, **norms), None)
     assert layer is not None
     expected = reference_layer(case, tensors, x, residual, cos_sin, batch, kv.double())
@@ -296,10 +330,12 @@ def norm64(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def turned(
     qkv: torch.Tensor, shape: HeadShape, cos_sin: torch.Tensor, wide: dict[str, torch.Tensor], part: int
 ) -> torch.Tensor:
-    """Queries (part 0) or keys (part 1), normed and rotated."""
+    """Queries (part 0) or keys (part 1), normed where there are norms, and rotated."""
     heads = qkv.view(qkv.shape[0], -1, shape.head_dim)
     begin, end = ((0, shape.num_heads), (shape.num_heads, shape.num_heads + shape.num_kv_heads))[part]
-    first, second = norm64(heads[:, begin:end], wide[("q_norm", "k_norm")[part]]).chunk(2, dim=-1)
+    norm = wide.get(("q_norm", "k_norm")[part])
+    own = heads[:, begin:end] if norm is None else norm64(heads[:, begin:end], norm)
+    first, second = own.chunk(2, dim=-1)
     cos, sin = cos_sin[:, None, :].chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 

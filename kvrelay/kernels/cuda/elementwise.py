@@ -84,6 +84,29 @@ def _narrowed(values, kv):
 
 
 @triton.jit
+def store_turned(
+    first, second, one, two, cos, sin, head, pair, token, slot, inside, out, width, kv, value_offset,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, KEPT_HEADS: tl.constexpr,
+):  # fmt: skip
+    """Both halves of heads of queries, keys and values: `one` and `two` are what is turned, in float32, `first` and `second`
+    the values, which are not. Keys and values go to their slots, the first KEPT_HEADS heads to rows of `out`. All arguments are
+    tiles that can be broadcast."""
+    half: tl.constexpr = DIM // 2
+    is_value = head >= HEADS + KV_HEADS
+    first = tl.where(is_value, first, (one * cos - two * sin).to(first.dtype))
+    second = tl.where(is_value, second, (two * cos + one * sin).to(second.dtype))
+    places = out + token * width + head * DIM + pair
+    is_kept = inside & (head < KEPT_HEADS)
+    tl.store(places, first, mask=is_kept)
+    tl.store(places + half, second, mask=is_kept)
+    kv_head = tl.where(is_value, head - HEADS - KV_HEADS, head - HEADS)
+    stored = kv + tl.where(is_value, value_offset, 0) + (slot * KV_HEADS + kv_head) * DIM + pair
+    is_stored = inside & (head >= HEADS) & (slot + head * 0 >= 0)
+    tl.store(stored, _narrowed(first, kv), mask=is_stored)
+    tl.store(stored + half, _narrowed(second, kv), mask=is_stored)
+
+
+@triton.jit
 def _rope_kernel(
     qkv, cos_sin, positions, slots, kv, value_offset, q_norm, k_norm, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, HEAD_BLOCK: tl.constexpr,
@@ -117,18 +140,10 @@ def _rope_kernel(
         factor_two = tl.load(q_places + half, mask=is_query, other=0.0) + tl.load(k_places + half, mask=is_key, other=0.0)
         one = ((one * inverse).to(first.dtype) * factor_one).to(tl.float32)
         two = ((two * inverse).to(first.dtype) * factor_two).to(tl.float32)
-    is_value = (head >= HEADS + KV_HEADS)[:, None]
-    first = tl.where(is_value, first, (one * cos - two * sin).to(first.dtype))
-    second = tl.where(is_value, second, (two * cos + one * sin).to(second.dtype))
-    changed = inside & (head < (HEADS + KV_HEADS if KEEP else HEADS))[:, None]
-    tl.store(places, first, mask=changed)
-    tl.store(places + half, second, mask=changed)
-    kv_head = tl.where(head < HEADS + KV_HEADS, head - HEADS, head - HEADS - KV_HEADS)
-    offset = tl.where(is_value, value_offset, 0)
-    stored = kv + offset + (slot * KV_HEADS + kv_head[:, None]) * DIM + pair[None, :]
-    is_stored = inside & ((head >= HEADS) & (slot + head * 0 >= 0))[:, None]
-    tl.store(stored, _narrowed(first, kv), mask=is_stored)
-    tl.store(stored + half, _narrowed(second, kv), mask=is_stored)
+    store_turned(
+        first, second, one, two, cos, sin, head[:, None], pair[None, :], token, slot, inside, qkv,
+        (HEADS + 2 * KV_HEADS) * DIM, kv, value_offset, HEADS, KV_HEADS, DIM, HEADS + KV_HEADS if KEEP else HEADS,
+    )  # fmt: skip
 
 
 def rope_and_store(

@@ -36,7 +36,7 @@ from kvrelay.kernels.cuda import elementwise
 from kvrelay.kernels.cuda.decode import decode_attention
 from kvrelay.kernels.cuda.launch import INTERPRETED
 from kvrelay.kernels.cuda.layer import CudaLayer
-from kvrelay.kernels.cuda.linear import CudaPacked, scaled_linear, small_linear
+from kvrelay.kernels.cuda.linear import CudaPacked, Turn, scaled_linear, small_linear
 from kvrelay.kernels.cuda.prefill import PLAN_STEP, has_room, own_attention, paged_attention
 from kvrelay.kernels.cuda.table import is_triton_faster
 from kvrelay.kernels.fp8 import FP8
@@ -103,6 +103,24 @@ class CudaKernels:
         else:
             torch.addmm(packed.bias, x, packed.weight.T, out=roomy[:tokens])
         return roomy[:tokens]
+
+    def turns_in_linear(self, x: torch.Tensor, packed: Packed, kv: torch.Tensor) -> bool:
+        """Whether `turned_linear` computes so few rows. Interpreted, 7.9 becomes 4 in fp8."""
+        assert isinstance(packed, CudaPacked)
+        return self.is_small(x.shape[0], packed) and not (INTERPRETED and kv.dtype is FP8)
+
+    def turned_linear(
+        self,
+        x: torch.Tensor,
+        packed: Packed,
+        shape: HeadShape,
+        cos_sin: torch.Tensor,
+        batch: ForwardBatch,
+        kv: torch.Tensor,
+    ) -> torch.Tensor:
+        """rope_and_store(qkv_linear(x)) in one kernel."""
+        assert isinstance(packed, CudaPacked)
+        return small_linear(x, packed, turn=Turn(shape, cos_sin, batch, kv))
 
     def gated_linear(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:
         """silu_mul(linear(x)), in one kernel for few rows."""

@@ -16,6 +16,18 @@ class LayerKernels(Kernels, Protocol):
 
     def qkv_linear(self, x: torch.Tensor, packed: Packed, shape: HeadShape, rows: AttentionBatch) -> torch.Tensor: ...
 
+    def turns_in_linear(self, x: torch.Tensor, packed: Packed, kv: torch.Tensor) -> bool: ...
+
+    def turned_linear(
+        self,
+        x: torch.Tensor,
+        packed: Packed,
+        shape: HeadShape,
+        cos_sin: torch.Tensor,
+        batch: ForwardBatch,
+        kv: torch.Tensor,
+    ) -> torch.Tensor: ...
+
     def gated_linear(self, x: torch.Tensor, packed: Packed) -> torch.Tensor: ...
 
 
@@ -36,13 +48,21 @@ class CudaLayer:
             x = kernels.rms_norm(residual, own.input_norm, own.eps)
         else:
             x = kernels.add_rms_norm(x, residual, own.input_norm, own.eps)
-        qkv = self._adapted(kernels.qkv_linear(x, own.qkv, own.shape, batch.attention), x, lora, "qkv")
-        q = kernels.rope_and_store(qkv, own.shape, cos_sin, batch, kv, own.q_norm, own.k_norm, own.eps)
+        q = self._query_and_store(x, cos_sin, batch, kv, lora)
         attended = kernels.attention(q, own.shape, batch, kv, own.scale)
         x = self._of_all(self._adapted(kernels.linear(attended, own.output), attended, lora, "output"))
         x = kernels.add_rms_norm(x, residual, own.post_norm, own.eps)
         active = self._gated(x, lora)
         return self._of_all(self._adapted(kernels.linear(active, own.down), active, lora, "down"))
+
+    def _query_and_store(
+        self, x: torch.Tensor, cos_sin: torch.Tensor, batch: ForwardBatch, kv: torch.Tensor, lora: LoraSpans
+    ) -> torch.Tensor:
+        kernels, own = self._kernels, self._weights
+        if not lora and own.q_norm is None and kernels.turns_in_linear(x, own.qkv, kv):
+            return kernels.turned_linear(x, own.qkv, own.shape, cos_sin, batch, kv)
+        qkv = self._adapted(kernels.qkv_linear(x, own.qkv, own.shape, batch.attention), x, lora, "qkv")
+        return kernels.rope_and_store(qkv, own.shape, cos_sin, batch, kv, own.q_norm, own.k_norm, own.eps)
 
     def _of_all(self, x: torch.Tensor) -> torch.Tensor:
         return x if self._ranks is None else self._ranks.add_up(x)

@@ -2,7 +2,8 @@
 
 One row: a program takes a few rows of the weight and sums products in float32, without tensor cores; its first tile is loaded
 before the kernel waits for the one before it. Several rows: the rows of x are padded to a tile of tensor cores. GATED does
-silu(gate) * up in the same pass, for a weight that stacks gate over up. SCALED is for weights in fp8, whose outputs have a
+silu(gate) * up in the same pass, for a weight that stacks gate over up. With DIM the outputs are queries, keys and values of
+heads, which are turned and stored in the same pass. SCALED is for weights in fp8, whose outputs have a
 scale each. One row of x is multiplied as it is. Tensor cores multiply fp8 by fp8 alone, and widening a weight takes longer
 than reading it. So a few rows are cut into two parts each, in fp8, that add up to the row; more are rounded to fp8, and many
 are left to the library (`scaled_linear`). Hopper sums products of fp8 with fewer digits than float32 has: on an H200 outputs
@@ -21,6 +22,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kvrelay.kernels.base import ForwardBatch, HeadShape
+from kvrelay.kernels.cuda.elementwise import store_turned
 from kvrelay.kernels.cuda.launch import INTERPRETED, options, power_of_2, stages_that_fit
 from kvrelay.kernels.cuda.table import MAX_CUT_ROWS, LinearChoice, choose_linear
 from kvrelay.kernels.fp8 import FP8, quantise
@@ -55,6 +58,47 @@ def _tile(weight, lines, columns, num_lines, width, EVEN_OUT: tl.constexpr, EVEN
 
 
 @triton.jit
+def _lines(DIM: tl.constexpr, BLOCK_OUT: tl.constexpr):
+    """A program's outputs. Where heads of DIM values are to be turned, both values of a pair are neighbours."""
+    place = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    if DIM == 0:
+        return place
+    half: tl.constexpr = DIM // 2
+    return place // DIM * DIM + place // 2 % half + place % 2 * half
+
+
+@triton.jit
+def _pairs(DIM: tl.constexpr, BLOCK_OUT: tl.constexpr):
+    """The head of each pair of a program, and its number there, as columns."""
+    place = (tl.program_id(0) * (BLOCK_OUT // 2) + tl.arange(0, BLOCK_OUT // 2))[:, None]
+    half: tl.constexpr = DIM // 2
+    return place // half, place % half
+
+
+@triton.jit
+def _turn(cos_sin, positions, slots, rows, is_row, DIM: tl.constexpr, BLOCK_OUT: tl.constexpr):
+    """Cosines and sines [pairs, rows], and the slots of rows."""
+    _, pair = _pairs(DIM, BLOCK_OUT)
+    places = cos_sin + tl.load(positions + rows, mask=is_row, other=0) * DIM + pair
+    return tl.load(places), tl.load(places + DIM // 2), tl.load(slots + rows, mask=is_row, other=-1)
+
+
+@triton.jit
+def _store_pairs(
+    sums, cos, sin, slot, rows, is_row, out, kv, value_offset,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Sums [outputs, rows] are queries, keys and values before they are turned."""
+    head, pair = _pairs(DIM, BLOCK_OUT)
+    both = tl.reshape(sums.to(out.dtype.element_ty), [BLOCK_OUT // 2, 2, BLOCK_ROWS])
+    first, second = tl.split(tl.permute(both, (0, 2, 1)))
+    store_turned(
+        first, second, first.to(tl.float32), second.to(tl.float32), cos, sin, head, pair, rows.to(tl.int64), slot,
+        is_row & (head < HEADS + 2 * KV_HEADS), out, HEADS * DIM, kv, value_offset, HEADS, KV_HEADS, DIM, HEADS,
+    )  # fmt: skip
+
+
+@triton.jit
 def _finished(sums, scale, bias, lines, real, SCALED: tl.constexpr, BIAS: tl.constexpr):
     """Sums in float32 of those outputs, scaled and with their bias."""
     if SCALED:
@@ -74,19 +118,23 @@ def _row(x, columns, width, EVEN_IN: tl.constexpr):
 
 @triton.jit
 def _one_row_kernel(
-    x, weight, scale, bias, out, num_lines, width,
+    x, weight, scale, bias, out, num_lines, width, cos_sin, positions, slots, kv, value_offset,
     BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_OUT: tl.constexpr, EVEN_IN: tl.constexpr,
-    GATED: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    GATED: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """With STAGES above 1 so many tiles are under way to shared memory; else a tile is loaded when it is wanted."""
     if PDL:
         gdc_launch_dependents()
-    lines = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    lines = _lines(DIM, BLOCK_OUT)
     columns = tl.arange(0, BLOCK_IN)
     upper = weight + tl.cast(num_lines, tl.int64) * width
     tile = _tile(weight, lines, columns, num_lines, width, EVEN_OUT, EVEN_IN)
     if GATED:
         up_tile = _tile(upper, lines, columns, num_lines, width, EVEN_OUT, EVEN_IN)
+    if DIM > 0:
+        row = tl.arange(0, 1)[None, :]
+        cos, sin, slot = _turn(cos_sin, positions, slots, row, row == 0, DIM, BLOCK_OUT)
     if PDL:
         gdc_wait()
     values = _row(x, columns, width, EVEN_IN)
@@ -106,7 +154,11 @@ def _one_row_kernel(
     if GATED:
         up = _finished(tl.sum(up_sums, axis=1), scale, bias, num_lines + lines, real, SCALED, BIAS)
         result = result / (1.0 + tl.exp(-result)) * up
-    tl.store(out + lines, result.to(out.dtype.element_ty), mask=real)
+    if DIM > 0:
+        result = result[:, None]
+        _store_pairs(result, cos, sin, slot, row, row == 0, out, kv, value_offset, HEADS, KV_HEADS, DIM, BLOCK_OUT, 1)
+    else:
+        tl.store(out + lines, result.to(out.dtype.element_ty), mask=real)
 
 
 @triton.jit
@@ -121,18 +173,19 @@ def _joined(sums, row_scale, num_rows, BLOCK_OUT: tl.constexpr, BLOCK_ROWS: tl.c
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _few_rows_kernel(
-    x, row_scale, weight, scale, bias, out, num_rows, num_lines, width,
+    x, row_scale, weight, scale, bias, out, num_rows, num_lines, width, cos_sin, positions, slots, kv, value_offset,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_OUT: tl.constexpr, EVEN_IN: tl.constexpr,
-    GATED: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, EARLY: tl.constexpr, PRECISION: tl.constexpr,
-    PARTS: tl.constexpr, PDL: tl.constexpr,
+    GATED: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr, EARLY: tl.constexpr, PRECISION: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The weight is the left factor, whose tile has the 64 rows that Hopper's instructions want, or 16 where tiles of 64 would
     be too few; x is the right one. With EARLY the first tile of the weight is loaded before the wait, into registers. SCALED: x
     is in fp8, has PARTS parts for each row, and the row's scale."""
     if PDL:
         gdc_launch_dependents()
-    lines = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-    rows = tl.arange(0, BLOCK_ROWS)
+    lines = _lines(DIM, BLOCK_OUT)
+    rows = tl.arange(0, BLOCK_ROWS)[None, :]
+    is_row = rows < num_rows
     x_parts = tl.arange(0, PARTS * BLOCK_ROWS)
     upper = weight + tl.cast(num_lines, tl.int64) * width
     columns = tl.arange(0, BLOCK_IN)
@@ -143,6 +196,8 @@ def _few_rows_kernel(
         tile = _tile(weight, lines, columns, num_lines, width, EVEN_OUT, EVEN_IN)
         if GATED:
             up_tile = _tile(upper, lines, columns, num_lines, width, EVEN_OUT, EVEN_IN)
+    if DIM > 0:
+        cos, sin, slot = _turn(cos_sin, positions, slots, rows, is_row, DIM, BLOCK_OUT)
     if PDL:
         gdc_wait()
     if EARLY:
@@ -167,21 +222,35 @@ def _few_rows_kernel(
     if GATED:
         up_sums = _finished(up_sums, scale, bias, num_lines + lines[:, None], real_line[:, None], SCALED, BIAS)
         sums = sums / (1.0 + tl.exp(-sums)) * up_sums
-    places = out + rows[None, :].to(tl.int64) * num_lines + lines[:, None]
-    tl.store(places, sums.to(out.dtype.element_ty), mask=(rows < num_rows)[None, :] & real_line[:, None])
+    if DIM > 0:
+        _store_pairs(sums, cos, sin, slot, rows, is_row, out, kv, value_offset, HEADS, KV_HEADS, DIM, BLOCK_OUT, BLOCK_ROWS)
+    else:
+        places = out + rows.to(tl.int64) * num_lines + lines[:, None]
+        tl.store(places, sums.to(out.dtype.element_ty), mask=is_row & real_line[:, None])
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What becomes of queries, keys and values: both first are turned, both last stored."""
+
+    shape: HeadShape
+    cos_sin: torch.Tensor
+    batch: ForwardBatch
+    kv: torch.Tensor
 
 
 def small_linear(
-    x: torch.Tensor, packed: CudaPacked, *, gated: bool = False, choice: LinearChoice | None = None
+    x: torch.Tensor, packed: CudaPacked, *, gated: bool = False, turn: Turn | None = None, choice: LinearChoice | None = None
 ) -> torch.Tensor:
-    """x [a few tokens, in] -> [tokens, out], or with `gated` silu of the first half times the second [tokens, out / 2]."""
+    """x [a few tokens, in] -> [tokens, out], or with `gated` silu of the first half times the second [tokens, out / 2], or with
+    `turn` the turned queries [tokens, heads, dim]."""
     rows, width = x.shape
     assert x.is_contiguous()
     assert width == packed.in_features
     lines = packed.out_features // 2 if gated else packed.out_features
     scaled = packed.scale is not None
     is_given, choice = choice is not None, choice or choose_linear(rows, lines, gated, scaled)
-    out = x.new_empty(rows, lines)
+    out = x.new_empty(rows, lines if turn is None else turn.shape.num_heads * turn.shape.head_dim)
     block_out, block_in = choice.block_out, min(choice.block_in * 2 // x.element_size(), power_of_2(width, 32))
     parts = 2 if scaled and 1 < rows <= MAX_CUT_ROWS else 1
     block_rows = 1 if rows == 1 else power_of_2(rows, 16 // parts)
@@ -190,21 +259,40 @@ def small_linear(
     num_stages = choice.num_stages if is_given else stages_that_fit(choice.num_stages, (weight_bytes + x_bytes) * block_in)
     arguments = {
         "BLOCK_OUT": block_out, "BLOCK_IN": block_in, "EVEN_OUT": lines % block_out == 0, "EVEN_IN": width % block_in == 0,
-        "GATED": gated, "SCALED": scaled, "BIAS": packed.bias is not None, **options(choice.num_warps, num_stages),
+        "GATED": gated, "SCALED": scaled, "BIAS": packed.bias is not None, **_turning(turn, x),
+        **options(choice.num_warps, num_stages),
     }  # fmt: skip
     grid = (triton.cdiv(lines, block_out),)
     scale, bias = x if packed.scale is None else packed.scale, x if packed.bias is None else packed.bias
     if rows == 1:
         stages = num_stages if choice.pipelined else 1
         _one_row_kernel[grid](x, packed.weight, scale, bias, out, lines, width, STAGES=stages, **arguments)
-        return out
+        return _heads(out, turn)
     x_parts, row_scale = narrow_rows(x, parts) if scaled else (x, x)
     precision = "ieee" if x.dtype is torch.float32 else "tf32"
     _few_rows_kernel[grid](
         x_parts, row_scale, packed.weight, scale, bias, out, rows, lines, width,
         BLOCK_ROWS=block_rows, EARLY=choice.early, PRECISION=precision, PARTS=parts, **arguments,
     )  # fmt: skip
-    return out
+    return _heads(out, turn)
+
+
+def _turning(turn: Turn | None, x: torch.Tensor) -> dict[str, object]:
+    """Arguments of the kernels; `x` stands for tensors that are not read."""
+    if turn is None:
+        tensors, sizes = (x,) * 4, (0,) * 4
+    else:
+        shape, batch, kv = turn.shape, turn.batch, turn.kv
+        assert turn.cos_sin.is_contiguous()
+        assert kv.is_contiguous()
+        tensors = (turn.cos_sin, batch.positions, batch.slots, kv)
+        sizes = (kv.stride(0), shape.num_heads, shape.num_kv_heads, shape.head_dim)
+    names = ("cos_sin", "positions", "slots", "kv", "value_offset", "HEADS", "KV_HEADS", "DIM")
+    return dict(zip(names, tensors + sizes, strict=True))
+
+
+def _heads(out: torch.Tensor, turn: Turn | None) -> torch.Tensor:
+    return out if turn is None else out.view(out.shape[0], turn.shape.num_heads, turn.shape.head_dim)
 
 
 @triton.jit
