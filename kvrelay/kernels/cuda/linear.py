@@ -121,27 +121,32 @@ def _one_row_kernel(
     x, weight, scale, bias, out, num_lines, width, cos_sin, positions, slots, kv, value_offset,
     BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_OUT: tl.constexpr, EVEN_IN: tl.constexpr,
     GATED: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    DIM: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """With STAGES above 1 so many tiles are under way to shared memory; else a tile is loaded when it is wanted."""
+    """AHEAD tiles are loaded before the wait, into registers. With STAGES above 1 so many tiles are under way to shared memory; else a tile is loaded when it is wanted."""
     if PDL:
         gdc_launch_dependents()
     lines = _lines(DIM, BLOCK_OUT)
     columns = tl.arange(0, BLOCK_IN)
     upper = weight + tl.cast(num_lines, tl.int64) * width
-    tile = _tile(weight, lines, columns, num_lines, width, EVEN_OUT, EVEN_IN)
-    if GATED:
-        up_tile = _tile(upper, lines, columns, num_lines, width, EVEN_OUT, EVEN_IN)
+    tiles, up_tiles = (), ()
+    for step in tl.static_range(AHEAD):
+        tiles += (_tile(weight, lines, step * BLOCK_IN + columns, num_lines, width, EVEN_OUT, EVEN_IN),)
+        if GATED:
+            up_tiles += (_tile(upper, lines, step * BLOCK_IN + columns, num_lines, width, EVEN_OUT, EVEN_IN),)
     if DIM > 0:
         row = tl.arange(0, 1)[None, :]
         cos, sin, slot = _turn(cos_sin, positions, slots, row, row == 0, DIM, BLOCK_OUT)
     if PDL:
         gdc_wait()
-    values = _row(x, columns, width, EVEN_IN)
-    sums = tile.to(tl.float32) * values
-    if GATED:
-        up_sums = up_tile.to(tl.float32) * values
-    for start in tl.range(BLOCK_IN, width, BLOCK_IN, num_stages=STAGES):
+    sums = tl.zeros([BLOCK_OUT, BLOCK_IN], tl.float32)
+    up_sums = tl.zeros([BLOCK_OUT, BLOCK_IN], tl.float32)
+    for step in tl.static_range(AHEAD):
+        values = _row(x, step * BLOCK_IN + columns, width, EVEN_IN)
+        sums += tiles[step].to(tl.float32) * values
+        if GATED:
+            up_sums += up_tiles[step].to(tl.float32) * values
+    for start in tl.range(AHEAD * BLOCK_IN, width, BLOCK_IN, num_stages=STAGES):
         columns = start + tl.arange(0, BLOCK_IN)
         tile = _tile(weight, lines, columns, num_lines, width, EVEN_OUT, EVEN_IN)
         values = _row(x, columns, width, EVEN_IN)
@@ -266,7 +271,8 @@ def small_linear(
     scale, bias = x if packed.scale is None else packed.scale, x if packed.bias is None else packed.bias
     if rows == 1:
         stages = num_stages if choice.pipelined else 1
-        _one_row_kernel[grid](x, packed.weight, scale, bias, out, lines, width, STAGES=stages, **arguments)
+        ahead = min(choice.ahead, triton.cdiv(width, block_in))
+        _one_row_kernel[grid](x, packed.weight, scale, bias, out, lines, width, AHEAD=ahead, STAGES=stages, **arguments)
         return _heads(out, turn)
     x_parts, row_scale = narrow_rows(x, parts) if scaled else (x, x)
     precision = "ieee" if x.dtype is torch.float32 else "tf32"

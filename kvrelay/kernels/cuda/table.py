@@ -42,6 +42,7 @@ class LinearChoice:
     num_warps: int
     num_stages: int
     early: bool = False  # several rows: load the first tile of the weight before waiting for the kernel before
+    ahead: int = 1  # one row: so many tiles of the weight are loaded before that wait
     pipelined: bool = False  # one row: so many stages are under way to shared memory
 
 
