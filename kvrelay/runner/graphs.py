@@ -27,8 +27,8 @@ from kvrelay.kernels.base import AttentionBatch, ForwardBatch
 from kvrelay.models.registry import Model
 from kvrelay.progress import Progress
 from kvrelay.runner.batch import BatchBuilder
+from kvrelay.runner.ends import ends_on
 from kvrelay.runner.inputs import SentInputs, Staging
-from kvrelay.runner.sampling.draw import likeliest
 
 _COLUMNS = 6  # token id, source, position, slot, context length, place in the block tables
 _NOT_KNOWN = 0  # stands for a token that the device knows; a token that the host knows has the 0 behind `tokens` as its source
@@ -68,6 +68,7 @@ class DecodeGraphs:
         self._twin[-1] = kv.shape[2] - 1
         self._areas = [Staging(_COLUMNS * most, device) for _ in range(2)]
         self._turn = 0
+        self._ends = ends_on(device)
         self._changes = SentInputs(4 * most, device)
         self._flat = torch.zeros(_COLUMNS * most, dtype=torch.int32, device=device)
         self._block_tables = torch.zeros(most, self._twin.shape[1], dtype=torch.int32, device=device)
@@ -161,8 +162,7 @@ class DecodeGraphs:
     def compute(self, batch: ForwardBatch, on_layer: Callable[[int], None] | None = None) -> None:
         """A pass, then the likeliest token of each row of logits."""
         logits = self._model.forward(batch, self._kv, on_layer)
-        self.logits[: logits.shape[0]].copy_(logits)
-        self.tokens[: logits.shape[0]].copy_(likeliest(logits))
+        self._ends.keep_likeliest(logits, self.logits[: logits.shape[0]], self.tokens[: logits.shape[0]])
 
     def replay_again(self, count: int) -> None:
         """A step of `count` rows with the inputs that the last one left."""
@@ -173,16 +173,16 @@ class DecodeGraphs:
 
     def _pass(self, size: int) -> None:
         columns = self._flat[: _COLUMNS * size].view(_COLUMNS, size)
-        wide = columns.long()
-        known = torch.maximum(wide[0], self._chosen[wide[1]])  # one is 0; a token that could not be chosen is negative
+        tables = self._block_tables[:size]
+        token_ids, positions, slots = self._ends.step_inputs(columns, self._chosen, self._twin, tables)
         batch = ForwardBatch(
-            token_ids=known,
-            positions=wide[2],
-            slots=wide[3],
+            token_ids=token_ids,
+            positions=positions,
+            slots=slots,
             attention=AttentionBatch(
                 query_start=self._query_start[: size + 1],
                 context_lens=columns[4],
-                block_tables=self.gathered(columns[5]),
+                block_tables=tables,
                 max_query=1,
                 max_context=self.max_context,
             ),

@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from kvrelay.kernels.base import AttentionBatch, ForwardBatch, HeadShape
-from kvrelay.kernels.cuda import elementwise, launch
+from kvrelay.kernels.cuda import elementwise, ends, launch
 from kvrelay.kernels.cuda.decode import decode_attention
 from kvrelay.kernels.cuda.linear import CudaPacked, Turn, small_linear
 from kvrelay.kernels.cuda.prefill import paged_attention
@@ -77,6 +77,8 @@ def main() -> None:
     for multiple in (16, 8, 1):
         ranges = scan(np.array([[multiple, 2 * multiple, 3 * multiple]], dtype=np.int64))
         Copies(torch.device("cpu")).launch(1 << 40, 1 << 41, ranges)
+    columns, tables = torch.zeros(6, 8, dtype=torch.int32), torch.zeros(8, 300, dtype=torch.int32)
+    ends.step_inputs(columns, columns[0].long(), tables, tables)
     kinds = [(torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32)]
     for dtype, kv_dtype in kinds if CAPABILITY == 80 else [(torch.bfloat16, FP8), *kinds]:
         for shape in SHAPES if dtype is torch.bfloat16 and CAPABILITY == 90 else SHAPES[:2]:
@@ -98,6 +100,8 @@ def main() -> None:
         x = torch.empty(64, 4096, dtype=dtype)
         elementwise.rms_norm(x, x, x[0], 1e-5)
         elementwise.silu_mul(x)
+        ends.take_rows(x, torch.zeros(8, dtype=torch.int64))
+        ends.keep_likeliest(x, x, torch.zeros(64, dtype=torch.int64))
         packed = CudaPacked(torch.empty(28672, 4096, dtype=dtype), None)
         for num_rows in (1, 8, 32, 64):
             small_linear(x[:num_rows], packed, gated=True)

@@ -3,6 +3,7 @@
 - `linear.py`       linears of few rows at the memory rate, and of weights in fp8; more rows go to cuBLAS
 - `decode.py`       paged attention of rows with one query, split over the context
 - `prefill.py`      paged attention of rows with many queries, and cuDNN's for those without a prefix
+- `ends.py`         what is before the first layer and behind the last
 - `elementwise.py`  norms, rotation with KV store, activation
 - `table.py`        which variant a shape gets
 
@@ -34,6 +35,7 @@ from kvrelay.kernels.base import (
 )
 from kvrelay.kernels.cuda import elementwise
 from kvrelay.kernels.cuda.decode import decode_attention
+from kvrelay.kernels.cuda.ends import take_rows
 from kvrelay.kernels.cuda.launch import INTERPRETED
 from kvrelay.kernels.cuda.layer import CudaLayer
 from kvrelay.kernels.cuda.linear import CudaPacked, Turn, scaled_linear, small_linear
@@ -137,7 +139,7 @@ class CudaKernels:
 
     def embed(self, token_ids: torch.Tensor, packed: Packed) -> torch.Tensor:
         assert isinstance(packed, CudaPacked)
-        return F.embedding(token_ids, packed.weight)
+        return take_rows(packed.weight, token_ids)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return elementwise.rms_norm(x, None, weight, eps)

@@ -58,6 +58,17 @@ def _tile(weight, lines, columns, num_lines, width, EVEN_OUT: tl.constexpr, EVEN
 
 
 @triton.jit
+def _tiles(
+    found, weight, lines, columns, num_lines, width,
+    BLOCK_IN: tl.constexpr, EVEN_OUT: tl.constexpr, EVEN_IN: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    """`found`, a tuple, and the first COUNT tiles."""
+    for step in tl.static_range(COUNT):
+        found += (_tile(weight, lines, step * BLOCK_IN + columns, num_lines, width, EVEN_OUT, EVEN_IN),)
+    return found
+
+
+@triton.jit
 def _lines(DIM: tl.constexpr, BLOCK_OUT: tl.constexpr):
     """A program's outputs. Where heads of DIM values are to be turned, both values of a pair are neighbours."""
     place = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
@@ -123,17 +134,16 @@ def _one_row_kernel(
     GATED: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     DIM: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """AHEAD tiles are loaded before the wait, into registers. With STAGES above 1 so many tiles are under way to shared memory; else a tile is loaded when it is wanted."""
+    """AHEAD tiles are loaded before the wait, into registers. Of the others, with STAGES above 1 so many are under way to
+    shared memory; else a tile is loaded when it is wanted."""
     if PDL:
         gdc_launch_dependents()
     lines = _lines(DIM, BLOCK_OUT)
     columns = tl.arange(0, BLOCK_IN)
     upper = weight + tl.cast(num_lines, tl.int64) * width
-    tiles, up_tiles = (), ()
-    for step in tl.static_range(AHEAD):
-        tiles += (_tile(weight, lines, step * BLOCK_IN + columns, num_lines, width, EVEN_OUT, EVEN_IN),)
-        if GATED:
-            up_tiles += (_tile(upper, lines, step * BLOCK_IN + columns, num_lines, width, EVEN_OUT, EVEN_IN),)
+    tiles = _tiles((), weight, lines, columns, num_lines, width, BLOCK_IN, EVEN_OUT, EVEN_IN, AHEAD)
+    if GATED:
+        up_tiles = _tiles((), upper, lines, columns, num_lines, width, BLOCK_IN, EVEN_OUT, EVEN_IN, AHEAD)
     if DIM > 0:
         row = tl.arange(0, 1)[None, :]
         cos, sin, slot = _turn(cos_sin, positions, slots, row, row == 0, DIM, BLOCK_OUT)

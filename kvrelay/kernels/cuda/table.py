@@ -75,7 +75,7 @@ def choose_decode(num_heads: int, max_context: int, head_bytes: int, narrow: boo
     while splits < _MAX_SPLITS and splits * num_heads < num_programs and splits * tile < max_context:
         splits *= 2
     if wide or tile == 32:
-        return DecodeChoice(splits, tile, 4, 2)
+        return DecodeChoice(splits, tile, 4, 3 if few and not wide else 2)
     if splits == 1:
         return DecodeChoice(8, tile, 2, 3, early=True, least=640)
     if num_heads > 192:
@@ -118,11 +118,15 @@ def choose_linear(num_rows: int, num_lines: int, gated: bool, scaled: bool = Fal
     if scaled:
         if gated:
             return LinearChoice(2, 1024, 1, 3, pipelined=True)
-        return LinearChoice(4, 512, 2, 3) if num_lines > 4096 else LinearChoice(4, 1024, 2, 3, pipelined=True)
+        if num_lines > 4096:
+            return LinearChoice(4, 512, 2, 3, ahead=2)
+        return LinearChoice(4, 1024, 2, 3, ahead=2, pipelined=True)
     if num_rows == 1:
         if gated:
-            return LinearChoice(2, 2048, 8, 3, pipelined=True)
-        return LinearChoice(2, 4096, 4, 3) if num_lines > 4096 else LinearChoice(4, 2048, 8, 3, pipelined=True)
+            return LinearChoice(1, 2048, 4, 3, ahead=2)
+        if num_lines > 4096:
+            return LinearChoice(4, 1024, 4, 3, ahead=2)
+        return LinearChoice(4, 2048, 8, 3, ahead=2, pipelined=True)
     if num_rows <= 8 and num_lines <= 4096 and not gated:
         return LinearChoice(16, 512, 2, 4)  # tiles of 64 lines would be fewer than multiprocessors
     if num_lines > 32768:
