@@ -1,5 +1,5 @@
-"""A decoder layer: the model's own calls, with the activation in the product before it and room behind the fused rows, which
-cuDNN's attention wants."""
+"""A decoder layer: the model's own calls, with the activation, or for few rows the rotation, in the product before it, and room
+behind the fused rows, which cuDNN's attention wants."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Linear layers of few rows, whose time is that of reading the weights once.
 
-One row: a program takes a few rows of the weight and sums products in float32, without tensor cores; its first tile is loaded
-before the kernel waits for the one before it. Several rows: the rows of x are padded to a tile of tensor cores. GATED does
+One row: a program takes a few rows of the weight and sums products in float32, without tensor cores; its first tiles are on
+their way to registers before the kernel waits for the one before it. Several rows: the rows of x are padded to a tile of tensor cores. GATED does
 silu(gate) * up in the same pass, for a weight that stacks gate over up. With DIM the outputs are queries, keys and values of
 heads, which are turned and stored in the same pass. SCALED is for weights in fp8, whose outputs have a
 scale each. One row of x is multiplied as it is. Tensor cores multiply fp8 by fp8 alone, and widening a weight takes longer
@@ -264,7 +264,7 @@ def small_linear(
     assert width == packed.in_features
     lines = packed.out_features // 2 if gated else packed.out_features
     scaled = packed.scale is not None
-    is_given, choice = choice is not None, choice or choose_linear(rows, lines, gated, scaled)
+    is_given, choice = choice is not None, choice or choose_linear(rows, lines, width, gated, scaled)
     out = x.new_empty(rows, lines if turn is None else turn.shape.num_heads * turn.shape.head_dim)
     block_out, block_in = choice.block_out, min(choice.block_in * 2 // x.element_size(), power_of_2(width, 32))
     parts = 2 if scaled and 1 < rows <= MAX_CUT_ROWS else 1

@@ -107,8 +107,9 @@ def choose_prefill(num_lines: int, head_bytes: int) -> PrefillChoice:
 
 
 @functools.lru_cache(maxsize=1024)
-def choose_linear(num_rows: int, num_lines: int, gated: bool, scaled: bool = False) -> LinearChoice:
-    """`num_lines` counts outputs: with `gated` each has two rows of the weight. `scaled`: the weight is in fp8."""
+def choose_linear(num_rows: int, num_lines: int, width: int, gated: bool, scaled: bool = False) -> LinearChoice:
+    """`num_lines` counts outputs, of `width` columns: with `gated` each has two rows of the weight. `scaled`: the weight is in
+    fp8."""
     if scaled and num_rows > MAX_CUT_ROWS:
         return LinearChoice(128, 128, 8, 4) if gated else LinearChoice(64, 256, 4, 5)
     if scaled and num_rows > 1:
@@ -123,8 +124,8 @@ def choose_linear(num_rows: int, num_lines: int, gated: bool, scaled: bool = Fal
         return LinearChoice(4, 1024, 2, 3, ahead=2, pipelined=True)
     if num_rows == 1:
         if gated:
-            return LinearChoice(1, 2048, 4, 3, ahead=2)
-        if num_lines > 4096:
+            return LinearChoice(2, 1024, 4, 3, ahead=3)
+        if num_lines > 4096 or width <= 4096:
             return LinearChoice(4, 1024, 4, 3, ahead=2)
         return LinearChoice(4, 2048, 8, 3, ahead=2, pipelined=True)
     if num_rows <= 8 and num_lines <= 4096 and not gated:

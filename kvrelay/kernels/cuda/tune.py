@@ -63,8 +63,8 @@ PREFILLS = [(512, 512), (2048, 2048), (8192, 8192), (2048, 8192)]  # queries, co
 def linear_choices(rows: int) -> list[LinearChoice]:
     if rows == 1:
         tiles = [(4, 1024), (4, 2048), (8, 1024), (8, 2048), (16, 512), (16, 1024), (2, 2048), (2, 4096), (4, 512)]
-        ways = itertools.product(tiles, (4, 8), (False, True))
-        return [LinearChoice(*tile, warps, 3, pipelined=pipelined) for tile, warps, pipelined in ways]
+        ways = itertools.product(tiles, (4, 8), (1, 2), (False, True))
+        return [LinearChoice(*tile, warps, 3, ahead=ahead, pipelined=pipelined) for tile, warps, ahead, pipelined in ways]
     sizes = [(64, 128, 4), (64, 256, 4), (64, 128, 8), (128, 128, 4), (128, 64, 4), (128, 128, 8), (32, 256, 4), (16, 512, 2)]
     return [LinearChoice(*size, stages) for size, stages in itertools.product(sizes, (3, 4, 5))]
 
@@ -209,7 +209,8 @@ def tune_linear(linear: Linear, rows: int) -> dict[str, object]:
         list(linear_choices(rows)),
         lambda choice: graph_us([lambda packed=packed: bench.call(packed, choice) for packed in bench.weights]),  # type: ignore[misc, arg-type]
     )
-    now = choose_linear(rows, linear.out_features // (2 if linear.gated else 1), linear.gated)
+    num_lines = linear.out_features // (2 if linear.gated else 1)
+    now = choose_linear(rows, num_lines, linear.in_features, linear.gated)
     return report(f"{linear.name} x {rows}", size / 1e9, library_us, found, now)
 
 
