@@ -1,13 +1,15 @@
 """Linear layers of few rows, whose time is that of reading the weights once.
 
-One row: a program takes a few rows of the weight and sums products in float32, without tensor cores; its first tiles are on
-their way to registers before the kernel waits for the one before it. Several rows: the rows of x are padded to a tile of tensor cores. GATED does
-silu(gate) * up in the same pass, for a weight that stacks gate over up. With DIM the outputs are queries, keys and values of
-heads, which are turned and stored in the same pass. SCALED is for weights in fp8, whose outputs have a
-scale each. One row of x is multiplied as it is. Tensor cores multiply fp8 by fp8 alone, and widening a weight takes longer
-than reading it. So a few rows are cut into two parts each, in fp8, that add up to the row; more are rounded to fp8, and many
-are left to the library (`scaled_linear`). Hopper sums products of fp8 with fewer digits than float32 has: on an H200 outputs
-were off by 0.2 to 0.3 %, where rounding them to bfloat16 makes 0.16 % and rounded rows make 2.7 %.
+- One row: a program takes a few rows of the weight and sums products in float32, without tensor cores; its first tiles are on
+  their way to registers before the kernel waits for the one before it.
+- Several rows: the rows of x are padded to a tile of tensor cores.
+- GATED: silu(gate) * up in the same pass, for a weight that stacks gate over up.
+- DIM: the outputs are queries, keys and values of heads of so many values, which are turned and stored in the same pass.
+- SCALED: the weight is in fp8, and its outputs have a scale each. One row of x is multiplied as it is. Tensor cores multiply
+  fp8 by fp8 alone, and widening a weight takes longer than reading it. So a few rows are cut into two parts each, in fp8, that
+  add up to the row; more are rounded to fp8, and many are left to the library (`scaled_linear`). Hopper sums products of fp8
+  with fewer digits than float32 has: on an H200 outputs were off by 0.2 to 0.3 %, where rounding them to bfloat16 makes 0.16 %
+  and rounded rows make 2.7 %.
 
 Tried on an H200 and not faster: the norm before and the sum with the residual after in the same kernel, and prefetching more
 of the weight into the L2 cache before the wait, line by line or in bulk: what the small kernels between load comes later then.
