@@ -196,7 +196,7 @@ class LayerWeights:
 
 
 class FusedLayer(Protocol):
-    """A whole layer in one call, with the bits that the single calls give."""
+    """A whole layer in one call. It gives what the single calls give: on a CPU to the bit, on a card up to rounding."""
 
     def __call__(
         self, x: torch.Tensor | None, residual: torch.Tensor, cos_sin: torch.Tensor, batch: ForwardBatch, kv: torch.Tensor

@@ -15,6 +15,7 @@ from kvrelay.wire.serving import Image
 _WARM_UP_TOKENS = 32
 _GREEDY = SamplingParams(temperature=0.0)
 _QUERY_LINES = (32, 64, 65, 16385)  # queries x heads of a KV head: one of each kind of the paged kernel
+_ROWS = (4, 12, 24, 48)  # one of each kind of linear of few rows
 _DECODING = 16  # rows beside which a prompt begins that takes all the budget
 _MANY_HEADS = 136  # KV heads of all rows that decode: where there are so many, another kernel is taken
 
@@ -28,8 +29,8 @@ def warm_up(runner: TorchRunner, block_size: int) -> None:
 
 
 def warm_up_mixed(runner: TorchRunner, options: EngineOptions) -> None:
-    """Prompts beside rows that decode, in each of the kernels that attention takes for them: the first such step of requests
-    would make all streams wait for a compiler."""
+    """Prompts beside rows that decode, in each of the kernels that attention and linears take for them: the first such step of
+    requests would make all streams wait for a compiler."""
     if options.max_batch < 2:
         return  # there is no such step
     spec, block_size = runner.spec, options.block_size
@@ -41,6 +42,9 @@ def warm_up_mixed(runner: TorchRunner, options: EngineOptions) -> None:
         count = max(2, -(-lines // group))
         if count <= min(room, options.token_budget - num_decoding):
             _run_mixed(runner, num_decoding, count, block_size)
+    for num_rows in _ROWS:
+        if num_rows - 1 <= options.max_batch and num_rows <= options.token_budget and room > 1:
+            _run_mixed(runner, num_rows - 2, 2, block_size)
     num_decoding = min(_DECODING, options.max_batch - 1)
     count = min(room, options.token_budget - num_decoding)
     if count > 1:

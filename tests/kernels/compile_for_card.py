@@ -107,6 +107,7 @@ def main() -> None:
             small_linear(x[:num_rows], packed, gated=True)
             small_linear(x[:num_rows], packed)
             small_linear(x[:num_rows], CudaPacked(packed.weight[:4096], None))
+            small_linear(torch.empty(num_rows, 14336, dtype=dtype), CudaPacked(packed.weight.view(8192, 14336)[:4096], None))
     if CAPABILITY == 80:
         return
     x = x.bfloat16()
@@ -115,6 +116,8 @@ def main() -> None:
         small_linear(x[:num_rows], packed, gated=True)
         small_linear(x[:num_rows], packed)
         small_linear(x[:num_rows], CudaPacked(packed.weight[:4096], None, packed.scale))
+        turn = Turn(SHAPES[0], torch.empty(16, 128), batch_of(num_rows, 1), torch.empty(2, 64, 16, 8, 128, dtype=FP8))
+        small_linear(x[:num_rows], CudaPacked(packed.weight[:6144], None, packed.scale), turn=turn)
 
 
 if __name__ == "__main__":

@@ -90,7 +90,10 @@ def test_prefill_in_tiles(choice: tuple[int, int]) -> None:
 @pytest.mark.parametrize(
     ("rows", "size", "with_bias", "dtype"),
     in_turn(
-        [1, 2, 16, 27, 64], [(48, 96), (38, 1100), *([(4096, 4096), (6144, 14336)] if ON_CARD else [])], [False, True], DTYPES
+        [1, 2, 16, 27, 64],
+        [(48, 96), (38, 1100), (14, 4200), *([(4096, 4096), (6144, 14336), (4096, 14336)] if ON_CARD else [])],
+        [False, True],
+        DTYPES,
     ),
     ids=str,
 )
@@ -171,7 +174,7 @@ def test_linears_of_many_rows_in_fp8(rows: int, with_bias: bool) -> None:
 @pytest.mark.parametrize(
     ("rows", "shape", "dtype", "narrow"),
     in_turn(
-        [((1, 5),), ((1, 0),), ((1, 33), (1, 0), (4, 9)), ((1, 7),) * 27],
+        [((1, 5),), ((1, 0),), ((1, 33), (1, 0), (4, 9)), ((1, 7),) * 27, ((1, 7),) * 40],
         [HeadShape(4, 2, 64), HeadShape(3, 1, 96), *([HeadShape(32, 8, 128), HeadShape(9, 9, 256)] if ON_CARD else [])],
         DTYPES,
         [False, True],

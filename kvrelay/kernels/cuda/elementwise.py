@@ -1,4 +1,5 @@
-"""Norms, rotation and activation: everything between the linears and attention, one pass over memory each."""
+"""Norms, rotation and activation: what stands between the linears and attention, unless one of these does it; one pass over
+memory each."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kvrelay.kernels.base import ForwardBatch, HeadShape
 from kvrelay.kernels.cuda.launch import options, power_of_2
 
+UNALIGNED = ["positions", "slots"]  # inputs of a pass, which start anywhere: one compiled kernel for all
 _ACTIVATION_BLOCK = 1024
 _HEADS_PER_PROGRAM = 8
 _HEADS_OF_ONE_TOKEN = 2  # of a token that is alone
@@ -88,9 +90,9 @@ def store_turned(
     first, second, one, two, cos, sin, head, pair, token, slot, inside, out, width, kv, value_offset,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, KEPT_HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Both halves of heads of queries, keys and values: `one` and `two` are what is turned, in float32, `first` and `second`
-    the values, which are not. Keys and values go to their slots, the first KEPT_HEADS heads to rows of `out`. All arguments are
-    tiles that can be broadcast."""
+    """`first` and `second` are both halves of heads as the linear gave them, which values remain; `one` and `two` the same in
+    float32, normed where there is a norm, from which queries and keys are turned. Keys and values go to their slots, the first
+    KEPT_HEADS heads to rows of `out`. What is said of single elements are tiles or scalars that can be broadcast."""
     half: tl.constexpr = DIM // 2
     is_value = head >= HEADS + KV_HEADS
     first = tl.where(is_value, first, (one * cos - two * sin).to(first.dtype))
@@ -106,7 +108,7 @@ def store_turned(
     tl.store(stored + half, _narrowed(second, kv), mask=is_stored)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
 def _rope_kernel(
     qkv, cos_sin, positions, slots, kv, value_offset, q_norm, k_norm, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, HEAD_BLOCK: tl.constexpr,

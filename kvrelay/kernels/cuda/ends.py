@@ -28,8 +28,9 @@ def _rows_kernel(table, places, out, width, BLOCK: tl.constexpr):
 
 
 def take_rows(table: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """table[places]."""
+    """table[places], which are not checked: each must be a row of the table."""
     assert table.is_contiguous()
+    assert places.is_contiguous()
     width = table.shape[1]
     out = table.new_empty(places.shape[0], width)
     if len(places):

@@ -1,6 +1,6 @@
 """The kernels for NVIDIA cards: Triton, with cuBLAS and cuDNN where they are faster.
 
-- `linear.py`       linears of few rows at the memory rate, and of weights in fp8; more rows go to cuBLAS
+- `linear.py`       linears of few rows at the memory rate, with what follows them, and of weights in fp8; others go to cuBLAS
 - `decode.py`       paged attention of rows with one query, split over the context
 - `prefill.py`      paged attention of rows with many queries, and cuDNN's for those without a prefix
 - `ends.py`         what is before the first layer and behind the last
@@ -107,7 +107,7 @@ class CudaKernels:
         return roomy[:tokens]
 
     def turns_in_linear(self, x: torch.Tensor, packed: Packed, kv: torch.Tensor) -> bool:
-        """Whether `turned_linear` computes so few rows. Interpreted, 7.9 becomes 4 in fp8."""
+        """Whether `turned_linear` computes so many rows. Interpreted, 7.9 becomes 4 in fp8, so KV in fp8 is the reference's."""
         assert isinstance(packed, CudaPacked)
         return self.is_small(x.shape[0], packed) and not (INTERPRETED and kv.dtype is FP8)
 

@@ -4,8 +4,9 @@ A kernel with `PDL` set takes part in programmatic dependent launch: its program
 runs, load what does not depend on it (weights), and wait for its end in `gdc_wait()`. Every program of such a kernel waits
 before it ends, so a kernel that has ended implies that all kernels before it have. Several kernels may wait in a row.
 
-What may be read before the wait: weights, and the inputs of a pass (positions, slots, lengths, block tables), which are
-written before its first norm; that one is launched in the ordinary way (`after_all`), and all others follow it.
+What may be read before the wait: weights, and the inputs of a pass (positions and their rotation, slots, lengths, block
+tables), which are written before its first norm; that one is launched in the ordinary way (`after_all`), and all others follow
+it.
 """
 
 from __future__ import annotations

@@ -108,8 +108,8 @@ def choose_prefill(num_lines: int, head_bytes: int) -> PrefillChoice:
 
 @functools.lru_cache(maxsize=1024)
 def choose_linear(num_rows: int, num_lines: int, width: int, gated: bool, scaled: bool = False) -> LinearChoice:
-    """`num_lines` counts outputs, of `width` columns: with `gated` each has two rows of the weight. `scaled`: the weight is in
-    fp8."""
+    """`num_lines` counts outputs: each has a row of the weight, of `width` columns, and with `gated` two. `scaled`: the weight
+    is in fp8."""
     if scaled and num_rows > MAX_CUT_ROWS:
         return LinearChoice(128, 128, 8, 4) if gated else LinearChoice(64, 256, 4, 5)
     if scaled and num_rows > 1:

@@ -62,8 +62,8 @@ PREFILLS = [(512, 512), (2048, 2048), (8192, 8192), (2048, 8192)]  # queries, co
 
 def linear_choices(rows: int) -> list[LinearChoice]:
     if rows == 1:
-        tiles = [(4, 1024), (4, 2048), (8, 1024), (8, 2048), (16, 512), (16, 1024), (2, 2048), (2, 4096), (4, 512)]
-        ways = itertools.product(tiles, (4, 8), (1, 2), (False, True))
+        tiles = [(4, 1024), (4, 2048), (8, 1024), (8, 2048), (16, 512), (16, 1024), (2, 1024), (2, 2048), (2, 4096), (4, 512)]
+        ways = itertools.product(tiles, (4, 8), (1, 2, 3), (False, True))
         return [LinearChoice(*tile, warps, 3, ahead=ahead, pipelined=pipelined) for tile, warps, ahead, pipelined in ways]
     sizes = [(64, 128, 4), (64, 256, 4), (64, 128, 8), (128, 128, 4), (128, 64, 4), (128, 128, 8), (32, 256, 4), (16, 512, 2)]
     return [LinearChoice(*size, stages) for size, stages in itertools.product(sizes, (3, 4, 5))]
@@ -72,7 +72,7 @@ def linear_choices(rows: int) -> list[LinearChoice]:
 def decode_choices(rows: int, context: int) -> list[DecodeChoice]:
     programs = rows * SHAPE.num_kv_heads
     splits = [s for s in (1, 2, 4, 8, 16, 32, 64) if 256 <= s * programs <= 4096 or (programs < 64 and s >= 8)]
-    shapes = [(16, 1, 4), (32, 1, 3), (32, 2, 3), (32, 4, 2), (64, 2, 2), (64, 2, 3), (64, 4, 3), (128, 4, 2)]
+    shapes = [(16, 1, 4), (32, 1, 3), (32, 2, 3), (32, 4, 2), (32, 4, 3), (64, 2, 2), (64, 2, 3), (64, 4, 3), (128, 4, 2)]
     return [DecodeChoice(s, *shape) for s in splits for shape in shapes if s == 1 or s * shape[0] <= 8 * context]
 
 
