@@ -15,7 +15,7 @@ from kvrelay.wire.serving import Image
 _WARM_UP_TOKENS = 32
 _GREEDY = SamplingParams(temperature=0.0)
 _QUERY_LINES = (32, 64, 65, 16385)  # queries x heads of a KV head: one of each kind of the paged kernel
-_ROWS = (4, 12, 24, 48)  # one of each kind of linear of few rows
+_FEW_TOKENS = (4, 12, 24, 48)  # of a step: one of each kind of linears of few rows
 _DECODING = 16  # rows beside which a prompt begins that takes all the budget
 _MANY_HEADS = 136  # KV heads of all rows that decode: where there are so many, another kernel is taken
 
@@ -42,9 +42,10 @@ def warm_up_mixed(runner: TorchRunner, options: EngineOptions) -> None:
         count = max(2, -(-lines // group))
         if count <= min(room, options.token_budget - num_decoding):
             _run_mixed(runner, num_decoding, count, block_size)
-    for num_rows in _ROWS:
-        if num_rows - 1 <= options.max_batch and num_rows <= options.token_budget and room > 1:
-            _run_mixed(runner, num_rows - 2, 2, block_size)
+    for num_tokens in _FEW_TOKENS:
+        num_decoding = min(num_tokens - 2, options.max_batch - 1)
+        if num_tokens - num_decoding <= room and num_tokens <= options.token_budget:
+            _run_mixed(runner, num_decoding, num_tokens - num_decoding, block_size)
     num_decoding = min(_DECODING, options.max_batch - 1)
     count = min(room, options.token_budget - num_decoding)
     if count > 1:
