@@ -96,7 +96,8 @@ class EmbeddingSender(Protocol):
     def peer_lost(self, worker_id: WorkerId) -> None: ...
 
     @property
-    def has_news(self) -> bool: ...
+    def has_news(self) -> bool:
+        """Whether `poll` would say anything, or there is room that an offer lacked."""
 
     @property
     def num_live(self) -> int:
@@ -242,8 +243,9 @@ class EncodeEngine:
 
     def _take_news(self) -> None:
         """A consumer that stops waiting for an image before it was encoded saves the tower the work."""
-        for sent in self._producer.poll():
+        if self._producer.has_news:
             self._pool_full = False
+        for sent in self._producer.poll():
             job = self._jobs.pop(sent.transfer_id, None)
             if job is None:
                 continue
@@ -326,6 +328,7 @@ class EncodeEngine:
         if transfers is None:
             return False
         self._news.append(self._stages.pop(request_id).times(request_id))
+        self._pool_full = False
         for transfer_id in transfers:
             del self._jobs[transfer_id]
             self._producer.abort(transfer_id)

@@ -168,6 +168,22 @@ def test_what_no_pool_can_hold_is_refused_and_a_full_pool_says_so() -> None:
         assert not relay.offer(new_transfer_id(), wide_embedding(2, 200))
 
 
+def test_room_that_an_offer_lacked_is_news_when_an_aborted_embedding_gives_it_back() -> None:
+    """Of which nothing else is told."""
+    with one_process(pool_tokens=256) as (_, relay, prefill, _):
+        aborted, waiting = new_transfer_id(), new_transfer_id()
+        for transfer_id in (aborted, waiting):
+            relay.expect(transfer_id, [prefill])
+        assert relay.offer(aborted, wide_embedding(1, 200))
+        assert not relay.offer(waiting, wide_embedding(2, 200))
+        assert not relay.has_news
+        relay.abort(aborted)
+        until(lambda: relay.has_news)
+        assert relay.poll() == []
+        assert not relay.has_news
+        assert relay.offer(waiting, wide_embedding(2, 200))
+
+
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_an_abort_that_crosses_the_arrival_gives_the_blocks_back(when: str) -> None:
     with one_process() as (encoder, relay, prefill, side):

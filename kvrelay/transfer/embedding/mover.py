@@ -5,9 +5,9 @@ Encode worker:
     expect(transfer_id, consumers) -> offer(transfer_id, embedding) -> poll: sent, or the error
 
     `offer` copies the embedding into the pool in the caller's thread and says whether there was room; if not, it is to be
-    repeated after a later `poll`: others must be taken first. An embedding that no empty pool could hold raises
-    EmbeddingTooLargeError. On a card the copy is behind what the caller's stream was given before; consumers are told when it
-    has passed.
+    repeated after the next `poll`: there is news when others have given up room, also those of which nothing more is told. An
+    embedding that no empty pool could hold raises EmbeddingTooLargeError. On a card the copy is behind what the caller's stream
+    was given before; consumers are told when it has passed.
 
 Prefill or whole worker:
 
@@ -133,6 +133,9 @@ class EmbeddingProducer(Front[ProducerTurns[EmbeddingLayout, list[EmbeddingSent]
         self._fence = parts.fence
         self._fenced = Fenced()
         self._open: set[TransferId] = set()
+        self._has_room = False  # that an offer lacked
+        self._on_news = parts.on_news
+        self._pool.on_room = self._room_came
         listen = (listen_host, listen_port)
         super().__init__(ProducerTurns(EMBEDDINGS, parts.for_relay(), list[EmbeddingSent], listen, self._fenced.look))
         self.signal_address = self._turns.socket.address
@@ -172,7 +175,16 @@ class EmbeddingProducer(Front[ProducerTurns[EmbeddingLayout, list[EmbeddingSent]
         self._open.discard(transfer_id)
         self._turns.call(lambda: self._turns.machine.tell(transfer_id, EmbeddingSending.abort))
 
+    @property
+    def has_news(self) -> bool:
+        return self._has_room or super().has_news
+
+    def _room_came(self) -> None:
+        self._has_room = True
+        self._on_news()
+
     def poll(self) -> list[EmbeddingSent]:
+        self._has_room = False
         ended = self._turns.ended  # read first: what the thread said before its end must not be missed
         told = [sent for news in self._turns.take_news() for sent in news if sent.transfer_id in self._open]
         self._open.difference_update(sent.transfer_id for sent in told)

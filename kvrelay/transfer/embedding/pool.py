@@ -11,7 +11,7 @@ is reached in no other way.
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import msgspec
 import numpy as np
@@ -45,6 +45,10 @@ class EmbeddingPool:
         self._free = np.ones(self.layout.num_blocks, dtype=bool)
         self._quarantined: set[int] = set()
         self._copied: set[int] = set()  # the first blocks of embeddings that were copied to the host
+        self._is_wanted = False  # a `take` found too few
+        self.on_room: Callable[[], None] = lambda: (
+            None
+        )  # called when blocks come back that a `take` lacked, by whoever gives them
 
     # Memory
 
@@ -75,7 +79,9 @@ class EmbeddingPool:
     def take(self, num_tokens: int) -> tuple[int, ...] | None:
         """Blocks for so many tokens, side by side if possible; none if there are not enough."""
         with self._lock:
-            return self._take(self.layout.blocks_for(num_tokens))
+            blocks = self._take(self.layout.blocks_for(num_tokens))
+            self._is_wanted |= blocks is None
+            return blocks
 
     def take_up_to(self, num_tokens: int) -> tuple[int, ...]:
         with self._lock:
@@ -90,6 +96,9 @@ class EmbeddingPool:
             self._free[list(blocks)] = True
             self._quarantined.difference_update(blocks)
             self._copied.difference_update(blocks)
+            was_wanted, self._is_wanted = self._is_wanted, False
+        if was_wanted:
+            self.on_room()
 
     def quarantine(self, blocks: Sequence[int]) -> None:
         """They stay out of use until they are given back, and are counted by themselves."""
