@@ -254,10 +254,12 @@ class StubWorker:
     def stop(self) -> None:
         """Ends in order: leaves the registry, tells open requests."""
         self.loop.stop_asked = True
+        self.loop.wake()
         self._thread.join(PATIENCE_S)
 
     def drain(self) -> None:
         self.loop.drain_asked = True
+        self.loop.wake()
 
     def join(self) -> None:
         self._thread.join(PATIENCE_S)

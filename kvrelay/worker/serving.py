@@ -64,7 +64,8 @@ log = Log("worker")
 
 _MAX_MESSAGE_BYTES = 256 << 20
 _SEND_QUEUE = 100_000  # messages to one router; one so far behind is as good as gone
-_IDLE_WAIT_MS = 100  # how soon a signal is noticed while nothing happens
+_WAIT_MS = 100  # while requests are open: how late it is noticed that one has waited too long
+_IDLE_WAIT_MS = 500
 _MESSAGES_PER_STEP = 1024
 _CHECK_ROUTERS_EVERY_S = 0.2
 _MAX_SILENCE_S = 600.0
@@ -120,16 +121,17 @@ class ServingLoop:
                 self._step()
             else:
                 self._tell_load()
-                self._wait()
+                if not self._engine.drained:
+                    self._wait()
             self.after_turn()
 
     def wake(self) -> None:
-        """From any thread: the engine has news, so `run` should look."""
-        with contextlib.suppress(OSError):  # closed: the loop waits no more
+        """From any thread, or a signal handler: there is news, so `run` should look."""
+        with contextlib.suppress(OSError, ValueError):  # closed: the loop waits no more
             os.eventfd_write(self._wake_fd, 1)
 
     def _wait(self) -> None:
-        if self._wake_fd in dict(self._poller.poll(_IDLE_WAIT_MS)):
+        if self._wake_fd in dict(self._poller.poll(_WAIT_MS if self.num_open else _IDLE_WAIT_MS)):
             os.eventfd_read(self._wake_fd)
 
     def close(self) -> None:
@@ -140,7 +142,8 @@ class ServingLoop:
             self._receive()
             self._fail_all(UnavailableError("the worker is shutting down"))
             self._socket.close(linger=1000)
-        os.close(self._wake_fd)
+        wake_fd, self._wake_fd = self._wake_fd, -1  # `wake` may still be called, and the number soon be another file's
+        os.close(wake_fd)
 
     @property
     def num_open(self) -> int:

@@ -106,7 +106,7 @@ def run_worker(
     loop.orders.adapters = stage.adapters
     loop.after_turn = events.tell
     stage.waker.bind(loop.wake)
-    _handle_signals(loop, launched=tie is not None)
+    handle_signals(loop, launched=tie is not None)
     vigil = Vigil(worker_options.registration_s)
     status = _serve(loop, stage, registration, worker_options, vigil)
     events.close()
@@ -124,6 +124,7 @@ def _serve(loop: ServingLoop, stage: Stage, registration: Registration, options:
     def refused(error: ProtocolError) -> None:
         refusals.append(error)
         loop.stop_asked = True
+        loop.wake()
 
     heartbeat = Heartbeat(
         registration,
@@ -160,11 +161,12 @@ def _end_at_once(reason: str) -> None:
     os._exit(1)
 
 
-def _handle_signals(loop: ServingLoop, *, launched: bool) -> None:
+def handle_signals(loop: ServingLoop, *, launched: bool) -> None:
     def ask(_signal: int, _frame: FrameType | None) -> None:
         """The first one also takes back the wish that it come back in another role."""
         loop.stop_asked = loop.drain_asked and loop.next_role is None
         loop.drain_asked, loop.next_role = True, None
+        loop.wake()
 
     signal.signal(signal.SIGTERM, ask)
     if not launched:

@@ -62,6 +62,7 @@ class EngineWorker:
         """As often as wanted."""
         if self._thread.is_alive():
             self.loop.stop_asked = True
+            self.loop.wake()
             self._thread.join()
             self.loop.close()
             self.events.close()

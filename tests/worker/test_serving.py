@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import threading
 from collections.abc import Iterator
 
@@ -10,7 +12,7 @@ import msgspec
 import pytest
 import zmq
 from patience import PATIENCE_S, until
-from stub_worker import StubWorker, stub_token
+from stub_worker import StubEngine, StubWorker, stub_token
 
 from kvrelay.ids import RequestId, new_request_id, new_router_id
 from kvrelay.sampling import SamplingParams
@@ -31,6 +33,9 @@ from kvrelay.wire.serving import (
     Welcome,
     of_kind,
 )
+from kvrelay.worker import serving
+from kvrelay.worker.serving import ServingLoop
+from kvrelay.worker.worker import handle_signals
 
 
 class Peer:
@@ -102,6 +107,21 @@ def test_hello_is_answered_with_the_record(worker: StubWorker, peer: Peer) -> No
     assert isinstance(welcome, Welcome)
     record = msgspec.structs.replace(worker.record, load=msgspec.structs.replace(worker.record.load, connections=1))
     assert welcome.worker == record
+
+
+def test_a_signal_is_noticed_while_nothing_happens(worker: StubWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "_IDLE_WAIT_MS", int(10_000 * PATIENCE_S))
+    loop = ServingLoop(StubEngine(worker.id), host="127.0.0.1", port=0)
+    loop.record = worker.record
+    before = signal.getsignal(signal.SIGTERM)
+    handle_signals(loop, launched=True)
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    try:
+        loop.run(on_draining=lambda: None)  # it would wait longer than a test may take
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        loop.close()
+    loop.wake()  # as a signal would, that comes now
 
 
 def test_connected_routers_are_counted_and_those_that_fell_silent_are_not(worker: StubWorker) -> None:
