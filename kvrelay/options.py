@@ -270,7 +270,7 @@ class RoleOptions(msgspec.Struct, frozen=True, kw_only=True):
 def check_roles(options: Mapping[Role, RoleOptions]) -> None:
     """Refuses roles whose workers could not work together."""
     # Block sizes, pools, batches, threads and degrees may differ.
-    for name in ("model", "load", "dtype", "weights", "kv_dtype"):
+    for name in ("load", "dtype", "weights", "kv_dtype"):
         values = {role: msgspec.structs.asdict(its.model)[name] for role, its in options.items()}
         if len(set(values.values())) > 1:
             said = ", ".join(f"{value} for {role.value}" for role, value in values.items())

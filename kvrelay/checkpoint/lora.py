@@ -97,15 +97,15 @@ def lora_digest(folder: pathlib.Path) -> str:
     return digest.hexdigest()
 
 
-def named_folders(entries: Sequence[str]) -> dict[str, pathlib.Path]:
-    """Of `--lora NAME=PATH`, each once. Raises ConfigError."""
+def named_folders(entries: Sequence[str], flag: str = "--lora") -> dict[str, pathlib.Path]:
+    """Of `--lora NAME=PATH`, each once. Raises ConfigError, which names the flag."""
     folders: dict[str, pathlib.Path] = {}
     for entry in entries:
         name, equals, path = entry.partition("=")
         if not (name.strip() and equals and path.strip()):
-            raise ConfigError(f"--lora {entry}: must be NAME=PATH")
+            raise ConfigError(f"{flag} {entry}: must be NAME=PATH")
         if name.strip() in folders:
-            raise ConfigError(f"--lora {entry}: the name {name.strip()!r} is given twice")
+            raise ConfigError(f"{flag} {entry}: the name {name.strip()!r} is given twice")
         folders[name.strip()] = pathlib.Path(path.strip()).expanduser()
     return folders
 

@@ -8,7 +8,7 @@ from kvrelay.cli.model_command import add_model_options, parse
 from kvrelay.config import CardOptions, ClusterOptions, EngineOptions, ModelOptions, Options, RouterOptions, TransferOptions
 from kvrelay.errors import ConfigError
 from kvrelay.log import configure
-from kvrelay.options import Given, Parser, RoleOptions, add_role_options
+from kvrelay.options import Given, Parser, RoleOptions, add_role_options, flag_of
 from kvrelay.states import Role
 
 GROUPS: list[type[Options]] = [ModelOptions, EngineOptions, RouterOptions, ClusterOptions, CardOptions, TransferOptions]
@@ -56,9 +56,23 @@ def run(argv: list[str]) -> int:
 
 
 def options_per_role(said: Given, started: Sequence[Role]) -> dict[Role, RoleOptions]:
-    """What the workers of each role are told. Raises ConfigError for an option of a role that has none."""
+    """What the workers of each role are told. Raises ConfigError for an option of a role that has no use for it."""
     for role in Role:
         flags = [flag for group in PER_ROLE for flag in said.of_role(group, role)]
         if flags and role not in started:
             raise ConfigError(f"{flags[0]}: no {role.value} worker is started here (--{role.value} N)")
+    _check_models(said, started)
+    encode_tp = flag_of("tp", Role.ENCODE)
+    if encode_tp in said.of_role(ModelOptions, Role.ENCODE) and said.value(ModelOptions, Role.ENCODE).tp > 1:
+        raise ConfigError(f"{encode_tp}: encode workers are not split; without it, --tp is for the other roles")
     return {role: RoleOptions(model=said.value(ModelOptions, role), engine=said.value(EngineOptions, role)) for role in started}
+
+
+def _check_models(said: Given, started: Sequence[Role]) -> None:
+    """The router reads the tokenizer and the limits of the one model that all workers have."""
+    model = said.value(ModelOptions).model
+    for role in started:
+        its = said.value(ModelOptions, role).model
+        if its != model:
+            flag = flag_of("model", role)
+            raise ConfigError(f"{flag} {its}: the router and all workers serve one model, and --model is {model}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,6 +15,7 @@ from kvrelay.errors import ConfigError
 from kvrelay.frontend.service import served_names
 from kvrelay.launch.cluster import FREE_LOCAL_PORT
 from kvrelay.media.image_spec import read_image_spec
+from kvrelay.options import RoleOptions, flag_of
 from kvrelay.progress import Progress
 from kvrelay.states import Role
 from kvrelay.wire.launcher import ToRouter
@@ -50,7 +51,12 @@ class Launch:
         folder = resolve(self.model.model, self.environment, progress)
         if Role.ENCODE in self.roles and read_image_spec(folder) is None:
             raise ConfigError(f"--encode: {self.model.model} is a text model; it has no images to encode")
-        taken = sorted(set(self.served) & set(named_folders(self.model.lora)))
-        if taken:
-            raise ConfigError(f"--lora {taken[0]}=...: that is a name of the model itself")
         return folder
+
+    def check_adapters(self, per_role: Mapping[Role, RoleOptions]) -> None:
+        """Refuses adapters under a name of the model: no request could ask for them."""
+        for role, its in per_role.items():
+            flag = flag_of("lora", None if its.model.lora == self.model.lora else role)
+            for name in named_folders(its.model.lora, flag):
+                if name in self.served:
+                    raise ConfigError(f"{flag} {name}=...: that is a name of the model itself")

@@ -94,10 +94,12 @@ def serve(
         )
         return workers.commands(roles, registry_address)
 
+    launch = Launch(model, router, cluster, environment, roles, commands)
+    launch.check_adapters(per_role)
     route_them = serve_routers if cluster.routers > 1 else _route
     with sharing([(role, per_role[role].model) for role in roles], cards, card_options, environment) as mps:
         try:
-            return route_them(Launch(model, router, cluster, environment, roles, commands), progress)
+            return route_them(launch, progress)
         finally:
             sweep(memory_folder())  # a killed worker leaves its weights to the next
 

@@ -171,6 +171,13 @@ def test_a_config_file_has_a_block_per_role_and_a_role_wins_over_all(tmp_path: p
             ["--decode-device", "cuda"],
             "--device: cpu for prefill, cuda for decode: one command starts both on",
         ),
+        (["--decode-weights", "int8"], "--weights: auto for prefill, int8 for decode"),
+        (["--prefill-kv-dtype", "fp8"], "--kv-dtype: fp8 for prefill, auto for decode"),
+        (["--decode-engine", "vllm"], "--engine: kvrelay for prefill, vllm for decode"),
+        (["--prefill-model", "/x"], "--prefill-model /x: the router and all workers serve one model, and --model is smollm2"),
+        (["--whole", "1", "--whole-model", "/x"], "--whole-model /x: the router"),
+        (["--model", "/y", "--prefill-model", "/x", "--decode-model", "/x"], "--prefill-model /x: the router and all workers"),
+        (["--encode", "1", "--encode-tp", "2"], "--encode-tp: encode workers are not split"),
         (["--prefill-thread", "2"], "unknown option --prefill-thread; did you mean --prefill-threads?"),
     ],
 )
@@ -178,6 +185,12 @@ def test_options_of_roles_that_cannot_work_are_refused(argv: list[str], complain
     with pytest.raises(ConfigError) as error:
         per_role(*argv)
     assert complaint in str(error.value)
+
+
+def test_roles_that_agree_need_not_be_told_what_all_are_told() -> None:
+    flags = [f"--{role}-{said}" for role in ("prefill", "decode") for said in ("model=/x", "dtype=bfloat16", "weights=float32")]
+    models = [options.model for options in per_role("--model", "/x", *flags).values()]
+    assert [(model.model, model.dtype, model.weights) for model in models] == [("/x", "bfloat16", "float32")] * 2
 
 
 @pytest.mark.parametrize(
@@ -227,6 +240,13 @@ def test_a_config_file_that_is_not_there_is_one_line() -> None:
         (["serv"], "error: unknown command 'serv'; did you mean serve? (see kvrelay --help)"),
         (["serve", "--prt", "1"], "error: unknown option --prt; did you mean --port? (see kvrelay serve --help)"),
         (["serve", "a", "--model", "b"], "error: the model is given twice: as MODEL and with --model"),
+        (
+            ["serve", "/x", "--prefill-model", "/y"],
+            "error: --prefill-model /y: the router and all workers serve one model, and --model is /x",
+        ),
+        (["serve", "--lora", "smollm2=/x"], "error: --lora smollm2=...: that is a name of the model itself"),
+        (["serve", "--decode-lora", "smollm2=/x"], "error: --decode-lora smollm2=...: that is a name of the model itself"),
+        (["serve", "--decode-lora", "/x"], "error: --decode-lora /x: must be NAME=PATH"),
         (["serve", "--prefill", "1"], "error: --prefill needs --decode: decode workers take over what prefill workers compute"),
         (["router", "--registry", "etcd://x:1", "--port", "0", "/"], None),
         (["chat", "--url", "http://127.0.0.1:9"], None),
