@@ -13,7 +13,7 @@ from kvrelay.frontend.fake_backend import FakeBackend
 from tests.frontend.serving import TOKENIZER, fake_backend, http_client, make_app
 from tests.frontend.test_parsers import written
 
-CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+CHAT, TEXT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 USER = {"role": "user", "content": "hello"}
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 FUNCTION = {"name": "f", "parameters": CITY}
@@ -37,19 +37,24 @@ async def prompt_of(body: dict[str, Any], path: str = CHAT) -> str:
 # Messages that come back
 
 
-def replayed(**additions: Any) -> list[dict[str, Any]]:
-    function = {"name": "f", "arguments": "{}", **additions}
-    call = {"id": "c", "type": "function", "function": function, **additions}
-    return [
-        {**USER, "content": [{"type": "text", "text": "hello", **additions}], **additions},
-        {"role": "assistant", "content": None, "tool_calls": [call], **additions},
-        {"role": "tool", "tool_call_id": "c", "content": "x", **additions},
-    ]
+def with_additions(value: Any) -> Any:
+    """With fields of the client's own in every object, but in those that are a tool's."""
+    if isinstance(value, list):
+        return [with_additions(entry) for entry in value]
+    if not isinstance(value, dict):
+        return value
+    inner = {name: entry if name == "input" else with_additions(entry) for name, entry in value.items()}
+    return {**inner, "provider_data": {"model": "x"}, "format": "png", "cache_control": {"type": "ephemeral"}}
 
 
 async def test_additions_inside_messages_change_nothing() -> None:
-    additions = {"provider_specific_fields": {"a": 1}, "cache_control": {"type": "ephemeral"}, "index": 0}
-    assert await prompt_of({"messages": replayed(**additions)}) == await prompt_of({"messages": replayed()})
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [
+        {**USER, "content": [{"type": "text", "text": "hello"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "x"},
+    ]
+    assert await prompt_of({"messages": with_additions(messages)}) == await prompt_of({"messages": messages})
 
 
 async def test_additions_inside_items_change_nothing() -> None:
@@ -58,8 +63,54 @@ async def test_additions_inside_items_change_nothing() -> None:
         {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
         {"type": "function_call_output", "call_id": "c", "output": "x"},
     ]
-    added = [{**item, "provider_data": {"model": "x"}} for item in items]
+    added = with_additions(items)
+    assert added[0]["content"][0]["provider_data"]
     assert await prompt_of({"input": added}, RESPONSES) == await prompt_of({"input": items}, RESPONSES)
+
+
+async def test_additions_inside_blocks_change_nothing() -> None:
+    said = [
+        {"type": "thinking", "thinking": "hm"},
+        {"type": "text", "text": "so"},
+        {"type": "tool_use", "id": "c", "name": "f"},
+    ]
+    body = {
+        "max_tokens": 8,
+        "system": [{"type": "text", "text": "be brief"}],
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "hello"}]},
+            {"role": "assistant", "content": [*said[:2], {**said[2], "input": {}}]},
+            {
+                "role": "user",
+                "content": [{"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "x"}]}],
+            },
+        ],
+    }
+    added = {**body, "system": with_additions(body["system"]), "messages": with_additions(body["messages"])}
+    assert await prompt_of(added, MESSAGES) == await prompt_of(body, MESSAGES)
+
+
+@pytest.mark.parametrize(
+    ("path", "part"),
+    [
+        (CHAT, {"type": "image_url", "image_url": {"url": "data:,x"}}),
+        (RESPONSES, {"type": "input_image", "image_url": "data:,x"}),
+        (MESSAGES, {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "eA=="}}),
+        (MESSAGES, {"type": "image", "source": {"type": "url", "url": "http://a.test/x"}}),
+    ],
+)
+async def test_additions_inside_images_are_not_what_is_refused(path: str, part: dict[str, Any]) -> None:
+    messages = with_additions([{"role": "user", "content": [part]}])
+    reply = await post(path, {"input": messages} if path == RESPONSES else {"messages": messages, "max_tokens": 8})
+    assert reply.status_code == 400
+    assert reply.json()["error"]["message"].endswith("[0].content[0]: this model takes no images")
+
+
+@pytest.mark.parametrize(("path", "prompt"), [(CHAT, "messages"), (RESPONSES, "input"), (MESSAGES, "messages")])
+async def test_additions_beside_messages_are_refused(path: str, prompt: str) -> None:
+    reply = await post(path, {prompt: [USER], "provider_data": 1})
+    assert reply.status_code == 400
+    assert reply.json()["error"]["message"] == "unknown field: provider_data"
 
 
 async def test_hints_for_the_cache_are_not_told_to_the_model() -> None:
@@ -105,6 +156,16 @@ async def test_functions_of_old_clients(choice: Any) -> None:
     assert (called["name"], json.loads(called["arguments"])) == ("f", {"city": "Paris"})
     assert TOKENIZER.decode(backend.submitted[0].prompt) == await prompt_of(today)
     assert (backend.submitted[0].params.grammar is not None) == isinstance(choice, dict)
+
+
+async def test_old_clients_may_hide_their_functions() -> None:
+    body = {"messages": [USER], "functions": [FUNCTION], "function_call": "none"}
+    backend = fake_backend(CALL)
+    choice = (await post(CHAT, body, backend)).json()["choices"][0]
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("stop", CALL)
+    assert "function_call" not in choice["message"]
+    assert backend.submitted[0].params.grammar is None
+    assert TOKENIZER.decode(backend.submitted[0].prompt) == await prompt_of({"messages": [USER]})
 
 
 async def test_functions_of_old_clients_streamed() -> None:

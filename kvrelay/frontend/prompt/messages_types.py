@@ -6,48 +6,40 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from kvrelay.frontend.prompt.types import MAX_COUNT, Body, NotEmpty, Positive, Schema
+from kvrelay.frontend.prompt.types import MAX_COUNT, Body, NotEmpty, Positive, Replayed, Schema
 from kvrelay.sampling import MAX_STOP_STRINGS
 
 
-class Block(Body, frozen=True, kw_only=True, tag_field="type"):
-    """Base of what a message's content is made of."""
-
-    cache_control: dict[str, Any] | None = None  # not used: every prompt is cached
-
-
-class TextBlock(Block, frozen=True, kw_only=True, tag="text"):
+class TextBlock(Replayed, frozen=True, kw_only=True, tag_field="type", tag="text"):
     text: str
-    citations: Any = None  # part of an answer that clients send back unchanged
 
 
-class Base64Source(Body, frozen=True, kw_only=True, tag_field="type", tag="base64"):
+class Base64Source(Replayed, frozen=True, kw_only=True, tag_field="type", tag="base64"):
     media_type: str
     data: str
 
 
-class UrlSource(Body, frozen=True, kw_only=True, tag_field="type", tag="url"):
+class UrlSource(Replayed, frozen=True, kw_only=True, tag_field="type", tag="url"):
     url: str
 
 
-class ImageBlock(Block, frozen=True, kw_only=True, tag="image"):
+class ImageBlock(Replayed, frozen=True, kw_only=True, tag_field="type", tag="image"):
     source: Base64Source | UrlSource
 
 
-class ToolUseBlock(Block, frozen=True, kw_only=True, tag="tool_use"):
+class ToolUseBlock(Replayed, frozen=True, kw_only=True, tag_field="type", tag="tool_use"):
     id: str
     name: str
     input: dict[str, Any]
-    caller: Any = None  # as `citations`
 
 
-class ToolResultBlock(Block, frozen=True, kw_only=True, tag="tool_result"):
+class ToolResultBlock(Replayed, frozen=True, kw_only=True, tag_field="type", tag="tool_result"):
     tool_use_id: str
     content: str | list[TextBlock | ImageBlock] | None = None
     is_error: bool | None = None
 
 
-class ThinkingBlock(Block, frozen=True, kw_only=True, tag="thinking"):
+class ThinkingBlock(Replayed, frozen=True, kw_only=True, tag_field="type", tag="thinking"):
     thinking: str
     signature: str | None = None
 
@@ -55,7 +47,7 @@ class ThinkingBlock(Block, frozen=True, kw_only=True, tag="thinking"):
 AnyBlock = TextBlock | ImageBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock
 
 
-class Message(Body, frozen=True, kw_only=True):
+class Message(Replayed, frozen=True, kw_only=True):
     role: Literal["user", "assistant"]
     content: str | list[AnyBlock]
 

@@ -30,11 +30,10 @@ class InputText(Replayed, frozen=True, kw_only=True, tag_field="type", tag="inpu
     text: str
 
 
-class InputImage(Body, frozen=True, kw_only=True, tag_field="type", tag="input_image"):
+class InputImage(Replayed, frozen=True, kw_only=True, tag_field="type", tag="input_image"):
     image_url: str
     detail: Literal["auto", "low", "high"] | None = None
     file_id: None = None
-    cache_control: Any = None
 
 
 class OutputText(Replayed, frozen=True, kw_only=True, tag_field="type", tag="output_text"):

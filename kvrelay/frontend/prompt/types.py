@@ -52,18 +52,17 @@ class RefusalPart(Replayed, frozen=True, kw_only=True, tag_field="type", tag="re
     refusal: str
 
 
-class ImageUrl(Body, frozen=True, kw_only=True):
+class ImageUrl(Replayed, frozen=True, kw_only=True):
     url: str
     detail: Literal["auto", "low", "high"] | None = None
 
 
-class ImagePart(Body, frozen=True, kw_only=True, tag_field="type", tag="image_url"):
+class ImagePart(Replayed, frozen=True, kw_only=True, tag_field="type", tag="image_url"):
     """The bounds are beside the URL, as in Qwen's own API."""
 
     image_url: ImageUrl
     min_pixels: Positive | None = None
     max_pixels: Positive | None = None
-    cache_control: Any = None  # Anthropic's hint: prompts are cached anyway
 
 
 class CalledFunction(Replayed, frozen=True, kw_only=True):
