@@ -120,6 +120,23 @@ async def test_a_prompt_beside_a_parent_that_is_gone_is_computed_instead(path: s
     assert 'kvrelay_continuations_total{source="prompt"} 1.0' in metrics.render().decode()
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "prompt", "field"),
+    [
+        (COMPLETIONS, {"prompt": "x " * 600}, "prompt"),
+        (CHAT, {"messages": [{"role": "user", "content": "x " * 600}]}, "messages"),
+    ],
+)
+async def test_of_what_is_too_long_the_field_is_named(path: str, prompt: dict[str, Any], field: str, stream: bool) -> None:
+    async with http_client(make_app(fake_backend(ANSWER))) as client:
+        await post(client, COMPLETIONS, prompt=PROMPT, request_id="known")
+        suffix = {"continuation_suffix": "x " * 600, "stream": stream}
+        for handle, blamed in (("gone", field), ("known", "continuation_of")):
+            error = await post(client, path, 400, continuation_of=handle, **suffix, **prompt)
+            assert (error["param"], error["code"]) == (blamed, "context_length_exceeded")
+
+
 @pytest.mark.parametrize(("path", "prompt"), [(COMPLETIONS, {"prompt": ""}), (CHAT, {"messages": []}), (CHAT, {})])
 async def test_an_empty_prompt_does_not_stand_for_a_parent_that_is_gone(path: str, prompt: dict[str, Any]) -> None:
     async with http_client(make_app(fake_backend(ANSWER))) as client:

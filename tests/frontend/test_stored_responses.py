@@ -13,6 +13,7 @@ from kvrelay.config import RouterOptions
 from kvrelay.frontend.fake_backend import FakeBackend
 from kvrelay.metrics import Metrics
 from kvrelay.router.continuations import Continuations
+from kvrelay.wire.registry import Adapter
 from tests.frontend.serving import (
     EOS,
     MODEL,
@@ -48,7 +49,6 @@ async def test_a_stored_response_is_had_again_until_it_is_deleted() -> None:
         assert made["store"] is True
         path = f"/v1/responses/{made['id']}"
         assert (await client.get(path)).json() == made
-        assert (await client.get(f"{path}?stream=true")).status_code == 400
         assert (await client.delete(path)).json() == {"id": made["id"], "object": "response", "deleted": True}
         assert len(backend.released) == 1
         for method in ("GET", "DELETE"):
@@ -56,6 +56,23 @@ async def test_a_stored_response_is_had_again_until_it_is_deleted() -> None:
             assert (answer.status_code, answer.json()["error"]["code"]) == (404, "response_not_found")
         error = await respond(client, 400, previous_response_id=made["id"])
         assert (error["param"], error["code"]) == ("previous_response_id", "previous_response_not_found")
+
+
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [
+        ("stream=true", "stream"),
+        ("include[]=message.output_text.logprobs", "include"),
+        ("starting_after=3&x", "starting_after"),
+    ],
+)
+async def test_a_query_parameter_of_a_stored_response_is_refused_by_name(query: str, param: str) -> None:
+    async with http_client(make_app(fake_backend(ANSWER))) as client:
+        made = await respond(client)
+        answer = await client.get(f"/v1/responses/{made['id']}?{query}")
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"], error["code"]) == (400, param, "unsupported_parameter")
+        assert error["message"].startswith(param)
 
 
 async def test_what_is_not_stored_cannot_be_had() -> None:
@@ -96,6 +113,40 @@ async def test_the_next_response_continues_from_the_kv_of_the_one_before(stream:
         assert third["kvrelay"]["continuation"]["computed_tokens"] < 30
         assert third["previous_response_id"] == third_id
         assert len(backend.submitted[2].prompt) > len(child.prompt)
+
+
+async def test_without_store_the_next_response_continues_from_tokens_whose_kv_was_not_kept() -> None:
+    backend = fake_backend(ANSWER)
+    async with http_client(make_app(backend)) as client:
+        first = await respond(client)
+        assert first["store"] is True
+        assert (await client.get("/v1/continuations")).json()["data"] == []
+        second = await respond(client, input="and then?", previous_response_id=first["id"])
+        parent, child = backend.submitted
+        assert (parent.keep, child.keep is None) == (None, False)
+        given = [*parent.prompt, *says(ANSWER), EOS]
+        assert list(child.prompt)[: len(given)] == given
+        assert prompt_of(backend) == rendered([("user", "hello"), ("assistant", ANSWER), ("user", "and then?")])
+        assert second["output"][0]["content"][0]["text"] == ANSWER
+        told = second["kvrelay"]["continuation"]
+        assert (told["source"], told["inherited_tokens"]) == ("prefill", 0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("before", "after"), [(MODEL, "sql"), ("sql", MODEL), ("sql", "poems")])
+async def test_with_another_adapter_the_conversation_is_rendered_anew(stream: bool, before: str, after: str) -> None:
+    backend = fake_backend(ANSWER)
+    backend.adapters = {name: Adapter(name=name, digest=f"of-{name}", path="/x") for name in ("sql", "poems")}
+    async with http_client(make_app(backend)) as client:
+        first = await respond(client, store=True, model=before)
+        fields = {"input": "and then?", "previous_response_id": first["id"], "model": after}
+        second = await client.post("/v1/responses", json={**fields, "stream": stream})
+        assert second.status_code == 200, second.text
+        assert "x-kvrelay-continued" not in second.headers
+        assert ANSWER in second.text
+        child = backend.submitted[1]
+        assert (child.adapter, child.parent) == ("" if after == MODEL else f"of-{after}", None)
+        assert prompt_of(backend) == rendered([("user", "hello"), ("assistant", ANSWER), ("user", "and then?")])
 
 
 def rendered(messages: list[tuple[str, str]]) -> str:

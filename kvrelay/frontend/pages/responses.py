@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Literal
+from urllib.parse import parse_qsl
 
 import msgspec
 
@@ -21,8 +22,9 @@ class ResponseDeleted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def one_response(service: Service, call: Call) -> None:
-    if call.scope["query_string"]:
-        raise InvalidRequestError("a stored response takes no query parameters", param="stream")
+    for name, _ in parse_qsl(call.scope["query_string"].decode("latin-1"), keep_blank_values=True):
+        param = name[:100].partition("[")[0]  # of a list, such as include[]
+        raise InvalidRequestError(f"{param} is not supported for a stored response", param=param, code="unsupported_parameter")
     await call.answer(200, (await _stored(service, call)).body, [JSON_TYPE])
 
 

@@ -55,7 +55,8 @@ async def prepare_completion(service: Service, call: Call, request: CompletionRe
         raise InvalidRequestError(f"prompts times choices must be at most {_MAX_CHOICES}", param="prompt")
     if request.truncate_prompt_tokens is not None:
         prompts = [tokens[-request.truncate_prompt_tokens :] for tokens in prompts]
-    params = [_params(service, request, tokens, best_of, grammar) for tokens in prompts]
+    prompt_field = "continuation_of" if isinstance(origin, Origin) else "prompt"
+    params = [_params(service, request, tokens, best_of, grammar, prompt_field) for tokens in prompts]
     return CompletionPlan(
         request=request,
         work=Work(request, prompts, params, seconds, origin, origin.parent.images if isinstance(origin, Origin) else ()),
@@ -85,11 +86,15 @@ def _check_combinations(request: CompletionRequest, choices: int, best_of: int) 
 
 
 def _params(
-    service: Service, request: CompletionRequest, tokens: list[int], best_of: int, grammar: Grammar | None
+    service: Service,
+    request: CompletionRequest,
+    tokens: list[int],
+    best_of: int,
+    grammar: Grammar | None,
+    prompt_field: str,
 ) -> SamplingParams:
     requested = 1 if request.max_tokens == 0 else request.max_tokens
     ranked = best_of > (request.n or 1)
-    prompt_field = "prompt" if request.continuation_of is None else "continuation_of"
     shown = [count for count in (request.prompt_logprobs, request.logprobs if request.echo else None) if count is not None]
     return sampling_params(
         service,

@@ -61,7 +61,8 @@ async def prepare_conversation(
     else:
         text, tokens, images = await _prompt(service, request, tools)
         opened = reasons and text.rstrip().endswith("<think>")
-    params = _params(service, request, tokens, shape, tools)
+    prompt_field = "continuation_of" if isinstance(found, Origin) and origin is None else "messages"
+    params = _params(service, request, tokens, shape, tools, prompt_field)
     return Conversation(
         work=Work(request, [tokens], [params], seconds, found, images),
         tools=tools,
@@ -133,12 +134,11 @@ def _left_open(service: Service, tokens: list[int]) -> bool:
 
 
 def _params(
-    service: Service, request: ChatRequest, tokens: list[int], grammar: Grammar | None, tools: ToolPlan
+    service: Service, request: ChatRequest, tokens: list[int], grammar: Grammar | None, tools: ToolPlan, prompt_field: str
 ) -> SamplingParams:
     field = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
     requested = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     check_stream(request)
-    prompt_field = "messages" if request.continuation_of is None else "continuation_of"
     return sampling_params(
         service,
         request,

@@ -82,6 +82,8 @@ async def origin_after(
 ) -> Origin | None:
     """None: the prompt does not begin with the tokens of the previous response. `wanted` is the whole conversation."""
     tokens, added = list(previous.parent.tokens), input_messages(request)
+    if previous.parent.adapter != service.adapter_of(request.model):  # KV of another adapter
+        return None
     if previous.stored.head != head_of(request) or has_images(added):
         return None
     assert wanted.messages is not None
