@@ -19,7 +19,7 @@ from scratch import scratch_folder
 
 from kvrelay.config import RouterOptions
 from kvrelay.errors import InvalidRequestError
-from kvrelay.frontend.app import create_app
+from kvrelay.frontend.app import FrontEnd, create_app
 from kvrelay.frontend.fake_backend import FakeBackend
 from kvrelay.frontend.prompt import media as media_module
 from kvrelay.frontend.prompt.images import Part
@@ -123,11 +123,16 @@ def check_request(request: GenerateRequest) -> None:
     assert sum(map(is_placeholder, prompt)) == sum(image.num_tokens for image in request.images)
 
 
+def image_app(backend: FakeBackend, **options: Any) -> FrontEnd:
+    return create_app(
+        backend, tokenizer(), metrics=Metrics(), options=RouterOptions(**options), model="tiny", image_spec=spec()
+    )
+
+
 @contextlib.asynccontextmanager
 async def serving(**options: Any) -> AsyncIterator[Server]:
     backend = fake_backend("fine", max_model_len=8192)
-    app = create_app(backend, tokenizer(), metrics=Metrics(), options=RouterOptions(**options), model="tiny", image_spec=spec())
-    async with http_client(app) as client:
+    async with http_client(image_app(backend, **options)) as client:
         yield Server(backend, client)
     assert backend.num_open == 0
 
@@ -270,6 +275,25 @@ async def test_responses_take_images() -> None:
         assert (blamed, reason) == ("input[1].content[0]", "input[1].content[0]: not a JPEG, PNG, WebP or GIF file")
         blamed, _ = await server.refused(path="/v1/responses", input=[{**message, "role": "developer"}])
         assert blamed == "input[0].content[1]"
+
+
+async def test_a_stored_response_has_the_images_of_its_turns() -> None:
+    seen, more = ({"type": "input_image", "image_url": data_url(png(size, 64))} for size in (96, 64))
+    look = {"role": "user", "content": [{"type": "input_text", "text": "look"}, seen]}
+    async with serving() as server:
+        answer = await server.post(path="/v1/responses", input=[look], store=True)
+        usual = {"path": "/v1/responses", "previous_response_id": answer.json()["id"]}
+        first = server.backend.submitted[0]
+        again = await server.submitted(input="again?", **usual)
+        assert again.parent is not None
+        assert list(again.prompt)[: len(first.prompt)] == list(first.prompt)
+        assert again.images == first.images
+        anew = await server.submitted(input=[{"role": "user", "content": [more]}], **usual)
+        assert anew.parent is None
+        assert anew.images[:1] == first.images
+        assert [image.data for image in anew.images] == [png(96, 64), png(64, 64)]
+        other = await server.submitted(input="again?", instructions="be brief", **usual)
+        assert [image.digest for image in other.images] == [image.digest for image in first.images]
 
 
 async def test_prompt_token_ids_are_those_of_the_tokenizer() -> None:

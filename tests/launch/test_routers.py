@@ -41,17 +41,25 @@ class Line:
     def get(self, path: str) -> Any:
         return json.loads(self.text(path))
 
-    def text(self, path: str) -> str:
-        self._connection.request("GET", path)
+    def text(self, path: str, method: str = "GET") -> str:
+        self._connection.request(method, path)
         return self._connection.getresponse().read().decode()
 
     def send(self, body: dict[str, Any]) -> http.client.HTTPResponse:
-        said = json.dumps({"temperature": 0, "ignore_eos": True} | body)
-        self._connection.request("POST", "/v1/completions", said, {"content-type": "application/json"})
+        return self._post("/v1/completions", {"temperature": 0, "ignore_eos": True} | body)
+
+    def _post(self, path: str, body: dict[str, Any]) -> http.client.HTTPResponse:
+        self._connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
         return self._connection.getresponse()
 
     def complete(self, **body: Any) -> dict[str, Any]:
         response = self.send(body)
+        answer: dict[str, Any] = json.loads(response.read())
+        assert response.status == 200, answer
+        return answer
+
+    def respond(self, **body: Any) -> dict[str, Any]:
+        response = self._post("/v1/responses", {"temperature": 0, "max_output_tokens": 4} | body)
         answer: dict[str, Any] = json.loads(response.read())
         assert response.status == 200, answer
         return answer
@@ -140,6 +148,24 @@ def test_what_one_has_served_the_other_continues(server: Server) -> None:
     assert first.get("/requests/unknown")["error"]["code"] == "request_not_found"
     first.close()
     second.close()
+
+
+def test_a_response_that_one_has_stored_the_other_shows_continues_and_deletes(server: Server) -> None:
+    first = Line(server)
+    second = line_to(server, lambda router: router != first.router)
+    made = first.respond(input="The quick", store=True)
+    path = f"/v1/responses/{made['id']}"
+    until(lambda: second.get(path) == made)
+    for line in (first, second):
+        until(lambda line=line: line.get(f"/v1/continuations/{made['id']}").get("state") == "held")  # type: ignore[misc]
+    after = {"input": "and then?", "previous_response_id": made["id"]}
+    here, there = (line.respond(**after, store=False) for line in (first, second))
+    assert here["output"][0]["content"] == there["output"][0]["content"]
+    assert {one["kvrelay"]["continuation"]["source"] for one in (here, there)} == {"lease"}
+    assert json.loads(second.text(path, "DELETE"))["deleted"] is True
+    for line in (second, first):
+        until(lambda line=line: line.get(path).get("error", {}).get("code") == "response_not_found")  # type: ignore[misc]
+        line.close()
 
 
 def test_a_router_that_is_killed_is_replaced_and_its_requests_are_aborted(server: Server) -> None:
