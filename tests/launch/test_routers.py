@@ -168,6 +168,21 @@ def test_a_response_that_one_has_stored_the_other_shows_continues_and_deletes(se
         line.close()
 
 
+def test_what_continues_from_a_response_is_the_same_whether_its_kv_was_kept(server: Server) -> None:
+    line = Line(server)
+    found = []
+    for fields in ({"store": True}, {}):
+        made = line.respond(input="Of two responses", **fields)
+        child = line.respond(input="and then?", previous_response_id=made["id"], store=False)
+        found.append(
+            (child["kvrelay"]["continuation"]["source"], child["output"][0]["content"], child["usage"]["input_tokens"])
+        )
+    (kept, *answer), (unkept, *same) = found
+    assert (kept, unkept) == ("lease", "prefix_cache")
+    assert answer == same
+    line.close()
+
+
 def test_a_router_that_is_killed_is_replaced_and_its_requests_are_aborted(server: Server) -> None:
     victim = Line(server)
     other = line_to(server, lambda router: router != victim.router)
