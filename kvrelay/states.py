@@ -71,6 +71,16 @@ class ProducerState(enum.StrEnum):
     FAILED = "failed"  # over without success; nothing is held
 
 
+class PromptState(enum.StrEnum):
+    """Of a prompt that is handed on, where vLLM computes it (worker/vllm/sending.py)."""
+
+    QUEUED = "queued"  # to be computed, for the first time or again
+    LENT = "lent"  # the pass that ends it runs, and the relay has its blocks
+    OFFERED = "offered"  # computed, and its first tokens told
+    ASKED = "asked"  # the same; its peer was asked to do without the blocks for now
+    SET_ASIDE = "set_aside"  # its blocks were given back to the cache
+
+
 class ConsumerState(enum.StrEnum):
     """Of a transfer of KV, on the side that needs it."""
 
@@ -213,6 +223,14 @@ PRODUCER_EDGES: Mapping[ProducerState, frozenset[ProducerState]] = {
     ProducerState.FAILED: frozenset(),
 }
 
+PROMPT_EDGES: Mapping[PromptState, frozenset[PromptState]] = {
+    PromptState.QUEUED: frozenset({PromptState.LENT}),
+    PromptState.LENT: frozenset({PromptState.OFFERED}),
+    PromptState.OFFERED: frozenset({PromptState.ASKED}),
+    PromptState.ASKED: frozenset({PromptState.SET_ASIDE}),
+    PromptState.SET_ASIDE: frozenset({PromptState.QUEUED}),
+}
+
 CONSUMER_EDGES: Mapping[ConsumerState, frozenset[ConsumerState]] = {
     ConsumerState.QUEUED: frozenset({ConsumerState.STARTING, ConsumerState.DONE, ConsumerState.DRAINING}),
     ConsumerState.STARTING: frozenset({ConsumerState.RESERVED, ConsumerState.DONE, ConsumerState.DRAINING}),
@@ -290,6 +308,7 @@ S = TypeVar(
     RequestState,
     KVState,
     ProducerState,
+    PromptState,
     ConsumerState,
     EmbeddingState,
     RoundState,

@@ -131,7 +131,7 @@ def state_machines() -> str:
     source = pathlib.Path(states.__file__).read_text(encoding="utf-8")
     edges = [table for name, table in vars(states).items() if name.endswith("_EDGES")]
     for machine in _enums():
-        following = next((table for table in edges if set(table) & set(machine)), None)
+        following = next((table for table in edges if isinstance(next(iter(table)), machine)), None)
         lines += ["", f"## {machine.__name__}", "", _text(machine), ""]
         heading = ["state", "is"] + (["may become"] if following is not None else [])
         lines += [f"| {' | '.join(heading)} |", "|" + "---|" * len(heading)]

@@ -56,7 +56,7 @@ class Worker:
         self.finished: dict[tuple[RequestId, int], FinishReason] = {}
         self.failed: dict[RequestId, Failure] = {}
         self.handed_over: set[RequestId] = set()
-        self.timed: set[RequestId] = set()
+        self.timed: list[RequestId] = []
 
     def step(self) -> None:
         step = self.engine.step()
@@ -68,7 +68,7 @@ class Worker:
                 self.finished[key] = output.finish
         self.failed |= {failure.request_id: failure for failure in of_kind(Failure, step.news)}
         self.handed_over |= {news.request_id for news in of_kind(HandedOver, step.news)}
-        self.timed |= {news.request_id for news in of_kind(LegTimes, step.news)}
+        self.timed += [news.request_id for news in of_kind(LegTimes, step.news)]
 
     def text(self, request_id: RequestId, sample: int = 0) -> list[int]:
         return [token for _, token in sorted(self.tokens[request_id, sample].items())]
@@ -103,6 +103,13 @@ class Pair:
                 worker.step()
             if not busy:
                 time.sleep(0.001)
+
+    def prefill_waits(self, until: Callable[[], object]) -> None:
+        """The decode worker does nothing meanwhile."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not until():
+            assert time.monotonic() < deadline, "waited in vain"
+            self.prefill.step()
 
     def close(self) -> None:
         """Nothing is left, on either side."""
@@ -241,12 +248,27 @@ def test_a_prefill_worker_without_room_sets_prompts_aside(mode: Mode) -> None:
     pair = Pair(mode, prefill_blocks=20, decode_blocks=200)
     prompts = [[number, *range(100, 130)] for number in range(1, 6)]
     submits = [pair.submit(prompt) for prompt in prompts]
-    deadline = time.monotonic() + PATIENCE_S
-    while len([key for key in pair.prefill.tokens if pair.prefill.text(key[0])]) < len(prompts):
-        assert time.monotonic() < deadline
-        pair.prefill.step()
+    pair.prefill_waits(lambda: len([key for key in pair.prefill.tokens if pair.prefill.text(key[0])]) == len(prompts))
     pair.run(lambda: all((submit.request_id, 0) in pair.decode.finished for submit in submits))
     assert [pair.decode.text(submit.request_id) for submit in submits] == [alone(prompt) for prompt in prompts]
+    pair.close()
+
+
+def test_a_prompt_that_is_computed_again_and_aborted_ends_once(mode: Mode) -> None:
+    pair = Pair(mode)
+    submit = pair.submit(list(range(1, 30)))
+    pair.prefill_waits(lambda: pair.prefill.text(pair.twin.request_id))
+    sending = pair.prefill.core.hooks
+    assert isinstance(sending, Sending)
+    sending.make_room()
+    pair.prefill_waits(lambda: not pair.prefill.engine.load().blocks.sending)
+    while pair.twin.request_id not in pair.prefill.engine.book.opens:
+        pair.decode.step()
+        sending.poll()
+        time.sleep(0.001)
+    pair.prefill.engine.abort([pair.twin.request_id])
+    pair.run(lambda: submit.request_id in pair.decode.failed)
+    assert pair.prefill.timed.count(pair.twin.request_id) == 1
     pair.close()
 
 

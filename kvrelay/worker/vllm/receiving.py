@@ -10,7 +10,6 @@ freed       (poll) blocks of a transfer that failed or was aborted are safe agai
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,7 +18,7 @@ from kvrelay.engine.movers import Arrival, Consumer
 from kvrelay.errors import HandOverError, RequestError
 from kvrelay.ids import RequestId
 from kvrelay.log import Log
-from kvrelay.states import Stage
+from kvrelay.states import CONSUMER_EDGES, ConsumerState, Stage, advance
 from kvrelay.wire.serving import FirstToken
 from kvrelay.worker.vllm.book import Book
 from kvrelay.worker.vllm.requests import Open, Sample
@@ -28,18 +27,15 @@ from kvrelay.worker.vllm.seam import CoreOutput, Hooks
 log = Log("relay")
 
 
-class _State(enum.Enum):
-    EXPECTED = enum.auto()  # the peer has not begun
-    QUEUED = enum.auto()  # in the core, without blocks
-    RESERVED = enum.auto()  # its blocks may be written by the peer
-
-
 @dataclass(slots=True, eq=False)
 class _Take:
     open: Open
-    state: _State = _State.EXPECTED
-    sequence_id: str = ""
+    state: ConsumerState = ConsumerState.QUEUED
+    sequence_id: str = ""  # in the core, from STARTING on
     num_reserved: int = 0  # blocks
+
+    def advance(self, state: ConsumerState) -> None:
+        self.state = advance(CONSUMER_EDGES, self.state, state)
 
 
 class Receiving(Hooks):
@@ -81,7 +77,7 @@ class Receiving(Hooks):
         news = self._consumer.poll()
         for request_id in news.started:
             take = self._takes.get(request_id)
-            if take is not None and take.state is _State.EXPECTED:
+            if take is not None and take.state is ConsumerState.QUEUED:
                 self._queue(take)
         for request_id in news.freed:
             if (take := self._quarantined.pop(request_id, None)) is not None:
@@ -96,11 +92,11 @@ class Receiving(Hooks):
 
     @property
     def num_waiting(self) -> int:
-        return sum(take.state is _State.EXPECTED for take in self._takes.values())
+        return sum(take.state is ConsumerState.QUEUED for take in self._takes.values())
 
     @property
     def num_transferring(self) -> int:
-        return sum(take.state is _State.RESERVED for take in self._takes.values())
+        return sum(take.state is ConsumerState.RESERVED for take in self._takes.values())
 
     @property
     def num_blocked(self) -> int:
@@ -129,7 +125,8 @@ class Receiving(Hooks):
             self._book.fail(take.open, error)
             self.abort(take.open.id)
             return
-        take.state, take.sequence_id = _State.QUEUED, request.id
+        take.advance(ConsumerState.STARTING)
+        take.sequence_id = request.id
         self._by_sequence[request.id] = take
         self._book.sequences[request.id] = (take.open, sample)
 
@@ -193,10 +190,10 @@ class Receiving(Hooks):
     def _drop(self, take: _Take) -> None:
         request_id = take.open.id
         self._by_sequence.pop(take.sequence_id, None)
-        if take.state is not _State.EXPECTED:
+        if take.state is not ConsumerState.QUEUED:
             self._book.sequences.pop(take.sequence_id, None)
             self._book.core.abort([take.sequence_id])
-        if take.state is _State.RESERVED:
+        if take.state is ConsumerState.RESERVED:
             if request_id in self._freed:
                 self._book.core.received(take.sequence_id)
             else:
@@ -207,11 +204,12 @@ class Receiving(Hooks):
 
     def wanted(self, sequence_id: str, num_cached: int) -> int:
         take = self._by_sequence.get(sequence_id)
-        return 0 if take is None or take.state is not _State.QUEUED else len(take.open.common) - num_cached
+        return 0 if take is None or take.state is not ConsumerState.STARTING else len(take.open.common) - num_cached
 
     def allocated(self, sequence_id: str, blocks: Sequence[int], num_cached: int, fence: Fence) -> None:
         take = self._by_sequence[sequence_id]
         first, last = num_cached // self._book.core.block_size, self._num_blocks(take.open)
-        take.state, take.num_reserved = _State.RESERVED, last - first
+        take.advance(ConsumerState.RESERVED)
+        take.num_reserved = last - first
         take.open.stages.enter(Stage.TRANSFER)
         self._consumer.reserve(take.open.id, list(blocks[first:last]), first, fence)

@@ -18,13 +18,16 @@ from kvrelay.engine.movers import Producer
 from kvrelay.errors import UnavailableError
 from kvrelay.ids import RequestId
 from kvrelay.log import Log
-from kvrelay.states import FreeReason, Stage
+from kvrelay.states import PROMPT_EDGES, FreeReason, PromptState, Stage, advance
 from kvrelay.wire.serving import FirstToken, HandedOver
 from kvrelay.worker.vllm.book import Book, PromptLogprobs
 from kvrelay.worker.vllm.requests import Open, Sample
 from kvrelay.worker.vllm.seam import CoreOutput, Hooks, Pass
 
 log = Log("relay")
+
+_COMPUTED = frozenset({PromptState.OFFERED, PromptState.ASKED, PromptState.SET_ASIDE})  # its request has left the book
+_LENT = frozenset({PromptState.LENT, PromptState.OFFERED, PromptState.ASKED})  # the relay has its blocks
 
 
 @dataclass(slots=True, eq=False)
@@ -34,9 +37,10 @@ class _Prompt:
     open: Open
     carrier: Sample
     first_tokens: dict[int, FirstToken] = field(default_factory=dict)
-    is_lent: bool = False  # the relay has its blocks
-    is_done: bool = False  # computed, and its first tokens told
-    is_set_aside: bool = False
+    state: PromptState = PromptState.QUEUED
+
+    def advance(self, state: PromptState) -> None:
+        self.state = advance(PROMPT_EDGES, self.state, state)
 
 
 class Sending(Hooks):
@@ -76,7 +80,7 @@ class Sending(Hooks):
         if not output.tokens:
             return True
         self._book.sequences.pop(output.id, None)
-        if not prompt.is_set_aside:
+        if sample.number not in prompt.first_tokens:
             self._tell_first(prompt, sample, output, told)
         if sample is prompt.carrier:
             self._finish(prompt)
@@ -90,9 +94,9 @@ class Sending(Hooks):
         if prompt is None:
             return
         self._carriers.pop(prompt.carrier.sequence_id, None)
-        if prompt.is_lent:
+        if prompt.state in _LENT:
             self._leaving[request_id] = prompt.carrier.sequence_id
-        if prompt.is_done:
+        if prompt.state in _COMPUTED:
             self._book.tell_over(prompt.open, FreeReason.ABORTED)
         self._producer.abort(request_id)
 
@@ -104,8 +108,11 @@ class Sending(Hooks):
         reasons = dict(news.failed)
         for request_id in news.set_aside:
             self._give_back(request_id)
+            if (prompt := self._prompts.get(request_id)) is not None:
+                prompt.advance(PromptState.SET_ASIDE)
         for request_id in news.restart:
             if (prompt := self._prompts.get(request_id)) is not None:
+                prompt.advance(PromptState.QUEUED)
                 self._book.opens[request_id] = prompt.open
                 self._carry(prompt)
         for request_id in news.released:
@@ -117,8 +124,8 @@ class Sending(Hooks):
     def make_room(self) -> None:
         """Asks the peer of the oldest computed prompt to do without its blocks for now."""
         for request_id, prompt in self._prompts.items():
-            if prompt.is_done and prompt.is_lent and not prompt.is_set_aside:
-                prompt.is_set_aside = True
+            if prompt.state is PromptState.OFFERED:
+                prompt.advance(PromptState.ASKED)
                 self._producer.set_aside(request_id)
                 return
 
@@ -128,7 +135,7 @@ class Sending(Hooks):
 
     @property
     def num_transferring(self) -> int:
-        return sum(prompt.is_done for prompt in self._prompts.values())
+        return sum(prompt.state in _COMPUTED for prompt in self._prompts.values())
 
     @property
     def num_blocked(self) -> int:
@@ -137,17 +144,14 @@ class Sending(Hooks):
 
     @property
     def holds_blocks(self) -> bool:
-        return bool(self._leaving) or any(prompt.is_done for prompt in self._prompts.values())
-
-    def blocks_of(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._book.core.block_size)
+        return bool(self._leaving) or bool(self.num_transferring)
 
     def counts(self) -> tuple[int, int, int]:
         """Blocks that are reserved for a peer's KV, held for a peer, and in quarantine."""
-        return 0, sum(self._num_blocks(prompt.open) for prompt in self._prompts.values() if prompt.is_lent), 0
+        return 0, sum(self._num_blocks(prompt.open) for prompt in self._prompts.values() if prompt.state in _LENT), 0
 
     def _num_blocks(self, open_: Open) -> int:
-        return self.blocks_of(len(open_.common))
+        return -(-len(open_.common) // self._book.core.block_size)
 
     def _carry(self, prompt: _Prompt) -> None:
         self._book.run(prompt.open, prompt.carrier, most=1)
@@ -165,7 +169,7 @@ class Sending(Hooks):
         self._book.tell(open_, sample, [token], finish, output.logprobs, told)
 
     def _finish(self, prompt: _Prompt) -> None:
-        prompt.is_done, prompt.is_set_aside = True, False
+        prompt.advance(PromptState.OFFERED)
         self._book.opens.pop(prompt.open.id, None)
         prompt.open.stages.enter(Stage.HAND_OVER)
         self._producer.finish(prompt.open.id, [prompt.first_tokens[number] for number in sorted(prompt.first_tokens)])
@@ -175,8 +179,7 @@ class Sending(Hooks):
         leaving = self._leaving.pop(request_id, None)
         if leaving is not None:
             self._book.core.sent(leaving)
-        elif prompt is not None and prompt.is_lent:
-            prompt.is_lent = False
+        elif prompt is not None and prompt.state in _LENT:
             self._book.core.sent(prompt.carrier.sequence_id)
 
     def _released(self, prompt: _Prompt, reason: str, sent_bytes: int) -> None:
@@ -204,7 +207,7 @@ class Sending(Hooks):
             prompt = self._carriers.get(one.id)
             if prompt is not None:
                 num_blocks = self._num_blocks(prompt.open)
-                prompt.is_lent = True
+                prompt.advance(PromptState.LENT)
                 before = one.num_computed // self._book.core.block_size
                 self._producer.start(prompt.open.id, list(one.blocks[:num_blocks]), before, fence)
                 prompt.open.stages.enter(Stage.PREFILL)
@@ -225,4 +228,4 @@ class Sending(Hooks):
 
     def holds(self, sequence_id: str) -> bool:
         prompt = self._carriers.get(sequence_id)
-        return prompt is not None and prompt.is_lent
+        return prompt is not None and prompt.state in _LENT
