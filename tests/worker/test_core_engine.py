@@ -290,6 +290,7 @@ def test_a_lost_producer_ends_the_hand_over(pair: Pair) -> None:
         ("logprob_token_ids", {"params": msgspec.structs.replace(GREEDY, logprobs=1, logprob_token_ids=[1])}),
         ("prompt", {"prompt": [10_000]}),
         ("prompt", {"prompt": []}),
+        ("resume", {"resume": [Resumed(0, [10_000])]}),
         ("n", {"params": msgspec.structs.replace(GREEDY, n=9)}),
     ],
 )

@@ -56,16 +56,15 @@ class Limits:
 
     def check(self, submit: Submit, *, num_waiting: int, draining: bool) -> None:
         """Raises the RequestError that answers a request which cannot be served."""
-        if draining:
-            raise UnavailableError("the worker is draining and takes no new requests")
-        if num_waiting >= self.options.max_queue and submit.attempt == 0:
-            raise QueueFullError(f"the worker's queue is full ({self.options.max_queue} requests wait)")
-        self._check_role(submit)
+        check_taken(submit, draining=draining, num_waiting=num_waiting, max_queue=self.options.max_queue)
+        check_transfer(submit, self.worker_id, hands_on=self.hands_on, takes_over=self.takes_over)
         self.adapter_of(submit)
         submit.params.validate()
-        self._check_prompt(submit)
-        self._check_params(submit)
-        self._check_resume(submit)
+        vocab_size, max_model_len = self.model.vocab_size, self.model.max_model_len
+        text = self._without_images(submit) if submit.prompt and submit.images else submit.prompt
+        check_prompt(submit.prompt, text, vocab_size=vocab_size, max_model_len=max_model_len)
+        check_params(submit.params, vocab_size=vocab_size, max_batch=self.options.max_batch)
+        check_resume(submit, vocab_size=vocab_size, max_model_len=max_model_len)
         self._check_beam(submit)
         self._check_continuation(submit)
 
@@ -77,20 +76,6 @@ class Limits:
         if adapter is None:
             raise UnavailableError(f"worker {self.worker_id} does not have the LoRA adapter {submit.adapter}")
         return adapter
-
-    def _check_prompt(self, submit: Submit) -> None:
-        prompt = submit.prompt
-        if not prompt:
-            raise InvalidRequestError("the prompt is empty", param="prompt")
-        text = self._without_images(submit) if submit.images else prompt
-        if not tokens_below(text, self.model.vocab_size):
-            raise InvalidRequestError(f"token ids must be from 0 to {self.model.vocab_size - 1}", param="prompt")
-        if len(prompt) >= self.model.max_model_len:
-            raise InvalidRequestError(
-                f"the prompt has {len(prompt)} tokens; with at least one new token that is more than the limit of"
-                f" {self.model.max_model_len}",
-                param="prompt",
-            )
 
     def _without_images(self, submit: Submit) -> list[int]:
         """The prompt's text tokens. Images must be where the request says, one after the other, and stand for themselves."""
@@ -108,39 +93,6 @@ class Limits:
         if end == len(submit.prompt):
             raise InvalidRequestError("the prompt must go on after its last image", param="images")
         return text + submit.prompt[end:]
-
-    def _check_params(self, submit: Submit) -> None:
-        params = submit.params
-        if params.n > self.options.max_batch:
-            raise InvalidRequestError(f"n must be at most {self.options.max_batch}, the size of a batch", param="n")
-        named = {
-            "stop_token_ids": params.stop_token_ids,
-            "logit_bias": list(params.logit_bias),
-            "allowed_token_ids": params.allowed_token_ids,
-            "logprob_token_ids": params.logprob_token_ids,
-            "bad_words": [token for word in params.bad_tokens for token in word],
-        }
-        for name, tokens in named.items():
-            outside = [token for token in tokens if not 0 <= token < self.model.vocab_size]
-            if outside:
-                raise InvalidRequestError(
-                    f"token ids must be from 0 to {self.model.vocab_size - 1}, not {outside[0]}", param=name
-                )
-
-    def _check_resume(self, submit: Submit) -> None:
-        params = submit.params
-        samples = [resumed.sample for resumed in submit.resume]
-        if len(set(samples)) < len(samples) or not all(0 <= sample < params.n for sample in samples):
-            raise InvalidRequestError(f"resume must name samples from 0 to {params.n - 1}, each once", param="resume")
-        longest = 0
-        for resumed in submit.resume:
-            if not all(0 <= token < self.model.vocab_size for token in resumed.tokens):
-                raise InvalidRequestError(f"token ids must be from 0 to {self.model.vocab_size - 1}", param="resume")
-            longest = max(longest, len(resumed.tokens))
-        if longest >= params.max_tokens or len(submit.prompt) + longest >= self.model.max_model_len:
-            raise InvalidRequestError(f"a sample of {longest} tokens has no token to come", param="resume")
-        if submit.transfer is not None and len(samples) > 1 and not begins_anew(submit):
-            raise UnavailableError("samples that go on at different tokens cannot be handed over together")
 
     def _check_beam(self, submit: Submit) -> None:
         """A search must be able to reach its end when there is nothing else but kept KV."""
@@ -182,13 +134,67 @@ class Limits:
         if submit.inherit is not None and submit.transfer is not None:
             raise UnavailableError("a continuation runs where its KV is kept, and is not handed over")
 
-    def _check_role(self, submit: Submit) -> None:
-        """What fails here is a mistake of the router."""
-        transfer = submit.transfer
-        if transfer is None:
-            if self.hands_on and submit.params.max_tokens > 1:
-                raise UnavailableError("a prefill worker hands on every request of more than one token, and was not told where")
-            return
-        meant_for = transfer.producer if self.hands_on else transfer.consumer
-        if meant_for != self.worker_id or not (self.hands_on or self.takes_over):
-            raise UnavailableError(f"transfer {transfer.transfer_id} is not for worker {self.worker_id}")
+
+# What holds for every engine
+
+
+def check_taken(submit: Submit, *, draining: bool, num_waiting: int, max_queue: int) -> None:
+    if draining:
+        raise UnavailableError("the worker is draining and takes no new requests")
+    if num_waiting >= max_queue and submit.attempt == 0:
+        raise QueueFullError(f"the worker's queue is full ({max_queue} requests wait)")
+
+
+def check_transfer(submit: Submit, worker_id: WorkerId, *, hands_on: bool, takes_over: bool) -> None:
+    """What fails here is a mistake of the router."""
+    transfer = submit.transfer
+    if transfer is None:
+        if hands_on and submit.params.max_tokens > 1:
+            raise UnavailableError("a prefill worker hands on every request of more than one token, and was not told where")
+        return
+    meant_for = transfer.producer if hands_on else transfer.consumer
+    if meant_for != worker_id or not (hands_on or takes_over):
+        raise UnavailableError(f"transfer {transfer.transfer_id} is not for worker {worker_id}")
+
+
+def check_prompt(prompt: list[int], text: list[int], *, vocab_size: int, max_model_len: int) -> None:
+    """`text` is what of the prompt stands for text."""
+    if not prompt:
+        raise InvalidRequestError("the prompt is empty", param="prompt")
+    if not tokens_below(text, vocab_size):
+        raise InvalidRequestError(f"token ids must be from 0 to {vocab_size - 1}", param="prompt")
+    if len(prompt) >= max_model_len:
+        raise InvalidRequestError(
+            f"the prompt has {len(prompt)} tokens; with at least one new token that is more than the limit of {max_model_len}",
+            param="prompt",
+        )
+
+
+def check_params(params: SamplingParams, *, vocab_size: int, max_batch: int) -> None:
+    if params.n > max_batch:
+        raise InvalidRequestError(f"n must be at most {max_batch}, the size of a batch", param="n")
+    named = {
+        "stop_token_ids": params.stop_token_ids,
+        "logit_bias": list(params.logit_bias),
+        "allowed_token_ids": params.allowed_token_ids,
+        "logprob_token_ids": params.logprob_token_ids,
+        "bad_words": [token for word in params.bad_tokens for token in word],
+    }
+    for name, tokens in named.items():
+        outside = [token for token in tokens if not 0 <= token < vocab_size]
+        if outside:
+            raise InvalidRequestError(f"token ids must be from 0 to {vocab_size - 1}, not {outside[0]}", param=name)
+
+
+def check_resume(submit: Submit, *, vocab_size: int, max_model_len: int) -> None:
+    params = submit.params
+    samples = [resumed.sample for resumed in submit.resume]
+    if len(set(samples)) < len(samples) or not all(0 <= sample < params.n for sample in samples):
+        raise InvalidRequestError(f"resume must name samples from 0 to {params.n - 1}, each once", param="resume")
+    if not all(tokens_below(resumed.tokens, vocab_size) for resumed in submit.resume):
+        raise InvalidRequestError(f"token ids must be from 0 to {vocab_size - 1}", param="resume")
+    longest = max((len(resumed.tokens) for resumed in submit.resume), default=0)
+    if longest >= params.max_tokens or len(submit.prompt) + longest >= max_model_len:
+        raise InvalidRequestError(f"a sample of {longest} tokens has no token to come", param="resume")
+    if submit.transfer is not None and len(samples) > 1 and not begins_anew(submit):
+        raise UnavailableError("samples that go on at different tokens cannot be handed over together")

@@ -7,9 +7,9 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from kvrelay.engine.request import begins_anew
+from kvrelay.engine.requests.admission import check_params, check_prompt, check_resume, check_taken, check_transfer
 from kvrelay.engine.requests.stages import Stages
-from kvrelay.errors import InvalidRequestError, QueueFullError, UnavailableError
+from kvrelay.errors import InvalidRequestError
 from kvrelay.ids import RequestId, WorkerId
 from kvrelay.sampling import SamplingParams
 from kvrelay.states import FinishReason, Role
@@ -106,59 +106,15 @@ class Limits:
     core: Core
 
     def check(self, submit: Submit, *, num_waiting: int, draining: bool) -> None:
-        if draining:
-            raise UnavailableError("the worker is draining and takes no new requests")
-        if num_waiting >= self.max_queue and submit.attempt == 0:
-            raise QueueFullError(f"the worker's queue is full ({self.max_queue} requests wait)")
-        self._check_role(submit)
+        check_taken(submit, draining=draining, num_waiting=num_waiting, max_queue=self.max_queue)
+        hands_on, takes_over = self.role is Role.PREFILL, self.role is Role.DECODE
+        check_transfer(submit, self.worker_id, hands_on=hands_on, takes_over=takes_over)
         for name in _refused(submit):
             raise InvalidRequestError(f"{name}: workers with --engine vllm do not have it (docs/vllm.md)", param=name)
-        self._check_tokens(submit)
-        self._check_resume(submit)
-
-    def _check_role(self, submit: Submit) -> None:
-        """What fails here is a mistake of the router."""
-        transfer = submit.transfer
-        if transfer is None:
-            if self.role is Role.PREFILL and submit.params.max_tokens > 1:
-                raise UnavailableError("a prefill worker hands on every request of more than one token, and was not told where")
-            return
-        meant_for = transfer.producer if self.role is Role.PREFILL else transfer.consumer
-        if self.role is Role.WHOLE or meant_for != self.worker_id:
-            raise UnavailableError(f"transfer {transfer.transfer_id} is not for worker {self.worker_id}")
-
-    def _check_tokens(self, submit: Submit) -> None:
-        params, vocab_size = submit.params, self.core.vocab_size
-        if not submit.prompt:
-            raise InvalidRequestError("the prompt is empty", param="prompt")
-        if len(submit.prompt) >= self.core.max_model_len:
-            raise InvalidRequestError(
-                f"the prompt has {len(submit.prompt)} tokens; with at least one new token that is more than the limit of"
-                f" {self.core.max_model_len}",
-                param="prompt",
-            )
-        if params.n > self.max_batch:
-            raise InvalidRequestError(f"n must be at most {self.max_batch}, the size of a batch", param="n")
-        named = {
-            "prompt": submit.prompt,
-            "stop_token_ids": params.stop_token_ids,
-            "logit_bias": list(params.logit_bias),
-            "allowed_token_ids": params.allowed_token_ids,
-            "bad_words": [token for word in params.bad_tokens for token in word],
-        }
-        for name, tokens in named.items():
-            if tokens and not (min(tokens) >= 0 and max(tokens) < vocab_size):
-                raise InvalidRequestError(f"token ids must be from 0 to {vocab_size - 1}", param=name)
-
-    def _check_resume(self, submit: Submit) -> None:
-        samples = [resumed.sample for resumed in submit.resume]
-        if len(set(samples)) < len(samples) or not all(0 <= sample < submit.params.n for sample in samples):
-            raise InvalidRequestError(f"resume must name samples from 0 to {submit.params.n - 1}, each once", param="resume")
-        longest = max((len(resumed.tokens) for resumed in submit.resume), default=0)
-        if longest >= submit.params.max_tokens or len(submit.prompt) + longest >= self.core.max_model_len:
-            raise InvalidRequestError(f"a sample of {longest} tokens has no token to come", param="resume")
-        if submit.transfer is not None and len(samples) > 1 and not begins_anew(submit):
-            raise UnavailableError("samples that go on at different tokens cannot be handed over together")
+        vocab_size, max_model_len = self.core.vocab_size, self.core.max_model_len
+        check_prompt(submit.prompt, submit.prompt, vocab_size=vocab_size, max_model_len=max_model_len)
+        check_params(submit.params, vocab_size=vocab_size, max_batch=self.max_batch)
+        check_resume(submit, vocab_size=vocab_size, max_model_len=max_model_len)
 
 
 def _refused(submit: Submit) -> Iterator[str]:
