@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from kvrelay.config import Environment, Options, read_environment
-from kvrelay.errors import ConfigError
+from kvrelay.errors import ConfigError, KVRelayError
 from kvrelay.options import Given, Parser, add_options, given
+
+if TYPE_CHECKING:
+    from kvrelay.worker.launcher import LauncherTie
 
 O = TypeVar("O", bound=Options)
 
@@ -50,3 +53,17 @@ def parse(
         namespace.model = namespace.positional_model
     said = given(namespace, groups, namespace.config, per_role)
     return Chosen({group: said.value(group) for group in groups}, said, namespace, read_environment())
+
+
+def run_tied(chosen: Chosen, run: Callable[[LauncherTie | None], int]) -> int:
+    """The process that launched this one by --launcher-fd, if one did, hears why it ends."""
+    if chosen.namespace.launcher_fd is None:
+        return run(None)
+    from kvrelay.worker.launcher import LauncherTie
+
+    tie = LauncherTie(chosen.namespace.launcher_fd)
+    try:
+        return run(tie)
+    except KVRelayError as error:
+        tie.report(str(error))
+        return 2

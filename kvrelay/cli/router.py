@@ -6,9 +6,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from kvrelay.cli.model_command import Chosen, add_model_options, parse
+from kvrelay.cli.model_command import Chosen, add_model_options, parse, run_tied
 from kvrelay.config import ClusterOptions, ModelOptions, Options, RouterOptions
-from kvrelay.errors import KVRelayError
 from kvrelay.log import configure
 from kvrelay.options import Parser
 
@@ -38,16 +37,7 @@ def build_parser() -> Parser:
 def run(argv: list[str]) -> int:
     chosen = parse(build_parser(), argv, GROUPS)
     configure(chosen.environment.log_level, "router")
-    if chosen.namespace.launcher_fd is None:
-        return _run_router(chosen, None)
-    from kvrelay.worker.launcher import LauncherTie
-
-    tie = LauncherTie(chosen.namespace.launcher_fd)
-    try:
-        return _run_router(chosen, tie)
-    except KVRelayError as error:
-        tie.report(str(error))
-        return 2
+    return run_tied(chosen, lambda tie: _run_router(chosen, tie))
 
 
 def _run_router(chosen: Chosen, tie: Tie | None) -> int:

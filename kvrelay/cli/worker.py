@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvrelay.cli.model_command import Chosen, add_model_options, parse
+from kvrelay.cli.model_command import Chosen, add_model_options, parse, run_tied
 from kvrelay.config import EngineOptions, ModelOptions, Options, TransferOptions, WorkerOptions
-from kvrelay.errors import KVRelayError
 from kvrelay.log import configure
 from kvrelay.options import Parser
 from kvrelay.states import Role
@@ -41,16 +40,7 @@ def run(argv: list[str]) -> int:
     if chosen.namespace.quiet and chosen.environment.log_level == "info":
         chosen = dataclasses.replace(chosen, environment=msgspec.structs.replace(chosen.environment, log_level="warning"))
     configure(chosen.environment.log_level, "worker")
-    if chosen.namespace.launcher_fd is None:
-        return _run_worker(chosen, None)
-    from kvrelay.worker.launcher import LauncherTie
-
-    tie = LauncherTie(chosen.namespace.launcher_fd)
-    try:
-        return _run_worker(chosen, tie)
-    except KVRelayError as error:
-        tie.report(str(error))
-        return 2
+    return run_tied(chosen, lambda tie: _run_worker(chosen, tie))
 
 
 def _run_worker(chosen: Chosen, tie: LauncherTie | None) -> int:
