@@ -35,7 +35,7 @@ from kvrelay.discovery.choose import open_membership, registry_kind
 from kvrelay.errors import ConfigError
 from kvrelay.ids import new_router_id
 from kvrelay.launch.cards import Place, place
-from kvrelay.launch.supervise import Supervisor, worker_command
+from kvrelay.launch.supervise import Supervisor, first_of, worker_command
 from kvrelay.metrics import Metrics
 from kvrelay.options import RoleOptions, check_roles, to_flags
 from kvrelay.planes.cluster_key import key_file, load_key
@@ -167,13 +167,10 @@ async def until_ready(
 ) -> None:
     """Returns when every worker is usable, or `stopped` is done. Raises WorkerDiedError."""
     usable = asyncio.create_task(router.until_usable(num_workers))
-    waits: list[asyncio.Future[Any]] = [usable, supervisor.failed, *([] if stopped is None else [stopped])]
     try:
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        await first_of([usable] if stopped is None else [usable, stopped], supervisor)
     finally:
         usable.cancel()
-    if supervisor.failed.done():
-        raise supervisor.failed.result()
     supervisor.all_ready()
 
 

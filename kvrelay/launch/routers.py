@@ -28,7 +28,7 @@ from kvrelay.config import RouterOptions
 from kvrelay.discovery.choose import open_embedded, registry_kind
 from kvrelay.launch.entrance import listening, prepare, ready_line
 from kvrelay.launch.launch import Launch
-from kvrelay.launch.supervise import STOP_PATIENCE_S, Supervisor
+from kvrelay.launch.supervise import STOP_PATIENCE_S, Supervisor, first_of, stop_signal
 from kvrelay.progress import Progress
 from kvrelay.wire.launcher import AtRegistry, Crashed
 
@@ -70,44 +70,20 @@ async def _run(launch: Launch, folder: pathlib.Path, settings: pathlib.Path, por
         commands = router_commands(launch, folder, settings, port.getsockname()[1], registry)
         routers = Supervisor(commands, what="router", comes_back=True)
         ends.push_async_callback(routers.stop, launch.router.shutdown_wait_s + STOP_PATIENCE_S)
-        stopped = asyncio.create_task(_stop_signal(routers).wait())
+        stopped = asyncio.create_task(stop_signal(lambda: routers.signal(signal.SIGTERM)).wait())
         ends.callback(stopped.cancel)
         workers.start()
         routers.start()
         ready = asyncio.create_task(routers.until_ready())
         ends.callback(ready.cancel)
-        if await _first_of(ready, stopped, workers, routers) is ready:
+        await first_of([ready, stopped], workers, routers)
+        if not stopped.done():
             workers.all_ready()
             routers.all_ready()
             line = ready_line(port, launch.served[0], launch.roles, routers=launch.cluster.routers, registry=registry)
             print(line, flush=True)
-            await _first_of(stopped, stopped, workers, routers)
+            await first_of([stopped], workers, routers)
     return 0
-
-
-async def _first_of(
-    wanted: asyncio.Task[Any], stopped: asyncio.Task[Any], workers: Supervisor, routers: Supervisor
-) -> asyncio.Task[Any]:
-    """Raises WorkerDiedError."""
-    await asyncio.wait([wanted, stopped, workers.failed, routers.failed], return_when=asyncio.FIRST_COMPLETED)
-    for supervisor in (workers, routers):
-        if supervisor.failed.done():
-            raise supervisor.failed.result()
-    return stopped if stopped.done() else wanted
-
-
-def _stop_signal(routers: Supervisor) -> asyncio.Event:
-    """The first signal stops in order, the second one does not wait for running responses."""
-    stop = asyncio.Event()
-
-    def stop_now() -> None:
-        if stop.is_set():
-            routers.signal(signal.SIGTERM)
-        stop.set()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop_now)
-    return stop
 
 
 def router_commands(launch: Launch, folder: pathlib.Path, settings: pathlib.Path, port: int, registry: str) -> list[list[str]]:

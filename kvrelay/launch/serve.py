@@ -13,10 +13,9 @@ import contextlib
 import functools
 import gc
 import pathlib
-import signal
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, assert_never, get_args
+from typing import assert_never, get_args
 
 import msgspec
 import uvicorn
@@ -42,7 +41,7 @@ from kvrelay.launch.cluster import WorkerSettings, open_router, until_ready, wor
 from kvrelay.launch.entrance import BACKLOG, listening, prepare, ready_line
 from kvrelay.launch.launch import Launch, Tie
 from kvrelay.launch.routers import serve_routers
-from kvrelay.launch.supervise import Supervisor
+from kvrelay.launch.supervise import Supervisor, first_of, stop_signal
 from kvrelay.log import configure, take_over
 from kvrelay.media.image_spec import ImageSpec, read_image_spec
 from kvrelay.metrics import Metrics
@@ -221,6 +220,10 @@ class HttpServer(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         yield
 
+    def end_at_once(self) -> None:
+        """Without waiting for running responses, once it is to end."""
+        self.force_exit = True
+
     async def on_tick(self, counter: int) -> bool:
         if counter % _TICKS_PER_CHECK == 0:
             close_slow(self.server_state.connections, asyncio.get_running_loop().time())
@@ -259,8 +262,7 @@ async def _run(
     tell_ready: Callable[[], None],
 ) -> int:
     """`commands` start the workers of this machine. What was opened last is closed first."""
-    stop = asyncio.Event()
-    _on_signals(front.server, stop)
+    stop = stop_signal(front.server.end_at_once)
     async with contextlib.AsyncExitStack() as ends:
         front.router.start()
         ends.callback(front.router.close)
@@ -280,34 +282,15 @@ async def _run(
         if not stop.is_set():
             _spare_the_collector()
             tell_ready()
-            await _until_stopped(http, stopped, supervisor)
+            await first_of([http, stopped], supervisor)
+            if http.done():
+                http.result()  # it ends by itself only with an error
     return 0
 
 
 async def _end_http(server: HttpServer, http: asyncio.Task[None]) -> None:
     server.should_exit = True
     await asyncio.wait([http])
-
-
-async def _until_stopped(http: asyncio.Task[None], stopped: asyncio.Task[bool], supervisor: Supervisor) -> None:
-    waits: list[asyncio.Future[Any]] = [http, stopped, supervisor.failed]
-    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    if supervisor.failed.done():
-        raise supervisor.failed.result()
-    if http.done():
-        http.result()  # it ends by itself only with an error
-
-
-def _on_signals(server: HttpServer, stop: asyncio.Event) -> None:
-    """The first signal stops in order, the second one does not wait for running responses."""
-
-    def stop_now() -> None:
-        server.force_exit = stop.is_set()
-        stop.set()
-
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop_now)
 
 
 def _spare_the_collector() -> None:

@@ -25,7 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import assert_never
+from typing import Any, assert_never
 
 from kvrelay.errors import WorkerDiedError
 from kvrelay.log import Log
@@ -240,3 +240,25 @@ class Supervisor:
 
 def worker_command(flags: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "kvrelay", "worker", *flags]
+
+
+async def first_of(waits: Sequence[asyncio.Future[Any]], *supervisors: Supervisor) -> None:
+    """Returns when one of them is done. Raises WorkerDiedError."""
+    await asyncio.wait([*waits, *(each.failed for each in supervisors)], return_when=asyncio.FIRST_COMPLETED)
+    for supervisor in supervisors:
+        if supervisor.failed.done():
+            raise supervisor.failed.result()
+
+
+def stop_signal(at_once: Callable[[], None]) -> asyncio.Event:
+    """The first signal stops in order; the second one does not wait for running responses."""
+    stop = asyncio.Event()
+
+    def stop_now() -> None:
+        if stop.is_set():
+            at_once()
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop_now)
+    return stop
