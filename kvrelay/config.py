@@ -18,6 +18,15 @@ Positive = Annotated[int, Meta(ge=1)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 WeightsOption = Literal["auto", "float32", "int8", "fp8"]
 KVDtypeOption = Literal["auto", "fp8"]
+RegistrationTime = Annotated[
+    float,
+    Meta(
+        gt=0.0, le=600.0, description="a worker that has not renewed its registration for this many seconds is considered dead"
+    ),
+]
+KeyFile = Annotated[
+    str, Meta(description="file with the key that routers and workers share; without it any process can connect to them")
+]
 
 _BUDGETS = {"cpu": (64, 512), "cuda": (256, 8192)}  # sequences that run at once, tokens per step
 
@@ -262,17 +271,8 @@ class ClusterOptions(Options, frozen=True, kw_only=True):
         str,
         Meta(description="address at which workers of other hosts register (tcp://HOST:PORT); default is a free local port"),
     ] = ""
-    registration_s: Annotated[
-        float,
-        Meta(
-            gt=0.0,
-            le=600.0,
-            description="a worker that has not renewed its registration for this many seconds is considered dead",
-        ),
-    ] = 4.0
-    cluster_key: Annotated[
-        str, Meta(description="file with the key that routers and workers share; without it any process can connect to them")
-    ] = ""
+    registration_s: RegistrationTime = 4.0
+    cluster_key: KeyFile = ""
 
 
 class CardOptions(Options, frozen=True, kw_only=True):
@@ -354,17 +354,8 @@ class WorkerOptions(Options, frozen=True, kw_only=True):
         Port, Meta(description="port on which the worker publishes what its cache holds; 0 picks a free one")
     ] = 0
     replay_port: Annotated[Port, Meta(description="port on which missed events are requested again; 0 picks a free one")] = 0
-    registration_s: Annotated[
-        float,
-        Meta(
-            gt=0.0,
-            le=600.0,
-            description="a worker that has not renewed its registration for this many seconds is considered dead",
-        ),
-    ] = 4.0
-    cluster_key: Annotated[
-        str, Meta(description="file with the key that routers and workers share; without it any process can connect to them")
-    ] = ""
+    registration_s: RegistrationTime = 4.0
+    cluster_key: KeyFile = ""
     data_parallel_rank: Annotated[
         Count, Meta(description="number by which requests address this worker among those of its role; several may share one")
     ] = 0

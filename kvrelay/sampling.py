@@ -11,7 +11,7 @@ import functools
 import hashlib
 import struct
 import typing
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -25,8 +25,6 @@ MAX_LOGPROB_TOKENS = 1024
 MAX_BAD_WORDS = 1024
 MAX_BIAS = 100
 MAX_TOKENS = 2**31 - 1  # more than any model's context holds: every output ends before, with the context
-
-Probability = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 
 
 class GrammarKind(enum.StrEnum):

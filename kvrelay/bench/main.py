@@ -6,7 +6,6 @@ import importlib
 import pathlib
 import shlex
 import signal
-import sys
 from typing import Any
 
 from rich.console import Console
@@ -113,7 +112,3 @@ def _run_scenario(argv: list[str], console: Console) -> None:
     if options.json:
         report.write(result, pathlib.Path(options.json))
         console.print(f"wrote {options.json}")
-
-
-if __name__ == "__main__":
-    sys.exit(run(sys.argv[1:]))

@@ -31,7 +31,6 @@ from kvrelay.discovery.etcd_gateway import (
     Gateway,
     GrantLease,
     LeaseGranted,
-    LeaseKept,
     LeaseRequest,
     NoAnswerError,
     Operation,
@@ -235,13 +234,10 @@ class EtcdRegistration:
     def _hold(self, record: WorkerRecord) -> None:
         """Afterwards the lease is fresh, and the key under it holds what is due."""
         lease = self._lease
-        if lease is None or not self._keep_alive(lease):
+        if lease is None or not self._gateway.keep_alive(lease):
             lease = self._grant()
         if self._is_due(record):
             self._put(record, lease)
-
-    def _keep_alive(self, lease: int) -> bool:
-        return self._gateway.ask("/v3/lease/keepalive", LeaseRequest(lease=lease), LeaseKept).result.ttl_s > 0
 
     def _grant(self) -> int:
         granted = self._gateway.ask("/v3/lease/grant", GrantLease(ttl_s=self._ttl_s), LeaseGranted)

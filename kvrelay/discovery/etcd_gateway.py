@@ -264,6 +264,10 @@ class Gateway:
             self._endpoints.next()
         raise failure
 
+    def keep_alive(self, lease: int) -> bool:
+        """False if it has ended. Raises as `ask` does."""
+        return self.ask("/v3/lease/keepalive", LeaseRequest(lease=lease), LeaseKept).result.ttl_s > 0
+
     def close(self) -> None:
         self._client.close()
 

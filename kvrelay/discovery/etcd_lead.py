@@ -18,7 +18,6 @@ from kvrelay.discovery.etcd_gateway import (
     Gateway,
     GrantLease,
     LeaseGranted,
-    LeaseKept,
     LeaseRequest,
     NoAnswerError,
     Operation,
@@ -94,13 +93,10 @@ class EtcdCompany:
 
     def _ask(self) -> tuple[RouterId, float] | None:
         asked_at = self._clock()
-        if self._lease is None or not self._is_kept(self._lease):
+        if self._lease is None or not self._gateway.keep_alive(self._lease):
             self._lease = self._gateway.ask("/v3/lease/grant", GrantLease(ttl_s=self._ttl_s), LeaseGranted).lease
         exists = Compare(key=KEY, target="CREATE", result="GREATER")  # than 0
         put = Operation(request_put=Put(key=KEY, value=self.routers[0].id.encode(), lease=self._lease))
         self._gateway.ask("/v3/kv/txn", Transaction(compare=[exists], failure=[put]), Done)
         found = self._gateway.ask("/v3/kv/range", Range(key=KEY, range_end=KEY + b"\0"), RangeAnswer).kvs
         return (RouterId(found[0].value.decode(errors="replace")), asked_at + self._ttl_s) if found else None
-
-    def _is_kept(self, lease: int) -> bool:
-        return self._gateway.ask("/v3/lease/keepalive", LeaseRequest(lease=lease), LeaseKept).result.ttl_s > 0

@@ -41,7 +41,6 @@ class JoinedMembership:
     ) -> None:
         self.address = address
         self._watch = encode(Watch(router=router, silence_s=registration_s))
-        self._router = router
         self._registration_s = registration_s
         self._clock = clock
         self._on_malformed, self._on_reachable, self._on_retry = on_malformed, on_reachable, on_retry

@@ -37,7 +37,7 @@ async def test_a_put_under_a_lease_that_just_ended_registers_again_next_time(
     lease = Etcdctl(server).get(key_of(record))["lease"]
     await asyncio.to_thread(Etcdctl(server).post, "/v3/lease/revoke", {"ID": lease})
     with monkeypatch.context() as patch:
-        patch.setattr(registration, "_keep_alive", lambda lease: True)  # it ended between this and the put
+        patch.setattr(registration._gateway, "keep_alive", lambda lease: True)  # it ended between this and the put
         assert not await asyncio.to_thread(registration.renew, WorkerState.DRAINING, WorkerLoad())
     assert await renewed(registration)
     await view.until_members(record)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from embedding_world import embedding
+from embedding_world import embedding, joined
 
 from kvrelay.engine.fence import PASSED, Fence
 from kvrelay.ids import TransferId, WorkerId, new_worker_id
@@ -23,7 +23,7 @@ from kvrelay.transfer.embedding.arrival import EmbeddingArrival
 from kvrelay.transfer.embedding.layout import EmbeddingLayout
 from kvrelay.transfer.embedding.memory import PoolMemory, card_memory, host_memory
 from kvrelay.transfer.embedding.mover import EmbeddingConsumer, EmbeddingParts, EmbeddingProducer
-from kvrelay.transfer.embedding.pieces import Embedding, Piece, joined
+from kvrelay.transfer.embedding.pieces import Embedding, Piece
 from kvrelay.transfer.embedding.pool import EmbeddingPool
 from kvrelay.transfer.embedding.room import EmbeddingSettings
 from kvrelay.transfer.engines.choose import make_engine

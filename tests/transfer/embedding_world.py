@@ -17,7 +17,7 @@ from kvrelay.transfer.embedding.arrival import EmbeddingArrival
 from kvrelay.transfer.embedding.kind import EMBEDDINGS, EmbeddingSent
 from kvrelay.transfer.embedding.layout import EmbeddingLayout
 from kvrelay.transfer.embedding.memory import host_memory
-from kvrelay.transfer.embedding.pieces import Embedding, Piece, joined
+from kvrelay.transfer.embedding.pieces import Embedding, Piece
 from kvrelay.transfer.embedding.pool import EmbeddingPool
 from kvrelay.transfer.embedding.receiving import EmbeddingReceiving
 from kvrelay.transfer.embedding.room import EmbeddingSettings, Rooms
@@ -29,6 +29,18 @@ from kvrelay.transfer.relay.producer import ProducerMachine
 POISON = 0xEE
 AUX_ITEMS = 8
 BLOCK_SIZES = [(4, 4), (2, 4), (4, 3), (6, 4)]
+
+
+def joined(pieces: Sequence[Piece]) -> Piece:
+    """One piece of several that follow each other. Copies, unless there is but one."""
+    if len(pieces) == 1:
+        return pieces[0]
+    return Piece(
+        pieces[0].start,
+        torch.cat([piece.rows for piece in pieces]),
+        np.concatenate([piece.fill_ids for piece in pieces]),
+        np.concatenate([piece.positions for piece in pieces]),
+    )
 
 
 def layout(block_size: int, num_blocks: int) -> EmbeddingLayout:

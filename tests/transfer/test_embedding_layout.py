@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from embedding_pair import fake_memory
-from embedding_world import AUX_ITEMS, check_equal, embedding, layout
+from embedding_world import AUX_ITEMS, check_equal, embedding, joined, layout
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,7 +20,7 @@ from kvrelay.transfer.embedding.layout import (
     embedding_ranges,
 )
 from kvrelay.transfer.embedding.memory import PoolMemory, card_memory, host_memory
-from kvrelay.transfer.embedding.pieces import Embedding, Piece, empty_piece, joined, owned
+from kvrelay.transfer.embedding.pieces import Embedding, Piece, empty_piece, owned
 from kvrelay.transfer.embedding.pool import EmbeddingPool
 from kvrelay.transfer.engines.base import TransferError
 from kvrelay.wire.embedding import PoolLayout

@@ -65,18 +65,6 @@ def empty_piece(num_tokens: int, row_bytes: int, device: torch.device) -> Piece:
     return Piece(0, rows, np.empty(num_tokens, dtype=np.int32), np.empty((num_tokens, 3), dtype=np.int32))
 
 
-def joined(pieces: Sequence[Piece]) -> Piece:
-    """One piece of several that follow each other. Copies, unless there is but one."""
-    if len(pieces) == 1:
-        return pieces[0]
-    return Piece(
-        pieces[0].start,
-        torch.cat([piece.rows for piece in pieces]),
-        np.concatenate([piece.fill_ids for piece in pieces]),
-        np.concatenate([piece.positions for piece in pieces]),
-    )
-
-
 def owned(pieces: Sequence[Piece]) -> Piece:
     """All tokens of an embedding, in memory that is its holder's own, for use on the caller's stream. What is at home already
     is not copied again. On a card the copy is only launched: pieces in a pool are needed until a fence behind it has passed."""

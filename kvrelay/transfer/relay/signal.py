@@ -46,7 +46,6 @@ class ProducerSocket:
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.bind(f"tcp://{host}:{port or '*'}")
         self.address = bound_address(self._socket)
-        self.unsent = 0
 
     def register(self, poller: zmq.Poller) -> None:
         poller.register(self._socket, zmq.POLLIN)
@@ -64,8 +63,7 @@ class ProducerSocket:
                 on_stranger(error)
 
     def send(self, peer: WorkerId, frame: bytes) -> None:
-        if not try_send(self._socket, [peer.encode(), frame]):
-            self.unsent += 1
+        try_send(self._socket, [peer.encode(), frame])
 
     def close(self) -> None:
         self._socket.close(linger=_LINGER_MS)
@@ -81,7 +79,6 @@ class ConsumerSockets:
         self._addresses: dict[WorkerId, str] = {}
         self._disconnected: set[WorkerId] = set()
         self._probes: dict[WorkerId, Probe] = {}
-        self.unsent = 0
 
     def connect(self, peer: WorkerId, address: str, poller: zmq.Poller) -> str:
         """Harmless if connected. Returns why it cannot be, or nothing."""
@@ -129,8 +126,8 @@ class ConsumerSockets:
                     break
 
     def send(self, peer: WorkerId, frame: bytes) -> None:
-        if peer not in self._sockets or not try_send(self._sockets[peer], [frame]):
-            self.unsent += 1
+        if peer in self._sockets:
+            try_send(self._sockets[peer], [frame])
 
     def find_dead(self) -> list[WorkerId]:
         """Of those whose connection broke, or was never made, the ones at whose address no process listens: they are dead."""
