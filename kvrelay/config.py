@@ -1,7 +1,7 @@
 """Every option, once: its name, type, limits and help. The command line and the YAML config file are made from this.
 
 Options come in groups, one frozen struct each; a command takes the groups it needs (`cli/`). An unknown option is an
-error. This is the only file that reads the environment.
+error. This is the only file that reads options from the environment.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ignore_eos: bool = False
     allowed_token_ids: list[int] = []  # no others are chosen; empty: all are allowed
     bad_words: list[str] = []  # not to be written
-    bad_tokens: list[list[int]] = []  # the same as tokens; whoever has the tokenizer fills it in
+    bad_tokens: list[list[int]] = []  # the same as tokens; filled in where the tokenizer is
     logprobs: int | None = None  # alternatives reported beside each sampled token; None reports nothing
     logprob_token_ids: list[int] = []  # the alternatives to report, instead of the likeliest
     prompt_logprobs: int | None = None  # the same for each prompt token

@@ -152,7 +152,7 @@ class WorkerState(enum.StrEnum):
     STARTING = "starting"  # loading its model
     READY = "ready"  # takes requests
     DRAINING = "draining"  # finishes what it has, takes nothing new
-    GONE = "gone"  # left, or its lease ended
+    GONE = "gone"  # left, or did not renew its registration
 
 
 class FreeReason(enum.StrEnum):
@@ -182,7 +182,7 @@ class HandleState(enum.StrEnum):
     """Of a request that a client may continue from, as its router sees it (router/continuations.py)."""
 
     RUNNING = "running"  # still being generated: a child waits for its end
-    HELD = "held"  # a worker keeps its KV under a lease
+    HELD = "held"  # a worker keeps its KV for a time
     KNOWN = "known"  # its tokens are known: a child costs what the prefix cache does not have
     GONE = "gone"  # nothing is left but the reason
 

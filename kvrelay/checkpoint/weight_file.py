@@ -4,7 +4,7 @@
     NAME.PID.part   being written. Its writer holds a lock on it; then it is renamed, so that half a file is never seen
     NAME.lock       held by the thread that writes NAME and says so in it, while the others wait and watch it
 
-A lock ends with its process. So a file that nobody has locked is nobody's, whatever happened to whoever wrote it, and `sweep`
+A lock ends with its process. So a file that no process has locked is not used by any, however its writer ended, and `sweep`
 removes it. The lock on writing only saves work: two that wrote at once would rename one after the other.
 """
 
@@ -59,7 +59,7 @@ def close_all() -> None:
 
 
 def memory_folder() -> WeightFolder:
-    """In memory, so what nobody uses must go."""
+    """In memory, so what no process uses must go."""
     return WeightFolder(pathlib.Path("/dev/shm") / f"kvrelay-{os.geteuid()}")
 
 
@@ -68,7 +68,7 @@ def disk_folder(cache_dir: pathlib.Path) -> WeightFolder:
 
 
 def prepare(folder: WeightFolder) -> None:
-    """Raises OSError where files of this user, which nobody else may write, cannot be."""
+    """Raises OSError where files of this user, which no other user may write, cannot be."""
     folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.path.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:

@@ -72,7 +72,7 @@ class Watchers:
             self.lost(identity)
 
     def grow(self, seconds: float) -> None:
-        """This process stood still for so long: what they said meanwhile is still to be read."""
+        """This process stood still for this time: what they said meanwhile is still to be read."""
         for watcher in self._watchers.values():
             watcher.until += seconds
 

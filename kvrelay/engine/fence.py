@@ -1,7 +1,7 @@
 """How far a device has come with what it was given.
 
-A card computes behind its host: when a call that launched work returns, the work has been queued, not done. Whoever lets others
-touch memory that the work reads or writes needs a fence put behind it, and waits until the fence has passed.
+A card computes behind its host: when a call that launched work returns, the work has been queued, not done. Before others may
+touch memory that the work reads or writes, a fence is put behind it, and has to pass.
 
 Each fence belongs to one moment and is never put up again elsewhere, so several may be waited for by several threads while
 further passes are launched.

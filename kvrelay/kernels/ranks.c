@@ -43,7 +43,7 @@ static void look_again_later(struct Ranks *ranks, struct Counter *other, long lo
         sched_yield();
         return;
     }
-    struct timespec limit = {0, 20000000}; /* a rank that has ended wakes nobody */
+    struct timespec limit = {0, 20000000}; /* a rank that has ended wakes no other */
     __atomic_fetch_add(&other->num_waiting, 1, __ATOMIC_SEQ_CST);
     uint32_t seen = __atomic_load_n(&other->turn, __ATOMIC_SEQ_CST);
     if (is_behind(seen, ranks)) syscall(SYS_futex, &other->turn, FUTEX_WAIT, seen, &limit, 0, 0);

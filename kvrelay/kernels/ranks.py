@@ -70,7 +70,7 @@ class Ranks(Protocol):
         """Returns when every rank has called it: what each wrote before is written."""
 
     def end(self) -> None:
-        """From any thread: a rank has died, so nobody need wait any longer."""
+        """From any thread: a rank has died, so no other need wait any longer."""
 
 
 class _State(ctypes.Structure):

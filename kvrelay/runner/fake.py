@@ -324,18 +324,18 @@ class _SignatureStore:
             self.planes[:, :, target] = self.planes[:, :, source]
 
     def copy_to_host(self, saves: list[tuple[int, int]]) -> None:
-        for block, slot in saves:
-            self._check_copy(block, slot)
-            self._host[:, :, slot] = self.planes[:, :, block]
+        for block, host_block in saves:
+            self._check_copy(block, host_block)
+            self._host[:, :, host_block] = self.planes[:, :, block]
 
     def copy_from_host(self, loads: list[tuple[int, int]]) -> None:
-        for slot, block in loads:
-            self._check_copy(block, slot)
-            self.planes[:, :, block] = self._host[:, :, slot]
+        for host_block, block in loads:
+            self._check_copy(block, host_block)
+            self.planes[:, :, block] = self._host[:, :, host_block]
 
-    def _check_copy(self, block: int, slot: int) -> None:
+    def _check_copy(self, block: int, host_block: int) -> None:
         assert 0 <= block < self._num_blocks, f"block {block} does not exist"
-        assert 0 <= slot < self._host.shape[2], f"host block {slot} does not exist"
+        assert 0 <= host_block < self._host.shape[2], f"host block {host_block} does not exist"
 
     def run(self, rows: list[Row]) -> None:
         """Writes what the rows compute, then checks what they attend to: as in a real layer, all is stored before any reads."""

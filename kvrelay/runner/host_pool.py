@@ -195,11 +195,11 @@ def _copy_by_numpy(
     host: NDArray[np.uint8], pool: NDArray[np.uint8], pairs: NDArray[np.int64], planes: int, piece: int, to_host: bool
 ) -> None:
     """Where there is no compiler."""
-    slots, blocks = host.reshape(-1, planes, piece), pool.reshape(planes, -1, piece)
+    host_blocks, blocks = host.reshape(-1, planes, piece), pool.reshape(planes, -1, piece)
     if to_host:
-        slots[pairs[:, 0]] = blocks[:, pairs[:, 1]].swapaxes(0, 1)
+        host_blocks[pairs[:, 0]] = blocks[:, pairs[:, 1]].swapaxes(0, 1)
     else:
-        blocks[:, pairs[:, 1]] = slots[pairs[:, 0]].swapaxes(0, 1)
+        blocks[:, pairs[:, 1]] = host_blocks[pairs[:, 0]].swapaxes(0, 1)
 
 
 def _bytes_of(shares: Sequence[torch.Tensor]) -> NDArray[np.uint8]:

@@ -50,7 +50,7 @@ from kvrelay.wire.serving import (
 from kvrelay.wire.timelines import TimelineMessage
 
 FINGERPRINT = "fake"
-_LEASE_S = 60.0
+_REGISTRATION_S = 60.0
 _RENEW_S = 10.0
 _MAX_REQUESTS = 4096
 _MAX_MODEL_LEN = 2048
@@ -86,7 +86,7 @@ class FakeWorker:
         port: int = self._socket.bind_to_random_port("tcp://127.0.0.1")
         self._record = fake_record(role, f"tcp://127.0.0.1:{port}", model, _MAX_MODEL_LEN)
         self._registration = EmbeddedRegistration(registry)
-        while not self._registration.register(self._record, _LEASE_S):
+        while not self._registration.register(self._record, _REGISTRATION_S):
             pass
         threading.Thread(target=self._run, daemon=True).start()
 

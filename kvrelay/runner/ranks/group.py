@@ -5,7 +5,7 @@
 All ranks of a worker are processes of one host. On a CPU they have their KV in one piece of memory, each its share; on cards
 each has its share on its card, and rank 0 has mapped them all. So rank 0 alone copies blocks, swaps them and hands them over
 for all; the others compute and nothing else. A rank that dies is the worker's death: `on_death` is told at once, by a thread
-that watches the connections, and whoever waits for the rank is woken.
+that watches the connections, and the threads that wait for the rank are woken.
 """
 
 from __future__ import annotations

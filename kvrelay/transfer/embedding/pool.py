@@ -46,7 +46,7 @@ class EmbeddingPool:
         self._quarantined: set[int] = set()
         self._copied: set[int] = set()  # the first blocks of embeddings that were copied to the host
         self._is_wanted = False  # a `take` found too few
-        self.on_room: Callable[[], None] = lambda: None  # called by whoever gives blocks back after that
+        self.on_room: Callable[[], None] = lambda: None  # called when blocks are given back after that
 
     # Memory
 

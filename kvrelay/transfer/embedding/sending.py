@@ -39,7 +39,7 @@ _Said = Init | Resume | Received | Abort | AbortAck
 
 @dataclass(slots=True)
 class Destination:
-    """One consumer of an embedding. (With `blocks` and the counts this is the design note's TransferEmbeddingInfo.)"""
+    """One consumer of an embedding."""
 
     peer: WorkerId
     lease: HeldLease

@@ -24,7 +24,7 @@ from kvrelay.wire.serving import TransferInfo
 
 class TransferMeta(msgspec.Struct, frozen=True, kw_only=True):
     """What both sides know of a transfer from the start, and the two names it has: `transfer_id` towards the peer, `request_id`
-    towards this worker's scheduler. (The MoRIIO note calls this ReqMeta.)"""
+    towards this worker's scheduler."""
 
     transfer_id: TransferId
     request_id: RequestId
@@ -72,8 +72,8 @@ class Progress(msgspec.Struct, frozen=True):
 
 
 class LayerPlan(msgspec.Struct, frozen=True):
-    """Tokens [start, stop) of layers [first, last): the unit that is handed to an engine. (The note's LayerTransferPlan; one
-    plan may span several layers when the engine falls behind the model.)"""
+    """Tokens [start, stop) of layers [first, last): the unit that is handed to an engine. One plan may span
+    several layers when the engine falls behind the model."""
 
     transfer_id: TransferId
     tokens: tuple[int, int]

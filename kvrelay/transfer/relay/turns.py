@@ -81,7 +81,7 @@ class _Turns(TransferThread, Generic[M, L, N]):
                 self.machine.on_completion(engine, completion)
 
     def _say(self) -> None:
-        """First to whoever is waiting: for a producer the peers, for a consumer the owner."""
+        """First to the side that waits: for a producer the peers, for a consumer the owner."""
         if self._owner_waits:
             self._tell_owner()
         for peer, message in self.machine.take_outgoing():
