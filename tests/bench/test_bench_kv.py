@@ -40,4 +40,8 @@ def test_the_scheduler_is_timed_without_the_runner(tmp_path: pathlib.Path, monke
 @pytest.mark.long
 def test_a_preempted_sequence_goes_on_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preempt, "draw", lambda seed, count: [10 + (seed + 7 * n) % 290 for n in range(count)])
-    assert preempt.resume_s(ModelOptions(model=str(tiny_model("llama")), dtype="float32"), 64, swap=False) > 0
+    model = ModelOptions(model=str(tiny_model("llama")), dtype="float32")
+    for swap in (False, True):
+        times_s = preempt.resumes_s(model, 64, swap=swap)
+        assert len(times_s) == preempt.RACES
+        assert min(times_s) > 0

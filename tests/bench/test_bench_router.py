@@ -103,6 +103,7 @@ def test_two_routers_are_compared_with_one_round_by_round() -> None:
     one = [routers.Run(100.0, 1.0), routers.Run(50.0, 1.2), routers.Run(80.0, 1.1)]
     two = [routers.Run(110.0, 0.5), routers.Run(100.0, 0.8), routers.Run(80.0, 0.6)]
     assert routers.summarise(one, two) == {
+        "routers_samples": 3.0,
         "routers_1_rps": 80.0,
         "routers_2_rps": 100.0,
         "routers_2_over_1": pytest.approx(1.1),
@@ -137,6 +138,7 @@ def test_decisions_among_a_few_workers_give_every_figure(tmp_path: Path, monkeyp
     assert main.run(["router", "--only", "decision", "--workers", "6", "--blocks", "3000", "--json", str(path)]) == 0
     figures = json.loads(path.read_text())["results"]
     figures.pop("index_bytes_per_block")  # of so few, nothing can be said
+    assert figures.pop("decision_samples") == 1
     assert set(figures) == {
         f"decision_us_{share}{policy}" for share in ("p50", "p99") for policy in ("", "_least_loaded", "_round_robin")
     }

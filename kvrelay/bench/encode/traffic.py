@@ -31,7 +31,7 @@ _FIRST_TOKEN = greedy(2)  # of one token alone, a decode worker would not be ask
 
 
 def measure_text(options: EncodeBench, console: Console) -> Results:
-    results: Results = {}
+    results: Results = {"text_ttft_samples": float(options.requests)}
     for name, cluster in (("whole", _WHOLE), ("split", _SPLIT)):
         with open_model(options.model) as model, console.status(f"{name}: text beside images"):
             figures = asyncio.run(_text(model, cluster, options.requests))
@@ -88,6 +88,7 @@ async def _cache(model: ImageModel, num_images: int) -> Results:
     num_tokens = model.prompt(2, 2)[1][0].num_tokens
     row_bytes = model.spec.hidden_size * (1 + model.spec.num_deepstack) * 4
     return {
+        "cache_samples": float(num_images),
         "cold_ttft_ms": 1e3 * statistics.median(cold),
         "hit_ttft_ms": 1e3 * statistics.median(hits),
         "hit_over_cold_ttft": statistics.median(hits) / statistics.median(cold),

@@ -41,6 +41,7 @@ def measure(model: ModelOptions, prompts: list[list[int]], rounds: int, console:
     finally:
         subject.close()
     return {
+        "lora_samples": float(rounds),
         "lora_base_ms_b8": median(base for base, _ in pairs) * 1e3,
         "lora_adapters_ms_b8": median(adapted for _, adapted in pairs) * 1e3,
         "lora_over_base_b8": median(adapted / base for base, adapted in pairs),

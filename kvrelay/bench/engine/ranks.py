@@ -84,7 +84,7 @@ def measure(model: ModelOptions, prompts: list[list[int]], rounds: int, console:
     finally:
         alone.close()
         split.close()
-    results: Results = {}
+    results: Results = {"ranks_samples": float(rounds)}
     for batch, timed in rounds_of.items():
         results |= {
             f"ranks_1_ms_b{batch}": median(each.one_s for each in timed) * 1e3,

@@ -73,6 +73,7 @@ def _steps(model: ModelOptions, prompts: list[list[int]], rounds: int, console: 
         own.close()
         shared.close()
     return {
+        "shared_samples": float(rounds),
         "own_ms_b1": median(mine for mine, _ in pairs) * 1e3,
         "shared_ms_b1": median(theirs for _, theirs in pairs) * 1e3,
         "shared_over_own_b1": median(theirs / mine for mine, theirs in pairs),

@@ -31,6 +31,7 @@ def measure(model: ModelOptions, prompts: list[list[int]], rounds: int, console:
     held = {choice: held_mib(model, choice) for choice in _CHOICES}
     quantised, floats = (build_subject(msgspec.structs.replace(model, weights=choice), prompts)[1] for choice in _CHOICES)
     results: Results = {"weights_quantised_mib": held["auto"], "weights_float32_mib": held["float32"]}
+    results["weights_samples"] = float(rounds)
     try:
         for batch in BATCHES:
             with console.status(f"decoding {batch} sequences with quantised weights and with floats"):

@@ -30,7 +30,8 @@ _HELD: dict[str, tuple[WeightsOption, KVDtypeOption]] = {
 
 def measure_fp8(rounds: int, console: Console) -> dict[str, float]:
     """One after the other: an engine has most of the card."""
-    return measure_precision(console) | measure_weights(rounds, console) | measure_kv(rounds, console)
+    precision = measure_precision(console)
+    return {**precision, "fp8_samples": float(rounds), **measure_weights(rounds, console), **measure_kv(rounds, console)}
 
 
 def measure_weights(rounds: int, console: Console) -> dict[str, float]:

@@ -130,7 +130,11 @@ async def handover(client: Client, rounds: int) -> Results:
     times = [stream.tokens_at for stream in streams[_WARM:]]
     steps = [statistics.median(end - begin for begin, end in itertools.pairwise(at[1:])) for at in times]
     beyond = [at[1] - at[0] - step for at, step in zip(times, steps, strict=True)]
-    return {"handover_ms_p50": statistics.median(beyond) * 1e3, "decode_step_ms_p50": statistics.median(steps) * 1e3}
+    return {
+        "handover_samples": float(len(beyond)),
+        "handover_ms_p50": statistics.median(beyond) * 1e3,
+        "decode_step_ms_p50": statistics.median(steps) * 1e3,
+    }
 
 
 async def late_share(client: Client, rounds: int) -> Results:
@@ -141,7 +145,7 @@ async def late_share(client: Client, rounds: int) -> Results:
     moved, late = after[0] - before[0], after[1] - before[1]
     if not moved:
         raise BenchError("no bytes were handed over")
-    return {"late_bytes_share": late / moved}
+    return {"late_samples": float(rounds), "late_bytes_share": late / moved}
 
 
 def _moved(workers: list[dict[str, Any]]) -> tuple[int, int]:
@@ -181,8 +185,8 @@ async def gaps(client: Client, name: str, seconds: int) -> Results:
         if began_at <= end <= ended_at
     ]  # fmt: skip
     shares = {"p50": 50, "p99": 99, "max": 100}
-    results = {f"itl_{figure}_ms_{name}": percentile(lengths, share) * 1e3 for figure, share in shares.items()}
-    return results | {f"prompts_per_min_{name}": prompts * 60 / (ended_at - began_at)}
+    results = {f"itl_samples_{name}": float(len(lengths)), f"prompts_per_min_{name}": prompts * 60 / (ended_at - began_at)}
+    return results | {f"itl_{figure}_ms_{name}": percentile(lengths, share) * 1e3 for figure, share in shares.items()}
 
 
 def _check(tasks: list[asyncio.Task[None]]) -> None:
@@ -226,7 +230,7 @@ def measure_servers(
 ) -> Results:
     """`settings` are options of `kvrelay serve`. Prefill has the whole card first, then `prefill_sms` percent of it, behind
     decode."""
-    results: Results = {}
+    results: Results = {"ttft_samples": float(rounds)}
     with model_folder(shape) as folder:
         model = ModelOptions(model=str(folder), load="dummy")
         common = {"max-model-len": min(_MAX_LENGTH, shape["max_position_embeddings"]), **settings}

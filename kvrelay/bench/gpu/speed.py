@@ -143,7 +143,7 @@ def open_bench(rounds: int, weights: WeightsOption = "auto", kv_dtype: KVDtypeOp
 def measure_speed(rounds: int, console: Console) -> dict[str, float]:
     start = time.perf_counter()
     with open_bench(rounds) as bench:
-        results = {"start_to_first_token_s": time.perf_counter() - start}
+        results = {"speed_samples": float(rounds), "start_to_first_token_s": time.perf_counter() - start}
         for work in DECODES:
             with console.status(f"decode {work.batch} x {work.prompt_tokens}"):
                 bench.seconds(work.batch, work.prompt_tokens, 4)  # what is slow once

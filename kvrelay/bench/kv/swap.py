@@ -49,7 +49,8 @@ def measure(options: KVBench, console: Console) -> Results:
                 moved = 2 * count * block_bytes / _round_trip_s(host, blocks, host_blocks)
                 ratios[name].append(moved / max(before, _memcpy_bytes_per_s()))
     host.close()
-    return {f"swap_round_trip{name}_over_memcpy": statistics.median(values) for name, values in ratios.items()}
+    medians = {f"swap_round_trip{name}_over_memcpy": statistics.median(values) for name, values in ratios.items()}
+    return {"swap_samples": float(options.rounds), **medians}
 
 
 def _round_trip_s(host: HostPool, blocks: Sequence[int], host_blocks: Sequence[int]) -> float:

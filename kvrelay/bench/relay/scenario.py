@@ -159,7 +159,11 @@ async def measure_overlap(cluster: LiveCluster) -> Results:
     num_bytes, late_bytes = after[0] - before[0], after[1] - before[1]
     if not num_bytes:
         raise BenchError("no bytes were handed over")
-    return {f"unsent_share_{OVERLAP_TOKENS}": late_bytes / num_bytes, f"ttft_s_{OVERLAP_TOKENS}": statistics.median(prefill_s)}
+    return {
+        "unsent_samples": float(len(prefill_s)),
+        f"unsent_share_{OVERLAP_TOKENS}": late_bytes / num_bytes,
+        f"ttft_s_{OVERLAP_TOKENS}": statistics.median(prefill_s),
+    }
 
 
 async def _moved(cluster: LiveCluster) -> tuple[int, int]:

@@ -194,7 +194,7 @@ def _time(planner: Planner, prompts: Sequence[Prompt]) -> list[float]:
 
 
 def summarise(times: dict[PolicyName, Rounds]) -> Results:
-    return {
+    return {"decision_samples": float(min(map(len, times.values())))} | {
         f"decision_us_p{share}{'' if policy == 'prefix_aware' else f'_{policy}'}": median_of_rounds(each, share)
         for policy, each in times.items()
         for share in (50, 99)

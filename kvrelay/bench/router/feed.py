@@ -183,6 +183,7 @@ def summarise(groups: list[Group]) -> Results:
     without = [one for group in groups for one in (group.before, group.after)]
     watched = [one for group in groups for one in (group.first, group.second)]
     return {
+        "feed_samples": float(len(ratios)),
         "feed_cpu_ratio": statistics.median(ratios),
         "feed_cpu_ratio_low": ratios[low],
         "feed_cpu_ratio_high": ratios[-1 - low],

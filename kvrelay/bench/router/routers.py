@@ -97,6 +97,7 @@ def summarise(one: list[Run], two: list[Run]) -> Results:
     """Of runs that took turns."""
     turns = list(zip(one, two, strict=True))
     return {
+        "routers_samples": float(len(turns)),
         "routers_1_rps": statistics.median(run.rps for run in one),
         "routers_2_rps": statistics.median(run.rps for run in two),
         "routers_2_over_1": statistics.median(after.rps / before.rps for before, after in turns),

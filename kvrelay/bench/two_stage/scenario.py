@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.status import Status
 
 from kvrelay.bench.harness.plot import Bars, write_plot
-from kvrelay.bench.harness.report import Target
+from kvrelay.bench.harness.report import Target, median_ratio
 from kvrelay.bench.harness.scenario import ModelBench, Part, Results, Scenario
 from kvrelay.bench.harness.server import Server, serve
 from kvrelay.bench.harness.workload import draw
@@ -54,6 +54,7 @@ _KEEP_S = 1800
 _SHOWN_CANDIDATES = 20  # as many as the API shows
 _TIE = 1e-3  # total logprobs so close are a tie: which of them is listed first depends on how a batch was cut
 _BURST_OUTPUT = 8  # tokens of one of its requests
+_SEARCHES = 3  # against their beams as single requests
 _SAMPLES = 5  # of each way's time to first token, calm and after a burst
 _CACHED: frozenset[Way] = frozenset(
     {"prefix_cache", "continuation"}
@@ -289,7 +290,7 @@ class TwoStageRun:
         """A search against its beams as single requests, a step at a time: those that lead to its results, and others, so that
         they are as many as the search has. Both continue from the same KV."""
         scratch = Outcome()
-        for _ in range(2):
+        for _ in range(_SEARCHES):
             timed = await self._search("continuation", parent, scratch)
             self.together_s.append(timed.seconds)
             found = [tuple(choice.token_ids) for choice in timed.answer.choices]
@@ -315,13 +316,13 @@ class TwoStageRun:
             return statistics.median(outcomes[way].ttft_s)
 
         calm, pressed = self.calm, self.pressed
-        reprefill_s = statistics.median([*calm["sequential"].ttft_s, *calm["pipelined"].ttft_s])
         results = {
             "ttft_samples": float(_SAMPLES),
-            "ttft_reprefill_over_continuation": reprefill_s / ttft_s(calm, "continuation"),
+            "ttft_reprefill_over_continuation": ttft_s(calm, "sequential") / ttft_s(calm, "continuation"),
             "ttft_continuation_pressure_over_calm": ttft_s(pressed, "continuation") / ttft_s(calm, "continuation"),
             "ttft_prefix_cache_pressure_over_calm": ttft_s(pressed, "prefix_cache") / ttft_s(calm, "prefix_cache"),
-            "separate_requests_over_beam": min(self.separate_s) / min(self.together_s),
+            "beam_samples": float(len(self.together_s)),
+            "separate_requests_over_beam": median_ratio(self.separate_s, self.together_s),
             "identical_outputs": self.identical_share(),
             "kept_blocks_moved": self.num_moved,
             "kept_share_moved": self.num_moved / self._work.kept_blocks,
