@@ -20,6 +20,8 @@ DEV_STAMP := $(VENV)/.installed-dev
 REQUIREMENTS := pyproject.toml constraints.txt
 VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
+CONTEXTPILOT_VENV := .venv-contextpilot
+CONTEXTPILOT_STAMP := $(CONTEXTPILOT_VENV)/.installed
 
 PYTHON ?=
 CANDIDATES := $(or $(PYTHON),python3 python3.13 python3.12 python3.11 python3.14 python)
@@ -71,7 +73,10 @@ test-vllm: $(VLLM_STAMP) ## vLLM as an engine, for real, in an environment of it
 soak: $(DEV_STAMP) ## hurt a cluster under load for SOAK_MINUTES (30) and report what its clients saw (ARGS="--seed 7")
 	$(BIN)/python tests/chaos.py --minutes $(SOAK_MINUTES) --report build/soak.json $(ARGS)
 
-bench: $(DEV_STAMP) $(VLLM_STAMP) libraries ## measure everything that README shows into bench/results/<machine> and write its tables (about an hour)
+# Figures of a card need none of the others' engines beside ours.
+PEERS := $(if $(filter gpu,$(ARGS)),,$(VLLM_STAMP) $(CONTEXTPILOT_STAMP))
+
+bench: $(DEV_STAMP) $(PEERS) libraries ## measure README's figures of this machine into bench/results/<machine> and write its tables (about an hour; of a card: ARGS="--only gpu")
 	$(BIN)/kvrelay bench all $(ARGS)
 	$(BIN)/python tools/figures.py
 
@@ -79,7 +84,7 @@ docs: $(DEV_STAMP) ## build the documentation site into build/site; a broken lin
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean: ## remove .venv, caches and build outputs (fetched models stay in the user's cache folder)
-	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(CONTEXTPILOT_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find kvrelay tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Mooncake's wheel needs a few libraries of the system. They are installed where that is possible; else it is said how.
@@ -149,4 +154,10 @@ $(VLLM_STAMP): tests/vllm_engine/requirements.txt | $(BIN)/python
 	$(VLLM_VENV)/bin/python -m pip install --disable-pip-version-check -r tests/vllm_engine/requirements.txt
 	$(VLLM_VENV)/bin/python -m pip uninstall -y torchvision torchaudio torchcodec
 	$(VLLM_VENV)/bin/python tests/vllm_engine/name_package.py
+	@touch $@
+
+# The constraints are all that it needs: nothing is left to resolve.
+$(CONTEXTPILOT_STAMP): tests/contextpilot-constraints.txt | $(BIN)/python
+	$(BIN)/python -m venv --clear $(CONTEXTPILOT_VENV)
+	$(CONTEXTPILOT_VENV)/bin/python -m pip install --disable-pip-version-check --no-deps -r tests/contextpilot-constraints.txt
 	@touch $@

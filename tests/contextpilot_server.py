@@ -23,28 +23,10 @@ from typing import IO, Any
 
 from patience import PATIENCE_S
 
+from kvrelay.bench.kv.contextpilot import LAUNCHER, SERVER
 from kvrelay.config import read_environment
 
 CONSTRAINTS = pathlib.Path(__file__).with_name("contextpilot-constraints.txt")
-
-# The server builds its index with a pool of forked processes and ends them by SIGTERM. One that it catches while it is still
-# being forked has uvicorn's handler of that signal, and forgets it: then /reorder waits for ever, on a busy machine often. So
-# the signal has to wait until the child can die of it.
-LAUNCHER = """
-import os, runpy, signal, sys
-
-def mask(how):
-    signal.pthread_sigmask(how, [signal.SIGTERM])
-
-def after_in_child():
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    mask(signal.SIG_UNBLOCK)
-
-os.register_at_fork(
-    before=lambda: mask(signal.SIG_BLOCK), after_in_parent=lambda: mask(signal.SIG_UNBLOCK), after_in_child=after_in_child
-)
-runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
-"""
 
 
 def environment_folder() -> pathlib.Path:
@@ -88,7 +70,7 @@ class ContextPilotServer:
     def start(self) -> None:
         assert self._process is None
         flags = ["--host", "127.0.0.1", "--port", str(self.port), "--infer-api-url", self.infer_url]
-        command = [str(self._python), "-c", LAUNCHER, "contextpilot.server.http_server", *flags]
+        command = [str(self._python), "-c", LAUNCHER, SERVER, *flags]
         self._process = subprocess.Popen(command, stdout=self._output, stderr=subprocess.STDOUT, process_group=0)
         deadline = time.monotonic() + PATIENCE_S
         while not self._answers():

@@ -7,11 +7,12 @@ import pathlib
 import pytest
 from rich.console import Console
 
-from kvrelay.bench.kv import preempt, scheduler
+from kvrelay.bench.kv import index, preempt, scheduler
 from kvrelay.bench.kv.scenario import SCENARIO
 from kvrelay.bench.kv.scheduler import KVBench
 from kvrelay.config import ModelOptions
-from kvrelay.errors import ConfigError
+from kvrelay.errors import BenchError, ConfigError
+from kvrelay.events.contextpilot import ContextPilotIndex
 from tests.tiny_models import tiny_model
 
 QUIET = Console(quiet=True)
@@ -45,3 +46,17 @@ def test_a_preempted_sequence_goes_on_by_itself(monkeypatch: pytest.MonkeyPatch)
         times_s = preempt.resumes_s(model, 64, swap=swap)
         assert len(times_s) == preempt.RACES
         assert min(times_s) > 0
+
+
+async def test_requests_have_ids_that_contextpilot_has_indexed(contextpilot_python: pathlib.Path) -> None:
+    with index.open_index(str(contextpilot_python)) as opened:
+        names = [*opened.name_requests(0), *opened.name_requests(1)]
+        told = ContextPilotIndex(opened.url)
+        removal = await told.remove_requests(names)
+        await told.close()
+    assert removal.num_removed == len(set(names)) == 400
+
+
+def test_a_python_without_contextpilot_is_named() -> None:
+    with pytest.raises(BenchError, match="/no/such/python does not run"), index.open_index("/no/such/python"):
+        pass

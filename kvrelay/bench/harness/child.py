@@ -30,6 +30,8 @@ R = TypeVar("R")
 
 VLLM_PYTHON = pathlib.Path(".venv-vllm/bin/python")
 """Where `make .venv-vllm/.installed` puts vLLM, which does not fit our own environment."""
+CONTEXTPILOT_PYTHON = pathlib.Path(".venv-contextpilot/bin/python")
+"""Where `make .venv-contextpilot/.installed` puts ContextPilot, which does not either."""
 
 _SPAWN = multiprocessing.get_context("spawn")
 _ANSWER_S = 120.0

@@ -114,10 +114,12 @@ def _git(folder: pathlib.Path, *arguments: str) -> str | None:
 
 
 def machine_name(*, card: bool) -> str:
-    """The processor and its cores, or the card."""
+    """The processor and its cores, or the card. Raises ConfigError if there is none."""
     if card:
         import torch
 
+        if not torch.cuda.is_available():
+            raise ConfigError("there is no NVIDIA card here that PyTorch finds")
         return torch.cuda.get_device_name()
     return f"{_cpu_model()}, {_num_cores()} cores"
 

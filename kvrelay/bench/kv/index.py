@@ -4,7 +4,8 @@ kvrelay serve --prefill 1 --decode 1 --context-index ...   with pools so small t
 one stream is timed, token by token; beside it others come and go, each with an id that the index has to be told
 round by round the index works, or is stopped (SIGSTOP): the same load, in turn
 
-The index is a stand-in that knows nothing, or ContextPilot's own server (`--contextpilot PYTHON`).
+The index is a stand-in that knows nothing, or ContextPilot's own server (`--contextpilot PYTHON`), which has put a context of
+each request into its index before the round.
 """
 
 from __future__ import annotations
@@ -15,9 +16,8 @@ import itertools
 import os
 import signal
 import statistics
-import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import httpx
@@ -26,63 +26,52 @@ from rich.console import Console
 from kvrelay.bench.harness.child import Child
 from kvrelay.bench.harness.report import Target, median_ratio
 from kvrelay.bench.harness.scenario import Part, Results
-from kvrelay.bench.harness.server import HOST, Server, free_port, serve, serve_app
+from kvrelay.bench.harness.server import HOST, Server, serve, serve_app
 from kvrelay.bench.harness.workload import draw, traffic
+from kvrelay.bench.kv.contextpilot import index_contexts, open_contextpilot
 from kvrelay.bench.kv.scheduler import KVBench
 from kvrelay.errors import BenchError
 
 STREAM_TOKENS = 100
 _PROMPT_TOKENS = 120
 _OTHERS = 2  # requests at a time beside the stream
-_INDEX_START_S = 60.0
+_MOST_REQUESTS = 200  # with an id of their own beside the stream of one round: more than there is time for
 _METRIC = "kvrelay_eviction_sync_requests_total"
 _SETTINGS = {"kv-blocks": 96, "max-model-len": 512, "local-prefill-tokens": 0, "served-model-name": "bench"}
 
 
 def measure(options: KVBench, console: Console) -> Results:
-    with open_index(options.contextpilot) as (pid, url), console.status("starting a prefill and a decode worker"):
-        settings = {**_SETTINGS, "context-index": url}
+    with open_index(options.contextpilot) as index, console.status("starting a prefill and a decode worker"):
+        settings = {**_SETTINGS, "context-index": index.url}
         with serve(options.local_model(), settings, prefill=1, decode=1, log="error") as server:
-            figures = asyncio.run(_measure(server, pid, options.rounds, console))
+            figures = asyncio.run(_measure(server, index, options.rounds, console))
     return figures | {"index_is_contextpilot": float(bool(options.contextpilot))}
 
 
+@dataclass(frozen=True)
+class Index:
+    """A context index, and how requests come to ids that it is to be told of: so many for each round."""
+
+    pid: int
+    url: str
+    name_requests: Callable[[int], list[str]]
+
+
 @contextlib.contextmanager
-def open_index(contextpilot: str) -> Iterator[tuple[int, str]]:
-    """Its process, and its URL."""
-    if not contextpilot:
-        with Child() as index:
-            yield index.pid, f"http://{HOST}:{index.call(serve_app, 'kvrelay.bench.kv.index_server:APP')}"
+def open_index(contextpilot: str) -> Iterator[Index]:
+    if contextpilot:
+        with open_contextpilot(contextpilot) as (pid, url):
+            yield Index(pid, url, lambda number: index_contexts(url, _contexts(number)))
         return
-    port = free_port()
-    flags = ["--host", HOST, "--port", str(port), "--infer-api-url", f"http://{HOST}:9"]
-    with open_process([contextpilot, "-m", "contextpilot.server.http_server", *flags]) as pid:
-        deadline = time.monotonic() + _INDEX_START_S
-        while not _answers(port):
-            if time.monotonic() > deadline:
-                raise BenchError(f"--contextpilot: {contextpilot} has no ContextPilot whose server starts")
-            time.sleep(0.1)
-        yield pid, f"http://{HOST}:{port}"
+    with Child() as index:
+        url = f"http://{HOST}:{index.call(serve_app, 'kvrelay.bench.kv.index_server:APP')}"
+        yield Index(index.pid, url, lambda number: [f"bench-{number}-{count}" for count in range(_MOST_REQUESTS)])
 
 
-@contextlib.contextmanager
-def open_process(command: list[str]) -> Iterator[int]:
-    try:
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, process_group=0)
-    except OSError as error:
-        raise BenchError(f"{command[0]} does not run: {error}") from error
-    try:
-        yield process.pid
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def _answers(port: int) -> bool:
-    try:
-        return httpx.get(f"http://{HOST}:{port}/requests", timeout=5).status_code == 200
-    except httpx.HTTPError:
-        return False
+def _contexts(number: int) -> list[list[int]]:
+    """Two documents each, of which the next one has the second, too."""
+    first = number * (_MOST_REQUESTS + 1)
+    return [[document, document + 1] for document in range(first, first + _MOST_REQUESTS)]
 
 
 @dataclass(frozen=True)
@@ -93,19 +82,20 @@ class Steps:
     engine_s: float
 
 
-async def _measure(server: Server, index_pid: int, rounds: int, console: Console) -> Results:
+async def _measure(server: Server, index: Index, rounds: int, console: Console) -> Results:
     working: list[Steps] = []
     stopped: list[Steps] = []
     async with server.client() as client:
-        await _round(client, 0)  # warms up
+        await _round(client, 0, index.name_requests(0))  # warms up
         for number in range(1, rounds + 1):
             console.print(f"round {number} of {rounds}", highlight=False)
-            working.append(await _round(client, 2 * number))
-            os.kill(index_pid, signal.SIGSTOP)
+            working.append(await _round(client, 2 * number, index.name_requests(2 * number)))
+            names = index.name_requests(2 * number + 1)
+            os.kill(index.pid, signal.SIGSTOP)
             try:
-                stopped.append(await _round(client, 2 * number + 1))
+                stopped.append(await _round(client, 2 * number + 1, names))
             finally:
-                os.kill(index_pid, signal.SIGCONT)
+                os.kill(index.pid, signal.SIGCONT)
         sent = await _sent(client)
     if not sent:
         raise BenchError("the index was told nothing, so nothing was measured")
@@ -123,12 +113,13 @@ async def _measure(server: Server, index_pid: int, rounds: int, console: Console
     }
 
 
-async def _round(client: httpx.AsyncClient, number: int) -> Steps:
+async def _round(client: httpx.AsyncClient, number: int, names: Sequence[str]) -> Steps:
     """While the stream runs, the decode worker makes one step after another."""
+    fresh_names = itertools.cycle(names)
 
     async def ask(count: int) -> None:
-        name = f"bench-{number}-{count}"
-        body = {"prompt": draw(name, _PROMPT_TOKENS), "max_tokens": 2, "request_id": name}
+        prompt = draw(f"bench-{number}-{count}", _PROMPT_TOKENS)
+        body = {"prompt": prompt, "max_tokens": 2, "request_id": next(fresh_names)}
         response = await client.post("/v1/completions", json={"model": "bench", **body})
         if response.status_code != 200:
             raise BenchError(f"a request failed: {response.text[:200]}")
