@@ -17,7 +17,6 @@ from kvrelay.simulate.traffic import read_trace
 from kvrelay.states import Role
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-RESULTS = ROOT / "bench" / "results"
 
 
 def test_a_trace_has_sessions_and_prefixes(tmp_path: Path) -> None:
