@@ -210,6 +210,7 @@ class StubWorker:
         fingerprint: str = "stub",
         step_s: float = 0.0,
         role: Role = Role.WHOLE,
+        data_parallel_rank: int = 0,
     ) -> None:
         self.id = new_worker_id(role.value)
         self.engine = StubEngine(self.id)
@@ -229,6 +230,7 @@ class StubWorker:
             max_queue=max_queue,
             version=PROTOCOL_VERSION,
             load=self.engine.load(),
+            data_parallel_rank=data_parallel_rank,
         )
         self.vigil = Vigil(registration_s)
         self.heartbeat = Heartbeat(

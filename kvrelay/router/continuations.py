@@ -163,12 +163,8 @@ class Continuations:
         forget_at = self._clock() + forget_in_s if known.record else math.inf
         kept = None if known.kept_id is None else self._kept.get(known.kept_id)
         if kept is not None:
-            kept.answer_id, kept.is_stored, kept.record, kept.forget_at = (
-                known.answer_id,
-                known.is_stored,
-                known.record,
-                forget_at,
-            )
+            kept.answer_id, kept.data_parallel_rank = known.answer_id, known.data_parallel_rank
+            kept.is_stored, kept.record, kept.forget_at = known.is_stored, known.record, forget_at
             self._names.join(kept)
         elif all(known.choice != other.choice for other in self._names.get(known.owner, known.answer_id or known.external_id)):
             known.forget_at = forget_at

@@ -85,6 +85,7 @@ class Parent:
             cache_salt=info.cache_salt,
             num_prompt_tokens=info.num_prompt_tokens,
             images=info.images,
+            data_parallel_rank=info.data_parallel_rank,
             kept_id=info.kept_id,
             tokens=tokens,
             ended=True,
@@ -105,6 +106,7 @@ class Parent:
             tokens=array("I", self.tokens).tobytes(),
             kept_id=self.kept_id,
             images=list(self.images),
+            data_parallel_rank=self.data_parallel_rank,
             record=self.record,
             forget_at=forget_at,
         )

@@ -6,7 +6,7 @@ another version is refused.
 
 from kvrelay.errors import VersionMismatchError
 
-PROTOCOL_VERSION = 7  # of the registry and the serving plane; the event plane and the relay's channels have their own numbers
+PROTOCOL_VERSION = 8  # of the registry and the serving plane; the event plane and the relay's channels have their own numbers
 
 
 def check_version(peer: str, version: int, spoken: int = PROTOCOL_VERSION, plane: str = "") -> None:

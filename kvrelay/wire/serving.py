@@ -140,8 +140,7 @@ class Submit(Message, frozen=True, kw_only=True):
 
 
 class Encode(Message, frozen=True, kw_only=True):
-    """Asks an encode worker for the embeddings of some images of a request. Answered by HandedOver once no worker waits
-    for them any more, or by one Failure."""
+    """Asks an encode worker for embeddings of a request's images. Answered by HandedOver once no worker waits, or by one Failure."""
 
     request_id: RequestId
     external_id: str
@@ -199,6 +198,7 @@ class ParentInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     record: bytes = b""  # of a stored answer
     forget_at: float = 0.0  # of a stored answer: Unix time
     adapter: str = ""  # the digest of its LoRA adapter
+    data_parallel_rank: int | None = None  # that it asked for
 
 
 class Remember(Message, frozen=True, kw_only=True):

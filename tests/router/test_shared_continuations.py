@@ -53,7 +53,9 @@ async def open_router(workers: list[StubWorker], opened: list[Router]) -> Router
     return router
 
 
-async def served(router: Router, *, n: int = 1, keep: bool = False, is_stored: bool = False) -> list[Parent]:
+async def served(
+    router: Router, *, n: int = 1, keep: bool = False, is_stored: bool = False, rank: int | None = None
+) -> list[Parent]:
     request = GenerateRequest(
         external_id="mine",
         answer_id="resp_1",
@@ -63,6 +65,7 @@ async def served(router: Router, *, n: int = 1, keep: bool = False, is_stored: b
         params=SamplingParams(n=n, max_tokens=4),
         keep=Keep([new_kept_id() for _ in range(n)], 30.0, "me") if keep else None,
         is_stored=is_stored,
+        data_parallel_rank=rank,
     )
     stream = router.submit(request)
     await tokens_of(stream)
@@ -118,6 +121,19 @@ async def test_kept_kv_is_found_under_the_name_of_the_answer(cluster: Cluster, o
     found = await second.find_parents("resp_1", "me")
     assert {one.kept_id for one in found} == {one.kept_id for one in parents}
     assert all(one.state is HandleState.HELD and one.worker_id == parents[0].worker_id for one in found)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("rank", [None, 0, 1])
+async def test_the_rank_that_a_parent_asked_for_is_known_to_every_router(
+    cluster: Cluster, opened: list[Router], rank: int | None, keep: bool
+) -> None:
+    workers = [await cluster.add_ready(data_parallel_rank=rank) for rank in range(2)]
+    first, second = await open_router(workers, opened), await open_router(workers, opened)
+    await served(first, keep=keep, rank=rank)
+    await eventually(lambda: num_remembered(workers) == 2)
+    (found,) = await second.find_parents("resp_1", "me")
+    assert (found.data_parallel_rank, found.kept) == (rank, keep)
 
 
 async def test_a_stored_answer_is_known_to_every_router_until_it_is_deleted(cluster: Cluster, opened: list[Router]) -> None:
