@@ -140,7 +140,7 @@ class Submit(Message, frozen=True, kw_only=True):
 
 
 class Encode(Message, frozen=True, kw_only=True):
-    """Asks an encode worker for embeddings of a request's images. Answered by HandedOver once no worker waits, or by one Failure."""
+    """Asks an encode worker for embeddings of a request's images. Answered by HandedOver once none is awaited, or a Failure."""
 
     request_id: RequestId
     external_id: str
