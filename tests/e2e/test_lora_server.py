@@ -23,13 +23,16 @@ from server import Server, serve
 from tiny_models import VOCAB_SIZE, reference_model, tiny_model
 
 MODEL = "mistral"
+ADAPTERS = ("all", "queries")
 PROMPTS = [[3 + (number * 7 + start) % (VOCAB_SIZE - 3) for number in range(40 + start)] for start in range(3)]
 NUM_TOKENS = 12
 
 
 @pytest.fixture(scope="module", params=DEVICES)
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
-    lora = [f"--lora={name}={adapter_folder(MODEL, name)}" for name in ("all", "queries")]
+    """The decode worker has an adapter that the prefill worker lacks."""
+    lora = [f"--lora={name}={adapter_folder(MODEL, name)}" for name in ADAPTERS]
+    lora += [f"--decode-lora={name}={adapter_folder(MODEL, name)}" for name in (*ADAPTERS, "some-layers")]
     small = [
         "--kv-blocks",
         "100",
@@ -69,14 +72,18 @@ def check(answer: dict[str, Any], model: str, prompt: list[int]) -> None:
     assert_parity(answer["choices"][0]["token_ids"], *expected(model, tuple(prompt)), model)
 
 
+def adapters_by_role(server: Server) -> dict[str, list[str]]:
+    return {worker["role"]: worker["adapters"] for worker in server.get("/cluster")["workers"]}
+
+
 def test_models_name_their_parent(server: Server) -> None:
     models = {model["id"]: model for model in server.get("/v1/models")["data"]}
-    assert list(models) == ["tiny", "all", "queries"]
+    assert list(models) == ["tiny", *ADAPTERS, "some-layers"]
     assert models["tiny"]["parent"] is None
     assert models["all"]["parent"] == "tiny"
     assert models["all"]["root"] == str(adapter_folder(MODEL, "all"))
     assert server.get("/v1/models/queries") == models["queries"]
-    assert [worker["adapters"] for worker in server.get("/cluster")["workers"]] == [["all", "queries"]] * 2
+    assert adapters_by_role(server) == {"prefill": [*ADAPTERS], "decode": [*ADAPTERS, "some-layers"]}
 
 
 def test_adapters_and_the_base_are_served_together(server: Server) -> None:
@@ -88,6 +95,16 @@ def test_adapters_and_the_base_are_served_together(server: Server) -> None:
     again = complete(server, "all", prompt=PROMPTS[0])
     check(again, "all", PROMPTS[0])
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+def test_a_decode_worker_computes_prompts_for_an_adapter_that_no_prefill_worker_has(server: Server) -> None:
+    with ThreadPoolExecutor(6) as pool:
+        work = [(model, prompt) for prompt in PROMPTS for model in ("some-layers", "all")]
+        answers = list(pool.map(lambda one: complete(server, one[0], prompt=one[1]), work))
+    for (model, prompt), answer in zip(work, answers, strict=True):
+        check(answer, model, prompt)
+    alone = post(server, model="some-layers", prompt=PROMPTS[0], max_tokens=1)
+    assert (alone.headers["x-kvrelay-prefill"], "x-kvrelay-transfer-id" in alone.headers) == ("local", False)
 
 
 def test_an_unknown_model_is_named_with_those_there_are(server: Server) -> None:
@@ -128,7 +145,7 @@ def test_an_adapter_is_loaded_and_unloaded_at_run_time(server: Server) -> None:
     assert post(server, "/v1/unload_lora_adapter", lora_name="rslora").status_code == 200
     assert post(server, model="rslora", prompt=prompt).status_code == 404
     assert post(server, "/v1/unload_lora_adapter", lora_name="rslora").status_code == 404
-    assert [model["id"] for model in server.get("/v1/models")["data"]] == ["tiny", "all", "queries"]
+    assert [model["id"] for model in server.get("/v1/models")["data"]] == ["tiny", *ADAPTERS, "some-layers"]
 
 
 def test_what_cannot_be_loaded_is_loaded_nowhere(server: Server) -> None:
@@ -137,7 +154,7 @@ def test_what_cannot_be_loaded_is_loaded_nowhere(server: Server) -> None:
     assert "adapter_config.json" in refused.json()["error"]["message"]
     taken = post(server, "/v1/load_lora_adapter", lora_name="tiny", lora_path="/nowhere")
     assert (taken.status_code, taken.json()["error"]["param"]) == (400, "lora_name")
-    assert [worker["adapters"] for worker in server.get("/cluster")["workers"]] == [["all", "queries"]] * 2
+    assert adapters_by_role(server) == {"prefill": [*ADAPTERS], "decode": [*ADAPTERS, "some-layers"]}
 
 
 def decode_workers(server: Server) -> list[dict[str, Any]]:
@@ -180,7 +197,7 @@ def test_what_was_loaded_at_run_time_outlives_a_killed_worker(server: Server, tm
                 os.kill(killed, signal.SIGKILL)
     assert_parity(tokens, *reference_tokens(adapted_model(MODEL, "rslora"), prompt, num_tokens), "killed")
     worker = until_caught_up(server, killed)
-    assert worker["adapters"] == ["all", "queries", "stays"]
+    assert worker["adapters"] == [*ADAPTERS, "some-layers", "stays"]
     assert list(worker["adapter_failures"]) == ["moved"]
     missed = post(server, model="moved", prompt=prompt, max_tokens=2)
     assert (missed.status_code, missed.json()["error"]["code"]) == (503, "no_adapter")
@@ -188,4 +205,4 @@ def test_what_was_loaded_at_run_time_outlives_a_killed_worker(server: Server, tm
     check(complete(server, "all", prompt=prompt), "all", prompt)
     for name in ("stays", "moved"):
         assert post(server, "/v1/unload_lora_adapter", lora_name=name).status_code == 200
-    assert [model["id"] for model in server.get("/v1/models")["data"]] == ["tiny", "all", "queries"]
+    assert [model["id"] for model in server.get("/v1/models")["data"]] == ["tiny", *ADAPTERS, "some-layers"]

@@ -10,13 +10,15 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import httpx
+import patience
 import psutil
 import pytest
 import torch
 from devices import DEVICES, on
 from lora_adapters import adapted_model, adapter_folder
 from parity import assert_parity, reference_tokens
-from patience import PATIENCE_S, until
+from patience import until
 from process_cluster import ProcessCluster, WorkerProcess
 from server import Server, is_idle, serve
 from tiny_models import reference_model, tiny_model
@@ -24,8 +26,17 @@ from tiny_models import reference_model, tiny_model
 PROMPT = list(range(5, 125))
 NUM_TOKENS = 12
 FLAGS = ("--kv-blocks", "128", "--max-batch", "8", "--threads", "1")
+NO_WATCHDOG = ("--watchdog-s", "3600")
 devices = pytest.mark.parametrize("device", DEVICES)
-LONG = pytest.mark.long
+REGISTRATION_S = 600.0  # the longest there is; renewed every third of it
+
+
+@pytest.fixture(autouse=True)
+def patience_s(monkeypatch: pytest.MonkeyPatch) -> float:
+    """Over before a registration of `REGISTRATION_S` runs out, or a watchdog ends a worker: what is waited for when a rank has
+    been killed comes of its worker's notice alone."""
+    monkeypatch.setattr(patience, "PATIENCE_S", REGISTRATION_S / 2)
+    return patience.PATIENCE_S
 
 
 def gone(process: psutil.Process) -> bool:
@@ -46,8 +57,18 @@ def choices_of(url: str, prompt: list[int], num_tokens: int, **more: object) -> 
         "prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, "return_token_ids": True, **more
     }  # fmt: skip
     request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"})
-    with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
+    with urllib.request.urlopen(request, timeout=patience.PATIENCE_S) as response:
         return [choice["token_ids"] for choice in json.loads(response.read())["choices"]]
+
+
+def stream(url: str, prompt: list[int], num_tokens: int, seen: list[int]) -> None:
+    """Its tokens, as they come."""
+    body = {"prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    with httpx.stream("POST", f"{url}/v1/completions", json={**body, "stream": True}, timeout=patience.PATIENCE_S) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                (choice,) = json.loads(line.removeprefix("data: "))["choices"]
+                seen += choice.get("token_ids") or []
 
 
 def tokens_of(url: str, prompt: list[int] = PROMPT, num_tokens: int = NUM_TOKENS, adapter: str | None = None) -> list[int]:
@@ -135,14 +156,14 @@ def test_degrees_differ_by_role_and_a_killed_router_leaves_no_rank(device: str, 
 @devices
 @pytest.mark.parametrize(("mode", "adapter"), [("write", "all"), ("read", None)])
 def test_a_rank_killed_in_mid_transfer_is_one_failure_and_the_request_goes_on_elsewhere(
-    device: str, mode: str, adapter: str | None, tmp_path: Path
+    device: str, mode: str, adapter: str | None, tmp_path: Path, patience_s: float
 ) -> None:
     """The prefill worker's second rank stands still, so that the transfer has begun and cannot end; then it is killed."""
-    flags = ("--tp", "2", "--token-budget", "32", *on(device), *FLAGS, *lora())
+    flags = ("--tp", "2", "--token-budget", "32", *on(device), *FLAGS, *NO_WATCHDOG, *lora())
     router = ("--mode", mode, "--local-prefill-tokens", "0")
     with (
         ProcessCluster(
-            str(tiny_model("kv2")), tmp_path, registration_s=4.0, router_flags=router, worker_flags=flags
+            str(tiny_model("kv2")), tmp_path, registration_s=REGISTRATION_S, router_flags=router, worker_flags=flags
         ) as cluster,
         concurrent.futures.ThreadPoolExecutor() as pool,
     ):
@@ -156,8 +177,8 @@ def test_a_rank_killed_in_mid_transfer_is_one_failure_and_the_request_goes_on_el
         spare = cluster.add("prefill")
         cluster.until_ready(3)
         os.kill(rank.pid, signal.SIGKILL)
-        check(answer.result(PATIENCE_S), adapter=adapter)
-        prefill.process.wait(PATIENCE_S)
+        check(answer.result(patience_s), adapter=adapter)
+        prefill.process.wait(patience_s)
         assert gone(rank)
         cluster.until(lambda: is_idle(entry(cluster, decode)) and is_idle(entry(cluster, spare)))
         transfers = entry(cluster, decode)["transfers"]
@@ -166,10 +187,50 @@ def test_a_rank_killed_in_mid_transfer_is_one_failure_and_the_request_goes_on_el
 
 
 @devices
-def test_streams_go_on_elsewhere_when_a_rank_of_their_decode_worker_is_killed(device: str, tmp_path: Path) -> None:
-    num_tokens, flags = 100, ("--tp", "2", *on(device), *FLAGS)
+def test_streams_go_on_elsewhere_when_a_rank_of_a_decode_worker_that_receives_their_kv_is_killed(
+    device: str, tmp_path: Path, patience_s: float
+) -> None:
+    """Two streams have begun there, and the KV of two others is on its way from a prefill worker, whose second rank stands
+    still meanwhile."""
+    num_tokens, flags = 100, ("--tp", "2", "--token-budget", "32", *on(device), *FLAGS, *NO_WATCHDOG)
     with (
-        ProcessCluster(str(tiny_model("kv2")), tmp_path, registration_s=4.0, worker_flags=flags) as cluster,
+        ProcessCluster(
+            str(tiny_model("kv2")), tmp_path, registration_s=REGISTRATION_S, router_flags=("--local-prefill-tokens", "0"),
+            worker_flags=flags,
+        ) as cluster,
+        concurrent.futures.ThreadPoolExecutor() as pool,
+    ):  # fmt: skip
+        prefill, decode = cluster.add("prefill"), cluster.add("decode")
+        cluster.until_ready(2)
+        (computing,), (receiving,) = ranks_of(prefill.pid), ranks_of(decode.pid)
+        asked = [PROMPT[index:] for index in range(4)]
+        seen: list[list[int]] = [[] for _ in asked]
+        streams = [pool.submit(stream, cluster.url, asked[index], num_tokens, seen[index]) for index in (0, 1)]
+        cluster.until(lambda: bool(seen[0] and seen[1]))
+        computing.suspend()
+        streams += [pool.submit(stream, cluster.url, asked[index], num_tokens, seen[index]) for index in (2, 3)]
+        cluster.until(lambda: entry(cluster, decode)["transfers"]["in_flight"] == 2)
+        receiving.suspend()  # so that nothing there ends before the kill
+        spare = cluster.add("decode")
+        cluster.until_ready(3)
+        receiving.kill()
+        decode.process.wait(patience_s)
+        computing.resume()
+        for answer, prompt, tokens in zip(streams, asked, seen, strict=True):
+            answer.result(patience_s)
+            check(tokens, prompt, num_tokens)
+        assert gone(receiving)
+        cluster.until(lambda: is_idle(entry(cluster, prefill)) and is_idle(entry(cluster, spare)))
+        assert entry(cluster, prefill)["transfers"]["failed"] == 2
+
+
+@devices
+def test_streams_go_on_elsewhere_when_a_rank_of_their_decode_worker_is_killed(
+    device: str, tmp_path: Path, patience_s: float
+) -> None:
+    num_tokens, flags = 100, ("--tp", "2", *on(device), *FLAGS, *NO_WATCHDOG)
+    with (
+        ProcessCluster(str(tiny_model("kv2")), tmp_path, registration_s=REGISTRATION_S, worker_flags=flags) as cluster,
         concurrent.futures.ThreadPoolExecutor() as pool,
     ):
         first, second = cluster.add("whole"), cluster.add("whole")
@@ -181,8 +242,8 @@ def test_streams_go_on_elsewhere_when_a_rank_of_their_decode_worker_is_killed(de
         cluster.until(lambda: cluster.get("/cluster")["in_flight"] > 0)
         rank.kill()
         for prompt, answer in zip(asked, answers, strict=True):
-            check(answer.result(PATIENCE_S), prompt, num_tokens)
-        first.process.wait(PATIENCE_S)
+            check(answer.result(patience_s), prompt, num_tokens)
+        first.process.wait(patience_s)
         cluster.until(lambda: is_idle(entry(cluster, second)))
 
 

@@ -96,18 +96,28 @@ def run_pipelined_request(server: Server, request_id: str, prompt: str, prompt_t
     return stage_1, request_openai_completions(s2_input), s2_extra_body["continuation_suffix"]
 
 
+def computed(server: Server) -> int:
+    """Prompt tokens, by all workers."""
+    return sum(worker["prompt_tokens"] for worker in server.idle_workers())
+
+
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_notes_client_thinks_and_searches_from_its_thought(device: str) -> None:
+@pytest.mark.parametrize("keeps", [False, True], ids=["forgets", "keeps"])
+def test_the_notes_client_thinks_and_searches_from_its_thought(device: str, keeps: bool) -> None:
+    """Where the server keeps KV, the search computes its suffix and one token more."""
     folder = str(tiny_model("llama"))
     flags = ("--served-model-name", "tiny", "--kv-blocks", "200", "--threads", "1", "--local-prefill-tokens", "0")
-    with serve(folder, *flags, *on(device)) as server:
+    with serve(folder, *flags, "--keep-kv-s", "600" if keeps else "0", *on(device)) as server:
         for number, prompt in enumerate(("The quick brown fox jumps over", "What is the capital of France?")):
+            before = computed(server)
             thought, found, suffix = run_pipelined_request(server, f"benchmark-{number}", prompt, "<|im_start|>")
             assert sorted(found.texts) == list(range(NUM_BEAMS))
             assert found.usage["completion_tokens"] == NUM_BEAMS * MAX_NEW_TOKENS
             assert found.headers["x-kvrelay-continued"] == "parent"
             body = {"prompt": suffix, "add_special_tokens": False}
             added = httpx.post(server.url + "/tokenize", json=body, timeout=PATIENCE_S).json()["tokens"]
+            if keeps:
+                assert computed(server) - before == len(thought.prompt) + len(added) + 1
             search = {"n": NUM_BEAMS, "use_beam_search": True, "max_tokens": MAX_NEW_TOKENS, "ignore_eos": True}
             whole = {"prompt": [*thought.prompt, *thought.tokens, *added], "temperature": 0, **search}
             answer = httpx.post(server.url + "/v1/completions", json=whole, timeout=PATIENCE_S).json()

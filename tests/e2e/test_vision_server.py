@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import base64
+import concurrent.futures
 import os
 import pathlib
 import signal
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import openai
 import pytest
@@ -35,7 +37,7 @@ def server(device: str) -> Iterator[Server]:
     folder: pathlib.Path = tiny_vl("qwen3_vl")
     with serve(
         str(folder), "--encode", "1", "--prefill", "1", "--decode", "1", "--local-prefill-tokens", "0", "--kv-blocks", "300",
-        "--served-model-name", "tiny", "--threads", "1", "--check-invariants", "--failover-wait-s", "60",
+        "--served-model-name", "tiny", "--threads", "1", "--check-invariants", "--failover-wait-s", str(PATIENCE_S),
         "--embedding-buffer-tokens", str(ROOM), *on(device),
     ) as running:  # fmt: skip
         yield running
@@ -43,7 +45,7 @@ def server(device: str) -> Iterator[Server]:
 
 def ask(server: Server, seed: int, text: str = "What is it?", size: tuple[int, int] = SMALL) -> tuple[str, dict[str, str], int]:
     """Text, headers, prompt tokens; the image comes before the text, as in `make_prompt`."""
-    client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=100)
+    client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=PATIENCE_S)
     data = base64.b64encode(make_prompt("qwen3_vl", [size], "", seed).images[0].data).decode()
     image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
     answer = client.chat.completions.with_raw_response.create(
@@ -108,10 +110,20 @@ def test_a_scrape_has_every_documented_metric_and_every_figure_of_each_worker(se
             assert {sample.labels.get("worker") for sample in family.samples} in (workers, {None}), name
 
 
-def test_a_killed_encode_worker_is_replaced(server: Server) -> None:
+def test_a_killed_encode_worker_is_replaced_and_its_request_goes_on(server: Server) -> None:
+    """The worker stands still, so that the request is there when it is killed."""
     before = ask(server, 5)[0]
-    (worker,) = (worker for worker in server.get("/cluster")["workers"] if worker["role"] == "encode")
-    os.kill(worker["pid"], signal.SIGKILL)
+    tokenizer = tokenizers.Tokenizer.from_file(str(tiny_vl("qwen3_vl") / "tokenizer.json"))
+    expected = tokenizer.decode(reference_output("qwen3_vl", make_prompt("qwen3_vl", [SMALL], "What is it?", 7), 6)[0])
+    (worker,) = encode_workers(server)
+    os.kill(worker["pid"], signal.SIGSTOP)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        answer = pool.submit(ask, server, 7)
+        until(lambda: encode_workers(server)[0]["in_flight"] == 1)
+        os.kill(worker["pid"], signal.SIGKILL)
+        text, headers, _ = answer.result()
+    assert text == expected
+    assert headers["x-kvrelay-encode"] != worker["id"]
     assert ask_until_served(server, 5)[0] == before
     text, headers = ask_until_served(server, 6)
     assert text
@@ -119,6 +131,10 @@ def test_a_killed_encode_worker_is_replaced(server: Server) -> None:
     assert headers["x-kvrelay-encode"] != worker["id"]
     (crashes,) = (family for family in server.metrics() if family.name == "kvrelay_worker_crashes")
     assert {sample.labels["outcome"]: sample.value for sample in crashes.samples} == {"restarted": 1.0, "given_up": 0.0}
+
+
+def encode_workers(server: Server) -> list[dict[str, Any]]:
+    return [worker for worker in server.get("/cluster")["workers"] if worker["role"] == "encode"]
 
 
 def ask_until_served(server: Server, seed: int) -> tuple[str, dict[str, str]]:

@@ -18,7 +18,7 @@ from kvrelay.planes.curve import listening
 from kvrelay.router.timelines import ClockOffset, Timeline, Timelines
 from kvrelay.states import Role, Stage
 from kvrelay.wire.registry import MappingCounts
-from kvrelay.wire.serving import LegTimes
+from kvrelay.wire.serving import LegTimes, ToWorker
 from kvrelay.wire.timelines import TimelineShown
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
@@ -65,9 +65,31 @@ async def test_a_prefill_worker_is_transferring_while_it_hands_on_and_its_mappin
         await cluster.idle()
         await cluster.until(lambda: samples(cluster, "kvrelay_worker_mapping_size")[prefill.id] == 0)
         peer = cluster.router._peers[prefill.id]
-        peer.load = msgspec.structs.replace(peer.load, mapping=MappingCounts(size=2, held_back=3, duplicates=4))
-        assert samples(cluster, "kvrelay_worker_mapping_held_back")[prefill.id] == 3
+        peer.load = msgspec.structs.replace(peer.load, mapping=MappingCounts(duplicates=4))
         assert samples(cluster, "kvrelay_worker_mapping_duplicates")[prefill.id] == 4
+
+
+async def test_what_a_prefill_worker_says_before_the_request_has_come_is_seen_as_held_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with relay(Shape()) as cluster:
+        (decode,) = cluster.decode
+        assert (await cluster.answer(ask(PROMPT))).error is None  # the two know each other
+        await cluster.idle()
+        peer, late = cluster.router._peers[decode.id], list[ToWorker]()
+        with monkeypatch.context() as patch:
+            patch.setattr(peer, "send", lambda message: late.append(message) is None)
+            stream = cluster.submit(ask(PROMPT[1:]))
+
+            def is_seen() -> bool:
+                decode.loop.wake()  # it has no news, and would tell this a little later
+                return samples(cluster, "kvrelay_worker_mapping_held_back")[decode.id] == 1
+
+            await cluster.until(is_seen)
+        for message in late:
+            peer.send(message)
+        assert (await collect(stream)).error is None
+        await cluster.until(lambda: samples(cluster, "kvrelay_worker_mapping_held_back")[decode.id] == 0)
 
 
 async def test_what_a_decode_worker_has_to_say_again_is_exported() -> None:
@@ -106,10 +128,15 @@ async def test_a_hand_over_is_one_line_on_each_worker_with_ids_numbers_and_the_c
 
 
 @pytest.mark.parametrize(
-    ("room", "said"), [(256, "embedding taken over"), (3, "an embedding came in several rounds")], ids=["at_once", "in_rounds"]
+    ("room", "said", "level", "rounds"),
+    [
+        (256, "embedding taken over", logging.INFO, {}),
+        (3, "an embedding came in several rounds", logging.WARNING, {"first_round": 3, "resumes": 1}),
+    ],
+    ids=["at_once", "in_rounds"],
 )
 async def test_an_embedding_is_one_line_on_each_worker_with_the_clients_trace(
-    lines: pytest.LogCaptureFixture, room: int, said: str
+    lines: pytest.LogCaptureFixture, room: int, said: str, level: int, rounds: dict[str, int]
 ) -> None:
     prompt = make_prompt("qwen3_vl", [(70, 50)], "What is it?")
     shape = image_cluster.Shape(encode=1, prefill=1, decode=1, transfer={"embedding_buffer_tokens": room})
@@ -118,6 +145,8 @@ async def test_an_embedding_is_one_line_on_each_worker_with_the_clients_trace(
         await cluster.answer(msgspec.structs.replace(image_cluster.ask(prompt), trace=trace))
         await cluster.idle()
         (taken,), (handed,) = lines_of(lines, said), lines_of(lines, "embedding handed over")
+        assert [record.levelno for record in lines.records if record.getMessage() == said] == [level]
+        assert {name: taken[name] for name in ("first_round", "resumes") if name in taken} == rounds
         assert taken["transfer"] == handed["transfer"]
         assert (
             taken["bytes"]
