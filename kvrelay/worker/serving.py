@@ -90,14 +90,12 @@ class ServingLoop:
         self._callers = Callers()
         self._submitted: Recent[RequestId] = Recent(_REMEMBERED_IDS)  # blocks may be held under an id after its request ended
         self._remembered = Remembered()
-        self._load_untold = False
-        self._next_check = 0.0
+        self._load_untold, self._next_check = False, 0.0
         self.tally = tally or Tally()
         self.status = Status(engine.load())
         self.address = bound_address(self._socket)
         self.record: WorkerRecord | None = None  # set before `run`
-        self.drain_asked = False  # set by a signal handler
-        self.stop_asked = False
+        self.drain_asked = self.stop_asked = False  # set by a signal handler
         self.next_role: Role | None = None  # what to come back as after draining
         self.after_turn: Callable[[], None] = lambda: None  # called by `run` after every step, and while idle
         self.on_adapters: Callable[[WorkerRecord], None] = lambda _: None  # the record has other adapters now
