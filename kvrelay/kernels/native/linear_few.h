@@ -2,7 +2,7 @@
  * faster to dequantise into the first-level cache and go through the tiles. */
 
 #if LANES == 16
-#define FEW_ROWS 4
+#define FEW_ROWS 8
 #define FEW_PAIR_ROWS 2 /* that leave registers for a second panel */
 #else
 #define FEW_ROWS 2
@@ -53,9 +53,13 @@ typedef void (*FewRows)(const struct Weights *weights, long panel, const float *
 #if LANES == 16
 #define FEW_OF(name, format)                                                                                                  \
     FEW(name##_alone_, format, 1, 1) FEW(name##_alone_, format, 2, 1) FEW(name##_alone_, format, 3, 1)                        \
-    FEW(name##_alone_, format, 4, 1) FEW(name##_pair_, format, 1, 2) FEW(name##_pair_, format, 2, 2)
+    FEW(name##_alone_, format, 4, 1) FEW(name##_alone_, format, 5, 1) FEW(name##_alone_, format, 6, 1)                        \
+    FEW(name##_alone_, format, 7, 1) FEW(name##_alone_, format, 8, 1)                                                         \
+    FEW(name##_pair_, format, 1, 2) FEW(name##_pair_, format, 2, 2)
 #define LIST_FEW(name)                                                                                                        \
-    {{NULL, name##_alone_1, name##_alone_2, name##_alone_3, name##_alone_4}, {NULL, name##_pair_1, name##_pair_2}}
+    {{NULL, name##_alone_1, name##_alone_2, name##_alone_3, name##_alone_4, name##_alone_5, name##_alone_6, name##_alone_7,   \
+      name##_alone_8},                                                                                                        \
+     {NULL, name##_pair_1, name##_pair_2}}
 #else
 #define FEW_OF(name, format)                                                                                                  \
     FEW(name##_alone_, format, 1, 1) FEW(name##_alone_, format, 2, 1) FEW(name##_pair_, format, 1, 2)
