@@ -74,15 +74,22 @@ def run(argv: list[str]) -> int:
     cluster, traffic = said.value(ClusterOptions), said.value(TrafficOptions)
     costs, search, result = said.value(CostOptions), said.value(FindOptions), said.value(ResultOptions)
     configure("error", "simulate")
-    sessions, model = list(traffic.sessions()), costs.model()
+    sessions, fit = list(traffic.sessions()), costs.fit()
+    _warn(fit.assumed)
     has_images = any(turn.images for session in sessions for turn in session.turns)
     layout = cluster.layout(takes_images=has_images)
-    run_one = partial(simulate, costs=model, sessions=sessions, failures=cluster.failures(), duration_s=traffic.seconds)
+    run_one = partial(simulate, costs=fit.costs, sessions=sessions, failures=cluster.failures(), duration_s=traffic.seconds)
     if search.find:
         layout = _find(layout, run_one, traffic.targets, search)
     outcome = run_one(layout, progress=console_progress())
     _show(_counts(layout) | figures(outcome, traffic.targets), outcome, argv, result)
     return 0
+
+
+def _warn(assumed: Sequence[str]) -> None:
+    if assumed:
+        console = Console(stderr=True)
+        console.print(f"[yellow]--costs:[/] no file tells all: {'; '.join(assumed)}", highlight=False, soft_wrap=True)
 
 
 def _find(layout: Layout, run_one: Callable[[Layout], Outcome], targets: Targets, options: FindOptions) -> Layout:

@@ -12,9 +12,9 @@ from msgspec import Meta
 from kvrelay.config import Count, EngineOptions, Options, Positive
 from kvrelay.errors import ConfigError
 from kvrelay.router.rebalance import Rules
-from kvrelay.simulate import costs as cost_model
 from kvrelay.simulate.cluster import Layout
-from kvrelay.simulate.costs import Costs
+from kvrelay.simulate.costs import line
+from kvrelay.simulate.fit import Fit, fit
 from kvrelay.simulate.run import Failure, Targets
 from kvrelay.simulate.traffic import Kind, Session, Wanted, draw, read_trace
 from kvrelay.states import Role
@@ -161,29 +161,52 @@ class CostOptions(Options, frozen=True, kw_only=True):
     ] = 0.0
     gb_per_s: Annotated[float, Meta(ge=0.0, description="by hand: transfers between workers; 0 leaves it as it is")] = 0.0
     latency_ms: Annotated[float, Meta(ge=0.0, description="by hand: a message between workers; 0 leaves it as it is")] = 0.0
+    kv_read_ms: Annotated[
+        float,
+        Meta(
+            ge=0.0, description="by hand: milliseconds that 1,000 tokens held by sequences add to a step; 0 leaves it as it is"
+        ),
+    ] = 0.0
+    attention_ms: Annotated[
+        float,
+        Meta(
+            ge=0.0,
+            description="by hand: milliseconds per million pairs of a prompt token and one before it; 0 leaves it as it is",
+        ),
+    ] = 0.0
     router_ms: Annotated[float, Meta(ge=0.0, description="from a client to the workers")] = 1.0
-    kv_bytes_per_token: Annotated[Positive, Meta(description="2 x layers x KV heads x head size x bytes of a number")] = 131_072
+    kv_bytes_per_token: Annotated[
+        Count,
+        Meta(description="2 x layers x KV heads x head size x bytes of a number; 0: as files say, or Llama-3.1-8B's 131,072"),
+    ] = 0
     embedding_bytes_per_token: Annotated[Positive, Meta(description="hidden size x bytes of a number")] = 8192
-    layers: Annotated[Positive, Meta(description="of the model; the transfer of all but the last overlaps with computing")] = 32
+    layers: Annotated[
+        Count,
+        Meta(
+            description="of the model; the transfer of all but the last overlaps with computing; 0: as files say, or"
+            " Llama-3.1-8B's 32"
+        ),
+    ] = 0
 
-    def model(self) -> Costs:
+    def fit(self) -> Fit:
         """Raises ConfigError."""
-        costs = cost_model.fit(map(pathlib.Path, self.costs))
-        step_ms = self.step_ms or costs.weights_ms
+        found = fit(map(pathlib.Path, self.costs), self.kv_bytes_per_token, self.layers)
+        step_ms = self.step_ms or found.costs.weights_ms
         by_hand: dict[str, object] = {
             "router_ms": self.router_ms,
-            "kv_bytes_per_token": self.kv_bytes_per_token,
             "embedding_bytes_per_token": self.embedding_bytes_per_token,
-            "num_layers": self.layers,
         }
         if self.prefill_ms:
-            by_hand["prefill"] = cost_model.line(step_ms, self.prefill_ms)
+            by_hand |= {"prefill": line(step_ms, self.prefill_ms), "attention_ms_per_million_pairs": 0.0}
         if self.step_ms or self.sequence_ms:
-            by_hand["decode"] = cost_model.line(step_ms, self.sequence_ms)
+            by_hand |= {"decode": line(step_ms, self.sequence_ms), "kv_read_ms_per_1000_tokens": 0.0}
         if self.encode_ms:
-            by_hand["encode"] = cost_model.line(0.0, self.encode_ms)
-        if self.gb_per_s:
-            by_hand["gb_per_s"] = self.gb_per_s
-        if self.latency_ms:
-            by_hand["latency_ms"] = self.latency_ms
-        return msgspec.structs.replace(costs, **by_hand)
+            by_hand["encode"] = line(0.0, self.encode_ms)
+        others = {
+            "gb_per_s": self.gb_per_s,
+            "latency_ms": self.latency_ms,
+            "kv_read_ms_per_1000_tokens": self.kv_read_ms,
+            "attention_ms_per_million_pairs": self.attention_ms,
+        }
+        by_hand |= {name: value for name, value in others.items() if value}
+        return Fit(costs=msgspec.structs.replace(found.costs, **by_hand), assumed=found.assumed)

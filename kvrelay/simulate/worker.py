@@ -58,7 +58,6 @@ OnOutputs = Callable[[Peer, StepOutputs, int, float], None]
 """A worker's outputs, for its peer: of so many steps, each so long. The last of them has just ended."""
 
 _WITH_HASHES = (Stored, Removed, Freed)
-_LONGEST_LEAP_S = 1.0  # so that the router hears of the worker
 
 
 @dataclass(slots=True, eq=False)
@@ -299,8 +298,10 @@ class SimulatedWorker:
         running = core.scheduler.running
         if not running or core.outgoing.producer.has_news or core.incoming.consumer.has_news or core.images.has_news:
             return None
-        step_s = self._runner.decode_s(len(running))
-        count = min(possible_steps(core), int(_LONGEST_LEAP_S / step_s))
+        most = possible_steps(core)
+        if most < 2:
+            return None
+        count, step_s = self._runner.steps_s(len(running), sum([len(sequence.tokens) for sequence in running]), most)
         return Leap(self.now, step_s, count) if count > 1 else None
 
     def _land(self, count: int) -> None:

@@ -72,6 +72,7 @@ def test_figures_are_medians_of_the_ratios_of_each_round() -> None:
     assert results["faster_than_transformers_prefill_2048"] == pytest.approx(3.0)
     assert results["faster_than_llama_cpp_b1"] == pytest.approx(4.0), "beside ours with quantised weights"
     assert set(engine.TARGETS) <= set(results)
+    assert (results["num_layers"], results["kv_bytes_per_token"]) == (30, 46_080), "which `kvrelay simulate --costs` reads"
 
 
 def test_without_a_peer_nothing_is_said_about_it() -> None:

@@ -9,8 +9,9 @@ from kvrelay.config import EngineOptions
 from kvrelay.router.rebalance import Rules
 from kvrelay.simulate import worker as simulated_worker
 from kvrelay.simulate.cluster import Layout, SimulatedCluster
-from kvrelay.simulate.costs import ALONE, H200_8B, Costs, HandOvers, line
+from kvrelay.simulate.costs import ALONE, Costs, HandOvers, line
 from kvrelay.simulate.figures import figures
+from kvrelay.simulate.fit import H200_8B
 from kvrelay.simulate.host import Host, Pass, sharing_of
 from kvrelay.simulate.loop import VirtualLoop
 from kvrelay.simulate.run import Failure, Outcome, Targets, simulate
@@ -86,13 +87,16 @@ def test_a_small_pool_preempts_and_sets_aside_and_still_answers_all() -> None:
     assert found["finished"] > 0
 
 
-def test_steps_taken_together_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("kv_read_ms", "tolerance"), [(0.0, 1e-3), (2.0, 0.03)])
+def test_steps_taken_together_change_nothing(kv_read_ms: float, tolerance: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If each takes longer than the one before, they are only taken together while that hardly shows."""
     layout = Layout(prefill=2, decode=2)
     failures = (Failure(at_s=2.0, role=Role.DECODE),)
-    together = figures(run(layout, wanted("mixed"), failures), TARGETS)
+    costs = msgspec.structs.replace(COSTS, kv_read_ms_per_1000_tokens=kv_read_ms)
+    together = figures(run(layout, wanted("mixed"), failures, costs), TARGETS)
     monkeypatch.setattr(simulated_worker, "possible_steps", lambda core: 0)
-    one_by_one = figures(run(layout, wanted("mixed"), failures), TARGETS)
-    assert together == pytest.approx(one_by_one, rel=1e-3)
+    one_by_one = figures(run(layout, wanted("mixed"), failures, costs), TARGETS)
+    assert together == pytest.approx(one_by_one, rel=tolerance)
 
 
 def test_whole_workers_stall_their_streams_and_disaggregation_does_not() -> None:

@@ -1,4 +1,4 @@
-"""`kvrelay simulate`: costs, traces, options, files."""
+"""`kvrelay simulate`: traces, options, files."""
 
 from __future__ import annotations
 
@@ -11,45 +11,13 @@ from commands import commands_of
 from kvrelay.cli import main
 from kvrelay.errors import ConfigError
 from kvrelay.simulate.cluster import Layout
-from kvrelay.simulate.costs import H200_8B, Costs, fit, interpolate
 from kvrelay.simulate.find import Prices, cheapest
-from kvrelay.simulate.options import ClusterOptions, CostOptions
+from kvrelay.simulate.options import ClusterOptions
 from kvrelay.simulate.traffic import read_trace
 from kvrelay.states import Role
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 RESULTS = ROOT / "bench" / "results"
-
-
-def test_costs_are_fitted_from_what_bench_measured() -> None:
-    costs = fit([RESULTS / "nvidia-h200" / "gpu.json", RESULTS / "mixed" / "relay.json"])
-    measured = json.loads((RESULTS / "nvidia-h200" / "gpu.json").read_text())["results"]
-    assert costs.pass_s(2048, 0) == pytest.approx(measured["prefill_2048_ms"] / 1000)
-    assert costs.pass_s(0, 64) == pytest.approx(measured["b64_in1024_itl_ms"] / 1000)
-    assert costs.gb_per_s == json.loads((RESULTS / "mixed" / "relay.json").read_text())["results"]["shm_gb_per_s"]
-    engine = fit([RESULTS / "mixed" / "engine.json"])
-    assert [count for count, _ in engine.decode] == [1, 4, 16, 64]
-
-
-def test_without_files_costs_are_those_published_of_a_card() -> None:
-    published = fit([RESULTS / "nvidia-h200" / "gpu.json"])
-    for known, measured in ((H200_8B.prefill, published.prefill), (H200_8B.decode, published.decode)):
-        assert known == tuple((count, pytest.approx(ms, abs=0.001)) for count, ms in measured)
-
-
-def test_a_pass_of_both_reads_the_weights_once() -> None:
-    assert H200_8B.pass_s(512, 8) < H200_8B.pass_s(512, 0) + H200_8B.pass_s(0, 8)
-    assert H200_8B.pass_s(512, 8) > H200_8B.pass_s(512, 0)
-    assert interpolate(((1, 2.0), (3, 4.0)), 2) == 3.0
-    assert interpolate(((1, 2.0), (3, 4.0)), 5) == 6.0
-
-
-def test_costs_by_hand() -> None:
-    costs = CostOptions(prefill_ms=0.1, step_ms=5.0, sequence_ms=0.5, gb_per_s=3.0).model()
-    assert costs.pass_s(100, 0) == pytest.approx(0.015)
-    assert costs.pass_s(0, 10) == pytest.approx(0.010)
-    assert costs.gb_per_s == 3.0
-    assert isinstance(costs, Costs)
 
 
 def test_a_trace_has_sessions_and_prefixes(tmp_path: Path) -> None:

@@ -198,6 +198,8 @@ def summarise(spec: ModelSpec, rounds: list[Round]) -> Results:
     weight_bytes = (layer_weights(spec) + head_weights(spec)) * _ELEMENT_BYTES
     results = {
         "rounds": float(len(rounds)),
+        "num_layers": float(spec.num_layers),
+        "kv_bytes_per_token": float(spec.kv_bytes_per_token(_ELEMENT_BYTES)),
         "gemv_gb_per_s": median(this.limits.bytes_per_s for this in rounds) / 1e9,
         "gemm_gflop_per_s": median(this.limits.flops_per_s for this in rounds) / 1e9,
         "weights_read_ms": median(weight_bytes / this.limits.bytes_per_s for this in rounds) * 1e3,

@@ -23,6 +23,7 @@ from rich.console import Console
 from kvrelay.bench.engine.work import decode_work
 from kvrelay.bench.gpu.requests import generate, greedily, submit
 from kvrelay.bench.harness.engine import build_engine, run_dry, step
+from kvrelay.checkpoint.spec import ModelSpec
 from kvrelay.config import EngineOptions, KVDtypeOption, ModelOptions, WeightsOption
 from kvrelay.engine.engine import Engine
 from kvrelay.launch.console import console_progress
@@ -57,6 +58,7 @@ LLAMA_8B = {
 _WARM_REPLAYS, _TIMED_REPLAYS = 3, 20
 _FULL_STEPS = 4  # of all sequences, before one is replayed
 _COPIED_BYTES = 4 * 2**30
+_KV_ITEM_BYTES = 2  # bfloat16
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,10 +159,16 @@ def measure_speed(rounds: int, console: Console) -> dict[str, float]:
         with console.status(f"prefill {batch} x {length}"):
             results[f"prefill_{batch}x{length}_tok_s"] = batch * length / bench.best(batch, length, 1)
         first = DECODES[0]
-        work_bytes = decode_work(bench.runner.spec, 1, first.prompt_tokens + first.output_tokens // 2, 2)
-        rate = (work_bytes.weight_bytes + work_bytes.kv_bytes) / (results[first.name] / 1e3)
-        results["batch1_bandwidth_over_limit"] = rate / copy_bytes_per_s()
+        work_bytes = decode_work(bench.runner.spec, 1, first.prompt_tokens + first.output_tokens // 2, _KV_ITEM_BYTES)
+        rate, limit = (work_bytes.weight_bytes + work_bytes.kv_bytes) / (results[first.name] / 1e3), copy_bytes_per_s()
+        results |= {"memory_gb_per_s": limit / 1e9, "batch1_bandwidth_over_limit": rate / limit}
+        results |= shape_figures(bench.runner.spec)
     return results
+
+
+def shape_figures(spec: ModelSpec) -> dict[str, float]:
+    """What `kvrelay simulate` must know of the model beside its times."""
+    return {"num_layers": float(spec.num_layers), "kv_bytes_per_token": float(spec.kv_bytes_per_token(_KV_ITEM_BYTES))}
 
 
 def time_replays(runner: TorchRunner, batch: int) -> float:
