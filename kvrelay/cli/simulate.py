@@ -127,16 +127,16 @@ def _counts(layout: Layout) -> dict[str, float]:
 
 def _show(found: dict[str, float], outcome: Outcome, argv: Sequence[str], options: ResultOptions) -> None:
     console = Console(stderr=True)
+    router_us = {f"router_us_p{share}": percentile_of(outcome.submit_us, share) for share in (50, 99)}  # really passed
     made = report.BenchResult(
         scenario="simulate",
         commit=report.current_commit(),
         hardware="simulated",
         command=shlex.join(["kvrelay", "simulate", *argv]),
-        results=found,
+        results=found | router_us,
     )
     report.show(made, {}, console, "kvrelay")
-    router = [f"{percentile_of(outcome.submit_us, share):.0f} us (p{share})" for share in (50, 99)]
-    console.print(f"{outcome.cpu_s:.1f} s of processor time; of a request the router took {', '.join(router)}", highlight=False)
+    console.print(f"{outcome.cpu_s:.1f} s of processor time", highlight=False)
     if options.json:
         report.write(made, pathlib.Path(options.json))
         console.print(f"wrote {options.json}")

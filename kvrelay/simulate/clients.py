@@ -56,6 +56,7 @@ class Clients:
         self._router_s = router_s
         self.router: Router | None = None
         self._open: dict[RequestId, tuple[RequestStream, Answer]] = {}
+        self.heard_at = 0.0  # a question or a token, last
         self.answers: list[Answer] = []
         self.gaps_us: Counter[int] = Counter()  # microseconds between two tokens of an answer
         self.submit_us: Counter[int] = Counter()  # of processor time that the router took for a request
@@ -69,6 +70,10 @@ class Clients:
 
     def are_done(self) -> bool:
         return not self._num_to_come and not self._open
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
 
     def _await_next(self, sessions: Iterator[Session]) -> None:
         session = next(sessions, None)
@@ -103,6 +108,7 @@ class Clients:
             self._end(answer, "refused" if isinstance(error, QueueFullError) else "failed")
             return
         self._open[stream.request_id] = stream, answer
+        self.heard_at = self._loop.now
 
     def hear(self, peer: Peer, message: StepOutputs, num_steps: int, step_s: float) -> None:
         """Hands the outputs of a worker to the router, and notes what came of them."""
@@ -130,7 +136,7 @@ class Clients:
             answer.longest_s = max(answer.longest_s, gap_s)
         else:
             answer.first_at = first_at
-        answer.last_at = self._loop.now
+        answer.last_at = self.heard_at = self._loop.now
         answer.num_tokens += num_new
 
     def _look(self) -> None:

@@ -154,12 +154,14 @@ class SimulatedCluster:
         if not worker.is_alive:
             return
         worker.die()
+        worker.check()
         if worker.peer is not None:
             worker.peer.line_down()
         self.loop.at(self.loop.now + self.layout.registration_s, self._membership.on_left, worker.record.id, Loss.EXPIRED)
         self._forget(worker, worker.record.role if comes_back else None)
 
     def _drained(self, worker: SimulatedWorker) -> None:
+        worker.check_idle()
         worker.die()
         self._membership.on_left(worker.record.id, Loss.LEFT)
         self.num_role_changes += worker.next_role is not None
@@ -176,8 +178,13 @@ class SimulatedCluster:
         workers = self.workers.values()
         return not self.network.num_on_the_way and all(worker.is_idle and not worker.num_transfers for worker in workers)
 
+    @property
+    def computes_nothing(self) -> bool:
+        return all(worker.is_idle for worker in self.workers.values())
+
     def check_idle(self) -> None:
-        """The leak check: every block of every worker that lives is back, and no image is held."""
+        """The leak check: every block of every worker that lives is back, and no image is held. Of those that drained it was
+        checked when they left; those that were killed took along what requests held, and nothing else."""
         for worker in self.workers.values():
             worker.check_idle()
 

@@ -19,6 +19,7 @@ from kvrelay.simulate.loop import VirtualLoop
 from kvrelay.simulate.traffic import Session
 from kvrelay.states import Role
 
+_LOST_S = 600.0  # of virtual time without a word to a client, while no worker computes
 _SETTLE_S = 120.0  # of virtual time, after the last answer: transfers end, workers fall idle
 _COLLECTOR_THRESHOLDS = (1_000_000, 20, 1_000_000)  # caches are millions of objects, and what ends leaves few circles
 _DRIVER = Callable[[SimulatedCluster], None]
@@ -89,7 +90,7 @@ def simulate(
     usual = gc.get_threshold()
     gc.set_threshold(*_COLLECTOR_THRESHOLDS)
     try:
-        _run(loop, clients, duration_s, progress or Silent())
+        _run(cluster, clients, duration_s, progress or Silent())
         seconds = loop.now
         loop.run(lambda: cluster.is_idle, until=seconds + _SETTLE_S)
         _check(cluster, clients)
@@ -98,12 +99,15 @@ def simulate(
     return _outcome(cluster, clients, seconds, time.process_time() - began)
 
 
-def _run(loop: VirtualLoop, clients: Clients, duration_s: float, progress: Progress) -> None:
+def _run(cluster: SimulatedCluster, clients: Clients, duration_s: float, progress: Progress) -> None:
     progress.start("simulating", max(1, round(duration_s)), unit="s")
     for second in itertools.count(1):
-        loop.run(clients.are_done, until=float(second))
+        cluster.loop.run(clients.are_done, until=float(second))
         if clients.are_done():
             break
+        silent_s = second - clients.heard_at
+        is_stuck = clients.num_open and silent_s > _LOST_S + cluster.layout.restart_s and cluster.computes_nothing
+        assert not is_stuck, f"requests are lost: {clients.num_open} have not ended, and no worker computes"
         if second <= duration_s:
             progress.advance(1)
     progress.done()

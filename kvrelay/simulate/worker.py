@@ -170,6 +170,11 @@ class SimulatedWorker:
     def num_steps(self) -> int:
         return self.engine.load().steps + self.num_leapt
 
+    def check(self) -> None:
+        """Every block is held by a request that it knows, or by nothing."""
+        if isinstance(self.engine, Engine):
+            invariants.check(self.engine.core)
+
     def check_idle(self) -> None:
         """The leak check: it has nothing left to do, and holds nothing."""
         load = self.engine.load()

@@ -69,8 +69,18 @@ def test_the_command_prints_writes_and_draws(tmp_path: Path, capsys: pytest.Capt
     written = json.loads(result.read_text())
     assert written["scenario"] == "simulate"
     assert written["results"]["finished"] == written["results"]["requests"] > 0
+    assert 0 < written["results"]["router_us_p50"] <= written["results"]["router_us_p99"]
     assert "<svg" in drawing.read_text()
     assert "ttft_ms_p50" in capsys.readouterr().err
+
+
+def test_the_command_gives_the_same_figures_again_but_for_the_time_that_its_router_took(tmp_path: Path) -> None:
+    results = []
+    for name in ("first.json", "again.json"):
+        assert main.main(["simulate", "--rate", "5", "--seconds", "2", "--seed", "3", "--json", str(tmp_path / name)]) == 0
+        results.append(json.loads((tmp_path / name).read_text())["results"])
+    first, again = ({name: figure for name, figure in each.items() if not name.startswith("router_us")} for each in results)
+    assert first == again
 
 
 @pytest.mark.parametrize("words", commands_of("docs/simulate.md", "tests/simulate/test_simulate_command.py"), ids=" ".join)
