@@ -63,9 +63,9 @@ def _measured(figures: Figures, kv_read_ms: float = 0.0) -> dict[str, object]:
     if decode:
         found["decode"] = decode
     if prefill := _points(_PREFILL, figures):
-        attention_ms = _attention_ms(prefill)
-        beside = _beside_attention(prefill, attention_ms)
-        found |= {"prefill": _from_one_token(beside, decode), "attention_ms_per_million_pairs": attention_ms}
+        attention_ms = attention_ms_of(prefill)
+        prefill = beside_attention(prefill, attention_ms)
+        found |= {"prefill": _from_one_token(prefill, decode), "attention_ms_per_million_pairs": attention_ms}
     rates = [figures[name] for name in _RATES if name in figures]
     if rates:
         found["gb_per_s"] = rates[0]
@@ -84,7 +84,7 @@ def _decode(figures: Figures, kv_read_ms: float) -> tuple[Point, ...]:
     return tuple((count, max(0.0, ms - kv_read_ms * held / 1000)) for count, (held, ms) in sorted(steps.items()))
 
 
-def _attention_ms(prefill: Sequence[Point]) -> float:
+def attention_ms_of(prefill: Sequence[Point]) -> float:
     """Of a million pairs: by how much the curve through the first, a middle and the last point bends. Two do not tell."""
     if len(prefill) < 3:
         return 0.0
@@ -93,7 +93,7 @@ def _attention_ms(prefill: Sequence[Point]) -> float:
     return max(0.0, 2e6 * bend / (long - short))
 
 
-def _beside_attention(prefill: Sequence[Point], attention_ms: float) -> tuple[Point, ...]:
+def beside_attention(prefill: Sequence[Point], attention_ms: float) -> tuple[Point, ...]:
     return tuple((count, max(0.0, ms - attention_ms * attended(0, count) / 1e6)) for count, ms in prefill)
 
 

@@ -8,7 +8,8 @@ A round tries, one after the other:
 
 Of each, the time to first token or between tokens. Alone they give the curves; beside others, how much passes slow each other:
 on a machine with fewer cores than workers, or with one memory bus, a lot. What the HTTP server and the client take of it is in
-these times. Rounds are taken between the parts of the traffic, so that the machine is the same for both.
+these times. What grows with the square of a prompt's length is attention; steps have sequences of the traffic's length, and
+longer ones take no longer. Rounds are taken between the parts of the traffic, so that the machine is the same for both.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from kvrelay.bench.serve.scenario import run_sessions
 from kvrelay.bench.serve.sessions import WORDS, Question, Session
 from kvrelay.errors import BenchError
 from kvrelay.simulate.costs import ALONE, Costs, HandOvers, Point, State
+from kvrelay.simulate.fit import attention_ms_of, beside_attention
 
-_LENGTHS = (1.0, 0.25, 1.75)  # of prompts, of that of the traffic
+_SHORTEST = 0.25  # of prompts, of the traffic's length
 _BATCHES = (2, 4)  # streams on each decode worker
 _REPEATS = 3  # of prompts alone, and of those beside the same streams
 _STREAM_TOKENS, _MOST_TOKENS = 32, 256
@@ -53,12 +55,13 @@ class Round:
 
 
 class Calibration:
-    """Of one cluster with as many prefill as decode workers."""
+    """Of one cluster with as many prefill as decode workers. `longest`: of prompts, of the traffic's length."""
 
-    def __init__(self, target: Target, pairs: int, words: int) -> None:
+    def __init__(self, target: Target, pairs: int, words: int, longest: float = 1.75) -> None:
         self._target = target
         self._pairs = pairs
         self._words = words
+        self._lengths = (1.0, _SHORTEST, longest)
         self._most_tokens = min(_MOST_TOKENS, max(_STREAM_TOKENS, words))  # as prompts: small models have room for both
         self._marks = itertools.count()  # no prompt begins as another one did
         self.rounds: list[Round] = []
@@ -73,7 +76,7 @@ class Calibration:
         self.rounds.append(found)
 
     def _measure_prompts(self, found: Round) -> None:
-        for share in _LENGTHS * _REPEATS:
+        for share in self._lengths * _REPEATS:
             (one,) = self._ask([self._question(2, share)], "measuring a prompt")
             found.prompts.setdefault(share, []).append((one.prompt_tokens, _ms(one.ttft_s)))
             found.hand_overs += _first_gaps([one])
@@ -150,6 +153,7 @@ def costs_of(rounds: Sequence[Round], pairs: int) -> Costs:
     """What all of these rounds found, each time as good as the others."""
     prompts, steps = _joined(found.prompts for found in rounds), _joined(found.steps for found in rounds)
     prefill = {share: _middle_point(points) for share, points in sorted(prompts.items())}
+    attention_ms = attention_ms_of(tuple(prefill.values()))
     steps = {state: gaps for state, gaps in steps.items() if gaps}
     step_ms = {state: middle(gaps) for state, gaps in steps.items()}
     alone_ms, together_ms = step_ms[ALONE], step_ms[0, pairs]
@@ -158,7 +162,8 @@ def costs_of(rounds: Sequence[Round], pairs: int) -> Costs:
     hand_overs = [ms - alone_ms for found in rounds for ms in found.hand_overs]
     shared_hand_overs = [ms - 1.5 * together_ms for found in rounds for ms in found.shared_hand_overs]  # half a step was left
     return Costs(
-        prefill=tuple(prefill.values()),
+        prefill=beside_attention(tuple(prefill.values()), attention_ms),
+        attention_ms_per_million_pairs=attention_ms,
         decode=tuple((count, ms * alone_ms / together_ms) for count, ms in sorted({1: together_ms, **batches}.items())),
         prefill_sharing={(1, 0): 1.0}
         | {state: statistics.median(ms) / prefill[1.0][1] for state, ms in shared_prompts.items()},

@@ -30,7 +30,7 @@ from kvrelay.bench.simulate.calibrate import Calibration, Round, costs_of
 from kvrelay.config import EngineOptions, ModelOptions
 from kvrelay.errors import ConfigError
 from kvrelay.simulate.cluster import Layout
-from kvrelay.simulate.costs import Costs, State
+from kvrelay.simulate.costs import Costs, State, attended
 from kvrelay.simulate.figures import times
 from kvrelay.simulate.run import Outcome, simulate
 from kvrelay.simulate.traffic import Session as SimulatedSession
@@ -40,6 +40,7 @@ CLUSTERS = {"1p1d": 1, "2p2d": 2}  # workers of each role
 COMPARED = ("ttft_ms_p50", "ttft_ms_p99", "itl_ms_p50", "itl_ms_p99")
 _PARTS = 4  # of the traffic
 _SHARED = ("conversation", "long-prefix")
+_LONGEST = {"mixed": 4.0}  # prompts, of the usual length
 _WITHIN = {"p50": 0.2, "p99": 0.35}
 
 
@@ -75,7 +76,10 @@ def measure(name: str, options: SimulateBench, console: Console) -> Results:
 
 def _measured(costs: Costs, name: str) -> Results:
     """The costs of all rounds together."""
-    found: Results = {f"cost_prefill_{count}_ms_{name}": ms for count, ms in costs.prefill}
+    found: Results = {
+        f"cost_prefill_{count}_ms_{name}": ms + costs.attention_ms_per_million_pairs * attended(0, count) / 1e6
+        for count, ms in costs.prefill
+    }
     found |= {f"cost_decode_b{count}_ms_{name}": ms for count, ms in costs.decode}
     found |= {f"slower_prefill_{_in(state)}_{name}": factor for state, factor in sorted(costs.prefill_sharing.items())}
     found |= {f"slower_decode_{_in(state)}_{name}": factor for state, factor in sorted(costs.decode_sharing.items())}
@@ -92,7 +96,7 @@ def _run_real(
 ) -> tuple[Results, Calibration, list[list[Asked]]]:
     with serve(model, {"local-prefill-tokens": 0}, prefill=pairs, decode=pairs) as server:
         target = Target(server.url, find_model(server.url, {}), {}, ignore_eos=True, shows_special=True)
-        calibration = Calibration(target, pairs, options.input_tokens)
+        calibration = Calibration(target, pairs, options.input_tokens, _LONGEST.get(options.traffic, 1.75))
         calibration.round()
         rate = options.load * pairs / calibration.prompt_s
         sessions = make_sessions(options.traffic, options.wanted(rate, options.seed))
