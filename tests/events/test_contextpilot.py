@@ -19,6 +19,7 @@ from patience import PATIENCE_S, eventually
 from server import Server, serve
 from tiny_models import tiny_model
 
+from kvrelay.bench.kv.contextpilot import SERVER
 from kvrelay.discovery.static import StaticMembership
 from kvrelay.events.subscriber import EventSubscriber
 from kvrelay.ids import WorkerId, new_router_id
@@ -216,6 +217,10 @@ class Client:
 
     async def close(self) -> None:
         await self._http.aclose()
+
+
+def test_the_server_is_the_one_that_the_page_starts() -> None:
+    assert SERVER == "contextpilot.server.http_server"
 
 
 async def test_what_the_index_lists_is_what_is_cached(stack: Stack) -> None:
