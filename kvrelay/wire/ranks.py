@@ -7,8 +7,8 @@
       | ------------------------------------> |
       | <-- Loaded | KVShare | RankFailed     |      a card's rank has its share on its card, and tells where
       | AdapterShare -----------------------> |      of a LoRA adapter, whenever one is read
-      | Pass, Pass, ... --------------------> |      one per forward pass; the two then meet in memory that they share
-      | CardPass, Replay, ... --------------> |      instead of Pass, on cards: their inputs come by NCCL
+      | Pass, Pass, ... --------------------> |      one per forward pass; its inputs follow in shared memory or by NCCL
+      | Replay, ... ------------------------> |      on cards, instead of a Pass that is captured
 
 The end of the connection is the end of the other side. KVMemory may come again, and replaces what was before.
 """
@@ -97,43 +97,17 @@ class LoraPass(msgspec.Struct, frozen=True, kw_only=True):
     outputs: list[tuple[int, int, int]]
 
 
-class ImagePass(msgspec.Struct, frozen=True, kw_only=True):
-    """Tensors as bytes, as `kernels.base.ImageBatch` has them."""
-
-    axes: bytes
-    places: bytes
-    features: bytes
-    num_deepstack: int
-
-
-class Pass(RankMessage, frozen=True, kw_only=True):
-    """A forward pass: what `kernels.base.ForwardBatch` has, except for the tokens. Their embeddings are spread by rank 0."""
-
-    num_tokens: int
-    positions: bytes
-    slots: bytes
-    query_start: bytes
-    context_lens: bytes
-    block_tables: bytes
-    max_query: int
-    max_context: int
-    lengths: list[tuple[int, int]] | None
-    logit_rows: bytes
-    images: ImagePass | None = None
-    lora: LoraPass | None = None
-    dropped: list[int] = []  # adapters that no request has any more
-
-
-class CardImages(msgspec.Struct, frozen=True, kw_only=True):
-    """The shape of what comes by NCCL."""
+class ImagesShape(msgspec.Struct, frozen=True, kw_only=True):
+    """Of `kernels.base.ImageBatch`."""
 
     num_places: int
     width: int
     num_deepstack: int
 
 
-class CardPass(RankMessage, frozen=True, kw_only=True):
-    """A forward pass on cards: its shape. What `Pass` has as bytes comes by NCCL."""
+class Pass(RankMessage, frozen=True, kw_only=True):
+    """A forward pass: the shape of a `kernels.base.ForwardBatch`. Its tensors follow where ranks meet (`Ranks.spread`), except
+    for the tokens, of which rank 0 spreads the embeddings."""
 
     num_tokens: int
     num_rows: int
@@ -143,9 +117,9 @@ class CardPass(RankMessage, frozen=True, kw_only=True):
     max_context: int
     lengths: list[tuple[int, int]] | None
     longest_end: int | None  # `max_context` of ForwardBatch.ends, if there is one
-    images: CardImages | None = None
+    images: ImagesShape | None = None
     lora: LoraPass | None = None
-    dropped: list[int] = []
+    dropped: list[int] = []  # adapters that no request has any more
     name: str = ""  # under which it is captured as well
 
 
@@ -155,7 +129,7 @@ class Replay(RankMessage, frozen=True, kw_only=True):
     name: str
 
 
-ToRank = RankSetup | KVMemory | AdapterShare | Pass | CardPass | Replay
+ToRank = RankSetup | KVMemory | AdapterShare | Pass | Replay
 FromRank = Loaded | KVShare | RankFailed
 
 read_from_rank: Decoder[FromRank] = Decoder(FromRank)

@@ -1,4 +1,4 @@
-"""Passes on their way to the ranks of a worker on cards: a message with the shape, and inputs that are spread. On a CPU."""
+"""Passes on their way to the other ranks: a message with the shape, and inputs that are spread."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from kvrelay.kernels.ranks import SharedRanks
 from kvrelay.runner import kv_pool
 from kvrelay.runner.kv_pool import KVPool
 from kvrelay.runner.ranks.leading import LeadingModel
-from kvrelay.runner.ranks.passes import CardInputs, spread_inputs, to_card_pass
+from kvrelay.runner.ranks.passes import PassInputs, spread_inputs, to_pass
 from kvrelay.wire.codec import encode
-from kvrelay.wire.ranks import CardPass, KVShare, read_for_rank
+from kvrelay.wire.ranks import KVShare, Pass, read_for_rank
 
 CPU = torch.device("cpu")
 
@@ -55,12 +55,12 @@ def batch(*, ends: bool = False, images: bool = False, num_logits: int = 2, name
 @pytest.mark.parametrize("shape", [{}, {"ends": True}, {"images": True}, {"num_logits": 0}], ids=str)
 def test_a_rank_gets_what_rank_0_computes_with(meeting: list[SharedRanks], shape: dict[str, Any]) -> None:
     told = batch(**shape)
-    message = read_for_rank.decode(encode(to_card_pass(told, None, [4])))
-    assert isinstance(message, CardPass)
+    message = read_for_rank.decode(encode(to_pass(told, None, [4])))
+    assert isinstance(message, Pass)
     assert message.dropped == [4]
     leads = threading.Thread(target=spread_inputs, args=[told, meeting[0]])
     leads.start()
-    got = CardInputs(message, torch.float32, CPU).receive(meeting[1], None)
+    got = PassInputs(message, torch.float32, CPU).receive(meeting[1], None)
     leads.join()
     assert torch.equal(got.positions, told.positions)
     assert torch.equal(got.slots, told.slots)
@@ -84,10 +84,10 @@ class _Group:
     """Hears what the others are told."""
 
     def __init__(self) -> None:
-        self.told: list[CardPass] = []
+        self.told: list[Pass] = []
         self.ranks = SimpleNamespace(spread=lambda x: x)
 
-    def tell(self, message: CardPass) -> None:
+    def tell(self, message: Pass) -> None:
         self.told.append(message)
 
 

@@ -21,7 +21,6 @@ from kvrelay.checkpoint.spec import ModelSpec
 from kvrelay.kernels.base import ForwardBatch, Kernels, LoraBatch, LoraLayer, LoraPart, LoraSpan, LoraSpans, PackedAdapter
 from kvrelay.runner.lora import modules_of
 from kvrelay.runner.ranks.group import RankGroup
-from kvrelay.runner.ranks.passes import bytes_of, tensor_of
 from kvrelay.runner.ranks.shares import RankShare
 from kvrelay.wire.ranks import AdapterPart, AdapterShare, LoraPass
 
@@ -142,3 +141,16 @@ def own_share(batch: ForwardBatch) -> ForwardBatch:
 def _split(span: LoraSpan) -> SplitAdapter:
     assert isinstance(span.adapter, SplitAdapter)
     return span.adapter
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    tensor = tensor.cpu()
+    if tensor.dtype is torch.bfloat16:  # which numpy has not
+        tensor = tensor.contiguous().view(torch.uint8)
+    return bytes(tensor.numpy().tobytes())
+
+
+def tensor_of(data: bytes, dtype: torch.dtype) -> torch.Tensor:
+    if not data:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(bytearray(data), dtype=dtype)

@@ -10,7 +10,7 @@ from kvrelay.kernels.base import ForwardBatch
 from kvrelay.models.registry import Model
 from kvrelay.runner.ranks.adapters import SplitAdapters, own_share, to_lora_pass
 from kvrelay.runner.ranks.group import RankGroup
-from kvrelay.runner.ranks.passes import spread_inputs, to_card_pass, to_pass
+from kvrelay.runner.ranks.passes import spread_inputs, to_pass
 
 
 class LeadingModel:
@@ -25,11 +25,8 @@ class LeadingModel:
         self._captured: set[str] = set()  # passes that the others have, or will have, captured
 
     def forward(self, batch: ForwardBatch, kv: torch.Tensor, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
-        if not kv.is_cuda:
+        if batch.name not in self._captured:
             self._group.tell(to_pass(batch, to_lora_pass(batch.lora), self._adapters.take_dropped()))
-        else:
-            if batch.name not in self._captured:
-                self._group.tell(to_card_pass(batch, to_lora_pass(batch.lora), self._adapters.take_dropped()))
-                self._captured |= {batch.name} - {""}
-            spread_inputs(batch, self._group.ranks)
+            self._captured |= {batch.name} - {""}
+        spread_inputs(batch, self._group.ranks)
         return self._model.forward(own_share(batch), kv, on_layer)

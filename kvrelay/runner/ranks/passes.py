@@ -1,5 +1,4 @@
-"""Forward batches on their way from rank 0 to the others: as bytes in a message, or from card to card, of which the message
-has only the shape."""
+"""Forward batches on their way from rank 0 to the others: a message with the shape, and tensors that are spread."""
 
 from __future__ import annotations
 
@@ -7,69 +6,12 @@ import torch
 
 from kvrelay.kernels.base import AttentionBatch, ForwardBatch, ImageBatch, LoraBatch
 from kvrelay.kernels.ranks import Ranks
-from kvrelay.wire.ranks import CardImages, CardPass, ImagePass, LoraPass, Pass
+from kvrelay.wire.ranks import ImagesShape, LoraPass, Pass
 
 
 def to_pass(batch: ForwardBatch, lora: LoraPass | None, dropped: list[int]) -> Pass:
     rows, images = batch.attention, batch.images
     return Pass(
-        num_tokens=batch.token_ids.shape[0],
-        positions=bytes_of(batch.positions),
-        slots=bytes_of(batch.slots),
-        query_start=bytes_of(rows.query_start),
-        context_lens=bytes_of(rows.context_lens),
-        block_tables=bytes_of(rows.block_tables),
-        max_query=rows.max_query,
-        max_context=rows.max_context,
-        lengths=None if rows.lengths is None else list(rows.lengths),
-        logit_rows=bytes_of(batch.logit_rows),
-        images=None
-        if images is None
-        else ImagePass(
-            axes=bytes_of(images.axes),
-            places=bytes_of(images.places),
-            features=bytes_of(images.features),
-            num_deepstack=images.num_deepstack,
-        ),
-        lora=lora,
-        dropped=dropped,
-    )
-
-
-def to_batch(message: Pass, dtype: torch.dtype, lora: LoraBatch | None) -> ForwardBatch:
-    """Without the tokens, which only rank 0 needs: in their place are zeros."""
-    context_lens = tensor_of(message.context_lens, torch.int32)
-    return ForwardBatch(
-        token_ids=torch.zeros(message.num_tokens, dtype=torch.int64),
-        positions=tensor_of(message.positions, torch.int64),
-        slots=tensor_of(message.slots, torch.int64),
-        attention=AttentionBatch(
-            query_start=tensor_of(message.query_start, torch.int32),
-            context_lens=context_lens,
-            block_tables=tensor_of(message.block_tables, torch.int32).view(len(context_lens), -1),
-            max_query=message.max_query,
-            max_context=message.max_context,
-            lengths=None if message.lengths is None else tuple(message.lengths),
-        ),
-        logit_rows=tensor_of(message.logit_rows, torch.int64),
-        images=None if message.images is None else _image_batch(message.images, message.num_tokens, dtype),
-        lora=lora,
-    )
-
-
-def _image_batch(images: ImagePass, num_tokens: int, dtype: torch.dtype) -> ImageBatch:
-    places = tensor_of(images.places, torch.int64)
-    return ImageBatch(
-        axes=tensor_of(images.axes, torch.int64).view(3, num_tokens),
-        places=places,
-        features=tensor_of(images.features, dtype).view(len(places), -1),
-        num_deepstack=images.num_deepstack,
-    )
-
-
-def to_card_pass(batch: ForwardBatch, lora: LoraPass | None, dropped: list[int]) -> CardPass:
-    rows, images = batch.attention, batch.images
-    return CardPass(
         num_tokens=batch.token_ids.shape[0],
         num_rows=rows.num_rows,
         num_blocks=rows.block_tables.shape[1],
@@ -80,7 +22,7 @@ def to_card_pass(batch: ForwardBatch, lora: LoraPass | None, dropped: list[int])
         longest_end=None if batch.ends is None else batch.ends.max_context,
         images=None
         if images is None
-        else CardImages(num_places=images.places.shape[0], width=images.features.shape[1], num_deepstack=images.num_deepstack),
+        else ImagesShape(num_places=images.places.shape[0], width=images.features.shape[1], num_deepstack=images.num_deepstack),
         lora=lora,
         dropped=dropped,
         name=batch.name,
@@ -88,7 +30,7 @@ def to_card_pass(batch: ForwardBatch, lora: LoraPass | None, dropped: list[int])
 
 
 def spread_inputs(batch: ForwardBatch, ranks: Ranks) -> None:
-    """Rank 0's side of `CardInputs`."""
+    """Rank 0's side of `PassInputs`."""
     rows, images = batch.attention, batch.images
     parts = [batch.positions, batch.slots, rows.query_start, rows.context_lens, rows.block_tables, batch.logit_rows]
     if images is not None:
@@ -98,10 +40,10 @@ def spread_inputs(batch: ForwardBatch, ranks: Ranks) -> None:
         ranks.spread(images.features)
 
 
-class CardInputs:
+class PassInputs:
     """What a pass of that shape reads, in a rank that is not the first."""
 
-    def __init__(self, message: CardPass, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, message: Pass, dtype: torch.dtype, device: torch.device) -> None:
         self._message = message
         images = message.images
         self._sizes = [
@@ -145,16 +87,3 @@ class CardInputs:
             images=images,
             lora=lora,
         )
-
-
-def bytes_of(tensor: torch.Tensor) -> bytes:
-    tensor = tensor.cpu()
-    if tensor.dtype is torch.bfloat16:  # which numpy has not
-        tensor = tensor.contiguous().view(torch.uint8)
-    return bytes(tensor.numpy().tobytes())
-
-
-def tensor_of(data: bytes, dtype: torch.dtype) -> torch.Tensor:
-    if not data:
-        return torch.empty(0, dtype=dtype)
-    return torch.frombuffer(bytearray(data), dtype=dtype)

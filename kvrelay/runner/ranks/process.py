@@ -40,13 +40,12 @@ from kvrelay.runner.gpu_memory import explained
 from kvrelay.runner.graphs import captured
 from kvrelay.runner.kv_dtype import choose_kv_dtype
 from kvrelay.runner.ranks.adapters import HeldAdapters
-from kvrelay.runner.ranks.passes import CardInputs, to_batch
+from kvrelay.runner.ranks.passes import PassInputs
 from kvrelay.runner.ranks.shares import RankShare
 from kvrelay.runner.shared import load_for_worker
 from kvrelay.wire.codec import encode
 from kvrelay.wire.ranks import (
     AdapterShare,
-    CardPass,
     KVMemory,
     KVShare,
     Loaded,
@@ -144,7 +143,7 @@ class _Rank:
         self._kv_dtype = choose_kv_dtype(setup.model, dtype)
         self._adapters = HeldAdapters(kernels, dtype, self._device)
         self._kv = torch.empty(0)
-        self._captured: dict[str, tuple[torch.cuda.CUDAGraph, CardInputs]] = {}
+        self._captured: dict[str, tuple[torch.cuda.CUDAGraph, PassInputs]] = {}
         self._memory = torch.cuda.graph_pool_handle() if setup.num_cards else None
 
     def open_kv(self, message: KVMemory, connection_fd: int) -> Loaded | KVShare:
@@ -174,9 +173,6 @@ class _Rank:
                 self._adapters.hold(message)
             case Pass():
                 self._adapters.drop(message.dropped)
-                self._model.forward(to_batch(message, self._model.dtype, self._adapters.batch(message.lora)), self._kv)
-            case CardPass():
-                self._adapters.drop(message.dropped)
                 self._compute(message)
             case Replay():
                 self._captured[message.name][0].replay()
@@ -185,9 +181,9 @@ class _Rank:
             case _:
                 assert_never(message)
 
-    def _compute(self, message: CardPass) -> None:
+    def _compute(self, message: Pass) -> None:
         """A pass that is captured is computed before, as rank 0 does: that compiles kernels and chooses them."""
-        inputs = CardInputs(message, self._model.dtype, self._device)
+        inputs = PassInputs(message, self._model.dtype, self._device)
         lora = self._adapters.batch(message.lora)
         self._model.forward(inputs.receive(self._ranks, lora), self._kv)
         if message.name:
