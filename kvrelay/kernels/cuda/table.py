@@ -120,8 +120,9 @@ def choose_linear(num_rows: int, num_lines: int, width: int, gated: bool, scaled
         if gated:
             return LinearChoice(2, 1024, 1, 3, pipelined=True)
         if num_lines > 4096:
-            return LinearChoice(4, 512, 2, 3, ahead=2)
-        return LinearChoice(4, 1024, 2, 3, ahead=2, pipelined=True)
+            return LinearChoice(4, 512, 1, 3, ahead=2, pipelined=True)
+        block_out, num_warps = (2, 1) if width > 4096 else (4, 2)
+        return LinearChoice(block_out, 1024, num_warps, 3, ahead=2, pipelined=True)
     if num_rows == 1:
         if gated:
             return LinearChoice(2, 1024, 4, 3, ahead=3)
