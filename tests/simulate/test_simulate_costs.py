@@ -20,6 +20,7 @@ from kvrelay.simulate.run import simulate
 from kvrelay.simulate.traffic import Session, Turn
 
 RESULTS = Path(__file__).resolve().parent.parent.parent / "bench" / "results"
+MODEL = {"kv_bytes_per_token": 46_080, "num_layers": 30}
 CARD = [RESULTS / "nvidia-h200" / name for name in ("gpu.json", "gpu_relay.json")]
 XEON = RESULTS / "intel-xeon-processor-2.50ghz-2-cores"
 COSTS = Costs(prefill=line(2.0, 0.02), decode=line(4.0, 0.1), latency_ms=0.5, router_ms=0.0, kv_bytes_per_token=1000)
@@ -119,27 +120,38 @@ def test_without_files_costs_are_those_published_of_a_card() -> None:
             assert known[name] == (pytest.approx(value, rel=0.001) if isinstance(value, float) else value)
 
 
+def without_model(folder: Path) -> Path:
+    """A result file like those that were written before `bench engine` said what it had measured."""
+    path = folder / "without_model.json"
+    path.write_text(
+        json.dumps({"results": {n: value for n, value in measured(XEON / "engine.json").items() if n not in MODEL}})
+    )
+    return path
+
+
 def test_the_model_is_the_one_that_was_measured(tmp_path: Path) -> None:
     """Files that do not say it are taken for Llama-3.1-8B, and that is said."""
-    published = fit([XEON / "engine.json"])
-    assert (published.costs.kv_bytes_per_token, published.costs.num_layers) == (131_072, 32)
-    assert published.assumed == ("KV bytes per token and layers are those of Llama-3.1-8B",)
-    path = tmp_path / "engine.json"
-    path.write_text(json.dumps({"results": measured(XEON / "engine.json") | {"kv_bytes_per_token": 46080, "num_layers": 30}}))
+    path, silent = tmp_path / "engine.json", without_model(tmp_path)
+    path.write_text(json.dumps({"results": measured(XEON / "engine.json") | MODEL}))
+    assumed = fit([silent])
+    assert (assumed.costs.kv_bytes_per_token, assumed.costs.num_layers) == (131_072, 32)
+    assert assumed.assumed == ("KV bytes per token and layers are those of Llama-3.1-8B",)
     found = fit([path])
     assert (found.costs.kv_bytes_per_token, found.costs.num_layers, found.assumed) == (46_080, 30, ())
     assert fit([path], kv_bytes_per_token=9000).costs.kv_bytes_per_token == 9000
-    assert fit([XEON / "engine.json"], 46_080).assumed == ("layers are those of Llama-3.1-8B",)
+    assert fit([silent], 46_080).assumed == ("layers are those of Llama-3.1-8B",)
     assert fit(CARD).assumed == fit([]).assumed == ()
     shape = {name: int(str(LLAMA_8B[name])) for name in ("num_hidden_layers", "num_key_value_heads")}
     assert H200_8B.num_layers == shape["num_hidden_layers"]
     assert H200_8B.kv_bytes_per_token == 2 * 2 * 128 * shape["num_hidden_layers"] * shape["num_key_value_heads"]
-    assert fit(CARD[:1]).assumed == ("KV is read as on an H200",)
+    card = {name: value for name, value in measured(CARD[0]).items() if name != "memory_gb_per_s"}
+    silent.write_text(json.dumps({"scenario": "gpu", "results": card}))
+    assert fit([silent]).assumed == ("KV is read as on an H200",)
 
 
-def test_what_files_do_not_say_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_files_do_not_say_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["simulate", "--rate", "2", "--seconds", "1", "--output-tokens", "2"]
-    assert main.main([*arguments, "--costs", str(XEON / "engine.json")]) == 0
+    assert main.main([*arguments, "--costs", str(without_model(tmp_path))]) == 0
     assert "layers are those of Llama-3.1-8B" in capsys.readouterr().err
     assert main.main([*arguments, *(word for path in CARD for word in ("--costs", str(path)))]) == 0
     assert "Llama" not in capsys.readouterr().err
