@@ -1,16 +1,19 @@
-"""The next decode step, launched before the one under way is collected, so that the device never waits for the engine.
+"""The next step, launched before the one under way is collected, so that the device never waits for the engine.
 
-Where nothing but decoding is to be done, the step after this one is known but for its tokens: each sequence that does not
-reach its length takes one more. `RunAhead` plans it while the device computes, and the runner takes the tokens where they are
+The step after this one is known but for its tokens: each sequence that decodes and does not reach its length takes one more,
+and prompts are computed further. `RunAhead` plans it while the device computes, and the runner takes the tokens where they are
 (`Runner.runs_ahead`). A sequence that was handed over meanwhile has its first token, and joins. Nothing else may be under way:
-no prompt, fork, search, swap or image, no row whose parameters look at the tokens so far, and a block must be free for every
+no fork, search, swap or image, no row whose parameters look at the tokens so far, and a block must be free for every
 sequence that needs one.
+
+Prompts are part of such a step where those that run and wait fill it, so that a request that comes a moment later would have
+had no place in it either. A prompt whose next block is being computed for another one waits until it can be found.
 
 A sequence may end while a step with it runs ahead: by its token, by its client, by a failure. Then what that step computes for
 it is dropped. Its blocks are free at once, and are safe: whatever the device does with them later comes after that step, and
 a peer that is given them learns of it behind a fence.
 
-While requests wait, a plan is made at least every few steps, so that they get the room that others leave. Those whose peer
+While requests wait for room, a plan is made at least every few steps, so that they get what others leave. Those whose peer
 computes their prompt wait for nothing that a plan could give them.
 """
 
@@ -19,6 +22,7 @@ from __future__ import annotations
 from kvrelay.engine.core import Core
 from kvrelay.engine.interfaces import Row, Runner, SequenceView, StepPlan, StepResult
 from kvrelay.engine.request import Sequence
+from kvrelay.engine.scheduler import UnderWay
 from kvrelay.states import RequestState
 
 _MOST_WHILE_WAITING = 8
@@ -29,9 +33,11 @@ class RunAhead:
 
     def __init__(self, core: Core, runner: Runner) -> None:
         self._scheduler = core.scheduler
+        self._kv = core.kv
         self._pool = core.kv.pool
         self._block_size = core.kv.block_size
         self._incoming = core.incoming
+        self._takes_images = core.limits.takes_images
         self._max_model_len = core.limits.model.max_model_len
         self._runner = runner
         self._num_in_turn = 0  # steps since the last plan that the scheduler made
@@ -49,37 +55,80 @@ class RunAhead:
         if not self._runner.runs_ahead:
             return
         self._scheduler.reserve_early()
-        newcomers = self._newcomers(plan) if self._nothing_else(plan) else None
-        rows = [row for row in plan.rows if not self._reaches_its_length(row.sequence)]
-        if newcomers is None or not rows or (len(rows) < len(plan.rows) and self._num_waiting):
+        going = self._going_on(plan) if self._nothing_else(plan) else None
+        if going is None:
             return
-        ahead = [Row(row.sequence, row.start + row.count, 1, 1) for row in rows] + newcomers
-        if all(map(_is_plain, ahead)) and self._grow(ahead):
-            self.plan = StepPlan(rows=ahead, released=released.copy())
+        decodes, prompts = going
+        if not all(map(_is_plain, decodes)) or not self._grow(decodes):
+            return
+        ahead = StepPlan(rows=decodes)
+        has_prompts = prompts or (self._scheduler.queue.num_waiting and not self._waits_for_room)
+        if has_prompts and (self._takes_images or not self._scheduler.add_prompts(ahead, prompts, self._digests_of(plan))):
+            return
+        if ahead.rows:
+            self.plan, ahead.released = ahead, released.copy()
             released.clear()
-            self._runner.launch(self.plan)
+            self._runner.launch(ahead)
 
     @property
-    def _num_waiting(self) -> int:
-        return self._scheduler.queue.num_waiting + len(self._incoming.startable)
+    def _waits_for_room(self) -> bool:
+        """Whether a request waits for rows or blocks that another one has, or is to be given blocks for its transfer."""
+        return self._scheduler.starved or bool(self._incoming.startable)
 
     def _nothing_else(self, plan: StepPlan) -> bool:
         scheduler = self._scheduler
         if scheduler.swapped or scheduler.loading or scheduler.num_held_up:
             return False
-        if self._num_waiting and (not scheduler.starved or self._num_in_turn >= _MOST_WHILE_WAITING):
+        if self._incoming.startable and not scheduler.starved:
             return False
-        return all(_is_running(row) and row.samples == 1 and not row.prompt_logprobs for row in plan.rows)
+        if self._waits_for_room and self._num_in_turn >= _MOST_WHILE_WAITING and self._num_waiting:
+            return False
+        return all(
+            _is_running(row) and row.samples <= 1 and not row.candidates and not row.prompt_logprobs for row in plan.rows
+        )
 
-    def _newcomers(self, plan: StepPlan) -> list[Row] | None:
-        """Rows of the sequences that run and are not in `plan`; None if one of them has more to do than to decode."""
+    @property
+    def _num_waiting(self) -> int:
+        return self._scheduler.queue.num_waiting + len(self._incoming.startable)
+
+    def _going_on(self, plan: StepPlan) -> tuple[list[Row], list[UnderWay]] | None:
+        """What those that run have to do after `plan`: who decodes, and prompts with the place that they have come to. None if
+        something else is to be done, or one of them ends and leaves room to another that waits for it."""
+        decodes: list[Row] = []
+        prompts: list[UnderWay] = []
+        for row in plan.rows:
+            end = row.start + row.count
+            if not row.samples:
+                assert isinstance(row.sequence, Sequence)
+                prompts.append((row.sequence, end))
+            elif not self._reaches_its_length(row.sequence):
+                decodes.append(Row(row.sequence, end, 1, 1))
+            elif self._num_waiting and self._waits_for_room:
+                return None
+        for sequence in self._others(plan):
+            if self._only_decodes(sequence):
+                decodes.append(Row(sequence, sequence.num_computed, 1, 1))
+            elif sequence.num_uncomputed > 1:
+                prompts.append((sequence, sequence.num_computed))
+            else:
+                return None
+        return decodes, prompts
+
+    def _others(self, plan: StepPlan) -> list[Sequence]:
+        """That run, and had no place in `plan`."""
         if len(plan.rows) == len(self._scheduler.running):
             return []
         known = {row.sequence.key for row in plan.rows}
-        found = [sequence for sequence in self._scheduler.running if sequence.key not in known]
-        if not all(map(self._only_decodes, found)):
-            return None
-        return [Row(sequence, sequence.num_computed, 1, 1) for sequence in found]
+        return [sequence for sequence in self._scheduler.running if sequence.key not in known]
+
+    def _digests_of(self, plan: StepPlan) -> set[bytes]:
+        """The blocks that will be in the prefix cache once `plan` is collected, as far as it computes prompts."""
+        found: set[bytes] = set()
+        for row in plan.rows:
+            if row.count > 1:
+                assert isinstance(row.sequence, Sequence)
+                found.update(self._kv.digests(row.sequence, row.start, row.start + row.count))
+        return found
 
     def _only_decodes(self, sequence: Sequence) -> bool:
         """Whether its next step takes one token, and writes a block that is its own."""

@@ -209,9 +209,10 @@ class Runner(Protocol):
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether a plan may be launched before the one before it is collected whose rows start where their sequence's tokens
-        end: the token is the one that the plan before chooses. Such a row has `count` and `samples` 1, its sequence one row
-        with `samples` 1 in the plan before, and nothing in its parameters that looks at the tokens so far."""
+        """Whether a plan may be launched before the one before it is collected, if that reports no prompt logprobs and no
+        candidates. Rows may start where their sequence's tokens end: the token is the one that the plan before chooses. Such a
+        row has `count` and `samples` 1, its sequence one row with `samples` 1 in the plan before, and nothing in its parameters
+        that looks at the tokens so far."""
 
     def launch(self, plan: StepPlan) -> None: ...
 

@@ -34,6 +34,14 @@ class Queue:
             heapq.heappop(self._heap)  # it ended meanwhile
         return self._heap[0][1] if self._heap else None
 
+    def holds(self, num_tokens: int) -> bool:
+        """Whether those that wait have so many tokens; what the cache has of them is not asked."""
+        for _, sequence in self._heap:
+            if num_tokens <= 0:
+                break
+            num_tokens -= len(sequence.tokens) if sequence.state is RequestState.WAITING else 0
+        return num_tokens <= 0
+
     def pop(self) -> None:
         heapq.heappop(self._heap)
         self.num_waiting -= 1

@@ -30,7 +30,7 @@ computes it, the others wait that long.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Set
 from functools import partial
 
 from kvrelay.config import EngineOptions
@@ -48,6 +48,7 @@ from kvrelay.wire.events import FreedForNow
 
 _SMALLEST_PIECES = 8  # of a step's budget: what is left of it is a smaller one
 Order = tuple[int, int, int]
+UnderWay = tuple[Sequence, int]  # a prompt, and where it will be once the step under way is collected
 
 
 class Scheduler:
@@ -150,6 +151,24 @@ class Scheduler:
         elif self.queue:
             self._schedule_waiting(plan, budget)
         return plan
+
+    def add_prompts(self, plan: StepPlan, under_way: Iterable[UnderWay], coming: Set[bytes]) -> bool:
+        """To a plan of rows that decode, which runs ahead: those under way from where they will be, then those that wait, up to
+        the first whose next block is among `coming`, which the cache will have. False, and nothing is added, if they are too
+        few to fill a step."""
+        self._full_budget = budget = max(1, self._options.token_budget - len(plan.rows))
+        prompts = sorted(under_way, key=lambda one: self.rank(one[0]))
+        if not self.queue.holds(budget - sum(len(sequence.tokens) - start for sequence, start in prompts)):
+            return False
+        for sequence, start in prompts:
+            count = min(len(sequence.tokens) - start, budget)
+            if not count or not self._kv.grow(sequence, start + count, plan.copies):
+                return True
+            plan.rows.append(_row(sequence, count, start))
+            budget -= count
+        self.starved = False
+        self._schedule_waiting(plan, budget, coming)
+        return True
 
     def reserve_early(self) -> None:
         """While a step is under way: blocks for transfers, where no one else waits for any."""
@@ -286,7 +305,7 @@ class Scheduler:
         self._kv.recorder.lived(FreedForNow(request=sequence.request.external_id, reason=reason))
         self.queue.add(sequence)
 
-    def _schedule_waiting(self, plan: StepPlan, budget: int) -> None:
+    def _schedule_waiting(self, plan: StepPlan, budget: int, coming: Set[bytes] = frozenset()) -> None:
         num_rows = self._num_free_rows
         limit = self._options.max_running_prefills
         full_budget = self._full_budget
@@ -297,6 +316,9 @@ class Scheduler:
                 return
             if sequence.num_batch_rows > num_rows or not self._kept.attach(sequence, headroom=self._headroom_for(sequence)):
                 self.starved = True
+                return
+            if coming and self._kv.is_next(sequence, coming):
+                self._roll_back(sequence)
                 return
             reachable = self._reachable(sequence) if sequence.request.images else sequence.num_uncomputed
             count = min(reachable, budget)
@@ -361,8 +383,9 @@ def _oldest_last(sequence: Sequence) -> Order:
     return priority, -arrival, -sample
 
 
-def _row(sequence: Sequence, count: int) -> Row:
-    start = sequence.num_computed
+def _row(sequence: Sequence, count: int, start: int | None = None) -> Row:
+    """From `num_computed`, if no other start is given."""
+    start = sequence.num_computed if start is None else start
     search = sequence.request.search
     if search is not None:
         is_last = start + count == len(sequence.tokens)

@@ -207,9 +207,9 @@ class FusedLayer(Protocol):
 class Kernels(Protocol):
     """The arithmetic of a decoder layer."""
 
-    def fuse(self, weights: LayerWeights, ranks: Ranks | None) -> FusedLayer | None:
-        """Where an implementation has it; None: the model makes the calls below one by one. With `ranks`, each has a share of
-        the weights, and what `output` and `down` give is summed over them."""
+    def fuse(self, weights: LayerWeights, ranks: Ranks) -> FusedLayer | None:
+        """Where an implementation has it; None: the model makes the calls below one by one. Of several `ranks`, each has a
+        share of the weights, and what `output` and `down` give is summed over them."""
 
     @property
     def quantised_formats(self) -> frozenset[str]:

@@ -1,5 +1,6 @@
 """How the ranks of a tensor-parallel model meet: sums of what each has computed, and what rank 0 has for all.
 
+`OneRank`           a model that is not split.
 `SharedRanks`       on one host: memory that all ranks have mapped, and a C function that waits in it. A sum of one token's
                     activations takes a few microseconds.
 `DistributedRanks`  torch.distributed's gloo, where there is neither a compiler nor a library of the wheel.
@@ -71,6 +72,27 @@ class Ranks(Protocol):
 
     def end(self) -> None:
         """From any thread: a rank has died, so no other need wait any longer."""
+
+
+class OneRank:
+    """Implements `Ranks` for a model that is not split: there is nothing to add and no one to wait for."""
+
+    rank, num_ranks = 0, 1
+    sum_in_c: SumInC | None = None
+    spent_s = (0.0, 0.0)
+
+    def add_up(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def spread(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def meet(self) -> None: ...
+
+    def end(self) -> None: ...
+
+
+ALONE = OneRank()
 
 
 class _State(ctypes.Structure):

@@ -66,7 +66,7 @@ class TorchAdapter:
 class TorchKernels:
     """Implements `Kernels`. Stateless, so one instance may serve any number of models."""
 
-    def fuse(self, weights: LayerWeights, ranks: Ranks | None) -> None:
+    def fuse(self, weights: LayerWeights, ranks: Ranks) -> None:
         return None
 
     quantised_formats: frozenset[str] = frozenset()

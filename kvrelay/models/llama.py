@@ -28,14 +28,14 @@ import torch
 
 from kvrelay.checkpoint.spec import ModelSpec
 from kvrelay.kernels.base import ForwardBatch, HeadShape, ImageBatch, Kernels, LayerWeights, LinearName, LoraSpans, Packed
-from kvrelay.kernels.ranks import Ranks
+from kvrelay.kernels.ranks import ALONE, Ranks
 from kvrelay.models.layers import WeightSource, axis_of_pairs, fused_linear, linear, rotary_rows, rotary_table, take_matrix
 
 
 class DecoderLayer:
     """The weights of one layer and what is done with them."""
 
-    def __init__(self, spec: ModelSpec, kernels: Kernels, source: WeightSource, index: int, ranks: Ranks | None) -> None:
+    def __init__(self, spec: ModelSpec, kernels: Kernels, source: WeightSource, index: int, ranks: Ranks) -> None:
         self._kernels = kernels
         self._ranks = ranks
         name, hidden, inner = f"model.layers.{index}", spec.hidden_size, spec.intermediate_size
@@ -86,18 +86,15 @@ class DecoderLayer:
     def finish(self, attended: torch.Tensor, residual: torch.Tensor, lora: LoraSpans) -> torch.Tensor:
         """All that follows attention. Adds to the residual, except for the last product, which it returns."""
         weights, kernels = self._weights, self._kernels
-        x = self._of_all(self._linear(attended, "output", lora))
+        x = self._ranks.add_up(self._linear(attended, "output", lora))
         x = kernels.add_rms_norm(x, residual, weights.post_norm, weights.eps)
-        return self._of_all(self._linear(kernels.silu_mul(self._linear(x, "gate_up", lora)), "down", lora))
+        return self._ranks.add_up(self._linear(kernels.silu_mul(self._linear(x, "gate_up", lora)), "down", lora))
 
     def _linear(self, x: torch.Tensor, name: LinearName, lora: LoraSpans) -> torch.Tensor:
         out = self._kernels.linear(x, self._weights.linear(name))
         if lora:
             self._kernels.add_lora(out, x, lora, self._weights.index, name)
         return out
-
-    def _of_all(self, x: torch.Tensor) -> torch.Tensor:
-        return x if self._ranks is None else self._ranks.add_up(x)
 
 
 class _Ends:
@@ -139,13 +136,13 @@ class LlamaModel:
         *,
         device: torch.device,
         max_positions: int,
-        ranks: Ranks | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
-        """With `ranks`, spec and source are those of one rank."""
+        """Spec and source are those of one rank of `ranks`."""
         self.spec = spec
         self._kernels = kernels
         self._ranks = ranks
-        self._ends = _Ends(spec, kernels, source) if ranks is None or ranks.rank == 0 else None  # of the other ranks, rank 0's
+        self._ends = _Ends(spec, kernels, source) if ranks.rank == 0 else None  # of the other ranks, rank 0's
         self._layers = [DecoderLayer(spec, kernels, source, index, ranks) for index in range(spec.num_layers)]
         self.dtype = self._layers[0].dtype
         self._kv: torch.Tensor | None = None
@@ -162,7 +159,7 @@ class LlamaModel:
         if images is not None:
             batch, cos_sin = self._with_own_rotation(batch, images)
         x: torch.Tensor | None = None
-        last = len(self._layers) - 1
+        last, is_split = len(self._layers) - 1, self._ranks.num_ranks > 1
         all_rows = batch.logit_rows.shape[0] == batch.token_ids.shape[0]  # decodes alone: nothing to leave out
         for index, (layer, layer_kv) in enumerate(zip(self._layers, self._by_layer(kv), strict=True)):
             if images is not None and x is not None and index <= images.num_deepstack:
@@ -175,12 +172,11 @@ class LlamaModel:
             x = layer.input_norm(x, residual)
             query = layer.query_and_store(x, cos_sin, batch, layer_kv)
             if index == last and batch.logit_rows.shape[0] == 0:
-                if self._ranks is not None:
-                    self._ranks.meet()
+                self._ranks.meet()
                 if on_layer is not None:
                     on_layer(index)
                 return query.new_empty((0, self.spec.vocab_size))
-            if on_layer is not None and self._ranks is None:
+            if on_layer is not None and not is_split:
                 on_layer(index)
             lora = () if batch.lora is None else batch.lora.tokens
             if index < last or all_rows:
@@ -189,7 +185,7 @@ class LlamaModel:
                 attended, residual = _attend_at_end(layer, query, batch, layer_kv), residual[batch.logit_rows]
                 lora = () if batch.lora is None else batch.lora.outputs
             x = layer.finish(attended, residual, lora)
-            if on_layer is not None and self._ranks is not None:
+            if on_layer is not None and is_split:
                 on_layer(index)  # the other ranks have stored theirs, or there would be no sum
         assert x is not None
         return x[:0] if self._ends is None else self._ends.logits(x, residual)
@@ -202,7 +198,7 @@ class LlamaModel:
             residual = self._ends.embed(batch.token_ids)
             if batch.images is not None:
                 residual[batch.images.places] = batch.images.embeddings()
-        return residual if self._ranks is None else self._ranks.spread(residual)
+        return self._ranks.spread(residual)
 
     def _with_own_rotation(self, batch: ForwardBatch, images: ImageBatch) -> tuple[ForwardBatch, torch.Tensor]:
         """An image's tokens are turned by three positions, which no row of the table has: the pass gets a table of its own, of

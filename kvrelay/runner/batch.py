@@ -20,6 +20,8 @@ from kvrelay.runner.lora import lora_batch
 from kvrelay.runner.tables import BlockTables
 from kvrelay.runner.vision.images import ImageRows
 
+_NOT_KNOWN = [0]  # stands for a token that the device knows
+
 
 @dataclass(slots=True)
 class LogitLayout:
@@ -34,6 +36,15 @@ class LogitLayout:
         groups = [(first, row, count) for row, first, count in self.prompts]
         groups += [(place, row, 1) for row, place in self.sampled]
         return [(row, count) for _, row, count in sorted(groups)]
+
+
+@dataclass(frozen=True, slots=True)
+class LateTokens:
+    """Those that the host does not know: of which rows of the plan, and where among `tokens` on the device."""
+
+    rows: list[int]
+    sources: list[int]
+    tokens: torch.Tensor
 
 
 class BatchBuilder:
@@ -70,7 +81,7 @@ class BatchBuilder:
         if self.images is not None:
             self.images.forget(keys)
 
-    def build(self, plan: StepPlan) -> tuple[ForwardBatch, LogitLayout]:
+    def build(self, plan: StepPlan, late: LateTokens | None = None) -> tuple[ForwardBatch, LogitLayout]:
         rows, inputs = plan.rows, self._inputs
         assert rows, "a forward pass needs at least one row"
         inputs.begin()
@@ -87,15 +98,22 @@ class BatchBuilder:
         images = None if self.images is None else self.images.fill(rows, query_start, token_ids, positions)
         context_lens = starts + counts
         inputs.array("context_lens", len(rows))[:] = context_lens
+        if late is not None:
+            inputs.array("late_places", len(late.rows))[:] = query_start[late.rows]
+            inputs.array("late_sources", len(late.rows))[:] = late.sources
         layout, wanted = _logit_layout(rows, query_start)
         inputs.array("logit_rows", len(wanted))[:] = wanted
         max_context = int(context_lens.max())
         width = -(-max_context // self._block_size)
         self.tables.fill(inputs, places, -(-context_lens // self._block_size), width)
         inputs.send()
+        token_ids_there = inputs.tensor("token_ids", num_tokens)
+        if late is not None:
+            places_there, sources = (inputs.tensor(name, len(late.rows)) for name in ("late_places", "late_sources"))
+            token_ids_there[places_there] = late.tokens[sources]
         tables, device_lens = self.tables.gathered(inputs, len(rows), width), inputs.tensor("context_lens", len(rows))
         batch = ForwardBatch(
-            token_ids=inputs.tensor("token_ids", num_tokens),
+            token_ids=token_ids_there,
             positions=inputs.tensor("positions", num_tokens),
             slots=inputs.tensor("slots", num_tokens),
             attention=AttentionBatch(
@@ -144,11 +162,11 @@ class BatchBuilder:
 
 def _fill_tokens(token_ids: NDArray[np.int64], rows: list[Row]) -> None:
     if len(token_ids) == len(rows):  # nothing but single tokens: one conversion instead of one per row
-        token_ids[:] = [row.sequence.tokens[row.start] for row in rows]
+        token_ids[:] = [token for row in rows for token in row.sequence.tokens[row.start : row.start + 1] or _NOT_KNOWN]
         return
     first = 0
     for row in rows:
-        tokens = row.sequence.tokens[row.start : row.start + row.count]
+        tokens = row.sequence.tokens[row.start : row.start + row.count] or _NOT_KNOWN
         token_ids[first : first + row.count] = array("i", tokens)  # a third of the time that NumPy takes for a list
         first += row.count
 

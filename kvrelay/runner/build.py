@@ -16,6 +16,7 @@ from kvrelay.errors import ConfigError
 from kvrelay.kernels.base import Kernels
 from kvrelay.kernels.choose import choose_kernels
 from kvrelay.kernels.native.kernels import NativeKernels
+from kvrelay.kernels.ranks import ALONE
 from kvrelay.kernels.torch_kernels import TorchKernels
 from kvrelay.log import Log
 from kvrelay.models.registry import Model
@@ -23,7 +24,7 @@ from kvrelay.progress import Progress
 from kvrelay.runner.choices import Choices, check_products, choose, model_fingerprint, num_cores, weight_elements
 from kvrelay.runner.gpu_memory import explained, graph_bytes, kv_bytes
 from kvrelay.runner.graphs import graph_sizes
-from kvrelay.runner.host_pool import HostPool, choose_host_blocks, make_host_pool
+from kvrelay.runner.host_pool import HostPool, NoHostPool, choose_host_blocks, make_host_pool
 from kvrelay.runner.kv_pool import KVPool, PoolSize, blocks_for, choose_pool_size, free_cpu_bytes
 from kvrelay.runner.lora import LoraAdapters, Pack
 from kvrelay.runner.prompt_graphs import prompt_sizes
@@ -137,7 +138,7 @@ def _load_weights(chosen: Choices, kernels: Kernels, group: RankGroup | None, pr
             dtype=chosen.dtype,
             progress=progress,
             max_positions=chosen.engine.max_model_len or None,
-            ranks=None if group is None else group.ranks,
+            ranks=ALONE if group is None else group.ranks,
         )
 
 
@@ -196,7 +197,7 @@ def make_store(spec: ModelSpec, options: EngineOptions, device: torch.device, dt
     return None if spec.vision is None else FeatureStore(_feature_bytes(spec, options), device=device, dtype=dtype)
 
 
-def _open_host_pool(pool: KVPool, num_blocks: int | Literal["auto"], num_threads: int) -> HostPool | None:
+def _open_host_pool(pool: KVPool, num_blocks: int | Literal["auto"], num_threads: int) -> HostPool:
     """Of a number that was not asked for, none where they cannot be had: pinned memory may be limited."""
     if num_blocks != "auto":
         return make_host_pool(pool, num_blocks)
@@ -206,7 +207,7 @@ def _open_host_pool(pool: KVPool, num_blocks: int | Literal["auto"], num_threads
         return make_host_pool(pool, chosen)
     except ConfigError as error:
         log.warning("no host blocks: KV that must make room is computed again", reason=error)
-        return None
+        return NoHostPool()
 
 
 def _pool_size(model: Model, chosen: Choices, group: RankGroup | None, sizes: list[int], prompts: list[int]) -> PoolSize:

@@ -61,14 +61,28 @@ def choose_host_blocks(pool: KVPool, *, free_bytes: int, core_share: float) -> i
     return min(pool.num_blocks, budget // block_bytes)
 
 
-def make_host_pool(pool: KVPool, num_blocks: int) -> HostPool | None:
-    """None for 0 blocks. Raises ConfigError where there is no memory for them."""
+def make_host_pool(pool: KVPool, num_blocks: int) -> HostPool:
+    """Raises ConfigError where there is no memory for them."""
     if not num_blocks:
-        return None
+        return NoHostPool()
     try:
         return CpuHostPool(pool, num_blocks) if pool.tensor.device.type == "cpu" else CudaHostPool(pool, num_blocks)
     except (RuntimeError, MemoryError) as error:
         raise ConfigError(f"--swap-blocks {num_blocks}: no host memory for so many KV blocks: {error}") from error
+
+
+class NoHostPool:
+    """Of a worker without host blocks: KV that must make room is computed again."""
+
+    num_blocks = 0
+
+    def begin(self, saves: Pairs, loads: Pairs) -> int:
+        raise AssertionError("there are no host blocks")
+
+    def finished(self, wait_s: float) -> list[int]:
+        return []
+
+    def close(self) -> None: ...
 
 
 class CpuHostPool:

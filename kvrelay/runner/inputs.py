@@ -19,7 +19,8 @@ import torch
 from numpy.typing import NDArray
 
 _ALIGNED = 4  # numbers: kernels are compiled for addresses that are multiples of 16 bytes, and again for others
-WIDE = frozenset({"token_ids", "positions", "slots", "logit_rows", "changed_entries"})  # int64 in the pass; others are int32
+# int64 in the pass; others are int32.
+WIDE = frozenset({"token_ids", "positions", "slots", "logit_rows", "changed_entries", "late_places", "late_sources"})
 
 
 class Inputs(Protocol):

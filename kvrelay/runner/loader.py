@@ -24,7 +24,7 @@ from kvrelay.config import WeightsOption
 from kvrelay.errors import MissingTensorError, ModelError, WrongShapeError
 from kvrelay.kernels.base import Kernels, Quantised
 from kvrelay.kernels.fp8 import FP8, dequantise, quantise
-from kvrelay.kernels.ranks import Ranks
+from kvrelay.kernels.ranks import ALONE, Ranks
 from kvrelay.log import Log
 from kvrelay.models.layers import WeightSource
 from kvrelay.models.registry import Model, model_class
@@ -51,12 +51,12 @@ def load_model(
     progress: Progress,
     weights: WeightsOption = "auto",
     max_positions: int | None = None,
-    ranks: Ranks | None = None,
+    ranks: Ranks = ALONE,
     contents: bool = True,
     announce: bool = True,
 ) -> Model:
     """`load="dummy"` makes deterministic random weights and reads no file. `max_positions` bounds the rotary table, for a
-    model that will be run with a shorter context than its own. With `ranks`, the share of one of them. With fp8 `weights`,
+    model that will be run with a shorter context than its own. Of several `ranks`, the share of one. With fp8 `weights`,
     those of linear layers that are not in fp8 yet are quantised one by one. Without `contents`, matrices are shapes alone
     (`Kernels.pack`). What was found is logged unless it has been before (`announce`)."""
     source: CheckpointSource | DummySource
@@ -70,7 +70,7 @@ def load_model(
         positions = min(max_positions or spec.max_position_embeddings, spec.max_position_embeddings)
         build = model_class(spec.architecture)
         precise = _in_precision(source, weights)
-        if ranks is None:
+        if ranks.num_ranks == 1:
             model = build(spec, kernels, precise, device=device, max_positions=positions)
         else:
             share = RankShare(spec, ranks.rank, ranks.num_ranks)
@@ -79,7 +79,7 @@ def load_model(
         progress.done()
     if announce:
         source.report()
-    if announce and (ranks is None or ranks.rank == 0):
+    if announce and ranks.rank == 0:
         source.finish(spec)
     return model
 

@@ -28,10 +28,10 @@ from kvrelay.engine.fence import PASSED, Fence
 from kvrelay.engine.interfaces import Adapters, LayerListener, NoAdapters, Row, RowResult, SequenceView, StepPlan, StepResult
 from kvrelay.models.registry import Model
 from kvrelay.progress import Progress, Silent
-from kvrelay.runner.batch import BatchBuilder, LogitLayout
+from kvrelay.runner.batch import BatchBuilder, LateTokens, LogitLayout
 from kvrelay.runner.cuda_fence import CudaFence
 from kvrelay.runner.graphs import DecodeGraphs
-from kvrelay.runner.host_pool import HostPool
+from kvrelay.runner.host_pool import HostPool, NoHostPool
 from kvrelay.runner.kv_pool import KVPool, blocks_for
 from kvrelay.runner.prompt_graphs import PromptGraphs
 from kvrelay.runner.ranks.group import RankGroup
@@ -63,6 +63,11 @@ class _Launched:
     def is_certain(self) -> bool:
         """Whether the device has its tokens, without a second look."""
         return self.chosen is not None and self.logits is None
+
+    @property
+    def needs_host(self) -> bool:
+        """Whether the host has to choose tokens, or to look at them, before the next plan can have them."""
+        return bool(self.prepared.wanted) and self.results is None and not self.is_certain
 
 
 class ChosenTokens:
@@ -120,7 +125,7 @@ class TorchRunner:
         self.fingerprint = fingerprint
         self._model = model
         self._pool = pool
-        self._host_pool = host_pool
+        self._host_pool = host_pool or NoHostPool()
         self.ranks = ranks
         device = pool.tensor.device
         self._builder = BatchBuilder(
@@ -204,14 +209,13 @@ class TorchRunner:
 
     @property
     def num_host_blocks(self) -> int:
-        return 0 if self._host_pool is None else self._host_pool.num_blocks
+        return self._host_pool.num_blocks
 
     def begin_copies(self, saves: Sequence[tuple[int, int]], loads: Sequence[tuple[int, int]]) -> int:
-        assert self._host_pool is not None, "there are no host blocks"
         return self._host_pool.begin(saves, loads)
 
     def finished_copies(self, wait_s: float = 0.0) -> list[int]:
-        return [] if self._host_pool is None else self._host_pool.finished(wait_s)
+        return self._host_pool.finished(wait_s)
 
     @property
     def num_known_sequences(self) -> int:
@@ -224,13 +228,15 @@ class TorchRunner:
         self._builder.forget(plan.released)
         self._sampler.forget(plan.released)
         self._pool.copy_blocks(plan.copies)
+        if self._graphs is not None and self._launched and self._launched[-1].needs_host:
+            self._bring_to_device(self._launched[-1], self._graphs.tokens)
         if not plan.rows:
             self._launched.append(_Launched([], Prepared(num_plan_rows=0), results=[]))
         else:
             self._launched.append(self._replay(plan) or self._pass(plan))
 
     def _pass(self, plan: StepPlan) -> _Launched:
-        batch, layout = self._builder.build(plan)
+        batch, layout = self._builder.build(plan, self._late_tokens(plan.rows))
         logits = self._model.forward(batch, self._pool.tensor, self._on_layer)
         prepared = self._sampler.prepare(plan, layout)
         if self._graphs is None or not prepared.takes_one_each or len(prepared.wanted) > self._graphs.max_rows:
@@ -273,11 +279,19 @@ class TorchRunner:
         if not any(ahead):
             return [-1] * len(rows)
         before = self._launched[-1]
-        assert self._graphs is not None
-        if not before.is_certain:
-            self._bring_to_device(before, self._graphs.tokens)
         places = {before.rows[one.plan_row].sequence.key: place for place, one in enumerate(before.prepared.wanted)}
         return [places[row.sequence.key] if is_ahead else -1 for row, is_ahead in zip(rows, ahead, strict=True)]
+
+    def _late_tokens(self, rows: list[Row]) -> LateTokens | None:
+        """None: the host has all of them."""
+        if not self._launched:
+            return None
+        sources = self._sources(rows)
+        late = [index for index, source in enumerate(sources) if source >= 0]
+        if not late:
+            return None
+        assert self._graphs is not None, "without graphs nothing runs ahead"
+        return LateTokens(late, [sources[index] for index in late], self._graphs.tokens)
 
     def _bring_to_device(self, launched: _Launched, tokens: torch.Tensor) -> None:
         """The host has to choose, or to look whether the device could: it does so now."""
@@ -313,8 +327,7 @@ class TorchRunner:
     def close(self) -> None:
         """Drops what is under way. Weights and KV memory go with the runner."""
         self._launched.clear()
-        if self._host_pool is not None:
-            self._host_pool.close()
+        self._host_pool.close()
         if self.ranks is not None:
             if self._pool.added and not self.ranks.death:
                 torch.cuda.synchronize(self._pool.tensor.device)  # ranks take part in what was launched

@@ -33,7 +33,7 @@ from kvrelay.checkpoint.weight_file import (
 from kvrelay.config import Environment, ModelOptions
 from kvrelay.kernels.base import Kernels
 from kvrelay.kernels.native.kernels import NativeKernels
-from kvrelay.kernels.ranks import Ranks
+from kvrelay.kernels.ranks import ALONE, Ranks
 from kvrelay.log import Log
 from kvrelay.models.registry import Model
 from kvrelay.progress import Progress, Silent
@@ -59,7 +59,7 @@ def load_for_worker(
     dtype: torch.dtype,
     progress: Progress,
     max_positions: int | None,
-    ranks: Ranks | None,
+    ranks: Ranks = ALONE,
 ) -> Model:
     """`load_model`, with weights that are shared if the options say so and the kernels can."""
 
@@ -87,11 +87,10 @@ def load_for_worker(
 
 
 def file_name(
-    folder: pathlib.Path, spec: ModelSpec, options: ModelOptions, kernels: NativeKernels, ranks: Ranks | None = None
+    folder: pathlib.Path, spec: ModelSpec, options: ModelOptions, kernels: NativeKernels, ranks: Ranks = ALONE
 ) -> str:
     """Of the file that has these weights and no others."""
-    rank, num_ranks = (0, 1) if ranks is None else (ranks.rank, ranks.num_ranks)
-    share = f"{rank} of {num_ranks}, cut as in {SHARES}"
+    share = f"{ranks.rank} of {ranks.num_ranks}, cut as in {SHARES}"
     facts = [fingerprint(spec, "float32"), options.load, options.weights, share, kernels.layout()]
     if options.load == "auto":
         files = sorted(folder.resolve().glob("*.safetensors"))

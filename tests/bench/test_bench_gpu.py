@@ -16,6 +16,7 @@ from kvrelay.bench.gpu.requests import generate, greedily
 from kvrelay.bench.gpu.scenario import ANCHORS, SCENARIO
 from kvrelay.bench.gpu.speed import DECODES, LLAMA_8B, PREFILLS, WIDE_PREFILL
 from kvrelay.bench.harness.engine import build_engine
+from kvrelay.bench.harness.pair import open_pair
 from kvrelay.config import EngineOptions, ModelOptions
 from kvrelay.errors import BenchError
 
@@ -76,7 +77,7 @@ def test_two_processes_move_kv_and_what_arrives_is_looked_at(monkeypatch: pytest
     """With NIXL, which moves host memory just as well."""
     monkeypatch.setattr(copies, "LENGTHS", (64, 128))
     ranges = copies.kv_ranges(copies.pool_layout(), 64)
-    with copies.card_pair("nixl", copies.pool_layout().size_bytes, "cpu") as pair:
+    with open_pair(copies.CardPeer, "nixl", copies.pool_layout().size_bytes, device="cpu") as pair:
         assert pair.mover.ask(copies.CardPeer.move, ranges) > 0.0
         pair.check(ranges)
         with pytest.raises(BenchError, match="not those that were sent"):

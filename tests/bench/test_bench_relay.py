@@ -15,12 +15,13 @@ from test_bench_work import SMOLLM2
 from tiny_models import tiny_model
 
 from kvrelay.bench import main
+from kvrelay.bench.harness.pair import EngineMissing, open_pair
 from kvrelay.bench.harness.plot import Dots, draw, write_plot
 from kvrelay.bench.relay import scenario as relay
 from kvrelay.bench.relay import transfer
 from kvrelay.bench.relay.peer import How, Peer
 from kvrelay.bench.relay.scenario import Gaps, summarise_gaps
-from kvrelay.bench.relay.transfer import EngineMissing, kv_ranges, layout_of, open_pair, tokens_for
+from kvrelay.bench.relay.transfer import kv_ranges, layout_of, move, rewrite_and_move, tokens_for
 from kvrelay.checkpoint.spec import ModelSpec
 from kvrelay.errors import BenchError, ConfigError
 
@@ -52,25 +53,25 @@ def test_two_processes_move_what_they_say(spec: ModelSpec, engine: str, how: How
     layout = layout_of(spec, 320)
     ranges = kv_ranges(layout, 320)
     assert ranges[:, 2].sum() == layout.size_bytes
-    with open_pair(engine, layout.size_bytes) as pair:
+    with open_pair(Peer, engine, layout.size_bytes) as pair:
         with pytest.raises(BenchError, match="are not those that were sent"):
             pair.check(ranges)
-        assert pair.move(how, ranges) > 0
+        assert move(pair, how, ranges) > 0
         pair.check(ranges)
         if engine != "shm":
             for raw in ("raw", "raw_one_by_one"):
-                assert pair.rewrite_and_move(raw, ranges) > 0
+                assert rewrite_and_move(pair, raw, ranges) > 0
                 pair.check(ranges)
         (pair.other if how == "read" else pair.mover).ask(Peer.rewrite)
         with pytest.raises(BenchError, match="are not those that were sent"):
             pair.check(ranges)  # what was moved before does not pass for what is to be moved
-        assert pair.move("memcpy", kv_ranges(layout, 160)) > 0
+        assert move(pair, "memcpy", kv_ranges(layout, 160)) > 0
 
 
 def test_an_engine_that_cannot_work_here_is_told_from_a_failure(spec: ModelSpec) -> None:
     with (
         pytest.raises(EngineMissing, match="no transfer engine is called 'pigeon'"),
-        open_pair("pigeon", layout_of(spec, 16).size_bytes),
+        open_pair(Peer, "pigeon", layout_of(spec, 16).size_bytes),
     ):
         pass
 

@@ -509,3 +509,32 @@ def test_a_step_launched_ahead_may_leave_out_and_reorder_sequences(make_runner: 
     assert [first[0].tokens + second[1].tokens, first[2].tokens + second[0].tokens] == [expected[0], expected[2]]
     assert len(run(runner, plan(whole(newcomer)))[0].tokens) == 1
     runner.close()
+
+
+def test_prompts_may_be_part_of_a_step_launched_ahead(make_runner: Callable[[], Runner]) -> None:
+    """Beside sequences whose tokens the host does not know yet; a chunk is launched behind the one before it."""
+    runner = make_runner()
+    if not runner.runs_ahead:
+        pytest.skip("this runner does not run ahead")
+
+    def sequences() -> tuple[FreeSequence, FreeSequence, FreeSequence]:
+        params = SAMPLED[1]
+        one, other = (FreeSequence(tokens=prompt(6, seed), block_table=[3 * seed, 3 * seed + 1]) for seed in (1, 2))
+        return one, other, FreeSequence(tokens=prompt(11, 4), block_table=[12, 13, 14, 15], params=params)
+
+    expected = [generate(runner, sequence, 3 - index) for index, sequence in enumerate(sequences())]
+    runner.close()
+    runner = make_runner()
+    one, other, late = sequences()
+    runner.launch(plan(whole(one)))
+    runner.launch(plan(ahead(one), whole(other), Row(late, 0, 5, 0)))
+    one.tokens += runner.collect().rows[0].tokens
+    runner.launch(plan(ahead(one), Row(late, 5, 6, 1), ahead(other)))
+    for sequence, result in zip((one, other, late), runner.collect().rows, strict=True):
+        sequence.tokens += result.tokens
+    for sequence, result in zip((one, late, other), runner.collect().rows, strict=True):
+        sequence.tokens += result.tokens
+    assert [
+        sequence.tokens[len(fresh.tokens) :] for sequence, fresh in zip((one, other, late), sequences(), strict=True)
+    ] == expected
+    runner.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -23,12 +24,18 @@ EOS = 0
 
 
 class CountingRunner(FakeRunner):
-    """Counts plans that lack a token."""
+    """Counts plans that lack a token, and notes how many tokens those compute that are launched behind another one."""
 
     num_ahead = 0
 
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.behind: list[int] = []
+
     def launch(self, plan: StepPlan) -> None:
         self.num_ahead += any(row.start == len(row.sequence.tokens) for row in plan.rows)
+        if self._launched:
+            self.behind.append(plan.num_tokens)
         super().launch(plan)
 
 
@@ -57,6 +64,11 @@ def make(runs_ahead: bool, *, num_blocks: int = 64, host_blocks: int = 0, eos_on
 def num_ahead(engine: Engine) -> int:
     assert isinstance(engine._runner, CountingRunner)
     return engine._runner.num_ahead
+
+
+def behind(engine: Engine) -> list[int]:
+    assert isinstance(engine._runner, CountingRunner)
+    return engine._runner.behind
 
 
 def finish(engine: Engine, collected: Collected) -> Collected:
@@ -157,6 +169,64 @@ def test_after_an_unforeseen_error_no_step_is_under_way() -> None:
     plain = make(False)
     plain.submit(submit([1, 2, 3], max_tokens=5))
     assert tokens == [token for _ in range(20) if plain.has_work for output in plain.step().outputs for token in output.tokens]
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    return [(7 * seed + place * place) % VOCAB for place in range(length)]
+
+
+def test_prompts_that_fill_steps_run_ahead_and_their_tokens_are_those_of_steps_that_do_not() -> None:
+    requests = [submit(prompt_of(12, seed), max_tokens=4) for seed in range(7)]
+
+    def play(runs_ahead: bool) -> tuple[Engine, Collected]:
+        engine = make(runs_ahead, num_blocks=128)
+        for request in requests:
+            engine.submit(request)
+        return engine, finish(engine, Collected())
+
+    (ahead, collected), (_, expected) = play(True), play(False)
+    assert collected.tokens == expected.tokens
+    assert sum(num_tokens > len(requests) for num_tokens in behind(ahead)) >= 3
+
+
+def test_a_long_prompt_is_computed_further_before_its_last_chunk_is_collected() -> None:
+    engine = make(True)
+    engine.submit(submit(prompt_of(56, 1), max_tokens=2))
+    finish(engine, Collected())
+    assert behind(engine) == [16, 16, 1]  # not the 8 that are left: another request would have room beside them
+
+
+def test_a_step_that_prompts_do_not_fill_takes_a_newcomer() -> None:
+    engine, collected = make(True), Collected()
+    engine.submit(submit(prompt_of(20, 1), max_tokens=1))
+    collected.take(engine.step())
+    assert behind(engine) == []
+    engine.submit(submit(prompt_of(9, 2), max_tokens=1))
+    collected.take(engine.step())
+    assert len(collected.ends) == 2
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_a_prompt_waits_for_blocks_that_are_being_computed_for_another_one(runs_ahead: bool) -> None:
+    engine, collected = make(runs_ahead), Collected()
+    for seed in range(4):
+        engine.submit(submit([*prompt_of(16, 1), *prompt_of(4, seed)], max_tokens=1))
+    finish(engine, collected)
+    assert [output.cached_tokens for output in collected.first.values()] == [0, 16, 16, 16]
+
+
+def test_who_comes_behind_prompts_that_run_ahead_is_aborted_with_them() -> None:
+    engine, collected = make(True, num_blocks=128), Collected()
+    requests = [submit(prompt_of(16, seed), max_tokens=3) for seed in range(6)]
+    for request in requests:
+        engine.submit(request)
+    collected.take(engine.step())
+    assert behind(engine) == [16]  # the first one's next token, and 15 of the second one
+    engine.abort([request.request_id for request in requests[1:4]])
+    finish(engine, collected)
+    assert [collected.ends[request.request_id, 0] for request in requests] == [
+        FinishReason.LENGTH, *[FinishReason.ABORT] * 3, *[FinishReason.LENGTH] * 2,
+    ]  # fmt: skip
 
 
 @dataclass

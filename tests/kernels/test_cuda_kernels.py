@@ -18,6 +18,7 @@ from triton_here import DEVICE, HAS_TRITON, ON_CARD, use_few_programs
 
 from kvrelay.kernels.base import LINEARS, ForwardBatch, HeadShape, LayerWeights, LoraBatch, LoraPart, LoraSpan
 from kvrelay.kernels.fp8 import dequantise, quantise
+from kvrelay.kernels.ranks import ALONE
 from kvrelay.kernels.torch_kernels import TorchKernels
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
@@ -235,7 +236,7 @@ def test_layer_is_what_the_reference_computes(
     kernels = CudaKernels(linears=linears)
     packed = {name: kernels.pack(tensors[name], None) for name in ("qkv", "output", "gate_up", "down")}
     norms = {name: tensors.get(name) for name in ("input_norm", "q_norm", "k_norm", "post_norm")}
-    layer = kernels.fuse(LayerWeights(index=0, shape=case.shape, eps=1e-5, scale=0.2, **packed, **norms), None)
+    layer = kernels.fuse(LayerWeights(index=0, shape=case.shape, eps=1e-5, scale=0.2, **packed, **norms), ALONE)
     assert layer is not None
     expected = reference_layer(case, tensors, x, residual, cos_sin, batch, kv.double())
     if adapted:

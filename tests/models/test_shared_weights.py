@@ -58,7 +58,6 @@ def load(options: ModelOptions) -> Model:
         dtype=torch.float32,
         progress=Silent(),
         max_positions=None,
-        ranks=None,
     )
 
 
@@ -151,7 +150,7 @@ environment, path = read_environment(), pathlib.Path(path)
 model = shared.load_for_worker(
     path, read_spec(path), ModelOptions(model=str(path), weights="float32"), environment,
     kernels=choose_kernels(torch.device("cpu"), torch.float32, environment), dtype=torch.float32, progress=Silent(),
-    max_positions=None, ranks=None,
+    max_positions=None,
 )
 assert not {"torch._dynamo", "triton"} & set(sys.modules), "loading them costs seconds"
 print("ready", flush=True)

@@ -12,6 +12,7 @@ import json
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -53,16 +54,19 @@ SMALL = {
 }  # fmt: skip
 
 
+VLLM = ("--engine", "vllm", "--max-model-len", "1024", "--max-batch", "8", "--engine-args", ENGINE_ARGS, "--threads", "1")
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "kvrelay", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | SMALL)
+
+
 def serve(*options: str) -> Generator[Server, None, None]:
-    command = [
-        sys.executable, "-m", "kvrelay", "serve", "--engine", "vllm", "--port", "0", "--max-model-len", "1024", "--max-batch",
-        "8", "--engine-args", ENGINE_ARGS, "--local-prefill-tokens", "0", "--failover-wait-s", "120",
-        "--threads", "1", "--registration-s", "20", *options,
-    ]  # fmt: skip
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | SMALL)
-    server = Server(process)
+    routing = ("--port", "0", "--local-prefill-tokens", "0", "--failover-wait-s", "120", "--registration-s", "20")
+    server = Server(start("serve", *VLLM, *routing, *options))
     deadline = time.monotonic() + 3 * PATIENCE_S
-    while not server.url and process.poll() is None and time.monotonic() < deadline:
+    while not server.url and server.process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.2)
     try:
         assert server.url, "\n".join(server.lines[-40:])
@@ -164,6 +168,54 @@ def test_a_stream_outlives_its_decode_worker(expected: list[list[int]]) -> None:
 
         assert stream(server, PROMPTS[-1], kill) == expected[-1]
         assert killed
+        until_idle(server)
+
+
+def test_a_prompt_outlives_its_prefill_worker(expected: list[list[int]]) -> None:
+    """Which dies while it computes. Its successor computes the prompt again, or the decode worker does."""
+    with contextlib.closing(serve("--prefill", "1", "--decode", "1")) as servers:
+        server = next(servers)
+
+        def prefill() -> dict[str, Any]:
+            (worker,) = (worker for worker in server.get("/cluster")["workers"] if worker["role"] == "prefill")
+            return worker
+
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(complete, server, PROMPTS[-1])
+            until(lambda: prefill()["running"] > 0)
+            killed = prefill()["pid"]
+            os.kill(killed, signal.SIGKILL)
+            assert answer.result()["choices"][0]["token_ids"] == expected[-1]
+        until(lambda: [worker["pid"] for worker in server.get("/cluster")["workers"] if worker["pid"] == killed] == [])
+        until_idle(server)
+
+
+def test_a_worker_with_another_engine_gets_no_request_and_it_is_said_why(expected: list[list[int]]) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        registry = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    with contextlib.ExitStack() as stack:
+        server = Server(start("router", "smollm2", "--port", "0", "--registry-listen", registry))
+        stack.callback(server.stop)
+
+        def problems() -> dict[int, str]:
+            """By process."""
+            workers = server.get("/cluster")["workers"] if server.url else []
+            return {worker["pid"]: worker.get("problem", "") for worker in workers if worker["state"] != "starting"}
+
+        def start_worker(*options: str) -> int:
+            worker = Server(start("worker", "smollm2", "--role", "whole", "--registry", registry, *options))
+            stack.callback(worker.stop)
+            until(lambda: worker.process.pid in problems())
+            return worker.process.pid
+
+        first = start_worker(*VLLM)
+        second = start_worker("--threads", "1", "--max-model-len", "1024")
+        until(lambda: problems()[second])
+        assert problems()[first] == ""
+        assert "with another engine" in problems()[second]
+        assert [complete(server, prompt)["choices"][0]["token_ids"] for prompt in PROMPTS[:3]] == expected[:3]
+        assert [worker["steps"] for worker in server.get("/cluster")["workers"] if worker["pid"] == second] == [0]
         until_idle(server)
 
 

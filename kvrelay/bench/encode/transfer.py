@@ -24,10 +24,11 @@ from rich.console import Console
 
 from kvrelay.bench.encode.model import EncodeBench
 from kvrelay.bench.harness.child import Child
+from kvrelay.bench.harness.pair import open_pair
 from kvrelay.bench.harness.report import Target, median_ratio
 from kvrelay.bench.harness.scenario import Part, Results
-from kvrelay.bench.relay.peer import How
-from kvrelay.bench.relay.transfer import open_pair
+from kvrelay.bench.relay.peer import How, Peer
+from kvrelay.bench.relay.transfer import rewrite_and_move
 from kvrelay.config import TransferOptions
 from kvrelay.errors import BenchError
 from kvrelay.ids import TransferId, WorkerId, new_transfer_id, new_worker_id
@@ -156,13 +157,13 @@ def _measure(transport: str) -> Results:
     raw_rates: list[float] = []
     drives: tuple[How, ...] = ("read",) if transport == "shm" else ("raw", "raw_one_by_one", "write")
     ranges = _ranges()
-    with Child(answer_s=_PATIENCE_S) as child, open_pair(transport, _layout(_ROOM_TOKENS).size_bytes) as pair:
+    with Child(answer_s=_PATIENCE_S) as child, open_pair(Peer, transport, _layout(_ROOM_TOKENS).size_bytes) as pair:
         consumers = _Consumers(transport, child)
         try:
             for _ in range(ROUNDS + 1):
                 for way in WAYS:
                     seconds[way].append(consumers.relay(way))
-                raw_rates.append(max(pair.rewrite_and_move(how, ranges) for how in drives))
+                raw_rates.append(max(rewrite_and_move(pair, how, ranges) for how in drives))
             resumes = {way: relay.counts().resumes / (ROUNDS + 1) for way, relay in consumers.relays.items()}
         finally:
             consumers.close()

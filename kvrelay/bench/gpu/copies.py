@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import statistics
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+import zlib
+from collections.abc import Sequence
 
 import torch
 from rich.console import Console
 
 from kvrelay.bench.gpu.speed import LLAMA_8B, copy_bytes_per_s
-from kvrelay.bench.harness.child import Child
+from kvrelay.bench.harness.pair import Pair, open_pair
 from kvrelay.bench.harness.scenario import Results
 from kvrelay.bench.relay.transfer import kv_ranges
 from kvrelay.errors import BenchError
-from kvrelay.ids import WorkerId, new_worker_id
-from kvrelay.transfer.engines.base import Mover, Ranges, TransferError
+from kvrelay.ids import WorkerId
+from kvrelay.transfer.engines.base import Mover, Ranges
 from kvrelay.transfer.engines.choose import make_engine
 from kvrelay.transfer.kv.layout import KVLayout
 from kvrelay.transfer.region import Region
@@ -47,10 +47,14 @@ def pool_layout() -> KVLayout:
 
 
 class CardPeer:
-    """One side, kept by a child: memory of a card, filled so that every place tells whose it is and where."""
+    """Implements `Side`: memory of a card, filled so that every place tells whose it is and where."""
 
-    def __init__(self, engine: str, worker: WorkerId, size_bytes: int, salt: int, device: str = "cuda") -> None:
-        self._words = torch.arange(size_bytes // 8, dtype=torch.int64, device=device).mul_(2_654_435_761).add_(salt)
+    def __init__(self, engine: str, worker: WorkerId, size_bytes: int, device: str = "cuda") -> None:
+        self._words = (
+            torch.arange(size_bytes // 8, dtype=torch.int64, device=device)
+            .mul_(2_654_435_761)
+            .add_(zlib.crc32(worker.encode()))
+        )
         if device == "cuda":
             torch.cuda.synchronize()
         self._engine = make_engine(engine, worker)
@@ -58,12 +62,12 @@ class CardPeer:
         self._engine.register(Region(address=address, size_bytes=size_bytes, device=str(self._words.device)))
         self._peer = worker
 
-    def info(self) -> bytes:
-        return self._engine.local_info()
+    def info(self) -> Sequence[bytes]:
+        return [self._engine.local_info()]
 
-    def meet(self, peer: WorkerId, info: bytes) -> None:
+    def meet(self, peer: WorkerId, info: Sequence[bytes]) -> None:
         self._peer = peer
-        self._engine.add_peer(peer, info)
+        self._engine.add_peer(peer, info[0])
 
     def move(self, ranges: Ranges, count: int = 1) -> float:
         """Seconds for so many moves, up to eight of them under way, from the first call to the completion of the last."""
@@ -85,42 +89,11 @@ class CardPeer:
                 time.sleep(_LOOK_EVERY_S)  # not a loop that takes Python's lock from the thread that moves
         return time.perf_counter() - start
 
-    def holds(self, places: Ranges, salt: int) -> bool:
-        """Whether these ranges (offset here, offset there, size) are what the side with that salt has there."""
-        return all(self._is_theirs(here, there, size, salt) for here, there, size in places.tolist())
-
-    def _is_theirs(self, here: int, there: int, size: int, salt: int) -> bool:
-        first, count = there // 8, size // 8
-        theirs = torch.arange(first, first + count, dtype=torch.int64, device=self._words.device).mul_(2_654_435_761).add_(salt)
-        return torch.equal(self._words[here // 8 : here // 8 + count], theirs)
-
-
-@dataclass(frozen=True)
-class CardPair:
-    mover: Child
-    other: Child
-    reads: bool
-
-    def check(self, ranges: Ranges) -> None:
-        """A rate of wrong bytes is no rate."""
-        some = ranges[:_CHECKED_RANGES]
-        if self.reads:
-            good = self.mover.ask(CardPeer.holds, some, 2)
-        else:
-            good = self.other.ask(CardPeer.holds, some[:, [1, 0, 2]], 1)
-        if not good:
-            raise BenchError("the bytes that arrived are not those that were sent")
-
-
-@contextmanager
-def card_pair(engine: str, size_bytes: int, device: str = "cuda") -> Iterator[CardPair]:
-    with Child() as mover, Child() as other:
-        sides = {new_worker_id("decode"): mover, new_worker_id("prefill"): other}
-        for salt, (worker, side) in enumerate(sides.items(), 1):
-            side.keep(CardPeer, engine, worker, size_bytes, salt, device)
-        for (worker, side), peer in zip(sides.items(), (other, mover), strict=True):
-            peer.ask(CardPeer.meet, worker, side.ask(CardPeer.info))
-        yield CardPair(mover, other, reads=make_engine(engine, new_worker_id("decode")).mover is Mover.CONSUMER)
+    def digest(self, places: Ranges) -> str:
+        digest, held = hashlib.blake2b(), self._words.view(torch.uint8)
+        for start, size in places.tolist():
+            digest.update(held[start : start + size].cpu().numpy().data)
+        return digest.hexdigest()
 
 
 def measure_copies(console: Console) -> Results:
@@ -129,11 +102,11 @@ def measure_copies(console: Console) -> Results:
     for engine, lengths in (("cuda_ipc", LENGTHS), ("nixl", (NIXL_LENGTH,))):
         name = engine.removeprefix("cuda_")
         try:
-            with console.status(f"moving KV by {engine}"), card_pair(engine, pool_layout().size_bytes) as pair:
+            with console.status(f"moving KV by {engine}"), open_pair(CardPeer, engine, pool_layout().size_bytes) as pair:
                 for length in lengths:
                     rate, seconds = _rate(pair, length)
                     results |= {f"{name}_gb_s_{length}": rate / 1e9, f"{name}_ms_{length}": seconds * 1e3}
-        except (TransferError, BenchError) as error:
+        except BenchError as error:
             if engine == "cuda_ipc":
                 raise
             console.print(f"[yellow]{engine} is left out:[/] {error}", highlight=False, soft_wrap=True)
@@ -141,12 +114,12 @@ def measure_copies(console: Console) -> Results:
     return results
 
 
-def _rate(pair: CardPair, length: int) -> tuple[float, float]:
+def _rate(pair: Pair, length: int) -> tuple[float, float]:
     """Bytes per second of many moves; seconds of one alone, the median of the rounds."""
     ranges = kv_ranges(pool_layout(), length)
     pair.mover.ask(CardPeer.move, ranges)  # opens the way
-    pair.check(ranges)
+    pair.check(ranges[:_CHECKED_RANGES])
     alone = statistics.median(pair.mover.ask(CardPeer.move, ranges) for _ in range(_ROUNDS))
     together = statistics.median(pair.mover.ask(CardPeer.move, ranges, _TOGETHER) for _ in range(3))
-    pair.check(ranges)
+    pair.check(ranges[:_CHECKED_RANGES])
     return _TOGETHER * float(ranges[:, 2].sum()) / together, alone

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import json
 import pathlib
 import random
@@ -31,6 +30,7 @@ from rich.console import Console
 
 from kvrelay.bench.gpu.copies import measure_copies
 from kvrelay.bench.gpu.speed import LLAMA_8B
+from kvrelay.bench.harness.handover import beyond_steps, gaps_within, late_share, moved
 from kvrelay.bench.harness.report import percentile
 from kvrelay.bench.harness.scenario import Results
 from kvrelay.bench.harness.server import Server, serve
@@ -127,9 +127,7 @@ async def ttft(client: Client, name: str, rounds: int) -> Results:
 
 async def handover(client: Client, rounds: int) -> Results:
     streams = [await client.ask(_HANDOVER_TOKENS, _HANDED_OVER) for _ in range(_WARM + 4 * rounds)]
-    times = [stream.tokens_at for stream in streams[_WARM:]]
-    steps = [statistics.median(end - begin for begin, end in itertools.pairwise(at[1:])) for at in times]
-    beyond = [at[1] - at[0] - step for at, step in zip(times, steps, strict=True)]
+    beyond, steps = beyond_steps([stream.tokens_at for stream in streams[_WARM:]])
     return {
         "handover_samples": float(len(beyond)),
         "handover_ms_p50": statistics.median(beyond) * 1e3,
@@ -137,22 +135,11 @@ async def handover(client: Client, rounds: int) -> Results:
     }
 
 
-async def late_share(client: Client, rounds: int) -> Results:
-    before = _moved(await client.workers())
+async def late_bytes(client: Client, rounds: int) -> Results:
+    before = moved(await client.workers())
     for _ in range(rounds):
         await client.ask(LATE_TOKENS, 2)
-    after = _moved(await client.workers())
-    moved, late = after[0] - before[0], after[1] - before[1]
-    if not moved:
-        raise BenchError("no bytes were handed over")
-    return {"late_samples": float(rounds), "late_bytes_share": late / moved}
-
-
-def _moved(workers: list[dict[str, Any]]) -> tuple[int, int]:
-    transfers = [worker["transfers"] for worker in workers]
-    if any(each["failed"] for each in transfers):
-        raise BenchError(f"a transfer failed: {transfers}")
-    return sum(each["bytes"] for each in transfers), sum(each["late_bytes"] for each in transfers)
+    return {"late_samples": float(rounds), "late_bytes_share": late_share(before, moved(await client.workers()))}
 
 
 async def gaps(client: Client, name: str, seconds: int) -> Results:
@@ -178,12 +165,7 @@ async def gaps(client: Client, name: str, seconds: int) -> Results:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    lengths = [
-        end - begin
-        for stream in streams
-        for begin, end in itertools.pairwise(stream.tokens_at)
-        if began_at <= end <= ended_at
-    ]  # fmt: skip
+    lengths = [length for _, length in gaps_within([stream.tokens_at for stream in streams], began_at, ended_at)]
     shares = {"p50": 50, "p99": 99, "max": 100}
     results = {f"itl_samples_{name}": float(len(lengths)), f"prompts_per_min_{name}": prompts * 60 / (ended_at - began_at)}
     return results | {f"itl_{figure}_ms_{name}": percentile(lengths, share) * 1e3 for figure, share in shares.items()}
@@ -211,7 +193,7 @@ async def _apart(server: Server, shape: dict[str, Any], rounds: int, seconds: in
     client = Client(server, shape["vocab_size"])
     results = await ttft(client, "1p1d", rounds)
     results |= await handover(client, rounds)
-    results |= await late_share(client, rounds)
+    results |= await late_bytes(client, rounds)
     return results | await gaps(client, "1p1d_all_sms", seconds)
 
 

@@ -25,14 +25,11 @@ import msgspec
 
 from kvrelay.bench.harness.workload import draw
 from kvrelay.checkpoint.spec import read_spec
-from kvrelay.config import ClusterOptions, EngineOptions, ModelOptions, RouterOptions, TransferOptions, read_environment
+from kvrelay.config import ClusterOptions, EngineOptions, ModelOptions, RouterOptions, TransferOptions
 from kvrelay.errors import BenchError, RequestError
 from kvrelay.ids import new_request_id
-from kvrelay.launch.cluster import FREE_LOCAL_PORT, WorkerSettings, open_router, until_ready, worker_roles
-from kvrelay.launch.supervise import Supervisor
+from kvrelay.launch.cluster import FREE_LOCAL_PORT, WorkerSettings, local_cluster, open_router, worker_roles
 from kvrelay.metrics import Metrics
-from kvrelay.planes.cluster_key import key_file, load_key
-from kvrelay.planes.curve import keyed
 from kvrelay.router.backend import GenerateRequest
 from kvrelay.router.policy import PolicyName
 from kvrelay.router.router import Router
@@ -176,42 +173,26 @@ class LiveCluster:
 async def live_cluster(
     model: ModelOptions, engine: EngineOptions, options: ClusterOptions, policy: PolicyName = "prefix_aware"
 ) -> AsyncIterator[LiveCluster]:
-    """`model.model` is a folder."""
-    roles = worker_roles(options)
+    """`model.model` is a folder. Raises WorkerDiedError with a worker's own reason."""
     flags = ["--quiet", "--progress=none"]
     workers = WorkerSettings(
         model=model, engine=engine, transfer=TransferOptions(), registration_s=options.registration_s, flags=flags
     )
-    with keyed(load_key(key_file("", read_environment()))):
-        router, address = open_router(RouterOptions(policy=policy), options, Metrics(), "bench", default_listen=FREE_LOCAL_PORT)
-        vocabulary = range(read_spec(pathlib.Path(model.model)).vocab_size)
-        cluster = LiveCluster(router, options, len(roles), vocabulary)
-        supervisor = Supervisor(workers.commands(roles, address))
-        router.start()
+    async with contextlib.AsyncExitStack() as stack:
         try:
-            supervisor.start()
-            await _until_all_ready(router, supervisor, len(roles))
-            yield cluster
-        finally:
-            await supervisor.stop()
-            cluster.close_others()
-            router.close()
+            async with asyncio.timeout(_START_S):
+                router, _ = await stack.enter_async_context(local_cluster(workers, RouterOptions(policy=policy), options))
+        except TimeoutError as error:
+            raise BenchError(f"the workers were not ready within {_START_S:g} s") from error
+        vocabulary = range(read_spec(pathlib.Path(model.model)).vocab_size)
+        cluster = LiveCluster(router, options, len(worker_roles(options)), vocabulary)
+        stack.callback(cluster.close_others)
+        yield cluster
 
 
 def _is_busy(worker: dict[str, Any]) -> bool:
     counts = [worker[name] for name in ("running", "waiting", "transferring", "in_flight")]
     return any(counts) or worker["transfers"]["in_flight"] > 0 or worker["images"]["in_flight"] > 0
-
-
-async def _until_all_ready(router: Router, supervisor: Supervisor, num_workers: int) -> None:
-    """Raises WorkerDiedError with a worker's own reason."""
-    patience = asyncio.create_task(asyncio.sleep(_START_S, True))
-    try:
-        await until_ready(router, supervisor, num_workers, patience)
-        if patience.done():
-            raise BenchError(f"the workers were not ready within {_START_S:g} s")
-    finally:
-        patience.cancel()
 
 
 async def wait_until(condition: Callable[[], bool], what: str, timeout_s: float) -> float:

@@ -37,7 +37,6 @@ def measure(options: KVBench, console: Console) -> Results:
     pool = KVPool(spec, num_blocks=count, block_size=_BLOCK_SIZE, dtype=torch.float32, device=cpu, allocate=None)
     pool.tensor.fill_(1.0)
     host = make_host_pool(pool, count)
-    assert host is not None
     in_order = list(range(count))
     scattered = random.Random(0).sample(in_order, count)
     _round_trip_s(host, in_order, in_order)  # the host's pages are touched for the first time

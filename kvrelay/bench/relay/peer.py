@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import time
+from collections.abc import Sequence
 from typing import Literal, assert_never
 
 import numpy as np
@@ -23,7 +24,7 @@ _MOVE_S = 60.0
 
 
 class Peer:
-    """Kept by a child (`harness/child.py`). Ranges are local offset, remote offset, size."""
+    """Implements `Side`. Ranges are local offset, remote offset, size."""
 
     def __init__(self, engine: str, worker: WorkerId, size_bytes: int) -> None:
         """Raises TransferError where the engine cannot work."""
@@ -38,13 +39,14 @@ class Peer:
         self._peer = worker
         self._copies: tuple[np.ndarray[tuple[int], np.dtype[np.uint8]], ...] = ()
 
-    def info(self) -> tuple[bytes, bytes]:
+    def info(self) -> Sequence[bytes]:
         """Of the engine, and of the library alone."""
         return self._engine.local_info(), b"" if self._raw is None else self._raw.info()
 
-    def meet(self, peer: WorkerId, info: bytes, raw_info: bytes) -> None:
+    def meet(self, peer: WorkerId, info: Sequence[bytes]) -> None:
+        engine_info, raw_info = info
         self._peer = peer
-        self._engine.add_peer(peer, info)
+        self._engine.add_peer(peer, engine_info)
         if self._raw is not None:
             self._raw.meet(raw_info)
 

@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import pathlib
 import statistics
 import time
@@ -24,11 +23,13 @@ from rich.status import Status
 
 from kvrelay.bench.harness.child import two_cores
 from kvrelay.bench.harness.cluster import Answer, LiveCluster, abort, finish, live_cluster, start
+from kvrelay.bench.harness.handover import beyond_steps, gaps_within, late_share, moved
+from kvrelay.bench.harness.pair import EngineMissing
 from kvrelay.bench.harness.plot import Dots, write_plot
 from kvrelay.bench.harness.report import Target, percentile
 from kvrelay.bench.harness.scenario import ModelBench, Part, Results, Scenario
 from kvrelay.bench.harness.workload import greedy
-from kvrelay.bench.relay.transfer import EngineMissing, measure_library, measure_shm
+from kvrelay.bench.relay.transfer import measure_library, measure_shm
 from kvrelay.checkpoint.spec import ModelSpec, read_spec
 from kvrelay.config import ClusterOptions, EngineOptions, Positive
 from kvrelay.errors import BenchError
@@ -139,38 +140,26 @@ async def measure_handover(cluster: LiveCluster) -> Results:
     """One request after the other: from token 1 to token 2, beyond one of its own decode steps, a moment later on the same
     core. The last chunk's bytes are part of it."""
     requests = [(await _ask(cluster, HANDOVER_TOKENS, DECODED_TOKENS)).times for _ in range(HANDOVERS + 2)][2:]
-    handovers = [times[1] - times[0] for times in requests]
-    steps = [statistics.median(end - begin for begin, end in itertools.pairwise(times[1:])) for times in requests]
-    excess = [handover - step for handover, step in zip(handovers, steps, strict=True)]
+    excess, steps = beyond_steps(requests)
     return {
-        "handover_samples": float(len(handovers)),
+        "handover_samples": float(len(excess)),
         "handover_beyond_step_ms_p50": statistics.median(excess) * 1e3,
         "handover_beyond_step_ms_p90": percentile(excess, 90) * 1e3,
-        "handover_ms_p50": statistics.median(handovers) * 1e3,
+        "handover_ms_p50": statistics.median(times[1] - times[0] for times in requests) * 1e3,
         "decode_step_ms_p50": statistics.median(steps) * 1e3,
     }
 
 
 async def measure_overlap(cluster: LiveCluster) -> Results:
     """From the counts of the workers, of which the one that moves the bytes counts them."""
-    before = await _moved(cluster)
+    before = moved(await cluster.at_rest())
     prefill_s = [(await _ask(cluster, OVERLAP_TOKENS, 2)).ttft_s for _ in range(OVERLAPS)]
-    after = await _moved(cluster)
-    num_bytes, late_bytes = after[0] - before[0], after[1] - before[1]
-    if not num_bytes:
-        raise BenchError("no bytes were handed over")
+    share = late_share(before, moved(await cluster.at_rest()))
     return {
         "unsent_samples": float(len(prefill_s)),
-        f"unsent_share_{OVERLAP_TOKENS}": late_bytes / num_bytes,
+        f"unsent_share_{OVERLAP_TOKENS}": share,
         f"ttft_s_{OVERLAP_TOKENS}": statistics.median(prefill_s),
     }
-
-
-async def _moved(cluster: LiveCluster) -> tuple[int, int]:
-    transfers = [worker["transfers"] for worker in await cluster.at_rest()]
-    if any(each["failed"] for each in transfers):
-        raise BenchError(f"a transfer failed: {transfers}")
-    return sum(each["bytes"] for each in transfers), sum(each["late_bytes"] for each in transfers)
 
 
 async def measure_gaps(cluster: LiveCluster, seconds: int) -> Gaps:
@@ -187,16 +176,9 @@ async def measure_gaps(cluster: LiveCluster, seconds: int) -> Gaps:
         long_prompts += 1
     ended_at = time.perf_counter()
     _check(streams)
-    points = [
-        (end - began_at, end - begin)
-        for stream in streams
-        for begin, end in itertools.pairwise(stream.tokens_at)
-        if began_at <= end <= ended_at
-    ]
     await abort(streams)
-    if not points:
-        raise BenchError(f"no running request got a token in {ended_at - began_at:.0f} s")
-    return Gaps(sorted(points), long_prompts, ended_at - began_at)
+    points = gaps_within([stream.tokens_at for stream in streams], began_at, ended_at)
+    return Gaps(points, long_prompts, ended_at - began_at)
 
 
 def summarise_gaps(apart: Gaps, together: Gaps, small_chunks: Gaps) -> Results:

@@ -5,24 +5,18 @@ Rounds alternate between the two things compared, and a ratio is the median of t
 
 from __future__ import annotations
 
-import contextlib
 import pathlib
 import statistics
-from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
-from kvrelay.bench.harness.child import Child
+from kvrelay.bench.harness.pair import Pair, open_pair
 from kvrelay.bench.harness.report import median_ratio
 from kvrelay.bench.harness.scenario import Results
 from kvrelay.bench.relay.peer import How, Peer
 from kvrelay.checkpoint.spec import ModelSpec
-from kvrelay.errors import BenchError
-from kvrelay.ids import new_worker_id
-from kvrelay.states import Role
 from kvrelay.transfer.blocks import Placement
-from kvrelay.transfer.engines.base import Ranges, TransferError
+from kvrelay.transfer.engines.base import Ranges
 from kvrelay.transfer.kv.layout import KVLayout, move_ranges
 
 BLOCK_SIZE = 16
@@ -70,46 +64,15 @@ def kv_ranges(layout: KVLayout, tokens: int, *, scattered: bool = True) -> Range
     return move_ranges(here, there, (0, tokens), (0, layout.num_layers), writes=True)
 
 
-@dataclass
-class Pair:
-    """The process that moves and the other one."""
-
-    mover: Child
-    other: Child
-
-    def move(self, how: How, ranges: Ranges) -> float:
-        """Bytes per second."""
-        return self.mover.ask(Peer.move, how, ranges)
-
-    def rewrite_and_move(self, how: How, ranges: Ranges) -> float:
-        """The side that such a move reads is written anew before."""
-        (self.other if how == "read" else self.mover).ask(Peer.rewrite)
-        return self.move(how, ranges)
-
-    def check(self, ranges: Ranges) -> None:
-        """A rate of wrong bytes is no rate."""
-        if self.mover.ask(Peer.digest, ranges[:, [0, 2]]) != self.other.ask(Peer.digest, ranges[:, [1, 2]]):
-            raise BenchError("the bytes that arrived are not those that were sent")
+def move(pair: Pair, how: How, ranges: Ranges) -> float:
+    """Bytes per second."""
+    return pair.mover.ask(Peer.move, how, ranges)
 
 
-class EngineMissing(BenchError):
-    """A library that is not installed here, or cannot run."""
-
-
-@contextlib.contextmanager
-def open_pair(engine: str, size_bytes: int, cores: tuple[int | None, int | None] = (None, None)) -> Iterator[Pair]:
-    """Two processes that know each other, on a core each or wherever the kernel puts them, with as much memory each. Raises
-    EngineMissing."""
-    with Child(cores[0]) as mover, Child(cores[1]) as other:
-        sides = {new_worker_id(Role.DECODE): mover, new_worker_id(Role.PREFILL): other}
-        try:
-            for worker, side in sides.items():
-                side.keep(Peer, engine, worker, size_bytes)
-        except TransferError as error:
-            raise EngineMissing(str(error)) from error
-        for (worker, side), peer in zip(sides.items(), (other, mover), strict=True):
-            peer.ask(Peer.meet, worker, *side.ask(Peer.info))
-        yield Pair(mover, other)
+def rewrite_and_move(pair: Pair, how: How, ranges: Ranges) -> float:
+    """The side that such a move reads is written anew before."""
+    (pair.other if how == "read" else pair.mover).ask(Peer.rewrite)
+    return move(pair, how, ranges)
 
 
 def measure_shm(spec: ModelSpec, cores: tuple[int, int], chunk_tokens: int) -> Results:
@@ -118,19 +81,19 @@ def measure_shm(spec: ModelSpec, cores: tuple[int, int], chunk_tokens: int) -> R
     layout = layout_of(spec, tokens)
     ranges, neighbours = (kv_ranges(layout, tokens, scattered=scattered) for scattered in (True, False))
     chunk = kv_ranges(layout, chunk_tokens)
-    with open_pair("shm", layout.size_bytes, cores) as pair:
-        pair.rewrite_and_move("read", ranges)  # maps pages
+    with open_pair(Peer, "shm", layout.size_bytes, cores) as pair:
+        rewrite_and_move(pair, "read", ranges)  # maps pages
         pair.check(ranges)
-        pair.move("memcpy", ranges)
+        move(pair, "memcpy", ranges)
         in_order, rates, limits = [], [], []
-        before = pair.move("memcpy", ranges)
+        before = move(pair, "memcpy", ranges)
         for _ in range(ROUNDS):
-            rates.append(pair.move("read", ranges))
-            after = pair.move("memcpy", ranges)
+            rates.append(move(pair, "read", ranges))
+            after = move(pair, "memcpy", ranges)
             limits.append(max(before, after))
-            in_order.append(pair.move("read", neighbours))
+            in_order.append(move(pair, "read", neighbours))
             before = after
-        chunk_s = int(chunk[:, 2].sum()) / statistics.median(pair.move("read", chunk) for _ in range(3 * ROUNDS))
+        chunk_s = int(chunk[:, 2].sum()) / statistics.median(move(pair, "read", chunk) for _ in range(3 * ROUNDS))
     return {
         "shm_samples": float(ROUNDS),
         "last_chunk_raw_ms_p50": chunk_s * 1e3,
@@ -147,15 +110,15 @@ def measure_library(engine: str, spec: ModelSpec) -> Results:
     tokens = tokens_for(spec, LIBRARY_PAYLOAD_BYTES)
     layout = layout_of(spec, tokens)
     ranges = kv_ranges(layout, tokens)
-    with open_pair(engine, layout.size_bytes) as pair:
+    with open_pair(Peer, engine, layout.size_bytes) as pair:
         for how in (*_RAW, "write"):
-            pair.rewrite_and_move(how, ranges)  # the first one connects
+            rewrite_and_move(pair, how, ranges)  # the first one connects
             pair.check(ranges)
         rates, limits = [], []
-        before = max(pair.move(how, ranges) for how in _RAW)
+        before = max(move(pair, how, ranges) for how in _RAW)
         for _ in range(ROUNDS):
-            rates.append(pair.move("write", ranges))
-            after = max(pair.move(how, ranges) for how in _RAW)
+            rates.append(move(pair, "write", ranges))
+            after = max(move(pair, how, ranges) for how in _RAW)
             limits.append(statistics.mean((before, after)))
             before = after
     return {

@@ -65,7 +65,7 @@ class CudaKernels:
         self._reference = TorchKernels()
         self._linears = linears
 
-    def fuse(self, weights: LayerWeights, ranks: Ranks | None) -> FusedLayer:
+    def fuse(self, weights: LayerWeights, ranks: Ranks) -> FusedLayer:
         return CudaLayer(weights, self, ranks)
 
     quantised_formats: frozenset[str] = frozenset()

@@ -34,7 +34,7 @@ class LayerKernels(Kernels, Protocol):
 class CudaLayer:
     """Implements `FusedLayer`."""
 
-    def __init__(self, weights: LayerWeights, kernels: LayerKernels, ranks: Ranks | None) -> None:
+    def __init__(self, weights: LayerWeights, kernels: LayerKernels, ranks: Ranks) -> None:
         self._weights = weights
         self._kernels = kernels
         self._ranks = ranks
@@ -50,10 +50,10 @@ class CudaLayer:
             x = kernels.add_rms_norm(x, residual, own.input_norm, own.eps)
         q = self._query_and_store(x, cos_sin, batch, kv, lora)
         attended = kernels.attention(q, own.shape, batch, kv, own.scale)
-        x = self._of_all(self._adapted(kernels.linear(attended, own.output), attended, lora, "output"))
+        x = self._ranks.add_up(self._adapted(kernels.linear(attended, own.output), attended, lora, "output"))
         x = kernels.add_rms_norm(x, residual, own.post_norm, own.eps)
         active = self._gated(x, lora)
-        return self._of_all(self._adapted(kernels.linear(active, own.down), active, lora, "down"))
+        return self._ranks.add_up(self._adapted(kernels.linear(active, own.down), active, lora, "down"))
 
     def _query_and_store(
         self, x: torch.Tensor, cos_sin: torch.Tensor, batch: ForwardBatch, kv: torch.Tensor, lora: LoraSpans
@@ -63,9 +63,6 @@ class CudaLayer:
             return kernels.turned_linear(x, own.qkv, own.shape, cos_sin, batch, kv)
         qkv = self._adapted(kernels.qkv_linear(x, own.qkv, own.shape, batch.attention), x, lora, "qkv")
         return kernels.rope_and_store(qkv, own.shape, cos_sin, batch, kv, own.q_norm, own.k_norm, own.eps)
-
-    def _of_all(self, x: torch.Tensor) -> torch.Tensor:
-        return x if self._ranks is None else self._ranks.add_up(x)
 
     def _gated(self, x: torch.Tensor, lora: LoraSpans) -> torch.Tensor:
         if not lora:

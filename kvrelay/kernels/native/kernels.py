@@ -124,10 +124,10 @@ class NativeKernels:
             self._pack_weights(held.data_ptr(), panels.data_ptr(), in_features, out_features, index, torch.get_num_threads())
         return NativePacked(panels, None if bias is None else bias.float().contiguous(), out_features, in_features, index)
 
-    def fuse(self, weights: LayerWeights, ranks: Ranks | None) -> FusedLayer | None:
+    def fuse(self, weights: LayerWeights, ranks: Ranks) -> FusedLayer | None:
         if not _covers(weights.shape) or (weights.q_norm is None) != (weights.k_norm is None):
             return None
-        if ranks is not None and ranks.sum_in_c is None:
+        if ranks.num_ranks > 1 and ranks.sum_in_c is None:
             return None
         return NativeLayer(weights, ranks, self._decoder_layer, self._pointers, self._workspaces)
 

@@ -79,7 +79,7 @@ class NativeLayer:
     def __init__(
         self,
         weights: LayerWeights,
-        ranks: Ranks | None,
+        ranks: Ranks,
         run: Callable[..., int],
         pointers: Callable[[ForwardBatch], BatchPointers],
         workspaces: Workspaces,
@@ -96,7 +96,7 @@ class NativeLayer:
         assert (output.in_features, output.out_features) == (q_width, self._hidden)
         assert (gate_up.in_features, gate_up.out_features) == (self._hidden, 2 * width)
         assert down.out_features == self._hidden
-        summed = None if ranks is None else ranks.sum_in_c
+        summed = ranks.sum_in_c
         self._layer = _Layer(
             norm_pointer(weights.input_norm, self._hidden), norm_pointer(weights.q_norm, shape.head_dim),
             norm_pointer(weights.k_norm, shape.head_dim), norm_pointer(weights.post_norm, self._hidden),
