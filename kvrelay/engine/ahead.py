@@ -22,10 +22,11 @@ from __future__ import annotations
 from kvrelay.engine.core import Core
 from kvrelay.engine.interfaces import Row, Runner, SequenceView, StepPlan, StepResult
 from kvrelay.engine.request import Sequence
-from kvrelay.engine.scheduler import UnderWay
+from kvrelay.engine.scheduler import row_of
 from kvrelay.states import RequestState
 
 _MOST_WHILE_WAITING = 8
+UnderWay = tuple[Sequence, int]  # a prompt, and where it will be once the step under way is collected
 
 
 class RunAhead:
@@ -37,6 +38,7 @@ class RunAhead:
         self._pool = core.kv.pool
         self._block_size = core.kv.block_size
         self._incoming = core.incoming
+        self._token_budget = core.options.token_budget
         self._takes_images = core.limits.takes_images
         self._max_model_len = core.limits.model.max_model_len
         self._runner = runner
@@ -63,7 +65,7 @@ class RunAhead:
             return
         ahead = StepPlan(rows=decodes)
         has_prompts = prompts or (self._scheduler.queue.num_waiting and not self._waits_for_room)
-        if has_prompts and (self._takes_images or not self._scheduler.add_prompts(ahead, prompts, self._digests_of(plan))):
+        if has_prompts and (self._takes_images or not self._add_prompts(ahead, prompts, plan)):
             return
         if ahead.rows:
             self.plan, ahead.released = ahead, released.copy()
@@ -120,6 +122,22 @@ class RunAhead:
             return []
         known = {row.sequence.key for row in plan.rows}
         return [sequence for sequence in self._scheduler.running if sequence.key not in known]
+
+    def _add_prompts(self, ahead: StepPlan, under_way: list[UnderWay], plan: StepPlan) -> bool:
+        """Beside the rows that decode: those under way, then those that wait. False, and nothing is added, if they are too few
+        to fill a step."""
+        scheduler, budget = self._scheduler, max(1, self._token_budget - len(ahead.rows))
+        if not scheduler.queue.holds(budget - sum(len(sequence.tokens) - start for sequence, start in under_way)):
+            return False
+        left = budget
+        for sequence, start in sorted(under_way, key=lambda one: scheduler.rank(one[0])):
+            count = min(len(sequence.tokens) - start, left)
+            if not count or not self._kv.grow(sequence, start + count, ahead.copies):
+                return True
+            ahead.rows.append(row_of(sequence, count, start))
+            left -= count
+        scheduler.admit_ahead(ahead, left, budget, self._digests_of(plan))
+        return True
 
     def _digests_of(self, plan: StepPlan) -> set[bytes]:
         """The blocks that will be in the prefix cache once `plan` is collected, as far as it computes prompts."""

@@ -30,7 +30,7 @@ computes it, the others wait that long.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable
 from functools import partial
 
 from kvrelay.config import EngineOptions
@@ -48,7 +48,6 @@ from kvrelay.wire.events import FreedForNow
 
 _SMALLEST_PIECES = 8  # of a step's budget: what is left of it is a smaller one
 Order = tuple[int, int, int]
-UnderWay = tuple[Sequence, int]  # a prompt, and where it will be once the step under way is collected
 
 
 class Scheduler:
@@ -152,23 +151,11 @@ class Scheduler:
             self._schedule_waiting(plan, budget)
         return plan
 
-    def add_prompts(self, plan: StepPlan, under_way: Iterable[UnderWay], coming: Set[bytes]) -> bool:
-        """To a plan of rows that decode, which runs ahead: those under way from where they will be, then those that wait, up to
-        the first whose next block is among `coming`, which the cache will have. False, and nothing is added, if they are too
-        few to fill a step."""
-        self._full_budget = budget = max(1, self._options.token_budget - len(plan.rows))
-        prompts = sorted(under_way, key=lambda one: self.rank(one[0]))
-        if not self.queue.holds(budget - sum(len(sequence.tokens) - start for sequence, start in prompts)):
-            return False
-        for sequence, start in prompts:
-            count = min(len(sequence.tokens) - start, budget)
-            if not count or not self._kv.grow(sequence, start + count, plan.copies):
-                return True
-            plan.rows.append(_row(sequence, count, start))
-            budget -= count
-        self.starved = False
+    def admit_ahead(self, plan: StepPlan, budget: int, full_budget: int, coming: set[bytes]) -> None:
+        """Prompts that wait, to a plan that runs ahead: up to the first whose next block is among `coming`, which the cache
+        will have. `budget` is what is left of that for prompts."""
+        self._full_budget, self.starved = full_budget, False
         self._schedule_waiting(plan, budget, coming)
-        return True
 
     def reserve_early(self) -> None:
         """While a step is under way: blocks for transfers, where no one else waits for any."""
@@ -236,7 +223,7 @@ class Scheduler:
                 table = sequence.block_table
                 place = computed // size
                 if place < len(table) and references[table[place]] == 1 and not request.num_unforked:
-                    rows.append(Row(sequence, computed, 1, 1) if request.prompt_logprobs is None else _row(sequence, 1))
+                    rows.append(Row(sequence, computed, 1, 1) if request.prompt_logprobs is None else row_of(sequence, 1))
                     continue
             count = 1 if uncomputed == 1 else min(uncomputed, budget)
             if uncomputed > 1 and sequence.request.images:
@@ -251,7 +238,7 @@ class Scheduler:
                     continue  # it sits out this step, or was last and is gone
                 if uncomputed > 1:
                     budget -= count
-                rows.append(_row(sequence, count))
+                rows.append(row_of(sequence, count))
         return budget
 
     def _schedule_beams(self, beams: list[Sequence], num_candidates: int, plan: StepPlan) -> None:
@@ -305,14 +292,14 @@ class Scheduler:
         self._kv.recorder.lived(FreedForNow(request=sequence.request.external_id, reason=reason))
         self.queue.add(sequence)
 
-    def _schedule_waiting(self, plan: StepPlan, budget: int, coming: Set[bytes] = frozenset()) -> None:
+    def _schedule_waiting(self, plan: StepPlan, budget: int, coming: set[bytes] | None = None) -> None:
         num_rows = self._num_free_rows
         limit = self._options.max_running_prefills
-        full_budget = self._full_budget
+        full_budget, block_size = self._full_budget, self._options.block_size
         num_prefills = sum(1 for row in plan.rows if row.sequence.num_prompt_tokens > row.start)
         while budget > 0 and (limit == 0 or num_prefills < limit):
             sequence = self.queue.first()
-            if sequence is None or self._waits_for_sibling(sequence):
+            if sequence is None or (self._options.prefix_cache and _waits_for_sibling(sequence, block_size)):
                 return
             if sequence.num_batch_rows > num_rows or not self._kept.attach(sequence, headroom=self._headroom_for(sequence)):
                 self.starved = True
@@ -322,7 +309,7 @@ class Scheduler:
                 return
             reachable = self._reachable(sequence) if sequence.request.images else sequence.num_uncomputed
             count = min(reachable, budget)
-            if budget < full_budget and count < reachable and self._had_better_wait(count, reachable):
+            if budget < full_budget and count < reachable and _had_better_wait(count, reachable, full_budget, block_size):
                 self._roll_back(sequence)
                 return
             self.queue.pop()
@@ -342,15 +329,7 @@ class Scheduler:
             assert has_room, "no block is left to copy the last one of kept KV to"
             budget -= count
             num_prefills += 1
-            plan.rows.append(_row(sequence, count))
-
-    def _had_better_wait(self, count: int, reachable: int) -> bool:
-        """Whether a prompt starts with the next step instead of being cut: where other prompts left it less than a block, or
-        little, and the next step can compute all of it. Its first token comes no later, and attention over a prompt in one
-        piece is faster than over two."""
-        if count < self._options.block_size:
-            return True
-        return reachable <= self._full_budget and count * _SMALLEST_PIECES < self._full_budget
+            plan.rows.append(row_of(sequence, count))
 
     def _roll_back(self, sequence: Sequence) -> None:
         """Its blocks are not held until the next step. It keeps its place."""
@@ -366,13 +345,6 @@ class Scheduler:
         """Tokens that can be computed before an image whose embeddings are not here."""
         return max(0, self._images.limit(sequence) - sequence.num_computed)
 
-    def _waits_for_sibling(self, sequence: Sequence) -> bool:
-        siblings = sequence.request.sequences
-        if len(siblings) == 1 or not self._options.prefix_cache:
-            return False
-        shared = sequence.num_prompt_tokens // self._options.block_size * self._options.block_size
-        return any(sibling.state is RequestState.RUNNING and sibling.num_computed < shared for sibling in siblings)
-
 
 def _latest_last(sequence: Sequence) -> Order:
     return sequence.order
@@ -383,7 +355,22 @@ def _oldest_last(sequence: Sequence) -> Order:
     return priority, -arrival, -sample
 
 
-def _row(sequence: Sequence, count: int, start: int | None = None) -> Row:
+def _had_better_wait(count: int, reachable: int, full_budget: int, block_size: int) -> bool:
+    """Whether a prompt starts with the next step instead of being cut: where other prompts left it less than a block, or
+    little, and the next step can compute all of it. Its first token comes no later, and attention over a prompt in one
+    piece is faster than over two."""
+    return count < block_size or (reachable <= full_budget and count * _SMALLEST_PIECES < full_budget)
+
+
+def _waits_for_sibling(sequence: Sequence, block_size: int) -> bool:
+    siblings = sequence.request.sequences
+    if len(siblings) == 1:
+        return False
+    shared = sequence.num_prompt_tokens // block_size * block_size
+    return any(sibling.state is RequestState.RUNNING and sibling.num_computed < shared for sibling in siblings)
+
+
+def row_of(sequence: Sequence, count: int, start: int | None = None) -> Row:
     """From `num_computed`, if no other start is given."""
     start = sequence.num_computed if start is None else start
     search = sequence.request.search

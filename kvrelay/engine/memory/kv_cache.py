@@ -14,7 +14,7 @@ Swapping (`engine/memory/swap.py`) leads from ACTIVE to SWAPPED and back.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 
 from kvrelay.engine.memory.block_pool import BlockPool, Holder
 from kvrelay.engine.memory.events import EventRecorder
@@ -169,18 +169,15 @@ class KVCache:
 
     def digests(self, sequence: Sequence, start: int, end: int) -> list[bytes]:
         """Of the blocks that are full once its tokens from `start` to `end` are computed; none without a prefix cache."""
-        if not self._enabled:
-            return []
-        self._extend_hashes(sequence, end // self.block_size)
-        return sequence.hashes[start // self.block_size : end // self.block_size]
+        last = end // self.block_size if self._enabled else 0
+        self._extend_hashes(sequence, last)
+        return sequence.hashes[start // self.block_size : last]
 
-    def is_next(self, sequence: Sequence, digests: Set[bytes]) -> bool:
-        """Whether the first full block that it has to compute is one of these."""
-        index = sequence.num_computed // self.block_size
-        if (index + 1) * self.block_size >= len(sequence.tokens):
-            return False  # the last token is always computed
-        self._extend_hashes(sequence, index + 1)
-        return sequence.hashes[index] in digests
+    def is_next(self, sequence: Sequence, digests: set[bytes]) -> bool:
+        """Whether the next full block that it has to compute, and could find, is one of these."""
+        start = sequence.num_computed // self.block_size * self.block_size
+        end = min(start + self.block_size, len(sequence.tokens) - 1)  # the last token is always computed
+        return not digests.isdisjoint(self.digests(sequence, start, end))
 
     def host_blocks(self, sequence: Sequence, first: int) -> list[int]:
         """The host's blocks that go on where the device's end, which is block `first`."""
