@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import pathlib
 import signal
 import socket
@@ -110,6 +111,7 @@ class EtcdServer:
     def pause(self) -> None:
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WNOWAIT)  # a thread that was running may still answer
 
     def resume(self) -> None:
         assert self._process is not None
