@@ -11,6 +11,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import shutil
 import signal
 import socket
 import subprocess
@@ -236,6 +237,48 @@ def test_ranks_of_a_pair_hand_over_and_one_that_dies_is_the_death_of_its_worker(
         assert stream(server, PROMPTS[-1], kill) == expected[-1]
         assert len(killed) >= 3
         until(lambda: not any(process.is_running() for process in killed))
+        until_idle(server)
+
+
+@pytest.fixture(scope="module")
+def experts(
+    folder: pathlib.Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[pathlib.Path, list[list[int]], list[list[int]]]:
+    """A model of experts, which kvrelay's own engine does not have; prompts, and what transformers gives for them."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=49152, hidden_size=128, intermediate_size=256, moe_intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=32, num_experts=8, num_experts_per_tok=2,
+        max_position_embeddings=2048, bos_token_id=1, eos_token_id=2, pad_token_id=0, initializer_range=0.2,
+    )  # fmt: skip
+    model = transformers.Qwen3MoeForCausalLM(config).float().eval()
+    made = tmp_path_factory.mktemp("experts")
+    model.save_pretrained(made)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(folder / name, made)
+    model.generation_config.eos_token_id = None
+    prompts = [
+        [(7919 * seed + 104729 * place) % 49000 + 3 for place in range(length)] for seed, length in enumerate((6, 40, 130))
+    ]
+    outputs = [
+        model.generate(torch.tensor([prompt]), max_new_tokens=MAX_TOKENS, do_sample=False)[0, len(prompt) :].tolist()
+        for prompt in prompts
+    ]
+    return made, prompts, outputs
+
+
+@pytest.mark.parametrize("num_ranks", ["1", "2"])
+def test_a_model_that_only_vllm_has_is_handed_over(
+    num_ranks: str, experts: tuple[pathlib.Path, list[list[int]], list[list[int]]]
+) -> None:
+    model, prompts, outputs = experts
+    with contextlib.closing(serve(str(model), "--prefill", "1", "--decode", "1", "--tp", num_ranks)) as servers:
+        server = next(servers)
+        assert [complete(server, prompt, ignore_eos=True)["choices"][0]["token_ids"] for prompt in prompts] == outputs
+        until(lambda: transfers_done(server) == len(prompts))
         until_idle(server)
 
 

@@ -17,7 +17,7 @@ from kvrelay.bench.harness.scenario import Results
 from kvrelay.bench.relay.transfer import kv_ranges
 from kvrelay.errors import BenchError
 from kvrelay.ids import WorkerId
-from kvrelay.transfer.engines.base import Mover, Ranges
+from kvrelay.transfer.engines.base import Mover, Ranges, TransferError
 from kvrelay.transfer.engines.choose import make_engine
 from kvrelay.transfer.kv.layout import KVLayout
 from kvrelay.transfer.region import Region
@@ -106,7 +106,7 @@ def measure_copies(console: Console) -> Results:
                 for length in lengths:
                     rate, seconds = _rate(pair, length)
                     results |= {f"{name}_gb_s_{length}": rate / 1e9, f"{name}_ms_{length}": seconds * 1e3}
-        except BenchError as error:
+        except (TransferError, BenchError) as error:
             if engine == "cuda_ipc":
                 raise
             console.print(f"[yellow]{engine} is left out:[/] {error}", highlight=False, soft_wrap=True)

@@ -35,6 +35,8 @@ class EngineMissing(BenchError):
 
 @dataclass(frozen=True)
 class Pair:
+    """The process that moves and the other one, each of which keeps a side of this kind."""
+
     kind: type[Side]
     mover: Child
     other: Child
@@ -49,8 +51,8 @@ class Pair:
 def open_pair(
     kind: type[Side], engine: str, size_bytes: int, cores: tuple[int | None, int | None] = (None, None), **options: Any
 ) -> Iterator[Pair]:
-    """On a core each or wherever the kernel puts them, with as much memory each. `options` are the kind's own. Raises
-    EngineMissing."""
+    """The processes run on a core each, or wherever the kernel puts them, and have as much memory each. `options` are the
+    kind's own. Raises EngineMissing."""
     with Child(cores[0]) as mover, Child(cores[1]) as other:
         sides = {new_worker_id(Role.DECODE): mover, new_worker_id(Role.PREFILL): other}
         try:
