@@ -292,6 +292,9 @@ class SimulatedIntake:
     def has_news(self) -> bool:
         return bool(self._news)
 
+    def can_bring(self, image: Image, transfer: EmbeddingTransfer | None) -> bool:
+        return transfer is not None
+
     def fetch(self, request_id: RequestId, image: Image, transfer: EmbeddingTransfer | None) -> None:
         assert transfer is not None
         coming = self._by_digest.get(image.digest)

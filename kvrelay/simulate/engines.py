@@ -56,13 +56,9 @@ def text_engine(
 
 def _images(role: Role, options: EngineOptions, hooks: Hooks) -> Images:
     features = _features(options, hooks)
-    return Images(
-        features,
-        relay=SimulatedIntake(hooks.network.moves, features, hooks.wake),
-        encoder=LocalEncoder(_tower(features, hooks)) if role is Role.WHOLE else None,
-        timeout_s=options.embedding_timeout_s,
-        clock=hooks.clock,
-    )
+    encoders = [LocalEncoder(_tower(features, hooks))] if role is Role.WHOLE else []
+    intake = SimulatedIntake(hooks.network.moves, features, hooks.wake)
+    return Images(features, [intake, *encoders], timeout_s=options.embedding_timeout_s, clock=hooks.clock)
 
 
 def encode_engine(record: WorkerRecord, options: EngineOptions, hooks: Hooks) -> EncodeEngine:

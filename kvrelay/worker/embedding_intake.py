@@ -52,6 +52,9 @@ class EmbeddingIntake:
         self._num_shared = 0
         self._num_failed = 0  # not those that were refused
 
+    def can_bring(self, image: Image, transfer: EmbeddingTransfer | None) -> bool:
+        return transfer is not None
+
     def fetch(self, request_id: RequestId, image: Image, transfer: EmbeddingTransfer | None) -> None:
         assert transfer is not None
         coming = self._by_digest.get(image.digest)

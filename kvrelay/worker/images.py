@@ -47,11 +47,13 @@ def open_images(
     store, image_spec = runner.features, read_image_spec(setup.folder)
     if store is None or image_spec is None:
         return None
-    relay = None
+    sources: list[ImageSource] = []
     if parts is not None:
         dtype = DTYPES[choose_dtype(setup.model, cpu_flags())]
-        relay = EmbeddingIntake(EmbeddingConsumer(parts), store, dtype, image_spec.merge_size)
-    return Images(store, relay=relay, encoder=encoder, timeout_s=setup.engine.embedding_timeout_s, clock=time.monotonic)
+        sources.append(EmbeddingIntake(EmbeddingConsumer(parts), store, dtype, image_spec.merge_size))
+    if encoder is not None:
+        sources.append(encoder)
+    return Images(store, sources, timeout_s=setup.engine.embedding_timeout_s, clock=time.monotonic)
 
 
 def relay_parts(setup: Setup, reach: Reach) -> EmbeddingParts | None:

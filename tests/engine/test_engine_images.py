@@ -41,8 +41,9 @@ class Store:
 class Source:
     """Brings what the test tells it to."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, *, is_tower: bool) -> None:
         self._store = store
+        self._is_tower = is_tower
         self.asked: dict[tuple[RequestId, str], EmbeddingTransfer | None] = {}
         self.refused: list[str] = []
         self.failures: list[ImageFailure] = []
@@ -57,6 +58,9 @@ class Source:
         self.failures.append(ImageFailure(request_id, digest, MissingEmbeddingError("lost")))
         del self.asked[request_id, digest]
         self.has_news = True
+
+    def can_bring(self, image: Image, transfer: EmbeddingTransfer | None) -> bool:
+        return bool(image.data) and transfer is None if self._is_tower else transfer is not None
 
     def fetch(self, request_id: RequestId, image: Image, transfer: EmbeddingTransfer | None) -> None:
         self.asked[request_id, image.digest] = transfer
@@ -104,7 +108,7 @@ class World:
     def __init__(self, *, num_blocks: int = 64, has_tower: bool = False, **options: object) -> None:
         self.now = 0.0
         self.store = Store()
-        self.source = Source(self.store)
+        self.source = Source(self.store, is_tower=has_tower)
         settings = EngineOptions(**{"block_size": 4, "max_batch": 8, "token_budget": 16, "check_invariants": True, **options})  # type: ignore[arg-type]
         self.engine = Engine(
             options=settings,
@@ -114,13 +118,7 @@ class World:
             max_model_len=64,
             vocab_size=97,
             cache_seed="fake",
-            images=Images(
-                self.store,
-                relay=None if has_tower else self.source,
-                encoder=self.source if has_tower else None,
-                timeout_s=TIMEOUT_S,
-                clock=lambda: self.now,
-            ),
+            images=Images(self.store, [self.source], timeout_s=TIMEOUT_S, clock=lambda: self.now),
         )
         self.failures: list[Failure] = []
         self.tokens: dict[RequestId, list[int]] = {}

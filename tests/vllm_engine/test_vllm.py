@@ -183,7 +183,7 @@ def test_a_prompt_outlives_its_prefill_worker(expected: list[list[int]]) -> None
 
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             answer = pool.submit(complete, server, PROMPTS[-1])
-            until(lambda: prefill()["running"] > 0)
+            until(lambda: prefill()["in_flight"] > 0)
             killed = prefill()["pid"]
             os.kill(killed, signal.SIGKILL)
             assert answer.result()["choices"][0]["token_ids"] == expected[-1]

@@ -42,14 +42,17 @@ class ImageSource(Protocol):
     """Brings embeddings into `Features`: over the relay from an encode worker, or through a vision tower of this worker. Called
     by the engine's thread; only `poll` may take long."""
 
-    def fetch(self, request_id: RequestId, image: Image, transfer: EmbeddingTransfer | None) -> None:
+    def can_bring(self, image: Image, transfer: EmbeddingTransfer | None) -> bool:
         """`transfer` says how it comes; None: from the image's data."""
+
+    def fetch(self, request_id: RequestId, image: Image, transfer: EmbeddingTransfer | None) -> None:
+        """Only what it can bring."""
 
     def drop(self, request_id: RequestId) -> None:
         """The request needs nothing any more of what has not come. Harmless if there is nothing."""
 
     def refuse(self, transfer: EmbeddingTransfer) -> None:
-        """The image is not needed: its producer should not wait for us."""
+        """The image is not needed: its producer, if there is one, should not wait for us."""
 
     def peer_lost(self, worker_id: WorkerId) -> None:
         """Another worker is gone, says a router, which may be wrong."""
@@ -95,21 +98,18 @@ class NoFeatures:
 
 
 class Images:
-    """Of one engine. `relay` brings what encode workers made, `encoder` makes embeddings here; either may be missing."""
+    """Of one engine. Its sources bring what encode workers made, or make embeddings here."""
 
     def __init__(
         self,
         features: Features,
+        sources: List[ImageSource] = (),
         *,
-        relay: ImageSource | None = None,
-        encoder: ImageSource | None = None,
         timeout_s: float,
         clock: Callable[[], float],
     ) -> None:
         self._features = features
-        self._relay = relay
-        self._encoder = encoder
-        self._sources = [source for source in (relay, encoder) if source is not None]
+        self._sources = sources
         self._timeout_s = timeout_s
         self._clock = clock
         self._wants: dict[RequestId, _Wants] = {}
@@ -139,8 +139,9 @@ class Images:
                     self._fetch(wants, image, transfer)
                     continue
                 self._num_hits += 1
-            if transfer is not None and self._relay is not None:
-                self._relay.refuse(transfer)
+            if transfer is not None:
+                for source in self._sources:
+                    source.refuse(transfer)
 
     def limit(self, sequence: Sequence) -> int:
         """How many of the sequence's tokens can be computed with what is here."""
@@ -162,7 +163,7 @@ class Images:
         wants = self._wants.pop(request_id)
         self._undeliverable.pop(request_id, None)
         self._let_go(wants)
-        return 0.0 if self._relay is None else self._relay.resumed_s(request_id)
+        return max((source.resumed_s(request_id) for source in self._sources), default=0.0)
 
     @property
     def has_news(self) -> bool:
@@ -232,16 +233,13 @@ class Images:
         wants.held.add(digest)
 
     def _fetch(self, wants: _Wants, image: Image, transfer: EmbeddingTransfer | None) -> None:
-        request_id = wants.request.request_id
-        if transfer is not None and self._relay is not None:
-            source = self._relay
-        elif transfer is None and self._encoder is not None and image.data:
-            source = self._encoder
-        else:
-            return  # perhaps its KV is found; if not, `limit` finds it undeliverable
-        wants.coming[image.digest] = source
-        self._next_timeout = min(self._next_timeout, wants.since + self._timeout_s)
-        source.fetch(request_id, image, transfer)
+        """If no source can, perhaps its KV is found; if not, `limit` finds it undeliverable."""
+        for source in self._sources:
+            if source.can_bring(image, transfer):
+                wants.coming[image.digest] = source
+                self._next_timeout = min(self._next_timeout, wants.since + self._timeout_s)
+                source.fetch(wants.request.request_id, image, transfer)
+                return
 
     def _let_go(self, wants: _Wants) -> None:
         for digest in wants.held:

@@ -21,6 +21,9 @@ class LocalEncoder:
         self._encoder = encoder
         self._waiting: deque[tuple[RequestId, Image]] = deque()
 
+    def can_bring(self, image: Image, transfer: EmbeddingTransfer | None) -> bool:
+        return transfer is None and bool(image.data)
+
     def fetch(self, request_id: RequestId, image: Image, transfer: EmbeddingTransfer | None) -> None:
         assert transfer is None
         self._waiting.append((request_id, image))
