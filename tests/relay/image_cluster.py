@@ -39,6 +39,7 @@ from kvrelay.wire import PROTOCOL_VERSION
 from kvrelay.wire.registry import ImageCounts, WorkerRecord
 from kvrelay.wire.serving import Encode
 from kvrelay.worker.build import stage_of
+from kvrelay.worker.embedding_intake import EmbeddingIntake
 from kvrelay.worker.serving import EngineFailedError, ServingLoop
 from kvrelay.worker.stage import Setup, Stage
 
@@ -163,7 +164,7 @@ class Worker:
             assert isinstance(self.engine, Engine)
             check_idle(self.engine.core)
             assert not self.engine.core.images._wants
-            intake: Any = self.engine.core.images._relay
+            (intake,) = (source for source in self.engine.core.images._sources if isinstance(source, EmbeddingIntake))
             assert not intake._by_digest
             assert not intake._by_transfer
             pool = intake._consumer.pool_counts()
