@@ -164,7 +164,7 @@ def test_a_response_that_one_has_stored_the_other_shows_continues_and_deletes(se
     assert {one["kvrelay"]["continuation"]["source"] for one in (here, there)} == {"lease"}
     assert json.loads(second.text(path, "DELETE"))["deleted"] is True
     for line in (second, first):
-        until(lambda line=line: line.get(path).get("error", {}).get("code") == "response_not_found")  # type: ignore[misc]
+        until(lambda line=line: (line.get(path).get("error") or {}).get("code") == "response_not_found")  # type: ignore[misc]
         line.close()
 
 
