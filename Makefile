@@ -20,6 +20,7 @@ DEV_STAMP := $(VENV)/.installed-dev
 REQUIREMENTS := pyproject.toml constraints.txt
 VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
+LLAMA_CPP_STAMP := $(VLLM_VENV)/.installed-llama-cpp
 CONTEXTPILOT_VENV := .venv-contextpilot
 CONTEXTPILOT_STAMP := $(CONTEXTPILOT_VENV)/.installed
 
@@ -74,7 +75,7 @@ soak: $(DEV_STAMP) ## hurt a cluster under load for SOAK_MINUTES (30) and report
 	$(BIN)/python tests/chaos.py --minutes $(SOAK_MINUTES) --report build/soak.json $(ARGS)
 
 # Figures of a card need none of the others' engines beside ours.
-PEERS := $(if $(filter gpu,$(ARGS)),,$(VLLM_STAMP) $(CONTEXTPILOT_STAMP))
+PEERS := $(if $(filter gpu,$(ARGS)),,$(VLLM_STAMP) $(LLAMA_CPP_STAMP) $(CONTEXTPILOT_STAMP))
 
 bench: $(DEV_STAMP) $(PEERS) libraries ## measure README's figures of this machine into bench/results/<machine> and write its tables (about an hour; of a card: ARGS="--only gpu")
 	$(BIN)/kvrelay bench all $(ARGS)
@@ -154,6 +155,11 @@ $(VLLM_STAMP): tests/vllm_engine/requirements.txt | $(BIN)/python
 	$(VLLM_VENV)/bin/python -m pip install --disable-pip-version-check -r tests/vllm_engine/requirements.txt
 	$(VLLM_VENV)/bin/python -m pip uninstall -y torchvision torchaudio torchcodec
 	$(VLLM_VENV)/bin/python tests/vllm_engine/name_package.py
+	@touch $@
+
+# llama.cpp is compiled for this processor, which takes ten minutes on two cores.
+$(LLAMA_CPP_STAMP): $(VLLM_STAMP)
+	$(VLLM_VENV)/bin/python -m pip install --disable-pip-version-check 'llama-cpp-python==0.3.*'
 	@touch $@
 
 # The constraints are all that it needs: nothing is left to resolve.
