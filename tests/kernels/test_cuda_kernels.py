@@ -115,6 +115,20 @@ def test_linears_of_few_rows(dtype: torch.dtype, rows: int, with_bias: bool, siz
     assert error(small_linear(x, packed, gated=True), gate * gate.sigmoid() * up) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize(
+    ("rows", "size"), [(100, (28672, 4096)), (128, (17000, 1000))] if ON_CARD else [(70, (140, 200))], ids=str
+)
+def test_linears_with_an_activation_of_more_rows(rows: int, size: tuple[int, int]) -> None:
+    dtype = DTYPES[-1]
+    generator = torch.Generator(device=DEVICE).manual_seed(rows)
+    weight = (torch.randn(*size, generator=generator, device=DEVICE) / 8).to(dtype)
+    x = torch.randn(rows, size[1], generator=generator, device=DEVICE).to(dtype)
+    gate, up = (x.double() @ weight.double().T).chunk(2, dim=-1)
+    packed = CudaPacked(weight, None)
+    assert CudaKernels().is_small(rows, packed, gated=True) == ON_CARD
+    assert error(small_linear(x, packed, gated=True), gate * gate.sigmoid() * up) < TOLERANCE[dtype]
+
+
 @pytest.mark.parametrize("rows", [1, 5, 27, 40, *([64] if ON_CARD else [])])
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("size", [(48, 96), (38, 1100), *([(4096, 4096), (6144, 14336)] if ON_CARD else [])])

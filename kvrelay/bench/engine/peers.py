@@ -27,7 +27,7 @@ _MODULES = {"transformers": "transformers", "vllm": "vllm", "llama.cpp": "llama_
 HOW = {
     "transformers": "make install, or pip install 'kvrelay[dev]'",
     "vllm": "make .venv-vllm/.installed, or name another Python that has it: --peer-python PATH",
-    "llama.cpp": "make .venv-vllm/.installed-llama-cpp (compiles for minutes), or name another Python that has it: --peer-python PATH",
+    "llama.cpp": "make .venv-vllm/.installed-llama-cpp (ten minutes), or name another Python that has it: --peer-python PATH",
 }
 _LOAD_S = 1200.0  # vLLM compiles
 _ANSWER_S = 600.0

@@ -82,7 +82,7 @@ class CudaKernels:
         if self._linears != "auto":
             return self._linears == "triton" and 0 < num_rows <= _MAX_FORCED_ROWS
         num_lines = packed.out_features // 2 if gated else packed.out_features
-        return num_rows > 0 and is_triton_faster(num_rows, num_lines, gated, packed.scale is not None)
+        return num_rows > 0 and is_triton_faster(num_rows, num_lines, gated, packed.weight.element_size())
 
     def linear(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:
         assert isinstance(packed, CudaPacked)

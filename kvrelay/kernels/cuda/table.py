@@ -48,16 +48,20 @@ class LinearChoice:
 
 _MAX_SMALL_ROWS = 32  # of linears; more are faster in cuBLAS
 _MAX_WIDE_ROWS = 64  # of those with many outputs, or of weights in fp8
+_MAX_GATED_ROWS = 128  # of those with an activation and so many outputs that most multiprocessors have a tile
+_MANY_GATED_LINES = 8192
 MAX_CUT_ROWS = 32  # of weights in fp8: more rows are rounded
 _MAX_SPLITS = 64
 _PROGRAMS = 512  # decode programs that keep the card busy, if all rows are as long
 _WIDE_HEAD_BYTES = 256  # of a head's keys: 128 x bfloat16
 
 
-def is_triton_faster(num_rows: int, num_lines: int, gated: bool, scaled: bool) -> bool:
-    """Than cuBLAS. `num_lines` and `scaled` as below."""
-    if scaled:
+def is_triton_faster(num_rows: int, num_lines: int, gated: bool, weight_bytes: int) -> bool:
+    """Than cuBLAS. `num_lines` as below. A weight of 1 byte is in fp8."""
+    if weight_bytes == 1:
         return num_rows <= _MAX_WIDE_ROWS
+    if gated and weight_bytes == 2 and num_lines > _MANY_GATED_LINES:
+        return num_rows <= _MAX_GATED_ROWS
     return num_rows <= _MAX_SMALL_ROWS or (num_rows <= _MAX_WIDE_ROWS and (gated or 4096 < num_lines <= 32768))
 
 
