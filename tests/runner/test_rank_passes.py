@@ -55,7 +55,7 @@ def batch(*, ends: bool = False, images: bool = False, num_logits: int = 2, name
 @pytest.mark.parametrize("shape", [{}, {"ends": True}, {"images": True}, {"num_logits": 0}], ids=str)
 def test_a_rank_gets_what_rank_0_computes_with(meeting: list[SharedRanks], shape: dict[str, Any]) -> None:
     told = batch(**shape)
-    message = read_for_rank.decode(encode(to_pass(told, None, [4])))
+    message = read_for_rank.decode(encode(to_pass(told, 16, None, [4])))
     assert isinstance(message, Pass)
     assert message.dropped == [4]
     leads = threading.Thread(target=spread_inputs, args=[told, meeting[0]])
@@ -80,6 +80,26 @@ def test_a_rank_gets_what_rank_0_computes_with(meeting: list[SharedRanks], shape
             assert torch.equal(getattr(got.images, name), getattr(told.images, name)), name
 
 
+def test_steps_that_decode_have_one_message_and_the_same_tensors(meeting: list[SharedRanks]) -> None:
+    def step(context: int) -> ForwardBatch:
+        lens = torch.tensor([context], dtype=torch.int32)
+        rows = AttentionBatch(torch.arange(2).int(), lens, torch.tensor([[4, 2]], dtype=torch.int32), 1, context)
+        return ForwardBatch(torch.tensor([5]), lens - 1, lens + 3, rows, torch.zeros(1, dtype=torch.int64))
+
+    messages = [to_pass(step(context), 16, None, []) for context in (17, 18, 32)]
+    assert messages[0] == messages[1] == messages[2]
+    assert messages[0].max_context == 32
+    inputs = PassInputs(messages[0], torch.float32, CPU)
+    for context in (17, 32):
+        leads = threading.Thread(target=spread_inputs, args=[step(context), meeting[0]])
+        leads.start()
+        got = inputs.receive(meeting[1], None)
+        leads.join()
+        assert (got.positions.item(), got.slots.item()) == (context - 1, context + 3)
+        assert got.attention.context_lens.tolist() == [context]
+        assert got.attention.block_tables.tolist() == [[4, 2]]
+
+
 class _Group:
     """Hears what the others are told."""
 
@@ -96,7 +116,7 @@ def test_a_pass_that_is_captured_is_told_once_and_every_other_each_time() -> Non
     model = SimpleNamespace(spec=None, dtype=torch.float32, forward=lambda *_: torch.empty(0))
     adapters = SimpleNamespace(take_dropped=lambda: [7])
     leading = LeadingModel(cast("Any", model), cast("Any", group), cast("Any", adapters))
-    on_card = cast("Any", SimpleNamespace(is_cuda=True))
+    on_card = cast("Any", SimpleNamespace(is_cuda=True, shape=(1, 2, 8, 16, 2, 4)))
     for name in ("", "decode steps 8", "decode steps 8", "", "decode steps 4"):
         leading.forward(batch(name=name), on_card)
     assert [message.name for message in group.told] == ["", "decode steps 8", "", "decode steps 4"]

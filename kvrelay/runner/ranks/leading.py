@@ -26,7 +26,7 @@ class LeadingModel:
 
     def forward(self, batch: ForwardBatch, kv: torch.Tensor, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
         if batch.name not in self._captured:
-            self._group.tell(to_pass(batch, to_lora_pass(batch.lora), self._adapters.take_dropped()))
+            self._group.tell(to_pass(batch, kv.shape[3], to_lora_pass(batch.lora), self._adapters.take_dropped()))
             self._captured |= {batch.name} - {""}
         spread_inputs(batch, self._group.ranks)
         return self._model.forward(own_share(batch), kv, on_layer)

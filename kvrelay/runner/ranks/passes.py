@@ -1,6 +1,12 @@
-"""Forward batches on their way from rank 0 to the others: a message with the shape, and tensors that are spread."""
+"""Forward batches on their way from rank 0 to the others: a message with the shape, and tensors that are spread.
+
+Steps that decode follow one another with the same shape, so their messages are equal until a block table grows: a rank that
+gets the message of the pass before once more has the tensors already, and only reads what is in them.
+"""
 
 from __future__ import annotations
+
+import dataclasses
 
 import torch
 
@@ -9,15 +15,18 @@ from kvrelay.kernels.ranks import Ranks
 from kvrelay.wire.ranks import ImagesShape, LoraPass, Pass
 
 
-def to_pass(batch: ForwardBatch, lora: LoraPass | None, dropped: list[int]) -> Pass:
+def to_pass(batch: ForwardBatch, block_size: int, lora: LoraPass | None, dropped: list[int]) -> Pass:
+    """Of rows that decode, the longest context is as long as their block tables allow: it bounds what is read, and changes less
+    often."""
     rows, images = batch.attention, batch.images
+    num_blocks = rows.block_tables.shape[1]
     return Pass(
         num_tokens=batch.token_ids.shape[0],
         num_rows=rows.num_rows,
-        num_blocks=rows.block_tables.shape[1],
+        num_blocks=num_blocks,
         num_logits=batch.logit_rows.shape[0],
         max_query=rows.max_query,
-        max_context=rows.max_context,
+        max_context=rows.max_context if rows.max_query > 1 else num_blocks * block_size,
         lengths=None if rows.lengths is None else list(rows.lengths),
         longest_end=None if batch.ends is None else batch.ends.max_context,
         images=None
@@ -32,58 +41,62 @@ def to_pass(batch: ForwardBatch, lora: LoraPass | None, dropped: list[int]) -> P
 def spread_inputs(batch: ForwardBatch, ranks: Ranks) -> None:
     """Rank 0's side of `PassInputs`."""
     rows, images = batch.attention, batch.images
-    parts = [batch.positions, batch.slots, rows.query_start, rows.context_lens, rows.block_tables, batch.logit_rows]
+    longs = [batch.positions, batch.slots, batch.logit_rows]
     if images is not None:
-        parts += [images.axes, images.places]
-    ranks.spread(torch.cat([part.reshape(-1).int() for part in parts]))
+        longs += [images.axes, images.places]
+    ints = [rows.query_start, rows.context_lens, rows.block_tables]
+    wide = [part.long() for part in longs] + [part.int() for part in ints]
+    ranks.spread(torch.cat([part.reshape(-1).view(torch.uint8) for part in wide]))
     if images is not None:
         ranks.spread(images.features)
 
 
 class PassInputs:
-    """What a pass of that shape reads, in a rank that is not the first."""
+    """What passes of that shape read, in a rank that is not the first: always the same tensors."""
 
     def __init__(self, message: Pass, dtype: torch.dtype, device: torch.device) -> None:
-        self._message = message
-        images = message.images
-        self._sizes = [
-            message.num_tokens, message.num_tokens, message.num_rows + 1, message.num_rows,
-            message.num_rows * message.num_blocks, message.num_logits,
-        ]  # fmt: skip
+        tokens, num_rows, images = message.num_tokens, message.num_rows, message.images
+        longs = [tokens, tokens, message.num_logits]
         if images is not None:
-            self._sizes += [3 * message.num_tokens, images.num_places]
-            self._features = torch.empty(images.num_places, images.width, dtype=dtype, device=device)
-        self._flat = torch.empty(sum(self._sizes), dtype=torch.int32, device=device)
-        self._tokens = torch.zeros(message.num_tokens, dtype=torch.int64, device=device)  # which only rank 0 needs
-        self._one_row = torch.arange(2, dtype=torch.int32, device=device)
+            longs += [3 * tokens, images.num_places]
+        ints = [num_rows + 1, num_rows, num_rows * message.num_blocks]
+        self._flat = torch.empty(8 * sum(longs) + 4 * sum(ints), dtype=torch.uint8, device=device)
+        positions, slots, logit_rows, *of_images = self._flat[: 8 * sum(longs)].view(torch.int64).split(longs)
+        query_start, context_lens, tables = self._flat[8 * sum(longs) :].view(torch.int32).split(ints)
+        tables = tables.view(num_rows, message.num_blocks)
+        self._images = None
+        if images is not None:
+            axes, places = of_images
+            features = torch.empty(images.num_places, images.width, dtype=dtype, device=device)
+            self._images = ImageBatch(axes.view(3, tokens), places, features, images.num_deepstack)
+        ends = None
+        if message.longest_end is not None:
+            one_row = torch.arange(2, dtype=torch.int32, device=device)
+            ends = AttentionBatch(one_row, context_lens, tables, max_query=1, max_context=message.longest_end)
+        self._batch = ForwardBatch(
+            token_ids=torch.zeros(tokens, dtype=torch.int64, device=device),  # which only rank 0 needs
+            positions=positions,
+            slots=slots,
+            attention=AttentionBatch(
+                query_start=query_start,
+                context_lens=context_lens,
+                block_tables=tables,
+                max_query=message.max_query,
+                max_context=message.max_context,
+                lengths=None if message.lengths is None else tuple(message.lengths),
+            ),
+            logit_rows=logit_rows,
+            ends=ends,
+            images=self._images,
+        )
 
     def receive(self, ranks: Ranks, lora: LoraBatch | None) -> ForwardBatch:
-        message = self._message
-        flat = ranks.spread(self._flat)
-        parts = torch.split(flat, self._sizes)
-        positions, slots, query_start, context_lens, tables, logit_rows, *image_parts = parts
-        images = None
-        if message.images is not None:
-            axes, places = (part.long() for part in image_parts)
-            features = ranks.spread(self._features)
-            images = ImageBatch(axes.view(3, message.num_tokens), places, features, message.images.num_deepstack)
-        rows = AttentionBatch(
-            query_start=query_start,
-            context_lens=context_lens,
-            block_tables=tables.view(message.num_rows, message.num_blocks),
-            max_query=message.max_query,
-            max_context=message.max_context,
-            lengths=None if message.lengths is None else tuple(message.lengths),
-        )
-        return ForwardBatch(
-            token_ids=self._tokens,
-            positions=positions.long(),
-            slots=slots.long(),
-            attention=rows,
-            logit_rows=logit_rows.long(),
-            ends=None
-            if message.longest_end is None
-            else AttentionBatch(self._one_row, context_lens, rows.block_tables, max_query=1, max_context=message.longest_end),
-            images=images,
-            lora=lora,
-        )
+        _spread_into(self._flat, ranks)
+        if self._images is not None:
+            _spread_into(self._images.features, ranks)
+        return self._batch if lora is None else dataclasses.replace(self._batch, lora=lora)
+
+
+def _spread_into(tensor: torch.Tensor, ranks: Ranks) -> None:
+    came = ranks.spread(tensor)
+    assert came is tensor or came.data_ptr() == tensor.data_ptr(), "what is contiguous is written where it is"
