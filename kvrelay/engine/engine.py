@@ -254,6 +254,8 @@ class Engine:
             self._num_steps += 1
         else:
             self.core.swap.spill(at_rest=True)
+            if not self.requests:
+                self.core.kept.blocks.recall()
         self.core.kept.end_step()
         self._stalled = not plan.rows
         if self._stalled and self.scheduler.starved:

@@ -317,6 +317,49 @@ def test_a_pool_full_of_kept_kv_still_serves_and_no_promise_is_broken() -> None:
         engine.end()
 
 
+@pytest.mark.parametrize("are_back", [[True, True], [False, True, True]], ids=str)
+def test_at_rest_what_only_the_host_has_is_cached_on_the_device_again(are_back: list[bool]) -> None:
+    """Of half the blocks, what was used last: more would take the places of one another for ever."""
+    engine = KeptEngine()
+    parents = []
+    for number in range(len(are_back)):
+        parents.append(engine.parent([number] * 17, max_tokens=8))
+        to_host(engine, parents[-1])
+    evict(engine)
+
+    def present(parent: Submit) -> list[int | None]:
+        return swap_of(engine).blocks_of(engine.engine.core.kept.samples[kept_id(parent)].kv)
+
+    assert {block for parent in parents for block in present(parent)} == {None}
+    for _ in range(30):
+        engine.step()
+    assert [None not in present(parent)[:6] for parent in parents] == are_back
+    assert not swap_of(engine).copies
+    assert engine.pinned == 0
+    children = [engine.child(parent, SUFFIX) for parent in parents]
+    engine.until_ended(*children)
+    for child, parent in zip(children, parents, strict=True):
+        engine.assert_inherited(child, parent)
+    engine.assert_as_from_scratch(*children)
+    engine.end()
+
+
+def test_a_copy_back_at_rest_that_takes_too_long_is_not_used() -> None:
+    engine = KeptEngine()
+    parent = engine.parent([1] * 17, max_tokens=8)
+    to_host(engine, parent)
+    evict(engine)
+    engine.delays = [NEVER]
+    engine.run_until(lambda: any(copy.recalled and copy.expired for copy in swap_of(engine).copies.values()))
+    assert set(swap_of(engine).blocks_of(engine.engine.core.kept.samples[kept_id(parent)].kv)) == {None}
+    engine.delays = [1]
+    child = engine.child(parent, SUFFIX)
+    engine.until_ended(child)
+    engine.assert_inherited(child, parent)
+    engine.assert_as_from_scratch(child)
+    engine.end()
+
+
 def test_kept_kv_makes_room_before_anybody_who_runs_has_to() -> None:
     engine = KeptEngine()
     parents = [engine.parent([number] * 17, max_tokens=8) for number in range(2)]

@@ -3,6 +3,7 @@
     take        a sequence is about to end: its blocks are pinned, or its host blocks adopted       -> ON_DEVICE | ON_HOST
     make_room   a sequence lacks blocks: kept KV goes to the host, the least recently used first    ON_DEVICE -> LEAVING
     copied      it is there, and the blocks are free; or the copy took too long                     -> ON_HOST | ON_DEVICE
+    recall      nothing is to be done: what only the host has is cached on the device again         stays ON_HOST
     release                                                                                         -> ENDED
 
 KV that a client was told is kept stays until its time is over. So there must always be room beside all kept KV for one request
@@ -95,6 +96,23 @@ class KeptBlocks:
             if kept is not spared and self._would_help(kept):
                 moved |= self._leave(kept)
         return moved
+
+    def recall(self) -> None:
+        """Nothing runs or waits. What was used last comes first. Half of the blocks that can be had are left to others, and it
+        ends with the first that finds no room, so that one never takes the place of another."""
+        if self._swap.copies:
+            return
+        room, wanted = self._kv.pool.num_available // 2, list[tuple[Sequence, int]]()
+        for kept in reversed(self._samples.values()):
+            if kept.state is KeptState.ON_HOST:
+                num_full = kept.kv.num_computed // self._kv.block_size
+                room -= num_full
+                if room < 0:
+                    break
+                present = self._swap.blocks_of(kept.kv)[:num_full]
+                wanted += [(kept.kv, index) for index, block in enumerate(present) if block is None]
+        if wanted and self._kv.content_of(*wanted[0]) is not None:
+            self._swap.recall(wanted)
 
     def copied(self, stayed: list[Sequence]) -> None:
         """After `Swap.poll`, which names those whose copy took too long."""

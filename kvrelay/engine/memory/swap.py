@@ -12,6 +12,7 @@ one.
     save        kept KV (`memory/kept.py`) goes to host blocks; it holds its own until it is there
     adopt       the host blocks of a swapped sequence that ends become those of its kept KV
     spill       blocks that are cached and not held are copied to host blocks that are free
+    recall      at rest: full blocks of kept KV that only the host has are cached on the device again
     poll        which copies ended, and which took too long: those sequences compute their KV again    -> FREED
 
 Who may touch what while a copy runs: a copy holds its host blocks until it has really ended, also when no sequence waits for it
@@ -40,6 +41,9 @@ _SPILLED = 32  # blocks per copy, so that a swap never waits long behind it
 _SPILLED_AT_REST = 8  # fewer, since a request may come at any time
 
 
+KeptBlock = tuple[Sequence, int]  # and the number of its block
+
+
 @dataclass(slots=True)
 class Copy:
     """Under way. `blocks` are held as `holder` says; None: not at all."""
@@ -49,6 +53,7 @@ class Copy:
     blocks: list[int]
     holder: Holder | None
     spilled: list[Origin] = field(default_factory=list)  # of a copy that no sequence waits for: what it was meant to copy
+    recalled: list[KeptBlock] = field(default_factory=list)  # the same: which kept KV is to be in each of `blocks`
     expired: bool = False
 
 
@@ -174,8 +179,10 @@ class Swap:
 
     @property
     def is_saving(self) -> bool:
-        """Kept KV or cached blocks are on their way to the host."""
-        return any(copy.holder in (Holder.PINNED, None) and not copy.expired for copy in self.copies.values())
+        """Kept KV or cached blocks are on their way to the host, or back in the background."""
+        return any(
+            (copy.recalled or copy.holder in (Holder.PINNED, None)) and not copy.expired for copy in self.copies.values()
+        )
 
     def _begin_save(self, saves: list[tuple[int, int]], holder: Holder) -> None:
         blocks, host_blocks = [block for block, _ in saves], [host_block for _, host_block in saves]
@@ -285,12 +292,19 @@ class Swap:
         if self.copies or not self._kv.pool.given_up:
             return
         wanted = self.host.to_spill(_SPILLED_AT_REST if at_rest else _SPILLED)
-        host_blocks = self.host.pool.allocate(len(wanted))
-        if not host_blocks:
+        if not (host_blocks := self.host.pool.allocate(len(wanted))):
             return
         saves = list(zip(wanted, host_blocks, strict=False))
         origins = [(block, self._kv.pool.generations[block], self._kv.block_size) for block in wanted]
         self._begin(Copy(self._deadline_s(), host_blocks, [], None, spilled=origins), saves, [])
+
+    def recall(self, wanted: list[KeptBlock]) -> None:
+        """Some of these, when no copy is under way and nothing runs or waits."""
+        del wanted[_SPILLED_AT_REST:]
+        if blocks := self._kv.pool.allocate(len(wanted)):
+            host_blocks = [self.on_host[kept_kv.key].host_blocks[index] for kept_kv, index in wanted]
+            self.copies[self._begin_load(list(zip(host_blocks, blocks, strict=True)))].recalled = wanted
+            self._kv.pool.release(blocks)  # the copy holds them now
 
     def poll(self, wait_s: float = 0.0) -> SwapNews:
         """Waits up to `wait_s` for a copy to end."""
@@ -337,6 +351,8 @@ class Swap:
             self._filling.pop(host_block, None)
         if copy.spilled and not copy.expired:
             self.host.spilled(copy.spilled, copy.host_blocks)
+        for block, (kept_kv, index) in zip(copy.blocks, [] if copy.expired else copy.recalled, strict=False):
+            self._kv.prefixes.add_unknown(block, self._kv.content_of(kept_kv, index))
         if copy.holder is Holder.QUARANTINED or (copy.holder is not None and not copy.expired):
             self._kv.pool.release(reversed(copy.blocks), copy.holder)
         for entry in self.on_host.values():
@@ -358,12 +374,11 @@ class Swap:
             going_out = not entry.table and not entry.num_fetched
             (news.stayed if entry.is_kept else news.lost_out if going_out else news.lost_in).append(entry.sequence)
             self.drop(entry.sequence)
-        if copy.holder is Holder.QUARANTINED:
+        if copy.holder is Holder.QUARANTINED and not copy.recalled:
             self.host.distrust(copy.host_blocks)
 
     def _begin(self, copy: Copy, saves: list[tuple[int, int]], loads: list[tuple[int, int]]) -> int:
-        ticket = self._runner.begin_copies(saves, loads)
-        self.copies[ticket] = copy
+        self.copies[ticket := self._runner.begin_copies(saves, loads)] = copy
         return ticket
 
     def _deadline_s(self) -> float:

@@ -61,8 +61,8 @@ class PassInputs:
             longs += [3 * tokens, images.num_places]
         ints = [num_rows + 1, num_rows, num_rows * message.num_blocks]
         self._flat = torch.empty(8 * sum(longs) + 4 * sum(ints), dtype=torch.uint8, device=device)
-        positions, slots, logit_rows, *of_images = self._flat[: 8 * sum(longs)].view(torch.int64).split(longs)
-        query_start, context_lens, tables = self._flat[8 * sum(longs) :].view(torch.int32).split(ints)
+        positions, slots, logit_rows, *of_images = self._flat[: 8 * sum(longs)].view(torch.int64).split_with_sizes(longs)
+        query_start, context_lens, tables = self._flat[8 * sum(longs) :].view(torch.int32).split_with_sizes(ints)
         tables = tables.view(num_rows, message.num_blocks)
         self._images = None
         if images is not None:
