@@ -38,6 +38,7 @@ from kvrelay.wire.events import Restored, Swapped
 from kvrelay.wire.registry import HostCounts
 
 _SPILLED = 32  # blocks per copy, so that a swap never waits long behind it
+_SAVED = (Holder.PINNED, None)  # who holds the blocks of kept KV, or of what is cached, that are copied to the host
 _SPILLED_AT_REST = 8  # fewer, since a request may come at any time
 
 
@@ -180,9 +181,7 @@ class Swap:
     @property
     def is_saving(self) -> bool:
         """Kept KV or cached blocks are on their way to the host, or back in the background."""
-        return any(
-            (copy.recalled or copy.holder in (Holder.PINNED, None)) and not copy.expired for copy in self.copies.values()
-        )
+        return any(not copy.expired and (copy.recalled or copy.holder in _SAVED) for copy in self.copies.values())
 
     def _begin_save(self, saves: list[tuple[int, int]], holder: Holder) -> None:
         blocks, host_blocks = [block for block, _ in saves], [host_block for _, host_block in saves]
