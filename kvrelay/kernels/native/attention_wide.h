@@ -126,7 +126,7 @@ static void attend_tile(const struct Attention *job, const struct Tile *tile, co
     long dim = job->dim, head = kv_head * dim;
     struct Values values = {tile->value, head, WIDTH};
     turn_keys(tile, head, dim, keys);
-    if (num_lines > LINE_TILE) { /* what many lines read is worth a copy */
+    if (num_lines > 2 * LINE_TILE) { /* what many lines read is worth a copy */
         copy_values(tile, head, dim, copy, row);
         values = (struct Values){row, 0, WIDTH * TILE_KEYS};
     }
