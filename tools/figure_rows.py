@@ -185,7 +185,7 @@ CPU_ROWS = (
         statistic="medians of {ttft_samples:.0f}",
     ),
     Row(
-        "continuation: the same after a burst of other traffic over before, kept KV (target: this) / the prefix cache alone",
+        "continuation: the same after other traffic and a rest over before, kept KV (target: this) / the prefix cache alone",
         "two-stage",
         "{ttft_continuation_pressure_over_calm:.2f} / {ttft_prefix_cache_pressure_over_calm:.2f}",
         statistic="medians of {ttft_samples:.0f}",

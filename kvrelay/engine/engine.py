@@ -189,11 +189,11 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` would do or say anything. A worker that is to end leaves blocks where they are."""
-        return self.serves or (self.core.swap.is_saving and not self._draining)
+        return self.serves or (self.core.swap.copies_in_background and not self._draining)
 
     @property
     def serves(self) -> bool:
-        """Whether `step` would do or say anything for a request. Else it saves blocks to the host at most."""
+        """Whether `step` would do or say anything for a request. Else it copies blocks in the background at most."""
         if self.core.outbox or self._endings.released or self._ahead.plan is not None or self.scheduler.loading:
             return True
         if len(self.scheduler.running) > self.scheduler.num_held_up:
@@ -254,9 +254,9 @@ class Engine:
             self._num_steps += 1
         else:
             self.core.swap.spill(at_rest=True)
-            if not self.requests:
-                self.core.kept.blocks.recall()
         self.core.kept.end_step()
+        if not (self.requests or self._draining or self._ahead.plan):
+            self.core.kept.blocks.prefetch()
         self._stalled = not plan.rows
         if self._stalled and self.scheduler.starved:
             self.core.outgoing.set_one_aside()
@@ -287,7 +287,7 @@ class Engine:
     def _take_news(self) -> None:
         """What the transfer layer did since the last step, and which copies ended."""
         self._expire_kept()
-        idle = self._stalled and (self.requests or self.core.swap.is_saving)
+        idle = self._stalled and (self.requests or self.core.swap.copies_in_background)
         self.scheduler.take_copied(_COPY_WAIT_S if idle else 0.0)
         if self.core.outgoing.producer.has_news:
             restarts, ended = self.core.outgoing.poll()

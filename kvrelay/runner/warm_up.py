@@ -15,7 +15,7 @@ from kvrelay.wire.serving import Image
 _WARM_UP_TOKENS = 32
 _GREEDY = SamplingParams(temperature=0.0)
 _QUERY_LINES = (32, 64, 65, 16385)  # queries x heads of a KV head: one of each kind of the paged kernel
-_FEW_TOKENS = (4, 12, 24, 48)  # of a step: one of each kind of linears of few rows
+_FEW_TOKENS = (4, 12, 24, 48, 96)  # of a step: one of each kind of linears of few rows
 _DECODING = 16  # rows beside which a prompt begins that takes all the budget
 _MANY_HEADS = 136  # KV heads of all rows that decode: where there are so many, another kernel is taken
 

@@ -114,7 +114,7 @@ class Pass(RankMessage, frozen=True, kw_only=True):
     num_blocks: int  # of a row of the block tables
     num_logits: int
     max_query: int
-    max_context: int
+    max_context: int  # if all rows decode, rounded up to whole blocks, so that messages of such steps stay equal
     lengths: list[tuple[int, int]] | None
     longest_end: int | None  # `max_context` of ForwardBatch.ends, if there is one
     images: ImagesShape | None = None

@@ -331,7 +331,8 @@ def test_at_rest_what_only_the_host_has_is_cached_on_the_device_again(are_back: 
         return swap_of(engine).blocks_of(engine.engine.core.kept.samples[kept_id(parent)].kv)
 
     assert {block for parent in parents for block in present(parent)} == {None}
-    for _ in range(30):
+    engine.step()
+    while engine.engine.has_work:
         engine.step()
     assert [None not in present(parent)[:6] for parent in parents] == are_back
     assert not swap_of(engine).copies
@@ -350,13 +351,66 @@ def test_a_copy_back_at_rest_that_takes_too_long_is_not_used() -> None:
     to_host(engine, parent)
     evict(engine)
     engine.delays = [NEVER]
-    engine.run_until(lambda: any(copy.recalled and copy.expired for copy in swap_of(engine).copies.values()))
+    engine.run_until(lambda: any(copy.prefetched and copy.expired for copy in swap_of(engine).copies.values()))
     assert set(swap_of(engine).blocks_of(engine.engine.core.kept.samples[kept_id(parent)].kv)) == {None}
     engine.delays = [1]
     child = engine.child(parent, SUFFIX)
     engine.until_ended(child)
     engine.assert_inherited(child, parent)
     engine.assert_as_from_scratch(child)
+    engine.end()
+
+
+def prefetching(engine: KeptEngine) -> bool:
+    return any(copy.prefetched for copy in swap_of(engine).copies.values())
+
+
+@pytest.mark.parametrize("what", ["cut", "released", "child", "drained"])
+def test_while_kept_kv_comes_back_at_rest(what: str) -> None:
+    engine = KeptEngine(delays=[3])
+    parent = engine.parent([1] * 17, max_tokens=8)
+    to_host(engine, parent)
+    evict(engine)
+    engine.run_until(lambda: prefetching(engine))
+    match what:
+        case "cut":
+            engine.engine.finish(finish(parent, 1))
+        case "released":
+            engine.engine.release_kept([kept_id(parent)])
+        case "child":
+            child = engine.child(parent, SUFFIX)
+            engine.until_ended(child)
+            engine.assert_inherited(child, parent)
+            engine.assert_as_from_scratch(child)
+        case "drained":
+            engine.engine.drain()
+    for _ in range(20):
+        engine.step()
+    assert not prefetching(engine)
+    engine.end()
+
+
+def test_kept_kv_comes_back_behind_the_last_request_of_those_that_drove_it_away() -> None:
+    """A worker makes no step when there is nothing to do: the last one with a request in it begins the first copy."""
+    engine = KeptEngine()
+    parent = engine.parent([1] * 17, max_tokens=8)
+    others = press(engine)
+    while engine.engine.has_work:
+        engine.step()
+    assert engine.state(parent) is KeptState.ON_HOST
+    kept_kv = engine.engine.core.kept.samples[kept_id(parent)].kv
+    assert None not in swap_of(engine).blocks_of(kept_kv)[: kept_kv.num_computed // 4]
+    engine.assert_as_from_scratch(*others)
+    engine.end()
+
+
+def test_without_a_prefix_cache_kept_kv_stays_on_the_host_at_rest() -> None:
+    engine = KeptEngine(prefix_cache=False)
+    parent = engine.parent([1] * 17, max_tokens=8)
+    to_host(engine, parent)
+    for _ in range(10):
+        engine.step()
+        assert not swap_of(engine).copies
     engine.end()
 
 

@@ -103,6 +103,8 @@ def main() -> None:
         ends.take_rows(x, torch.zeros(8, dtype=torch.int64))
         ends.keep_likeliest(x, x, torch.zeros(64, dtype=torch.int64))
         packed = CudaPacked(torch.empty(28672, 4096, dtype=dtype), None)
+        if dtype is torch.bfloat16:
+            small_linear(torch.empty(128, 4096, dtype=dtype), packed, gated=True)
         for num_rows in (1, 8, 32, 64):
             small_linear(x[:num_rows], packed, gated=True)
             small_linear(x[:num_rows], packed)

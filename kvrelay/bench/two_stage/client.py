@@ -29,6 +29,7 @@ from kvrelay.planes.curve import keyed
 
 _REST_S = 300.0
 _LOOK_EVERY_S = 0.1
+_LOOKS_AT_REST = 10
 _BUSY = ("running", "waiting", "transferring", "swapped")
 
 
@@ -130,13 +131,16 @@ class TwoStageClient:
         return seconds, counts.prefilled
 
     async def rest(self) -> None:
-        """Workers that have nothing to do copy cached blocks to the host: until two looks in a row find the same there."""
-        deadline = time.monotonic() + _REST_S
-        on_host: list[dict[str, int]] = []
+        """Workers that have nothing to do copy blocks to the host and back: until their blocks are the same for a while."""
+        deadline, num_same = time.monotonic() + _REST_S, 0
+        blocks: list[tuple[dict[str, int], dict[str, int]]] = []
         while time.monotonic() < deadline:
             workers = (await self._client.get("/cluster")).json()["workers"]
-            before, on_host = on_host, [worker["host_blocks"] for worker in workers]
-            if before == on_host and not any(worker[name] for worker in workers for name in _BUSY):
+            before, blocks = blocks, [(worker["host_blocks"], worker["blocks"]) for worker in workers]
+            is_busy = any(worker[name] for worker in workers for name in _BUSY)
+            is_copying = any(worker["blocks"]["quarantined"] for worker in workers)
+            num_same = num_same + 1 if before == blocks and not is_busy and not is_copying else 0
+            if num_same == _LOOKS_AT_REST:
                 return
             await asyncio.sleep(_LOOK_EVERY_S)
         raise BenchError(f"the workers did not come to rest within {_REST_S:g} s")

@@ -7,9 +7,10 @@ Stage 2 is asked for in four ways: as a new prompt that no cache has, after ever
 (`pipelined`); as a new prompt of which the prefix cache may have most (`prefix_cache`); as a continuation whose KV was kept
 (`continuation`). Each way runs on the same server with a cache salt of its own, so that none finds what another left.
 
-Then a burst of other traffic passes, as much as the workers' pools hold. When it has ended and the workers copy nothing to the
-host any more, stage 2 is asked for again (`_pressure`). The burst needs the blocks of kept KV too, which therefore moves to the
-host; that it did is counted. Time to first token is that of a greedy answer of two tokens, alone on the server, for a parent
+Then a burst of other traffic passes, as much as the workers' pools hold. When it has ended and the workers copy nothing any
+more, neither to the host nor back, stage 2 is asked for again (`_pressure`). The burst needs the blocks of kept KV too, which
+therefore moves to the host; that it did is counted. At rest it is cached on the device again; a continuation that comes at once
+(`_at_once`) waits for its copy. Time to first token is that of a greedy answer of two tokens, alone on the server, for a parent
 not searched from; of kept KV, after a burst each.
 """
 
@@ -171,6 +172,7 @@ class TwoStageRun:
         self._server: TwoStageClient
         self.calm: dict[str, Outcome] = {}
         self.pressed: dict[str, Outcome] = {}
+        self.at_once = Outcome()  # continuations that come when a burst has just ended
         self.separate_s: list[float] = []
         self.together_s: list[float] = []
 
@@ -195,9 +197,15 @@ class TwoStageRun:
         for burst in range(num_bursts):
             self._status.update(f"{title}: a burst of other traffic")
             await self._burst()
+            await self._server.rest()
             if burst == 0:
                 pressed.evictions = self._server.num_evictions - before
             await self._probe(way, probed, pressed, _SAMPLES // num_bursts)
+        if way == "continuation":
+            for _ in range(_SAMPLES):
+                await self._burst()
+                await self._time_first_token(way, probed, self.at_once)
+            await self._server.rest()
         self._status.update(f"{title}: stage 2 again")
         began_at = time.perf_counter()
         await asyncio.gather(*(self._search(way, parent, pressed) for parent in parents))
@@ -251,10 +259,13 @@ class TwoStageRun:
         await self._server.rest()
         outcome.kept_on_device.append(await self._server.num_pinned_blocks())
         for _ in range(repeats):
-            fields = {"max_tokens": 2, "temperature": 0}  # of one token alone, a decode worker would not be asked
-            seconds, prefilled = await self._server.first_token({**self._stage_2(way, parent), **fields})
-            outcome.ttft_s.append(seconds)
-            outcome.probed_tokens.append(prefilled)
+            await self._time_first_token(way, parent, outcome)
+
+    async def _time_first_token(self, way: Way, parent: Parent, outcome: Outcome) -> None:
+        fields = {"max_tokens": 2, "temperature": 0}  # of one token alone, a decode worker would not be asked
+        seconds, prefilled = await self._server.first_token({**self._stage_2(way, parent), **fields})
+        outcome.ttft_s.append(seconds)
+        outcome.probed_tokens.append(prefilled)
 
     def _stage_2(self, way: Way, parent: Parent, added: tuple[int, ...] = ()) -> dict[str, Any]:
         suffix = [*self._draw("suffix", self._work.suffix_tokens), *added]
@@ -278,7 +289,6 @@ class TwoStageRun:
         prompts = [self._draw(f"burst {number} {index}", self._work.burst_tokens) for index in range(count)]
         await asyncio.gather(*(self._server.ask({"prompt": prompt, "max_tokens": _BURST_OUTPUT}) for prompt in prompts))
         await self._press()
-        await self._server.rest()
 
     async def _press(self) -> None:
         """A request that needs the blocks of the worker that generates for itself, nearly all at once."""
@@ -321,6 +331,8 @@ class TwoStageRun:
             "ttft_reprefill_over_continuation": ttft_s(calm, "sequential") / ttft_s(calm, "continuation"),
             "ttft_continuation_pressure_over_calm": ttft_s(pressed, "continuation") / ttft_s(calm, "continuation"),
             "ttft_prefix_cache_pressure_over_calm": ttft_s(pressed, "prefix_cache") / ttft_s(calm, "prefix_cache"),
+            "ttft_ms_continuation_at_once": statistics.median(self.at_once.ttft_s) * 1e3,
+            "ttft_continuation_at_once_over_calm": statistics.median(self.at_once.ttft_s) / ttft_s(calm, "continuation"),
             "beam_samples": float(len(self.together_s)),
             "separate_requests_over_beam": median_ratio(self.separate_s, self.together_s),
             "identical_outputs": self.identical_share(),

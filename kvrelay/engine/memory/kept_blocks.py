@@ -3,7 +3,7 @@
     take        a sequence is about to end: its blocks are pinned, or its host blocks adopted       -> ON_DEVICE | ON_HOST
     make_room   a sequence lacks blocks: kept KV goes to the host, the least recently used first    ON_DEVICE -> LEAVING
     copied      it is there, and the blocks are free; or the copy took too long                     -> ON_HOST | ON_DEVICE
-    recall      nothing is to be done: what only the host has is cached on the device again         stays ON_HOST
+    prefetch    nothing is to be done: full blocks that only the host has are cached here again     stays ON_HOST
     release                                                                                         -> ENDED
 
 KV that a client was told is kept stays until its time is over. So there must always be room beside all kept KV for one request
@@ -17,7 +17,7 @@ from collections import Counter
 
 from kvrelay.engine.memory.kept_sample import KeptSample
 from kvrelay.engine.memory.kv_cache import KVCache
-from kvrelay.engine.memory.swap import Swap
+from kvrelay.engine.memory.swap import Content, Swap
 from kvrelay.engine.request import Sequence
 from kvrelay.ids import KeptId
 from kvrelay.states import KeptState
@@ -97,22 +97,32 @@ class KeptBlocks:
                 moved |= self._leave(kept)
         return moved
 
-    def recall(self) -> None:
+    def prefetch(self) -> None:
         """Nothing runs or waits. What was used last comes first. Half of the blocks that can be had are left to others, and it
-        ends with the first that finds no room, so that one never takes the place of another."""
+        ends with the first sample that finds no room, so that none takes the place of another."""
         if self._swap.copies:
             return
-        room, wanted = self._kv.pool.num_available // 2, list[tuple[Sequence, int]]()
+        room = self._kv.pool.num_available // 2
         for kept in reversed(self._samples.values()):
             if kept.state is KeptState.ON_HOST:
-                num_full = kept.kv.num_computed // self._kv.block_size
-                room -= num_full
-                if room < 0:
-                    break
-                present = self._swap.blocks_of(kept.kv)[:num_full]
-                wanted += [(kept.kv, index) for index, block in enumerate(present) if block is None]
-        if wanted and self._kv.content_of(*wanted[0]) is not None:
-            self._swap.recall(wanted)
+                room -= kept.kv.num_computed // self._kv.block_size
+                if room < 0 or self._swap.prefetch(self._absent(kept.kv)):
+                    return
+
+    def _absent(self, kept_kv: Sequence) -> list[tuple[int, Content]]:
+        """Full blocks that only the host has. They come back from the last one on, since what is cached first is given away
+        first; so if the first and the last one are here, the others are."""
+        host_blocks = self._swap.host_blocks_of(kept_kv)[: kept_kv.num_computed // self._kv.block_size]
+
+        def is_absent(index: int) -> bool:
+            return self._swap.host.on_device(host_blocks[index], kept_kv, index) is None
+
+        last = len(host_blocks) - 1
+        if last < 0 or not (is_absent(0) or is_absent(last)):
+            return []
+        contents = [(index, self._kv.content_of(kept_kv, index)) for index in range(last + 1) if is_absent(index)]
+        has = self._kv.prefixes.has  # of other tokens with the same hash
+        return [(host_blocks[index], content) for index, content in contents if content is not None and not has(content[0])]
 
     def copied(self, stayed: list[Sequence]) -> None:
         """After `Swap.poll`, which names those whose copy took too long."""

@@ -77,11 +77,6 @@ class PrefixCache:
         self._content[block] = (digest, tokens, parent)
         return present
 
-    def add_unknown(self, block: int, content: tuple[bytes, list[int], bytes] | None) -> None:
-        """What `add` takes beside the block, unless another block has that hash."""
-        if content is not None and content[0] not in self._block_of:
-            self.add(block, *content)
-
     def add_new(self, blocks: list[int], hashes: list[bytes], tokens: list[int], parent: bytes) -> bool:
         """As `add` of each, the first behind `parent`. False (and nothing changes) if any of them is known here or in the twin.
         Of a long prompt these are many."""

@@ -12,7 +12,7 @@ one.
     save        kept KV (`memory/kept.py`) goes to host blocks; it holds its own until it is there
     adopt       the host blocks of a swapped sequence that ends become those of its kept KV
     spill       blocks that are cached and not held are copied to host blocks that are free
-    recall      at rest: full blocks of kept KV that only the host has are cached on the device again
+    prefetch    at rest: full blocks of kept KV that only the host has are cached on the device again
     poll        which copies ended, and which took too long: those sequences compute their KV again    -> FREED
 
 Who may touch what while a copy runs: a copy holds its host blocks until it has really ended, also when no sequence waits for it
@@ -38,11 +38,11 @@ from kvrelay.wire.events import Restored, Swapped
 from kvrelay.wire.registry import HostCounts
 
 _SPILLED = 32  # blocks per copy, so that a swap never waits long behind it
-_SAVED = (Holder.PINNED, None)  # who holds the blocks of kept KV, or of what is cached, that are copied to the host
-_SPILLED_AT_REST = 8  # fewer, since a request may come at any time
+_NO_ONE_WAITS = (Holder.PINNED, None)  # holders of what a copy to the host reads: kept KV, or nothing for cached blocks
+_COPIED_AT_REST = 8  # fewer, since a request may come at any time
 
 
-KeptBlock = tuple[Sequence, int]  # and the number of its block
+Content = tuple[bytes, list[int], bytes]  # of a full block: its hash, its tokens, and the hash of the block before
 
 
 @dataclass(slots=True)
@@ -54,7 +54,7 @@ class Copy:
     blocks: list[int]
     holder: Holder | None
     spilled: list[Origin] = field(default_factory=list)  # of a copy that no sequence waits for: what it was meant to copy
-    recalled: list[KeptBlock] = field(default_factory=list)  # the same: which kept KV is to be in each of `blocks`
+    prefetched: list[Content] = field(default_factory=list)  # the same: what is to be in each of `blocks`
     expired: bool = False
 
 
@@ -167,11 +167,11 @@ class Swap:
 
     @property
     def num_releasing(self) -> int:
-        """Blocks that only copies to the host hold, and kept KV that waits for these: they come back soon."""
+        """Blocks that only copies hold which no sequence waits for, and kept KV that waits for these: they come back soon."""
         references = self._kv.pool.references
         holds: Counter[int] = Counter()
         for copy in self.copies.values():
-            if copy.holder in (Holder.SEQUENCE, Holder.PINNED) and not copy.expired:
+            if (copy.prefetched or copy.holder in (Holder.SEQUENCE, Holder.PINNED)) and not copy.expired:
                 holds.update(copy.blocks)
         for entry in self.on_host.values():
             if entry.is_kept:
@@ -179,9 +179,9 @@ class Swap:
         return sum(references[block] == count for block, count in holds.items())
 
     @property
-    def is_saving(self) -> bool:
-        """Kept KV or cached blocks are on their way to the host, or back in the background."""
-        return any(not copy.expired and (copy.recalled or copy.holder in _SAVED) for copy in self.copies.values())
+    def copies_in_background(self) -> bool:
+        """Whether copies are under way that no sequence waits for."""
+        return any(not copy.expired and (copy.prefetched or copy.holder in _NO_ONE_WAITS) for copy in self.copies.values())
 
     def _begin_save(self, saves: list[tuple[int, int]], holder: Holder) -> None:
         blocks, host_blocks = [block for block, _ in saves], [host_block for _, host_block in saves]
@@ -290,20 +290,23 @@ class Swap:
         """In the background, when no copy is under way: blocks that were given up lately, newest first, if there is room."""
         if self.copies or not self._kv.pool.given_up:
             return
-        wanted = self.host.to_spill(_SPILLED_AT_REST if at_rest else _SPILLED)
+        wanted = self.host.to_spill(_COPIED_AT_REST if at_rest else _SPILLED)
         if not (host_blocks := self.host.pool.allocate(len(wanted))):
             return
         saves = list(zip(wanted, host_blocks, strict=False))
         origins = [(block, self._kv.pool.generations[block], self._kv.block_size) for block in wanted]
         self._begin(Copy(self._deadline_s(), host_blocks, [], None, spilled=origins), saves, [])
 
-    def recall(self, wanted: list[KeptBlock]) -> None:
-        """Some of these, when no copy is under way and nothing runs or waits."""
-        del wanted[_SPILLED_AT_REST:]
-        if blocks := self._kv.pool.allocate(len(wanted)):
-            host_blocks = [self.on_host[kept_kv.key].host_blocks[index] for kept_kv, index in wanted]
-            self.copies[self._begin_load(list(zip(host_blocks, blocks, strict=True)))].recalled = wanted
-            self._kv.pool.release(blocks)  # the copy holds them now
+    def prefetch(self, wanted: list[tuple[int, Content]]) -> bool:
+        """Host blocks and what is in them, the last ones of which are copied. False if nothing is."""
+        wanted = wanted[-_COPIED_AT_REST:]
+        blocks = self._kv.pool.allocate(len(wanted))
+        if not blocks:
+            return False
+        ticket = self._begin_load([(host_block, block) for (host_block, _), block in zip(wanted, blocks, strict=True)])
+        self.copies[ticket].prefetched = [content for _, content in wanted]
+        self._kv.pool.release(blocks)  # the copy holds them now
+        return True
 
     def poll(self, wait_s: float = 0.0) -> SwapNews:
         """Waits up to `wait_s` for a copy to end."""
@@ -324,15 +327,9 @@ class Swap:
             return HostCounts()
         blocks = self.host.pool.counts()
         return HostCounts(
-            total=blocks.total,
-            free=blocks.free,
-            cached=blocks.cached,
-            in_use=blocks.in_use,
-            hit_tokens=self._num_hit_tokens,
-            swapped_out=self._num_out,
-            swapped_in=self._num_in,
-            timeouts=self._num_timeouts,
-        )
+            total=blocks.total, free=blocks.free, cached=blocks.cached, in_use=blocks.in_use, hit_tokens=self._num_hit_tokens,
+            swapped_out=self._num_out, swapped_in=self._num_in, timeouts=self._num_timeouts,
+        )  # fmt: skip
 
     def _come_back(self, entry: OnHost, news: SwapNews) -> None:
         del self.on_host[entry.sequence.key]
@@ -350,8 +347,9 @@ class Swap:
             self._filling.pop(host_block, None)
         if copy.spilled and not copy.expired:
             self.host.spilled(copy.spilled, copy.host_blocks)
-        for block, (kept_kv, index) in zip(copy.blocks, [] if copy.expired else copy.recalled, strict=False):
-            self._kv.prefixes.add_unknown(block, self._kv.content_of(kept_kv, index))
+        for block, content in zip(copy.blocks, [] if copy.expired else copy.prefetched, strict=False):
+            if not self._kv.prefixes.has(content[0]):
+                self._kv.prefixes.add(block, *content)
         if copy.holder is Holder.QUARANTINED or (copy.holder is not None and not copy.expired):
             self._kv.pool.release(reversed(copy.blocks), copy.holder)
         for entry in self.on_host.values():
@@ -373,7 +371,7 @@ class Swap:
             going_out = not entry.table and not entry.num_fetched
             (news.stayed if entry.is_kept else news.lost_out if going_out else news.lost_in).append(entry.sequence)
             self.drop(entry.sequence)
-        if copy.holder is Holder.QUARANTINED and not copy.recalled:
+        if copy.holder is Holder.QUARANTINED and not copy.prefetched:
             self.host.distrust(copy.host_blocks)
 
     def _begin(self, copy: Copy, saves: list[tuple[int, int]], loads: list[tuple[int, int]]) -> int:

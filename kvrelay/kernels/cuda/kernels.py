@@ -79,10 +79,11 @@ class CudaKernels:
 
     def is_small(self, num_rows: int, packed: CudaPacked, *, gated: bool = False) -> bool:
         """Whether a linear of so many rows is Triton's."""
-        if self._linears != "auto":
-            return self._linears == "triton" and 0 < num_rows <= _MAX_FORCED_ROWS
         num_lines = packed.out_features // 2 if gated else packed.out_features
-        return num_rows > 0 and is_triton_faster(num_rows, num_lines, gated, packed.weight.element_size())
+        is_faster = num_rows > 0 and is_triton_faster(num_rows, num_lines, gated, packed.weight.element_size())
+        if self._linears == "auto":
+            return is_faster
+        return self._linears == "triton" and (is_faster or 0 < num_rows <= _MAX_FORCED_ROWS)
 
     def linear(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:
         assert isinstance(packed, CudaPacked)

@@ -1,7 +1,7 @@
 """Forward batches on their way from rank 0 to the others: a message with the shape, and tensors that are spread.
 
-Steps that decode follow one another with the same shape, so their messages are equal until a block table grows: a rank that
-gets the message of the pass before once more has the tensors already, and only reads what is in them.
+Steps that decode follow one another with the same shape, so their messages are equal until a block table grows. A rank that
+receives the same message twice in a row reuses the tensors and only receives their contents.
 """
 
 from __future__ import annotations

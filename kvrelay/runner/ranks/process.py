@@ -74,7 +74,7 @@ def main(connection_fd: int, memory_fd: int) -> int:
     try:
         while True:
             content = connection.recv_bytes()
-            if rank.computes_again(content):
+            if rank.repeats(content):
                 continue
             message = read_for_rank.decode(content)
             if isinstance(message, KVMemory):
@@ -171,8 +171,8 @@ class _Rank:
         return memory.view(self._setup.num_ranks, *shape)[self._setup.rank]
 
     @torch.inference_mode()
-    def computes_again(self, content: bytes) -> bool:
-        """Whether the message is that of the last pass, which is computed with what is spread now."""
+    def repeats(self, content: bytes) -> bool:
+        """If this is the message of the last pass, computes it with the new inputs."""
         before, inputs = self._last
         if inputs is None or content != before:
             return False
@@ -197,9 +197,10 @@ class _Rank:
 
     def _compute(self, message: Pass, content: bytes) -> None:
         """A pass that is captured is computed before, as rank 0 does: that compiles kernels and chooses them."""
+        self._last = (b"", None)
         inputs = PassInputs(message, self._model.dtype, self._device)
-        is_plain = message.lora is None and not message.dropped and not message.name
-        self._last = (content, inputs) if is_plain else (b"", None)
+        if message.images is None and message.lora is None and not message.dropped and not message.name:
+            self._last = (content, inputs)
         lora = self._adapters.batch(message.lora)
         self._model.forward(inputs.receive(self._ranks, lora), self._kv)
         if message.name:
