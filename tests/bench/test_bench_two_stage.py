@@ -43,6 +43,7 @@ def bench_with(calm: dict[str, float], pressed: dict[str, float]) -> TwoStageRun
     for outcomes, times, on_device in ((bench.calm, calm, [88]), (bench.pressed, pressed, [0, 44])):
         for way, seconds in times.items():
             outcomes[way] = Outcome([seconds], 2.0, [705], [705], 7, {0: answer(BEAMS)}, [way == "continuation"] * 2, on_device)
+    bench.at_once = Outcome([0.07])
     bench.separate_s, bench.together_s = [4.0, 3.0, 3.0], [1.0, 0.5, 0.1]
     return bench
 
@@ -55,6 +56,7 @@ def test_ways_are_compared_within_one_run() -> None:
     figures = bench.summarise()
     assert figures["ttft_reprefill_over_continuation"] == pytest.approx(60.0)
     assert figures["ttft_continuation_pressure_over_calm"] == pytest.approx(1.2)
+    assert figures["ttft_continuation_at_once_over_calm"] == pytest.approx(1.4)
     assert figures["ttft_prefix_cache_pressure_over_calm"] == pytest.approx(20.0)
     assert figures["separate_requests_over_beam"] == pytest.approx(6.0)
     assert figures["identical_outputs"] == 1.0
