@@ -164,7 +164,7 @@ class Continuations:
         kept = None if known.kept_id is None else self._kept.get(known.kept_id)
         if kept is not None:
             kept.answer_id, kept.data_parallel_rank = known.answer_id, known.data_parallel_rank
-            kept.is_stored, kept.record, kept.forget_at = known.is_stored, known.record, forget_at
+            kept.is_stored, kept.record, kept.forget_at, kept.is_whole = known.is_stored, known.record, forget_at, True
             self._names.join(kept)
         elif all(known.choice != other.choice for other in self._names.get(known.owner, known.answer_id or known.external_id)):
             known.forget_at = forget_at
@@ -196,9 +196,11 @@ class Continuations:
         return left
 
     def is_unheard_of(self, handle: str, owner: str) -> bool:
-        """Neither here, nor known to be gone: another router may know it."""
+        """Neither here as a whole, nor known to be gone: another router may know it. Its worker may tell of the KV that it
+        keeps before it is told what to remember of it."""
         kept = self._kept.get(KeptId(handle))
-        known = bool(self._names.get(owner, handle)) or (kept is not None and kept.owner == owner)
+        known = any(parent.is_whole for parent in self._names.get(owner, handle))
+        known = known or (kept is not None and kept.owner == owner and kept.is_whole)
         return not known and not self._names.why(owner, handle)
 
     def has_ended(self, handle: str, owner: str) -> bool:

@@ -48,6 +48,7 @@ class Parent:
     is_stored: bool = False  # its client wants to have its answer again: `record`, once it is complete
     record: bytes = b""
     forget_at: float = float("inf")  # of a stored one
+    is_whole: bool = True  # else another router served it, and what that one had remembered has not been heard
     _waiters: list[asyncio.Future[None]] = field(default_factory=list)
 
     @classmethod
@@ -69,6 +70,7 @@ class Parent:
             num_blocks=info.num_blocks,
             asked=True,
             ended=True,
+            is_whole=False,
         )
 
     @classmethod

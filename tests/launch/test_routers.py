@@ -155,7 +155,7 @@ def test_a_response_that_one_has_stored_the_other_shows_continues_and_deletes(se
     second = line_to(server, lambda router: router != first.router)
     made = first.respond(input="The quick", store=True)
     path = f"/v1/responses/{made['id']}"
-    until(lambda: second.get(path) == made)
+    until(lambda: second.get(path) == made, says=lambda: (second.get(path), made))
     for line in (first, second):
         until(lambda line=line: line.get(f"/v1/continuations/{made['id']}").get("state") == "held")  # type: ignore[misc]
     after = {"input": "and then?", "previous_response_id": made["id"]}
