@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from kvrelay.errors import InvalidRequestError, NotFoundError
@@ -193,6 +194,12 @@ def test_what_another_router_kept_is_adopted_once() -> None:
         table.adopt(WORKER, "model", [info])
     parent = table.find("name", "me")
     assert (parent.state, list(parent.tokens), parent.num_blocks) == (HandleState.HELD, [1, 2, 3, 4], 2)
+    assert table.is_unheard_of("name", "me"), "what its router had remembered may be on its way to the worker"
+    known = Parent.of_known(msgspec.structs.replace(parent.info(100.0), answer_id="answer", record=b"stored"))
+    table.adopt_known(known, 50.0)
+    assert not table.is_unheard_of("name", "me")
+    assert table.find("answer", "me") is parent
+    assert parent.record == b"stored"
     table.lost(WORKER, "its worker was lost")
     assert (table.find("name", "me").state, parent.reason) == (HandleState.KNOWN, "its worker was lost")
 
