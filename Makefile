@@ -159,7 +159,7 @@ $(VLLM_STAMP): tests/vllm_engine/requirements.txt | $(BIN)/python
 
 # llama.cpp is compiled for this processor, which takes ten minutes on two cores.
 $(LLAMA_CPP_STAMP): $(VLLM_STAMP)
-	$(VLLM_VENV)/bin/python -m pip install --disable-pip-version-check 'llama-cpp-python==0.3.*'
+	$(VLLM_VENV)/bin/python -m pip install --disable-pip-version-check llama-cpp-python==0.3.36
 	@touch $@
 
 # The constraints are all that it needs: nothing is left to resolve.
