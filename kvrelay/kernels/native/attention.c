@@ -110,17 +110,15 @@ static void merge(struct Part *total, const struct Part *part, long dim) {
 /* Finds the tile that begins at key `first`. All places of it point to some key of the row. */
 static void find_tile(const struct Attention *job, long row, long first, long end, struct Tile *tile) {
     const int32_t *table = job->tables + row * job->table_stride;
-    long block = first / job->block_size, offset = first % job->block_size, width = job->kv_heads * job->dim, at = 0;
+    long block = first / job->block_size, offset = first % job->block_size, width = job->kv_heads * job->dim, at = 0, k = 0;
     tile->first = first;
     tile->keys = MINIMUM(TILE_KEYS, end - first);
-    for (long k = 0; k < TILE_KEYS; k++) {
-        if (k < tile->keys) {
-            at = (table[block] * job->block_size + offset) * width;
-            if (++offset == job->block_size) offset = 0, block++;
-        }
-        tile->key[k] = job->keys + at;
-        tile->value[k] = job->values + at;
+    for (; k < tile->keys; block++, offset = 0) {
+        at = (table[block] * job->block_size + offset) * width;
+        for (long last = MINIMUM(k + job->block_size - offset, tile->keys); k < last; k++, at += width)
+            tile->key[k] = job->keys + at, tile->value[k] = job->values + at;
     }
+    for (at -= width; k < TILE_KEYS; k++) tile->key[k] = job->keys + at, tile->value[k] = job->values + at;
 }
 
 /* A task's line: where its floats are in the queries, and in the output too. */
@@ -136,21 +134,37 @@ static long place_of(const struct Attention *job, const struct Task *task, long 
 #include "attention_narrow.h"
 #endif
 
-/* One partition's part of every line of a task. */
-static void attend_partition(const struct Attention *job, const struct Task *task, long position, long partition,
-                             const float *q, struct Part *parts) {
+/* Adds a tile to every line of a task. */
+static void attend_heads(const struct Attention *job, const struct Task *task, const struct Tile *tile, const struct Tile *next,
+                         long position, const float *q, struct Part *parts) {
+    long lines = task->queries * job->group;
+#if LANES >= 8
+    if (task->queries == 1 && lines <= LINE_TILE) {
+        attend_tile_once(job, task, tile, next, position, q, parts);
+        return;
+    }
+#endif
+    for (long h = 0; h < task->kv_heads; h++) {
+        long kv_head = task->first_head + h;
+        struct Fetch fetch = h + 1 < task->kv_heads ? (struct Fetch){tile->key, (kv_head + 1) * job->dim}
+                                                    : (struct Fetch){next->key, task->first_head * job->dim};
+        attend_tile(job, tile, &fetch, position, kv_head, lines, q + h * lines * job->dim, parts + h * lines);
+    }
+}
+
+/* One partition's part of every line of a task. `after` is the task that this thread comes to next. */
+static void attend_partition(const struct Attention *job, const struct Task *task, const struct Task *after, long position,
+                             long partition, const float *q, struct Part *parts) {
     long lines = task->queries * job->group, end = position + task->queries, last = MINIMUM((partition + 1) * PARTITION, end);
     struct Tile tiles[2], *tile = tiles, *next = tiles + 1;
     for (long l = 0; l < lines * task->kv_heads; l++) clear(parts + l, job->dim);
     find_tile(job, task->row, partition * PARTITION, end, tile);
     for (long first = tile->first; first < last; first += TILE_KEYS) {
-        find_tile(job, task->row, first + TILE_KEYS < end ? first + TILE_KEYS : first, end, next);
-        for (long h = 0; h < task->kv_heads; h++) {
-            long kv_head = task->first_head + h;
-            struct Fetch fetch = h + 1 < task->kv_heads ? (struct Fetch){tile->key, (kv_head + 1) * job->dim}
-                                                        : (struct Fetch){next->key, task->first_head * job->dim};
-            attend_tile(job, tile, &fetch, position, kv_head, lines, q + h * lines * job->dim, parts + h * lines);
-        }
+        if (first + TILE_KEYS < end)
+            find_tile(job, task->row, first + TILE_KEYS, end, next);
+        else
+            find_tile(job, after->row, 0, job->context_lens[after->row], next);
+        attend_heads(job, task, tile, next, position, q, parts);
         struct Tile *done = tile;
         tile = next, next = done;
     }
@@ -173,14 +187,14 @@ static long position_of(const struct Attention *job, const struct Task *task) {
     return job->context_lens[task->row] - queries + task->first_query;
 }
 
-static void attend_whole(const struct Attention *job, const struct Task *task) {
+static void attend_whole(const struct Attention *job, const struct Task *task, const struct Task *after) {
     float q[MAX_LINES * MAX_HEAD_DIM + LANES] __attribute__((aligned(64)));
     struct Part totals[MAX_LINES], parts[MAX_LINES];
     long position = position_of(job, task);
     copy_queries(job, task, q);
-    attend_partition(job, task, position, 0, q, totals);
+    attend_partition(job, task, after, position, 0, q, totals);
     for (long p = 1; p * PARTITION < position + task->queries; p++) {
-        attend_partition(job, task, position, p, q, parts);
+        attend_partition(job, task, after, position, p, q, parts);
         merge_lines(job, task, totals, parts);
     }
     write_lines(job, task, totals);
@@ -189,9 +203,12 @@ static void attend_whole(const struct Attention *job, const struct Task *task) {
 /* Tasks are taken one by one, for their contexts differ; the last queries of a prompt, which see most, go first. */
 static void whole_share(void *arguments) {
     struct Attention *job = arguments;
-    long taken;
-    while ((taken = __atomic_fetch_add(&job->next_task, 1, __ATOMIC_RELAXED)) < job->num_tasks)
-        attend_whole(job, job->tasks + job->num_tasks - 1 - taken);
+    const struct Task *last = job->tasks + job->num_tasks - 1;
+    long taken = __atomic_fetch_add(&job->next_task, 1, __ATOMIC_RELAXED), next;
+    for (; taken < job->num_tasks; taken = next) {
+        next = __atomic_fetch_add(&job->next_task, 1, __ATOMIC_RELAXED);
+        attend_whole(job, last - taken, last - MINIMUM(next, job->num_tasks - 1));
+    }
 }
 
 /* Few decodes with long contexts: partitions are taken one by one, and merged when all are done. */
@@ -204,7 +221,7 @@ static void split_share(void *arguments) {
         long partition = taken % job->max_parts, position = position_of(job, task);
         if (partition * PARTITION > position) continue;
         copy_queries(job, task, q);
-        attend_partition(job, task, position, partition, q, job->parts + taken * MAX_LINES);
+        attend_partition(job, task, task, position, partition, q, job->parts + taken * MAX_LINES);
     }
 }
 

@@ -1,11 +1,16 @@
 /* A tile of attention for AVX2 and AVX-512: keys are turned to [dimensions][keys], so that a score is one chain of multiply-adds over
  * the head's dimensions in order, with the scores of many keys side by side. Some lines at a time go through scores, softmax and
- * values, with a few vectors of keys or of dimensions in registers: more of them the fewer the lines. */
+ * values, with a few vectors of keys or of dimensions in registers: more of them the fewer the lines.
+ *
+ * A decode reads every key once, so turning keys first would only cost: they are turned in registers, and keys and values are
+ * read in the order in which they lie, of all heads, each fetched some steps before its use. */
 #include "transpose.h"
 
 #define FEW_LINES (LINE_TILE / 2)
 
 #define WIDTH (2 * LANES) /* keys or dimensions that lie side by side: as a panel of a linear layer */
+#define STREAM_KEYS 16    /* of a decode: read at once, and fetched before those are */
+#define FETCHED 16        /* floats of a cache line */
 
 /* scores[lines][vectors * LANES] = q[dim][lines] * keys[dim][vectors * LANES] */
 INLINE void score_keys(const int lines, const int vectors, const float *q, const float *keys, long dim, float *scores) {
@@ -52,11 +57,40 @@ INLINE void weigh_values(const int lines, const int vectors, const float *weight
         UNROLL for (int v = 0; v < vectors; v++) store(part[l].values + d + v * LANES, sum[l][v]);
 }
 
+/* scores[lines][keys] = q[dim][lines] * row[keys][dim], for STREAM_KEYS keys of one head. Fetches as much of `next`. */
+INLINE void score_rows(const int lines, const float *q, const float *const *row, const float *const *next, long head, long dim,
+                       float *scores) {
+    for (long first = 0; first < STREAM_KEYS; first += LANES, next += LANES) {
+        const float *key[LANES], *const *ahead = next;
+        vec sum[LINE_TILE];
+        long fetched = 0;
+        for (long k = 0; k < LANES; k++) key[k] = row[first + k] + head;
+        UNROLL for (int l = 0; l < lines; l++) sum[l] = splat(0.0f);
+        for (long d = 0; d < dim; d += 4) {
+            vec column[4];
+            UNROLL for (int i = 0; i < 4 * LANES / FETCHED; i++) {
+                __builtin_prefetch(*ahead + head + fetched);
+                fetched += FETCHED;
+                if (fetched == dim) fetched = 0, ahead++;
+            }
+            four_columns(key, d, column);
+            UNROLL for (int i = 0; i < 4; i++)
+                UNROLL for (int l = 0; l < lines; l++)
+                    sum[l] = multiply_add(splat(q[(d + i) * lines + l]), column[i], sum[l]);
+        }
+        UNROLL for (int l = 0; l < lines; l++) store(scores + l * TILE_KEYS + first, sum[l]);
+    }
+}
+
 /* One function per number of lines, so that each has the registers to itself. */
 #define LINES(n)                                                                                                              \
     static __attribute__((noinline)) void scores_##n(const float *q, const float *keys, long count, long dim, float *scores) { \
         const int vectors = n <= FEW_LINES ? 4 : 2;                                                                           \
         for (long k = 0; k < count; k += vectors * LANES) score_keys(n, vectors, q, keys + k * dim, dim, scores + k);         \
+    }                                                                                                                         \
+    static __attribute__((noinline)) void rows_##n(const float *q, const float *const *row, const float *const *next,         \
+                                                   long head, long dim, float *scores) {                                      \
+        score_rows(n, q, row, next, head, dim, scores);                                                                       \
     }                                                                                                                         \
     static __attribute__((noinline)) void weigh_##n(const float *weights, const struct Values *values, long keys, long dim,   \
                                                     const struct Fetch *next, struct Part *part) {                            \
@@ -68,6 +102,7 @@ INLINE void weigh_values(const int lines, const int vectors, const float *weight
     }
 LINES(1) LINES(2) LINES(3) LINES(4) LINES(5) LINES(6)
 typedef void (*Scores)(const float *, const float *, long, long, float *);
+typedef void (*Rows)(const float *, const float *const *, const float *const *, long, long, float *);
 typedef void (*Weigh)(const float *, const struct Values *, long, long, const struct Fetch *, struct Part *);
 #if LANES == 16
 LINES(7) LINES(8) LINES(9) LINES(10) LINES(11) LINES(12) LINES(13) LINES(14)
@@ -78,6 +113,7 @@ LINES(7) LINES(8) LINES(9) LINES(10) LINES(11) LINES(12) LINES(13) LINES(14)
 #define LIST(name) {NULL, name##1, name##2, name##3, name##4, name##5, name##6}
 #endif
 static const Scores SCORES[] = LIST(scores_);
+static const Rows ROWS[] = LIST(rows_);
 static const Weigh WEIGH[] = LIST(weigh_);
 
 /* The queries times the scale, LINE_TILE lines at a time as [dim][lines]. Writes a little behind them, too. */
@@ -143,4 +179,28 @@ static void attend_tile(const struct Attention *job, const struct Tile *tile, co
         WEIGH[lines](scores, &values, most, dim, next, parts + first);
         next = NULL; /* the first lines have fetched it */
     }
+}
+
+/* Adds a tile to the lines of all KV heads of a task that has one query. */
+static void attend_tile_once(const struct Attention *job, const struct Task *task, const struct Tile *tile,
+                             const struct Tile *next, long position, const float *q, struct Part *parts) {
+    float scores[MAX_LINES * TILE_KEYS] __attribute__((aligned(64)));
+    const float *row[2 * (TILE_KEYS + STREAM_KEYS)]; /* in the order in which they are read: keys, values, what comes next */
+    long dim = job->dim, lines = job->group, seen = MINIMUM(position + 1 - tile->first, tile->keys);
+    memcpy(row, tile->key, (size_t)seen * sizeof *row);
+    memcpy(row + seen, tile->value, (size_t)seen * sizeof *row);
+    memcpy(row + 2 * seen, next->key, 2 * STREAM_KEYS * sizeof *row);
+    for (long first = 0; first < seen; first += STREAM_KEYS)
+        for (long h = 0; h < task->kv_heads; h++)
+            ROWS[lines](q + h * lines * dim, row + first, row + first + STREAM_KEYS, (task->first_head + h) * dim, dim,
+                        scores + h * lines * TILE_KEYS + first);
+    for (long l = 0; l < lines * task->kv_heads; l++) soften(scores + l * TILE_KEYS, seen, seen, dim, parts + l);
+    for (long first = 0; first < seen; first += STREAM_KEYS)
+        for (long h = 0; h < task->kv_heads; h++) {
+            long head = (task->first_head + h) * dim;
+            struct Values values = {row + seen + first, head, WIDTH};
+            struct Fetch fetch = {row + seen + first + STREAM_KEYS, head};
+            WEIGH[lines](scores + h * lines * TILE_KEYS + first, &values, MINIMUM(STREAM_KEYS, seen - first), dim, &fetch,
+                         parts + h * lines);
+        }
 }

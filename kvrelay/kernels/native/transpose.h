@@ -26,18 +26,23 @@ INLINE vec fours(const float *const *row, long k) {
 #define EXCHANGE_FLOATS(which, a, b) (vec)_mm256_unpack##which##_ps((__m256)(a), (__m256)(b))
 #endif
 
+/* column[i][0..LANES] = row[0..LANES][k + i] */
+INLINE void four_columns(const float *const *row, long k, vec *column) {
+    vec a = fours(row, k), b = fours(row + 1, k), c = fours(row + 2, k), d = fours(row + 3, k);
+    vec low_ab = EXCHANGE_FLOATS(lo, a, b), low_cd = EXCHANGE_FLOATS(lo, c, d);
+    vec high_ab = EXCHANGE_FLOATS(hi, a, b), high_cd = EXCHANGE_FLOATS(hi, c, d);
+    column[0] = EXCHANGE(lo, low_ab, low_cd), column[1] = EXCHANGE(hi, low_ab, low_cd);
+    column[2] = EXCHANGE(lo, high_ab, high_cd), column[3] = EXCHANGE(hi, high_ab, high_cd);
+}
+
 /* to[k][0..LANES] = row[0..LANES][k]. Each store is LANES wide whatever the stride, in the order of k: with a smaller stride the
  * rows beyond it are overwritten by the next, and the last one needs room behind it. */
 INLINE void transpose(const float *const *row, long depth, float *to, long stride) {
     long k = 0;
     for (; k + 4 <= depth; k += 4, to += 4 * stride) {
-        vec a = fours(row, k), b = fours(row + 1, k), c = fours(row + 2, k), d = fours(row + 3, k);
-        vec low_ab = EXCHANGE_FLOATS(lo, a, b), low_cd = EXCHANGE_FLOATS(lo, c, d);
-        vec high_ab = EXCHANGE_FLOATS(hi, a, b), high_cd = EXCHANGE_FLOATS(hi, c, d);
-        store(to, EXCHANGE(lo, low_ab, low_cd));
-        store(to + stride, EXCHANGE(hi, low_ab, low_cd));
-        store(to + 2 * stride, EXCHANGE(lo, high_ab, high_cd));
-        store(to + 3 * stride, EXCHANGE(hi, high_ab, high_cd));
+        vec column[4];
+        four_columns(row, k, column);
+        UNROLL for (int i = 0; i < 4; i++) store(to + i * stride, column[i]);
     }
     for (; k < depth; k++, to += stride)
         for (int r = 0; r < LANES; r++) to[r] = row[r][k];
