@@ -6,6 +6,8 @@ comparison of that sequence ends.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -15,20 +17,30 @@ TIE = 1e-4
 
 @torch.inference_mode()
 def reference_tokens(
-    model: Any, prompt: list[int], count: int, eos: frozenset[int] = frozenset()
+    model: Any, prompt: list[int], count: int, eos: frozenset[int] = frozenset(), guess: Sequence[int] = ()
 ) -> tuple[list[int], list[bool]]:
-    """Greedy tokens of transformers, one at a time from its own cache, and which of them were ties."""
-    tokens, ties = [], []
-    inputs, past = torch.tensor([prompt]), None
-    for _ in range(count):
-        result = model(inputs, past_key_values=past, use_cache=True)
+    """Greedy tokens of transformers, from its own cache, and which of them were ties. As long as `guess` is right they come
+    from one pass, then one at a time."""
+    tokens: list[int] = []
+    ties: list[bool] = []
+    given, guessed, past = prompt, list(guess[: count - 1]), None
+    while len(tokens) < count:
+        kept = len(guessed) + 1
+        result = model(torch.tensor([[*given, *guessed]]), past_key_values=past, use_cache=True, logits_to_keep=kept)
         past = result.past_key_values
-        best = result.logits[0, -1].float().topk(2)
-        tokens.append(int(best.indices[0]))
-        ties.append(bool(best.values[0] - best.values[1] < TIE))
-        if tokens[-1] in eos:
-            break
-        inputs = torch.tensor([tokens[-1:]])
+        unused = kept
+        for logits, next_guess in zip_longest(result.logits[0].float(), guessed):
+            unused -= 1
+            best = logits.topk(2)
+            tokens.append(int(best.indices[0]))
+            ties.append(bool(best.values[0] - best.values[1] < TIE))
+            if tokens[-1] in eos:
+                return tokens, ties
+            if tokens[-1] != next_guess:
+                break
+        if unused:
+            past.crop(-unused)
+        given, guessed = tokens[-1:], []
     return tokens, ties
 
 

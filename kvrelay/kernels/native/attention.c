@@ -110,15 +110,16 @@ static void merge(struct Part *total, const struct Part *part, long dim) {
 /* Finds the tile that begins at key `first`. All places of it point to some key of the row. */
 static void find_tile(const struct Attention *job, long row, long first, long end, struct Tile *tile) {
     const int32_t *table = job->tables + row * job->table_stride;
-    long block = first / job->block_size, offset = first % job->block_size, width = job->kv_heads * job->dim, at = 0, k = 0;
+    long block = first / job->block_size, offset = first % job->block_size, width = job->kv_heads * job->dim, k = 0;
     tile->first = first;
     tile->keys = MINIMUM(TILE_KEYS, end - first);
     for (; k < tile->keys; block++, offset = 0) {
-        at = (table[block] * job->block_size + offset) * width;
+        long at = (table[block] * job->block_size + offset) * width;
         for (long last = MINIMUM(k + job->block_size - offset, tile->keys); k < last; k++, at += width)
             tile->key[k] = job->keys + at, tile->value[k] = job->values + at;
     }
-    for (at -= width; k < TILE_KEYS; k++) tile->key[k] = job->keys + at, tile->value[k] = job->values + at;
+    const float *key = k ? tile->key[k - 1] : job->keys, *value = k ? tile->value[k - 1] : job->values;
+    for (; k < TILE_KEYS; k++) tile->key[k] = key, tile->value[k] = value;
 }
 
 /* A task's line: where its floats are in the queries, and in the output too. */

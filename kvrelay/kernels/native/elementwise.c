@@ -74,7 +74,7 @@ INLINE void silu_stride(const float *gate, const float *up, float *out) {
     EACH store(out + i * LANES, load(gate + i * LANES) / (1.0f + weight[i]) * load(up + i * LANES));
 }
 
-static void silu_columns(const float *gate, const float *up, float *out, long width) {
+void silu_columns(const float *gate, const float *up, float *out, long width) {
     long i = 0;
     for (; i + STRIDE <= width; i += STRIDE) silu_stride(gate + i, up + i, out + i);
     if (i < width) {
@@ -104,7 +104,6 @@ EXPORT void silu_mul(const float *gate_up, float *out, long rows, long width, in
     struct Silu job = {gate_up, out, rows, width};
     on_threads(threads_for(threads, rows * width * 4), silu_share, &job);
 }
-
 
 struct Rope {
     const float *qkv, *cos_sin;

@@ -6,7 +6,10 @@
 #include "lora.h"
 #include "weights.h"
 
-EXPORT void linear(const float *x, const struct Weights *weights, float *out, long rows, int threads);
+void linear_before(const float *x, const struct Weights *weights, const struct Weights *after, float *out, long rows,
+                   int threads);
+int gated_linear(const float *x, const struct Weights *weights, const struct Weights *after, float *out, float *gated, long rows,
+                 int threads);
 EXPORT void rms_norm(const float *x, float *residual, const float *weight, float *out, long rows, long width, float eps, int threads);
 EXPORT void silu_mul(const float *gate_up, float *out, long rows, long width, int threads);
 EXPORT void rope_and_store(const float *qkv, const float *cos_sin, const int64_t *positions, const int64_t *slots,
@@ -38,10 +41,10 @@ struct Pass {
     int threads;
 };
 
-/* out = linear(x), and what the adapters of its rows add to it. */
+/* out = linear(x), and what the adapters of its rows add to it. `after` are the weights that are read next, or NULL. */
 static void adapted_linear(const struct Layer *layer, const struct Pass *pass, const float *x, const struct Weights *weights,
-                           float *out, int which) {
-    linear(x, weights, out, pass->tokens, pass->threads);
+                           const struct Weights *after, float *out, int which) {
+    linear_before(x, weights, after, out, pass->tokens, pass->threads);
     if (pass->num_spans)
         add_lora(x, out, pass->spans, pass->num_spans, layer->index, which, weights->in_features, weights->out_features,
                  pass->threads);
@@ -62,17 +65,19 @@ EXPORT int decoder_layer(const struct Layer *layer, const struct Pass *pass, con
     float *gate_up = attended + tokens * q_width, *active = gate_up + tokens * 2 * width;
 
     rms_norm(x ? x : residual, x ? residual : 0, layer->input_norm, normed, tokens, hidden, layer->eps, threads);
-    adapted_linear(layer, pass, normed, layer->qkv, qkv, LORA_QKV);
+    adapted_linear(layer, pass, normed, layer->qkv, layer->output, qkv, LORA_QKV);
     rope_and_store(qkv, pass->cos_sin, pass->positions, pass->slots, layer->q_norm, layer->k_norm, keys, values, q, tokens,
                    layer->heads, layer->kv_heads, layer->dim, layer->eps, threads);
     int status = attention(q, keys, values, pass->query_start, pass->context_lens, pass->tables, attended, pass->rows,
                            pass->table_stride, pass->block_size, layer->heads, layer->kv_heads, layer->dim, layer->scale, threads);
     if (status != 0) return NO_MEMORY;
-    adapted_linear(layer, pass, attended, layer->output, out, LORA_OUTPUT);
+    adapted_linear(layer, pass, attended, layer->output, layer->gate_up, out, LORA_OUTPUT);
     if (of_all(layer, out, tokens * hidden)) return RANK_ENDED;
     rms_norm(out, residual, layer->post_norm, normed, tokens, hidden, layer->eps, threads);
-    adapted_linear(layer, pass, normed, layer->gate_up, gate_up, LORA_GATE_UP);
-    silu_mul(gate_up, active, tokens, width, threads);
-    adapted_linear(layer, pass, active, layer->down, out, LORA_DOWN);
+    if (pass->num_spans || !gated_linear(normed, layer->gate_up, layer->down, gate_up, active, tokens, threads)) {
+        adapted_linear(layer, pass, normed, layer->gate_up, layer->down, gate_up, LORA_GATE_UP);
+        silu_mul(gate_up, active, tokens, width, threads);
+    }
+    adapted_linear(layer, pass, active, layer->down, NULL, out, LORA_DOWN);
     return of_all(layer, out, tokens * hidden) ? RANK_ENDED : 0;
 }

@@ -70,9 +70,13 @@ static void panel_rows(const struct Linear *job, long rows, const float *x, long
     }
 }
 
-static void linear_block(const struct Linear *job, long first, long rows, struct Share panels) {
+/* What is read after a panel is fetched with it: nothing needs to know `then`. */
+static void linear_block(const struct Linear *job, long first, long rows, struct Share panels, const uint8_t *then) {
     const float *x = job->x + first * job->in_features;
-    for (long p = panels.begin; p < panels.end; p++) {
+    long count = panels.end - panels.begin, all = job->twin ? 2 * count : count;
+    (void)then;
+    for (long i = 0; i < all; i++) {
+        long p = panels.begin + (i < count ? i : job->twin + i - count);
         long column = p * PANEL, width = MINIMUM(PANEL, job->out_features - column);
         float *out = job->out + first * job->out_features + column;
         if (width == PANEL) {

@@ -2,8 +2,9 @@
  *
  * A block of rows is first copied, tile by tile, to [inputs][rows of the tile]: so a tile reads one short run of floats for each
  * input, and the copy stays in the second-level cache while the panels go by. While a panel's tiles are computed, all of them
- * fetch an even share of the panel that comes next, so that reading weights hides behind arithmetic. Few rows wait for memory
- * alone: they go through two panels at a time, for the processor's own prefetcher reads two streams faster than one. */
+ * fetch an even share of the panel that comes next, in this layer or the next one, so that reading hides behind arithmetic.
+ * Few rows wait for memory alone: they go through two panels at a time, for the processor's own prefetcher reads two streams
+ * faster than one. */
 #include "dequantise.h"
 #include "transpose.h"
 
@@ -85,24 +86,24 @@ static void copy_tile(const float *x, long x_stride, long rows, long depth, floa
     transpose(row, depth, copy, rows);
 }
 
-/* A block of rows: its inputs, its outputs, and those of the last panel, some of which are beyond the weight's and dropped. */
+#define MOST_TILES (ROW_BLOCK / TILE_ROWS)
+
+/* A block of rows: its inputs, its outputs, those of the last panel, some of which are beyond the weight's and dropped, the rows
+ * with which its tiles begin, and what is read after its panels. */
 struct Block {
     const float *x;
     float *out, *last_out;
-    long rows;
+    long rows, tiles, first[MOST_TILES + 1];
+    const uint8_t *then;
 };
 
-/* Some inputs of some panels. */
-static void block_inputs(const struct Linear *job, const struct Block *block, struct Share panels, long begin, long depth) {
-    float copy[COPY_FLOATS + LANES] __attribute__((aligned(64))), room[UNPACK_DEPTH * PANEL] __attribute__((aligned(64)));
-    const float *x = block->x + begin;
+/* Some inputs of some panels, from the block's copy of them. */
+static void some_inputs(const struct Linear *job, const struct Block *block, struct Share panels, long begin, long depth,
+                        const float *copy, const uint8_t *then) {
+    float room[UNPACK_DEPTH * PANEL] __attribute__((aligned(64)));
     const struct Weights *weights = job->weights;
     int quantised = weights->format != FLOAT32;
-    long rows = block->rows, tiles = (rows + TILE_ROWS - 1) / TILE_ROWS, panel_stride = job->in_features * PANEL;
-    for (long t = 0; t < tiles && rows > 1; t++) {
-        long first = rows * t / tiles, last = rows * (t + 1) / tiles;
-        copy_tile(x + first * job->in_features, job->in_features, last - first, depth, copy + first * depth);
-    }
+    long rows = block->rows, tiles = block->tiles, panel_stride = job->in_features * PANEL;
     for (long p = panels.begin, step; p < panels.end; p += step) {
         int whole = (p + 1) * PANEL <= job->out_features, pair = p + 2 <= panels.end && (p + 2) * PANEL <= job->out_features;
         step = pair && rows <= PAIR_ROWS && !quantised ? 2 : 1;
@@ -112,28 +113,44 @@ static void block_inputs(const struct Linear *job, const struct Block *block, st
         for (long at = 0; at < depth; at += most) {
             long count = MINIMUM(most, depth - at), size = inputs_bytes(weights, count);
             const float *panel = panel_floats(weights, p, begin + at, count, room);
-            const char *next = quantised ? (const char *)inputs_at(weights, p, begin + at + count) : (const char *)(panel + panel_stride);
-            struct Operands from = {x + at, panel, next, count, panel_stride, size / count / tiles};
-            for (long t = 0; t < tiles; t++) {
-                long first = rows * t / tiles, last = rows * (t + 1) / tiles;
-                if (rows > 1) from.x = copy + first * depth + at * (last - first);
-                from.fetch = next + size * t / tiles;
-                functions[last - first](&from, out + first * stride, stride, begin + at > 0);
+            const uint8_t *next = quantised ? inputs_at(weights, p, begin + at + count) : (const uint8_t *)(panel + panel_stride);
+            if (p + step == panels.end && at + count == depth) next = then;
+            struct Operands from = {NULL, panel, (const char *)next, count, panel_stride, size / (count * tiles)};
+            for (long t = 0; t < tiles; t++, from.fetch += from.fetch_step * count) {
+                long first = block->first[t], tile_rows = block->first[t + 1] - first;
+                from.x = copy + first * depth + at * tile_rows;
+                functions[tile_rows](&from, out + first * stride, stride, begin + at > 0);
             }
         }
     }
 }
 
+/* Some inputs of a block's panels, and of their twins. */
+static void block_inputs(const struct Linear *job, const struct Block *block, struct Share panels, long begin, long depth) {
+    float room[COPY_FLOATS + LANES] __attribute__((aligned(64)));
+    const float *x = block->x + begin, *copy = block->rows > 1 ? room : x;
+    for (long t = 0; t < block->tiles && block->rows > 1; t++) {
+        long first = block->first[t];
+        copy_tile(x + first * job->in_features, job->in_features, block->first[t + 1] - first, depth, room + first * depth);
+    }
+    struct Share twins = {panels.begin + job->twin, panels.end + job->twin};
+    if (job->twin) some_inputs(job, block, panels, begin, depth, copy, inputs_at(job->weights, twins.begin, begin));
+    some_inputs(job, block, twins, begin, depth, copy, block->then);
+}
+
 /* Where block b of inputs begins: on a whole 32, since quantised weights come in such groups. */
 INLINE long inputs_begin(long inputs, long b, long blocks) { return b < blocks ? inputs * b / blocks & ~31L : inputs; }
 
-static void linear_block(const struct Linear *job, long first, long rows, struct Share panels) {
+static void linear_block(const struct Linear *job, long first, long rows, struct Share panels, const uint8_t *then) {
     float last_out[ROW_BLOCK * PANEL];
-    struct Block block = {job->x + first * job->in_features, job->out + first * job->out_features, last_out, rows};
+    struct Block block = {job->x + first * job->in_features, job->out + first * job->out_features, last_out, rows,
+                          (rows + TILE_ROWS - 1) / TILE_ROWS, {0}, NULL};
+    for (long t = 1; t <= block.tiles; t++) block.first[t] = rows * t / block.tiles;
     long inputs = job->in_features, room = COPY_FLOATS / rows - 31, most = rows > TILE_ROWS ? MINIMUM(room, DEPTH_BLOCK) : room;
     long blocks = rows > 1 ? (inputs + most - 1) / most : 1;
     for (long b = 0; b < blocks; b++) {
         long begin = inputs_begin(inputs, b, blocks), end = inputs_begin(inputs, b + 1, blocks);
+        block.then = b + 1 < blocks ? inputs_at(job->weights, panels.begin, end) : then;
         block_inputs(job, &block, panels, begin, end - begin);
     }
     long rest = job->out_features % PANEL;
