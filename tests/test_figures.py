@@ -1,5 +1,5 @@
-"""README's figures are those of the result files, a machine's files are of one commit that the history has, and every figure is
-documented."""
+"""The figures of README and docs/scale.md are those of the result files, a machine's files are of one commit that the history
+has, and every figure is documented."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 
 import figures  # noqa: E402
-from figure_rows import CARD_ROWS, CPU_ROWS  # noqa: E402
+from figure_rows import CARD_ROWS, CPU_ROWS, SCALE_ROWS  # noqa: E402
 
 MACHINES = sorted(figures.RESULTS.iterdir())
 IN_HISTORY = (ROOT / ".git").exists()
 OF_A_MACHINE = pytest.mark.parametrize("folder", MACHINES, ids=lambda folder: folder.name)
-OF_A_ROW = pytest.mark.parametrize("row", [*CPU_ROWS, *CARD_ROWS], ids=lambda row: row.what)
+OF_A_ROW = pytest.mark.parametrize("row", [*CPU_ROWS, *CARD_ROWS, *SCALE_ROWS], ids=lambda row: row.what)
 
 
 def results_of(folder: pathlib.Path) -> list[report.BenchResult]:
@@ -44,9 +44,9 @@ def documented(scenario: str) -> re.Pattern[str]:
     return re.compile("|".join(re.sub(r"\*|[A-Z]+", "[a-z0-9_]+", name) for name in names))
 
 
-def test_readme_shows_the_figures_of_the_files() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert readme == figures.written(readme), "run python tools/figures.py"
+@pytest.mark.parametrize("page", figures.PAGES)
+def test_a_page_shows_the_figures_of_the_files(page: str) -> None:
+    assert (ROOT / page).read_text(encoding="utf-8") == figures.written(page), "run python tools/figures.py"
 
 
 @OF_A_MACHINE

@@ -1,4 +1,5 @@
-"""Rows of README's two tables, in their order: figures of a scenario, with what each is a median or a best of."""
+"""Rows of the tables of README and docs/scale.md, in their order: figures of a scenario, with what each is a median or a best
+of."""
 
 from __future__ import annotations
 
@@ -289,6 +290,45 @@ CPU_ROWS = (
         "{ttft_ms_over_nixl_connector:.2f} / {second_token_ms_over_nixl_connector:.2f}; "
         "{requests_per_s_over_nixl_connector:.2f}",
         statistic="median of {turns:.0f} turns",
+    ),
+)
+SCALE_ROWS = (
+    Row(
+        "streamed requests of 16 tokens per second: `whole`; 1P1D; 1P1D with steps that take no time",
+        "router",
+        "{streamed_rps:.0f}; {streamed_rps_1p1d:.0f}; {streamed_rps_instant_steps_1p1d:.0f}",
+        statistic="one run of 10 s each",
+    ),
+    Row(
+        "processor time of a request of 16 tokens, 1P1D",
+        "router",
+        "{router_cpu_ms_per_request_1p1d:.2f} ms",
+        statistic="the same run",
+    ),
+    Row(
+        "share that it carried of the 10,240 tokens per second of 512 streams; share of the time that it was busy",
+        "router",
+        "{ideal_token_share_512:.2f}; {router_cpu_share_512:.2f}",
+        statistic=_ONCE,
+    ),
+    Row(
+        "time added to a first token, one connection",
+        "router",
+        "{added_ttft_ms_p50:.2f} ms",
+        statistic="{ttft_samples:.0f} requests",
+    ),
+    Row(
+        "choosing workers among 64, a million blocks in the index, prompts of 2,048 tokens, p50 / p99",
+        "router",
+        "{decision_us_p50:.0f} / {decision_us_p99:.0f} us",
+        statistic="median of {decision_samples:.0f} rounds",
+    ),
+    Row("index of these 64 workers", "router", "{index_bytes_per_block:.0f} bytes a block", statistic=_ONCE),
+    Row(
+        "KV between workers of one host, shared memory / NIXL over TCP",
+        "relay",
+        "{shm_gb_per_s:.1f} / {nixl_gb_per_s:.1f} GB/s",
+        statistic="medians of {nixl_samples:.0f} rounds",
     ),
 )
 _BEST = "best of 3"

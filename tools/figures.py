@@ -1,8 +1,9 @@
-"""Writes README's tables of figures from the result files: `python tools/figures.py` (`--check`: says whether they are so).
+"""Writes the tables of figures of README and docs/scale.md from the result files: `python tools/figures.py` (`--check`: says
+whether they are so).
 
-A machine is a folder of bench/results, whose files come from one commit (`kvrelay bench all`), and has a column of the table of
-processors or of that of cards. The rows are those of figure_rows.py. Targets that a machine misses and no row shows are told
-below the table.
+A machine is a folder of bench/results, whose files come from one commit (`kvrelay bench all`), and has a column of the tables
+of processors or of that of cards. The rows are those of figure_rows.py. Targets that a machine misses and no row shows are
+told below README's tables.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ from __future__ import annotations
 import pathlib
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
-from figure_rows import CARD_ROWS, CPU_ROWS
+from figure_rows import CARD_ROWS, CPU_ROWS, SCALE_ROWS
 from table_row import Row
 
 from kvrelay.bench.harness.report import BenchResult
@@ -22,7 +23,7 @@ from kvrelay.bench.main import find_scenario
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 
-__all__ = ["RESULTS", "Row", "main", "missed_elsewhere", "read_machine", "table", "written"]
+__all__ = ["PAGES", "RESULTS", "Row", "main", "missed_elsewhere", "read_machine", "written"]
 
 
 def read_machine(folder: pathlib.Path) -> dict[str, dict[str, float]]:
@@ -54,43 +55,56 @@ def missed_elsewhere(rows: Sequence[Row], results: Mapping[str, Mapping[str, flo
     ]
 
 
-def table(rows: tuple[Row, ...]) -> str:
-    """Of the machines with a card, or of those without."""
+def machines(rows: tuple[Row, ...]) -> dict[pathlib.Path, dict[str, dict[str, float]]]:
+    """The folders of machines with a card, or of those without: with their scenarios' figures."""
     measured = {folder: read_machine(folder) for folder in sorted(RESULTS.iterdir())}
-    machines = {folder: found for folder, found in measured.items() if found and ("gpu" in found) == (rows is CARD_ROWS)}
-    lines = [["what", "is", "target", *map(title, machines)], ["---"] * (3 + len(machines))]
+    return {folder: found for folder, found in measured.items() if found and ("gpu" in found) == (rows is CARD_ROWS)}
+
+
+def table(rows: tuple[Row, ...]) -> str:
+    measured = machines(rows)
+    lines = [["what", "is", "target", *map(title, measured)], ["---"] * (3 + len(measured))]
     for row in rows:
-        figures = [found.get(row.scenario, {}) for found in machines.values()]
+        figures = [found.get(row.scenario, {}) for found in measured.values()]
         lines.append([row.what, row.statistics(figures), row.target(), *map(row.cell, figures)])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def with_what_else_is_missed(rows: tuple[Row, ...]) -> str:
     missed = [
         f"{title(folder)} also misses {', '.join(names)}."
-        for folder, found in machines.items()
+        for folder, found in machines(rows).items()
         if (names := missed_elsewhere(rows, found))
     ]
     below = "\n".join(["", *missed]) if missed else "\nEvery target that was measured and that no row shows is met."
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n" + below
+    return f"{table(rows)}\n{below}"
 
 
-def written(readme: str) -> str:
-    for name, rows in (("cpu", CPU_ROWS), ("card", CARD_ROWS)):
-        pattern = rf"(<!-- figures:{name} .*?-->\n).*?(<!-- figures:end -->)"
-        readme, count = re.subn(
-            pattern, lambda match, rows=rows: f"{match[1]}{table(rows)}\n{match[2]}", readme, flags=re.DOTALL
-        )  # type: ignore[misc]
-        assert count == 1, f"README has no place for figures:{name}"
-    return readme
+PAGES: dict[str, dict[str, Callable[[], str]]] = {
+    "README.md": {"cpu": lambda: with_what_else_is_missed(CPU_ROWS), "card": lambda: with_what_else_is_missed(CARD_ROWS)},
+    "docs/scale.md": {"scale": lambda: table(SCALE_ROWS)},
+}
+
+
+def written(page: str) -> str:
+    """A page of PAGES with the figures of the files."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for name, figures in PAGES[page].items():
+        before, begin, rest = re.split(rf"(<!-- figures:{name} .*?-->\n)", text)
+        text = before + begin + figures() + "\n<!-- figures:end -->" + rest.partition("<!-- figures:end -->")[2]
+    return text
 
 
 def main(arguments: list[str]) -> int:
-    readme = ROOT / "README.md"
-    before = readme.read_text(encoding="utf-8")
-    after = written(before)
+    new = {page: written(page) for page in PAGES}
     if "--check" not in arguments:
-        readme.write_text(after, encoding="utf-8")
+        for page, text in new.items():
+            (ROOT / page).write_text(text, encoding="utf-8")
         return 0
-    if before != after:
-        print("README's figures are not those of bench/results: run python tools/figures.py", file=sys.stderr)
-    return int(before != after)
+    stale = [page for page, text in new.items() if text != (ROOT / page).read_text(encoding="utf-8")]
+    for page in stale:
+        print(f"{page}'s figures are not those of bench/results: run python tools/figures.py", file=sys.stderr)
+    return int(bool(stale))
 
 
 if __name__ == "__main__":

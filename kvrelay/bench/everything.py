@@ -2,8 +2,8 @@
 
 Each run of a scenario is a process of its own (`kvrelay bench NAME --json FILE`) and writes a file of
 `bench/results/<machine>/`: the processor and its number of cores, or (`--only gpu`) the card. `tools/figures.py` then writes
-README's tables from these files. A tree with changes that are not committed is refused, since its figures could not be
-repeated; `--draft` measures it into build/.
+the tables of README and docs/scale.md from these files. A tree with changes that are not committed is refused, since its
+figures could not be repeated; `--draft` measures it into build/.
 """
 
 from __future__ import annotations

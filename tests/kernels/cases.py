@@ -76,9 +76,8 @@ def make(case: Case, device: torch.device, seed: int = 0) -> tuple[torch.Tensor,
         lengths=case.rows,
     )
     tokens = torch.zeros(case.num_tokens, dtype=torch.int64, device=device)
-    batch = ForwardBatch(
-        tokens, torch.tensor(positions, device=device), torch.tensor(slots, device=device), rows, tokens[:0]
-    )  # fmt: skip
+    places_of = [torch.tensor(places, dtype=torch.int64, device=device) for places in (positions, slots)]
+    batch = ForwardBatch(tokens, *places_of, rows, tokens[:0])
     q = torch.randn(case.num_tokens, shape.num_heads, shape.head_dim, generator=generator, device=device).to(case.dtype)
     return q, batch, kv.view(2, num_blocks, size, *kv.shape[2:])
 

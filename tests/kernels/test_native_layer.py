@@ -8,8 +8,9 @@ import pytest
 import torch
 from cases import Case, make
 from processors import built_for, targets
+from quantised_blocks import random_blocks
 
-from kvrelay.kernels.base import HeadShape, LayerWeights
+from kvrelay.kernels.base import HeadShape, LayerWeights, Quantised
 from kvrelay.kernels.native.kernels import NativeKernels
 from kvrelay.kernels.ranks import ALONE
 
@@ -32,24 +33,32 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("biased", [False, True])
+def quantised(layout: str, out_size: int, in_size: int) -> Quantised:
+    blocks = random_blocks(layout, out_size * in_size, seed=out_size)
+    return Quantised(layout, torch.from_numpy(blocks.reshape(out_size, -1)), in_size)
+
+
+@pytest.mark.parametrize(("layout", "biased"), [("", False), ("", True), ("Q4_0", True)])
 @pytest.mark.parametrize("inner", [64, 80, 160])  # gates and what they are multiplied with in panels of their own, or not
 def test_a_layer_in_one_call_gives_the_bits_of_its_steps(
-    kernels: NativeKernels, threads: None, inner: int, biased: bool
+    kernels: NativeKernels, threads: None, inner: int, layout: str, biased: bool
 ) -> None:
     shape, hidden = HeadShape(6, 2, 32), 96
     sizes = {"qkv": (320, hidden), "output": (hidden, 192), "gate_up": (2 * inner, hidden), "down": (hidden, inner)}
     packed = {
-        name: kernels.pack(randn(*size, seed=index) / 8, randn(size[0], seed=9 + index) if biased else None)
+        name: kernels.pack(
+            quantised(layout, *size) if layout and name == "gate_up" else randn(*size, seed=index) / 8,
+            randn(size[0], seed=9 + index) if biased else None,
+        )
         for index, (name, size) in enumerate(sizes.items())
     }
     norms = {"input_norm": 1 + randn(hidden, seed=20), "post_norm": 1 + randn(hidden, seed=21), "q_norm": None, "k_norm": None}
     weights = LayerWeights(index=0, shape=shape, eps=1e-5, scale=0.2, **packed, **norms)  # type: ignore[arg-type]
     cos_sin = randn(700, 32, seed=22)
-    for number, rows in enumerate([((1, 5),), ((1, 1), (1, 600)), ((1, 300),) * 40, ((1, 9), (130, 130), (7, 100))]):
+    for number, rows in enumerate([((0, 5),), ((1, 5),), ((1, 1), (1, 600)), ((1, 300),) * 40, ((1, 9), (130, 130), (7, 100))]):
         _, batch, kv = make(Case(shape, 16, rows, torch.float32), CPU, seed=number)
         tokens = batch.positions.numel()
-        for num_threads in (1, 3):
+        for num_threads in (1, 3, 16):
             torch.set_num_threads(num_threads)
             x, residual, kept, own = (
                 randn(tokens, hidden),

@@ -52,9 +52,10 @@ struct Part {
     float largest, sum;
 };
 
-/* Where some consecutive keys and values are: of the first KV head, the others' follow. */
+/* Where some consecutive keys and values are: of the first KV head, the others' follow. `head` is where those lie with which a
+ * task begins. */
 struct Tile {
-    long first, keys;
+    long first, keys, head;
     const float *key[TILE_KEYS], *value[TILE_KEYS];
 };
 
@@ -107,12 +108,11 @@ static void merge(struct Part *total, const struct Part *part, long dim) {
     }
 }
 
-/* Finds the tile that begins at key `first`. All places of it point to some key of the row. */
-static void find_tile(const struct Attention *job, long row, long first, long end, struct Tile *tile) {
-    const int32_t *table = job->tables + row * job->table_stride;
+/* Finds the tile that begins at key `first`. All places of it point to some key and value. */
+static void find_tile(const struct Attention *job, const struct Task *task, long first, long end, struct Tile *tile) {
+    const int32_t *table = job->tables + task->row * job->table_stride;
     long block = first / job->block_size, offset = first % job->block_size, width = job->kv_heads * job->dim, k = 0;
-    tile->first = first;
-    tile->keys = MINIMUM(TILE_KEYS, end - first);
+    tile->first = first, tile->keys = MINIMUM(TILE_KEYS, end - first), tile->head = task->first_head * job->dim;
     for (; k < tile->keys; block++, offset = 0) {
         long at = (table[block] * job->block_size + offset) * width;
         for (long last = MINIMUM(k + job->block_size - offset, tile->keys); k < last; k++, at += width)
@@ -148,23 +148,23 @@ static void attend_heads(const struct Attention *job, const struct Task *task, c
     for (long h = 0; h < task->kv_heads; h++) {
         long kv_head = task->first_head + h;
         struct Fetch fetch = h + 1 < task->kv_heads ? (struct Fetch){tile->key, (kv_head + 1) * job->dim}
-                                                    : (struct Fetch){next->key, task->first_head * job->dim};
+                                                    : (struct Fetch){next->key, next->head};
         attend_tile(job, tile, &fetch, position, kv_head, lines, q + h * lines * job->dim, parts + h * lines);
     }
 }
 
-/* One partition's part of every line of a task. `after` is the task that this thread comes to next. */
+/* One partition's part of every line of a task. `after` is the task that comes next. */
 static void attend_partition(const struct Attention *job, const struct Task *task, const struct Task *after, long position,
                              long partition, const float *q, struct Part *parts) {
     long lines = task->queries * job->group, end = position + task->queries, last = MINIMUM((partition + 1) * PARTITION, end);
     struct Tile tiles[2], *tile = tiles, *next = tiles + 1;
     for (long l = 0; l < lines * task->kv_heads; l++) clear(parts + l, job->dim);
-    find_tile(job, task->row, partition * PARTITION, end, tile);
+    find_tile(job, task, partition * PARTITION, end, tile);
     for (long first = tile->first; first < last; first += TILE_KEYS) {
         if (first + TILE_KEYS < end)
-            find_tile(job, task->row, first + TILE_KEYS, end, next);
+            find_tile(job, task, first + TILE_KEYS, end, next);
         else
-            find_tile(job, after->row, 0, job->context_lens[after->row], next);
+            find_tile(job, after, 0, job->context_lens[after->row], next);
         attend_heads(job, task, tile, next, position, q, parts);
         struct Tile *done = tile;
         tile = next, next = done;
@@ -201,15 +201,14 @@ static void attend_whole(const struct Attention *job, const struct Task *task, c
     write_lines(job, task, totals);
 }
 
-/* Tasks are taken one by one, for their contexts differ; the last queries of a prompt, which see most, go first. */
+/* Tasks are taken one by one, for their contexts differ; the last queries of a prompt, which see most, go first. While threads
+ * keep step, a thread comes next to the task that is as many further as there are threads. */
 static void whole_share(void *arguments) {
     struct Attention *job = arguments;
     const struct Task *last = job->tasks + job->num_tasks - 1;
-    long taken = __atomic_fetch_add(&job->next_task, 1, __ATOMIC_RELAXED), next;
-    for (; taken < job->num_tasks; taken = next) {
-        next = __atomic_fetch_add(&job->next_task, 1, __ATOMIC_RELAXED);
-        attend_whole(job, last - taken, last - MINIMUM(next, job->num_tasks - 1));
-    }
+    long taken, threads = openmp.threads();
+    while ((taken = __atomic_fetch_add(&job->next_task, 1, __ATOMIC_RELAXED)) < job->num_tasks)
+        attend_whole(job, last - taken, last - MINIMUM(taken + threads, job->num_tasks - 1));
 }
 
 /* Few decodes with long contexts: partitions are taken one by one, and merged when all are done. */

@@ -2,8 +2,8 @@
  * the head's dimensions in order, with the scores of many keys side by side. Some lines at a time go through scores, softmax and
  * values, with a few vectors of keys or of dimensions in registers: more of them the fewer the lines.
  *
- * A decode reads every key once, so turning keys first would only cost: they are turned in registers, and keys and values are
- * read in the order in which they lie, of all heads, each fetched some steps before its use. */
+ * A decode of few lines per head reads every key once, so turning keys first would only cost: they are turned in registers, and
+ * keys and values are read in the order in which they lie, of all heads, each fetched some steps before its use. */
 #include "transpose.h"
 
 #define FEW_LINES (LINE_TILE / 2)

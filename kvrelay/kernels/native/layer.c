@@ -1,15 +1,15 @@
-/* A whole decoder layer in one call: the same functions in the same order as the model would call them, without the way back
- * to Python between them. Bits are the same either way. */
+/* A whole decoder layer in one call: the steps that the model would call one by one, without the way back to Python between
+ * them, and with gates multiplied where they were computed. Bits are the same either way. */
 #include <stdint.h>
 
 #include "common.h"
 #include "lora.h"
 #include "weights.h"
 
-void linear_before(const float *x, const struct Weights *weights, const struct Weights *after, float *out, long rows,
-                   int threads);
-int gated_linear(const float *x, const struct Weights *weights, const struct Weights *after, float *out, float *gated, long rows,
-                 int threads);
+void linear_before(const float *x, const struct Weights *weights, struct Next after, float *out, long rows, int threads);
+long gate_panels(const struct Weights *weights, long rows, int threads);
+void gated_linear(const float *x, const struct Weights *weights, struct Next after, float *out, float *gated, long rows,
+                  int threads);
 EXPORT void rms_norm(const float *x, float *residual, const float *weight, float *out, long rows, long width, float eps, int threads);
 EXPORT void silu_mul(const float *gate_up, float *out, long rows, long width, int threads);
 EXPORT void rope_and_store(const float *qkv, const float *cos_sin, const int64_t *positions, const int64_t *slots,
@@ -41,9 +41,9 @@ struct Pass {
     int threads;
 };
 
-/* out = linear(x), and what the adapters of its rows add to it. `after` are the weights that are read next, or NULL. */
+/* out = linear(x), and what the adapters of its rows add to it. */
 static void adapted_linear(const struct Layer *layer, const struct Pass *pass, const float *x, const struct Weights *weights,
-                           const struct Weights *after, float *out, int which) {
+                           struct Next after, float *out, int which) {
     linear_before(x, weights, after, out, pass->tokens, pass->threads);
     if (pass->num_spans)
         add_lora(x, out, pass->spans, pass->num_spans, layer->index, which, weights->in_features, weights->out_features,
@@ -61,23 +61,27 @@ EXPORT int decoder_layer(const struct Layer *layer, const struct Pass *pass, con
     long tokens = pass->tokens, hidden = layer->qkv->in_features, width = layer->down->in_features;
     long q_width = layer->heads * layer->dim, qkv_width = layer->qkv->out_features;
     int threads = pass->threads;
+    long gates = pass->num_spans ? 0 : gate_panels(layer->gate_up, tokens, threads);
+    struct Next gate_up_next = gates ? (struct Next){layer->gate_up, gates} : all_of(layer->gate_up);
     float *normed = scratch, *qkv = normed + tokens * hidden, *q = qkv + tokens * qkv_width, *attended = q + tokens * q_width;
     float *gate_up = attended + tokens * q_width, *active = gate_up + tokens * 2 * width;
 
     rms_norm(x ? x : residual, x ? residual : 0, layer->input_norm, normed, tokens, hidden, layer->eps, threads);
-    adapted_linear(layer, pass, normed, layer->qkv, layer->output, qkv, LORA_QKV);
+    adapted_linear(layer, pass, normed, layer->qkv, all_of(layer->output), qkv, LORA_QKV);
     rope_and_store(qkv, pass->cos_sin, pass->positions, pass->slots, layer->q_norm, layer->k_norm, keys, values, q, tokens,
                    layer->heads, layer->kv_heads, layer->dim, layer->eps, threads);
     int status = attention(q, keys, values, pass->query_start, pass->context_lens, pass->tables, attended, pass->rows,
                            pass->table_stride, pass->block_size, layer->heads, layer->kv_heads, layer->dim, layer->scale, threads);
     if (status != 0) return NO_MEMORY;
-    adapted_linear(layer, pass, attended, layer->output, layer->gate_up, out, LORA_OUTPUT);
+    adapted_linear(layer, pass, attended, layer->output, gate_up_next, out, LORA_OUTPUT);
     if (of_all(layer, out, tokens * hidden)) return RANK_ENDED;
     rms_norm(out, residual, layer->post_norm, normed, tokens, hidden, layer->eps, threads);
-    if (pass->num_spans || !gated_linear(normed, layer->gate_up, layer->down, gate_up, active, tokens, threads)) {
-        adapted_linear(layer, pass, normed, layer->gate_up, layer->down, gate_up, LORA_GATE_UP);
+    if (gates) {
+        gated_linear(normed, layer->gate_up, all_of(layer->down), gate_up, active, tokens, threads);
+    } else {
+        adapted_linear(layer, pass, normed, layer->gate_up, all_of(layer->down), gate_up, LORA_GATE_UP);
         silu_mul(gate_up, active, tokens, width, threads);
     }
-    adapted_linear(layer, pass, active, layer->down, NULL, out, LORA_DOWN);
+    adapted_linear(layer, pass, active, layer->down, (struct Next){NULL, 0}, out, LORA_DOWN);
     return of_all(layer, out, tokens * hidden) ? RANK_ENDED : 0;
 }

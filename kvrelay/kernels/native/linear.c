@@ -12,15 +12,19 @@
 
 void silu_columns(const float *gate, const float *up, float *out, long width); /* of elementwise.c */
 
-/* `after` are the weights that are read next, or NULL. Whose share has a panel has its twin, so many panels further, too. */
 struct Linear {
-    const struct Weights *weights, *after;
+    const struct Weights *weights;
+    struct Next after;
     const float *x;
     float *out, *gated;
-    long rows, in_features, out_features, twin;
+    long rows, in_features, out_features;
 };
 
-INLINE long num_panels(const struct Weights *weights) { return (weights->out_features + PANEL - 1) / PANEL; }
+/* The panels that a thread computes for a block of rows: some, or the same ones of both halves. */
+struct Panels {
+    struct Share share[2];
+    long shares;
+};
 
 #if LANES >= 8
 #include "linear_wide.h"
@@ -34,9 +38,10 @@ static void add_bias(float *out, long out_stride, const float *bias, long rows, 
         for (long n = 0; n < width; n++) out[r * out_stride + n] += bias[n];
 }
 
-/* Where this thread begins to read weights that are shared out by panels. */
-INLINE const uint8_t *my_panels(const struct Weights *weights) {
-    return inputs_at(weights, my_share(num_panels(weights)).begin, 0);
+/* Where this thread begins to read the weights that come next. */
+INLINE const uint8_t *what_follows(const struct Linear *job) {
+    const struct Next *after = &job->after;
+    return after->weights ? inputs_at(after->weights, my_share(after->panels).begin, 0) : job->weights->panels;
 }
 
 static void add_biases(const struct Linear *job, long first, long rows, struct Share panels) {
@@ -44,18 +49,14 @@ static void add_biases(const struct Linear *job, long first, long rows, struct S
     add_bias(job->out + first * job->out_features + column, job->out_features, job->weights->bias + column, rows, width);
 }
 
-/* Some panels of a block of rows, and their twins. `then` is what is read after them. */
-static void some_panels(const struct Linear *job, long first, long rows, struct Share panels, const uint8_t *then) {
-    struct Share twins = {panels.begin + job->twin, panels.end + job->twin};
-    if (job->weights->format == FLOAT32 || rows > FEW_ROWS) {
-        linear_block(job, first, rows, panels, then);
-    } else {
-        if (job->twin) few_rows_block(job, first, rows, panels);
-        few_rows_block(job, first, rows, twins);
+/* Some panels of a block of rows. `then` is what is read after them. */
+static void some_panels(const struct Linear *job, long first, long rows, const struct Panels *panels, const uint8_t *then) {
+    int few = job->weights->format != FLOAT32 && rows <= FEW_ROWS;
+    if (!few) linear_block(job, first, rows, panels, then);
+    for (long s = 0; s < panels->shares; s++) {
+        if (few) few_rows_block(job, first, rows, panels->share[s]);
+        if (job->weights->bias) add_biases(job, first, rows, panels->share[s]);
     }
-    if (!job->weights->bias) return;
-    if (job->twin) add_biases(job, first, rows, panels);
-    add_biases(job, first, rows, twins);
 }
 
 /* A thread's share is some panels of a block of rows, then all panels of the next ones, then some panels of the last. */
@@ -67,43 +68,46 @@ static void linear_share(void *arguments) {
         long block = task / panels, first_panel = task % panels;
         taken = MINIMUM(panels - first_panel, share.end - task);
         long first = job->rows * block / blocks, rows = job->rows * (block + 1) / blocks - first;
-        int last = task + taken == share.end && job->after;
-        some_panels(job, first, rows, (struct Share){first_panel, first_panel + taken},
-                    last ? my_panels(job->after) : inputs_at(job->weights, 0, 0));
+        struct Panels some = {{{first_panel, first_panel + taken}}, 1};
+        some_panels(job, first, rows, &some, task + taken == share.end ? what_follows(job) : job->weights->panels);
     }
 }
 
-void linear_before(const float *x, const struct Weights *weights, const struct Weights *after, float *out, long rows,
-                   int threads) {
-    struct Linear job = {weights, after, x, out, NULL, rows, weights->in_features, weights->out_features, 0};
+void linear_before(const float *x, const struct Weights *weights, struct Next after, float *out, long rows, int threads) {
+    struct Linear job = {weights, after, x, out, NULL, rows, weights->in_features, weights->out_features};
     on_threads(threads, linear_share, &job);
 }
 
 EXPORT void linear(const float *x, const struct Weights *weights, float *out, long rows, int threads) {
-    linear_before(x, weights, NULL, out, rows, threads);
+    linear_before(x, weights, (struct Next){NULL, 0}, out, rows, threads);
 }
 
 /* A thread has the same panels of both halves, so that what it multiplies is still in its cache. */
 static void gated_share(void *arguments) {
     const struct Linear *job = arguments;
-    long width = job->out_features / 2;
-    struct Share share = my_share(job->twin);
+    long width = job->out_features / 2, half = width / PANEL;
+    struct Share share = my_share(half);
+    struct Panels both = {{share, {share.begin + half, share.end + half}}, 2};
     long column = share.begin * PANEL, columns = (share.end - share.begin) * PANEL;
-    some_panels(job, 0, job->rows, share, my_panels(job->after));
+    some_panels(job, 0, job->rows, &both, what_follows(job));
     for (long r = 0; r < job->rows; r++) {
         const float *gate = job->out + r * job->out_features + column;
         silu_columns(gate, gate + width, job->gated + r * width + column, columns);
     }
 }
 
-/* gated = silu(gate) * up of linear(x) = [gate | up], in one go. Returns 0 where that cannot be: then nothing was computed. */
-int gated_linear(const float *x, const struct Weights *weights, const struct Weights *after, float *out, float *gated, long rows,
-                 int threads) {
-    long twin = weights->out_features / 2 / PANEL;
-    struct Linear job = {weights, after, x, out, gated, rows, weights->in_features, weights->out_features, twin};
-    if (rows > ROW_BLOCK || weights->out_features != 2 * twin * PANEL) return 0;
+/* How many panels of [gate | up] are shared out, each with its own of the other half; 0 where gates have to be multiplied later. */
+long gate_panels(const struct Weights *weights, long rows, int threads) {
+    long half = weights->out_features / 2 / PANEL;
+    int halves = weights->out_features == 2 * half * PANEL;
+    return halves && half >= threads && rows > 0 && rows <= ROW_BLOCK ? half : 0;
+}
+
+/* gated = silu(gate) * up of linear(x) = [gate | up], where there are `gate_panels`. */
+void gated_linear(const float *x, const struct Weights *weights, struct Next after, float *out, float *gated, long rows,
+                  int threads) {
+    struct Linear job = {weights, after, x, out, gated, rows, weights->in_features, weights->out_features};
     on_threads(threads, gated_share, &job);
-    return 1;
 }
 
 struct Gather {

@@ -70,13 +70,9 @@ static void panel_rows(const struct Linear *job, long rows, const float *x, long
     }
 }
 
-/* What is read after a panel is fetched with it: nothing needs to know `then`. */
-static void linear_block(const struct Linear *job, long first, long rows, struct Share panels, const uint8_t *then) {
+static void some_panels_rows(const struct Linear *job, long first, long rows, struct Share panels) {
     const float *x = job->x + first * job->in_features;
-    long count = panels.end - panels.begin, all = job->twin ? 2 * count : count;
-    (void)then;
-    for (long i = 0; i < all; i++) {
-        long p = panels.begin + (i < count ? i : job->twin + i - count);
+    for (long p = panels.begin; p < panels.end; p++) {
         long column = p * PANEL, width = MINIMUM(PANEL, job->out_features - column);
         float *out = job->out + first * job->out_features + column;
         if (width == PANEL) {
@@ -88,4 +84,10 @@ static void linear_block(const struct Linear *job, long first, long rows, struct
                 memcpy(out + r * job->out_features, whole + r * PANEL, (size_t)width * sizeof(float));
         }
     }
+}
+
+/* What is read after a panel is fetched with it: nothing needs to know `then`. */
+static void linear_block(const struct Linear *job, long first, long rows, const struct Panels *panels, const uint8_t *then) {
+    (void)then;
+    for (long s = 0; s < panels->shares; s++) some_panels_rows(job, first, rows, panels->share[s]);
 }

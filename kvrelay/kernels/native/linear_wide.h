@@ -111,37 +111,40 @@ static void some_inputs(const struct Linear *job, const struct Block *block, str
         long stride = whole ? job->out_features : PANEL, most = quantised ? UNPACK_DEPTH : depth;
         const Tile *functions = step == 2 ? PAIRS : tiles == 1 && !quantised ? ALONE : ONE_OF;
         for (long at = 0; at < depth; at += most) {
-            long count = MINIMUM(most, depth - at), size = inputs_bytes(weights, count);
+            long count = MINIMUM(most, depth - at), part = inputs_bytes(weights, count) / tiles;
             const float *panel = panel_floats(weights, p, begin + at, count, room);
             const uint8_t *next = quantised ? inputs_at(weights, p, begin + at + count) : (const uint8_t *)(panel + panel_stride);
             if (p + step == panels.end && at + count == depth) next = then;
-            struct Operands from = {NULL, panel, (const char *)next, count, panel_stride, size / (count * tiles)};
-            for (long t = 0; t < tiles; t++, from.fetch += from.fetch_step * count) {
+            struct Operands from = {NULL, panel, NULL, count, panel_stride, part / count};
+            for (long t = 0; t < tiles; t++, next += part) {
                 long first = block->first[t], tile_rows = block->first[t + 1] - first;
-                from.x = copy + first * depth + at * tile_rows;
+                from.x = copy + first * depth + at * tile_rows, from.fetch = (const char *)next;
                 functions[tile_rows](&from, out + first * stride, stride, begin + at > 0);
             }
         }
     }
 }
 
-/* Some inputs of a block's panels, and of their twins. */
-static void block_inputs(const struct Linear *job, const struct Block *block, struct Share panels, long begin, long depth) {
+/* Some inputs of a block's panels. */
+static void block_inputs(const struct Linear *job, const struct Block *block, const struct Panels *panels, long begin,
+                         long depth) {
     float room[COPY_FLOATS + LANES] __attribute__((aligned(64)));
     const float *x = block->x + begin, *copy = block->rows > 1 ? room : x;
     for (long t = 0; t < block->tiles && block->rows > 1; t++) {
         long first = block->first[t];
         copy_tile(x + first * job->in_features, job->in_features, block->first[t + 1] - first, depth, room + first * depth);
     }
-    struct Share twins = {panels.begin + job->twin, panels.end + job->twin};
-    if (job->twin) some_inputs(job, block, panels, begin, depth, copy, inputs_at(job->weights, twins.begin, begin));
-    some_inputs(job, block, twins, begin, depth, copy, block->then);
+    for (long s = 0; s < panels->shares; s++) {
+        int last = s + 1 == panels->shares;
+        some_inputs(job, block, panels->share[s], begin, depth, copy,
+                    last ? block->then : inputs_at(job->weights, panels->share[s + 1].begin, begin));
+    }
 }
 
 /* Where block b of inputs begins: on a whole 32, since quantised weights come in such groups. */
 INLINE long inputs_begin(long inputs, long b, long blocks) { return b < blocks ? inputs * b / blocks & ~31L : inputs; }
 
-static void linear_block(const struct Linear *job, long first, long rows, struct Share panels, const uint8_t *then) {
+static void linear_block(const struct Linear *job, long first, long rows, const struct Panels *panels, const uint8_t *then) {
     float last_out[ROW_BLOCK * PANEL];
     struct Block block = {job->x + first * job->in_features, job->out + first * job->out_features, last_out, rows,
                           (rows + TILE_ROWS - 1) / TILE_ROWS, {0}, NULL};
@@ -150,11 +153,11 @@ static void linear_block(const struct Linear *job, long first, long rows, struct
     long blocks = rows > 1 ? (inputs + most - 1) / most : 1;
     for (long b = 0; b < blocks; b++) {
         long begin = inputs_begin(inputs, b, blocks), end = inputs_begin(inputs, b + 1, blocks);
-        block.then = b + 1 < blocks ? inputs_at(job->weights, panels.begin, end) : then;
+        block.then = b + 1 < blocks ? inputs_at(job->weights, panels->share[0].begin, end) : then;
         block_inputs(job, &block, panels, begin, end - begin);
     }
     long rest = job->out_features % PANEL;
-    if (rest && panels.end * PANEL > job->out_features)
+    if (rest && panels->share[panels->shares - 1].end * PANEL > job->out_features)
         for (long r = 0; r < rows; r++)
             memcpy(block.out + (r + 1) * job->out_features - rest, last_out + r * PANEL, (size_t)rest * sizeof(float));
 }

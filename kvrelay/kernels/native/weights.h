@@ -50,4 +50,14 @@ struct Weights {
     long in_features, out_features, format;
 };
 
+INLINE long num_panels(const struct Weights *weights) { return (weights->out_features + PANEL - 1) / PANEL; }
+
+/* The weights that are read next (NULL: nobody knows), and how many of their panels are shared out to the threads. */
+struct Next {
+    const struct Weights *weights;
+    long panels;
+};
+
+INLINE struct Next all_of(const struct Weights *weights) { return (struct Next){weights, num_panels(weights)}; }
+
 #endif
