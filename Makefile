@@ -62,8 +62,8 @@ $(BIN)/pytest $(1) $(BESIDE) $(ARGS) || { \
   $(BIN)/pytest $(1) --last-failed --last-failed-no-failures none -v $(ARGS); }
 endef
 
-test: check libraries ## check, then every test but the long counts (under 12 minutes on 2 cores)
-	$(call run_tests,-m 'not long and not cuda')
+test: check libraries ## check, then every other test but the long counts (under 12 minutes on 2 cores)
+	$(call run_tests,-m 'not long and not cuda' --ignore=tests/test_imports.py)
 
 test-all: check libraries ## check, then every test with the long counts; tests for NVIDIA cards skip themselves where there is none
 	@export KVRELAY_CHAOS_S=60 KVRELAY_FUZZ_CASES=10000; $(call run_tests,)

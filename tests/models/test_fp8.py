@@ -25,7 +25,7 @@ from kvrelay.runner.loader import WHOLE_NAME, load_model
 
 pytestmark = pytest.mark.cuda if ON_CARD else []
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
-PROMPTS = prompts_of((3, 1))
+PROMPTS = prompts_of((2, 1))
 CONFIG = {
     "quant_method": "compressed-tensors",
     "config_groups": {"group_0": {"weights": {"type": "float", "num_bits": 8, "strategy": "channel"}}},
@@ -61,7 +61,7 @@ def load(folder: pathlib.Path, kernels: Kernels, *, fp8: bool = False) -> Model:
 def logits_of(model: Model) -> torch.Tensor:
     """In passes of one token each: of several, in float32, the reference keeps more digits."""
     run = PagedRun(model, PROMPTS, str(DEVICE))
-    return torch.cat([run.step({row: 1})[row] for row in (0, 0, 0, 1)])
+    return torch.cat([run.step({row: 1})[row] for row in (0, 0, 1)])
 
 
 def is_linear(name: str) -> bool:
@@ -102,7 +102,7 @@ def test_linear_layers_are_quantised_when_they_are_loaded(folder: pathlib.Path) 
 def test_a_pass_of_several_rows_gives_about_what_passes_of_one_do(folder: pathlib.Path) -> None:
     """Values in float32 keep 8 digits there."""
     model = load(folder, card_kernels(), fp8=True)
-    several = PagedRun(model, PROMPTS, str(DEVICE)).step({0: 3, 1: 1})
+    several = PagedRun(model, PROMPTS, str(DEVICE)).step({0: 2, 1: 1})
     torch.testing.assert_close(torch.cat([several[0], several[1]]), logits_of(model), atol=0.05, rtol=0)
 
 
