@@ -9,11 +9,10 @@ import os
 import pathlib
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 import torch
-from processors import TARGETS, built_for, targets
+from processors import TARGETS
 
 from kvrelay.config import Environment, read_environment
 from kvrelay.kernels.base import AttentionBatch, ForwardBatch, HeadShape
@@ -25,20 +24,6 @@ from kvrelay.kernels.torch_kernels import TorchKernels
 
 CPU = torch.device("cpu")
 NUM_SLOTS = 4096
-
-
-@pytest.fixture(scope="module", params=targets())
-def kernels(request: pytest.FixtureRequest) -> NativeKernels:
-    """Built for each kind of processor that this one can stand for."""
-    return built_for(request.param)
-
-
-@pytest.fixture
-def threads() -> Iterator[None]:
-    """For tests that change the number of threads."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def environment(cache_dir: pathlib.Path, *, native_kernels: bool = True) -> Environment:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from cases import Case, make
-from processors import built_for, targets
 from quantised_blocks import random_blocks
 
 from kvrelay.kernels.base import HeadShape, LayerWeights, Quantised
@@ -15,18 +12,6 @@ from kvrelay.kernels.native.kernels import NativeKernels
 from kvrelay.kernels.ranks import ALONE
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module", params=targets())
-def kernels(request: pytest.FixtureRequest) -> NativeKernels:
-    return built_for(request.param)
-
-
-@pytest.fixture
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -7,7 +7,6 @@ import functools
 
 import pytest
 import torch
-from processors import built_for, targets
 from quantised_blocks import layout_of, random_blocks
 
 from kvrelay.checkpoint.convert import KEPT_FORMATS
@@ -15,12 +14,6 @@ from kvrelay.kernels.base import Quantised
 from kvrelay.kernels.native.kernels import NativeKernels
 
 ROWS = (1, 2, 3, 4, 5, 7, 14, 15, 40, 99, 200)
-
-
-@pytest.fixture(scope="module", params=targets())
-def kernels(request: pytest.FixtureRequest) -> NativeKernels:
-    """Built for each kind of processor that this one can stand for."""
-    return built_for(request.param)
 
 
 @functools.cache
