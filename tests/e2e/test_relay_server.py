@@ -132,6 +132,12 @@ def stream(server: Server, prompt: Any, *, on_token: Callable[[int], bool | None
     return seen
 
 
+def newest(server: Server) -> str:
+    """Of the requests that it has taken."""
+    name: str = server.get("/requests?limit=1")["data"][0]["id"]
+    return name
+
+
 def worker(server: Server, role: str) -> dict[str, Any]:
     """The one that is up, once it is alone: one that was killed is listed until its registration ends."""
     found: list[dict[str, Any]] = []
@@ -290,7 +296,9 @@ def test_a_decode_worker_killed_in_the_middle_is_replaced_and_nobody_notices(ser
     with ThreadPoolExecutor(2) as pool:
         decoding = pool.submit(flow)
         assert flowing.wait(PATIENCE_S)
+        before = newest(server)
         prefilling = pool.submit(ask, server, LONG_PROMPT, max_tokens=100, **fresh())
+        until(lambda: newest(server) != before)  # a request that comes while there is no worker for it is refused
         time.sleep(MID_PROMPT_S)
         gone = kill(server, "decode")
         streamed, answer = decoding.result(), prefilling.result()
