@@ -54,18 +54,18 @@ check: $(DEV_STAMP) ## formatting, lint, strict types, import direction
 	$(BIN)/pytest tests/test_imports.py
 
 # $(call run_tests,SELECTION): four beside each other on two cores starve one another now and then, so a test that failed is run once more,
-# alone and in the open: the run passes if it passes then, and both results stand in the output.
+# alone and in the open: the run passes if it passes then, and both results stand in the output. `check` has run test_imports.py.
 define run_tests
-$(BIN)/pytest $(1) $(BESIDE) $(ARGS) || { \
+$(BIN)/pytest $(1) --ignore=tests/test_imports.py $(BESIDE) $(ARGS) || { \
   status=$$?; [ $$status = 1 ] && [ -n '$(BESIDE)' ] || exit $$status; \
   echo "the tests that failed, once more and one at a time:"; \
-  $(BIN)/pytest $(1) --last-failed --last-failed-no-failures none -v $(ARGS); }
+  $(BIN)/pytest $(1) --ignore=tests/test_imports.py --last-failed --last-failed-no-failures none -v $(ARGS); }
 endef
 
-test: check libraries ## check, then every other test but the long counts (under 12 minutes on 2 cores)
-	$(call run_tests,-m 'not long and not cuda' --ignore=tests/test_imports.py)
+test: check libraries ## check, then every other test but the long counts (about 12 minutes on 2 quiet cores)
+	$(call run_tests,-m 'not long and not cuda')
 
-test-all: check libraries ## check, then every test with the long counts; tests for NVIDIA cards skip themselves where there is none
+test-all: check libraries ## check, then every other test with the long counts; tests for NVIDIA cards skip themselves where there is none
 	@export KVRELAY_CHAOS_S=60 KVRELAY_FUZZ_CASES=10000; $(call run_tests,)
 
 test-vllm: $(VLLM_STAMP) ## vLLM as an engine, for real, in an environment of its own (.venv-vllm)

@@ -15,9 +15,7 @@ import pytest
 sys.path[:0] = [str(pathlib.Path(__file__).parent), str(pathlib.Path(__file__).parent / "transfer")]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("KVRELAY_OFFLINE", "0")  # the default model may be fetched
-if (
-    "PYTEST_XDIST_WORKER" in os.environ
-):  # four processes on two cores: a thread that spins while it waits takes the core that it waits for
+if "PYTEST_XDIST_WORKER" in os.environ:  # a thread that spins while it waits takes the core of another process
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 with contextlib.suppress(ImportError):  # the tests for cards do without it
     import hypothesis

@@ -21,13 +21,13 @@ if HAS_TRITON and not ON_CARD:
 
 
 def _patch_once() -> None:
-    """For each call of a function by a kernel, the interpreter looks through all of Triton's language for what it has replaced
-    when that kernel began: half of its time. Here it does so once for each kernel that runs."""
+    """The interpreter replaces Triton's language when a kernel begins, and looks all of it through again for each function that
+    the kernel calls, which takes half of its time. Here it replaces what the kernel needs once."""
     import triton.language as tl
     from triton.runtime import interpreter
 
     patch: Callable[[Any], Any] = interpreter._patch_lang
-    replaced: set[str] = set()  # in the kernel that runs
+    replaced: set[str] = set()  # modules, for the kernel that runs
 
     def patch_what_is_new(fn: Any) -> Any:
         names = {module.__name__ for module in fn.__globals__.values() if module is tl or module is tl.core}

@@ -52,8 +52,8 @@ struct Part {
     float largest, sum;
 };
 
-/* Where some consecutive keys and values are: of the first KV head, the others' follow. `head` is where those lie with which a
- * task begins. */
+/* Where some consecutive keys and values are: of the first KV head, the others' follow. `head`: how many floats further those of
+ * the task's first KV head are. */
 struct Tile {
     long first, keys, head;
     const float *key[TILE_KEYS], *value[TILE_KEYS];

@@ -61,7 +61,7 @@ EXPORT int decoder_layer(const struct Layer *layer, const struct Pass *pass, con
     long tokens = pass->tokens, hidden = layer->qkv->in_features, width = layer->down->in_features;
     long q_width = layer->heads * layer->dim, qkv_width = layer->qkv->out_features;
     int threads = pass->threads;
-    long gates = pass->num_spans ? 0 : gate_panels(layer->gate_up, tokens, threads);
+    long gates = pass->num_spans ? 0 : gate_panels(layer->gate_up, tokens, threads); /* adapters add to gates before */
     struct Next gate_up_next = gates ? (struct Next){layer->gate_up, gates} : all_of(layer->gate_up);
     float *normed = scratch, *qkv = normed + tokens * hidden, *q = qkv + tokens * qkv_width, *attended = q + tokens * q_width;
     float *gate_up = attended + tokens * q_width, *active = gate_up + tokens * 2 * width;
