@@ -61,6 +61,11 @@ def new_router_id() -> RouterId:
     return RouterId(f"router-{secrets.token_hex(6)}")
 
 
+def number_of(router_id: RouterId) -> int:
+    """A number that hardly another router has."""
+    return int(router_id.rpartition("-")[2], 16)
+
+
 def new_answer_id(prefix: str) -> str:
     """What a client calls its request if it has no name for it: the id of our answer, such as chatcmpl-..."""
     return f"{prefix}{secrets.token_hex(16)}"

@@ -135,6 +135,7 @@ class Metrics:
         "kvrelay_routed_cached_tokens", "Prompt tokens that the chosen worker had cached, as far as the router knew", "role"
     )
     prefix_index_blocks: Gauge = _gauge("kvrelay_prefix_index_blocks", "KV blocks that the router knows to be cached somewhere")
+    prefix_index_bytes: Gauge = _gauge("kvrelay_prefix_index_bytes", "Memory of what the router knows of cached blocks")
     event_gaps: Counter = _counter("kvrelay_event_gaps", "Times that KV events of a worker were missed")
     # by: replay, snapshot
     event_repairs: Counter = _counter("kvrelay_event_repairs", "Times that missed KV events were made good", "by")

@@ -55,7 +55,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     ),
     "frontend": frozenset({"wire", "media", "text", "planes", "router"}),
     "launch": frozenset({"wire", "planes", "checkpoint", "text", "discovery", "events", "media", "router", "frontend"}),
-    "simulate": frozenset({"wire", "engine", "discovery", "events", "router", "media"}),
+    "simulate": frozenset({"wire", "engine", "discovery", "events", "router", "worker", "media"}),
     "offline": frozenset({"wire", "engine", "checkpoint", "text", "worker", "router", "launch"}),
 }
 # May import everything.
@@ -65,6 +65,7 @@ TOP = frozenset({"__init__", "__main__", "cli", "bench"})
 DOORS: dict[tuple[str, str], tuple[str, ...]] = {
     ("engine", "media"): ("kvrelay.media.placeholders",),
     ("simulate", "media"): ("kvrelay.media.placeholders",),
+    ("simulate", "worker"): ("kvrelay.worker.callers",),
     ("runner", "engine"): ("kvrelay.engine.interfaces", "kvrelay.engine.fence"),
     ("transfer", "engine"): ("kvrelay.engine.movers", "kvrelay.engine.fence"),
 }

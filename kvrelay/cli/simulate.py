@@ -19,7 +19,7 @@ from kvrelay.launch.console import console_progress
 from kvrelay.log import configure
 from kvrelay.options import Parser, add_options, given
 from kvrelay.simulate.cluster import Layout
-from kvrelay.simulate.figures import figures, percentile_of
+from kvrelay.simulate.figures import figures, router_times
 from kvrelay.simulate.find import Prices, cheapest
 from kvrelay.simulate.options import ClusterOptions, CostOptions, TrafficOptions
 from kvrelay.simulate.run import Outcome, Targets, simulate
@@ -122,18 +122,17 @@ def _named(layout: Layout, between: str) -> str:
 
 
 def _counts(layout: Layout) -> dict[str, float]:
-    return {role.value: count for role, count in layout.counts.items()}
+    return {role.value: float(count) for role, count in layout.counts.items()} | {"routers": float(layout.routers)}
 
 
 def _show(found: dict[str, float], outcome: Outcome, argv: Sequence[str], options: ResultOptions) -> None:
     console = Console(stderr=True)
-    router_us = {f"router_us_p{share}": percentile_of(outcome.submit_us, share) for share in (50, 99)}  # really passed
     made = report.BenchResult(
         scenario="simulate",
         commit=report.current_commit(),
         hardware="simulated",
         command=shlex.join(["kvrelay", "simulate", *argv]),
-        results=found | router_us,
+        results=found | router_times(outcome),
     )
     report.show(made, {}, console, "kvrelay")
     console.print(f"{outcome.cpu_s:.1f} s of processor time", highlight=False)

@@ -47,6 +47,7 @@ class EventFeed(NoFeed):
         self._subscribe = (outside or Outside()).subscribe
         self._subscribers: dict[WorkerId, Subscription] = {}
         metrics.prefix_index_blocks.set_function(lambda: len(index))
+        metrics.prefix_index_bytes.set_function(lambda: index.size_bytes)
 
     def joined(self, record: WorkerRecord) -> None:
         """Harmless if the worker publishes nothing, or is known."""

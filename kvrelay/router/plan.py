@@ -50,9 +50,15 @@ class Planner:
     """Chooses among the workers that can be used. Looks at their caches if it is given an index of them."""
 
     def __init__(
-        self, policy: PolicyName, local_prefill_tokens: int, metrics: Metrics, index: PrefixIndex | None = None
+        self,
+        policy: PolicyName,
+        local_prefill_tokens: int,
+        metrics: Metrics,
+        index: PrefixIndex | None = None,
+        *,
+        first_turn: int = 0,
     ) -> None:
-        self._policies = {role: Policy(policy, LOAD_WEIGHTS[role]) for role in Role}
+        self._policies = {role: Policy(policy, LOAD_WEIGHTS[role], first_turn) for role in Role}
         self._local_prefill_tokens = local_prefill_tokens
         self._cached_tokens = {role: metrics.routed_cached_tokens.labels(role.value) for role in Role}
         self._index = PrefixIndex(PlainBlockTable()) if index is None else index  # an empty one: no cache is known

@@ -46,12 +46,13 @@ C = TypeVar("C", bound=Candidate)
 
 
 class Policy:
-    """Chooses among at least one candidate. Equal ones take turns."""
+    """Chooses among at least one candidate. Equal ones take turns. Each router has its own `first_turn`, or its requests would
+    go where those of another one have just gone."""
 
-    def __init__(self, name: PolicyName, load_weight: float = 1.0) -> None:
+    def __init__(self, name: PolicyName, load_weight: float = 1.0, first_turn: int = 0) -> None:
         self._by_load = name != "round_robin"
         self._load_weight = load_weight
-        self._turn = 0
+        self._turn = first_turn
 
     def choose(self, candidates: Sequence[C], cached: Mapping[WorkerId, int], by_id: Mapping[WorkerId, C] | None = None) -> C:
         """`cached` has the prompt tokens that workers hold; those that hold none may be left out. `by_id`, if the caller has

@@ -3,7 +3,7 @@
     block hash -> the set of workers that hold it, one bit each
 
 A worker has a bit from its first block on until it is dropped; then the bit is free for another. `match` follows a prompt's
-hashes from the first on and keeps the bits that all of them have, so its time does not depend on the number of workers.
+hashes from the first on and keeps the bits that all of them have, so its time hardly depends on the number of workers.
 """
 
 from __future__ import annotations
@@ -28,6 +28,10 @@ class PrefixIndex:
     def __len__(self) -> int:
         """Blocks, each counted once, however many workers hold it."""
         return len(self._table)
+
+    @property
+    def size_bytes(self) -> int:
+        return self._table.size_bytes
 
     def hashes(self, worker_id: WorkerId) -> frozenset[bytes]:
         if worker_id not in self._bits:

@@ -17,7 +17,7 @@ from typing import Protocol
 from kvrelay.discovery.base import Alone, Company, Loss, Membership, router_record
 from kvrelay.errors import NotFoundError, ProtocolError
 from kvrelay.events.eviction_sync import EvictionSync
-from kvrelay.ids import RouterId, WorkerId, new_router_id
+from kvrelay.ids import RouterId, WorkerId, new_router_id, number_of
 from kvrelay.log import Log
 from kvrelay.metrics import Metrics
 from kvrelay.router.adapters import AdapterOrders
@@ -89,7 +89,8 @@ class Router:
         index = PrefixIndex() if policy == "prefix_aware" or sync is not None else None
         self._sync = EvictionSync() if sync is None or index is None else sync(is_held=index.holds)
         self._feed = NoFeed() if index is None else EventFeed(index, metrics, self._sync, outside)
-        self._planner = Planner(policy, local_prefill_tokens, metrics, index if policy == "prefix_aware" else None)
+        used_index, first_turn = index if policy == "prefix_aware" else None, number_of(self.router_id)
+        self._planner = Planner(policy, local_prefill_tokens, metrics, used_index, first_turn=first_turn)
         self.continuations = Continuations(
             metrics,
             capacity=continuation_cache,

@@ -1,10 +1,11 @@
-"""The clients of a simulation: they ask when their session says, and note when which token came."""
+"""The clients of a simulation: they ask when their session says, any router, and note when which token came."""
 
 from __future__ import annotations
 
+import random
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -54,11 +55,13 @@ class Clients:
     def __init__(self, loop: VirtualLoop, router_s: float) -> None:
         self._loop = loop
         self._router_s = router_s
-        self.router: Router | None = None
+        self.routers: Sequence[Router] = ()
+        self._random = random.Random(0)  # a load balancer that knows nothing of sessions
         self._open: dict[RequestId, tuple[RequestStream, Answer]] = {}
         self.heard_at = 0.0  # a question or a token, last
         self.answers: list[Answer] = []
         self.gaps_us: Counter[int] = Counter()  # microseconds between two tokens of an answer
+        self.num_messages = 0  # with outputs, to all routers
         self.submit_us: Counter[int] = Counter()  # of processor time that the router took for a request
         self._params: dict[int, SamplingParams] = {}
         self._num_to_come = 1  # turns that will be asked, and the word to begin
@@ -91,16 +94,16 @@ class Clients:
         self._loop.at(self._loop.now + self._router_s, self._submit, answer)
 
     def _submit(self, answer: Answer) -> None:
-        assert self.router is not None
         self._num_to_come -= 1
         max_tokens = answer.session.turns[answer.turn].output_tokens
         params = self._params.get(max_tokens)
         if params is None:
             params = self._params[max_tokens] = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0)
         name = f"{answer.session.number}-{answer.turn}"
+        router = self._random.choice(self.routers)
         began_ns = time.thread_time_ns()
         try:
-            stream = self.router.submit(
+            stream = router.submit(
                 GenerateRequest(external_id=name, prompt=answer.prompt.tokens, params=params, images=answer.prompt.images)
             )
             self.submit_us[(time.thread_time_ns() - began_ns) // 1000] += 1
@@ -112,6 +115,7 @@ class Clients:
 
     def hear(self, peer: Peer, message: StepOutputs, num_steps: int, step_s: float) -> None:
         """Hands the outputs of a worker to the router, and notes what came of them."""
+        self.num_messages += num_steps
         legs = peer.open
         streams = [leg.stream for output in message.outputs if (leg := legs.get(output.request_id)) is not None]
         peer.heard(message)

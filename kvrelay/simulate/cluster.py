@@ -1,15 +1,17 @@
-"""A router and its workers, joined by lines that cost no time: who is alive, who dies, who comes back.
+"""Routers and their workers, joined by lines that cost no time: who is alive, who dies, who comes back.
 
-`SimulatedCluster.router` is a `Router` like any other. What it orders (drain, a change of role) is carried out here as a worker
-would: it finishes what it has, leaves, and comes back in the other role as a new worker.
+Each of `SimulatedCluster.routers` is a `Router` like any other. What one orders (drain, a change of role) is carried out here
+as a worker would: it finishes what it has, leaves, and comes back in the other role as a new worker.
 """
 
 from __future__ import annotations
 
+import random
+
 import msgspec
 
 from kvrelay.config import EngineOptions
-from kvrelay.discovery.base import Alone, Loss, OnChanged, OnJoined, OnLeft, router_record
+from kvrelay.discovery.base import Loss
 from kvrelay.events.subscriber import EventOwner
 from kvrelay.ids import RouterId, WorkerId
 from kvrelay.metrics import Metrics
@@ -20,16 +22,18 @@ from kvrelay.router.policy import PolicyName
 from kvrelay.router.rebalance import Rebalancer, Rules
 from kvrelay.router.role_changes import RoleChanges
 from kvrelay.router.router import Router
+from kvrelay.simulate.audience import OnOutputs
 from kvrelay.simulate.costs import Costs
 from kvrelay.simulate.engines import FINGERPRINT
 from kvrelay.simulate.host import Host, sharing_of
 from kvrelay.simulate.loop import VirtualLoop
+from kvrelay.simulate.registry import Registry
 from kvrelay.simulate.relay import Network
-from kvrelay.simulate.worker import OnOutputs, SimulatedWorker
+from kvrelay.simulate.worker import SimulatedWorker
 from kvrelay.states import Role, WorkerState
 from kvrelay.wire import PROTOCOL_VERSION
 from kvrelay.wire.registry import WorkerRecord
-from kvrelay.wire.serving import ToWorker
+from kvrelay.wire.serving import Ping, ToWorker
 
 _ADDRESS = "simulated"
 
@@ -41,6 +45,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     decode: int = 1
     whole: int = 0
     encode: int = 0
+    routers: int = 1
     takes_images: bool = False
     policy: PolicyName = "prefix_aware"
     mode: Mode = "write"
@@ -74,32 +79,41 @@ class SimulatedCluster:
         self.workers: dict[WorkerId, SimulatedWorker] = {}
         self.gone: list[SimulatedWorker] = []
         self._numbers = dict.fromkeys(Role, 0)
-        self._membership = _Membership()
         self.num_role_changes = 0
-        metrics = Metrics()
-        self.router = Router(
-            membership=self._membership,
+        router_ids = [RouterId(f"router-{random.Random(number).getrandbits(48):012x}") for number in range(layout.routers)]
+        self.registry = Registry(router_ids)
+        self._metrics = [Metrics() for _ in router_ids]
+        self.routers = [self._router(*each) for each in zip(router_ids, self._metrics, strict=True)]
+
+    def _router(self, router_id: RouterId, metrics: Metrics) -> Router:
+        layout = self.layout
+        router = Router(
+            membership=self.registry.membership(),
             metrics=metrics,
             policy=layout.policy,
             mode=layout.mode,
             local_prefill_tokens=layout.local_prefill_tokens,
             registration_s=layout.registration_s,
-            outside=Outside(open_line=self._open_line, subscribe=self._subscribe, clock=loop.time),
+            router_id=router_id,
+            company=self.registry,
+            outside=Outside(open_line=self._open_line, subscribe=self._subscribe, clock=self.loop.time),
         )
         if layout.rebalance is not None:
-            self.router.on_tick = RoleChanges(
+            router.on_tick = RoleChanges(
                 Rebalancer(layout.rebalance),
-                router_id=self.router.router_id,
-                company=Alone(router_record(self.router.router_id, may_lead=True)),
-                sights=self.router.sights,
-                drain=self.router.drain,
+                router_id=router_id,
+                company=self.registry,
+                sights=router.sights,
+                drain=router.drain,
                 metrics=metrics,
                 mode="on",
-                clock=loop.time,
+                clock=self.loop.time,
             ).tick
+        return router
 
     def start(self) -> None:
-        self.router.start()
+        for router in self.routers:
+            router.start()
         for role, count in self.layout.counts.items():
             for _ in range(count):
                 self.add(role)
@@ -110,7 +124,7 @@ class SimulatedCluster:
     def _start(self, role: Role) -> None:
         """A process: the registry knows of it before it can take requests."""
         record = self._record(role)
-        self._membership.on_joined(msgspec.structs.replace(record, state=WorkerState.STARTING))
+        self.registry.joined(msgspec.structs.replace(record, state=WorkerState.STARTING))
         self.loop.at(self.loop.now + self.layout.restart_s, self._up, record)
 
     def _record(self, role: Role) -> WorkerRecord:
@@ -144,10 +158,24 @@ class SimulatedCluster:
             num_blocks=self.layout.num_blocks,
             takes_images=self.layout.takes_images,
             on_outputs=self._on_outputs,
+            on_draining=self._tell,
             on_drained=self._drained,
         )
-        self._membership.on_changed(record)
+        self.registry.changed(record)
+        self._renew_soon(worker)
         return worker
+
+    def _renew_soon(self, worker: SimulatedWorker) -> None:
+        self.loop.at(self.loop.now + self.layout.registration_s / 3, self._renew, worker)
+
+    def _renew(self, worker: SimulatedWorker) -> None:
+        """As a real worker does: it is how a router learns what others have sent there."""
+        if worker.is_alive:
+            self._tell(worker)
+            self._renew_soon(worker)
+
+    def _tell(self, worker: SimulatedWorker) -> None:
+        self.registry.changed(msgspec.structs.replace(worker.record, load=worker.audience.load, state=worker.state))
 
     def kill(self, worker: SimulatedWorker, *, comes_back: bool = True) -> None:
         """As by SIGKILL: its connections break at once; its registration ends later; its supervisor starts another."""
@@ -155,15 +183,15 @@ class SimulatedCluster:
             return
         worker.die()
         worker.check()
-        if worker.peer is not None:
-            worker.peer.line_down()
-        self.loop.at(self.loop.now + self.layout.registration_s, self._membership.on_left, worker.record.id, Loss.EXPIRED)
+        for peer in list(worker.audience.peers.values()):
+            peer.line_down()
+        self.loop.at(self.loop.now + self.layout.registration_s, self.registry.left, worker.record.id, Loss.EXPIRED)
         self._forget(worker, worker.record.role if comes_back else None)
 
     def _drained(self, worker: SimulatedWorker) -> None:
         worker.check_idle()
         worker.die()
-        self._membership.on_left(worker.record.id, Loss.LEFT)
+        self.registry.left(worker.record.id, Loss.LEFT)
         self.num_role_changes += worker.next_role is not None
         self._forget(worker, worker.next_role)
 
@@ -172,6 +200,12 @@ class SimulatedCluster:
         self.gone.append(worker)
         if next_role is not None:
             self._start(next_role)
+
+    @property
+    def index_bytes(self) -> float:
+        """Of what a router knows of the workers' caches."""
+        sizes = [metrics.registry.get_sample_value("kvrelay_prefix_index_bytes") or 0.0 for metrics in self._metrics]
+        return sum(sizes) / len(sizes)
 
     @property
     def is_idle(self) -> bool:
@@ -188,55 +222,45 @@ class SimulatedCluster:
         for worker in self.workers.values():
             worker.check_idle()
 
-    # What the router has of the outside
+    # What a router has of the outside
 
     def _open_line(self, record: WorkerRecord, owner: LineOwner, *, router_id: RouterId, silence_s: float) -> Line:
         assert isinstance(owner, Peer)
         worker = self.workers[record.id]
-        worker.peer = owner
+        worker.audience.peers[router_id.encode()] = owner
         self.loop.at(self.loop.now, owner.line_up)
-        return _Line(worker)
+        return _Line(self.loop, worker, router_id.encode())
 
     def _subscribe(self, worker_id: WorkerId, events_address: str, replay_address: str, owner: EventOwner) -> Subscription:
         worker = self.workers[worker_id]
-        worker.listeners.append(owner)
-        return _Subscribed(worker)
+        worker.audience.listeners.append(owner)
+        return _Subscribed(worker, owner)
 
 
 class _Line:
-    def __init__(self, worker: SimulatedWorker) -> None:
+    """`identity` is the router's. What it sends arrives at once, but not while it is still at it: it takes no time for it."""
+
+    def __init__(self, loop: VirtualLoop, worker: SimulatedWorker, identity: bytes) -> None:
+        self._loop = loop
         self._worker = worker
+        self._identity = identity
 
     def send(self, message: ToWorker) -> bool:
-        if self._worker.is_alive:
-            self._worker.receive(message)
+        if self._worker.is_alive and not isinstance(message, Ping):
+            self._loop.at(self._loop.now, self._worker.receive, self._identity, message)
         return self._worker.is_alive
 
     def drain(self) -> None:
         pass
 
     def close(self) -> None:
-        self._worker.peer = None
+        del self._worker.audience.peers[self._identity]
 
 
 class _Subscribed:
-    def __init__(self, worker: SimulatedWorker) -> None:
+    def __init__(self, worker: SimulatedWorker, owner: EventOwner) -> None:
         self._worker = worker
+        self._owner = owner
 
     def close(self) -> None:
-        self._worker.listeners.clear()
-
-
-class _Membership:
-    """The router hears at once who joins and leaves."""
-
-    address = ""
-    on_joined: OnJoined
-    on_changed: OnChanged
-    on_left: OnLeft
-
-    def start(self, on_joined: OnJoined, on_changed: OnChanged, on_left: OnLeft) -> None:
-        self.on_joined, self.on_changed, self.on_left = on_joined, on_changed, on_left
-
-    def close(self) -> None:
-        pass
+        self._worker.audience.listeners.remove(self._owner)

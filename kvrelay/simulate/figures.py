@@ -30,8 +30,22 @@ def figures(outcome: Outcome, targets: Targets) -> dict[str, float]:
     found["images"] = sum(len(answer.session.turns[answer.turn].images) for answer in answers)
     found["images_encoded"] = outcome.num_encoded
     found["role_changes"] = outcome.num_role_changes
-    found["told_blocks_per_s"] = outcome.num_told_blocks / max(outcome.seconds, 1e-9)
+    told = {
+        "router_messages_per_s": outcome.num_messages,
+        "told_blocks_per_s": outcome.num_told_blocks,
+        "registry_messages_per_s": outcome.num_registry_messages,
+    }
+    found |= {name: count / max(outcome.seconds, 1e-9) for name, count in told.items()}
+    found["index_mib"] = outcome.index_bytes / (1 << 20)
     return found
+
+
+def router_times(outcome: Outcome) -> dict[str, float]:
+    """Processor time of this machine. It is never the same twice."""
+    return {
+        **{f"router_us_p{share}": percentile_of(outcome.submit_us, share) for share in (50, 99)},
+        "router_us_per_told_block": 1e6 * outcome.listening_s / max(1, outcome.num_told_blocks),
+    }
 
 
 def times(answers: Sequence[Answer], gaps_us: Counter[int]) -> dict[str, float]:

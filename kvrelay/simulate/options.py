@@ -27,8 +27,9 @@ class ClusterOptions(Options, frozen=True, kw_only=True):
     decode: Annotated[Count, Meta(description="decode workers")] = 1
     whole: Annotated[Count, Meta(description="workers that both prefill and decode")] = 0
     encode: Annotated[Count, Meta(description="workers that make embeddings of images")] = 0
+    routers: Annotated[Positive, Meta(description="among which requests are spread by chance")] = 1
     policy: Annotated[
-        Literal["round_robin", "least_loaded", "prefix_aware"], Meta(description="how the router chooses workers")
+        Literal["round_robin", "least_loaded", "prefix_aware"], Meta(description="how routers choose workers")
     ] = "prefix_aware"
     mode: Annotated[Literal["write", "read"], Meta(description="hand-over, as in `kvrelay serve`")] = "write"
     local_prefill_tokens: Annotated[Count, Meta(description="as in `kvrelay serve`")] = 64
@@ -64,6 +65,7 @@ class ClusterOptions(Options, frozen=True, kw_only=True):
             decode=self.decode,
             whole=self.whole,
             encode=self.encode,
+            routers=self.routers,
             takes_images=takes_images,
             policy=self.policy,
             mode=self.mode,

@@ -21,6 +21,7 @@ from kvrelay.states import Role
 
 _LOST_S = 600.0  # of virtual time without a word to a client, while no worker computes
 _SETTLE_S = 120.0  # of virtual time, after the last answer: transfers end, workers fall idle
+_AT_ONCE_S = 1e-9
 _COLLECTOR_THRESHOLDS = (1_000_000, 20, 1_000_000)  # caches are millions of objects, and what ends leaves few circles
 _DRIVER = Callable[[SimulatedCluster], None]
 
@@ -59,7 +60,11 @@ class Outcome:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     num_steps: int = 0
+    num_messages: int = 0  # of outputs, to a router
     num_told_blocks: int = 0  # in cache events
+    num_registry_messages: int = 0  # to each router
+    listening_s: float = 0.0  # of this process, for a router's events
+    index_bytes: float = 0.0  # of a router
     num_encoded: int = 0  # images that went through a vision tower
     num_role_changes: int = 0
 
@@ -74,18 +79,19 @@ def simulate(
     drive: _DRIVER | None = None,
     progress: Progress | None = None,
 ) -> Outcome:
-    """`drive` is given the cluster before it begins: its real router, its workers, its loop. `duration_s` is for the progress
+    """`drive` is given the cluster before it begins: its real routers, its workers, its loop. `duration_s` is for the progress
     only. Raises AssertionError if a request did not end exactly once, or a block did not come back."""
     began = time.process_time()
     loop = VirtualLoop()
     clients = Clients(loop, costs.router_ms / 1000.0)
     cluster = SimulatedCluster(layout, costs, loop, clients.hear)
-    clients.router = cluster.router
+    clients.routers = cluster.routers
     if drive is not None:
         drive(cluster)
     for failure in failures:
         loop.at(failure.at_s, _kill, cluster, failure)
     loop.at(0.0, cluster.start)
+    loop.run(lambda: False, until=_AT_ONCE_S)  # its workers are up before the first request comes
     loop.at(0.0, clients.begin, iter(sessions))
     usual = gc.get_threshold()
     gc.set_threshold(*_COLLECTOR_THRESHOLDS)
@@ -133,6 +139,9 @@ def _outcome(cluster: SimulatedCluster, clients: Clients, seconds: float, cpu_s:
         cpu_s=cpu_s,
         submit_us=clients.submit_us,
         num_role_changes=cluster.num_role_changes,
+        num_messages=round(clients.num_messages / len(cluster.routers)),
+        num_registry_messages=cluster.registry.num_told,
+        index_bytes=cluster.index_bytes,
     )
     lived, busy = dict.fromkeys(Role, 0.0), dict.fromkeys(Role, 0.0)
     for worker in [*cluster.workers.values(), *cluster.gone]:
@@ -143,7 +152,8 @@ def _outcome(cluster: SimulatedCluster, clients: Clients, seconds: float, cpu_s:
         outcome.num_cached_tokens += load.cached_tokens
         outcome.num_preemptions += load.preemptions
         outcome.num_steps += worker.num_steps
-        outcome.num_told_blocks += worker.num_told_blocks
+        outcome.num_told_blocks += worker.audience.num_told_blocks
+        outcome.listening_s += worker.audience.listening_ns / 1e9 / len(cluster.routers)
         outcome.num_encoded += load.images.encoded if load.images is not None else 0
     outcome.busy = {role: min(1.0, busy[role] / lived[role]) for role in lived if lived[role] > 0}
     return outcome

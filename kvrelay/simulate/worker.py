@@ -21,8 +21,7 @@ from kvrelay.engine import invariants
 from kvrelay.engine.encode import EncodeEngine
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.memory.events import EventRecorder
-from kvrelay.events.subscriber import EventOwner
-from kvrelay.router.peer import Peer
+from kvrelay.simulate.audience import Audience, OnOutputs
 from kvrelay.simulate.costs import ALONE, most_like
 from kvrelay.simulate.engines import Hooks, encode_engine, text_engine
 from kvrelay.simulate.host import Host, Pass
@@ -31,9 +30,7 @@ from kvrelay.simulate.loop import VirtualLoop
 from kvrelay.simulate.relay import Network
 from kvrelay.simulate.runner import CostRunner
 from kvrelay.states import Role, WorkerState
-from kvrelay.wire import PROTOCOL_VERSION
 from kvrelay.wire.adapters import AdapterMessage
-from kvrelay.wire.events import Freed, Removed, Stored
 from kvrelay.wire.registry import WorkerRecord
 from kvrelay.wire.serving import (
     Abort,
@@ -50,14 +47,8 @@ from kvrelay.wire.serving import (
     StepOutputs,
     Submit,
     ToWorker,
-    Welcome,
 )
 from kvrelay.wire.timelines import TimelineMessage
-
-OnOutputs = Callable[[Peer, StepOutputs, int, float], None]
-"""A worker's outputs, for its peer: of so many steps, each so long. The last of them has just ended."""
-
-_WITH_HASHES = (Stored, Removed, Freed)
 
 
 @dataclass(slots=True, eq=False)
@@ -80,8 +71,8 @@ class Leap:
 
 
 class SimulatedWorker:
-    """`host` is one that it shares with others, if it does. `on_outputs` brings what it says to the router; `on_drained` is
-    called once it has nothing left to do."""
+    """`host` is one that it shares with others, if it does. `on_outputs` brings what it says to the router; `on_draining`
+    is called when it is told to drain, `on_drained` once it has nothing left to do."""
 
     def __init__(
         self,
@@ -93,6 +84,7 @@ class SimulatedWorker:
         num_blocks: int,
         takes_images: bool,
         on_outputs: OnOutputs,
+        on_draining: Callable[[SimulatedWorker], None],
         on_drained: Callable[[SimulatedWorker], None],
     ) -> None:
         self.record = record
@@ -101,19 +93,17 @@ class SimulatedWorker:
         self._host = host
         self._jitter = network.costs.jitter
         self._random = random.Random(record.id)  # decides which steps take longer than others
-        self._on_outputs = on_outputs
+        self._on_draining = on_draining
         self._on_drained = on_drained
-        self._inbox: deque[ToWorker] = deque()
+        self._inbox: deque[tuple[bytes, ToWorker]] = deque()  # each with the identity of its router
         self._told: StepOutputs | None = None  # by the step under way
         self._is_busy = False
         self._number = 0  # of the turn that is awaited: earlier ones were given up
         self._leap: Leap | None = None
         self.num_leapt = 0  # steps
-        self.num_told_blocks = 0  # by events: hashes of blocks
         self.is_alive = True
+        self.state = WorkerState.READY
         self.next_role: Role | None = None  # after it has drained
-        self.peer: Peer | None = None
-        self.listeners: list[EventOwner] = []
         self.began_at = self.now
         self.died_at = 0.0  # 0 while it lives
         self.busy_s = 0.0
@@ -138,6 +128,7 @@ class SimulatedWorker:
             engine, self._runner = text_engine(record, options, hooks, num_blocks=num_blocks, takes_images=takes_images)
             self.engine = engine
             self._recorder = engine.kv.record_events() if options.kv_events else None
+        self.audience = Audience(record, self.engine.load(), on_outputs)
 
     def clock(self) -> float:
         """The loop's, but during a step the moment at which that will have ended."""
@@ -193,18 +184,22 @@ class SimulatedWorker:
         self.is_alive, self.died_at = False, self._loop.now
         self._inbox.clear()
 
-    def receive(self, message: ToWorker) -> None:
+    def receive(self, identity: bytes, message: ToWorker) -> None:
+        """From the router of that identity."""
+        if not self.is_alive:
+            return
         if isinstance(message, Submit) and message.transfer is not None and self._leap is not None:
-            self._loop.at(self._loop.now, self.engine.submit, message)  # nothing can be done before its prefill worker begins
-        elif not isinstance(message, Ping) and not self._is_late(message):
-            self._inbox.append(message)
+            self._take(identity, message)  # nothing can be done before its prefill worker begins
+        elif not self._is_late(identity, message):
+            self._inbox.append((identity, message))
             self.wake()
 
-    def _is_late(self, message: ToWorker) -> bool:
+    def _is_late(self, identity: bytes, message: ToWorker) -> bool:
         """An abort of what has ended here, as a router sends it behind every hand-over: nothing comes of it."""
-        if not isinstance(message, Abort) or self._inbox or self.record.role is Role.PREFILL:
+        if not isinstance(message, Abort) or self._inbox:
             return False
-        return isinstance(self.engine, Engine) and self.engine.requests.keys().isdisjoint(message.request_ids)
+        router = self.audience.callers.get(identity)
+        return router is not None and router.open.keys().isdisjoint(message.request_ids)
 
     def wake(self) -> None:
         """There is something to do: at once, or when the step under way has ended."""
@@ -253,12 +248,13 @@ class SimulatedWorker:
         if self._told is not None:
             self._end_step(self._told)
         while self._inbox:
-            self._take(self._inbox.popleft())
+            self._take(*self._inbox.popleft())
         self._go_on()
 
     def _go_on(self) -> None:
         if not self.engine.has_work:
             self._is_busy = False
+            self.audience.tell_load(self.engine.load())
             if self.engine.drained:
                 self._on_drained(self)
         elif (flight := self._possible_leap()) is not None:
@@ -323,33 +319,37 @@ class SimulatedWorker:
 
     def _tell(self, outputs: StepOutputs, num_steps: int, step_s: float) -> None:
         if self._recorder:
-            for event in self._recorder.take():
-                if isinstance(event, _WITH_HASHES):
-                    self.num_told_blocks += len(event.hashes)
-                for listener in self.listeners:
-                    listener.happened(self.record.id, event)
-        if self.peer is not None:
-            self._on_outputs(self.peer, outputs, num_steps, step_s)
+            self.audience.tell_events(self._recorder.take())
+        self.audience.tell(outputs, num_steps, step_s)
 
-    def _take(self, message: ToWorker) -> None:
+    def _take(self, identity: bytes, message: ToWorker) -> None:
+        callers = self.audience.callers
+        if isinstance(message, Hello):
+            record = msgspec.structs.replace(self.record, load=self.engine.load(), state=self.state)
+            self.audience.welcome(identity, message, record, self.now)
+            return
+        router = callers.get(identity)
+        assert router is not None, "a router has not said Hello"
         match message:
             case Submit():
+                callers.open(router, message)
                 self.engine.submit(message)
             case Abort():
-                self.engine.abort(message.request_ids)
+                request_ids = [request_id for request_id in message.request_ids if request_id in router.open]
+                callers.close(router, request_ids)
+                self.engine.abort(request_ids)
             case Finish():
                 self.engine.finish(message)
+                callers.close_sample(router, message.request_id, message.sample)
             case Encode():
+                callers.open_encode(router, message.request_id)
                 self.engine.encode(message)
             case PeerLost():
                 self.engine.peer_lost(message.worker_id)
             case Drain():
-                self.next_role = message.role
+                self.next_role, self.state = message.role, WorkerState.DRAINING
                 self.engine.drain()
-            case Hello():
-                assert self.peer is not None
-                record = msgspec.structs.replace(self.record, load=self.engine.load(), state=WorkerState.READY)
-                self.peer.heard(Welcome(version=PROTOCOL_VERSION, worker=record))
+                self._on_draining(self)
             case ReleaseKept():
                 self.engine.release_kept(message.kept_ids)
             case Ping() | Remember() | Forget() | AskKept() | TimelineMessage() | AdapterMessage():

@@ -112,3 +112,25 @@ def test_many_blocks_and_what_is_no_hash(table: BlockTable) -> None:
     assert index.hashes(worker) == frozenset(hashes)
     index.remove(worker, hashes[::2])
     assert index.hashes(worker) == frozenset(hashes[1::2])
+
+
+def test_a_block_takes_little_memory_also_among_a_thousand_workers() -> None:
+    """Two of them hold each, as after a hand-over."""
+    library = block_table._library()
+    assert library is not None
+    index, workers = PrefixIndex(NativeBlockTable(library)), [new_worker_id("decode") for _ in range(1000)]
+    for number in range(20_000):
+        for worker in workers[number % 1000], workers[(number + 1) % 1000]:
+            index.add(worker, [digest(number, 0x9E3779B97F4A7C15 % 2**40)])
+    assert len(index) == 20_000
+    assert 16 * 20_000 < index.size_bytes < 100 * 20_000
+
+
+def test_of_more_workers_than_the_table_has_bits_for_nothing_is_known() -> None:
+    library = block_table._library()
+    assert library is not None
+    table = NativeBlockTable(library)
+    assert [table.add(digest(1), bit) for bit in (4095, 4096, 40_000)] == [1, 0, 0]
+    assert table.match(digest(1), 40_001, 16) == ([4095], [16])
+    assert table.remove(digest(1), 40_000) == table.clear(4096) == 0
+    assert len(table) == 1

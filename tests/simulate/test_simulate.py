@@ -118,9 +118,9 @@ def test_a_worker_changes_its_role_when_the_router_says_so() -> None:
         cluster.loop.at(2.0, change_role)
 
     def change_role() -> None:
-        workers = clusters[0].router.cluster()["workers"]
+        workers = clusters[0].routers[0].cluster()["workers"]
         moved = next(worker["id"] for worker in workers if worker["role"] == "prefill")
-        assert clusters[0].router.drain(moved, Role.DECODE).next_role is Role.DECODE
+        assert clusters[0].routers[0].drain(moved, Role.DECODE).next_role is Role.DECODE
 
     layout = Layout(prefill=3, decode=1, restart_s=1.0, num_blocks=512, max_model_len=4096, engine=CHECKED)
     outcome = simulate(layout, COSTS, draw(wanted()), drive=drive)

@@ -39,11 +39,11 @@ def test_a_request_that_a_worker_forgets_is_missed(role: Role, monkeypatch: pyte
     """One of many; the others end."""
     receive, lost = SimulatedWorker.receive, list[ToWorker]()
 
-    def forget(worker: SimulatedWorker, message: ToWorker) -> None:
+    def forget(worker: SimulatedWorker, router: bytes, message: ToWorker) -> None:
         if isinstance(message, Submit) and worker.record.role is role and not lost:
             lost.append(message)
         else:
-            receive(worker, message)
+            receive(worker, router, message)
 
     monkeypatch.setattr(SimulatedWorker, "receive", forget)
     with pytest.raises(AssertionError, match="requests are lost: 1 have"):
@@ -73,7 +73,7 @@ def test_a_worker_that_leaves_to_change_its_role_has_all_its_blocks() -> None:
     def move(cluster: SimulatedCluster, leaks: bool) -> None:
         if leaks:
             leak(cluster, Role.DECODE)
-        cluster.router.drain(oldest(cluster, Role.DECODE).record.id, Role.PREFILL)
+        cluster.routers[0].drain(oldest(cluster, Role.DECODE).record.id, Role.PREFILL)
 
     assert run(lambda cluster: drive(cluster, leaks=False)).num_role_changes == 1
     with pytest.raises(AssertionError, match="differ from the pool's"):
