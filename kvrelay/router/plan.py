@@ -16,6 +16,7 @@ has room the client is told to come back; where there is no worker, why.
 from __future__ import annotations
 
 import functools
+import math
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,6 +35,7 @@ from kvrelay.router.prefix_index import PrefixIndex
 from kvrelay.states import Role
 from kvrelay.wire.serving import Image
 
+_MOST_CANDIDATES = 32  # among which a policy chooses, besides workers that have something cached
 _FIRST_LOOK_BLOCKS = 128  # of a prompt; the rest is hashed only if a worker has all of these
 _MAX_SESSIONS = 65_536
 _MAX_IMAGES = 16_384  # of which it is known which worker encoded them
@@ -47,7 +49,8 @@ _root_hash = functools.lru_cache(maxsize=1024)(hashing.root_hash)
 
 
 class Planner:
-    """Chooses among the workers that can be used. Looks at their caches if it is given an index of them."""
+    """Chooses among the workers that can be used. Looks at their caches if it is given an index of them. Each router has its
+    own `first_turn`, or its requests would go where those of another one have just gone."""
 
     def __init__(
         self,
@@ -58,7 +61,8 @@ class Planner:
         *,
         first_turn: int = 0,
     ) -> None:
-        self._policies = {role: Policy(policy, LOAD_WEIGHTS[role], first_turn) for role in Role}
+        self._policies = {role: Policy(policy, LOAD_WEIGHTS[role]) for role in Role}
+        self._turns = dict.fromkeys(Role, first_turn)
         self._local_prefill_tokens = local_prefill_tokens
         self._cached_tokens = {role: metrics.routed_cached_tokens.labels(role.value) for role in Role}
         self._index = PrefixIndex(PlainBlockTable()) if index is None else index  # an empty one: no cache is known
@@ -179,28 +183,39 @@ class Planner:
 
     def _choose(self, role: Role, choice: _Choice) -> Peer:
         """One whose breaker is open is as good as avoided, but better than none."""
-        adapter, peers = choice.request.adapter, self._by_role[role]
-        if choice.request.data_parallel_rank is not None and role is not Role.PREFILL:
-            peers = self._of_rank(choice.request.data_parallel_rank, role, peers, again=choice.again)
-        able = [peer for peer in peers if peer.has_room and (not adapter or peer.record.has(adapter))]
-        if not able:
-            if adapter and not any(peer.record.has(adapter) for peer in self._by_role[role]):
-                raise UnavailableError(f"no {role.value} worker has the LoRA adapter {adapter}", code="no_adapter")
-            raise QueueFullError(f"the queues of all {role.value} workers are full")
-        avoid = choice.avoid
-        candidates = able if not avoid else [peer for peer in able if peer.id not in avoid] or able
-        peer = self._pick(role, candidates, choice)
-        if not peer.breaker.passes:  # seldom, so only then are all of them asked
+        candidates = self._candidates(role, choice)
+        is_any_rank = choice.rank_of(role) is None
+        peer = self._pick(role, candidates, choice, self._by_id[role] if is_any_rank else _by_id(candidates))
+        if not (peer.breaker.passes and choice.allowed([peer])):  # seldom, so only then are all of them asked
             candidates = [peer for peer in candidates if peer.breaker.passes] or candidates
-            peer = self._pick(role, candidates, choice)
+            peer = self._pick(role, candidates, choice, _by_id(candidates))
         if choice.request.session:
             self._sessions.put((choice.request.session, role), peer.id)
         return peer
 
-    def _of_rank(self, rank: int, role: Role, peers: list[Peer], *, again: bool) -> list[Peer]:
+    def _candidates(self, role: Role, choice: _Choice) -> list[Peer]:
+        """Those whose turn is next. Where none of them will do, all that will; if none does, those to be avoided. Raises
+        UnavailableError, QueueFullError."""
+        peers = self._of_rank(role, choice)
+        self._turns[role] += 1
+        start = self._turns[role] * _stride(len(peers)) % len(peers)
+        near = peers[start : start + _MOST_CANDIDATES]
+        near += peers[: min(start, _MOST_CANDIDATES - len(near))]
+        candidates = choice.allowed(near) or choice.allowed(peers) or choice.able(peers)
+        if candidates:
+            return candidates
+        adapter = choice.request.adapter
+        if adapter and not any(peer.record.has(adapter) for peer in self._by_role[role]):
+            raise UnavailableError(f"no {role.value} worker has the LoRA adapter {adapter}", code="no_adapter")
+        raise QueueFullError(f"the queues of all {role.value} workers are full")
+
+    def _of_rank(self, role: Role, choice: _Choice) -> list[Peer]:
         """Raises InvalidRequestError, or UnavailableError if the rank's worker is away."""
+        rank, peers = choice.rank_of(role), self._by_role[role]
+        if rank is None:
+            return peers
         found = [peer for peer in peers if peer.record.data_parallel_rank == rank]
-        if found or again:
+        if found or choice.again:
             return found or peers
         if rank in self._ranks[role]:
             raise UnavailableError(f"data parallel rank {rank}: its {role.value} worker is not up", code="no_worker")
@@ -209,14 +224,16 @@ class Planner:
             f"data_parallel_rank: there is no rank {rank}; {role.value} workers have {known}", param="data_parallel_rank"
         )
 
-    def _pick(self, role: Role, candidates: list[Peer], choice: _Choice) -> Peer:
+    def _pick(self, role: Role, candidates: list[Peer], choice: _Choice, by_id: Mapping[WorkerId, Peer]) -> Peer:
+        """Of `by_id`, also one that is no candidate: which has something cached, or had the session last."""
         if choice.request.session:
             kept = self._sessions.get((choice.request.session, role))
-            peer = next((peer for peer in candidates if peer.id == kept), None)
-            if peer is not None and not overloaded(peer, candidates):
-                return peer
-        by_id = self._by_id[role]
-        return self._policies[role].choose(candidates, choice.cached, by_id if len(by_id) == len(candidates) else None)
+            peer = None if kept is None else by_id.get(kept)
+            if peer is not None and choice.allowed([peer]):
+                if not overloaded(peer, candidates):
+                    return peer
+                candidates = [other for other in candidates if other is not peer] or candidates
+        return self._policies[role].choose(candidates, choice.cached, by_id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +242,18 @@ class _Choice:
     cached: Mapping[WorkerId, int]
     avoid: frozenset[str]
     again: bool
+
+    def rank_of(self, role: Role) -> int | None:
+        """That the worker of this role has to have."""
+        return None if role is Role.PREFILL else self.request.data_parallel_rank
+
+    def able(self, peers: Iterable[Peer]) -> list[Peer]:
+        adapter = self.request.adapter
+        return [peer for peer in peers if peer.has_room and (not adapter or peer.record.has(adapter))]
+
+    def allowed(self, peers: Iterable[Peer]) -> list[Peer]:
+        avoid, able = self.avoid, self.able(peers)
+        return [peer for peer in able if peer.id not in avoid] if avoid else able
 
 
 class _Latest(OrderedDict[K, WorkerId]):
@@ -239,6 +268,16 @@ class _Latest(OrderedDict[K, WorkerId]):
         self.move_to_end(key)
         if len(self) > self._max_keys:
             self.popitem(last=False)
+
+
+@functools.cache
+def _stride(count: int) -> int:
+    """By steps of so many, each of `count` has its turn before any has another; and few turns are near those just before."""
+    return next(step for step in range(round(0.618 * count), count + 1) if math.gcd(step, count) == 1)
+
+
+def _by_id(peers: Iterable[Peer]) -> dict[WorkerId, Peer]:
+    return {peer.id: peer for peer in peers}
 
 
 def _match(index: PrefixIndex, prompt: Sequence[int], root: bytes, block_size: int, num_blocks: int) -> dict[WorkerId, int]:

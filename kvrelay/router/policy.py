@@ -1,14 +1,19 @@
 """Which of the workers that could take a request gets it.
 
     round_robin     each in turn
-    least_loaded    the one with the fewest tokens in flight
-    prefix_aware    the one with the lowest cost:   load_weight * tokens in flight - prompt tokens that it has cached
+    least_loaded    the one with the fewest tokens in flight, among those whose turn is next
+    prefix_aware    the one with the lowest cost, among these and those that have something cached:
+                    load_weight * tokens in flight - prompt tokens that it has cached
 
 Cost is counted in prompt tokens that are to be computed before the first token comes. For a prefill worker, what is in
 flight is still to be computed, so it weighs as much as the prompt's own tokens. A worker that generates has computed most of
 what it has in flight; there it weighs a quarter. So a cache is followed until its worker is that much busier than the others;
 then another one computes the prefix, has it from then on too, and takes its share. Where no worker has
-anything cached, or none publishes events, this is least_loaded. Equal ones take turns, so that none is always the first choice.
+anything cached, or none publishes events, this is least_loaded.
+
+The planner names the candidates in turn (plan.py), so that of equal ones none is always the first choice. It names at most 32:
+the least loaded of so many is hardly busier than the least loaded of a thousand, to look at a thousand takes far longer,
+and several routers that all know the least loaded one would all send their requests there.
 
 A session stays with its worker, whatever the policy, until that worker is overloaded: it has more than twice the tokens of
 the least loaded one in flight, and some to spare.
@@ -46,38 +51,30 @@ C = TypeVar("C", bound=Candidate)
 
 
 class Policy:
-    """Chooses among at least one candidate. Equal ones take turns. Each router has its own `first_turn`, or its requests would
-    go where those of another one have just gone."""
+    """Chooses among at least one candidate: of equal ones, the first."""
 
-    def __init__(self, name: PolicyName, load_weight: float = 1.0, first_turn: int = 0) -> None:
+    def __init__(self, name: PolicyName, load_weight: float = 1.0) -> None:
         self._by_load = name != "round_robin"
         self._load_weight = load_weight
-        self._turn = first_turn
+        self._last_wins = False
 
-    def choose(self, candidates: Sequence[C], cached: Mapping[WorkerId, int], by_id: Mapping[WorkerId, C] | None = None) -> C:
-        """`cached` has the prompt tokens that workers hold; those that hold none may be left out. `by_id`, if the caller has
-        it, saves the time of making it."""
-        self._turn += 1
-        if len(candidates) == 1:
+    def choose(self, candidates: Sequence[C], cached: Mapping[WorkerId, int], by_id: Mapping[WorkerId, C]) -> C:
+        """`cached` has the prompt tokens that workers hold; those that hold none may be left out. Of these, the ones in `by_id`
+        can be chosen too."""
+        if not self._by_load or (len(candidates) == 1 and not cached):
             return candidates[0]
-        first = self._turn % len(candidates)
-        if not self._by_load:
-            return candidates[first]
         loads = [each.load_tokens for each in candidates]
-        lowest = min(loads)
-        try:
-            best = candidates[loads.index(lowest, first)]
-        except ValueError:  # only before `first`
-            best = candidates[loads.index(lowest)]
-        return self._best_cached(best, cached, by_id or {each.id: each for each in candidates}) if cached else best
+        best = candidates[loads.index(min(loads))]
+        return self._best_cached(best, cached, by_id) if cached else best
 
     def _best_cached(self, best: C, cached: Mapping[WorkerId, int], by_id: Mapping[WorkerId, C]) -> C:
-        """The least loaded one, or one that holds so much more that it is worth its load. Few hold anything, so only they are
-        looked at; equal ones take turns in being met first or last."""
-        weight, last_wins = self._load_weight, self._turn & 1
-        lowest = weight * best.load_tokens - cached.get(best.id, 0)
+        """The least loaded one, or one that holds so much more that it is worth its load. Equal ones take turns in being met
+        first or last."""
+        self._last_wins = not self._last_wins
+        weight, last_wins, held = self._load_weight, self._last_wins, cached.get(best.id, 0)
+        lowest = weight * best.load_tokens - held
         for worker_id, tokens in cached.items():
-            each = by_id.get(worker_id)
+            each = by_id.get(worker_id) if tokens > held else None
             if each is not None:
                 cost = weight * each.load_tokens - tokens
                 if cost < lowest or (cost == lowest and last_wins):

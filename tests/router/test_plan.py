@@ -47,11 +47,11 @@ class Worker:
 
 
 class World:
-    def __init__(self, policy: PolicyName, *workers: Worker, local_prefill_tokens: int = 64) -> None:
+    def __init__(self, policy: PolicyName, *workers: Worker, local_prefill_tokens: int = 64, first_turn: int = 0) -> None:
         self.index = PrefixIndex()
         self.metrics = Metrics()
         index = self.index if policy == "prefix_aware" else None
-        self.planner = Planner(policy, local_prefill_tokens, self.metrics, index)
+        self.planner = Planner(policy, local_prefill_tokens, self.metrics, index, first_turn=first_turn)
         self.planner.use(workers)  # type: ignore[arg-type]
 
     def cache(self, worker: Worker, tokens: list[int], salt: str = "") -> None:
@@ -194,6 +194,33 @@ def test_a_token_that_cannot_be_is_left_to_the_worker_to_refuse() -> None:
     world, _, decodes = split()
     world.cache(decodes[0], PROMPT)
     assert world.plan([*PROMPT[:100], 2**40, *PROMPT])[1] in decodes
+
+
+# Turns
+
+
+@pytest.mark.parametrize("policy", ["round_robin", "least_loaded", "prefix_aware"])
+def test_equal_workers_take_turns_and_routers_begin_elsewhere(policy: PolicyName) -> None:
+    workers = [Worker(Role.WHOLE) for _ in range(100)]
+    worlds = [World(policy, *workers, first_turn=first_turn) for first_turn in (0, 60)]
+    chosen = [[world.plan()[1] for _ in workers] for world in worlds]
+    assert all(set(each) == set(workers) for each in chosen)
+    assert all(one is not other for one, other in zip(*chosen, strict=True))
+
+
+def test_among_very_many_the_least_loaded_of_those_whose_turn_is_next_is_taken() -> None:
+    """And a worker with room, wherever it stands; and one that has the prompt."""
+    workers = [Worker(Role.WHOLE) for _ in range(100)]
+    world = World("prefix_aware", *workers)
+    for number, worker in enumerate(workers):
+        worker.load_tokens = 100 * (number % 10)
+    assert {world.plan()[1].load_tokens for _ in range(200)} == {0}
+    world.cache(workers[77], PROMPT)
+    workers[77].load_tokens = 100
+    assert all(world.plan()[1] is workers[77] for _ in range(5))
+    for worker in workers:
+        worker.has_room = worker is workers[50]
+    assert all(world.plan()[1] is workers[50] for _ in range(100))
 
 
 # Who is able

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from kvrelay.config import EngineOptions
+from kvrelay.router.attempt import Mode
 from kvrelay.router.rebalance import Rules
 from kvrelay.simulate import worker as simulated_worker
 from kvrelay.simulate.cluster import Layout, SimulatedCluster
@@ -71,6 +72,33 @@ def test_no_request_is_lost_with_its_worker(mode: str, policy: str) -> None:
         assert answer.num_tokens == answer.session.turns[answer.turn].output_tokens
 
 
+@pytest.mark.parametrize("mode", ["write", "read"])
+def test_routers_beside_each_other_lose_no_request_and_the_same_seed_gives_the_same_result(mode: Mode) -> None:
+    """Each hears of its own requests only, and of all workers."""
+    layout = Layout(prefill=2, decode=2, routers=3, mode=mode, restart_s=1.0, engine=CHECKED)
+    failures = (Failure(at_s=1.003, role=Role.DECODE), Failure(at_s=2.01, role=Role.PREFILL))
+    first, again = (figures(run(layout, wanted("mixed"), failures), TARGETS) for _ in range(2))
+    alone = figures(run(msgspec.structs.replace(layout, routers=1), wanted("mixed"), failures), TARGETS)
+    assert first == again
+    assert first["finished"] == first["requests"] == alone["requests"]
+    assert 0 < first["router_messages_per_s"] < alone["router_messages_per_s"]
+    assert first["told_blocks_per_s"] > 0 < first["index_mib"]
+
+
+def test_a_router_learns_what_others_have_sent_to_its_workers() -> None:
+    seen: list[int] = []
+
+    def drive(cluster: SimulatedCluster) -> None:
+        for tenth in range(10, 40):
+            cluster.loop.at(tenth / 10, look, cluster)
+
+    def look(cluster: SimulatedCluster) -> None:
+        seen.extend(worker["running"] - worker["in_flight"] for worker in cluster.routers[0].cluster()["workers"])
+
+    simulate(Layout(routers=2), COSTS, draw(wanted()), drive=drive)
+    assert max(seen) > 0
+
+
 def test_requests_without_a_worker_fail_and_none_is_forgotten() -> None:
     failures = (Failure(at_s=2.0, role=Role.DECODE, comes_back=False),)
     outcome = run(Layout(), wanted(), failures)
@@ -130,12 +158,13 @@ def test_a_worker_changes_its_role_when_the_router_says_so() -> None:
     assert all(worker.busy_s > 0 for worker in clusters[0].workers.values())
 
 
-def test_over_a_day_workers_follow_the_load_and_no_request_is_lost_with_those_that_fail() -> None:
-    """At noon one prefill worker is not enough, and of three decode workers one can be spared."""
+@pytest.mark.parametrize("num_routers", [1, 2])
+def test_over_a_day_workers_follow_the_load_and_no_request_is_lost_with_those_that_fail(num_routers: int) -> None:
+    """At noon one prefill worker is not enough, and of three decode workers one can be spared. Of two routers, one decides."""
     costs = msgspec.structs.replace(COSTS, prefill=line(1.0, 0.5))  # a prompt takes 101 ms
     traffic = Wanted(kind="daily", rate=14.0, duration_s=150.0, input_tokens=200, output_tokens=4, seed=4)
     failures = (Failure(at_s=50.0, role=Role.DECODE), Failure(at_s=120.0, role=Role.PREFILL))
-    layout = Layout(prefill=1, decode=3, restart_s=4.0)
+    layout = Layout(prefill=1, decode=3, restart_s=4.0, routers=num_routers)
     fixed, moved = (
         figures(run(msgspec.structs.replace(layout, rebalance=rules), traffic, failures, costs), TARGETS)
         for rules in (None, Rules(patience_s=5.0, pause_s=15.0))
