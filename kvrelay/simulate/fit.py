@@ -151,16 +151,16 @@ def _of_gpu(results: Figures) -> dict[str, float]:
 H200_8B = msgspec.convert(
     fitted(
         {
-            "b1_in128_itl_ms": 3.6561,
-            "b8_in1024_itl_ms": 4.3801,
-            "b64_in1024_itl_ms": 6.6969,
-            "b256_in512_itl_ms": 12.0077,
-            "prefill_512_ms": 11.5996,
-            "prefill_2048_ms": 45.0545,
-            "prefill_8192_ms": 200.3068,
-            "ipc_gb_s_2048": 1740.58,
-            "handover_beyond_step_ms_p50": 1.248,
-            "device_copy_gb_s": 2127.06,
+            "b1_in128_itl_ms": 3.6566,
+            "b8_in1024_itl_ms": 4.4024,
+            "b64_in1024_itl_ms": 6.6775,
+            "b256_in512_itl_ms": 12.0668,
+            "prefill_512_ms": 12.097,
+            "prefill_2048_ms": 45.1154,
+            "prefill_8192_ms": 199.9237,
+            "ipc_gb_s_2048": 1713.38,
+            "handover_beyond_step_ms_p50": 1.515,
+            "device_copy_gb_s": 2126.36,
         }
     ),
     Costs,

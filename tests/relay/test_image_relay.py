@@ -69,7 +69,7 @@ async def test_a_image_is_encoded_and_transferred_once() -> None:
         assert cluster.prefill.images.failed == cluster.encode.images.failed == 0, "what is not needed does not fail"
 
 
-async def test_a_image_that_a_prompt_shows_twice_moves_once() -> None:
+async def test_an_image_that_a_prompt_shows_twice_moves_once() -> None:
     once = make_prompt("qwen3_vl", [(70, 50)], "What is it?")
     twice = doubled(once)
     async with images(Shape(encode=1, prefill=1, decode=1)) as cluster:
@@ -228,7 +228,7 @@ async def test_without_encode_workers_the_client_is_told() -> None:
         assert caught.value.code == "no_encode_worker"
 
 
-async def test_a_image_that_cannot_be_read_is_the_clients_mistake() -> None:
+async def test_an_image_that_cannot_be_read_is_the_clients_mistake() -> None:
     prompt = make_prompt("qwen3_vl", [(50, 50)], "What?")
     broken = msgspec.structs.replace(ask(prompt), images=[msgspec.structs.replace(prompt.images[0], data=b"\x89PNG no")])
     async with images(Shape(encode=1, prefill=1, decode=1)) as cluster:
