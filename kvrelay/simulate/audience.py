@@ -47,12 +47,12 @@ class Audience:
         for router in touched:
             self._send(router, outputs.step, num_steps, step_s)
 
-    def tell_load(self, load: WorkerLoad) -> None:
+    def tell_load(self, load_now: Callable[[], WorkerLoad]) -> None:
         """Nothing is left to do."""
         if self._load_untold:
-            self.load, self._load_untold = load, False
+            self.load, self._load_untold = load_now(), False
             for router in self.callers:
-                self._send(router, load.steps, 1, 0.0)
+                self._send(router, self.load.steps, 1, 0.0)
 
     def _send(self, router: Caller, step: int, num_steps: int, step_s: float) -> None:
         message = router.take(self._worker_id, step, self.load)

@@ -254,7 +254,7 @@ class SimulatedWorker:
     def _go_on(self) -> None:
         if not self.engine.has_work:
             self._is_busy = False
-            self.audience.tell_load(self.engine.load())
+            self.audience.tell_load(self.engine.load)
             if self.engine.drained:
                 self._on_drained(self)
         elif (flight := self._possible_leap()) is not None:
