@@ -187,7 +187,8 @@ class Planner:
         is_any_rank = choice.rank_of(role) is None
         peer = self._pick(role, candidates, choice, self._by_id[role] if is_any_rank else _by_id(candidates))
         if not (peer.breaker.passes and choice.allowed([peer])):  # seldom, so only then are all of them asked
-            candidates = [peer for peer in candidates if peer.breaker.passes] or candidates
+            wherever = choice.allowed(self._of_rank(role, choice)) or candidates
+            candidates = [peer for peer in wherever if peer.breaker.passes] or candidates
             peer = self._pick(role, candidates, choice, _by_id(candidates))
         if choice.request.session:
             self._sessions.put((choice.request.session, role), peer.id)

@@ -1,4 +1,4 @@
-"""The clients of a simulation: they ask when their session says, any router, and note when which token came."""
+"""The clients of a simulation: each asks one of the routers when its session says, and notes when which token came."""
 
 from __future__ import annotations
 

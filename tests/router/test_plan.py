@@ -219,6 +219,9 @@ def test_among_very_many_the_least_loaded_of_those_whose_turn_is_next_is_taken()
     workers[77].load_tokens = 100
     assert all(world.plan()[1] is workers[77] for _ in range(5))
     for worker in workers:
+        worker.breaker.passes = worker is workers[60]
+    assert all(world.plan()[1] is workers[60] for _ in range(100))
+    for worker in workers:
         worker.has_room = worker is workers[50]
     assert all(world.plan()[1] is workers[50] for _ in range(100))
 
