@@ -1,7 +1,10 @@
-"""Which of several routers on one etcd leads: the one whose id is under /kvrelay/leader, a key that ends with its etcd lease.
+"""The routers on one etcd, and which of them leads. All keys of a router end with its etcd lease.
 
-A thread renews the lease, puts the key where there is none, and reads who has it. A router that cannot reach etcd leads no
-more: what it knew is older than the lease.
+    /kvrelay/routers/{router_id}   its RouterRecord, as workers' records are kept (etcd_members.py)
+    /kvrelay/leader                the id of the router that leads
+
+A thread renews the lease, puts a key that is missing, and reads what the others have put. A router that cannot reach etcd leads
+no more: what it knew is older than the lease. The other routers that it knew stay.
 """
 
 from __future__ import annotations
@@ -10,6 +13,8 @@ import math
 import threading
 import time
 from collections.abc import Callable
+
+import msgspec
 
 from kvrelay.discovery.etcd_gateway import (
     Compare,
@@ -27,6 +32,8 @@ from kvrelay.discovery.etcd_gateway import (
     RefusedError,
     Transaction,
 )
+from kvrelay.discovery.etcd_members import unsealed, value_of
+from kvrelay.errors import ProtocolError
 from kvrelay.ids import RouterId
 from kvrelay.log import Log
 from kvrelay.wire.registry import RouterRecord
@@ -34,10 +41,12 @@ from kvrelay.wire.registry import RouterRecord
 log = Log("discovery")
 
 KEY = b"/kvrelay/leader"
+ROUTERS = b"/kvrelay/routers/"
+_ROUTERS_END = b"/kvrelay/routers0"  # "0" comes after "/"
 
 
 class EtcdCompany:
-    """Of a router on etcd, which lists no routers. One that may not lead does not ask for it either."""
+    """Of a router on etcd. One that may not lead does not ask who does."""
 
     is_shared = True
 
@@ -51,18 +60,17 @@ class EtcdCompany:
         clock: Callable[[], float] = time.monotonic,
         on_retry: Callable[[], None] = lambda: None,
     ) -> None:
-        self.routers = [router]
+        self.routers = [router]  # until etcd has told of the others
+        self._router = router
         self._ttl_s = max(2, math.ceil(registration_s))
         self._clock = clock
         self._on_retry = on_retry
         self._lease: int | None = None
         self._known: tuple[RouterId, float] | None = None  # the leader, and until when that can be relied on
         self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
-        if router.may_lead:
-            self._gateway = Gateway(Endpoints(address), timeout_s=timeout_s, on_retry=on_retry)
-            self._thread = threading.Thread(target=self._run, name="etcd-lead", daemon=True)
-            self._thread.start()
+        self._gateway = Gateway(Endpoints(address), timeout_s=timeout_s, on_retry=on_retry)
+        self._thread = threading.Thread(target=self._run, name="etcd-company", daemon=True)
+        self._thread.start()
 
     @property
     def leader(self) -> RouterId | None:
@@ -72,31 +80,50 @@ class EtcdCompany:
     def close(self) -> None:
         """Another one need not wait for the end of the lease."""
         self._stop.set()
-        if self._thread is not None:
-            self._thread.join()
+        self._thread.join()
 
     def _run(self) -> None:
         while not self._stop.is_set():
             try:
-                self._known = self._ask()
+                asked_at = self._clock()
+                lease = self._renew()
+                self.routers = self._listed()
+                leader = self._ask_leader(lease) if self._router.may_lead else None
+                self._known = None if leader is None else (leader, asked_at + self._ttl_s)
             except (NoAnswerError, RefusedError) as error:
                 self._known = None
                 self._on_retry()
-                log.seldom("which router leads is not known", reason=error)
+                log.seldom("the other routers, and which of them leads, are not known", reason=error)
             self._stop.wait(self._ttl_s / 3)
         try:
             if self._lease is not None:
                 self._gateway.ask("/v3/lease/revoke", LeaseRequest(lease=self._lease), Done)
         except (NoAnswerError, RefusedError) as error:
-            log.seldom("could not give up the lead; its lease ends by itself", reason=error)
+            log.seldom("could not leave the other routers; the lease ends by itself", reason=error)
         self._gateway.close()
 
-    def _ask(self) -> tuple[RouterId, float] | None:
-        asked_at = self._clock()
+    def _renew(self) -> int:
         if self._lease is None or not self._gateway.keep_alive(self._lease):
-            self._lease = self._gateway.ask("/v3/lease/grant", GrantLease(ttl_s=self._ttl_s), LeaseGranted).lease
+            self._lease = None  # until its key is there, too
+            lease = self._gateway.ask("/v3/lease/grant", GrantLease(ttl_s=self._ttl_s), LeaseGranted).lease
+            put = Put(key=ROUTERS + self._router.id.encode(), value=value_of(self._router), lease=lease)
+            self._gateway.ask("/v3/kv/put", put, Done)
+            self._lease = lease
+        return self._lease
+
+    def _listed(self) -> list[RouterRecord]:
+        everything = Range(key=ROUTERS, range_end=_ROUTERS_END, sort_order="ASCEND", sort_target="CREATE")
+        found = []
+        for pair in self._gateway.ask("/v3/kv/range", everything, RangeAnswer).kvs:
+            try:
+                found.append(msgspec.json.decode(unsealed(pair.value), type=RouterRecord))
+            except (ProtocolError, msgspec.MsgspecError, ValueError, RecursionError) as error:
+                log.seldom("the value of a key in etcd is no router's record", key=pair.key, reason=error)
+        return found
+
+    def _ask_leader(self, lease: int) -> RouterId | None:
         exists = Compare(key=KEY, target="CREATE", result="GREATER")  # than 0
-        put = Operation(request_put=Put(key=KEY, value=self.routers[0].id.encode(), lease=self._lease))
+        put = Operation(request_put=Put(key=KEY, value=self._router.id.encode(), lease=lease))
         self._gateway.ask("/v3/kv/txn", Transaction(compare=[exists], failure=[put]), Done)
         found = self._gateway.ask("/v3/kv/range", Range(key=KEY, range_end=KEY + b"\0"), RangeAnswer).kvs
-        return (RouterId(found[0].value.decode(errors="replace")), asked_at + self._ttl_s) if found else None
+        return RouterId(found[0].value.decode(errors="replace")) if found else None

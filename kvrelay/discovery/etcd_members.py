@@ -23,7 +23,7 @@ from kvrelay.errors import ProtocolError
 from kvrelay.log import Log
 from kvrelay.planes.curve import current_key
 from kvrelay.states import WorkerState
-from kvrelay.wire.registry import WorkerRecord
+from kvrelay.wire.registry import RouterRecord, WorkerRecord
 
 log = Log("discovery")
 
@@ -35,13 +35,13 @@ def key_of(record: WorkerRecord) -> bytes:
     return PREFIX + f"{record.role.value}/{record.id}".encode()
 
 
-def value_of(record: WorkerRecord) -> bytes:
+def value_of(record: WorkerRecord | RouterRecord) -> bytes:
     value, key = msgspec.json.encode(record), current_key()
     return value if key is None else key.sign(value) + b" " + value
 
 
-def _unsealed(value: bytes) -> bytes:
-    """A program that can write to etcd is not thereby a worker of this cluster."""
+def unsealed(value: bytes) -> bytes:
+    """A program that can write to etcd is not thereby a worker or router of this cluster. Raises ProtocolError."""
     key = current_key()
     if key is None:
         return value
@@ -54,7 +54,7 @@ def _unsealed(value: bytes) -> bytes:
 def read_record(pair: KeyValue) -> WorkerRecord:
     """Raises ProtocolError."""
     try:
-        record = msgspec.json.decode(_unsealed(pair.value), type=WorkerRecord)
+        record = msgspec.json.decode(unsealed(pair.value), type=WorkerRecord)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ProtocolError(f"the value is no worker's record: {error}") from error
     check_record(record)

@@ -11,6 +11,10 @@
 
 The policy chooses among several; a request may name the data parallel rank of the worker that is to generate. Where no worker
 has room the client is told to come back; where there is no worker, why.
+
+A router learns late what others have sent to a worker, so two of them would send their next prompts to the same idle one.
+Therefore each router has a share of the workers, among which the policy chooses. Workers of other shares are added if they are
+less busy by a prompt: that much another router may just have sent them.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from kvrelay.errors import InvalidRequestError, QueueFullError, UnavailableError
-from kvrelay.ids import WorkerId
+from kvrelay.ids import RouterId, WorkerId
 from kvrelay.metrics import Metrics
 from kvrelay.native import hashing
 from kvrelay.router.attempt import EncodeShare, Plan
@@ -33,9 +37,11 @@ from kvrelay.router.peer import Peer
 from kvrelay.router.policy import LOAD_WEIGHTS, Policy, PolicyName, overloaded
 from kvrelay.router.prefix_index import PrefixIndex
 from kvrelay.states import Role
+from kvrelay.wire.registry import RouterRecord
 from kvrelay.wire.serving import Image
 
 _MOST_CANDIDATES = 32  # among which a policy chooses, besides workers that have something cached
+_TELLING_SHARE = 8  # workers: if so many of a router's share are busy, those of other shares probably are, too
 _FIRST_LOOK_BLOCKS = 128  # of a prompt; the rest is hashed only if a worker has all of these
 _MAX_SESSIONS = 65_536
 _MAX_IMAGES = 16_384  # of which it is known which worker encoded them
@@ -63,6 +69,8 @@ class Planner:
     ) -> None:
         self._policies = {role: Policy(policy, LOAD_WEIGHTS[role]) for role in Role}
         self._turns = dict.fromkeys(Role, first_turn)
+        self._by_load = policy != "round_robin"
+        self._place, self._num_routers = 0, 1  # of this router among all
         self._local_prefill_tokens = local_prefill_tokens
         self._cached_tokens = {role: metrics.routed_cached_tokens.labels(role.value) for role in Role}
         self._index = PrefixIndex(PlainBlockTable()) if index is None else index  # an empty one: no cache is known
@@ -70,6 +78,7 @@ class Planner:
         self._encoded_by: _Latest[str] = _Latest(_MAX_IMAGES)
         self._by_role: dict[Role, list[Peer]] = {role: [] for role in Role}
         self._by_id: dict[Role, dict[WorkerId, Peer]] = {role: {} for role in Role}
+        self._shares: dict[Role, tuple[list[Peer], list[Peer]]] = {role: ([], []) for role in Role}  # this router's, others'
         self._ranks: dict[Role, set[int]] = {role: set() for role in Role}  # that workers have, or had
         self._block_sizes: dict[tuple[str, int], None] = {}  # fingerprint and block size of the workers that publish events
         if index is not None:
@@ -86,6 +95,25 @@ class Planner:
             self._ranks[record.role].add(record.data_parallel_rank)
             if record.events_address and record.block_size:
                 self._block_sizes[record.fingerprint, record.block_size] = None
+        self._share_out_workers()
+
+    def share_with(self, routers: Iterable[RouterRecord], own: RouterId) -> None:
+        """`routers` are all that use the same workers. Each sorts them and the workers by id, so all agree on the shares."""
+        ids = sorted({own, *(router.id for router in routers)})
+        place, num_routers = (ids.index(own), len(ids)) if self._by_load else (0, 1)
+        if (place, num_routers) != (self._place, self._num_routers):
+            self._place, self._num_routers = place, num_routers
+            self._share_out_workers()
+
+    def _share_out_workers(self) -> None:
+        """Where there are fewer workers than routers, some routers have the same one."""
+        for role, peers in self._by_role.items():
+            if self._num_routers == 1 or not peers:
+                self._shares[role] = peers, []
+                continue
+            ordered = sorted(peers, key=lambda peer: peer.id)
+            own = set(ordered[self._place % len(peers) :: self._num_routers])
+            self._shares[role] = [peer for peer in ordered if peer in own], [peer for peer in ordered if peer not in own]
 
     @property
     def ready(self) -> bool:
@@ -121,7 +149,7 @@ class Planner:
         return replace(plan, encode=self._share_out(missing, plan.computing, avoid)) if missing else plan
 
     def _share_out(self, images: Iterable[Image], computing: Peer, avoid: frozenset[str]) -> tuple[EncodeShare, ...]:
-        encoders = [peer for peer in self._by_role[Role.ENCODE] if peer.has_room]
+        encoders = [peer for share in self._shares[Role.ENCODE] for peer in share if peer.has_room]
         able = [peer for peer in encoders if peer.id not in avoid and peer.breaker.passes]
         if not able and computing.record.role is Role.WHOLE:
             return ()
@@ -199,16 +227,25 @@ class Planner:
         UnavailableError, QueueFullError."""
         peers = self._of_rank(role, choice)
         self._turns[role] += 1
-        start = self._turns[role] * _stride(len(peers)) % len(peers)
-        near = peers[start : start + _MOST_CANDIDATES]
-        near += peers[: min(start, _MOST_CANDIDATES - len(near))]
-        candidates = choice.allowed(near) or choice.allowed(peers) or choice.able(peers)
+        own, others = self._shares[role] if peers is self._by_role[role] else (peers, [])
+        near = choice.allowed(_next_of(own, self._turns[role]))
+        if others:
+            near += self._less_busy(others, near, role, choice)
+        candidates = near or choice.allowed(peers) or choice.able(peers)
         if candidates:
             return candidates
         adapter = choice.request.adapter
         if adapter and not any(peer.record.has(adapter) for peer in self._by_role[role]):
             raise UnavailableError(f"no {role.value} worker has the LoRA adapter {adapter}", code="no_adapter")
         raise QueueFullError(f"the queues of all {role.value} workers are full")
+
+    def _less_busy(self, others: list[Peer], near: list[Peer], role: Role, choice: _Choice) -> list[Peer]:
+        """Of other routers' shares: those less busy than all of `near`, which are of this one's, by so much that it shows."""
+        least = min([peer.load_tokens for peer in near], default=math.inf)
+        enough = least - len(choice.request.prompt) * min(1.0, len(near) / _TELLING_SHARE)
+        if enough <= 0:
+            return []
+        return [peer for peer in choice.allowed(_next_of(others, self._turns[role])) if peer.load_tokens < enough]
 
     def _of_rank(self, role: Role, choice: _Choice) -> list[Peer]:
         """Raises InvalidRequestError, or UnavailableError if the rank's worker is away."""
@@ -275,6 +312,12 @@ class _Latest(OrderedDict[K, WorkerId]):
 def _stride(count: int) -> int:
     """By steps of so many, each of `count` has its turn before any has another; and few turns are near those just before."""
     return next(step for step in range(round(0.618 * count), count + 1) if math.gcd(step, count) == 1)
+
+
+def _next_of(peers: list[Peer], turn: int) -> list[Peer]:
+    start = turn * _stride(len(peers)) % len(peers)
+    near = peers[start : start + _MOST_CANDIDATES]
+    return near + peers[: min(start, _MOST_CANDIDATES - len(near))]
 
 
 def _by_id(peers: Iterable[Peer]) -> dict[WorkerId, Peer]:

@@ -12,8 +12,7 @@ then another one computes the prefix, has it from then on too, and takes its sha
 anything cached, or none publishes events, this is least_loaded.
 
 The planner names the candidates in turn (plan.py), so that of equal ones none is always the first choice. It names at most 32:
-the least loaded of so many is hardly busier than the least loaded of a thousand, to look at a thousand takes far longer,
-and several routers that all know the least loaded one would all send their requests there.
+the least loaded of so many is hardly busier than the least loaded of a thousand, and to look at a thousand takes far longer.
 
 A session stays with its worker, whatever the policy, until that worker is overloaded: it has more than twice the tokens of
 the least loaded one in flight, and some to spare.

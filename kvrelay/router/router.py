@@ -81,8 +81,7 @@ class Router:
         self.router_id = router_id or new_router_id()
         self._membership = membership
         self._metrics = metrics
-        self._registration_s = registration_s
-        self._model = model
+        self._registration_s, self._model = registration_s, model
         self._peers: dict[WorkerId, Peer] = {}
         self._starting: dict[WorkerId, WorkerRecord] = {}  # until they are open, or have left
         self._max_model_len = 0
@@ -124,6 +123,7 @@ class Router:
 
     def start(self) -> None:
         self._membership.start(self._on_joined, self._on_changed, self._on_left)
+        self._planner.share_with(self._company.routers, self.router_id)
         self._schedule_tick()
 
     def close(self) -> None:
@@ -342,6 +342,7 @@ class Router:
         for peer in list(self._peers.values()):
             peer.tick()
         self.timelines.tick()
+        self._planner.share_with(self._company.routers, self.router_id)
         self.on_tick()
         self._schedule_tick()
 

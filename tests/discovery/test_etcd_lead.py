@@ -1,26 +1,33 @@
-"""Which of several routers on one etcd leads."""
+"""The routers on one etcd, and which of them leads."""
 
 from __future__ import annotations
 
 from etcd_server import EtcdServer
+from etcd_tools import Etcdctl
 from patience import until
 
 from kvrelay.discovery.base import router_record
-from kvrelay.discovery.etcd_lead import EtcdCompany
+from kvrelay.discovery.etcd_lead import ROUTERS, EtcdCompany
 from kvrelay.ids import new_router_id
+from kvrelay.wire.registry import RouterRecord
 
 
-def company(server: EtcdServer, *, may_lead: bool = True) -> EtcdCompany:
-    return EtcdCompany(server.address, router_record(new_router_id(), may_lead=may_lead), registration_s=2.0, timeout_s=5.0)
+def company(server: EtcdServer, router: RouterRecord) -> EtcdCompany:
+    return EtcdCompany(server.address, router, registration_s=2.0, timeout_s=5.0)
+
+
+def router(*, may_lead: bool = True) -> RouterRecord:
+    return router_record(new_router_id(), may_lead=may_lead)
 
 
 async def test_the_first_leads_until_it_goes_and_one_that_may_not_never_does(server: EtcdServer) -> None:
-    shy, first = company(server, may_lead=False), company(server)
-    until(lambda: first.leader == first.routers[0].id)
-    second = company(server)
-    until(lambda: second.leader == first.routers[0].id)
+    records = [router(may_lead=False), router(), router()]
+    shy, first = (company(server, record) for record in records[:2])
+    until(lambda: first.leader == records[1].id)
+    second = company(server, records[2])
+    until(lambda: second.leader == records[1].id)
     first.close()
-    until(lambda: second.leader == second.routers[0].id)
+    until(lambda: second.leader == records[2].id)
     assert shy.leader is None
     server.stop()
     until(lambda: second.leader is None)  # it cannot know whether it still leads
@@ -28,11 +35,27 @@ async def test_the_first_leads_until_it_goes_and_one_that_may_not_never_does(ser
     shy.close()
 
 
+async def test_each_knows_all_the_oldest_first_until_they_go_and_keeps_them_while_etcd_is_away(server: EtcdServer) -> None:
+    records = [router(may_lead=False), router(), router(may_lead=False)]
+    companies: list[EtcdCompany] = []
+    for record in records:
+        companies.append(company(server, record))
+        until(lambda: companies[0].routers == records[: len(companies)])
+    Etcdctl(server).put(ROUTERS + b"stranger", b"no record")
+    companies.pop(1).close()
+    until(lambda: all(each.routers == [records[0], records[2]] for each in companies))
+    server.stop()
+    for each in companies:
+        each.close()
+        assert each.routers == [records[0], records[2]]
+
+
 async def test_a_leader_that_stands_still_leads_no_more() -> None:
     now = 0.0
-    standing = EtcdCompany("etcd://127.0.0.1:1", router_record(new_router_id()), registration_s=2.0, clock=lambda: now)
-    standing._known = (standing.routers[0].id, 2.0)
-    assert standing.leader == standing.routers[0].id
+    record = router()
+    standing = EtcdCompany("etcd://127.0.0.1:1", record, registration_s=2.0, clock=lambda: now)
+    standing.close()
+    standing._known = (record.id, 2.0)
+    assert standing.leader == record.id
     now = 2.0
     assert standing.leader is None
-    standing.close()

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from registry_records import make_record
 
+from kvrelay.discovery.base import router_record
 from kvrelay.errors import InvalidRequestError, QueueFullError, UnavailableError
-from kvrelay.ids import WorkerId, new_worker_id
+from kvrelay.ids import WorkerId, new_router_id, new_worker_id, number_of
 from kvrelay.metrics import Metrics
 from kvrelay.native.hashing import extend_hashes, root_hash
 from kvrelay.router.backend import GenerateRequest
@@ -224,6 +225,101 @@ def test_among_very_many_the_least_loaded_of_those_whose_turn_is_next_is_taken()
     for worker in workers:
         worker.has_room = worker is workers[50]
     assert all(world.plan()[1] is workers[50] for _ in range(100))
+
+
+# Several routers
+
+
+def several(num_routers: int, *workers: Worker, policy: PolicyName = "least_loaded") -> list[World]:
+    """A world for each router, none of which knows what the others send."""
+    routers = [router_record(new_router_id()) for _ in range(num_routers)]
+    worlds = [World(policy, *workers, first_turn=number_of(router.id)) for router in routers]
+    for world, router in zip(worlds, routers, strict=True):
+        world.planner.share_with(routers, router.id)
+    return worlds
+
+
+@pytest.mark.parametrize("policy", ["least_loaded", "prefix_aware"])
+@pytest.mark.parametrize("num_workers", [4, 10, 200])
+def test_routers_send_what_comes_at_once_to_different_workers(policy: PolicyName, num_workers: int) -> None:
+    """Whatever turn each is at; and each of them uses all of its share."""
+    worlds = several(4, *(Worker(Role.WHOLE) for _ in range(num_workers)), policy=policy)
+    chosen = [{world.plan()[1] for _ in range(num_workers)} for world in worlds]
+    assert sum(map(len, chosen)) == len(set().union(*chosen)) == num_workers
+
+
+def test_a_router_goes_beyond_its_share_where_that_is_less_busy_by_a_prompt() -> None:
+    workers = [Worker(Role.WHOLE) for _ in range(40)]
+    world = several(4, *workers)[0]
+    share = {world.plan()[1] for _ in workers}
+    for worker in share:
+        worker.load_tokens = len(PROMPT)
+    assert {world.plan()[1] for _ in workers} == share
+    for worker in share:
+        worker.load_tokens += 1
+    assert share.isdisjoint(world.plan()[1] for _ in workers)
+    assert {world.plan(PROMPT * 2)[1] for _ in workers} == share
+    for worker in share:
+        worker.load_tokens, worker.has_room = 0, False
+    assert share.isdisjoint(world.plan()[1] for _ in workers)
+
+
+def test_the_smaller_its_share_the_sooner_a_router_goes_beyond_it() -> None:
+    own, other = [Worker(Role.WHOLE) for _ in range(2)]
+    world = several(2, own, other)[0]
+    own, other = (own, other) if world.plan()[1] is own else (other, own)
+    own.load_tokens = len(PROMPT) // 10
+    assert all(world.plan()[1] is own for _ in range(3))
+    own.load_tokens = len(PROMPT) // 5
+    assert all(world.plan()[1] is other for _ in range(3))
+
+
+def test_a_router_follows_caches_sessions_and_ranks_beyond_its_share() -> None:
+    workers = [Worker(Role.WHOLE, rank=rank) for rank in range(4)]
+    world = several(2, *workers, policy="prefix_aware")[0]
+    share = {world.plan()[1] for _ in workers}
+    far, other = (worker for worker in workers if worker not in share)
+    assert world.plan(session="chat", avoid={worker.id for worker in workers if worker is not other})[1] is other
+    assert world.plan(session="chat")[1] is other
+    assert world.plan(data_parallel_rank=far.record.data_parallel_rank)[1] is far
+    world.cache(far, PROMPT)
+    assert all(world.plan()[1] is far for _ in range(3))
+
+
+@pytest.mark.parametrize("num_routers", [1, 2, 3, 5, 9])
+def test_with_fewer_workers_than_routers_each_router_has_one_of_them(num_routers: int) -> None:
+    workers = [Worker(Role.WHOLE) for _ in range(2)]
+    first = [world.plan()[1] for world in several(num_routers, *workers)]
+    assert abs(first.count(workers[0]) - first.count(workers[1])) <= 1
+    assert all(not world.planner.ready for world in several(num_routers))
+
+
+def test_shares_follow_workers_and_routers_that_come_and_go() -> None:
+    workers = [Worker(Role.WHOLE) for _ in range(12)]
+    routers = [router_record(new_router_id()) for _ in range(3)]
+    world = World("least_loaded", *workers)
+    own = routers[0].id
+
+    def share() -> set[Worker]:
+        return {world.plan()[1] for _ in workers}
+
+    assert share() == set(workers)
+    world.planner.share_with(routers[1:], own)  # the registry does not know of it yet
+    before = share()
+    assert len(before) == 4
+    world.planner.share_with(routers, own)
+    assert share() == before
+    left = [worker for worker in workers if worker not in before]
+    world.planner.use(left)  # type: ignore[arg-type]
+    assert 2 <= len(share()) <= 3
+    world.planner.share_with(routers[:1], own)
+    assert share() == set(left)
+
+
+def test_in_turn_means_all_workers_however_many_routers_there_are() -> None:
+    workers = [Worker(Role.WHOLE) for _ in range(6)]
+    for world in several(3, *workers, policy="round_robin"):
+        assert {world.plan()[1] for _ in workers} == set(workers)
 
 
 # Who is able

@@ -7,6 +7,7 @@ import pytest
 
 from kvrelay.config import EngineOptions
 from kvrelay.router.attempt import Mode
+from kvrelay.router.policy import PolicyName
 from kvrelay.router.rebalance import Rules
 from kvrelay.simulate import worker as simulated_worker
 from kvrelay.simulate.cluster import Layout, SimulatedCluster
@@ -83,6 +84,21 @@ def test_routers_beside_each_other_lose_no_request_and_the_same_seed_gives_the_s
     assert first["finished"] == first["requests"] == alone["requests"]
     assert 0 < first["router_messages_per_s"] < alone["router_messages_per_s"]
     assert first["told_blocks_per_s"] > 0 < first["index_mib"]
+
+
+@pytest.mark.parametrize("policy", ["least_loaded", "prefix_aware"])
+def test_first_tokens_come_about_as_soon_with_several_routers_as_with_one(policy: PolicyName) -> None:
+    """Though none knows in time what the others have sent to a worker. Prefill workers are busy two thirds of the time."""
+    traffic = Wanted(rate=1200.0, duration_s=1.0, input_tokens=1000, output_tokens=2, seed=1)
+    costs = msgspec.structs.replace(COSTS, gb_per_s=100.0)
+
+    def waits(num_routers: int) -> list[float]:
+        outcome = simulate(Layout(prefill=40, decode=20, routers=num_routers, policy=policy), costs, draw(traffic))
+        return sorted(answer.ttft_s for answer in outcome.answers)
+
+    alone, beside = waits(1), waits(4)
+    assert sum(beside) < 1.1 * sum(alone)
+    assert beside[len(beside) * 9 // 10] < 1.2 * alone[len(alone) * 9 // 10]
 
 
 def test_a_router_learns_what_others_have_sent_to_its_workers() -> None:
