@@ -220,12 +220,19 @@ def test_a_worker_with_another_engine_gets_no_request_and_it_is_said_why(expecte
         until_idle(server)
 
 
+@pytest.mark.parametrize("split", ["tensor_parallel_size: 3", "pipeline_parallel_size: 2"])
 @pytest.mark.parametrize("mode", ["write", "read"])
-def test_ranks_of_a_pair_hand_over_and_one_that_dies_is_the_death_of_its_worker(mode: str, expected: list[list[int]]) -> None:
-    """Three of them: the model has nine heads, and three for KV. The stream goes on on the worker's successor."""
-    with contextlib.closing(serve("--prefill", "1", "--decode", "1", "--tp", "3", "--mode", mode)) as servers:
+def test_ranks_of_a_pair_hand_over_and_one_that_dies_is_the_death_of_its_worker(
+    mode: str, split: str, expected: list[list[int]]
+) -> None:
+    """Three of them: the model has nine heads, and three for KV. Or two stages of fifteen layers. The stream goes on on the
+    worker's successor."""
+    engine_args = ENGINE_ARGS.replace("}", f", {split}}}")
+    with contextlib.closing(serve("--prefill", "1", "--decode", "1", "--engine-args", engine_args, "--mode", mode)) as servers:
         server, killed = next(servers), list[psutil.Process]()
-        assert [complete(server, prompt)["choices"][0]["token_ids"] for prompt in PROMPTS[-4:]] == expected[-4:]
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            answers = list(pool.map(lambda prompt: complete(server, prompt), PROMPTS[-4:]))
+        assert [answer["choices"][0]["token_ids"] for answer in answers] == expected[-4:]
         until(lambda: transfers_done(server) == 4)
 
         def kill(num_tokens: int) -> None:
@@ -235,7 +242,7 @@ def test_ranks_of_a_pair_hand_over_and_one_that_dies_is_the_death_of_its_worker(
                 killed[-1].kill()
 
         assert stream(server, PROMPTS[-1], kill) == expected[-1]
-        assert len(killed) >= 3
+        assert len(killed) >= 2
         until(lambda: not any(process.is_running() for process in killed))
         until_idle(server)
 

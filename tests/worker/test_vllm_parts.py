@@ -66,7 +66,7 @@ def test_split_workers_have_the_connector(tmp_path: Any, role: Role, expected: s
         (Role.WHOLE, {}, {"swap_blocks": 5}, "--swap-blocks"),
         (Role.WHOLE, {}, {"engine_args": "{model: x}"}, "model is set by kvrelay"),
         (Role.DECODE, {"tp": 2, "device": "cuda"}, {}, "one each"),
-        (Role.PREFILL, {}, {"engine_args": "{pipeline_parallel_size: 2}"}, "pipeline_parallel_size"),
+        (Role.PREFILL, {"device": "cuda"}, {"engine_args": "{pipeline_parallel_size: 2}"}, "one each"),
         (Role.PREFILL, {}, {"engine_args": "{data_parallel_size: 2}"}, "data_parallel_size"),
         (Role.WHOLE, {}, {"engine_args": "[1]"}, "must be a mapping"),
         (Role.WHOLE, {}, {"engine_args": "{a: "}, "neither JSON nor YAML"),
@@ -140,6 +140,18 @@ def test_the_shares_of_ranks_are_one_region(tmp_path: Any) -> None:
     with pytest.raises(OSError, match="not permitted"):
         os.truncate(f"/proc/self/fd/{shared.region.fd}", 1 << 20)
     shared.region.close()
+
+
+@pytest.mark.parametrize(
+    ("model", "engine"), [(ModelOptions(tp=2), {}), (None, {"engine_args": "{pipeline_parallel_size: 2}"})]
+)
+def test_ranks_and_stages_are_told_where_their_memory_is(
+    tmp_path: Any, model: ModelOptions | None, engine: dict[str, Any]
+) -> None:
+    shared = Shared(Hooks())
+    config = engine_arguments(setup_of(tmp_path, model, **engine), Role.PREFILL, shared)["kv_transfer_config"]
+    assert os.path.exists(config["kv_connector_extra_config"]["memory"])
+    os.close(shared.file)
 
 
 def test_ranks_with_other_shares_are_refused() -> None:

@@ -35,7 +35,7 @@ class KVRelayConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         told, parallel = vllm_config.kv_transfer_config.kv_connector_extra_config, vllm_config.parallel_config
-        self._num_ranks = parallel.world_size
+        self._num_ranks, self._num_stages = parallel.world_size, parallel.pipeline_parallel_size
         self._is_apart = self._num_ranks > 1 and role is KVConnectorRole.WORKER
         self._shared = Shared(Hooks()) if self._is_apart else SHARED[told["worker_id"]]
         self._allocate = self._shared.allocate
@@ -58,7 +58,7 @@ class KVRelayConnector(KVConnectorBase_V1):  # type: ignore[misc]
         placement, spec = config.kv_cache_tensors[0], config.kv_cache_groups[0].kv_cache_spec
         contents = f"{spec.dtype} in blocks of {spec.block_size} tokens, {config.kv_cache_layout}"
         if self._num_ranks > 1:
-            contents += f", split among {self._num_ranks} ranks"
+            contents += f", split among {self._num_ranks} ranks in {self._num_stages} stages"
         shared = self._shared
         shared.layout = block_layout(placement, config.num_blocks, contents, self._num_ranks)
         shared.layers = tuple(placement.layers)
@@ -87,7 +87,7 @@ class KVRelayConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     # The scheduler's side
 
-    def set_xfer_handshake_metadata(self, metadata: dict[int, RankMemory]) -> None:
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], RankMemory]) -> None:
         if metadata:  # of a model in one process there is none
             self._shared.join([each.layout for each in metadata.values()])
 

@@ -1,11 +1,16 @@
-"""Output that another worker made, where vLLM's model runner keeps a sequence's output: penalties and the like look at it.
+"""What vLLM's first model runner lacks (the second does not need this). vLLM imports this file in each process that runs a part
+of the model, since it is named as its workers' extension.
 
-vLLM's scheduler takes a sequence that has output already; its first model runner (the second does not need this) begins every
-sequence without any. vLLM imports this file in each process that runs a part of the model, since it is named as its workers'
-extension.
+Output that another worker made, where the runner keeps a sequence's output: penalties and the like look at it. vLLM's scheduler
+takes a sequence that has output already; the runner begins every sequence without any.
+
+Room for what a pipeline stage is given by the one before it. The runner makes it when it warms up, which it does not do on a
+CPU with `enforce_eager`.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from vllm.v1.worker import gpu_model_runner
 
@@ -22,6 +27,19 @@ class _Begun(_Cached):  # type: ignore[misc, valid-type]
 
 
 gpu_model_runner.CachedRequestState = _Begun
+
+
+_gather = gpu_model_runner.GPUModelRunner.sync_and_gather_intermediate_tensors
+
+
+def _gather_in_room(runner: Any, *arguments: Any) -> Any:
+    if runner.intermediate_tensors is None:
+        make = runner.model.make_empty_intermediate_tensors
+        runner.intermediate_tensors = make(runner.max_num_tokens, runner.model_config.dtype, runner.device)
+    return _gather(runner, *arguments)
+
+
+gpu_model_runner.GPUModelRunner.sync_and_gather_intermediate_tensors = _gather_in_room
 
 
 class ForcedOutput:

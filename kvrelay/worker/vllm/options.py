@@ -65,12 +65,13 @@ def engine_arguments(setup: Setup, role: Role, shared: Shared) -> dict[str, Any]
         chosen["block_size"] = engine.block_size
     chosen |= asked
     if role is not Role.WHOLE:
-        is_split = chosen["tensor_parallel_size"] != 1
+        is_split = chosen["tensor_parallel_size"] != 1 or chosen.get("pipeline_parallel_size", 1) != 1
         if is_split and model.device == "cuda":
             raise ConfigError("--engine vllm: on cards prefill and decode workers have one each; whole workers can be split")
-        for name in ("pipeline_parallel_size", "data_parallel_size"):
-            if chosen.get(name, 1) != 1:
-                raise ConfigError(f"--engine-args: {name}: prefill and decode workers are split by tensor_parallel_size alone")
+        if chosen.get("data_parallel_size", 1) != 1:
+            raise ConfigError(
+                "--engine-args: data_parallel_size: prefill and decode workers are split into ranks and stages alone"
+            )
         chosen |= _transfer(setup, role, {"memory": shared.open_file()} if is_split else {})
     return chosen
 
