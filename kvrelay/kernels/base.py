@@ -129,7 +129,18 @@ class ForwardBatch:
     ends: AttentionBatch | None = None  # the last token as a row of one query, where only its logits are wanted
     images: ImageBatch | None = None  # None: no token is an image's
     lora: LoraBatch | None = None  # None: no token has an adapter
+    bulk: tuple[tuple[int, int], ...] = ()  # runs of tokens that are the bulk of their prompts (`bulk_end`); in order
     name: str = ""  # of a pass that is captured: its tensors are the same ones each time
+
+
+_BULK_TOKENS = 64
+
+
+def bulk_end(num_prompt_tokens: int) -> int:
+    """The bulk of a prompt is all but its last 64 to 127 tokens. Kernels may compute it in a way of its own that suits many
+    tokens at once (`Kernels.has_bulk`) and whose last bits differ. A token's place in its prompt alone decides, so that a token
+    has the same bits however the prompt is cut into passes, and few tokens that are added to a long prompt wait for none."""
+    return max(0, num_prompt_tokens // _BULK_TOKENS - 1) * _BULK_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +207,8 @@ class LayerWeights:
 
 
 class FusedLayer(Protocol):
-    """A whole layer in one call. It gives what the single calls give: on a CPU to the bit, on a card up to rounding."""
+    """A whole layer in one call. It gives what the single calls give: on a CPU to the bit, except for the bulk of prompts, on a
+    card up to rounding."""
 
     def __call__(
         self, x: torch.Tensor | None, residual: torch.Tensor, cos_sin: torch.Tensor, batch: ForwardBatch, kv: torch.Tensor
@@ -210,6 +222,10 @@ class Kernels(Protocol):
     def fuse(self, weights: LayerWeights, ranks: Ranks) -> FusedLayer | None:
         """Where an implementation has it; None: the model makes the calls below one by one. Of several `ranks`, each has a
         share of the weights, and what `output` and `down` give is summed over them."""
+
+    @property
+    def has_bulk(self) -> bool:
+        """Whether passes say which tokens are the bulk of their prompts: fused layers compute these in another way."""
 
     @property
     def quantised_formats(self) -> frozenset[str]:

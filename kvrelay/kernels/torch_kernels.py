@@ -70,6 +70,7 @@ class TorchKernels:
         return None
 
     quantised_formats: frozenset[str] = frozenset()
+    has_bulk = False
 
     def pack(
         self, weight: torch.Tensor | Quantised, bias: torch.Tensor | None, scale: torch.Tensor | None = None

@@ -161,10 +161,11 @@ class LlamaModel:
         x: torch.Tensor | None = None
         last, is_split = len(self._layers) - 1, self._ranks.num_ranks > 1
         all_rows = batch.logit_rows.shape[0] == batch.token_ids.shape[0]  # decodes alone: nothing to leave out
+        fused_last = all_rows and not batch.bulk  # the last layer is often done in steps, which know no bulk, so it has none
         for index, (layer, layer_kv) in enumerate(zip(self._layers, self._by_layer(kv), strict=True)):
             if images is not None and x is not None and index <= images.num_deepstack:
                 x.index_add_(0, images.places, images.deepstack(index - 1))
-            if layer.fused is not None and (index < last or all_rows):
+            if layer.fused is not None and (index < last or fused_last):
                 x = layer.fused(x, residual, cos_sin, batch, layer_kv)
                 if on_layer is not None:
                     on_layer(index)

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvrelay.engine.interfaces import Row, StepPlan
-from kvrelay.kernels.base import AttentionBatch, ForwardBatch
+from kvrelay.kernels.base import AttentionBatch, ForwardBatch, bulk_end
 from kvrelay.runner.inputs import Inputs, make_inputs
 from kvrelay.runner.lora import lora_batch
 from kvrelay.runner.tables import BlockTables
@@ -61,14 +61,16 @@ class BatchBuilder:
         images: ImageRows | None = None,
         sent: bool = False,
         max_context: int = 0,
+        bulk: bool = False,
     ) -> None:
         """`sent`: passes read twins of the arrays on the device, as they must on CUDA. `max_context`: the longest there may be,
         where the kernel for single queries is compiled for it, so that the last layer of a prompt may attend with its last
-        token alone."""
+        token alone. `bulk`: whether passes say which tokens are the bulk of their prompts."""
         self._block_size = block_size
         self.images = images  # None: a text model
         self.tables = BlockTables(max_rows, max_blocks, device, sent=sent)
         self._max_context = max_context
+        self._has_bulk = bulk
         self._one_row = torch.arange(2, dtype=torch.int32, device=device) if max_context else None
         self._inputs = make_inputs(max_tokens=max_tokens, max_rows=max_rows, max_blocks=max_blocks, device=device, sent=sent)
 
@@ -128,6 +130,7 @@ class BatchBuilder:
             ends=self._ends(device_lens, tables) if len(layout.sampled) == len(wanted) == len(rows) == 1 else None,
             images=images,
             lora=lora_batch(rows, query_start, layout.groups),
+            bulk=_bulk_of(rows, query_start) if self._has_bulk else (),
         )
         return batch, layout
 
@@ -169,6 +172,16 @@ def _fill_tokens(token_ids: NDArray[np.int64], rows: list[Row]) -> None:
         tokens = row.sequence.tokens[row.start : row.start + row.count] or _NOT_KNOWN
         token_ids[first : first + row.count] = array("i", tokens)  # a third of the time that NumPy takes for a list
         first += row.count
+
+
+def _bulk_of(rows: list[Row], query_start: NDArray[np.int64]) -> tuple[tuple[int, int], ...]:
+    found = []
+    for row, begin in zip(rows, query_start.tolist(), strict=False):
+        if row.count > 1 or not row.samples:  # what decodes is no bulk
+            count = min(row.count, bulk_end(row.sequence.num_prompt_tokens) - row.start)
+            if count > 0:
+                found.append((begin, begin + count))
+    return tuple(found)
 
 
 def num_prompt_targets(row: Row) -> int:

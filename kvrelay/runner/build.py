@@ -107,6 +107,7 @@ def _build(
             prompt_sizes=prompts,
             progress=progress,
             ranks=group,
+            bulk=kernels.has_bulk,
         )
         warm_up(runner, chosen.engine.block_size)
         if sizes:

@@ -113,10 +113,11 @@ class TorchRunner:
         prompt_sizes: Sequence[int] = (),
         progress: Progress | None = None,
         ranks: RankGroup | None = None,
+        bulk: bool = False,
     ) -> None:
         """`features` holds those of images; without it the runner takes none. With `graph_sizes`, decode steps are padded to
         them and replayed, and the pool's last block is the runner's own; with `prompt_sizes` besides, so are short prompts.
-        `ranks` are ended with the runner."""
+        `ranks` are ended with the runner. `bulk` is the kernels' `has_bulk`."""
         self.spec = spec
         self.features = features
         self.adapters = adapters or NoAdapters()
@@ -137,6 +138,7 @@ class TorchRunner:
             images=_image_rows(spec, features, device),
             sent=device.type == "cuda" or bool(graph_sizes),
             max_context=max_model_len if graph_sizes else 0,
+            bulk=bulk,
         )
         self._graphs = (
             DecodeGraphs(

@@ -119,6 +119,7 @@ class Pass(RankMessage, frozen=True, kw_only=True):
     longest_end: int | None  # `max_context` of ForwardBatch.ends, if there is one
     images: ImagesShape | None = None
     lora: LoraPass | None = None
+    bulk: tuple[tuple[int, int], ...] = ()  # runs of tokens
     dropped: list[int] = []  # adapters that no request has any more
     name: str = ""  # under which it is captured as well
 

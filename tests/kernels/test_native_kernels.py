@@ -42,28 +42,43 @@ def assert_near(got: torch.Tensor, expected: torch.Tensor, tolerance: float = 2e
 # ---- linear ----
 
 
+def ways(kernels: NativeKernels) -> list[bool]:
+    """Whether a linear layer is computed as for the bulk of prompts: where that is another way, both."""
+    return [False, True] if kernels.has_bulk else [False]
+
+
 @pytest.mark.parametrize(("out_size", "in_size"), [(1, 1), (16, 4), (17, 3), (31, 64), (100, 1301), (96, 640), (130, 37)])
 def test_linear_of_any_shape(kernels: NativeKernels, out_size: int, in_size: int) -> None:
     weight, bias = randn(out_size, in_size, seed=1), randn(out_size, seed=2)
     packed, unbiased = kernels.pack(weight, bias), kernels.pack(weight, None)
-    for rows in [*range(28), 64, 70, 161, 330]:
+    for rows, bulk in itertools.product([*range(28), 64, 70, 161, 330], ways(kernels)):
         x = randn(rows, in_size, seed=rows)
         product = x.double() @ weight.double().T
         tolerance = 4e-7 * math.sqrt(in_size)
         if rows:
-            assert_near(kernels.linear(x, packed), product + bias.double(), tolerance)
-            assert_near(kernels.linear(x, unbiased), product, tolerance)
-        assert kernels.linear(x, packed).shape == (rows, out_size)
+            assert_near(kernels.linear(x, packed, bulk=bulk), product + bias.double(), tolerance)
+            assert_near(kernels.linear(x, unbiased, bulk=bulk), product, tolerance)
+        assert kernels.linear(x, packed, bulk=bulk).shape == (rows, out_size)
 
 
 @pytest.mark.parametrize(("out_size", "in_size"), [(50, 577), (96, 1536)])
 def test_a_row_has_the_same_bits_in_every_batch(kernels: NativeKernels, threads: None, out_size: int, in_size: int) -> None:
     packed = kernels.pack(randn(out_size, in_size, seed=1), randn(out_size, seed=2))
     x = randn(330, in_size, seed=3)
-    alone = torch.cat([kernels.linear(x[row : row + 1], packed) for row in range(330)])
-    for rows, num_threads in itertools.product([*range(1, 71), 160, 161, 330], [1, 2, 3]):
-        torch.set_num_threads(num_threads)
-        assert torch.equal(kernels.linear(x[:rows], packed), alone[:rows]), (rows, num_threads)
+    for bulk in ways(kernels):
+        alone = torch.cat([kernels.linear(x[row : row + 1], packed, bulk=bulk) for row in range(330)])
+        for rows, num_threads in itertools.product([*range(1, 71), 160, 161, 330], [1, 2, 3]):
+            torch.set_num_threads(num_threads)
+            assert torch.equal(kernels.linear(x[:rows], packed, bulk=bulk), alone[:rows]), (rows, num_threads, bulk)
+
+
+@pytest.mark.parametrize("scale", [1e-20, 1.0, 1e20])  # parts of numbers have the range of numbers
+def test_no_way_is_less_exact(kernels: NativeKernels, scale: float) -> None:
+    x, weight = randn(200, 1536, seed=1) * scale, randn(96, 1536, seed=2)
+    packed, product = kernels.pack(weight, None), x.double() @ weight.double().T
+    for bulk in ways(kernels):
+        error = (kernels.linear(x, packed, bulk=bulk).double() - product).square().mean().sqrt()
+        assert error < 2e-6 * product.square().mean().sqrt()
 
 
 def test_embedding_gives_back_the_weights_rows(kernels: NativeKernels) -> None:

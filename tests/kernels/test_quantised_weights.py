@@ -32,7 +32,8 @@ def test_products_are_those_of_the_dequantised_weight(kernels: NativeKernels, la
     packed, expected = kernels.pack(quantised, bias), kernels.pack(floats, bias)
     for rows in ROWS:
         x = torch.randn(rows, in_size, generator=torch.Generator().manual_seed(rows))
-        assert torch.equal(kernels.linear(x, packed), kernels.linear(x, expected)), rows
+        for bulk in {False, kernels.has_bulk}:
+            assert torch.equal(kernels.linear(x, packed, bulk=bulk), kernels.linear(x, expected, bulk=bulk)), (rows, bulk)
 
 
 @pytest.mark.parametrize("layout", sorted(KEPT_FORMATS))
@@ -48,7 +49,8 @@ def test_any_number_of_small_blocks(kernels: NativeKernels, in_size: int) -> Non
     packed, expected = kernels.pack(quantised, None), kernels.pack(floats, None)
     for rows in (1, 3, 17):
         x = torch.randn(rows, in_size, generator=torch.Generator().manual_seed(rows))
-        assert torch.equal(kernels.linear(x, packed), kernels.linear(x, expected))
+        for bulk in {False, kernels.has_bulk}:
+            assert torch.equal(kernels.linear(x, packed, bulk=bulk), kernels.linear(x, expected, bulk=bulk))
 
 
 def test_what_a_conversion_keeps_can_be_computed_with(kernels: NativeKernels) -> None:

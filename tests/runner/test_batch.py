@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import random
 
 import torch
-from free_sequences import FreeSequence
+from free_sequences import FreeSequence, plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.engine.interfaces import Row, StepPlan
-from kvrelay.kernels.base import ForwardBatch
+from kvrelay.kernels.base import ForwardBatch, bulk_end
 from kvrelay.runner.batch import BatchBuilder, LogitLayout
 from kvrelay.runner.inputs import SentInputs
 from kvrelay.runner.tables import BlockTables
@@ -170,3 +172,31 @@ def test_a_table_of_any_length_reaches_the_device() -> None:
         assert tables.twin is not None
         assert tables.twin[place, :length].tolist() == sequence.block_table
         assert int(tables.twin.count_nonzero()) == length
+
+
+def test_a_token_belongs_to_the_bulk_of_its_prompt_however_the_prompt_is_cut() -> None:
+    prompts = [FreeSequence(tokens=[1] * length, block_table=list(range(20)), num_prompt_tokens=prompt)
+               for length, prompt in ((300, 300), (300, 128), (200, 127), (1, 1), (191, 191))]  # fmt: skip
+    builder = BatchBuilder(block_size=16, max_tokens=4, max_rows=2, max_blocks=2, device=CPU, bulk=True)
+    expected = [list(range(192)), list(range(64)), [], [], list(range(64))]
+    for cuts in ([0, 300], [0, 1, 64, 65, 191, 192, 200, 300], [0, 100, 299, 300]):
+        found: list[list[int]] = [[] for _ in prompts]
+        for begin, end in itertools.pairwise(cuts):
+            rows = [Row(each, begin, min(end, len(each.tokens)) - begin, 0) for each in prompts if begin < len(each.tokens)]
+            batch, _ = builder.build(plan(*rows))
+            starts = batch.attention.query_start.tolist()
+            for run_begin, run_end in batch.bulk:
+                index = bisect.bisect_right(starts, run_begin) - 1
+                assert run_end <= starts[index + 1]
+                found[prompts.index(rows[index].sequence)] += batch.positions[run_begin:run_end].tolist()  # type: ignore[arg-type]
+        assert found == expected
+
+
+def test_the_last_tokens_of_a_prompt_are_never_its_bulk() -> None:
+    assert [bulk_end(length) for length in (0, 1, 127, 128, 191, 192, 512)] == [0, 0, 0, 64, 64, 128, 448]
+    assert all(64 <= length - bulk_end(length) < 128 for length in range(128, 1000))
+
+
+def test_without_a_way_of_its_own_no_bulk_is_named() -> None:
+    sequence = FreeSequence(tokens=[1] * 300, block_table=list(range(20)))
+    assert make_builder(16).build(plan(Row(sequence, 0, 300, 1)))[0].bulk == ()

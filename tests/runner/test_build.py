@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import pathlib
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from tiny_models import EOS_TOKEN_ID, reference_model, tiny_model
 
 from kvrelay.checkpoint.spec import read_spec
 from kvrelay.config import EngineOptions, ModelOptions, read_environment
+from kvrelay.engine.interfaces import Row
 from kvrelay.errors import ConfigError, ModelError
 from kvrelay.progress import Silent
 from kvrelay.runner.build import build_runner
@@ -85,6 +87,18 @@ def test_its_tokens_are_those_of_transformers() -> None:
     with torch.inference_mode():
         expected = int(reference_model("llama")(torch.tensor([tokens])).logits[0, -1].argmax())
     assert runner.collect().rows[0].tokens == [expected]
+
+
+@pytest.mark.parametrize("cuts", [[64, 250], [1, 63, 65, 191, 192, 249, 250], [150, 250]])
+def test_a_long_prompt_has_the_same_kv_however_it_is_cut(cuts: list[int]) -> None:
+    sequence = FreeSequence(tokens=list(range(250)), block_table=list(range(16)))
+    once, cut = build("mistral"), build("mistral")
+    once.launch(plan(whole(sequence)))
+    for begin, end in itertools.pairwise([0, *cuts]):
+        cut.launch(plan(Row(sequence, begin, end - begin, int(end == 250))))
+        result = cut.collect()
+    assert result.rows[0].tokens == once.collect().rows[0].tokens
+    assert torch.equal(cut.kv, once.kv)
 
 
 def test_fingerprints_tell_models_and_weights_apart() -> None:

@@ -31,7 +31,9 @@ def meeting() -> Iterator[list[SharedRanks]]:
         yield ranks
 
 
-def batch(*, ends: bool = False, images: bool = False, num_logits: int = 2, name: str = "") -> ForwardBatch:
+def batch(
+    *, ends: bool = False, images: bool = False, num_logits: int = 2, name: str = "", bulk: tuple[tuple[int, int], ...] = ()
+) -> ForwardBatch:
     rows = AttentionBatch(
         query_start=torch.tensor([0, 3, 4], dtype=torch.int32),
         context_lens=torch.tensor([9, 6], dtype=torch.int32),
@@ -48,11 +50,12 @@ def batch(*, ends: bool = False, images: bool = False, num_logits: int = 2, name
         logit_rows=torch.tensor([2, 3])[:num_logits],
         ends=AttentionBatch(torch.arange(2).int(), rows.context_lens, rows.block_tables, 1, 64) if ends else None,
         images=ImageBatch(torch.arange(12).view(3, 4), torch.tensor([1, 2]), torch.randn(2, 8), 1) if images else None,
+        bulk=bulk,
         name=name,
     )
 
 
-@pytest.mark.parametrize("shape", [{}, {"ends": True}, {"images": True}, {"num_logits": 0}], ids=str)
+@pytest.mark.parametrize("shape", [{}, {"ends": True}, {"images": True}, {"num_logits": 0}, {"bulk": ((0, 2),)}], ids=str)
 def test_a_rank_gets_what_rank_0_computes_with(meeting: list[SharedRanks], shape: dict[str, Any]) -> None:
     told = batch(**shape)
     message = read_for_rank.decode(encode(to_pass(told, 16, None, [4])))
@@ -65,6 +68,7 @@ def test_a_rank_gets_what_rank_0_computes_with(meeting: list[SharedRanks], shape
     assert torch.equal(got.positions, told.positions)
     assert torch.equal(got.slots, told.slots)
     assert torch.equal(got.logit_rows, told.logit_rows)
+    assert got.bulk == told.bulk
     assert got.token_ids.shape == told.token_ids.shape
     assert (got.ends is None) == (told.ends is None)
     for mine, theirs in ((got.attention, told.attention), (got.ends, told.ends)):

@@ -69,6 +69,7 @@ class CudaKernels:
         return CudaLayer(weights, self, ranks)
 
     quantised_formats: frozenset[str] = frozenset()
+    has_bulk = False
 
     def pack(
         self, weight: torch.Tensor | Quantised, bias: torch.Tensor | None, scale: torch.Tensor | None = None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -84,3 +86,25 @@ def check_batch(batch: ForwardBatch) -> BatchPointers:
         rows.block_tables.data_ptr(),
         native_spans(() if batch.lora is None else batch.lora.tokens),
     )
+
+
+class _Runs(ctypes.Structure):
+    _fields_ = [("run", ctypes.c_void_p), ("count", ctypes.c_long), ("tokens", ctypes.c_long)]
+
+
+TWO_KINDS = _Runs * 2
+
+
+class Kinds:
+    """The tokens of a pass that are not the bulk of their prompts, and those that are, as layer.c takes them."""
+
+    def __init__(self, pointers: BatchPointers) -> None:
+        bulk = pointers.batch.bulk
+        begins, ends = [0, *(end for _, end in bulk)], [*(begin for begin, _ in bulk), pointers.num_tokens]
+        others = [(begin, end) for begin, end in zip(begins, ends, strict=True) if begin < end]
+        self._kept = [(ctypes.c_int64 * (2 * len(runs)))(*itertools.chain(*runs)) for runs in (others, bulk)]
+        self.in_c = TWO_KINDS(*map(_runs, self._kept, (others, bulk)))
+
+
+def _runs(in_c: ctypes.Array[ctypes.c_int64], runs: Sequence[tuple[int, int]]) -> _Runs:
+    return _Runs(ctypes.addressof(in_c), len(runs), sum(end - begin for begin, end in runs))

@@ -23,6 +23,10 @@
 #define LANES 4
 #endif
 
+#if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__AVX512BW__)
+#define HAS_TILES 1 /* see tiles.h */
+#endif
+
 #define INLINE static inline __attribute__((always_inline))
 #define EXPORT __attribute__((visibility("default")))
 #define UNROLL _Pragma("GCC unroll 16")

@@ -2,7 +2,8 @@
 
 Batch invariance holds for every kernel: a row's bits depend on that row, the weights and (attention) its own context - not on
 the other rows, on how the prompt was cut into chunks, on the KV block size, or on the number of threads. So a request's logits
-are the same alone and in any batch. They may differ in the last bits between processors, whose vectors differ in width.
+are the same alone and in any batch. They may differ in the last bits between processors, whose vectors differ in width, and
+with AMX between the bulk of a prompt (`base.bulk_end`, bulk.c) and the rest.
 
 Each method is one call of a C function: pointers and sizes only. C trusts them, so everything is checked here. What the C code
 does not cover (odd head sizes) goes to the reference.
@@ -49,7 +50,8 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "settle_shared": (_POINTER, _LONG),
     "unmap_shared": (_POINTER, _LONG),
     "pack_weights": (_POINTER,) * 2 + (_LONG,) * 3 + (_INT,),
-    "linear": (_POINTER,) * 3 + (_LONG, _INT),
+    "has_bulk": (),
+    "linear": (_POINTER,) * 3 + (_LONG, _INT, _INT),
     "add_lora": (_POINTER,) * 3 + (_LONG,) * 2 + (_INT,) + (_LONG,) * 2 + (_INT,),
     "gather_rows": (_POINTER,) * 3 + (_LONG, _INT),
     "rms_norm": (_POINTER,) * 4 + (_LONG,) * 2 + (_FLOAT, _INT),
@@ -58,7 +60,14 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "attention": (_POINTER,) * 7 + (_LONG,) * 6 + (_FLOAT, _INT),
 }
 _SIGNATURES["decoder_layer"] = SIGNATURE
-_RESULTS = {"map_shared": _POINTER, "packed_bytes": _LONG, "gather_rows": _INT, "attention": _INT, "decoder_layer": _INT}
+_RESULTS = {
+    "map_shared": _POINTER,
+    "packed_bytes": _LONG,
+    "gather_rows": _INT,
+    "has_bulk": _INT,
+    "attention": _INT,
+    "decoder_layer": _INT,
+}
 
 
 def _function(library: ctypes.CDLL, name: str) -> Callable[..., int]:
@@ -76,6 +85,7 @@ class NativeKernels:
         self._reference = TorchKernels()
         self._weights = WeightRoom(_function(library, "prefer_huge_pages"))
         self.shared_memory = SharedMemory(*(_function(library, f"{name}_shared") for name in ("map", "settle", "unmap")))
+        self.has_bulk = bool(_function(library, "has_bulk")())
         self._packed_bytes = _function(library, "packed_bytes")
         self._pack_weights = _function(library, "pack_weights")
         self._linear = _function(library, "linear")
@@ -131,12 +141,14 @@ class NativeKernels:
             return None
         return NativeLayer(weights, ranks, self._decoder_layer, self._pointers, self._workspaces)
 
-    def linear(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:
+    def linear(self, x: torch.Tensor, packed: Packed, *, bulk: bool = False) -> torch.Tensor:
+        """`bulk`: as a fused layer computes the bulk of prompts."""
         assert isinstance(packed, NativePacked)
+        assert self.has_bulk or not bulk
         rows = x.shape[0]
         assert is_plain(x, rows, packed.in_features)
         out = torch.empty(rows, packed.out_features)
-        self._linear(x.data_ptr(), packed.address, out.data_ptr(), rows, torch.get_num_threads())
+        self._linear(x.data_ptr(), packed.address, out.data_ptr(), rows, bulk, torch.get_num_threads())
         return out
 
     def pack_adapter(self, layers: Sequence[LoraLayer]) -> NativeAdapter:

@@ -1,12 +1,13 @@
 /* A whole decoder layer in one call: the steps that the model would call one by one, without the way back to Python between
- * them, and with gates multiplied where they were computed. Bits are the same either way. */
+ * them, and with gates multiplied where they were computed. Bits are the same either way, but for the bulk of prompts (bulk.c). */
 #include <stdint.h>
+#include <string.h>
 
 #include "common.h"
 #include "lora.h"
 #include "weights.h"
 
-void linear_before(const float *x, const struct Weights *weights, struct Next after, float *out, long rows, int threads);
+void linear_before(const float *x, const struct Weights *weights, struct Next after, float *out, long rows, int bulk, int threads);
 long gate_panels(const struct Weights *weights, long rows, int threads);
 void gated_linear(const float *x, const struct Weights *weights, struct Next after, float *out, float *gated, long rows,
                   int threads);
@@ -31,6 +32,14 @@ struct Layer {
     void *ranks;
 };
 
+/* Tokens of a pass that lie in several places. */
+struct Runs {
+    const struct {
+        int64_t begin, end;
+    } *run;
+    long count, tokens;
+};
+
 /* What a pass is about, the same for all layers. */
 struct Pass {
     const float *cos_sin;
@@ -38,13 +47,48 @@ struct Pass {
     const int32_t *query_start, *context_lens, *tables;
     const struct LoraSpan *spans;
     long tokens, rows, table_stride, block_size, num_spans;
+    struct Runs runs[2]; /* of tokens: the bulk of prompts is the second */
     int threads;
 };
 
+static void gather(const struct Runs *of, const float *from, long width, float *to) {
+    for (long i = 0; i < of->count; i++) {
+        long tokens = of->run[i].end - of->run[i].begin;
+        memcpy(to, from + of->run[i].begin * width, (size_t)(tokens * width) * sizeof(float));
+        to += tokens * width;
+    }
+}
+
+static void scatter(const struct Runs *of, const float *from, long width, float *to) {
+    for (long i = 0; i < of->count; i++) {
+        long tokens = of->run[i].end - of->run[i].begin;
+        memcpy(to + of->run[i].begin * width, from, (size_t)(tokens * width) * sizeof(float));
+        from += tokens * width;
+    }
+}
+
+/* out = linear(x) for the bulk tokens of a pass, or for the others. */
+static void linear_of(const struct Pass *pass, int bulk, const float *x, const struct Weights *weights, struct Next after, float *out,
+                      float *room) {
+    const struct Runs *of = &pass->runs[bulk];
+    long inputs = weights->in_features, outputs = weights->out_features;
+    if (of->count == 1) {
+        long begin = of->run->begin;
+        linear_before(x + begin * inputs, weights, after, out + begin * outputs, of->tokens, bulk, pass->threads);
+    } else if (of->count > 1) {
+        float *result = room + of->tokens * inputs;
+        gather(of, x, inputs, room);
+        linear_before(room, weights, after, result, of->tokens, bulk, pass->threads);
+        scatter(of, result, outputs, out);
+    }
+}
+
 /* out = linear(x), and what the adapters of its rows add to it. */
 static void adapted_linear(const struct Layer *layer, const struct Pass *pass, const float *x, const struct Weights *weights,
-                           struct Next after, float *out, int which) {
-    linear_before(x, weights, after, out, pass->tokens, pass->threads);
+                           struct Next after, float *out, float *room, int which) {
+    struct Next again = all_of(weights);
+    linear_of(pass, 1, x, weights, pass->runs[0].count ? again : after, out, room);
+    linear_of(pass, 0, x, weights, after, out, room);
     if (pass->num_spans)
         add_lora(x, out, pass->spans, pass->num_spans, layer->index, which, weights->in_features, weights->out_features,
                  pass->threads);
@@ -61,27 +105,29 @@ EXPORT int decoder_layer(const struct Layer *layer, const struct Pass *pass, con
     long tokens = pass->tokens, hidden = layer->qkv->in_features, width = layer->down->in_features;
     long q_width = layer->heads * layer->dim, qkv_width = layer->qkv->out_features;
     int threads = pass->threads;
-    long gates = pass->num_spans ? 0 : gate_panels(layer->gate_up, tokens, threads); /* adapters add to gates before */
+    /* Adapters add to gates before they are multiplied, and those of a prompt's bulk are not computed with the others. */
+    long gates = pass->num_spans || pass->runs[1].count ? 0 : gate_panels(layer->gate_up, tokens, threads);
     struct Next gate_up_next = gates ? (struct Next){layer->gate_up, gates} : all_of(layer->gate_up);
     float *normed = scratch, *qkv = normed + tokens * hidden, *q = qkv + tokens * qkv_width, *attended = q + tokens * q_width;
     float *gate_up = attended + tokens * q_width, *active = gate_up + tokens * 2 * width;
+    float *room = active + tokens * width;
 
     rms_norm(x ? x : residual, x ? residual : 0, layer->input_norm, normed, tokens, hidden, layer->eps, threads);
-    adapted_linear(layer, pass, normed, layer->qkv, all_of(layer->output), qkv, LORA_QKV);
+    adapted_linear(layer, pass, normed, layer->qkv, all_of(layer->output), qkv, room, LORA_QKV);
     rope_and_store(qkv, pass->cos_sin, pass->positions, pass->slots, layer->q_norm, layer->k_norm, keys, values, q, tokens,
                    layer->heads, layer->kv_heads, layer->dim, layer->eps, threads);
     int status = attention(q, keys, values, pass->query_start, pass->context_lens, pass->tables, attended, pass->rows,
                            pass->table_stride, pass->block_size, layer->heads, layer->kv_heads, layer->dim, layer->scale, threads);
     if (status != 0) return NO_MEMORY;
-    adapted_linear(layer, pass, attended, layer->output, gate_up_next, out, LORA_OUTPUT);
+    adapted_linear(layer, pass, attended, layer->output, gate_up_next, out, room, LORA_OUTPUT);
     if (of_all(layer, out, tokens * hidden)) return RANK_ENDED;
     rms_norm(out, residual, layer->post_norm, normed, tokens, hidden, layer->eps, threads);
     if (gates) {
         gated_linear(normed, layer->gate_up, all_of(layer->down), gate_up, active, tokens, threads);
     } else {
-        adapted_linear(layer, pass, normed, layer->gate_up, all_of(layer->down), gate_up, LORA_GATE_UP);
+        adapted_linear(layer, pass, normed, layer->gate_up, all_of(layer->down), gate_up, room, LORA_GATE_UP);
         silu_mul(gate_up, active, tokens, width, threads);
     }
-    adapted_linear(layer, pass, active, layer->down, (struct Next){NULL, 0}, out, LORA_DOWN);
+    adapted_linear(layer, pass, active, layer->down, (struct Next){NULL, 0}, out, room, LORA_DOWN);
     return of_all(layer, out, tokens * hidden) ? RANK_ENDED : 0;
 }

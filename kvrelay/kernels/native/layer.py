@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from kvrelay.kernels.base import ForwardBatch, LayerWeights
-from kvrelay.kernels.native.batch import BatchPointers, NativePacked, is_plain, norm_pointer
+from kvrelay.kernels.native.batch import TWO_KINDS, BatchPointers, Kinds, NativePacked, is_plain, norm_pointer
 from kvrelay.kernels.ranks import Ranks, check_met
 
 _POINTERS = ("input_norm", "q_norm", "k_norm", "post_norm", "qkv", "output", "gate_up", "down")
@@ -34,6 +34,7 @@ class _Pass(ctypes.Structure):
             for name in ("cos_sin", "positions", "slots", "query_start", "context_lens", "tables", "spans")
         ),
         *((name, ctypes.c_long) for name in ("tokens", "rows", "table_stride", "block_size", "num_spans")),
+        ("runs", TWO_KINDS),
         ("threads", ctypes.c_int),
     ]
 
@@ -52,6 +53,7 @@ class _Workspace:
     scratch: torch.Tensor
     out: torch.Tensor
     in_c: _Pass
+    kinds: Kinds  # to which in_c points
     pass_address: int
     residual_address: int
     scratch_address: int
@@ -105,7 +107,8 @@ class NativeLayer:
             *(() if summed is None else (summed.function, summed.ranks)),
         )  # fmt: skip
         self._address = ctypes.addressof(self._layer)
-        self._scratch_width = self._hidden + qkv.out_features + 2 * q_width + 3 * width
+        brought_together = max(packed.in_features + packed.out_features for packed in (qkv, output, gate_up, down))
+        self._scratch_width = self._hidden + qkv.out_features + 2 * q_width + 3 * width + brought_together
         self._workspaces = workspaces
         self._kv: torch.Tensor | None = None  # as it was last seen, and where its keys and values are
         self._keys = self._values = 0
@@ -148,13 +151,14 @@ class NativeLayer:
         assert is_plain(residual, tokens, self._hidden)
         assert is_plain(cos_sin, cos_sin.shape[0], self._weights.shape.head_dim)
         scratch, out = torch.empty(tokens, self._scratch_width), torch.empty(tokens, self._hidden)
+        kinds = Kinds(pointers)
         in_c = _Pass(
             cos_sin.data_ptr(), pointers.positions, pointers.slots, pointers.query_start, pointers.context_lens,
             pointers.block_tables, pointers.spans.address, tokens, pointers.num_rows, pointers.table_width, block_size,
-            pointers.spans.count, torch.get_num_threads(),
+            pointers.spans.count, kinds.in_c, torch.get_num_threads(),
         )  # fmt: skip
         return _Workspace(
-            pointers, cos_sin, residual, scratch, out, in_c,
+            pointers, cos_sin, residual, scratch, out, in_c, kinds,
             ctypes.addressof(in_c), residual.data_ptr(), scratch.data_ptr(), out.data_ptr(),
         )  # fmt: skip
 

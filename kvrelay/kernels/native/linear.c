@@ -8,23 +8,9 @@
  * linear_narrow.h (all others). */
 #include <string.h>
 
-#include "weights.h"
+#include "linear.h"
 
 void silu_columns(const float *gate, const float *up, float *out, long width); /* of elementwise.c */
-
-struct Linear {
-    const struct Weights *weights;
-    struct Next after;
-    const float *x;
-    float *out, *gated;
-    long rows, in_features, out_features;
-};
-
-/* The panels that a thread computes for a block of rows: some, or the same ones of both halves. */
-struct Panels {
-    struct Share share[2];
-    long shares;
-};
 
 #if LANES >= 8
 #include "linear_wide.h"
@@ -51,8 +37,11 @@ static void add_biases(const struct Linear *job, long first, long rows, struct S
 
 /* Some panels of a block of rows. `then` is what is read after them. */
 static void some_panels(const struct Linear *job, long first, long rows, const struct Panels *panels, const uint8_t *then) {
-    int few = job->weights->format != FLOAT32 && rows <= FEW_ROWS;
-    if (!few) linear_block(job, first, rows, panels, then);
+    int few = job->weights->format != FLOAT32 && rows <= FEW_ROWS && !job->bulk;
+#ifdef HAS_TILES
+    if (job->bulk) bulk_block(job, first, rows, panels, then);
+#endif
+    if (!few && !job->bulk) linear_block(job, first, rows, panels, then);
     for (long s = 0; s < panels->shares; s++) {
         if (few) few_rows_block(job, first, rows, panels->share[s]);
         if (job->weights->bias) add_biases(job, first, rows, panels->share[s]);
@@ -62,7 +51,7 @@ static void some_panels(const struct Linear *job, long first, long rows, const s
 /* A thread's share is some panels of a block of rows, then all panels of the next ones, then some panels of the last. */
 static void linear_share(void *arguments) {
     const struct Linear *job = arguments;
-    long panels = num_panels(job->weights), blocks = (job->rows + ROW_BLOCK - 1) / ROW_BLOCK;
+    long panels = num_panels(job->weights), most = job->bulk ? BULK_ROWS : ROW_BLOCK, blocks = (job->rows + most - 1) / most;
     struct Share share = my_share(panels * blocks);
     for (long task = share.begin, taken; task < share.end; task += taken) {
         long block = task / panels, first_panel = task % panels;
@@ -73,13 +62,13 @@ static void linear_share(void *arguments) {
     }
 }
 
-void linear_before(const float *x, const struct Weights *weights, struct Next after, float *out, long rows, int threads) {
-    struct Linear job = {weights, after, x, out, NULL, rows, weights->in_features, weights->out_features};
+void linear_before(const float *x, const struct Weights *weights, struct Next after, float *out, long rows, int bulk, int threads) {
+    struct Linear job = {weights, after, x, out, NULL, rows, weights->in_features, weights->out_features, bulk};
     on_threads(threads, linear_share, &job);
 }
 
-EXPORT void linear(const float *x, const struct Weights *weights, float *out, long rows, int threads) {
-    linear_before(x, weights, (struct Next){NULL, 0}, out, rows, threads);
+EXPORT void linear(const float *x, const struct Weights *weights, float *out, long rows, int bulk, int threads) {
+    linear_before(x, weights, (struct Next){NULL, 0}, out, rows, bulk, threads);
 }
 
 /* A thread has the same panels of both halves, so that what it multiplies is still in its cache. */
@@ -106,7 +95,7 @@ long gate_panels(const struct Weights *weights, long rows, int threads) {
 /* gated = silu(gate) * up of linear(x) = [gate | up], where there are `gate_panels`. */
 void gated_linear(const float *x, const struct Weights *weights, struct Next after, float *out, float *gated, long rows,
                   int threads) {
-    struct Linear job = {weights, after, x, out, gated, rows, weights->in_features, weights->out_features};
+    struct Linear job = {weights, after, x, out, gated, rows, weights->in_features, weights->out_features, 0};
     on_threads(threads, gated_share, &job);
 }
 

@@ -141,9 +141,6 @@ static void block_inputs(const struct Linear *job, const struct Block *block, co
     }
 }
 
-/* Where block b of inputs begins: on a whole 32, since quantised weights come in such groups. */
-INLINE long inputs_begin(long inputs, long b, long blocks) { return b < blocks ? inputs * b / blocks & ~31L : inputs; }
-
 static void linear_block(const struct Linear *job, long first, long rows, const struct Panels *panels, const uint8_t *then) {
     float last_out[ROW_BLOCK * PANEL];
     struct Block block = {job->x + first * job->in_features, job->out + first * job->out_features, last_out, rows,

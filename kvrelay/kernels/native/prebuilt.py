@@ -30,6 +30,11 @@ _AVX2 = frozenset({"avx2", "fma", "bmi1", "bmi2", "f16c", "movbe", "abm"})
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 VARIANTS: dict[str, list[Variant]] = {  # by machine, the best first
     "x86_64": [
+        Variant(
+            "amx",
+            ("-march=x86-64-v4", "-mavx512vnni", "-mamx-tile", "-mamx-bf16"),
+            _AVX512 | {"avx512_vnni", "amx_tile", "amx_bf16"},
+        ),
         Variant("avx512_vnni", ("-march=x86-64-v4", "-mavx512vnni"), _AVX512 | {"avx512_vnni"}),
         Variant("avx512", ("-march=x86-64-v4",), _AVX512),
         Variant("avx2", ("-march=x86-64-v3",), _AVX2),

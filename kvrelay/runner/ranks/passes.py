@@ -33,6 +33,7 @@ def to_pass(batch: ForwardBatch, block_size: int, lora: LoraPass | None, dropped
         if images is None
         else ImagesShape(num_places=images.places.shape[0], width=images.features.shape[1], num_deepstack=images.num_deepstack),
         lora=lora,
+        bulk=batch.bulk,
         dropped=dropped,
         name=batch.name,
     )
@@ -88,6 +89,7 @@ class PassInputs:
             logit_rows=logit_rows,
             ends=ends,
             images=self._images,
+            bulk=message.bulk,
         )
 
     def receive(self, ranks: Ranks, lora: LoraBatch | None) -> ForwardBatch:
