@@ -48,13 +48,14 @@ def test_the_best_variant_that_the_processor_can_run_is_chosen(tmp_path: pathlib
         return None if path is None else path.stem
 
     assert found(avx512) is None
-    for name in ("plain", "avx2", "avx512", "avx512_vnni"):
+    for name in ("plain", "avx2", "avx512", "avx512_vnni", "amx"):
         (tmp_path / f"kernels-x86_64-{name}.so").touch()
     assert found(frozenset({"sse2"})) == "kernels-x86_64-plain"
     assert found(avx2) == "kernels-x86_64-avx2"
     assert found(avx2 | {"avx512f"}) == "kernels-x86_64-avx2"  # not all of it
     assert found(avx512) == "kernels-x86_64-avx512"
     assert found(avx512 | {"avx512_vnni"}) == "kernels-x86_64-avx512_vnni"
+    assert found(avx512 | {"avx512_vnni", "amx_tile", "amx_bf16"}) == "kernels-x86_64-amx"
     monkeypatch.setattr(platform, "machine", lambda: "riscv64")
     assert found(avx512) is None
 

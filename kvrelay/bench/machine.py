@@ -28,7 +28,7 @@ _FLOAT32_BYTES = 4
 
 
 class Machine:
-    """Holds the operands, so that a repeated measurement allocates nothing."""
+    """Holds the operands, so that no measurement makes them."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -39,8 +39,10 @@ class Machine:
         self._gemv_out = torch.empty(GEMV_ROWS)
         self._gemm_out = torch.empty(GEMM_SIZE, GEMM_SIZE)
         kernels = choose_kernels(torch.device("cpu"), torch.float32, read_environment())
-        self._kernels = kernels if isinstance(kernels, NativeKernels) and kernels.has_bulk else None
-        self._packed = None if self._kernels is None else self._kernels.pack(self._right, None)
+        self._products: list[Callable[[], object]] = [lambda: torch.mm(self._left, self._right, out=self._gemm_out)]
+        if isinstance(kernels, NativeKernels) and kernels.has_bulk:
+            packed = kernels.pack(self._right, None)
+            self._products.append(lambda: kernels.linear(self._left, packed, bulk=True))
 
     def gemv_bytes_per_s(self, repeats: int = 5) -> float:
         """Memory bandwidth as a matrix-vector product sees it, at the threads torch is set to."""
@@ -49,10 +51,7 @@ class Machine:
 
     def gemm_flops_per_s(self, repeats: int = 3) -> float:
         """Float32 arithmetic as a large matrix product sees it, at the threads torch is set to."""
-        seconds = best_seconds(lambda: torch.mm(self._left, self._right, out=self._gemm_out), repeats)
-        if self._kernels is not None and self._packed is not None:
-            kernels, packed = self._kernels, self._packed
-            seconds = min(seconds, best_seconds(lambda: kernels.linear(self._left, packed, bulk=True), repeats))
+        seconds = min(best_seconds(product, repeats) for product in self._products)
         return 2 * GEMM_SIZE**3 / seconds
 
 

@@ -14,8 +14,6 @@ import threading
 import time
 from collections.abc import Callable
 
-import msgspec
-
 from kvrelay.discovery.etcd_gateway import (
     Compare,
     Done,
@@ -32,7 +30,7 @@ from kvrelay.discovery.etcd_gateway import (
     RefusedError,
     Transaction,
 )
-from kvrelay.discovery.etcd_members import unsealed, value_of
+from kvrelay.discovery.etcd_members import read_router, value_of
 from kvrelay.errors import ProtocolError
 from kvrelay.ids import RouterId
 from kvrelay.log import Log
@@ -93,7 +91,7 @@ class EtcdCompany:
             except (NoAnswerError, RefusedError) as error:
                 self._known = None
                 self._on_retry()
-                log.seldom("the other routers, and which of them leads, are not known", reason=error)
+                log.seldom("etcd does not answer: the known routers stay, and which of them leads is not known", reason=error)
             self._stop.wait(self._ttl_s / 3)
         try:
             if self._lease is not None:
@@ -116,9 +114,11 @@ class EtcdCompany:
         found = []
         for pair in self._gateway.ask("/v3/kv/range", everything, RangeAnswer).kvs:
             try:
-                found.append(msgspec.json.decode(unsealed(pair.value), type=RouterRecord))
-            except (ProtocolError, msgspec.MsgspecError, ValueError, RecursionError) as error:
-                log.seldom("the value of a key in etcd is no router's record", key=pair.key, reason=error)
+                found.append(read_router(pair, ROUTERS))
+            except ProtocolError as error:
+                log.seldom("ignored in etcd", key=pair.key[:120], reason=error)
+        if self._router.id not in {record.id for record in found}:
+            self._lease = None  # its key is gone: the next round puts it again
         return found
 
     def _ask_leader(self, lease: int) -> RouterId | None:

@@ -20,9 +20,11 @@ from kvrelay.discovery.base import OnChanged, OnJoined, OnLeft
 from kvrelay.discovery.etcd_gateway import Event, KeyValue
 from kvrelay.discovery.members import Members, check_record
 from kvrelay.errors import ProtocolError
+from kvrelay.ids import as_router_id
 from kvrelay.log import Log
 from kvrelay.planes.curve import current_key
 from kvrelay.states import WorkerState
+from kvrelay.wire import check_version
 from kvrelay.wire.registry import RouterRecord, WorkerRecord
 
 log = Log("discovery")
@@ -59,6 +61,18 @@ def read_record(pair: KeyValue) -> WorkerRecord:
         raise ProtocolError(f"the value is no worker's record: {error}") from error
     check_record(record)
     if pair.key != key_of(record):
+        raise ProtocolError(f"the record of {record.id} is under a key that is not its own")
+    return record
+
+
+def read_router(pair: KeyValue, folder: bytes) -> RouterRecord:
+    """`folder` is what all keys of routers begin with. Raises ProtocolError."""
+    try:
+        record = msgspec.json.decode(unsealed(pair.value), type=RouterRecord)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise ProtocolError(f"the value is no router's record: {error}") from error
+    check_version("the router", record.version)
+    if pair.key != folder + as_router_id(record.id).encode():
         raise ProtocolError(f"the record of {record.id} is under a key that is not its own")
     return record
 

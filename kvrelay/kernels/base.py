@@ -137,9 +137,10 @@ _BULK_TOKENS = 64
 
 
 def bulk_end(num_prompt_tokens: int) -> int:
-    """The bulk of a prompt is all but its last 64 to 127 tokens. Kernels may compute it in a way of its own that suits many
-    tokens at once (`Kernels.has_bulk`) and whose last bits differ. A token's place in its prompt alone decides, so that a token
-    has the same bits however the prompt is cut into passes, and few tokens that are added to a long prompt wait for none."""
+    """The bulk of a prompt is all but its last 64 to 127 tokens. Kernels may compute it in another way (`Kernels.has_bulk`),
+    which is faster for many tokens and slower for few, and whose last bits differ. A token's place in its prompt alone decides
+    in which way it is computed, so it has the same bits however the prompt is cut into passes. KV from the prefix cache or from
+    a parent keeps the bits with which it was computed there, perhaps for a prompt of another length."""
     return max(0, num_prompt_tokens // _BULK_TOKENS - 1) * _BULK_TOKENS
 
 

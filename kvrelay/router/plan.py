@@ -112,8 +112,10 @@ class Planner:
                 self._shares[role] = peers, []
                 continue
             ordered = sorted(peers, key=lambda peer: peer.id)
-            own = set(ordered[self._place % len(peers) :: self._num_routers])
-            self._shares[role] = [peer for peer in ordered if peer in own], [peer for peer in ordered if peer not in own]
+            first = self._place % len(peers)
+            own = ordered[first :: self._num_routers]
+            del ordered[first :: self._num_routers]
+            self._shares[role] = own, ordered
 
     @property
     def ready(self) -> bool:
@@ -228,7 +230,7 @@ class Planner:
         peers = self._of_rank(role, choice)
         self._turns[role] += 1
         own, others = self._shares[role] if peers is self._by_role[role] else (peers, [])
-        near = choice.allowed(_next_of(own, self._turns[role]))
+        near = [peer for peer in choice.allowed(_next_of(own, self._turns[role])) if peer.breaker.passes]
         if others:
             near += self._less_busy(others, near, role, choice)
         candidates = near or choice.allowed(peers) or choice.able(peers)
@@ -240,7 +242,7 @@ class Planner:
         raise QueueFullError(f"the queues of all {role.value} workers are full")
 
     def _less_busy(self, others: list[Peer], near: list[Peer], role: Role, choice: _Choice) -> list[Peer]:
-        """Of other routers' shares: those less busy than all of `near`, which are of this one's, by so much that it shows."""
+        """Workers of other shares that are less busy than all of `near`, which are of this router's, by about a prompt."""
         least = min([peer.load_tokens for peer in near], default=math.inf)
         enough = least - len(choice.request.prompt) * min(1.0, len(near) / _TELLING_SHARE)
         if enough <= 0:

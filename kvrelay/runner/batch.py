@@ -177,7 +177,7 @@ def _fill_tokens(token_ids: NDArray[np.int64], rows: list[Row]) -> None:
 def _bulk_of(rows: list[Row], query_start: NDArray[np.int64]) -> tuple[tuple[int, int], ...]:
     found = []
     for row, begin in zip(rows, query_start.tolist(), strict=False):
-        if row.count > 1 or not row.samples:  # what decodes is no bulk
+        if row.count > 1 or not row.samples:  # a shortcut: what decodes has none
             count = min(row.count, bulk_end(row.sequence.num_prompt_tokens) - row.start)
             if count > 0:
                 found.append((begin, begin + count))

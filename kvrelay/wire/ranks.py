@@ -119,7 +119,7 @@ class Pass(RankMessage, frozen=True, kw_only=True):
     longest_end: int | None  # `max_context` of ForwardBatch.ends, if there is one
     images: ImagesShape | None = None
     lora: LoraPass | None = None
-    bulk: tuple[tuple[int, int], ...] = ()  # runs of tokens
+    bulk: tuple[tuple[int, int], ...] = ()  # of ForwardBatch
     dropped: list[int] = []  # adapters that no request has any more
     name: str = ""  # under which it is captured as well
 

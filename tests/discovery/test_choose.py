@@ -42,6 +42,7 @@ def test_workers_register_at_the_etcd_that_routers_watch() -> None:
     metrics = Metrics()
     options = ClusterOptions(registry="etcd://127.0.0.1:1")
     membership, company = open_membership(options, router_record(new_router_id()), metrics, "tcp://127.0.0.1:*")
+    company.close()
     assert company.is_shared
     assert isinstance(membership, EtcdMembership)
     assert metrics.registry.get_sample_value("kvrelay_registry_up") == 0.0

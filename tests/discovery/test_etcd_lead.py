@@ -5,9 +5,11 @@ from __future__ import annotations
 from etcd_server import EtcdServer
 from etcd_tools import Etcdctl
 from patience import until
+from registry_records import make_record
 
 from kvrelay.discovery.base import router_record
 from kvrelay.discovery.etcd_lead import ROUTERS, EtcdCompany
+from kvrelay.discovery.etcd_members import value_of
 from kvrelay.ids import new_router_id
 from kvrelay.wire.registry import RouterRecord
 
@@ -42,12 +44,26 @@ async def test_each_knows_all_the_oldest_first_until_they_go_and_keeps_them_whil
         companies.append(company(server, record))
         until(lambda: companies[0].routers == records[: len(companies)])
     Etcdctl(server).put(ROUTERS + b"stranger", b"no record")
+    Etcdctl(server).put(ROUTERS + new_router_id().encode(), value_of(records[0]))  # a copy
+    worker = make_record()
+    Etcdctl(server).put(ROUTERS + worker.id.encode(), value_of(worker))
     companies.pop(1).close()
     until(lambda: all(each.routers == [records[0], records[2]] for each in companies))
     server.stop()
     for each in companies:
         each.close()
         assert each.routers == [records[0], records[2]]
+
+
+async def test_a_router_whose_key_was_deleted_puts_it_again(server: EtcdServer) -> None:
+    records = [router(), router()]
+    companies = [company(server, record) for record in records]
+    until(lambda: all(len(each.routers) == 2 for each in companies))
+    Etcdctl(server).delete(ROUTERS + records[0].id.encode())
+    until(lambda: companies[1].routers == [records[1]])
+    until(lambda: companies[1].routers == [records[1], records[0]])
+    for each in companies:
+        each.close()
 
 
 async def test_a_leader_that_stands_still_leads_no_more() -> None:

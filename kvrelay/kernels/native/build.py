@@ -31,6 +31,7 @@ _FOLDER = pathlib.Path(__file__).parent
 # assigned makes GCC copy accumulators in the innermost loops, which costs a fifth of the speed.
 FLAGS = ("-O3", "-std=gnu11", "-ffp-contract=off", "-fno-schedule-insns", "-fvisibility=hidden", "-fPIC", "-shared")
 _THIS_PROCESSOR = ("-march=native",)
+_WITHOUT_TILES = ("-mno-amx-tile", "-mno-amx-bf16")  # which the compiler may know and the assembler not
 _COMPILE_TIMEOUT_S = 180.0
 _RUNTIMES = ("libgomp", "libiomp5", "libomp")  # all of them export GOMP_parallel
 
@@ -111,7 +112,7 @@ def _compile(compiler: str, processor: Sequence[str], path: pathlib.Path) -> Non
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     sources = [str(source) for source in sorted(_FOLDER.glob("*.c"))]
     try:
-        for known in (processor, ()):
+        for known in (processor, (*processor, *_WITHOUT_TILES), ()):
             command = [compiler, *FLAGS, *known, "-o", str(temporary), *sources, "-lm"]
             result = _run(command)
             if result.returncode == 0:

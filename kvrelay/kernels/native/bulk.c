@@ -11,7 +11,7 @@
 #include "dequantise.h"
 #include "linear.h"
 
-#define DEPTH_BLOCK 768  /* inputs: those of all rows take half of a second-level cache of 2 MiB */
+#define DEPTH_BLOCK 768  /* inputs: those of all rows take a little more than half of a second-level cache of 2 MiB */
 #define UNPACK_DEPTH 128 /* inputs of a quantised panel that are floats at once */
 #define MOST_TILES (BULK_ROWS / TILE)
 #define MOST_STEPS (DEPTH_BLOCK / TILE_INPUTS + 1) /* products of tiles in a sum */
@@ -90,16 +90,12 @@ static void one_panel(const struct Block *block, long panel, const uint8_t *then
     }
 }
 
-static void some_inputs(const struct Block *block, const struct Panels *panels, const uint8_t *then) {
-    for (long s = 0; s < panels->shares; s++)
-        for (long p = panels->share[s].begin, end = panels->share[s].end; p < end; p++) {
-            int last = p + 1 == end && s + 1 == panels->shares;
-            long after = p + 1 < end || last ? p + 1 : panels->share[s + 1].begin;
-            one_panel(block, p, last ? then : inputs_at(block->job->weights, after, block->begin));
-        }
+static void some_inputs(const struct Block *block, struct Share panels, const uint8_t *then) {
+    for (long p = panels.begin; p < panels.end; p++)
+        one_panel(block, p, p + 1 < panels.end ? inputs_at(block->job->weights, p + 1, block->begin) : then);
 }
 
-void bulk_block(const struct Linear *job, long first, long rows, const struct Panels *panels, const uint8_t *then) {
+void bulk_block(const struct Linear *job, long first, long rows, struct Share panels, const uint8_t *then) {
     struct Parts left[MOST_TILES * MOST_STEPS];
     long tiles = (rows + 2 * TILE - 1) / (2 * TILE) * 2;
     struct Block block = {.job = job, .first = first, .rows = rows, .tiles = tiles, .tile_rows = (rows + tiles - 1) / tiles, .left = left};
@@ -110,7 +106,7 @@ void bulk_block(const struct Linear *job, long first, long rows, const struct Pa
         block.begin = inputs_begin(inputs, b, blocks), block.depth = end - block.begin;
         block.steps = (block.depth + TILE_INPUTS - 1) / TILE_INPUTS;
         split_rows(&block);
-        some_inputs(&block, panels, b + 1 < blocks ? inputs_at(job->weights, panels->share[0].begin, end) : then);
+        some_inputs(&block, panels, b + 1 < blocks ? inputs_at(job->weights, panels.begin, end) : then);
     }
     end_tiles();
 }

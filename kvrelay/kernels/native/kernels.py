@@ -3,7 +3,8 @@
 Batch invariance holds for every kernel: a row's bits depend on that row, the weights and (attention) its own context - not on
 the other rows, on how the prompt was cut into chunks, on the KV block size, or on the number of threads. So a request's logits
 are the same alone and in any batch. They may differ in the last bits between processors, whose vectors differ in width, and
-with AMX between the bulk of a prompt (`base.bulk_end`, bulk.c) and the rest.
+with AMX between the bulk of a prompt (`base.bulk_end`, bulk.c) and the rest: cached or inherited KV
+may then differ in the last bits from KV computed anew.
 
 Each method is one call of a C function: pointers and sizes only. C trusts them, so everything is checked here. What the C code
 does not cover (odd head sizes) goes to the reference.
@@ -255,6 +256,7 @@ class NativeKernels:
     def _pointers(self, batch: ForwardBatch) -> BatchPointers:
         last = self._last_batch
         if last is None or last.batch is not batch:
+            assert self.has_bulk or not batch.bulk, "these kernels know no bulk"
             self._last_batch = last = check_batch(batch)
         return last
 

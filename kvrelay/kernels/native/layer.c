@@ -51,19 +51,13 @@ struct Pass {
     int threads;
 };
 
-static void gather(const struct Runs *of, const float *from, long width, float *to) {
-    for (long i = 0; i < of->count; i++) {
-        long tokens = of->run[i].end - of->run[i].begin;
-        memcpy(to, from + of->run[i].begin * width, (size_t)(tokens * width) * sizeof(float));
-        to += tokens * width;
-    }
-}
-
-static void scatter(const struct Runs *of, const float *from, long width, float *to) {
-    for (long i = 0; i < of->count; i++) {
-        long tokens = of->run[i].end - of->run[i].begin;
-        memcpy(to + of->run[i].begin * width, from, (size_t)(tokens * width) * sizeof(float));
-        from += tokens * width;
+/* Rows of `runs`, which lie behind each other in `gathered`, from there or to there. */
+static void copy_runs(const struct Runs *runs, float *rows, long width, float *gathered, int back) {
+    for (long i = 0; i < runs->count; i++) {
+        float *run = rows + runs->run[i].begin * width;
+        long count = (runs->run[i].end - runs->run[i].begin) * width;
+        memcpy(back ? run : gathered, back ? gathered : run, (size_t)count * sizeof(float));
+        gathered += count;
     }
 }
 
@@ -77,9 +71,9 @@ static void linear_of(const struct Pass *pass, int bulk, const float *x, const s
         linear_before(x + begin * inputs, weights, after, out + begin * outputs, of->tokens, bulk, pass->threads);
     } else if (of->count > 1) {
         float *result = room + of->tokens * inputs;
-        gather(of, x, inputs, room);
+        copy_runs(of, (float *)x, inputs, room, 0);
         linear_before(room, weights, after, result, of->tokens, bulk, pass->threads);
-        scatter(of, result, outputs, out);
+        copy_runs(of, out, outputs, result, 1);
     }
 }
 

@@ -107,8 +107,8 @@ class NativeLayer:
             *(() if summed is None else (summed.function, summed.ranks)),
         )  # fmt: skip
         self._address = ctypes.addressof(self._layer)
-        brought_together = max(packed.in_features + packed.out_features for packed in (qkv, output, gate_up, down))
-        self._scratch_width = self._hidden + qkv.out_features + 2 * q_width + 3 * width + brought_together
+        gathered = max(packed.in_features + packed.out_features for packed in (qkv, output, gate_up, down))
+        self._scratch_width = self._hidden + qkv.out_features + 2 * q_width + 3 * width + gathered
         self._workspaces = workspaces
         self._kv: torch.Tensor | None = None  # as it was last seen, and where its keys and values are
         self._keys = self._values = 0

@@ -1,7 +1,7 @@
 /* Linear layers on packed weights.
  *
  * Weights are held as panels (weights.h), so that they stream through the core in one sequence whatever the batch, and one copy
- * serves every number of rows. A tile is a few rows of x times one panel, held in registers; every output is one chain of
+ * serves every number of rows. A tile is a few rows of x times one panel, held in registers; every output (but those of bulk.c) is one chain of
  * multiply-adds over the inputs in order, and cutting the chain into blocks of inputs changes no bit. Quantised panels become
  * floats in the first-level cache, some inputs at a time, and then go the same way: so they give the bits that the dequantised
  * weights would. How rows, panels and inputs are cut into tiles that suit the processor is in linear_wide.h (AVX2, AVX-512) and
@@ -11,6 +11,12 @@
 #include "linear.h"
 
 void silu_columns(const float *gate, const float *up, float *out, long width); /* of elementwise.c */
+
+/* The panels that a thread computes for a block of rows: some, or the same ones of both halves. */
+struct Panels {
+    struct Share share[2];
+    long shares;
+};
 
 #if LANES >= 8
 #include "linear_wide.h"
@@ -39,7 +45,7 @@ static void add_biases(const struct Linear *job, long first, long rows, struct S
 static void some_panels(const struct Linear *job, long first, long rows, const struct Panels *panels, const uint8_t *then) {
     int few = job->weights->format != FLOAT32 && rows <= FEW_ROWS && !job->bulk;
 #ifdef HAS_TILES
-    if (job->bulk) bulk_block(job, first, rows, panels, then);
+    if (job->bulk) bulk_block(job, first, rows, panels->share[0], then);
 #endif
     if (!few && !job->bulk) linear_block(job, first, rows, panels, then);
     for (long s = 0; s < panels->shares; s++) {

@@ -13,18 +13,12 @@ struct Linear {
     int bulk; /* whether `bulk_block` computes it */
 };
 
-/* The panels that a thread computes for a block of rows: some, or the same ones of both halves. */
-struct Panels {
-    struct Share share[2];
-    long shares;
-};
-
 /* Where block b of inputs begins: on a whole 32, since quantised weights come in such groups. */
 INLINE long inputs_begin(long inputs, long b, long blocks) { return b < blocks ? inputs * b / blocks & ~31L : inputs; }
 
 #define BULK_ROWS 256 /* of a block */
 
 /* Some panels for a block of rows; see bulk.c. `then` is what is read after them. */
-void bulk_block(const struct Linear *job, long first, long rows, const struct Panels *panels, const uint8_t *then);
+void bulk_block(const struct Linear *job, long first, long rows, struct Share panels, const uint8_t *then);
 
 #endif

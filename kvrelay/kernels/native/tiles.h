@@ -1,7 +1,7 @@
 /* Products of float32 by the tiles of AMX, which multiply bfloat16 and sum in float32.
  *
  * A float is the sum of three numbers of 8 bits each, its parts: high, middle and low. Of the nine products of two floats' parts the
- * six largest are summed; the other three are below what float32 rounds away. So a product of floats takes six of bfloat16, and less
+ * six largest are summed; the other three are about what float32 rounds away. So a product of floats takes six of bfloat16, and less
  * time than multiply-adds.
  *
  * A tile of an operand is 16 lines of 16 words, each word a pair of bfloat16 that follow each other in the sum: of the left operand
@@ -29,8 +29,8 @@ struct Parts {
 
 INLINE vec upper_half(vec value) { return (vec)((ivec)value & (int32_t)0xffff0000); }
 
-/* The inputs of pair `pair` for 16 columns. Parts are cut off, not rounded: those of the left operand are as often too large as too
- * small, and so are the products that are left out. */
+/* The inputs of pair `pair` for 16 columns. Parts are truncated, which is faster. Those of the left operand are rounded, so the
+ * products that are left out have either sign. */
 INLINE void split_columns(vec first, vec second, struct Parts *to, long pair) {
     const __m512i down = _mm512_set4_epi32(0x0f0e0f0e, 0x0b0a0b0a, 0x07060706, 0x03020302);
     UNROLL for (int part = 0; part < PARTS; part++) {

@@ -166,7 +166,7 @@ class VllmCore:
                 self._rank_died()
             raise
         if self._is_split:
-            self._shared.hooks.passed(PASSED)  # a rank adds to the last layer's sum after it has stored KV
+            self._shared.hooks.passed(PASSED)  # ranks add to the last sum, and stages pass on, after KV is stored
         self._core.post_step(computed)
         found = [one for many in outputs.values() for one in many.outputs]
         for one in found:

@@ -68,10 +68,9 @@ def engine_arguments(setup: Setup, role: Role, shared: Shared) -> dict[str, Any]
         is_split = chosen["tensor_parallel_size"] != 1 or chosen.get("pipeline_parallel_size", 1) != 1
         if is_split and model.device == "cuda":
             raise ConfigError("--engine vllm: on cards prefill and decode workers have one each; whole workers can be split")
-        if chosen.get("data_parallel_size", 1) != 1:
-            raise ConfigError(
-                "--engine-args: data_parallel_size: prefill and decode workers are split into ranks and stages alone"
-            )
+        for name in ("data_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size"):
+            if chosen.get(name, 1) != 1:
+                raise ConfigError(f"--engine-args: {name}: prefill and decode workers are split into ranks and stages only")
         chosen |= _transfer(setup, role, {"memory": shared.open_file()} if is_split else {})
     return chosen
 
