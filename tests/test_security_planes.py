@@ -155,7 +155,8 @@ def speak(spoken: Spoken, talker: plane.Socket) -> None:
         talker.setsockopt(zmq.SUBSCRIBE, b"")
     talker.connect(spoken.address)
     if spoken.frame:
-        talker.send(spoken.frame)
+        with contextlib.suppress(zmq.Again):  # the connection may have been refused by now
+            talker.send(spoken.frame, zmq.NOBLOCK)
 
 
 def host_and_port(address: str) -> tuple[str, int]:
