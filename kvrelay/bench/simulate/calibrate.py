@@ -4,7 +4,7 @@ A round tries, one after the other:
 
     prompts     one at a time, of three lengths; and one on each prefill worker
     streams     one; one on each decode worker; several on each
-    both        prompts on one prefill worker or more while one decode worker or more have a stream each
+    both        prompts of two lengths on one prefill worker or more while one decode worker or more have a stream each
 
 Of each, the time to first token or between tokens. Alone they give the curves; beside others, how much passes slow each other:
 on a machine with fewer cores than workers, or with one memory bus, a lot. What the HTTP server and the client take of it is in
@@ -32,7 +32,7 @@ from kvrelay.simulate.fit import attention_ms_of, beside_attention
 _SHORTEST = 0.25  # of prompts, of the traffic's length
 _BATCHES = (2, 4)  # streams on each decode worker
 _REPEATS = 3  # of prompts alone, and of those beside the same streams
-_STREAM_TOKENS, _MOST_TOKENS = 32, 256
+_STREAM_TOKENS, _MOST_TOKENS = 32, 512
 _FEWEST_GAPS = 8
 _NUM_CHANCES = 200
 _KV_BYTES, _LAYERS, _GB_PER_S = 46_080, 30, 5.0  # of SmolLM2-135M in float32; shared memory
@@ -62,7 +62,8 @@ class Calibration:
         self._pairs = pairs
         self._words = words
         self._lengths = (1.0, _SHORTEST, longest)
-        self._most_tokens = min(_MOST_TOKENS, max(_STREAM_TOKENS, words))  # as prompts: small models have room for both
+        room = max(words, round((longest - 1.0) * words))  # for what follows a prompt: small models have no more
+        self._most_tokens = min(_MOST_TOKENS, max(_STREAM_TOKENS, room))
         self._marks = itertools.count()  # no prompt begins as another one did
         self.rounds: list[Round] = []
         self._ask([self._question(4)] * pairs, "warming up")
@@ -100,21 +101,24 @@ class Calibration:
         return _gaps(self._ask(questions, "measuring streams"))
 
     def _measure_both(self, found: Round, state: State) -> None:
-        """Prompts, several times, that come when the streams are under way and end before these do."""
+        """Prompts that come when the streams are under way and end before these do. Long ones among them, since it is attention
+        that slows steps most."""
         num_prompts, num_streams = state
-        pause_ms = 2 * self._pairs * _prompt_ms(found)
-        num_tokens = min(self._most_tokens, math.ceil((1 + _REPEATS) * pause_ms / middle(found.steps[ALONE])))
-        waves = [pause_ms / 1e3 * number for number in range(1, _REPEATS + 1) for _ in range(num_prompts)]
+        shares = (1.0, self._lengths[2])
+        pauses_ms = [2 * self._pairs * _prompt_ms(found, share) for share in (1.0, *shares)]
+        num_tokens = min(self._most_tokens, math.ceil(sum(pauses_ms) / middle(found.steps[ALONE])))
         sessions = [Session(0.0, (self._question(num_tokens),)) for _ in range(num_streams)]
-        sessions += [Session(at_s, (self._question(2),)) for at_s in waves]
+        for share, at_ms in zip(shares, itertools.accumulate(pauses_ms), strict=False):
+            sessions += [Session(at_ms / 1e3, (self._question(2, share),)) for _ in range(num_prompts)]
         asked = self._meet(sessions, "measuring both")
         streams = asked[:num_streams]
-        for first in range(num_streams, len(asked), num_prompts):
+        for share, first in zip(shares, range(num_streams, len(asked), num_prompts), strict=True):
             prompts = asked[first : first + num_prompts]
             begun, ended = max(one.sent_at for one in prompts), min(one.times[0] for one in prompts)
             if any(stream.times[1] > begun or stream.times[-1] < ended for stream in streams):
                 continue  # they were not beside each other
-            found.shared_prompts.setdefault(state, []).append(_mean_ttft_ms(prompts))
+            longer = _prompt_ms(found, share) / _prompt_ms(found)
+            found.shared_prompts.setdefault(state, []).append(_mean_ttft_ms(prompts) / longer)
             found.steps.setdefault(state, []).extend(_gaps_within(streams, begun, ended))
             if state == (1, self._pairs):  # whoever takes it has a step under way, and no other prompt slows that
                 found.shared_hand_overs += _first_gaps(prompts)
@@ -217,9 +221,9 @@ def _gaps_within(asked: Sequence[Asked], begun: float, ended: float) -> list[flo
     return [_ms(later - earlier) for earlier, later in pairs if begun <= earlier and later <= ended]
 
 
-def _prompt_ms(found: Round) -> float:
-    """Of the traffic's length, alone."""
-    return statistics.median(ms for _, ms in found.prompts[1.0])
+def _prompt_ms(found: Round, share: float = 1.0) -> float:
+    """Alone; `share` is of the traffic's length."""
+    return statistics.median(ms for _, ms in found.prompts[share])
 
 
 def _first_gaps(asked: Sequence[Asked]) -> list[float]:
