@@ -31,7 +31,7 @@ from kvrelay.simulate.fit import attention_ms_of, beside_attention
 
 _SHORTEST = 0.25  # of prompts, of the traffic's length
 _BATCHES = (2, 4)  # streams on each decode worker
-_REPEATS = 3  # of prompts alone, and of those beside the same streams
+_REPEATS = 3  # of prompts alone, and of those beside each other
 _STREAM_TOKENS, _MOST_TOKENS = 32, 512
 _FEWEST_GAPS = 8
 _NUM_CHANCES = 200
@@ -101,8 +101,8 @@ class Calibration:
         return _gaps(self._ask(questions, "measuring streams"))
 
     def _measure_both(self, found: Round, state: State) -> None:
-        """Prompts that come when the streams are under way and end before these do. Long ones among them, since it is attention
-        that slows steps most."""
+        """Prompts that come when the streams are under way and end before these do. A long one among them: more of it is
+        attention, which may slow steps otherwise than products do."""
         num_prompts, num_streams = state
         shares = (1.0, self._lengths[2])
         pauses_ms = [2 * self._pairs * _prompt_ms(found, share) for share in (1.0, *shares)]
