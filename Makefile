@@ -158,8 +158,10 @@ $(VLLM_STAMP): tests/vllm_engine/requirements.txt | $(BIN)/python
 	@touch $@
 
 # llama.cpp is compiled for this processor, which takes ten minutes on two cores.
-$(LLAMA_CPP_STAMP): $(VLLM_STAMP)
-	$(VLLM_VENV)/bin/python -m pip install --disable-pip-version-check llama-cpp-python==0.3.36
+LLAMA_CPP_HEADER := bench/llama.cpp/tile_config.h
+$(LLAMA_CPP_STAMP): $(LLAMA_CPP_HEADER) $(VLLM_STAMP)
+	CMAKE_ARGS="-DCMAKE_C_FLAGS='-include $(CURDIR)/$(LLAMA_CPP_HEADER)' -DCMAKE_CXX_FLAGS='-include $(CURDIR)/$(LLAMA_CPP_HEADER)'" \
+		$(VLLM_VENV)/bin/python -m pip install --disable-pip-version-check --no-cache-dir --force-reinstall --no-deps llama-cpp-python==0.3.36 diskcache==5.6.3
 	@touch $@
 
 # The constraints are all that it needs: nothing is left to resolve.
