@@ -153,8 +153,9 @@ class Calibration:
         return statistics.median(busy or alone) / 1e3
 
 
-def costs_of(rounds: Sequence[Round], pairs: int) -> Costs:
-    """What all of these rounds found, each time as good as the others."""
+def costs_of(rounds: Sequence[Round], pairs: int, all_rounds: Sequence[Round] = ()) -> Costs:
+    """What these rounds found, each time as good as the others. How much steps of a state differ is taken from `all_rounds`, if
+    there are more: of a hundred steps a round has few that take longest."""
     prompts, steps = _joined(found.prompts for found in rounds), _joined(found.steps for found in rounds)
     prefill = {share: _middle_point(points) for share, points in sorted(prompts.items())}
     attention_ms = attention_ms_of(tuple(prefill.values()))
@@ -172,7 +173,7 @@ def costs_of(rounds: Sequence[Round], pairs: int) -> Costs:
         prefill_sharing={(1, 0): 1.0}
         | {state: statistics.median(ms) / prefill[1.0][1] for state, ms in shared_prompts.items()},
         decode_sharing={state: ms / alone_ms for state, ms in step_ms.items()},
-        jitter={state: _quantiles([ms / step_ms[state] for ms in gaps]) for state, gaps in steps.items()},
+        jitter=_jitter(all_rounds or rounds),
         hand_over_ms=HandOvers(_quantiles(hand_overs), _quantiles(shared_hand_overs)),
         gb_per_s=_GB_PER_S,
         latency_ms=max(0.05, statistics.median(hand_overs)),
@@ -180,6 +181,12 @@ def costs_of(rounds: Sequence[Round], pairs: int) -> Costs:
         kv_bytes_per_token=_KV_BYTES,
         num_layers=_LAYERS,
     )
+
+
+def _jitter(rounds: Sequence[Round]) -> dict[State, tuple[float, ...]]:
+    """Times of a step over the usual one of its round."""
+    each = [{state: [ms / middle(gaps) for ms in gaps] for state, gaps in found.steps.items() if gaps} for found in rounds]
+    return {state: _quantiles(ratios) for state, ratios in _joined(each).items()}
 
 
 def middle(values: Sequence[float]) -> float:

@@ -120,7 +120,9 @@ def _parts(sessions: Sequence[Session]) -> Iterator[list[Session]]:
 
 def predict(pairs: int, rounds: Sequence[Round], parts: Sequence[Sequence[Asked]]) -> Results:
     """Of each part with the rounds before and after it."""
-    outcomes = [run_simulated(pairs, costs_of(rounds[place : place + 2], pairs), part) for place, part in enumerate(parts)]
+    outcomes = [
+        run_simulated(pairs, costs_of(rounds[place : place + 2], pairs, rounds), part) for place, part in enumerate(parts)
+    ]
     gaps_us = Counter[int]()
     for outcome in outcomes:
         gaps_us += outcome.gaps_us
