@@ -111,7 +111,7 @@ def _build(
         )
         warm_up(runner, chosen.engine.block_size)
         if sizes:
-            warm_up_mixed(runner, chosen.engine)
+            warm_up_mixed(runner, chosen.engine, progress)
     _log_ready(chosen, runner, size, sizes)
     return runner
 

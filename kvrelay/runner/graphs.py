@@ -14,6 +14,7 @@ Where there is no card the pass is called instead of replayed: the same code, fo
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -199,12 +200,12 @@ class DecodeGraphs:
         tensors free."""
         if self._kv.device.type != "cuda":
             return {size: _call(run, size) for size in sizes}
+        compile_passes(what, [functools.partial(_padded, pad, run, size) for size in sizes], progress)
         replays: dict[int, Callable[[], object]] = {}
         progress.start(f"capturing {what}", len(sizes), unit="sizes")
         try:
             for size in reversed(sizes):
-                pad(size)
-                run(size)  # compiles kernels and chooses them, which a capture cannot
+                _padded(pad, run, size)  # libraries choose their kernels, which a capture cannot
                 torch.cuda.synchronize(self._kv.device)
                 replays[size] = self._told(pass_name(what, size), captured(_call(run, size), self._memory))
                 progress.advance(1)
@@ -243,6 +244,20 @@ def captured(run: Callable[[], object], memory: Any) -> torch.cuda.CUDAGraph:
     return graph
 
 
+def compile_passes(what: str, passes: Sequence[Callable[[], object]], progress: Progress) -> None:
+    """The Triton kernels of these passes, as many at a time as there are cores. What the passes compute is not to be used."""
+    from kvrelay.kernels.cuda.launch import compiling  # needs Triton
+
+    progress.start(f"compiling kernels of {what}", len(passes), unit="passes")
+    try:
+        with compiling():
+            for one in passes:
+                one()
+                progress.advance(1)
+    finally:
+        progress.done()
+
+
 @contextlib.contextmanager
 def _no_garbage() -> Iterator[None]:
     """A graph that the collector destroys while another is captured ends that capture with an error."""
@@ -253,6 +268,11 @@ def _no_garbage() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def _padded(pad: Callable[[int], None], run: Callable[[int], None], size: int) -> None:
+    pad(size)
+    run(size)
 
 
 def _call(function: Callable[[int], None], size: int) -> Callable[[], object]:

@@ -16,6 +16,7 @@ token. The device takes it from there, so the host does not wait for it.
 
 from __future__ import annotations
 
+import functools
 import pathlib
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -30,7 +31,7 @@ from kvrelay.models.registry import Model
 from kvrelay.progress import Progress, Silent
 from kvrelay.runner.batch import BatchBuilder, LateTokens, LogitLayout
 from kvrelay.runner.cuda_fence import CudaFence
-from kvrelay.runner.graphs import DecodeGraphs
+from kvrelay.runner.graphs import DecodeGraphs, compile_passes
 from kvrelay.runner.host_pool import HostPool, NoHostPool
 from kvrelay.runner.kv_pool import KVPool, blocks_for
 from kvrelay.runner.prompt_graphs import PromptGraphs
@@ -236,6 +237,16 @@ class TorchRunner:
             self._launched.append(_Launched([], Prepared(num_plan_rows=0), results=[]))
         else:
             self._launched.append(self._replay(plan) or self._pass(plan))
+
+    @torch.inference_mode()
+    def compile(self, plans: Sequence[StepPlan], what: str, progress: Progress) -> None:
+        """The kernels of these plans' passes, where there is something to compile. Nothing is computed."""
+        if self._pool.tensor.device.type == "cuda":
+            compile_passes(what, [functools.partial(self._try, plan) for plan in plans], progress)
+
+    def _try(self, plan: StepPlan) -> None:
+        self._model.forward(self._builder.build(plan)[0], self._pool.tensor)
+        self._builder.forget([row.sequence.key for row in plan.rows])
 
     def _pass(self, plan: StepPlan) -> _Launched:
         batch, layout = self._builder.build(plan, self._late_tokens(plan.rows))

@@ -18,7 +18,7 @@ from kvrelay.progress import Silent
 from kvrelay.runner.kv_pool import KVPool
 from kvrelay.runner.loader import load_model
 from kvrelay.runner.runner import TorchRunner
-from kvrelay.runner.warm_up import _FEW_TOKENS, _MANY_HEADS, _QUERY_LINES, warm_up_mixed
+from kvrelay.runner.warm_up import _FEW_TOKENS, _HEADS, _QUERY_LINES, warm_up_mixed
 
 CPU = torch.device("cpu")
 
@@ -45,14 +45,15 @@ def test_chunks_beside_decodes_as_far_as_there_is_room(max_batch: int, monkeypat
         launch(plan)
 
     monkeypatch.setattr(runner, "launch", note)
-    warm_up_mixed(runner, options)
+    warm_up_mixed(runner, options, Silent())
     steps = [counts for counts in launched if counts]
     many = min(68, max_batch - 1)  # two KV heads each
+    most = min(257, max_batch - 1)
     beside = min(16, max_batch - 1)
     whole = [[1] * beside + [min(120, 128 - beside)]]  # what the context leaves, or the budget
     few = [[1] * min(tokens - 2, max_batch - 1) for tokens in _FEW_TOKENS]
     few = [[*rows, tokens - len(rows)] for rows, tokens in zip(few, _FEW_TOKENS, strict=True)]
-    assert steps == ([] if max_batch == 1 else [[1] * many + [16], [1, 32], [1, 33], *few, *whole])
+    assert steps == ([] if max_batch == 1 else [[1] * many + [16], [1] * most + [32], [1, 33], *few, *whole])
     assert runner.num_known_sequences == 0
 
 
@@ -61,7 +62,7 @@ def test_every_kernel_that_a_mixed_step_of_heads_of_128_can_take_is_among_them()
     from kvrelay.kernels.cuda.table import choose_linear, choose_mixed, choose_prefill
 
     assert {choose_prefill(lines, 256) for lines in range(1, 40000)} == {choose_prefill(lines, 256) for lines in _QUERY_LINES}
-    assert {choose_mixed(heads, 256) for heads in range(1, 4096)} == {choose_mixed(heads, 256) for heads in (8, _MANY_HEADS)}
+    assert {choose_mixed(heads, 256) for heads in range(1, 4096)} == {choose_mixed(heads, 256) for heads in _HEADS}
     for lines, gated, scaled in itertools.product((4096, 6144, 128256), (False, True), (False, True)):
         found = {choose_linear(rows, lines, 4096, gated, scaled) for rows in range(2, 65)}
         assert found == {choose_linear(rows, lines, 4096, gated, scaled) for rows in _FEW_TOKENS}

@@ -19,7 +19,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvrelay.kernels.base import AttentionBatch, HeadShape
-from kvrelay.kernels.cuda.launch import beside_kv, options, power_of_2
+from kvrelay.kernels.cuda.launch import beside_kv, kernel, options, power_of_2
 from kvrelay.kernels.cuda.table import DecodeChoice, choose_decode, choose_mixed
 
 _LOG2_E = 1.4426950408889634
@@ -64,7 +64,7 @@ def _tokens_of_split(context, SPLITS: tl.constexpr, LEAST: tl.constexpr, GRAIN: 
     return tl.cdiv(tl.cdiv(context, GRAIN), num_splits) * GRAIN
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+@kernel(do_not_specialize=["table_stride"])
 def _decode_kernel(
     q, q_stride, kv, value_offset, tables, table_stride, contexts, query_start, out, partial, lse, scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
@@ -132,7 +132,7 @@ def _decode_kernel(
         tl.store(lse + piece, tl.where(seen, top + tl.log2(total), float("-inf")), mask=member < GROUP)
 
 
-@triton.jit
+@kernel()
 def _merge_kernel(
     partial, lse, contexts, query_start, out,
     HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr,

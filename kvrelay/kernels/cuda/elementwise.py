@@ -9,7 +9,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvrelay.kernels.base import ForwardBatch, HeadShape
-from kvrelay.kernels.cuda.launch import options, power_of_2
+from kvrelay.kernels.cuda.launch import kernel, options, power_of_2
 
 UNALIGNED = ["positions", "slots"]  # inputs of a pass, which start anywhere: one compiled kernel for all
 _ACTIVATION_BLOCK = 1024
@@ -17,7 +17,7 @@ _HEADS_PER_PROGRAM = 8
 _HEADS_OF_ONE_TOKEN = 2  # of a token that is alone
 
 
-@triton.jit
+@kernel()
 def _norm_kernel(x, residual, weight, out, width, eps, ADD: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """One row a program. With ADD: residual += x first, in place."""
     if PDL:
@@ -53,7 +53,7 @@ def rms_norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tenso
     return out
 
 
-@triton.jit
+@kernel()
 def _silu_mul_kernel(gate_up, out, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         gdc_launch_dependents()
@@ -108,7 +108,7 @@ def store_turned(
     tl.store(stored + half, _narrowed(second, kv), mask=is_stored)
 
 
-@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
+@kernel(do_not_specialize_on_alignment=UNALIGNED)
 def _rope_kernel(
     qkv, cos_sin, positions, slots, kv, value_offset, q_norm, k_norm, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, HEAD_BLOCK: tl.constexpr,

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kvrelay.kernels.cuda.launch import options, power_of_2
+from kvrelay.kernels.cuda.launch import kernel, only_compiles, options, power_of_2
 
 _COPIED = 1024  # elements a program
 _PIECE = 2048  # logits of a row that a program looks at
@@ -21,7 +21,7 @@ def _copy_row(table, place, out, row, width, BLOCK: tl.constexpr):
     tl.store(out + row * width + columns, tl.load(table + place.to(tl.int64) * width + columns, mask=inside), mask=inside)
 
 
-@triton.jit
+@kernel()
 def _rows_kernel(table, places, out, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     _copy_row(table, tl.load(places + row), out, row, width, BLOCK)
@@ -38,7 +38,7 @@ def take_rows(table: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     return out
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@kernel(do_not_specialize=["num_rows"])
 def _inputs_kernel(columns, chosen, twin, tables, wide, num_rows, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     _copy_row(twin, tl.load(columns + 5 * num_rows + row), tables, row, width, BLOCK)
@@ -53,13 +53,14 @@ def step_inputs(columns: torch.Tensor, chosen: torch.Tensor, twin: torch.Tensor,
     """See `runner.ends.Ends`."""
     assert all(tensor.is_contiguous() for tensor in (columns, twin, tables))
     rows, width = tables.shape
-    wide = torch.empty(3, rows, dtype=torch.int64, device=columns.device)
+    fresh = torch.zeros if only_compiles() else torch.empty  # rows are looked up by them
+    wide = fresh(3, rows, dtype=torch.int64, device=columns.device)
     grid = (rows, triton.cdiv(width, _COPIED))
     _inputs_kernel[grid](columns, chosen, twin, tables, wide, rows, width, BLOCK=_COPIED)
     return wide
 
 
-@triton.jit
+@kernel()
 def _pieces_kernel(logits, kept, values, tokens, vocab_size, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Copies a piece of a row and finds its largest value: infinity, if one is no number."""
     if PDL:
@@ -78,7 +79,7 @@ def _pieces_kernel(logits, kept, values, tokens, vocab_size, BLOCK: tl.constexpr
     tl.store(tokens + where, piece * BLOCK + place)
 
 
-@triton.jit
+@kernel()
 def _choice_kernel(values, tokens, out, num_pieces, PIECES: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         gdc_launch_dependents()

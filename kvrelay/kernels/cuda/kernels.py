@@ -37,7 +37,7 @@ from kvrelay.kernels.cuda import elementwise
 from kvrelay.kernels.cuda.decode import decode_attention
 from kvrelay.kernels.cuda.ends import take_rows
 from kvrelay.kernels.cuda.launch import INTERPRETED
-from kvrelay.kernels.cuda.layer import CudaLayer
+from kvrelay.kernels.cuda.layer import CudaLayer, joined
 from kvrelay.kernels.cuda.linear import CudaPacked, Turn, scaled_linear, small_linear
 from kvrelay.kernels.cuda.prefill import PLAN_STEP, has_room, own_attention, paged_attention
 from kvrelay.kernels.cuda.table import is_triton_faster
@@ -55,6 +55,14 @@ _MIN_CUDNN_QUERIES = 512  # shorter rows are computed together by the paged kern
 
 def _large_linear(x: torch.Tensor, packed: CudaPacked) -> torch.Tensor:
     return F.linear(x, packed.weight, packed.bias) if packed.scale is None else scaled_linear(x, packed)
+
+
+def _linear_into(out: torch.Tensor, x: torch.Tensor, packed: CudaPacked) -> torch.Tensor:
+    if packed.scale is not None:
+        return scaled_linear(x, packed, out)
+    if packed.bias is None:
+        return torch.mm(x, packed.weight.T, out=out)
+    return torch.addmm(packed.bias, x, packed.weight.T, out=out)
 
 
 class CudaKernels:
@@ -100,13 +108,18 @@ class CudaKernels:
         tokens = x.shape[0]
         roomy = x.new_empty(tokens + PLAN_STEP, packed.out_features)
         roomy[tokens:].zero_()
-        if packed.scale is not None:
-            scaled_linear(x, packed, roomy[:tokens])
-        elif packed.bias is None:
-            torch.mm(x, packed.weight.T, out=roomy[:tokens])
-        else:
-            torch.addmm(packed.bias, x, packed.weight.T, out=roomy[:tokens])
-        return roomy[:tokens]
+        return _linear_into(roomy[:tokens], x, packed)
+
+    def joined_linear(self, parts: Sequence[torch.Tensor], packed: Packed) -> torch.Tensor:
+        """A linear of rows that lie in several tensors, which takes less time than a copy that joins them."""
+        assert isinstance(packed, CudaPacked)
+        if len(parts) == 1:
+            return self.linear(parts[0], packed)
+        sizes = [part.shape[0] for part in parts]
+        out = parts[0].new_empty(sum(sizes), packed.out_features)
+        for target, part in zip(out.split(sizes), parts, strict=True):
+            _linear_into(target, part, packed)
+        return out
 
     def turns_in_linear(self, x: torch.Tensor, packed: Packed, kv: torch.Tensor) -> bool:
         """Whether `turned_linear` computes so many rows. Interpreted, 7.9 becomes 4 in fp8, so KV in fp8 is the reference's."""
@@ -166,25 +179,30 @@ class CudaKernels:
         return elementwise.rope_and_store(qkv, shape, cos_sin, batch, kv, q_norm, k_norm, eps, keep=keep)
 
     def attention(self, q: torch.Tensor, shape: HeadShape, batch: ForwardBatch, kv: torch.Tensor, scale: float) -> torch.Tensor:
+        return joined(self.attention_parts(q, shape, batch, kv, scale))
+
+    def attention_parts(
+        self, q: torch.Tensor, shape: HeadShape, batch: ForwardBatch, kv: torch.Tensor, scale: float
+    ) -> list[torch.Tensor]:
+        """Attention, as its kernels leave it: in up to two tensors, one after the other."""
         if self._attention == "torch" or shape.head_dim > _MAX_HEAD_DIM:
-            return self._reference.attention(q, shape, batch, kv, scale)
+            return [self._reference.attention(q, shape, batch, kv, scale)]
         rows = batch.attention
         own_rows = self._own_rows(rows, shape, q)
         if own_rows and not has_room(q, shape, own_rows):
             own_rows = []
+        own = [own_attention(q, shape, own_rows, scale)] if own_rows else []
         if len(own_rows) == rows.num_rows:
-            return own_attention(q, shape, own_rows, scale)
-        out = q.new_empty(q.shape[0], shape.num_heads * shape.head_dim)
+            return own
         if own_rows:
-            num_others = q.shape[0] - sum(own_rows)
-            out[num_others:] = own_attention(q, shape, own_rows, scale)
-            q, rows = q[:num_others], _first_rows(rows, rows.num_rows - len(own_rows))
+            q, rows = q[: q.shape[0] - sum(own_rows)], _first_rows(rows, rows.num_rows - len(own_rows))
+        out = q.new_empty(q.shape[0], shape.num_heads * shape.head_dim)
         mixed = bool(own_rows) or (rows.num_rows > 1 and rows.max_query > 1)
         if rows.max_query > 1:
             paged_attention(q, shape, rows, kv, scale, out, mixed=mixed)
         if rows.max_query == 1 or mixed:
             decode_attention(q, shape, rows, kv, scale, out, mixed=mixed)
-        return out
+        return [out, *own]
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         return elementwise.silu_mul(gate_up)

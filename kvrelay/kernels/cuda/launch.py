@@ -7,11 +7,20 @@ before it ends, so a kernel that has ended implies that all kernels before it ha
 What may be read before the wait: weights, and the inputs of a pass (positions and their rotation, slots, lengths, block
 tables), which are written before its first norm; that one is launched in the ordinary way (`after_all`), and all others follow
 it.
+
+Compiling a kernel takes up to two seconds, and many are needed at start. So passes are first run within `compiling`, which
+compiles all kernels that they would launch, as many at a time as there are cores.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
+from typing import Any
 
 import torch
 import triton
@@ -21,6 +30,45 @@ from triton import knobs
 INTERPRETED = bool(knobs.runtime.interpret)  # TRITON_INTERPRET=1: kernels run in numpy, on the CPU
 _FIRST_WITH_PDL = (9, 0)
 _SHARED_BYTES_ON_HOPPER = 232448
+_only_compiled: ContextVar[bool] = ContextVar("only_compiled", default=False)
+
+
+def only_compiles() -> bool:
+    return _only_compiled.get()
+
+
+class Kernel:
+    """A kernel of Triton; within `compiling` it is not launched."""
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
+        if only_compiles():
+            return functools.partial(self._function.warmup, grid=grid)
+        launched: Callable[..., object] = self._function[grid]
+        return launched
+
+
+def kernel(**options: object) -> Callable[[Callable[..., object]], Kernel]:
+    """Decorates one. Options are those of `triton.jit`."""
+
+    def made(function: Callable[..., object]) -> Kernel:
+        return Kernel(triton.jit(function, **options))
+
+    return made
+
+
+@contextlib.contextmanager
+def compiling() -> Iterator[None]:
+    """Kernels that are called within are compiled by threads, and there when it ends. None is launched, so tensors that they
+    would write hold anything."""
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool, triton.AsyncCompileMode(pool):
+        token = _only_compiled.set(True)
+        try:
+            yield
+        finally:
+            _only_compiled.reset(token)
 
 
 @functools.cache

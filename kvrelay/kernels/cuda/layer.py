@@ -3,6 +3,7 @@ behind the fused rows, which cuDNN's attention wants."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -30,6 +31,12 @@ class LayerKernels(Kernels, Protocol):
 
     def gated_linear(self, x: torch.Tensor, packed: Packed) -> torch.Tensor: ...
 
+    def attention_parts(
+        self, q: torch.Tensor, shape: HeadShape, batch: ForwardBatch, kv: torch.Tensor, scale: float
+    ) -> list[torch.Tensor]: ...
+
+    def joined_linear(self, parts: Sequence[torch.Tensor], packed: Packed) -> torch.Tensor: ...
+
 
 class CudaLayer:
     """Implements `FusedLayer`."""
@@ -49,8 +56,8 @@ class CudaLayer:
         else:
             x = kernels.add_rms_norm(x, residual, own.input_norm, own.eps)
         q = self._query_and_store(x, cos_sin, batch, kv, lora)
-        attended = kernels.attention(q, own.shape, batch, kv, own.scale)
-        x = self._ranks.add_up(self._adapted(kernels.linear(attended, own.output), attended, lora, "output"))
+        parts = kernels.attention_parts(q, own.shape, batch, kv, own.scale)
+        x = self._ranks.add_up(self._output(parts, lora))
         x = kernels.add_rms_norm(x, residual, own.post_norm, own.eps)
         active = self._gated(x, lora)
         return self._ranks.add_up(self._adapted(kernels.linear(active, own.down), active, lora, "down"))
@@ -64,6 +71,12 @@ class CudaLayer:
         qkv = self._adapted(kernels.qkv_linear(x, own.qkv, own.shape, batch.attention), x, lora, "qkv")
         return kernels.rope_and_store(qkv, own.shape, cos_sin, batch, kv, own.q_norm, own.k_norm, own.eps)
 
+    def _output(self, parts: list[torch.Tensor], lora: LoraSpans) -> torch.Tensor:
+        if not lora:
+            return self._kernels.joined_linear(parts, self._weights.output)
+        attended = joined(parts)
+        return self._adapted(self._kernels.linear(attended, self._weights.output), attended, lora, "output")
+
     def _gated(self, x: torch.Tensor, lora: LoraSpans) -> torch.Tensor:
         if not lora:
             return self._kernels.gated_linear(x, self._weights.gate_up)
@@ -73,3 +86,7 @@ class CudaLayer:
         if lora:
             self._kernels.add_lora(out, x, lora, self._weights.index, name)
         return out
+
+
+def joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

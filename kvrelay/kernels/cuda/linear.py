@@ -26,7 +26,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvrelay.kernels.base import ForwardBatch, HeadShape
 from kvrelay.kernels.cuda.elementwise import UNALIGNED, store_turned
-from kvrelay.kernels.cuda.launch import INTERPRETED, options, power_of_2, stages_that_fit
+from kvrelay.kernels.cuda.launch import INTERPRETED, kernel, options, power_of_2, stages_that_fit
 from kvrelay.kernels.cuda.table import MAX_CUT_ROWS, LinearChoice, choose_linear
 from kvrelay.kernels.fp8 import FP8, quantise
 
@@ -129,7 +129,7 @@ def _row(x, columns, width, EVEN_IN: tl.constexpr):
     return tl.load(x + columns, mask=columns < width, other=0.0).to(tl.float32)[None, :]
 
 
-@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
+@kernel(do_not_specialize_on_alignment=UNALIGNED)
 def _one_row_kernel(
     x, weight, scale, bias, out, num_lines, width, cos_sin, positions, slots, kv, value_offset,
     BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_OUT: tl.constexpr, EVEN_IN: tl.constexpr,
@@ -188,7 +188,7 @@ def _joined(sums, row_scale, num_rows, BLOCK_OUT: tl.constexpr, BLOCK_ROWS: tl.c
     return sums * tl.load(row_scale + rows, mask=rows < num_rows, other=0.0)[None, :]
 
 
-@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=UNALIGNED)
+@kernel(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=UNALIGNED)
 def _few_rows_kernel(
     x, row_scale, weight, scale, bias, out, num_rows, num_lines, width, cos_sin, positions, slots, kv, value_offset,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_OUT: tl.constexpr, EVEN_IN: tl.constexpr,
@@ -313,7 +313,7 @@ def _heads(out: torch.Tensor, turn: Turn | None) -> torch.Tensor:
     return out if turn is None else out.view(out.shape[0], turn.shape.num_heads, turn.shape.head_dim)
 
 
-@triton.jit
+@kernel()
 def _quantise_kernel(x, out, scales, width, PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """One row a program."""
     if PDL:

@@ -10,19 +10,18 @@ query_start[r] // queries + r on, which are enough for its queries, and a progra
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvrelay.kernels.base import AttentionBatch, HeadShape
-from kvrelay.kernels.cuda.launch import beside_kv, fits, options, power_of_2
+from kvrelay.kernels.cuda.launch import beside_kv, fits, kernel, options, power_of_2
 from kvrelay.kernels.cuda.table import PrefillChoice, choose_prefill
 
 _LOG2_E = 1.4426950408889634
 PLAN_STEP = 256
 
 
-@triton.jit(do_not_specialize=["table_stride", "num_rows"])
+@kernel(do_not_specialize=["table_stride", "num_rows"])
 def _paged_kernel(
     q, q_stride, kv, value_offset, tables, table_stride, contexts, query_start, out, num_rows, scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,

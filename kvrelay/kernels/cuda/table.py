@@ -8,7 +8,7 @@ products and takes 5.2 with Triton's.
 Shapes are all that is asked here, never lengths on the device, so a choice holds for every replay of a captured graph. Rows
 differ in length: with one of 8192 tokens among rows of 400, as many splits for each row took 6.6 / 6.9 / 9.1 / 12.7 ms a step
 of 16 / 24 / 40 / 64 rows; with a least length of a split they take 5.1 / 5.5 / 5.9 / 6.8. That costs up to 2 % of a step whose
-rows are of one length. Above 1024 KV heads rows are not cut: programs without a split would take 5 % of a step of 256 rows.
+rows are of one length. Above `_MANY_HEADS` rows are not cut: programs without a split would take 5 % of a step of 256 rows.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ _MAX_GATED_ROWS = 128  # of those with an activation and many outputs: 14336 giv
 _MANY_GATED_LINES = 8192  # fewer were not measured
 MAX_CUT_ROWS = 32  # of weights in fp8: more rows are rounded
 _MAX_SPLITS = 64
+_MANY_HEADS = 1024  # of all rows: more are not cut
 _PROGRAMS = 512  # decode programs that keep the card busy, if all rows are as long
 _WIDE_HEAD_BYTES = 256  # of a head's keys: 128 x bfloat16
 
@@ -69,10 +70,10 @@ def is_triton_faster(num_rows: int, num_lines: int, gated: bool, weight_bytes: i
 def choose_decode(num_heads: int, max_context: int, head_bytes: int, narrow: bool = False) -> DecodeChoice:
     """`num_heads` counts the KV heads of all rows, `head_bytes` those of a head of the query. `narrow`: KV is in fp8."""
     wide = head_bytes > _WIDE_HEAD_BYTES
-    if narrow and not wide and num_heads > 1024:
+    if narrow and not wide and num_heads > _MANY_HEADS:
         return DecodeChoice(1, 64, 2, 3)
-    if num_heads > 1024:
-        return DecodeChoice(1, 32, 2, 2 if wide else 3)
+    if num_heads > _MANY_HEADS:
+        return DecodeChoice(1, 32, 2, 2) if wide else DecodeChoice(1, 32, 1, 3)
     few = num_heads <= 16  # of one row or two: many short splits were faster at 256, 1,000 and 4,000 tokens
     splits, tile = 1, 32 if wide or max_context <= 512 or few else 64
     num_programs = 2 * _PROGRAMS if few else _PROGRAMS
@@ -92,6 +93,8 @@ def choose_decode(num_heads: int, max_context: int, head_bytes: int, narrow: boo
 @functools.lru_cache(maxsize=1024)
 def choose_mixed(num_heads: int, head_bytes: int) -> DecodeChoice:
     """Of rows that decode beside prompts, whose time is longer by far: few variants, all of which are compiled at start."""
+    if num_heads > _PROGRAMS and head_bytes <= _WIDE_HEAD_BYTES:
+        return DecodeChoice(1, 32, 1, 3)
     splits = 32 if num_heads <= 128 else 4
     return DecodeChoice(splits, 32, 4, 2) if head_bytes > _WIDE_HEAD_BYTES else DecodeChoice(splits, 64, 4, 3)
 
