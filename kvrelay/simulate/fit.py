@@ -151,16 +151,16 @@ def _of_gpu(results: Figures) -> dict[str, float]:
 H200_8B = msgspec.convert(
     fitted(
         {
-            "b1_in128_itl_ms": 3.6566,
-            "b8_in1024_itl_ms": 4.4024,
-            "b64_in1024_itl_ms": 6.6775,
-            "b256_in512_itl_ms": 12.0668,
-            "prefill_512_ms": 12.097,
-            "prefill_2048_ms": 45.1154,
-            "prefill_8192_ms": 199.9237,
-            "ipc_gb_s_2048": 1713.38,
-            "handover_beyond_step_ms_p50": 1.515,
-            "device_copy_gb_s": 2126.36,
+            "b1_in128_itl_ms": 3.6531,
+            "b8_in1024_itl_ms": 4.4232,
+            "b64_in1024_itl_ms": 6.7371,
+            "b256_in512_itl_ms": 11.9107,
+            "prefill_512_ms": 11.7537,
+            "prefill_2048_ms": 46.0506,
+            "prefill_8192_ms": 203.7993,
+            "ipc_gb_s_2048": 1772.15,
+            "handover_beyond_step_ms_p50": 1.2411,
+            "device_copy_gb_s": 2125.38,
         }
     ),
     Costs,
