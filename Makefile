@@ -157,7 +157,8 @@ $(VLLM_STAMP): tests/vllm_engine/requirements.txt | $(BIN)/python
 	$(VLLM_VENV)/bin/python tests/vllm_engine/name_package.py
 	@touch $@
 
-# llama.cpp is compiled for this processor, which takes ten minutes on two cores.
+# llama.cpp is compiled for this processor, which takes ten minutes on two cores; pip may have kept one that was compiled without
+# the header. What else it needs is vLLM's.
 LLAMA_CPP_HEADER := bench/llama.cpp/tile_config.h
 $(LLAMA_CPP_STAMP): $(LLAMA_CPP_HEADER) $(VLLM_STAMP)
 	CMAKE_ARGS="-DCMAKE_C_FLAGS='-include $(CURDIR)/$(LLAMA_CPP_HEADER)' -DCMAKE_CXX_FLAGS='-include $(CURDIR)/$(LLAMA_CPP_HEADER)'" \

@@ -15,7 +15,7 @@ from kvrelay.kernels.native.kernels import NativeKernels
 from kvrelay.kernels.torch_kernels import TorchKernels
 from kvrelay.log import Log
 
-_MIN_TRITON = (3, 4)  # dependent launch
+_MIN_TRITON = (3, 5)  # dependent launch, and compiling beside each other
 _MIN_CAPABILITY = (8, 0)  # bfloat16 in tensor cores, asynchronous copies
 _DEFAULT = ModelOptions()
 

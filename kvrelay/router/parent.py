@@ -142,7 +142,8 @@ class Parent:
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiters.append(waiter)
         try:
-            await asyncio.wait_for(waiter, timeout_s)
+            async with asyncio.timeout(timeout_s):  # Python 3.11's `wait_for` loses a cancellation that comes with the news
+                await waiter
         except TimeoutError:
             pass
         finally:

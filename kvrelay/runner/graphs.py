@@ -16,7 +16,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import as_completed
 from typing import Any
 
 import numpy as np
@@ -200,12 +201,14 @@ class DecodeGraphs:
         tensors free."""
         if self._kv.device.type != "cuda":
             return {size: _call(run, size) for size in sizes}
-        compile_passes(what, [functools.partial(_padded, pad, run, size) for size in sizes], progress)
+        passes = {size: functools.partial(_padded, pad, run, size) for size in reversed(sizes)}
+        if self._on_replay is None:  # other ranks take part in a pass that has a name once, and capture it then
+            compile_passes(what, passes.values(), progress)
         replays: dict[int, Callable[[], object]] = {}
         progress.start(f"capturing {what}", len(sizes), unit="sizes")
         try:
-            for size in reversed(sizes):
-                _padded(pad, run, size)  # libraries choose their kernels, which a capture cannot
+            for size, compute in passes.items():
+                compute()  # loads kernels, compiles what is missing, and has libraries choose theirs: a capture cannot
                 torch.cuda.synchronize(self._kv.device)
                 replays[size] = self._told(pass_name(what, size), captured(_call(run, size), self._memory))
                 progress.advance(1)
@@ -244,18 +247,22 @@ def captured(run: Callable[[], object], memory: Any) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def compile_passes(what: str, passes: Sequence[Callable[[], object]], progress: Progress) -> None:
-    """The Triton kernels of these passes, as many at a time as there are cores. What the passes compute is not to be used."""
+def compile_passes(what: str, passes: Iterable[Callable[[], object]], progress: Progress) -> None:
+    """Compiles the Triton kernels of these passes, as many at a time as there are cores. What the passes compute means
+    nothing."""
     from kvrelay.kernels.cuda.launch import compiling  # needs Triton
 
-    progress.start(f"compiling kernels of {what}", len(passes), unit="passes")
-    try:
-        with compiling():
-            for one in passes:
-                one()
+    with compiling() as under_way:
+        for compute in passes:
+            compute()
+        if not under_way:
+            return
+        progress.start(f"compiling kernels of {what}", len(under_way), unit="kernels")
+        try:
+            for _ in as_completed(under_way):
                 progress.advance(1)
-    finally:
-        progress.done()
+        finally:
+            progress.done()
 
 
 @contextlib.contextmanager

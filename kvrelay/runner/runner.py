@@ -240,11 +240,11 @@ class TorchRunner:
 
     @torch.inference_mode()
     def compile(self, plans: Sequence[StepPlan], what: str, progress: Progress) -> None:
-        """The kernels of these plans' passes, where there is something to compile. Nothing is computed."""
+        """Compiles the Triton kernels of these plans' passes, if the model is on a card. Results are dropped."""
         if self._pool.tensor.device.type == "cuda":
-            compile_passes(what, [functools.partial(self._try, plan) for plan in plans], progress)
+            compile_passes(what, [functools.partial(self._compile_pass, plan) for plan in plans], progress)
 
-    def _try(self, plan: StepPlan) -> None:
+    def _compile_pass(self, plan: StepPlan) -> None:
         self._model.forward(self._builder.build(plan)[0], self._pool.tensor)
         self._builder.forget([row.sequence.key for row in plan.rows])
 

@@ -12,6 +12,7 @@ from kvrelay.progress import Progress
 from kvrelay.runner.kv_pool import blocks_for
 from kvrelay.runner.runner import TorchRunner
 from kvrelay.sampling import SamplingParams
+from kvrelay.wire.kv import heads_per_rank
 from kvrelay.wire.serving import Image
 
 _WARM_UP_TOKENS = 32
@@ -43,10 +44,11 @@ def _mixed(runner: TorchRunner, options: EngineOptions) -> Iterator[list[Row]]:
     if options.max_batch < 2:
         return  # there is no such step
     spec, block_size = runner.spec, options.block_size
+    num_kv_heads = heads_per_rank(spec.num_kv_heads, 1 if runner.ranks is None else runner.ranks.ranks.num_ranks)
     group = spec.num_heads // spec.num_kv_heads
     room = min(runner.max_model_len, runner.num_blocks * block_size) - block_size
     for lines, num_heads in zip(_QUERY_LINES, _HEADS, strict=True):
-        num_decoding = min(-(-num_heads // spec.num_kv_heads), options.max_batch - 1)
+        num_decoding = min(-(-num_heads // num_kv_heads), options.max_batch - 1)
         count = max(2, -(-lines // group))
         if count <= min(room, options.token_budget - num_decoding):
             yield _mixed_rows(num_decoding, count, block_size, prefix=block_size)

@@ -176,6 +176,21 @@ def test_how_much_passes_slow_each_other_does_not_depend_on_the_machine_s_speed(
     assert calibration.drift == pytest.approx(4.0)
 
 
+def test_slow_steps_of_all_rounds_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrate, "run_sessions", meet_a_machine)
+    calibration = Calibration(Target("", "", {}, ignore_eos=True), 1, 200)
+    for _ in range(3):
+        calibration.round()
+    rounds = calibration.rounds
+    rounds[1].steps[ALONE] = [2 * ms for ms in rounds[1].steps[ALONE]]
+    rounds[2].steps[ALONE][0] *= 3.0
+    rounds[2].steps[1, 1] = rounds[2].steps[1, 1][:1]
+    assert costs_of(rounds[:2], 1).jitter[ALONE] == pytest.approx([1.0] * 2 * len(rounds[0].steps[ALONE]))
+    jitter = costs_of(rounds[:2], 1, rounds).jitter
+    assert (min(jitter[ALONE]), max(jitter[ALONE])) == pytest.approx((1.0, 3.0))
+    assert len(jitter[1, 1]) == len(rounds[0].steps[1, 1]) + len(rounds[1].steps[1, 1])
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", CLUSTERS)
 def test_predictions_for_smollm2_are_as_close_as_they_are_said_to_be(name: str) -> None:

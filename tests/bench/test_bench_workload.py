@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from kvrelay.bench.harness.cluster import Answer, finish
 from kvrelay.bench.harness.workload import draw, greedy, traffic
 from kvrelay.errors import BenchError
 
@@ -21,6 +22,15 @@ def test_a_seed_gives_the_same_tokens_again_and_a_generator_others() -> None:
 def test_a_request_has_exactly_the_tokens_it_is_asked_for() -> None:
     params = greedy(7)
     assert (params.max_tokens, params.temperature, params.ignore_eos) == (7, 0.0, True)
+
+
+async def test_traffic_ends_when_an_answer_comes_at_that_moment() -> None:
+    answer = Answer(1, submitted_at=0.0)
+    answer.task = asyncio.create_task(asyncio.sleep(0))
+    answer.task.add_done_callback(lambda _: waiting.cancel())
+    waiting = asyncio.create_task(finish(answer))
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
 
 
 async def test_traffic_runs_as_long_as_it_is_open_and_no_number_comes_twice() -> None:

@@ -47,7 +47,7 @@ def triton_is(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_old_triton_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     triton_is("3.2.0", monkeypatch)
     assert isinstance(chosen(CARD), TorchKernels)
-    with pytest.raises(ConfigError, match=r"Triton 3\.2\.0 is older than 3\.4"):
+    with pytest.raises(ConfigError, match=r"Triton 3\.2\.0 is older than 3\.5"):
         chosen(CARD, linears="triton")
 
 

@@ -31,6 +31,7 @@ pytestmark = [
 if HAS_TRITON:
     from kvrelay.kernels.cuda.decode import decode_attention
     from kvrelay.kernels.cuda.kernels import CudaKernels
+    from kvrelay.kernels.cuda.launch import Kernel, compiling
     from kvrelay.kernels.cuda.linear import CudaPacked, narrow_rows, scaled_linear, small_linear
     from kvrelay.kernels.cuda.prefill import has_room, own_attention, paged_attention
     from kvrelay.kernels.cuda.table import MAX_CUT_ROWS, DecodeChoice, LinearChoice, PrefillChoice
@@ -357,6 +358,45 @@ def turned(
     first, second = own.chunk(2, dim=-1)
     cos, sin = cos_sin[:, None, :].chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_linear_of_rows_in_several_tensors(dtype: torch.dtype, with_bias: bool) -> None:
+    generator = torch.Generator(device=DEVICE).manual_seed(0)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device=DEVICE).to(dtype)
+
+    weight, bias, parts = drawn(48, 32) / 8, drawn(48) if with_bias else None, [drawn(5, 32), drawn(70, 32)]
+    kernels = CudaKernels()
+    expected = torch.cat(parts).double() @ weight.double().T + (0 if bias is None else bias.double())
+    assert error(kernels.joined_linear(parts, kernels.pack(weight, bias)), expected) < TOLERANCE[dtype]
+
+
+class Recorded:
+    """In the place of a kernel of Triton."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, object]] = []
+
+    def warmup(self, value: int, *, grid: tuple[int, ...]) -> None:
+        self.calls.append(("compiled", value))
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[[int], None]:
+        return lambda value: self.calls.append(("launched", value))
+
+
+def test_kernels_are_compiled_and_not_launched_until_that_ends_or_fails() -> None:
+    recorded = Recorded()
+    kernel = Kernel(recorded)
+    kernel[(1,)](1)
+    with compiling():
+        kernel[(1,)](2)
+    with pytest.raises(ZeroDivisionError), compiling():
+        _ = 1 / 0
+    kernel[(1,)](3)
+    assert recorded.calls == [("launched", 1), ("compiled", 2), ("launched", 3)]
 
 
 @pytest.mark.skipif(ON_CARD, reason="a card compiles them by using them")

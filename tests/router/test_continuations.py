@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import msgspec
@@ -224,3 +225,13 @@ def test_the_page_draws_every_edge(machine: type[HandleState | KeptState], edges
     names = {state.name for state in machine}
     expected = {(before.name, after.name) for before, afters in edges.items() for after in afters}
     assert {(words[0], words[2]) for words in drawn if words[0] in names} == expected
+
+
+async def test_who_waits_for_a_parent_can_leave_when_there_is_news() -> None:
+    parent = Parent(external_id="a", answer_id="", choice=0, owner="r", cache_salt="", num_prompt_tokens=1)
+    waiting = asyncio.create_task(parent.change(60.0))
+    await asyncio.sleep(0)
+    parent.wake()
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting

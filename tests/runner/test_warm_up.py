@@ -34,9 +34,9 @@ def make_runner(options: EngineOptions) -> TorchRunner:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("max_batch", [1, 3, 80])
-def test_chunks_beside_decodes_as_far_as_there_is_room(max_batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = EngineOptions(block_size=8, max_batch=max_batch, token_budget=128)
+@pytest.mark.parametrize(("max_batch", "budget"), [(1, 128), (3, 128), (80, 128), (300, 512)])
+def test_chunks_beside_decodes_as_far_as_there_is_room(max_batch: int, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = EngineOptions(block_size=8, max_batch=max_batch, token_budget=budget)
     runner, launched = make_runner(options), list[list[int]]()
     launch = runner.launch
 
@@ -50,7 +50,7 @@ def test_chunks_beside_decodes_as_far_as_there_is_room(max_batch: int, monkeypat
     many = min(68, max_batch - 1)  # two KV heads each
     most = min(257, max_batch - 1)
     beside = min(16, max_batch - 1)
-    whole = [[1] * beside + [min(120, 128 - beside)]]  # what the context leaves, or the budget
+    whole = [[1] * beside + [min(120, budget - beside)]]  # what the context leaves, or the budget
     few = [[1] * min(tokens - 2, max_batch - 1) for tokens in _FEW_TOKENS]
     few = [[*rows, tokens - len(rows)] for rows, tokens in zip(few, _FEW_TOKENS, strict=True)]
     assert steps == ([] if max_batch == 1 else [[1] * many + [16], [1] * most + [32], [1, 33], *few, *whole])

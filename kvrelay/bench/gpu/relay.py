@@ -81,7 +81,8 @@ class Client:
 
     async def answer(self, body: bytes, max_tokens: int) -> Stream:
         stream = Stream()
-        await asyncio.wait_for(self.follow(stream, body, max_tokens), _ANSWER_S)
+        async with asyncio.timeout(_ANSWER_S):
+            await self.follow(stream, body, max_tokens)
         if len(stream.tokens_at) != max_tokens:
             raise BenchError(f"a request had {len(stream.tokens_at)} tokens, not {max_tokens}")
         return stream

@@ -85,7 +85,8 @@ def start(router: Router, prompt: list[int], params: SamplingParams, images: Seq
 async def finish(answer: Answer) -> Answer:
     assert answer.task is not None
     try:
-        await asyncio.wait_for(answer.task, _ANSWER_S)
+        async with asyncio.timeout(_ANSWER_S):  # Python 3.11's `wait_for` loses a cancellation that comes with the answer
+            await answer.task
     except TimeoutError:
         answer.problem = f"no answer within {_ANSWER_S:g} s"
     return answer

@@ -154,8 +154,8 @@ class Calibration:
 
 
 def costs_of(rounds: Sequence[Round], pairs: int, all_rounds: Sequence[Round] = ()) -> Costs:
-    """What these rounds found, each time as good as the others. How much steps of a state differ is taken from `all_rounds`, if
-    there are more: of a hundred steps a round has few that take longest."""
+    """What these rounds found, each time as good as the others. How much the steps of a state differ is taken from `all_rounds`
+    or else from these: a single round has too few of the slowest steps."""
     prompts, steps = _joined(found.prompts for found in rounds), _joined(found.steps for found in rounds)
     prefill = {share: _middle_point(points) for share, points in sorted(prompts.items())}
     attention_ms = attention_ms_of(tuple(prefill.values()))
@@ -184,9 +184,18 @@ def costs_of(rounds: Sequence[Round], pairs: int, all_rounds: Sequence[Round] = 
 
 
 def _jitter(rounds: Sequence[Round]) -> dict[State, tuple[float, ...]]:
-    """Times of a step over the usual one of its round."""
-    each = [{state: [ms / middle(gaps) for ms in gaps] for state, gaps in found.steps.items() if gaps} for found in rounds]
-    return {state: _quantiles(ratios) for state, ratios in _joined(each).items()}
+    """Of each state: a step's time over the usual one of its round, or of all rounds, where each has hardly any."""
+    of_all = _joined(found.steps for found in rounds)
+    ratios = {state: _over_middle(gaps) for state, gaps in of_all.items() if gaps}
+    ratios |= _joined(
+        {state: _over_middle(gaps) for state, gaps in found.steps.items() if len(gaps) >= _FEWEST_GAPS} for found in rounds
+    )
+    return {state: _quantiles(found) for state, found in ratios.items()}
+
+
+def _over_middle(gaps: Sequence[float]) -> list[float]:
+    usual = middle(gaps)
+    return [ms / usual for ms in gaps]
 
 
 def middle(values: Sequence[float]) -> float:

@@ -53,7 +53,7 @@ def step_inputs(columns: torch.Tensor, chosen: torch.Tensor, twin: torch.Tensor,
     """See `runner.ends.Ends`."""
     assert all(tensor.is_contiguous() for tensor in (columns, twin, tables))
     rows, width = tables.shape
-    fresh = torch.zeros if only_compiles() else torch.empty  # rows are looked up by them
+    fresh = torch.zeros if only_compiles() else torch.empty  # by them PyTorch's kernels look up rows
     wide = fresh(3, rows, dtype=torch.int64, device=columns.device)
     grid = (rows, triton.cdiv(width, _COPIED))
     _inputs_kernel[grid](columns, chosen, twin, tables, wide, rows, width, BLOCK=_COPIED)

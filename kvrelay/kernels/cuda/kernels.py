@@ -110,7 +110,7 @@ class CudaKernels:
         roomy[tokens:].zero_()
         return _linear_into(roomy[:tokens], x, packed)
 
-    def joined_linear(self, parts: Sequence[torch.Tensor], packed: Packed) -> torch.Tensor:
+    def joined_linear(self, parts: list[torch.Tensor], packed: Packed) -> torch.Tensor:
         """A linear of rows that lie in several tensors, which takes less time than a copy that joins them."""
         assert isinstance(packed, CudaPacked)
         if len(parts) == 1:
@@ -184,7 +184,7 @@ class CudaKernels:
     def attention_parts(
         self, q: torch.Tensor, shape: HeadShape, batch: ForwardBatch, kv: torch.Tensor, scale: float
     ) -> list[torch.Tensor]:
-        """Attention, as its kernels leave it: in up to two tensors, one after the other."""
+        """Attention in one or two tensors: the rows that Triton computes, then those that cuDNN does."""
         if self._attention == "torch" or shape.head_dim > _MAX_HEAD_DIM:
             return [self._reference.attention(q, shape, batch, kv, scale)]
         rows = batch.attention

@@ -18,7 +18,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from typing import Any
 
@@ -51,22 +51,18 @@ class Kernel:
 
 
 def kernel(**options: object) -> Callable[[Callable[..., object]], Kernel]:
-    """Decorates one. Options are those of `triton.jit`."""
-
-    def made(function: Callable[..., object]) -> Kernel:
-        return Kernel(triton.jit(function, **options))
-
-    return made
+    """The decorator of a kernel that passes launch. Options are those of `triton.jit`."""
+    return lambda function: Kernel(triton.jit(function, **options))
 
 
 @contextlib.contextmanager
-def compiling() -> Iterator[None]:
-    """Kernels that are called within are compiled by threads, and there when it ends. None is launched, so tensors that they
-    would write hold anything."""
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool, triton.AsyncCompileMode(pool):
+def compiling() -> Iterator[list[Future[Any]]]:
+    """Kernels that are called within are compiled by threads instead of launched, and all of them are compiled when it ends.
+    Tensors that they would have written hold anything. Yields the compilations."""
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool, triton.AsyncCompileMode(pool) as mode:
         token = _only_compiled.set(True)
         try:
-            yield
+            yield mode.raw_futures
         finally:
             _only_compiled.reset(token)
 

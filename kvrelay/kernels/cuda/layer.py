@@ -3,7 +3,6 @@ behind the fused rows, which cuDNN's attention wants."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -35,7 +34,7 @@ class LayerKernels(Kernels, Protocol):
         self, q: torch.Tensor, shape: HeadShape, batch: ForwardBatch, kv: torch.Tensor, scale: float
     ) -> list[torch.Tensor]: ...
 
-    def joined_linear(self, parts: Sequence[torch.Tensor], packed: Packed) -> torch.Tensor: ...
+    def joined_linear(self, parts: list[torch.Tensor], packed: Packed) -> torch.Tensor: ...
 
 
 class CudaLayer:

@@ -66,6 +66,9 @@ def is_triton_faster(num_rows: int, num_lines: int, gated: bool, weight_bytes: i
     return num_rows <= _MAX_SMALL_ROWS or (num_rows <= _MAX_WIDE_ROWS and (gated or 4096 < num_lines <= 32768))
 
 
+_UNCUT = DecodeChoice(1, 32, 1, 3)
+
+
 @functools.lru_cache(maxsize=4096)
 def choose_decode(num_heads: int, max_context: int, head_bytes: int, narrow: bool = False) -> DecodeChoice:
     """`num_heads` counts the KV heads of all rows, `head_bytes` those of a head of the query. `narrow`: KV is in fp8."""
@@ -73,7 +76,7 @@ def choose_decode(num_heads: int, max_context: int, head_bytes: int, narrow: boo
     if narrow and not wide and num_heads > _MANY_HEADS:
         return DecodeChoice(1, 64, 2, 3)
     if num_heads > _MANY_HEADS:
-        return DecodeChoice(1, 32, 2, 2) if wide else DecodeChoice(1, 32, 1, 3)
+        return DecodeChoice(1, 32, 2, 2) if wide else _UNCUT
     few = num_heads <= 16  # of one row or two: many short splits were faster at 256, 1,000 and 4,000 tokens
     splits, tile = 1, 32 if wide or max_context <= 512 or few else 64
     num_programs = 2 * _PROGRAMS if few else _PROGRAMS
@@ -94,7 +97,7 @@ def choose_decode(num_heads: int, max_context: int, head_bytes: int, narrow: boo
 def choose_mixed(num_heads: int, head_bytes: int) -> DecodeChoice:
     """Of rows that decode beside prompts, whose time is longer by far: few variants, all of which are compiled at start."""
     if num_heads > _PROGRAMS and head_bytes <= _WIDE_HEAD_BYTES:
-        return DecodeChoice(1, 32, 1, 3)
+        return _UNCUT
     splits = 32 if num_heads <= 128 else 4
     return DecodeChoice(splits, 32, 4, 2) if head_bytes > _WIDE_HEAD_BYTES else DecodeChoice(splits, 64, 4, 3)
 
