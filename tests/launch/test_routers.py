@@ -194,6 +194,7 @@ def test_a_router_that_is_killed_is_replaced_and_its_requests_are_aborted(server
     until_idle(other)
     until(lambda: victim.router not in routers(server) and len(routers(server)) == 2)
     again = line_to(server, lambda router: router not in known)
+    until(lambda: any(worker["state"] == "ready" for worker in again.get("/cluster")["workers"]))
     assert again.complete(prompt="The quick", max_tokens=4)["usage"]["completion_tokens"] == 4
     for line in (victim, other, again):
         line.close()
